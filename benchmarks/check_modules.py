@@ -3,6 +3,7 @@
     nice python benchmarks/check_modules.py slips      # every planted slip, some 30
     nice python benchmarks/check_modules.py foreign    # 22 kinds of slips in five foreign styles
     nice python benchmarks/check_modules.py correct    # 1,000 correct modules; continues
+    nice python benchmarks/check_modules.py correct --first 7000   # the same of other seeds
     python benchmarks/check_modules.py table           # what is stored, in words
     python benchmarks/check_modules.py time            # the check of a 12-layer GPT-2
 
@@ -208,9 +209,13 @@ FIRST = 5000
 """Of the seeds of correct modules: others than those on which anything here was tried out."""
 
 
-def correct() -> Iterator[tuple[str, Any]]:
-    """Names, and what builds each."""
-    seed = FIRST
+def correct(first: int = FIRST) -> Iterator[tuple[str, Any]]:
+    """Names, and what builds each.
+
+    Args:
+        first: of the seeds.
+    """
+    seed = first
     for number, init in enumerate((*checked_gpt.INITS, "torch")):
         for layers, width in ((2, 64), (4, 64), (3, 128)):
             for style in range(8):
@@ -229,20 +234,20 @@ def correct() -> Iterator[tuple[str, Any]]:
                 yield name, lambda config=config, seed=seed: checked_gpt.build(config, seed)
     for kind in sorted(set(FAMILIES) - set(TRULY_WRONG)):
         sizes = ((2, 64), (4, 64), (2, 96), (3, 128), (2, 64), (4, 64))
-        for seed, (layers, width) in enumerate(sizes, start=FIRST + 1):
+        for seed, (layers, width) in enumerate(sizes, start=first + 1):
             if kind == "gpt_neo" and layers % 2:
                 continue  # its kinds of attention alternate
             name = f"{kind} {layers} {width} seed {seed}"
             given = (kind, layers, width, seed)
             yield name, lambda given=given: family_module(*given)
-    for seed in range(FIRST, FIRST + 20):
+    for seed in range(first, first + 20):
         given = (2 + seed % 3, 64, seed % 2 == 0, seed)
         yield f"encoder {given}", lambda given=given: encoder(*given)
     for style in foreign_slips.STYLES:
         for init in foreign_slips.INITS:
             if (style, init) in foreign_slips.NOT_CORRECT:
                 continue
-            for seed in range(FIRST, FIRST + 11):
+            for seed in range(first, first + 11):
                 layers = 2 + seed % 3 if style in foreign_slips.own_styles.STYLES else 2
                 given = (style, init, seed, layers)
                 yield (
@@ -335,11 +340,17 @@ def same(where: str, name: str) -> bool:
     return re.match(rf"{expression}(\.|$)", where) is not None
 
 
-def run_correct() -> None:
+def campaign(first: int) -> str:
+    """What the correct modules of these seeds are stored under."""
+    return "correct" if first == FIRST else f"correct from {first}"
+
+
+def run_correct(first: int = FIRST) -> None:
     """Of all correct modules those not yet stored, in an order that mixes their kinds."""
-    begun, before = time.process_time(), stored().get("correct", {"rows": [], "cpu_seconds": 0})
+    name_of = campaign(first)
+    begun, before = time.process_time(), stored().get(name_of, {"rows": [], "cpu_seconds": 0})
     rows, done = before["rows"], {row["module"] for row in before["rows"]}
-    waiting = sorted(correct(), key=lambda pair: zlib.crc32(pair[0].encode()))
+    waiting = sorted(correct(first), key=lambda pair: zlib.crc32(pair[0].encode()))
     for number, (name, build) in enumerate(waiting, start=1):
         if name in done:
             continue
@@ -353,8 +364,8 @@ def run_correct() -> None:
             print(f"{number} {name}: {found}", flush=True)
         if number % 10 == 0:
             print(f"{number} after {time.process_time() - begun:.0f} s", flush=True)
-            _keep("correct", rows, before["cpu_seconds"] + time.process_time() - begun)
-    _keep("correct", rows, before["cpu_seconds"] + time.process_time() - begun)
+            _keep(name_of, rows, before["cpu_seconds"] + time.process_time() - begun)
+    _keep(name_of, rows, before["cpu_seconds"] + time.process_time() - begun)
 
 
 ROUNDS = 7
@@ -387,26 +398,31 @@ def run_time() -> None:
 
 def table() -> str:
     data = stored()
-    slips, right = data["slips"]["rows"], data["correct"]["rows"]
-    foreign = data["foreign"]["rows"]
-    found = [row for row in right if row["findings"]]
-    alarms = [row for row in found if not judged(row["module"])]
+    slips, foreign = data["slips"]["rows"], data["foreign"]["rows"]
     lines = [
         f"{sum(row['named'] for row in slips)} of {len(slips)} slips named; "
-        f"{sum(row['named'] for row in foreign)} of {len(foreign)} in foreign styles; "
-        f"{len(alarms)} false alarms in {len(right)} correct modules, and "
-        f"{len(found) - len(alarms)} findings that are right"
+        f"{sum(row['named'] for row in foreign)} of {len(foreign)} in foreign styles"
     ]
     lines += [f"missed: {row['slip']}" for row in slips if not row["named"]]
     lines += [f"missed: {r['slip']} in {r['style']}" for r in foreign if not r["named"]]
-    lines += [f"false alarm: {row['module']}: {row['findings'][0]}" for row in alarms]
+    for name in (name for name in data if name.startswith("correct")):
+        right = data[name]["rows"]
+        found = [row for row in right if row["findings"]]
+        alarms = [row for row in found if not judged(row["module"])]
+        lines.append(
+            f"{name}: {len(alarms)} false alarms in {len(right)} modules, and "
+            f"{len(found) - len(alarms)} findings that are right"
+        )
+        lines += [f"false alarm: {row['module']}: {row['findings'][0]}" for row in alarms]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=("slips", "foreign", "correct", "table", "time"))
-    command = parser.parse_args().command
+    parser.add_argument("--first", type=int, default=FIRST, help="of the seeds of correct modules")
+    given = parser.parse_args()
+    command = given.command
     torch.set_num_threads(1)
     if command == "table":
         print(table())
@@ -414,7 +430,7 @@ def main() -> None:
         {
             "slips": run_slips,
             "foreign": run_foreign,
-            "correct": run_correct,
+            "correct": lambda: run_correct(given.first),
             "time": run_time,
         }[command]()
 

@@ -510,7 +510,7 @@ def measure_cases(
     import torch
     import transformers
 
-    from moments.torch.devices import accelerators
+    from moments.torch.running import accelerators
 
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", moments.ValidityWarning)
@@ -668,20 +668,34 @@ def measure_repeats() -> None:
         found = [("run", moments.simulate(model, token_ids=ids, seeds=seeds))]
         if seq_len <= 512:
             found.append(("by token", moments.predict(model, token_ids=ids, tokens=True)))
-        if seq_len > 256:
-            found.append(("by classes", moments.predict(model, token_ids=ids)))
-        for how, m in found:
-            norms = m.weight_gradients().groupby("weight")["squared_norm"].sum()
-            rows.append(
-                {
-                    "tokens": seq_len,
-                    "held": how,
-                    "correlation": _digits(m.correlation),
-                    "correlation_stderr": _digits(getattr(m, "correlation_stderr", [])),
-                    "norms": {name: float(norms[name]) for name in (*MATRICES, "token", "head")},
-                }
-            )
+        rows += [repeats_row(seq_len, how, m) for how, m in found]
     store(stored() | {"repeats": rows})
+    predict_repeats()
+
+
+def predict_repeats() -> None:
+    """The same by classes of positions, and of words, of today's theory."""
+    warnings.simplefilter("ignore", moments.ValidityWarning)
+    rows = [row for row in stored().get("repeats", []) if row["held"] != BY_WORD]
+    for seq_len in sorted({row["tokens"] for row in rows if row["tokens"] > 256}):
+        p = moments.predict(repeating(seq_len), token_ids=text(seq_len, 1))
+        rows.append(repeats_row(seq_len, BY_WORD, p))
+    rows.sort(key=lambda row: (row["tokens"], row["held"] != "run", row["held"] == BY_WORD))
+    store(stored() | {"repeats": rows})
+
+
+BY_WORD = "by classes of words"
+
+
+def repeats_row(seq_len: int, how: str, m: Any) -> dict[str, Any]:
+    norms = m.weight_gradients().groupby("weight")["squared_norm"].sum()
+    return {
+        "tokens": seq_len,
+        "held": how,
+        "correlation": _digits(m.correlation),
+        "correlation_stderr": _digits(getattr(m, "correlation_stderr", [])),
+        "norms": {name: float(norms[name]) for name in (*MATRICES, "token", "head")},
+    }
 
 
 def main() -> None:
@@ -700,6 +714,7 @@ def main() -> None:
         measure_cases(chosen, given.device, given.seconds, given.data, given.seeds)
     elif given.action == "predict":
         predict_cases(chosen)
+        predict_repeats()
     elif given.action == "repeats":
         measure_repeats()
     elif given.action == "text":

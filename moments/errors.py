@@ -133,3 +133,19 @@ def listed(numbers: Sequence[int]) -> str:
         else:
             runs.append([n])
     return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """What another library, or a user's own code, raises over what a user gave, as a bad input.
+
+    Raises:
+        DomainError: anything was raised inside the block.
+    """
+    try:
+        yield
+    except MomentsError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise DomainError(f"{what}: {type(error).__name__}: {said[:300]}") from error

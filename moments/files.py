@@ -1,16 +1,20 @@
-"""Files: JSON read within bounds, and whatever is written there whole or not at all."""
+"""Files: JSON read within bounds, whatever is written there whole or not at all, and tables."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import DomainError, brief, domain_error
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LARGEST = 2**26
 """Bytes of a JSON file: more is no config, plan or store of simulations."""
@@ -186,3 +190,17 @@ def locked(path: StrPath) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def as_frame(rows: Iterable[Any], columns: Iterable[str] | None = None) -> pd.DataFrame:
+    """A table of rows; pandas, which takes a while to load, is loaded when one is asked for."""
+    import pandas as pd
+
+    return pd.DataFrame(rows, columns=None if columns is None else list(columns))
+
+
+class Shown:
+    """What a notebook shows as the text that it prints."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"

@@ -42,7 +42,8 @@ class Layer:
 
 def root(kernel: Array) -> torch.Tensor:
     values, vectors = np.linalg.eigh(kernel)
-    return torch.tensor((vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T)
+    found = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+    return torch.tensor(found, dtype=torch.float32)
 
 
 def rotated(z: torch.Tensor, fraction: float, base: float) -> torch.Tensor:
@@ -63,9 +64,10 @@ def sample(
     seed: int = 0,
 ) -> dict[str, tuple[float, float]]:
     """Mean and standard error of traces, of sums over all pairs ("... sum") and of squared gradient
-    norms, for tokens of fixed norm and a white gradient of the given kernel at the heads."""
+    norms, for tokens of fixed norm and a white gradient of the given kernel at the heads. Draws are
+    in single precision, whose rounding is far below their scatter."""
     generator = torch.Generator().manual_seed(seed)
-    real = {"generator": generator, "dtype": torch.float64}
+    real = {"generator": generator, "dtype": torch.float32}
     batch, length = 50, len(kernel)
     asked = kernel if memory is None else memory
     widths = layer.d_model, layer.memory_width or layer.d_model
@@ -78,7 +80,7 @@ def sample(
 
     def tokens(side: int, of: Array) -> torch.Tensor:
         x = roots[side] @ torch.randn(batch, len(of), widths[side], **real)
-        size = widths[side] * torch.tensor(np.diag(of))[:, None]
+        size = widths[side] * torch.tensor(np.diag(of), dtype=torch.float32)[:, None]
         return x * torch.sqrt(size / (x**2).sum(-1, keepdim=True))
 
     def normal(variance: float, *shape: int) -> torch.Tensor:
@@ -109,7 +111,7 @@ def sample(
         k = normed(split(ends[1] @ weights["key"] + weights["key.bias"], groups))
         if layer.qk_norm is not None:  # a gain for each feature, shared by the heads
             for name in ("query.norm.gain", "key.norm.gain"):
-                weights[name] = torch.ones(batch, 1, 1, layer.d_head, dtype=torch.float64)
+                weights[name] = torch.ones(batch, 1, 1, layer.d_head)
                 weights[name].requires_grad_()
             q, k = q * weights["query.norm.gain"], k * weights["key.norm.gain"]
         v = split(ends[2] @ weights["value"] + weights["value.bias"], groups)
@@ -118,7 +120,7 @@ def sample(
         k, v = (z.repeat_interleave(layer.heads // groups, 1) for z in (k, v))
         logits = q @ k.transpose(-1, -2) / math.sqrt(layer.d_head)
         if layer.alibi_slopes is not None:
-            slopes = torch.tensor(layer.alibi_slopes)
+            slopes = torch.tensor(layer.alibi_slopes, dtype=torch.float32)
             logits = logits - slopes[:, None, None] * offset.abs()
         if layer.bucket is not None:
             weights["relative_bias"] = normal(layer.bias_variance, layer.heads, 64)
@@ -138,7 +140,7 @@ def sample(
         result |= {name: (one**2).flatten(1).sum(1) for name, one in given}
         squares = (heads**2).mean(-1).mean(-1)  # of the norms of the averages over tokens
         result["spread"] = squares
-        return {name: value.detach() for name, value in result.items()}
+        return {name: value.detach().double() for name, value in result.items()}
 
     drawn = [draw() for _ in range(draws // batch)]
     together = {name: torch.cat([one[name] for one in drawn]) for name in drawn[0]}

@@ -260,6 +260,12 @@ def test_the_stored_run() -> None:
         assert f"| {count[1]} of {count[0]} |" in page
     assert sum(total for total, _ in alarms.values()) >= 1000
     assert sum(count for _, count in alarms.values()) <= 5
+    for name in (name for name in stored if name.startswith("correct from ")):
+        rows = stored[name]["rows"]
+        known = {name for name, _ in check_modules.correct(int(name.rpartition(" ")[2]))}
+        assert {row["module"] for row in rows} <= known
+        assert not [r for r in rows if r["findings"] and not check_modules.judged(r["module"])]
+        assert f"| 0 of {len(rows)} |" in page
 
 
 def test_a_module_of_logits_alone_and_torchs_encoder() -> None:

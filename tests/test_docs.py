@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -78,3 +79,16 @@ def test_the_readme_s_errors_are_those_of_the_validation_page() -> None:
         for printed, group in zip(numbers.split(" | "), order, strict=True):
             unit = 10.0 ** -len(printed.partition(".")[2])
             assert abs(float(printed) - float(stated[group][row])) <= 0.51 * unit, (row, group)
+
+
+def test_the_page_on_checks_quotes_what_its_notebook_printed() -> None:
+    page = (ROOT / "docs/check-your-model.md").read_text(encoding="utf-8")
+    notebook = json.loads((ROOT / "notebooks/check-your-model.ipynb").read_text(encoding="utf-8"))
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
+    printed = " ".join("".join(output.get("text", [])) for output in outputs).split()
+    slips = page.partition("| slip | what is found |")[2].partition("\n\n")[0]
+    (report,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    quoted = [report, *re.findall(r'"(.+?)"', slips)]
+    assert len(quoted) == 7
+    for words in quoted:
+        assert " ".join(words.replace("\\*", "*").split()) in " ".join(printed), words

@@ -483,10 +483,10 @@ def test_at_initialisation_scaled_variance_is_logarithmic() -> None:
     ends = {True: [], False: []}
     for scaled in ends:
         for _ in range(12):
-            x = rng.normal(size=(8, d))
+            x = rng.standard_normal((8, d), np.float32)
             for layer in range(1, layers + 1):
-                up = rng.normal(size=(d, 4 * d)) / math.sqrt(2 * d)
-                down = rng.normal(size=(4 * d, d)) / math.sqrt(d)
+                up = rng.standard_normal((d, 4 * d), np.float32) / np.float32(math.sqrt(2 * d))
+                down = rng.standard_normal((4 * d, d), np.float32) / np.float32(math.sqrt(d))
                 x = x + _scaled_block(x, up, down, layer if scaled else 1)
             ends[scaled].append(float(np.mean(x**2)))
     laws = CURSE_OF_DEPTH.laws

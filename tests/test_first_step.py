@@ -17,11 +17,15 @@ from typer.testing import CliRunner
 import moments
 from moments.formulas.named_activations import activation_laws
 from moments.step.change import Change, Overlaps
+from moments.step.change import correlated as related
 from moments.step.draws import Draws
 from moments.step.elementwise import Pairs, activated
+from moments.step.ends import Words, entered
+from moments.step.first import named_optimizer
 from moments.step.heads import Heads
 from moments.step.neurons import Neurons
 from moments.step.parametrisation import PARAMETRISATIONS, parametrised
+from moments.step.result import Stepping
 from moments.step.rules import (
     MUON_SCALES,
     Drawn,
@@ -39,7 +43,7 @@ from moments.step.search import transfer, zipf_text
 from moments.step.several import Updates
 from moments.torch import measure_step
 from moments.torch.batches import inputs_of
-from moments.torch.huggingface_modules import build_module, text_batch
+from moments.torch.huggingface_modules import build_module, module_batch, text_batch
 from moments.torch.step import _made
 
 GPT2 = {
@@ -210,9 +214,7 @@ def test_a_matrix_behind_a_step_meets_the_scatter_of_its_overlaps() -> None:
     spectrum = Spectrum.of(kernel, d / m * sent)
     found = effect(spectrum, "sign", spectrum.root.lower, kernel, n, m)
     overlaps, gain = Overlaps.of(kernel, n), 1.0  # W2's entries have the variance 1/m
-    own = Change(
-        found.coherent, 0 * sent, found.total, found.followed * np.ones_like(sent), 0 * sent
-    )
+    own = Change(found.coherent, 0 * sent, found.total, found.followed * np.ones_like(sent))
     carried = own.times(gain)
     plain = carried.total + carried.coherent @ sent @ carried.coherent.T
     whole = plain + overlaps.square(carried.scattered, carried.scattered, sent)
@@ -236,6 +238,41 @@ def test_signs_of_one_gradient_add_up() -> None:
     p, u = float(one.coherent[0, 0]), float(one.total[0, 0])
     both = Change.none(3).shifted(p, u, gradient).shifted(p, u, gradient)
     assert both.total == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_directions_of_correlated_vectors(n: int) -> None:
+    """E cos of two n-dimensional Gaussian vectors: its linear part and the rest."""
+    rng, r = np.random.default_rng(0), 0.93
+    a, other = rng.standard_normal((2, 400_000, n))
+    b = r * a + (1 - r * r) ** 0.5 * other
+    one, two = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (a, b))
+    linear = float((a * one).sum(1).mean() ** 2 / n)
+    seen = float((one * two).sum(1).mean())
+    found = linear * r + (1 - linear) * related(linear, r)
+    assert found == pytest.approx(seen, abs=0.002)
+    assert linear * r + (1 - linear) * r**3 > seen + 0.02 / n
+
+
+def test_signs_of_two_gradients_add_up_as_far_as_they_are_one() -> None:
+    """A second bias behind what has parted the gradients: the arcsine law (Sheppard)."""
+    gradient, left = correlated(3, 0), 0.8
+    both = Change.none(3)
+    for kernel in (gradient, left * gradient):
+        one = vector_effect(kernel, "sign", 1.0)
+        both = both.shifted(float(one.coherent[0, 0]), float(one.total[0, 0]), kernel)
+        beyond = tuple(part.behind(gradient, left * gradient) for part in both.beyond)
+        both = dataclasses.replace(both, beyond=beyond)
+    assert both.total == pytest.approx(2 + 4 / np.pi * np.arcsin(left**0.5), rel=2e-3)
+
+
+def test_sizes_under_sgd_are_squared_gradient_norms(prediction: moments.Prediction) -> None:
+    """What queries and keys meet of one draw's overlaps is what weight gradients have of it."""
+    step = prediction.after("sgd", 1e-3).weights().set_index(["layer", "weight"])
+    norms = prediction.weight_gradients().set_index(["layer", "weight"])["squared_norm"]
+    for name in ("query", "key", "value"):
+        found = step["update_variance"].xs(name, level="weight") * 64 * 64 / 1e-6
+        assert found.to_numpy() == pytest.approx(norms.xs(name, level="weight"), rel=2e-3)
 
 
 def test_muon_s_step_by_draws() -> None:
@@ -471,6 +508,36 @@ T5 = {
 }
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "sign"])
+def test_tables_and_patches_step_by_one_gradient(optimizer: str) -> None:
+    """Biases, positions and the projection of patches gather the gradients of the same tokens."""
+    config = {"model_type": "vit", "image_size": 16, "patch_size": 4, "hidden_size": 64}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    images = module_batch(config, batch=2)
+    prediction = moments.predict(
+        moments.from_huggingface(config), pixels=images["pixel_values"], targets=images["labels"]
+    )
+    read = Stepping.of(prediction).reading
+    optimized = named_optimizer(optimizer)
+    tied = np.zeros_like(read.main.before)
+    found = entered(read, Words.of(read), optimized, 1.0, read.main, tied).change.total
+    pixels, tables = read.main.patch, read.main.tables
+    assert pixels is not None
+    root, random = np.linalg.cholesky(read.main.received), np.random.default_rng(0)
+    delta = root @ random.standard_normal((len(root), 20000))
+    take = np.sign if optimizer == "sign" else np.asarray
+    changes = [pixels @ take(pixels.T @ delta)]
+    for table in tables:
+        # every token's row, and 0 where it reads none
+        step = take(table.same @ delta) * table.same.any(1)[:, None]
+        changes.append(table.amplitude**2 * step)
+    change = sum(changes)
+    drawn = change @ change.T / delta.shape[1]
+    assert np.abs(found - drawn).max() < 0.03 * np.abs(drawn).max()
+    apart = sum(float((one * one).sum()) for one in changes) / delta.shape[1]
+    assert np.trace(drawn) > 1.05 * apart
+
+
 def test_an_encoder_and_a_decoder() -> None:
     """Both streams, what cross-attention reads, and one token table; logits of variance 1."""
     read = text_batch(T5, seq_len=16, batch=2)
@@ -696,6 +763,18 @@ def test_what_is_not_covered_is_named(prediction: moments.Prediction) -> None:
             found.after("adam", 1e-3)
 
 
+def test_a_text_by_zipf_s_law_is_of_words_alone_and_asks_a_masked_head() -> None:
+    ids = zipf_text(50, 400, 1, padding_id=0)
+    counts = np.bincount(ids.reshape(-1), minlength=50)
+    assert counts[0] == 0
+    assert counts[1] == counts.max()
+    masked = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 32}
+    masked |= {"num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50}
+    found = moments.learning_rate(moments.from_huggingface(masked, seq_len=16), "adam")
+    assert found.step.loss_change < 0
+    assert found.step.relative_change.max() == pytest.approx(0.1, rel=1e-3)
+
+
 def test_the_command(tmp_path: Path) -> None:
     from moments.cli import app
 
@@ -736,6 +815,20 @@ def test_stored_predictions_are_today_s() -> None:
     step = prediction.after("adam", 1e-4)
     assert step.loss_change == pytest.approx(row["loss_change"], rel=1e-4)
     assert step.relative_change == pytest.approx(row["relative_change"], rel=1e-3)
+
+
+def test_stored_batches_are_one() -> None:
+    """What was measured apart, on another machine's text, is no measurement of the same batch."""
+    found = benchmark()
+    stored, read = found.stored(), dict[Any, set[str]]()
+    for key, case in found.cases().items():
+        kind = key.split("/")[0]
+        steps = case[4] if kind == "steps" else 1
+        of = "swept" if kind in ("width", "depth") else case[0]
+        for row in stored[key].values():
+            read.setdefault((of, steps), set()).add(row["measured"]["batch"])
+    assert len(read) > 30
+    assert all(len(batches) == 1 for batches in read.values())
 
 
 @pytest.mark.parametrize("kind", ["family", "held", "fresh"])

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 
-from moments.engine.composition import Chain, Layer, Residual, forward
+from moments.engine.composition import Chain, Layer, Parallel, Residual, forward
 from moments.engine.fluctuation import overlap_variance
 from moments.engine.state import Gradient, Kernel, Signal
 from moments.engine.trace import Record
@@ -20,7 +20,7 @@ from moments.formulas.named_activations import activation_laws
 from moments.formulas.normalization import RMSNORM
 from moments.prediction.inputs import alike, gaussian
 from moments.transfer.attention.self_attention import SelfAttention
-from moments.transfer.elementary import Linear, Scale
+from moments.transfer.elementary import Activation, Linear, Scale
 from moments.transfer.gated import GatedLinear
 from moments.transfer.normalization import FiniteNormalization
 
@@ -140,6 +140,44 @@ def test_gated_units_see_realised_overlaps(causal: bool) -> None:
     gated = GatedLinear("gated", activation_laws("silu"), WIDTH, HIDDEN, 1 / WIDTH, 1 / WIDTH)
     without, _ = gated.forward(entering)
     assert pairs_of(without.kernel.pairs) < 0.985 * off(mean)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_parallel_branches_follow_one_stream(causal: bool) -> None:
+    """Attention and units that read one tensor move with its overlaps together."""
+    random, draws = np.random.default_rng(11), 600
+    weights = np.tri(TOKENS) if causal else np.ones((TOKENS, TOKENS))
+    weights = weights / weights.sum(1, keepdims=True)
+
+    def mapped(x: np.ndarray, fan_out: int, gain: float) -> np.ndarray:
+        fan_in = x.shape[-1]
+        return x @ random.normal(scale=math.sqrt(gain / fan_in), size=(draws, fan_in, fan_out))
+
+    x = math.sqrt(0.9) * random.normal(size=(draws, TOKENS, WIDTH))
+    x += math.sqrt(0.1) * random.normal(size=(draws, 1, WIDTH))
+    for _ in range(2):
+        heads = mapped(weights @ mapped(normalised(x), WIDTH, 1.0), WIDTH, 1.0)
+        hidden = np.maximum(mapped(normalised(x), HIDDEN, 1.0), 0.0)
+        x = x + heads + mapped(hidden, WIDTH, 4.0)
+    seen = (x @ np.swapaxes(x, 1, 2) / WIDTH).var(0)
+
+    def linear(fan_in: int, fan_out: int, gain: float, label: str) -> Linear:
+        sizes = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": gain / fan_in}
+        return Linear(LINEAR, "refined", label, sizes, fan_out)
+
+    norm = FiniteNormalization(RMSNORM, "norm", centres=False)
+    attended = SelfAttention(
+        "heads", WIDTH, 1, WIDTH, 0.0, 0.0, 1 / WIDTH, 0.0, causal=causal, kv_heads=1
+    )
+    unit = Activation(activation_laws("relu"), "refined", "unit")
+    branches = (
+        Chain((norm, attended, linear(WIDTH, WIDTH, 1.0, "projection"))),
+        Chain((norm, linear(WIDTH, HIDDEN, 1.0, "in"), unit, linear(HIDDEN, WIDTH, 4.0, "out"))),
+    )
+    signal = gaussian(alike(1.0, 0.1, TOKENS, causal), TOKENS, WIDTH, True)
+    both = Residual(Parallel(branches))
+    last, _ = forward(Chain((Layer(both, 1), Layer(both, 2))), signal)
+    assert pairs_of(overlap_variance(last)) == pytest.approx(off(seen), rel=0.1)
 
 
 def test_a_scale_in_front_of_attention_scales_the_values_overlaps() -> None:

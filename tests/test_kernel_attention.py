@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moments.errors import DomainError
-from moments.formulas.attention_refined import AVERAGE
+from moments.formulas.attention import AVERAGE
 from moments.transfer.attention.kernels import KernelAttention, Rotation
 from moments.transfer.attention.kernels.joint_laws import _turn
 from moments.transfer.attention.kernels.row_statistics import matched

@@ -29,7 +29,7 @@ from moments.transfer.embedding import embedded_alike, joint_kernel
 from moments.transfer.head.components import head_chain
 from moments.transfer.head.cross_entropy import _wide_from, softmax_expectations
 from moments.transfer.head.output import carried_amplitude, output_moments
-from moments.transfer.head.softmax_agreement import _log_product, rise
+from moments.transfer.head.softmax_agreement import _log_product, agreement_share
 from moments.transfer.head.targets import text_targets
 
 WIDTH, VOCAB, LENGTH, SEQUENCES = 128, 500, 24, 2
@@ -385,13 +385,17 @@ def test_correlated_softmaxes_agree(variance: float, correlation: float) -> None
         both.append(p / p.sum(1, keepdims=True))
     other = softmax_expectations(vocab_size, variance).other
     ends = float(other.probability_square / other.probability**2)
-    found = ends ** rise(vocab_size, variance, correlation) * other.probability**2 * vocab_size
+    found = (
+        ends ** agreement_share(vocab_size, variance, correlation)
+        * other.probability**2
+        * vocab_size
+    )
     agree(found, list((both[0] * both[1]).sum(1)), 0.0)
 
 
 def test_agreement_is_geometric_where_softmaxes_are_flat() -> None:
-    assert rise(100, 0.9, 0.4) == 0.4
-    assert rise(2000, 1.05, np.array([0.3, 1.0])) == pytest.approx([0.3, 1.0], rel=5e-3)
+    assert agreement_share(100, 0.9, 0.4) == 0.4
+    assert agreement_share(2000, 1.05, np.array([0.3, 1.0])) == pytest.approx([0.3, 1.0], rel=5e-3)
 
 
 def test_expectations_keep_shape_and_sum_to_one() -> None:

@@ -23,6 +23,7 @@ from moments.engine.classes import (
     one_class,
     product,
 )
+from moments.engine.texts import TextClasses
 from moments.prediction import predict as deciding
 from moments.transfer.attention.kernels import (
     KernelAttention,
@@ -247,6 +248,51 @@ def test_two_documents_are_attention_by_token_of_both(monkeypatch: pytest.Monkey
             np.testing.assert_allclose(pair_part[off], matrix[off], rtol=2e-3, atol=5e-5 * size)
 
 
+def one_layer(
+    classes: PositionClasses,
+    correlation: float,
+    window: int | None = None,
+    rotary: moments.Rotary | None = None,
+) -> tuple[PositionAttention, Any]:
+    """Tokens of one correlation, whose gradients correlate by .3, and what goes back."""
+    sight, size = classes.seen(window), len(classes.nodes)
+    tokens = np.ones(size), np.full((size, size), correlation)
+    turning = None if rotary is None else Turning.of(sight, *rotary.frequencies(64))
+    layer = PositionAttention(ClassLogits(*[tokens] * 3, 2.7, sight, turning), d_model=512.0)
+    return layer, layer.backward(np.ones(size), np.full((size, size), 0.3))
+
+
+@pytest.mark.parametrize("window", [None, 32])
+def test_what_rows_send_is_split_where_they_begin_and_cease_to_see_the_other_key(
+    window: int | None,
+) -> None:
+    """Sums over rows that jump where another key begins and ceases to be seen."""
+    classes = PositionClasses.of(128, window)
+    sight, place = classes.seen(window), np.arange(1, 129)
+    size = np.minimum(place, window or 128)
+    begins = classes.nodes[:, None] <= place
+    seen = begins & (place < classes.nodes[:, None] + (window or 128))
+    for key, other in np.ndindex(seen.shape[0], seen.shape[0]):
+        rows = seen[key] / size * np.where(seen[other], 1.0, 0.2)
+        at_nodes = np.where(seen[other], 1.0, 0.2)[classes.nodes - 1] / sight.size
+        held = sight.sending[key, other]
+        few = seen[key] & ~seen[other] & (place > classes.nodes[other])
+        if few.any() and not few[classes.nodes - 1].any():  # no node is among them
+            continue
+        assert held @ at_nodes == pytest.approx(rows.sum(), rel=0.03, abs=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 32])
+def test_gradients_of_keys_sum_to_zero_over_classes(window: int | None) -> None:
+    """Rows of a softmax's Jacobian sum to 0, and so does what all keys receive, of rows whose
+    gradients correlate too: to 1.5 % of it, where sums that ran over the rows that do not see one
+    of two keys left 14 and 22 %."""
+    classes = PositionClasses.of(128, window)
+    _, paths = one_layer(classes, 0.6, window)
+    own, pairs = (paths.key[0] * classes.count).sum(), (paths.key[1] * classes.pair_count).sum()
+    assert pairs == pytest.approx(-own, rel=0.02)
+
+
 # --- whole models ---------------------------------------------------------------------------------
 
 CASES = {
@@ -411,13 +457,16 @@ def test_repeated_tokens_are_what_queries_and_keys_would_miss() -> None:
 
 
 def test_strong_logits_leave_a_text_to_its_tokens() -> None:
-    """A text is told apart by token where logits do so, and where it is too long that is said."""
+    """Where logits tell tokens apart a text is resolved by token, a long one word by word; that
+    several are not is said."""
     strong = moments.preset("gpt2", seq_len=128).replace(layers=1, temperature=0.2)
     text = np.random.default_rng(3).zipf(1.3, 300) % 5000
     assert predicted(strong, token_ids=text[:128]).layout.classes is None
+    long = strong.replace(seq_len=300)
+    assert isinstance(predicted(long, token_ids=text).layout.classes, TextClasses)
     with pytest.warns(moments.ValidityWarning, match="means over classes"):
-        long = moments.predict(strong.replace(seq_len=300), token_ids=text)
-    assert long.layout.classes is not None
+        several = moments.predict(long, token_ids=np.stack([text, text[::-1]]))
+    assert several.layout.classes is not None
 
 
 OTHERS = {

@@ -48,7 +48,7 @@ def passage(model: moments.Transformer, variance, correlation, library: Library 
     """Numbers of signals and of gradients, in the order of the layers."""
     shape = np.shape(correlation)
     stack = Stack(model, "refined", Inputs(variance, correlation), False, shape)
-    layers = [layer.body for layer in declare(model, "refined", None, 1).parts]
+    layers = [layer.body for layer in declare(model, "refined", None, 1).children]
     found = Passage(library, stack.enter())
     found.up(library.apart(layers))
     gradients = found.down(Gradient(Kernel(1.0, 0.0), model.seq_len))
@@ -122,9 +122,9 @@ def test_many_configurations_are_each_of_them(name):
 def test_configurations_of_several_branches_are_told():
     model = plain(activation="gelu")
     stack = Stack(model, "refined", Inputs(1.0, np.array([0.1, 0.9])), False, (2,))
-    body = declare(model, "refined", None, 1).parts[0].body
-    first = dataclasses.replace(body.parts[0], branch_scale=np.array([0.0, 0.5]))
-    changed = dataclasses.replace(body, parts=(first, *body.parts[1:]))
+    body = declare(model, "refined", None, 1).children[0].body
+    first = dataclasses.replace(body.children[0], branch_scale=np.array([0.0, 0.5]))
+    changed = body.with_children((first, *body.children[1:]))
     library = Library()
     way = Passage(library, stack.enter())
     way.up(library.apart([changed]))

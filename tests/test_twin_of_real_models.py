@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from moments.simulation.attention import alibi_slopes, buckets  # noqa: E402
-from moments.simulation.embedded import run_embedding  # noqa: E402
 from moments.simulation.network import run_layer  # noqa: E402
 from moments.simulation.output import run_final, run_head  # noqa: E402
 from moments.simulation.sampling import generator  # noqa: E402
+from moments.simulation.twin import run_embedding  # noqa: E402
 
 RANDOM = generator(torch.device("cpu"), 1)
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])

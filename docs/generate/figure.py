@@ -26,7 +26,8 @@ def svg(draw: Callable[[Any], None], title: str, columns: int = 2) -> bytes:
         figure.suptitle(title, fontsize=10)
         sides = 0.85 / figure.get_figwidth()  # inches that labels need; a search would be slow
         wide = 0.85 / (3.6 - 0.9)
-        figure.subplots_adjust(sides, 0.17, 1 - 0.15 / figure.get_figwidth(), 0.87, wspace=wide)
+        top = 0.8 if any(axis.get_title() for axis in axes[0]) else 0.87  # below both titles
+        figure.subplots_adjust(sides, 0.17, 1 - 0.15 / figure.get_figwidth(), top, wspace=wide)
         file = io.BytesIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
         plt.close(figure)

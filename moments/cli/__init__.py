@@ -34,8 +34,8 @@ MODULES = {
 
 def main() -> None:
     """Entry point: bad input prints one line on standard error and exits with status 2."""
-    asked = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
-    _load({MODULES[asked]} if asked in MODULES else set(MODULES.values()))
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+    _load({MODULES[command]} if command in MODULES else set(MODULES.values()))
     base.main()
 
 

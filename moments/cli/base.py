@@ -99,8 +99,8 @@ def _quietable(function: Callable[..., None]) -> Callable[..., None]:
     given = inspect.signature(function).parameters.values()
     last = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False)
     parameters = [p.replace(annotation=hints[p.name]) for p in (*given, last)]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = hints
+    command: Any = run
+    command.__signature__, command.__annotations__ = inspect.Signature(parameters), hints
     return run
 
 
@@ -197,7 +197,7 @@ def writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
 
 
 CsvOption = Annotated[
-    Path | None, typer.Option("--csv", help="Write every point as CSV.", callback=writable)
+    Path | None, typer.Option("--csv", help="Write the rows as CSV.", callback=writable)
 ]
 PlotOption = Annotated[
     Path | None,
@@ -507,6 +507,19 @@ def input_moments(
         "variance": float(entering.variance[0]),
         "correlation": float(entering.correlation[0]),
     }
+
+
+def with_input(
+    model: str | None,
+    layers: int | None,
+    seq_len: int | None,
+    variance: float | None,
+    correlation: float | None,
+) -> tuple[Transformer, dict[str, Any]]:
+    """The model that MODEL and options declare, and what `predict` is told of its input."""
+    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
+    described = shortened(described, seq_len)
+    return described, input_moments(described, variance, correlation, known)
 
 
 # Tokens that attention is resolved over where the user names no length: the cost per layer grows

@@ -6,13 +6,12 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import DomainError, MomentsError, brief
+from ..errors import DomainError, MomentsError, brief, refused
 from ..files import replacing
 from .base import (
     CsvOption,
@@ -129,7 +128,7 @@ def _made(file: str, name: str) -> tuple[Any, Any]:
     path = Path(file)
     if not path.is_file():
         raise DomainError(f"SUBJECT: no file {brief(file)}")
-    with _users_code(file), contextlib.redirect_stdout(sys.stderr):
+    with refused(file), contextlib.redirect_stdout(sys.stderr):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
         assert spec.loader is not None
@@ -145,15 +144,3 @@ def _made(file: str, name: str) -> tuple[Any, Any]:
     if isinstance(made, tuple) and len(made) == 2:
         return made
     return made, None
-
-
-@contextlib.contextmanager
-def _users_code(file: str) -> Iterator[None]:
-    """What a user's own code raises, as one line."""
-    try:
-        yield
-    except MomentsError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise DomainError(f"{file}: {type(error).__name__}: {said[:300]}") from error

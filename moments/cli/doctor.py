@@ -132,7 +132,7 @@ def _devices() -> list[str]:
     """Processors that a simulation or a module can run on."""
     found = [f"cpu ({os.cpu_count()} cores)"]
     try:
-        from ..torch.devices import accelerators
+        from ..torch.running import accelerators
     except MomentsError:  # without torch there are none
         return found
     return found + accelerators()

@@ -64,7 +64,7 @@ def first_step(
     from ..prediction.predict import predict
     from ..show.step import first_step_table
     from ..step.search import learning_rate as search
-    from ..step.search import zipf_encoder, zipf_text
+    from ..step.search import zipf_batch
 
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     if known:
@@ -76,14 +76,7 @@ def first_step(
     else:
         if not hasattr(described.embedding, "vocab_size"):
             raise DomainError("a first step reads a text: declare an embedding with a token table")
-        ids = zipf_text(described.embedding.vocab_size, described.seq_len, sequences, seed)
-        targets = None
-        if described.head is not None and described.head.loss == "masked":
-            # every seventh token is asked for, as good as any choice where words are random
-            targets = ids.copy()
-            targets.reshape(-1)[[k for k in range(ids.size) if k % 7]] = -100
-        beside = zipf_encoder(described, ids, seed)
-        prediction = predict(described, token_ids=ids, targets=targets, **beside)
+        prediction = predict(described, **zipf_batch(described, sequences, seed))
     options: dict[str, Any] = {"weight_decay": weight_decay} if weight_decay else {}
     if steps != 1:
         options["steps"] = steps

@@ -17,13 +17,13 @@ from .base import (
     SomeSchemes,
     app,
     declared,
-    input_moments,
     named,
     note,
     out,
     plain,
     shortened,
     steps,
+    with_input,
     writable,
 )
 
@@ -66,9 +66,7 @@ def report(
     check_html(output)
     if scheme and not schemes:
         raise DomainError("--scheme names what --no-schemes leaves out: give one of them")
-    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
-    described = shortened(described, seq_len)
-    inputs = input_moments(described, variance, correlation, known)
+    described, inputs = with_input(model, layers, seq_len, variance, correlation)
     chosen = (scheme or True) if schemes else False
     work = {one.name: 1 + one.predictions for one in every()} if schemes else {}
     before = 0

@@ -20,13 +20,11 @@ from .base import (
     SeqLenOption,
     SomeSchemes,
     app,
-    declared,
-    input_moments,
     named,
     out,
     plain,
     scheme_options,
-    shortened,
+    with_input,
     write_csv,
     write_plot,
 )
@@ -55,9 +53,7 @@ def compare_schemes(
     """What every scheme does to one model: growth, gradients, correlation, in one table."""
     from ..show.scheme_table import compare_schemes as run
 
-    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
-    described = shortened(described, seq_len)
-    inputs = input_moments(described, variance, correlation, known)
+    described, inputs = with_input(model, layers, seq_len, variance, correlation)
     found = run(described, scheme or None, options=scheme_options(option), **inputs)
     if not found.predictions:
         reasons = "; ".join(dict.fromkeys(found.left_out.values()))

@@ -19,14 +19,12 @@ from .base import (
     TheoryName,
     TheoryOption,
     app,
-    declared,
-    input_moments,
     named,
     note,
     out,
     plain,
     scheme_options,
-    shortened,
+    with_input,
     write_csv,
     write_plot,
 )
@@ -39,7 +37,7 @@ InputCorrelation = Annotated[float | None, typer.Option("--correlation", help="O
     examples=(
         "solve bert-base --objective dslm --json > plan.json",
         "solve bert-base --layers 96 --objective block_variance --target 1",
-        "solve bert-base --objective gradient_ratio --target 1 --free branch_scale",
+        "solve bert-base --objective gradient_ratio --target 0.8 --free branch_scale",
         "solve bert-base --objective largest_depth --bound final_correlation=0.9",
         "solve bert-base --objective block_variance --formulas --plot plan.svg",
     )
@@ -92,9 +90,7 @@ def solve(
     options = scheme_options(option)
     if options and objective not in [scheme.name for scheme in schemes()]:
         raise DomainError("--option is a scheme's: name one as --objective")
-    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
-    described = shortened(described, seq_len)
-    inputs = input_moments(described, variance, correlation, known)
+    described, inputs = with_input(model, layers, seq_len, variance, correlation)
     plan = run(
         described,
         [_named(text, "goal") for text in goal] if goal else objective,
@@ -166,9 +162,7 @@ def explain(
     """One layer law by law: the formulas, the numbers in them, and where each comes from."""
     from ..prediction.explanation import explain as run
 
-    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
-    described = shortened(described, seq_len)
-    inputs = input_moments(described, variance, correlation, known)
+    described, inputs = with_input(model, layers, seq_len, variance, correlation)
     explanation = run(described, layer, theory=theory.value, **inputs)
     if csv is not None:
         write_csv(explanation.to_frame(), csv)

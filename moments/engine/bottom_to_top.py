@@ -367,8 +367,8 @@ class Bypass:
         # a falls as |u| grows
         moved = row_sums(sensitivity * kernel)
         moved[: len(given)] += row_sums(given * self.received)
-        fall = self.carried / own_entries(around)
-        middle = between.sensitivity - diagonal((fall * moved).astype(SINGLE), around)
+        share = self.carried / own_entries(around)
+        middle = between.sensitivity - diagonal((share * moved).astype(SINGLE), around)
         inner = self.attention.signal_adjoint(middle, of_attention)
         both, skip = self._both, per_pair(self.attention.skip)
         first = skip * kernel

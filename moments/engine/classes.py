@@ -102,6 +102,10 @@ class PositionClasses:
         other: of one document, and where there are several of two."""
         return ((own, pairs),)
 
+    def told_apart(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+        """The same, and what else tells pairs of a cell apart."""
+        return self.blocks(own, pairs)
+
     def joined(self, *blocks: Matrix) -> Matrix:
         """The same back."""
         return blocks[0]
@@ -604,6 +608,34 @@ def positions_between(low: int, high: int) -> tuple[Array, Array]:
     return 0.5 * (low + high) + half * points, half * masses
 
 
+def few_points(values: Array, most: int, shares: Array | None = None) -> tuple[Array, Array]:
+    """Gauss rule of at most `most` nodes for the mean of a smooth function over given points, of
+    the given shares or of equal ones.
+
+    Exact for polynomials of degree 2 most - 1: nodes are the eigenvalues of the Jacobi matrix of
+    the points' orthogonal polynomials (Golub and Welsch 1969).
+    """
+    points = np.asarray(values, dtype=np.float64)
+    weights = np.full(len(points), 1.0 / len(points)) if shares is None else shares
+    if len(points) <= most:
+        return points, weights
+    centre, size = points.mean(), np.ptp(points) or 1.0
+    x = (points - centre) / size
+    basis = [np.sqrt(weights)]
+    diagonal, beside = [], []
+    for order in range(most):
+        moved = x * basis[-1]
+        diagonal.append(float(basis[-1] @ moved))
+        for vector in basis:
+            moved = moved - (vector @ moved) * vector
+        beside.append(float(np.linalg.norm(moved)))
+        if order + 1 < most:
+            basis.append(moved / beside[-1])
+    jacobi = np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1)
+    nodes, vectors = np.linalg.eigh(jacobi)
+    return centre + size * nodes, vectors[0] ** 2
+
+
 def lagrange(logs: Array, at: Array) -> Array:
     """(stencil, points) cubic or lower interpolation from the logarithms of some nodes."""
     basis = np.ones((len(logs), len(at)))
@@ -641,6 +673,8 @@ class Sight:
         split: (P, P, P) counts [s, p, q] of row p's keys, of what may jump where row s sees no
             more: behind x_s < x_p, or before its first key where x_s > x_p.
         rows: (P, P) counts [q, p] of the rows that see q, of what falls like 1/size.
+        sending: (P, P, P) the same counts [q, r, p], of what may jump where rows begin or cease to
+            see r.
         later: (P, P, P) counts [q, r, p] of those that see both, of what falls like 1/size^2.
         later_own: (P, P) counts [q, p] of those that see q, of the same.
         seen: (P, P) whether a row counts a key.
@@ -658,6 +692,7 @@ class Sight:
     shared: Array = field(init=False)
     split: Array = field(init=False)
     rows: Array = field(init=False)
+    sending: Array = field(init=False)
     later: Array = field(init=False)
     later_own: Array = field(init=False)
     seen: NDArray[np.bool_] = field(init=False)
@@ -677,10 +712,10 @@ class Sight:
         last = np.searchsorted(nodes, nodes + reach) - 1  # of the rows that see a key
         sums = _Sums(nodes, reach)
         keys, rows = np.zeros((total, total)), np.zeros((total, total))
-        shared, split, later = (np.zeros((total,) * 3) for _ in range(3))
+        shared, split, later, sending = (np.zeros((total,) * 3) for _ in range(4))
         for p in range(total):
             split[p, p] = keys[p] = sums(starts[p], nodes[p], 0, p)
-            rows[p] = sums(nodes[p] - 1, nodes[p] + reach - 1, p, last[p], 1)
+            rows[p] = sending[p, p] = sums(nodes[p] - 1, nodes[p] + reach - 1, p, last[p], 1)
             for s in range(p + 1):
                 both = shared[p, s] = shared[s, p] = sums(starts[p], nodes[s], first[p], s)
                 seeing = sums(nodes[p] - 1, nodes[s] + reach - 1, p, last[s], 2)
@@ -693,10 +728,18 @@ class Sight:
                     before = starts[s], min(nodes[s], starts[p]), first[s], min(s, first[p] - 1)
                     alone = before[0] < before[1] and before[2] > before[3]  # no node among them
                     split[p, s] = keys[s] if alone else both + sums(*before)
+                    begin, end = int(nodes[p]) - 1, int(nodes[s]) + reach - 1
+                    sending[s, p], sending[p, s] = rows[s], rows[p]
+                    if begin < end:  # rows that see both
+                        together = sums(begin, end, p, last[s], 1)
+                        sending[s, p] = sums(nodes[s] - 1, begin, s, p - 1, 1) + together
+                        if last[s] < last[p]:  # else no node is among the rest
+                            rest = sums(end, nodes[p] + reach - 1, last[s] + 1, last[p], 1)
+                            sending[p, s] = together + rest
         found = {"starts": starts, "ends": nodes, "begins": first, "keys": keys}
         found["size"] = np.minimum(nodes, reach).astype(float)
-        found |= {"shared": shared, "split": split, "rows": rows, "later": later}
-        found["later_own"] = diagonal(np.swapaxes(later, 0, 2)).T
+        found |= {"shared": shared, "split": split, "rows": rows, "sending": sending}
+        found |= {"later": later, "later_own": diagonal(np.swapaxes(later, 0, 2)).T}
         for name, value in (found | {"seen": keys != 0.0}).items():
             object.__setattr__(self, name, value)
 
@@ -709,7 +752,8 @@ class _Everything(Sight):
         found = {"starts": np.zeros(1, np.intp), "ends": self.classes.nodes}
         found |= {"begins": np.zeros(1, np.intp), "size": np.array([size])}
         found |= {name: np.full((1, 1), size) for name in ("keys", "rows", "later_own")}
-        found |= {name: np.full((1, 1, 1), size) for name in ("shared", "split", "later")}
+        cubes = "shared", "split", "sending", "later"
+        found |= {name: np.full((1, 1, 1), size) for name in cubes}
         for name, value in (found | {"seen": np.ones((1, 1), bool)}).items():
             object.__setattr__(self, name, value)
 
@@ -738,6 +782,7 @@ class _AroundRows(Sight):
             later[p, s] = sums(low, high, 0, last, 2)
         split = np.broadcast_to(keys, (total, total, total))
         found |= {"keys": keys, "shared": shared, "split": split, "rows": rows, "later": later}
+        found["sending"] = np.broadcast_to(rows[:, None], (total, total, total))
         found |= {"begins": np.zeros(total, np.intp)}
         found["later_own"] = diagonal(np.swapaxes(later, 0, 2)).T
         for name, value in (found | {"seen": keys != 0.0}).items():

@@ -301,8 +301,8 @@ class Component(abc.ABC):
         return np.asarray(numbers, dtype=np.int64)
 
     def __rshift__(self, other: Component) -> Chain:
-        first = self.parts if isinstance(self, Chain) else (self,)
-        second = other.parts if isinstance(other, Chain) else (other,)
+        first = self.components if isinstance(self, Chain) else (self,)
+        second = other.components if isinstance(other, Chain) else (other,)
         return Chain(first + second)
 
 
@@ -414,12 +414,12 @@ class _Reading:
 class Chain(Component):
     """Components one after the other."""
 
-    parts: tuple[Component, ...]
+    components: tuple[Component, ...]
     label: str = ""
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         output, records = signal, []
-        for part in self.parts:
+        for part in self.components:
             records.append(part.propagate(output, run))
             output = records[-1].output
         return Record(self, run.layer, signal, output, tuple(records))
@@ -448,13 +448,13 @@ class Chain(Component):
 
     @property
     def children(self) -> tuple[Component, ...]:
-        return self.parts
+        return self.components
 
     def with_children(self, children: tuple[Component, ...]) -> Chain:
         return Chain(children, self.label)
 
     def in_order(self) -> tuple[Component, ...]:
-        return self.parts
+        return self.components
 
     def records_in_order(self, record: Record) -> tuple[Record, ...]:
         return record.children
@@ -466,7 +466,7 @@ class Chain(Component):
         return found
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        for part in self.parts:
+        for part in self.components:
             signal = part.two_sequences(signal, memory)
         return signal
 
@@ -475,25 +475,27 @@ class Chain(Component):
 
     def paths(self) -> tuple[Chain, ...]:
         found: tuple[Chain, ...] = (Chain(()),)
-        for part in self.parts:
-            found = tuple(Chain(one.parts + path.parts) for one in found for path in part.paths())
+        for part in self.components:
+            found = tuple(
+                Chain(one.components + path.components) for one in found for path in part.paths()
+            )
         return found
 
     @functools.cached_property
     def mixes_tokens(self) -> bool:
-        return any(part.mixes_tokens for part in self.parts)
+        return any(part.mixes_tokens for part in self.components)
 
     @functools.cached_property
     def normalises(self) -> bool:
-        return any(part.normalises for part in self.parts)
+        return any(part.normalises for part in self.components)
 
     @property
     def splits(self) -> bool:
-        return self.parts[-1].splits
+        return self.components[-1].splits
 
     @property
     def grouped_norm(self) -> Any | None:
-        return _first_norm(self.parts)
+        return _first_norm(self.components)
 
 
 @dataclass(frozen=True)
@@ -507,7 +509,7 @@ class Parallel(Component):
         records = tuple(branch.propagate(signal, run) for branch in self.branches)
         output = records[0].output
         for record in records[1:]:
-            output = added(output, record.output, 1.0, 1.0)
+            output = added(output, record.output, 1.0, 1.0, source=signal)
         return Record(self, run.layer, signal, output, records)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
@@ -786,15 +788,21 @@ def forward(
 
 
 def added(
-    signal: Signal, branch: Signal, skip: Any, scale: Any, keeps_mean: bool = False
+    signal: Signal,
+    branch: Signal,
+    skip: Any,
+    scale: Any,
+    keeps_mean: bool = False,
+    source: Signal | None = None,
 ) -> Signal:
     """Sum of two tensors of independent directions, their kernels times `skip` and `scale`.
 
     Args:
+        source: what both are branches of; None: the first is what the second branches off.
         keeps_mean: whether what the first has without its features' mean stays told apart.
     """
     kernel = signal.kernel.mixed(skip, branch.kernel, scale)
-    fluctuation = summed(signal, branch, skip, scale)
+    fluctuation = summed(signal, branch, skip, scale, source)
     if fluctuation is None:
         return Signal(kernel, signal.seq_len, width=signal.width)
     centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None

@@ -14,6 +14,7 @@ otherwise than what each has of its own, y is no multiple of C, and the closure 
 variance of o_ij as it is; Cov(o_ij, |x_i|^2/width) = y_ii y_ij comes within 6 percent.
 
     residual sum        Y = Y_T + Y_B + K + K' + 4 T o B/width, K what branch and stream share
+    parallel branches   the same, K what both follow of the stream
     linear map          gain^2 Y + 2 B o B/width
     attention           (W y W')^2, and (W y)_ji^2 shared
     normalisation       Y over the squared norms
@@ -154,10 +155,15 @@ def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
     )
 
 
-def summed(signal: Signal, branch: Signal, skip: Any, scale: Any) -> Fluctuation | None:
-    """Of a residual sum, the kernels of which count with these factors.
+def summed(
+    signal: Signal, branch: Signal, skip: Any, scale: Any, source: Signal | None = None
+) -> Fluctuation | None:
+    """Of a sum, the kernels of which count with these factors.
 
     |T + B|^2 = |T|^2 + |B|^2 + 2 T.B with E (T_i.B_i)(T_j.B_j) = d T_ij B_ij.
+
+    Args:
+        source: what both addends are branches of; None: the first is what the second branches off.
     """
     kept, gained = signal.fluctuation, branch.fluctuation
     if kept is None or gained is None:
@@ -172,13 +178,52 @@ def summed(signal: Signal, branch: Signal, skip: Any, scale: Any) -> Fluctuation
         added = (branch.kernel * branch.kernel).scaled(2 / signal.width)
         return Fluctuation(norms, kept.overlaps.mixed(square, added, branch_square) + cross)
     overlaps = kept.overlaps.mixed(square, gained.overlaps, branch_square) + cross
-    if gained.shared is None:
+    if gained.shared is None or (source is not None and kept.shared is None):
         return Fluctuation(norms, overlaps)
+    if source is not None:
+        assert kept.shared is not None
+        among, of_norms = _of_branches(source, kept.shared, gained.shared)
+        shared = (
+            kept.shared[0].mixed(skip, gained.shared[0], scale),
+            kept.shared[1].mixed(skip, gained.shared[1], scale),
+        )
+        overlaps = overlaps + among.scaled(skip * scale)
+        return Fluctuation(norms + of_norms.scaled(skip * scale), overlaps, shared=shared)
     size, _ = signal.kernel.over_tokens(signal.second_moment().diagonal)
     moved, of_norms = (_both_ways(one, size, skip * scale) for one in gained.shared)
     if not has_fixed_norms(signal):
         norms = norms + of_norms
     return Fluctuation(norms, overlaps + moved)
+
+
+def _of_branches(
+    source: Signal, first: tuple[Kernel, Kernel], second: tuple[Kernel, Kernel]
+) -> tuple[Kernel, Kernel]:
+    """What two branches share, of overlaps and of squared norms, from what both share with where
+    they began.
+
+    A unit of a token answers to its own overlaps: B'_jj = b x_jj, so that of the other branch, be
+    it attention, Cov(B_ii, B'_jj) = b Cov(B_ii, x_jj). With k_ij = Cov(h_ii, B_jj)/h_i, k' and k_x
+    likewise, and Y of x,
+
+        Cov(B_ii, B'_jj) = k'_ij/k_x,ij (Y_ij/k_x,ji) k_ji.
+    """
+    assert source.fluctuation is not None
+    overlaps = source.fluctuation.overlaps
+    assert overlaps is not None
+    found = []
+    for own, entered, one, other in zip(
+        (overlaps, source.fluctuation.norms), shared_with(source), first, second, strict=True
+    ):
+        met = entered * entered.transposed()
+        product = one.transposed() * other * own
+        both = Kernel(
+            ratio_or_zero(product.diagonal, met.diagonal),
+            ratio_or_zero(product.pairs, met.pairs),
+            product.resolved,
+        )
+        found.append(both + both.transposed())
+    return found[0], found[1]
 
 
 def _both_ways(shared: Kernel, size: Array, factor: Any) -> Kernel:

@@ -58,13 +58,13 @@ def taken_apart(value: Any, numbers: list[Any]) -> Any:
     Raises:
         Unrecordable: a state with other axes.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if kind is float or kind is Recorded or (kind is np.ndarray and value.ndim == 1):
         numbers.append(value)
         return float
     if kind is Kernel and value.resolved:
         raise Unrecordable("tokens told apart")
-    names = _fields(kind)  # type: ignore[arg-type]
+    names = _fields(kind)
     if names is not None:
         return (kind, *[(name, taken_apart(getattr(value, name), numbers)) for name in names])
     if kind is tuple:
@@ -361,7 +361,8 @@ class Told(NamedTuple):
 
     @property
     def signal(self) -> Signal:
-        return built((self.structure, self.numbers))  # type: ignore[no-any-return]
+        signal: Signal = built((self.structure, self.numbers))
+        return signal
 
 
 class Library:
@@ -809,4 +810,5 @@ class _Text:
         names = ",".join(one if type(one) is str else self.name(one) for one in arguments)
         text = "\n ".join([f"def {name}({names}):", *body, f"return {result}"])
         exec(compile(text, "<program of a layer>", "exec"), self.environment)
-        return self.environment[name]  # type: ignore[no-any-return]
+        made: Callable[..., Any] = self.environment[name]
+        return made

@@ -595,7 +595,7 @@ def kappas(branch: Record, answer: Any) -> tuple[Array, Array, Array]:
     common = set(found[0]).intersection(*found[1:]) if len(found) > 1 else set()
     if fixed_behind(found[0], common):
         found, common = [tuple(branch.leaves())], set()
-    sizes, of_signal, of_gradient, attending = [], [], [], []
+    sizes, of_signal, of_gradient, attention_flags = [], [], [], []
     for path in found:
         reached = last_matrix([leaf for leaf in path if leaf not in common]).output
         of_signal.append(_own_fluctuation(path, branch.input, reached))
@@ -606,14 +606,14 @@ def kappas(branch: Record, answer: Any) -> tuple[Array, Array, Array]:
             reader: Any = leaf.component
             if leaf.memory is not None:
                 of_gradient[-1] = reader.back_kappa(leaf.memory.seq_len)
-        attending.append(float(attends))
+        attention_flags.append(float(attends))
     if len(found) == 1:
         return of_signal[0], of_gradient[0], 1.0
     shares = answer.shares
     return (
         _together(of_signal, [ratio(size, sum(sizes)) for size in sizes]),
         _together(of_gradient, shares),
-        sum(share * one for share, one in zip(shares, attending, strict=True)),
+        sum(share * one for share, one in zip(shares, attention_flags, strict=True)),
     )
 
 

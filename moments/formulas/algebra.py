@@ -321,7 +321,8 @@ class Keeping(SimpleNamespace):
 
 
 def _elementwise(name: str) -> Callable[..., Any]:
-    return getattr(math, name)  # type: ignore[no-any-return]
+    function: Callable[..., Any] = getattr(math, name)
+    return function
 
 
 # The same functions on single floats: ten times faster than numpy on scalars.

@@ -14,8 +14,8 @@ from .attention import (
     _FORWARD_NOTE,
     _attention_covariance,
     _attention_variance,
-    _returned_covariance,
-    _returned_variance,
+    _value_path_covariance,
+    _value_path_variance,
 )
 from .law import ComponentLaws, Law
 from .references import kedia
@@ -63,7 +63,7 @@ def _block_covariance(
     return d_model * output * heads
 
 
-def _block_returned_variance(
+def _block_value_path_variance(
     m: Any,
     output: Any,
     value: Any,
@@ -75,7 +75,7 @@ def _block_returned_variance(
     grad_covariance: Any,
 ) -> Any:
     gain = d_model**2 * output * value / (1 - drop_prob)
-    return gain * _returned_variance(
+    return gain * _value_path_variance(
         m, seq_len, attention_drop_prob, grad_variance, grad_covariance
     )
 
@@ -95,7 +95,7 @@ ATTENTION_BLOCK = ComponentLaws(
             _block_covariance, kedia("B.1 and Table 18"), "asymptotic", note=_FORWARD_NOTE
         ),
         "grad_variance": Law(
-            _block_returned_variance,
+            _block_value_path_variance,
             kedia("B.1 and Table 17"),
             "asymptotic",
             note=_BACKWARD_NOTE + _KEPT_CORRELATION,
@@ -105,7 +105,7 @@ ATTENTION_BLOCK = ComponentLaws(
                 d_model**2
                 * output
                 * value
-                * _returned_covariance(m, seq_len, grad_variance, grad_covariance)
+                * _value_path_covariance(m, seq_len, grad_variance, grad_covariance)
             ),
             kedia("B.1 and Table 20"),
             "asymptotic",
@@ -159,7 +159,7 @@ def _polynomial_correlation(m: Any, r: Any) -> Any:
     return 1 / m.pi + r / 2 + (m.ratio(1, 2) - 1 / m.pi) * r**2
 
 
-def _ffn_returned_covariance(
+def _ffn_value_path_covariance(
     m: Any,
     d_model: Any,
     d_ff: Any,
@@ -201,7 +201,7 @@ FFN_BLOCK = ComponentLaws(
             kedia("B.2 and Table 17, at d_ff = 4 d"),
         ),
         "grad_covariance": Law(
-            _ffn_returned_covariance,
+            _ffn_value_path_covariance,
             kedia("B.2 and Table 20, at d_ff = 4 d"),
         ),
     },

@@ -312,8 +312,8 @@ def whole(function: Callable[..., Any], array: Callable[..., Any] | None = None)
         items = (Recorded(one, tape.note("item", (line, k)), tape) for k, one in enumerate(found))
         return tuple(items)
 
-    called.array = array or _one_by_one(function)  # type: ignore[attr-defined]
-    called.number = function  # type: ignore[attr-defined]
+    operation: Any = called
+    operation.array, operation.number = array or _one_by_one(function), function
     return called
 
 

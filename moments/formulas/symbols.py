@@ -79,7 +79,7 @@ def _sympy_symbol(name: str, positive: bool) -> sympy.Symbol:
     return sympy.Symbol(name, positive=True) if positive else sympy.Symbol(name, real=True)
 
 
-_TABLE = [
+_TABLE: list[tuple[Any, ...]] = [
     ("x_mean", r"\mu_x", "mean of the input", REAL),
     ("x_other_mean", r"\mu_{x'}", "mean of the input at the other token of a pair", REAL),
     ("x_variance", r"\sigma_x^2", "variance of the input", POSITIVE),
@@ -283,4 +283,4 @@ _TABLE = [
     ("alpha", r"\alpha", "factor on the input of Dynamic Tanh", POSITIVE),
 ]
 
-SYMBOLS: dict[str, Symbol] = {name: Symbol(name, *rest) for name, *rest in _TABLE}  # type: ignore[arg-type]
+SYMBOLS: dict[str, Symbol] = {name: Symbol(name, *rest) for name, *rest in _TABLE}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DomainError, domain_error, optional, unknown_name
+from ..files import Shown, as_frame
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
@@ -39,7 +40,7 @@ QUANTITIES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Sweep:
+class Sweep(Shown):
     """Predictions over a grid.
 
     Attributes:
@@ -172,12 +173,10 @@ class Sweep:
         Raises:
             DomainError: `by_layer` of a sweep without profiles.
         """
-        import pandas as pd
-
         points = [
             values for values, there in zip(self.axes.points(), self.done, strict=True) if there
         ]
-        frame = pd.DataFrame(points, columns=list(self.axes.labels))
+        frame = as_frame(points, columns=list(self.axes.labels))
         for label, values in zip(self.axes.labels, self.axes.values.values(), strict=True):
             if not _numeric(values):
                 frame[label] = [told(value) for value in frame[label]]
@@ -287,11 +286,6 @@ class Sweep:
 
     def __str__(self) -> str:
         return f"{self.heading}\n\n{self._shown()}"
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(str(self))}</pre>"
 
     def _shown(self, most: int = 20) -> str:
         """The first rows of the table, without columns that say nothing."""

@@ -188,10 +188,10 @@ def _check_same(file: Path, found: Mapping[str, Any], header: Mapping[str, Any])
             )
 
 
-def _difference(there: Any, asked: Any) -> str:
+def _difference(there: Any, wanted: Any) -> str:
     """Where two entries first part, and how."""
-    if isinstance(there, dict) and isinstance(asked, dict):
-        for name in [*asked, *there]:
-            if there.get(name) != asked.get(name):
-                return f".{name}{_difference(there.get(name), asked.get(name))}"
-    return f" is {brief(there, 80)} there and {brief(asked, 80)} here"
+    if isinstance(there, dict) and isinstance(wanted, dict):
+        for name in [*wanted, *there]:
+            if there.get(name) != wanted.get(name):
+                return f".{name}{_difference(there.get(name), wanted.get(name))}"
+    return f" is {brief(there, 80)} there and {brief(wanted, 80)} here"

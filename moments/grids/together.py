@@ -145,7 +145,7 @@ def stacked_layers(models: Sequence[Transformer], theory: Theory) -> Chain:
     first = {id(m): m for m in models} if uniform else {}
     known = {key: declare_layer(m, theory, 1) for key, m in first.items()}
     single = [known[id(m)] for m in models] if uniform else None
-    whole = None if uniform else [declare(m, theory).parts for m in models]
+    whole = None if uniform else [declare(m, theory).children for m in models]
     for number in range(1, depth + 1):
         over = tuple(i for i, model in enumerate(models) if model.layers < number)
         if single is not None:
@@ -184,14 +184,14 @@ def _uniform(model: Transformer) -> bool:
 
 def _adding_nothing(body: Component) -> Component:
     """The body of a layer whose residual connections keep the stream and add none of a branch."""
-    parts = body.parts if isinstance(body, Chain) else (body,)
+    parts = body.children if isinstance(body, Chain) else (body,)
     found = []
     for part in parts:
         if not isinstance(part, Residual):
             raise Unlike(part.label)
         branch = _without_logits(part.branch)
         found.append(dataclasses.replace(part, branch=branch, skip_scale=1.0, branch_scale=0.0))
-    return dataclasses.replace(body, parts=tuple(found)) if isinstance(body, Chain) else found[0]
+    return body.with_children(tuple(found)) if isinstance(body, Chain) else found[0]
 
 
 HOT = 1e6
@@ -205,11 +205,19 @@ def _without_logits(part: Any) -> Any:
         return tuple(_without_logits(one) for one in part)
     if not isinstance(part, Component):
         return part
-    fields = dataclasses.fields(part)  # type: ignore[arg-type]
-    changes = {f.name: _without_logits(getattr(part, f.name)) for f in fields}
+    changes = {name: _without_logits(value) for name, value in _named_fields(part)}
     if "temperature" in changes:
         changes["temperature"] = HOT
-    return dataclasses.replace(part, **changes)  # type: ignore[type-var]
+    return _changed(part, changes)
+
+
+def _named_fields(part: Any) -> list[tuple[str, Any]]:
+    """A component's fields by name."""
+    return [(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)]
+
+
+def _changed(part: Any, changes: Mapping[str, Any]) -> Any:
+    return dataclasses.replace(part, **changes)
 
 
 def stacked(parts: Sequence[Any]) -> Any:
@@ -225,12 +233,11 @@ def stacked(parts: Sequence[Any]) -> Any:
         if any(type(part) is not type(first) for part in parts):
             raise Unlike(first.label)
         changes = {}
-        for f in dataclasses.fields(first):  # type: ignore[arg-type]
-            values = [getattr(part, f.name) for part in parts]
-            found = stacked(values)
-            if found is not values[0]:
-                changes[f.name] = found
-        return dataclasses.replace(first, **changes) if changes else first  # type: ignore[type-var]
+        for name, value in _named_fields(first):
+            found = stacked([getattr(part, name) for part in parts])
+            if found is not value:
+                changes[name] = found
+        return _changed(first, changes) if changes else first
     if type(first) is tuple:
         if any(type(part) is not tuple or len(part) != len(first) for part in parts):
             raise Unlike(repr(first))

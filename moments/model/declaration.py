@@ -18,7 +18,7 @@ from ..formulas.checks import (
 from ..formulas.named_activations import activation_laws
 from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY, Interval
 from .embedding import Embedding
-from .fields import settle
+from .fields import set_field, settle
 from .head import Head
 from .patches import PatchEmbedding
 from .placement import BUILT_IN, placement_names
@@ -65,8 +65,8 @@ def check(model: Transformer) -> None:
     check_choice("norm", model.norm, placement_names())
     check_choice("normalization", model.normalization, NORMALIZATIONS)
     if isinstance(model.activation, str) and model.activation in GATED:
-        _set(model, "activation", GATED[model.activation])
-        _set(model, "gated", True)
+        set_field(model, "activation", GATED[model.activation])
+        set_field(model, "gated", True)
     try:
         activation_laws(model.activation)
     except DomainError as error:
@@ -84,9 +84,9 @@ def check(model: Transformer) -> None:
         ("branch_scale", NONNEGATIVE),
         ("norm_gain", POSITIVE),
     ):
-        _set(model, name, _per_block(model, name, interval))
-    _set(model, "temperature", _per_layer(model, "temperature", POSITIVE))
-    _set(model, "window", _windows(model))
+        set_field(model, name, _per_block(model, name, interval))
+    set_field(model, "temperature", _per_layer(model, "temperature", POSITIVE))
+    set_field(model, "window", _windows(model))
     check_lengths("weights", model.weights, model.layers)
     check_lengths("biases", model.biases, model.layers)
     _check_together(model)
@@ -94,9 +94,9 @@ def check(model: Transformer) -> None:
 
 def _resolve_defaults(model: Transformer) -> None:
     names = ("d_ff", "attention_dropout", "ffn_dropout", "weights", "d_head", "kv_heads")
-    _set(model, "_defaulted", frozenset(n for n in names if getattr(model, n) is None))
+    set_field(model, "_defaulted", frozenset(n for n in names if getattr(model, n) is None))
     if model.d_ff is None:
-        _set(model, "d_ff", 4 * model.d_model)
+        set_field(model, "d_ff", 4 * model.d_model)
     settle(model, ("d_ff", "d_head", "kv_heads"), check_count)
     if model.d_head is None:
         if model.d_model % model.heads:
@@ -106,19 +106,19 @@ def _resolve_defaults(model: Transformer) -> None:
                 f"a divisor of d_model = {model.d_model}",
                 "change one of them, or pass d_head",
             )
-        _set(model, "d_head", model.d_model // model.heads)
+        set_field(model, "d_head", model.d_model // model.heads)
     if model.kv_heads is None:
-        _set(model, "kv_heads", model.heads)
+        set_field(model, "kv_heads", model.heads)
     if model.heads % (model.kv_heads or 1):
         raise domain_error("kv_heads", model.kv_heads, f"a divisor of heads = {model.heads}")
     if model.attention_dropout is None:
-        _set(model, "attention_dropout", model.dropout)
+        set_field(model, "attention_dropout", model.dropout)
     if model.ffn_dropout is None:
-        _set(model, "ffn_dropout", model.dropout)
+        set_field(model, "ffn_dropout", model.dropout)
     settle(model, ("attention_dropout", "ffn_dropout"), check_number, PROBABILITY)
     if model.weights is None:
         weights = Weights.xavier(model.d_model, model.heads, model.d_ff, model.d_head)
-        _set(model, "weights", weights)
+        set_field(model, "weights", weights)
 
 
 def _check_parts(model: Transformer) -> None:
@@ -208,10 +208,6 @@ def _check_together(model: Transformer) -> None:
         raise domain_error("norm", model.norm, "'pre', 'post' or 'none' beside an encoder")
     if model.encoder is not None and model.encoder.encoder is not None:
         raise domain_error("encoder", "a model with an encoder", "a model without one")
-
-
-def _set(model: Transformer, name: str, value: Any) -> None:
-    object.__setattr__(model, name, value)
 
 
 def _check_alibi(name: str, value: Any) -> bool | float:

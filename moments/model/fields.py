@@ -10,6 +10,11 @@ from typing import Any, ClassVar, Self
 from ..errors import DomainError, domain_error
 
 
+def set_field(declaration: Any, name: str, value: Any) -> None:
+    """A field of a frozen declaration, while it is made and nobody has it yet."""
+    object.__setattr__(declaration, name, value)
+
+
 def settle(
     declaration: Any, names: Iterable[str], check: Callable[..., Any], *args: Any, **limits: Any
 ) -> None:
@@ -21,7 +26,7 @@ def settle(
     for name in names:
         value = getattr(declaration, name)
         if value is not None or name not in optional:
-            object.__setattr__(declaration, name, check(name, value, *args, **limits))
+            set_field(declaration, name, check(name, value, *args, **limits))
 
 
 def check_fields(name: str, given: Any, declaration: type[Any]) -> None:

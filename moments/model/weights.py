@@ -10,7 +10,7 @@ from typing import ClassVar
 from ..errors import domain_error
 from ..formulas.checks import check_choice, check_count, check_layers, check_number
 from ..formulas.symbols import NONNEGATIVE, POSITIVE
-from .fields import Stored
+from .fields import Stored, set_field
 
 PerLayer = float | Sequence[float]
 
@@ -86,7 +86,7 @@ class Weights(Stored):
                 continue
             remedy = "pass a variance, the square of a deviation"
             found = check_layers(f"weights.{name}", value, NONNEGATIVE, remedy)
-            object.__setattr__(self, name, found)
+            set_field(self, name, found)
 
     @classmethod
     def xavier(
@@ -176,7 +176,7 @@ class Biases(Stored):
             if value is None:
                 continue
             found = check_layers(f"biases.{f.name}", value, NONNEGATIVE, "pass a variance")
-            object.__setattr__(self, f.name, found)
+            set_field(self, f.name, found)
 
     @classmethod
     def torch_default(cls, d_model: int, d_ff: int | None = None) -> Biases:

@@ -140,7 +140,7 @@ def log_variance(
         across: of two sequences, what their tokens share before every part and behind all, where
             that is known (`between_documents`); None: what two texts do.
     """
-    layers = [part for part in declaration.parts if isinstance(part, Layer)]
+    layers = [part for part in declaration.children if isinstance(part, Layer)]
     first = trace.entering
     if first.resolved is True:
         batch = max(1, batch // (first.kernel.pairs.shape[-1] // first.seq_len))

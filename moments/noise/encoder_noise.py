@@ -126,7 +126,7 @@ class DecoderTop:
 
         Both in relative modes (..., 2, 2), of the gradient's over its variance.
         """
-        layers = [part for part in self.declaration.parts if isinstance(part, Layer)]
+        layers = [part for part in self.declaration.children if isinstance(part, Layer)]
         decoder = Alike.of(self.trace)
         parts = decoder.sublayers(layers)
         groups = [group for group, _ in parts]

@@ -15,6 +15,7 @@ from ..engine.layout import Layout
 from ..engine.state import Kernel, observed
 from ..engine.trace import Record, Run
 from ..errors import DomainError, domain_error
+from ..files import as_frame
 from ..formulas.checks import check_count
 from ..formulas.gated import gated
 from ..formulas.kedia_chain import CORRELATED_RESIDUAL
@@ -244,8 +245,6 @@ class Explanation:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per step: site, way, component, quantity, formula, values, result, source."""
-        import pandas as pd
-
         rows = [
             {
                 "site": step.site,
@@ -260,7 +259,7 @@ class Explanation:
             }
             for step in self.steps
         ]
-        return pd.DataFrame(rows)
+        return as_frame(rows)
 
     def latex(self) -> str:
         """The laws as aligned LaTeX, each with its number."""
@@ -294,8 +293,8 @@ class Explanation:
         return f"Explanation(layer {self.layer} of {self.model.layers}, {len(self.steps)} steps)"
 
     def _repr_html_(self) -> str:
-        html: str = self.to_frame()._repr_html_()  # type: ignore[operator]
-        return html
+        frame: Any = self.to_frame()
+        return str(frame._repr_html_())
 
 
 def explain(

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..engine.classes import MOST_WINDOWS, PositionClasses
 from ..engine.state import Array, Fluctuation, Kernel, Signal
+from ..engine.texts import TextClasses
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_array, check_in
 from ..formulas.law import Theory
@@ -265,6 +266,8 @@ def first_kernel(
         tables = embedded_alike(*alone)
         return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, False)
     tables = drawn_alike(embedding, model.seq_len, theory, token_ids, segment_ids)
+    if isinstance(resolved, TextClasses):
+        return class_kernel(embedding, resolved, token_ids, model.d_model)
     found = alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
     fixed = placed_positions(model, resolved, 1, documents)
     return found if fixed is None else found + fixed.kernel

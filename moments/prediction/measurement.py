@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import MomentsError, domain_error
+from ..files import as_frame
 from .draws import (
     CENTRED_SITES,
     OUTPUT_SITES,
@@ -182,9 +183,7 @@ class Measurement:
         Columns: layer, site, then mean, variance, correlation, grad_variance and grad_correlation,
         each followed by its `_stderr`.
         """
-        import pandas
-
-        return pandas.DataFrame(list(self.site_rows))
+        return as_frame(list(self.site_rows))
 
     def weight_gradients(self) -> pandas.DataFrame:
         """Squared gradient norm of every parameter.
@@ -195,10 +194,8 @@ class Measurement:
         the whole batch's gradient, a simulation with an injected gradient that per sequence. A
         simulated table that layers share has a row for what each layer sends, and one in layer 0.
         """
-        import pandas
-
         columns = [*WeightGradient._fields, "squared_norm", "squared_norm_stderr"]
-        return pandas.DataFrame(list(self.weight_gradient_rows), columns=columns)
+        return as_frame(list(self.weight_gradient_rows), columns=columns)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, with a format version; nan becomes None."""

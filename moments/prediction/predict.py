@@ -21,6 +21,7 @@ from ..engine.classes import (
 from ..engine.layout import Layout
 from ..engine.neighbours import NeighbouringClasses, with_neighbours
 from ..engine.state import Gradient, Kernel
+from ..engine.texts import TextClasses
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count, check_flag
@@ -32,7 +33,18 @@ from ..transfer.head.output import OutputMoments
 from .gate import computing
 from .inputs import configurations, given_shape
 from .result import Prediction
-from .stack import Inputs, Outcome, Stack, document_spans, head_top, last_gradient
+from .stack import (
+    LONGEST_TEXT,
+    SHORTEST_MEANS,
+    Inputs,
+    Outcome,
+    Stack,
+    by_word,
+    document_spans,
+    faint,
+    head_top,
+    last_gradient,
+)
 
 SoFar = Callable[[], np.ndarray]
 
@@ -148,15 +160,8 @@ def predict(
     shape = configurations(inputs=inputs.shape, encoder_inputs=other.shape, **shapes)
     while True:
         stack = Stack(model, theory, inputs, resolved, shape)
-        if stack.layout.classes is not None and _repeating(model, inputs) and not _faint(model):
-            stack.notes += (
-                "this text is held by means over classes of positions, which know how often "
-                "tokens repeat and not which look at which: with logits as strong as these, at 512 "
-                "to 8192 tokens, query and key gradients were measured 15 to 76 % low, other "
-                "weights' between a third and 3.6 times, the mean gradient up to 29 % low and "
-                "token correlations up to .37 high, the more the longer the text; tokens=True "
-                "resolves each",
-            )
+        if isinstance(stack.classes, DocumentClasses) and by_word(model, inputs):
+            stack.notes += (MEANS_OF_TEXTS,)
         if stack.layout.classes is not None and _mostly_waves(model):
             stack.notes += (
                 "sinusoidal positions are most of this embedding's variance, and classes of "
@@ -198,7 +203,7 @@ def predict(
         )
         encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
     alone = None
-    if isinstance(stack.classes, DocumentClasses | NeighbouringClasses):
+    if isinstance(stack.classes, DocumentClasses | NeighbouringClasses | TextClasses):
         given, one = (grad_variance, grad_correlation), stack.classes
         lengths = one.lengths if isinstance(one, DocumentClasses) else (one.length,)
         alone = functools.partial(_of_one_document, stack, lengths, given, batch)
@@ -342,6 +347,8 @@ def _resolution(
     if lengths is None or ((labels or not model.causal) and len(set(lengths)) > 1):
         return bool(resolved)
     density = DENSE_PER_OCTAVE if _falls_steeply(model) or _waves(model) else PER_OCTAVE
+    if density == PER_OCTAVE and by_word(model, inputs):
+        density = WORDS_PER_OCTAVE
     one = PositionClasses.of(max(lengths), _least_window(model), per_octave=density)
     if not model.causal:
         one = both_sides(one)
@@ -349,6 +356,20 @@ def _resolution(
         return documents_on(one, lengths)
     return one
 
+
+MEANS_OF_TEXTS = (
+    "these texts are held by means over classes of positions, which know how often tokens repeat "
+    "and not which look at which: with logits as strong as these, at 512 to 8192 tokens, query and "
+    "key gradients were measured 15 to 76 % low, other weights' between a third and 3.6 times, the "
+    "mean gradient up to 29 % low and token correlations up to .37 high, the more the longer the "
+    "text; one text by itself is told word by word, and tokens=True resolves each"
+)
+
+WORDS_PER_OCTAVE = 1.5
+"""Nodes for every doubling of the position where words are told apart, at three times the cost of
+each. Llama-3-8B at 8192 tokens, 4 layers, against 4: variance 1e-4, correlation 3e-4, mean gradient
+4e-3, those of weights 1 % and of queries and keys 5 %; with 1: 2e-4, 5e-4, 7e-3, 1 %, 9 %; with 2:
+1e-4, 3e-4, 3e-3, .7 %, 3 %."""
 
 LEAST_FOUND = 0.005
 """Probability that a tied head gives the token that is read, from which a token and the next are
@@ -372,19 +393,9 @@ def _finer(stack: Stack, outcome: Outcome) -> NeighbouringClasses | None:
 LEAST_LENGTH = 32
 """Sequences shorter than this are resolved by token: classes would be hardly fewer."""
 
-LONGEST_TEXT, SHORTEST_MEANS = 256, 64
-"""Longest text that is resolved token by token unasked, of a longer one classes hold the means; and
-how long one at least is where logits are `FAINT`."""
-
 MOST_TOGETHER = 512
 """Tokens of a batch that are resolved one by one unasked: a layer took half a minute of one busy
 processor and 0.6 GB, at twice as many 1.7 minutes and 2 GB."""
-
-FAINT = 0.5
-"""Logit variance up to which means over cells stand for a shorter text. Measured on GPT-2's preset
-of 4 layers against every token by itself, six texts of 64 to 128 tokens, two of them of Zipf's law
-with one word in four the same: variance .2 %, correlation .005, mean gradient .7 %, gradient norms
-of weights 3 %. At logit variances of 2.4: .4 %, .005, 1.1 %, 3 %; at 17: 7 %, .02, 12 %, 15 %."""
 
 DEEPEST_POST, DENSE_PER_OCTAVE = 12, 4.0
 """Norms on the stream beyond which classes are twice as many: gradients there fall by orders of
@@ -409,10 +420,10 @@ def _lengths(model: Transformer, inputs: Inputs) -> tuple[int, ...] | None:
     placed = getattr(model.embedding, "position_variance", 0.0) > 0.0
     if placed and inputs.document_ids is None and len(set(where[:, 1].tolist())) > 1:
         return None  # behind padding tokens of one place do not share a row of the table
-    longest, total, faint = max(lengths), sum(lengths), _faint(model)
-    if model.causal and faint:
+    longest, total, weak = max(lengths), sum(lengths), faint(model)
+    if model.causal and weak:
         return lengths if longest >= SHORTEST_MEANS else None
-    together = LONGEST_TEXT if faint else MOST_TOGETHER
+    together = LONGEST_TEXT if weak else MOST_TOGETHER
     return lengths if longest > LONGEST_TEXT or total > together else None
 
 
@@ -449,31 +460,6 @@ def by_position(model: Transformer, text: bool = False) -> bool:
         and (encoder is None or not positional(encoder))
         and (model.head is None or model.head.loss in (*losses, "classification"))
     )
-
-
-def _repeating(model: Transformer, inputs: Inputs) -> bool:
-    """Whether what is read repeats tokens as a text does: it is one, or Zipf's law of some length.
-
-    At 256 tokens of Zipf's law in Llama's widths correlations are .02 high.
-    """
-    if inputs.token_ids is not None:
-        return True
-    zipf = isinstance(model.embedding, Embedding) and not inputs.moments
-    return zipf and model.seq_len > LONGEST_TEXT
-
-
-def _faint(model: Transformer) -> bool:
-    """Whether logits hardly tell a text's tokens apart, and no norm on the stream does."""
-    head, embedding, weights = model.head, model.embedding, model.weights
-    on_stream = model.causal and set(model.placements) != {"pre"}
-    if weights is None or on_stream or model.rotary or model.qk_norm:
-        return False
-    query, key = (np.asarray(weights.of(name), dtype=float) for name in ("query", "key"))
-    logits = [np.max(model.d_model**2 * query * key / np.asarray(model.temperatures) ** 2)]
-    if head is not None:
-        table = getattr(embedding, "token_variance", 0.0) if head.tied else head.weight_variance
-        logits.append(model.d_model * table * (head.norm_gain * head.output_scale) ** 2)
-    return bool(max(logits) <= FAINT)
 
 
 def _padded(model: Transformer, token_ids: Any) -> bool:

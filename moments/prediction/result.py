@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..engine.layout import Layout
+from ..engine.texts import TextClasses
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning
+from ..files import as_frame
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare
@@ -103,10 +105,12 @@ class Prediction:
 
     @property
     def resolution(self) -> str:
-        """How finely tokens were told apart: "tokens alike", "17 classes of positions", "by
-        token"."""
-        if self.layout.classes is not None:
-            return f"{len(self.layout.classes.inside.nodes)} classes of positions"
+        """How finely tokens were told apart: "tokens alike", "17 classes of positions", the same
+        "and of words", or "by token"."""
+        classes = self.layout.classes
+        if classes is not None:
+            words = " and of words" if isinstance(classes, TextClasses) else ""
+            return f"{len(classes.inside.nodes)} classes of positions{words}"
         return "tokens alike" if self.token_variance is None else "by token"
 
     @property
@@ -202,24 +206,23 @@ class Prediction:
         Raises:
             DomainError: several configurations were predicted at once.
         """
-        import pandas as pd
-
         shape = self.variance.shape[:-1]
         if shape:
             raise DomainError("weight_gradients needs a single configuration, not a batch of them")
         with computing(self.theory, [self.trace], self._rows):
             outer = [] if self.outer_weights is None else self.outer_weights.rows()
-            rows = sorted([*self._inner_weights(), *outer], key=lambda row: row[0])
+            rows = sorted([*self.inner_weights(), *outer], key=lambda row: row[0])
             norms = np.array([float(np.sum(norm)) for _, _, norm in rows])
         gate = self._gate()
         norms = gate.parts("squared gradient norms of weights", norms, rounding=0.0)
         for note in gate.notes:
             warnings.warn(note, ValidityWarning, stacklevel=2)
         names = [(layer, weight) for layer, weight, _ in rows]
-        frame = pd.DataFrame(names, columns=["layer", "weight"])
+        frame = as_frame(names, columns=["layer", "weight"])
         return frame.assign(squared_norm=norms)
 
-    def _inner_weights(self) -> list[tuple[int, str, Any]]:
+    def inner_weights(self) -> list[tuple[int, str, Any]]:
+        """Expected squared gradient norms of the layers' parameters: layer, name, norm."""
         if self.theory != "refined":
             return self.trace.weights()
         return self._overlaps.weights(self.trace)
@@ -283,8 +286,6 @@ class Prediction:
         Columns: layer, logit_variance (within a row), square_sum (E sum_j a_ij^2),
         distance_to_uniform (E sum_j (a_ij - 1/n)^2 over a row's n keys) and entropy (nats).
         """
-        import pandas as pd
-
         rows = [
             {
                 "layer": point.layer,
@@ -297,7 +298,7 @@ class Prediction:
             if point.signal.diagnostics is not None
         ]
         columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
-        return pd.DataFrame(rows, columns=columns)
+        return as_frame(rows, columns=columns)
 
     def table(self) -> str:
         """The stream, layer by layer, as text."""

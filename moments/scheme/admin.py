@@ -8,6 +8,7 @@ from ..errors import DomainError, without_warnings
 from ..formulas.checks import check_flag
 from ..formulas.law import Source
 from ..model.transformer import Transformer
+from ..prediction.predict import predict
 from .registry import Scheme
 from .shared import placed, xavier
 
@@ -29,8 +30,6 @@ def _admin(
         DomainError: a decoder with cross-attention, whose three skip connections have one omega
             each, where a Transformer has two scales per layer.
     """
-    from ..prediction.predict import predict
-
     check_flag("per_head", per_head)
     if model.encoder is not None:
         raise DomainError("admin needs a scale for every cross-attention: use a single stack")

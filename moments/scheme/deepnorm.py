@@ -55,7 +55,8 @@ def _scaled(
     model: Transformer, alpha: float, gain: float, matrices: tuple[str, ...], per_head: bool
 ) -> Transformer:
     plain = xavier(model, per_head)
-    changes: dict[str, Any] = {name: plain.of(name) * gain**2 for name in matrices}  # type: ignore[operator]
+    one: Any = plain.layer(1)
+    changes = {name: getattr(one, name) * gain**2 for name in matrices}
     return placed(
         model, "post", weights=plain.replace(**changes), skip_scale=alpha, branch_scale=1.0
     )

@@ -15,6 +15,7 @@ from ..formulas.references import kedia
 from ..formulas.symbols import POSITIVE, Interval
 from ..model.transformer import Transformer
 from ..model.weights import Weights
+from ..prediction.predict import stack_of
 from ..solver.entering import entered
 from ..solver.goals import scaled_weights
 from ..solver.layerwise import solve_blocks
@@ -256,8 +257,6 @@ def described(inputs: Mapping[str, Any]) -> bool:
 
 def by_token(model: Transformer, inputs: Mapping[str, Any]) -> bool:
     """Whether a prediction of the model on such inputs is resolved by token."""
-    from ..prediction.predict import stack_of
-
     of_decoder = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
     return stack_of(model, **of_decoder).resolved is True
 

@@ -12,6 +12,7 @@ from ..formulas.law import Source
 from ..formulas.noci import UNIFORM_ATTENTION_GRADIENTS
 from ..formulas.references import NOCI
 from ..model.transformer import Transformer
+from ..prediction.predict import predict
 from ..solver.solve import solve_objective
 from .registry import Scheme
 
@@ -43,8 +44,6 @@ def _noci(
 
 
 def _printed(model: Transformer, correlation: float | None) -> list[float]:
-    from ..prediction.predict import predict
-
     with without_warnings():
         found = predict(model, correlation=correlation)
     frame = found.to_frame()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from ..errors import DomainError
+from ..files import as_frame
 from ..formulas.checks import check_in
 from ..formulas.symbols import NONNEGATIVE
 from ..noise.band import NORMAL_95
@@ -20,6 +21,7 @@ from ..step.result import FirstStep
 from .expected import TOLERANCE, Expected, expected
 from .report import comparison_tables, render, summary_table
 from .step import StepComparison, compare_steps
+from .verdict import verdict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,8 +85,6 @@ class Comparison:
         twice the standard error) and r_squared of predicted against measured (NaN where the
         measured values do not vary).
         """
-        import pandas as pd
-
         frame = self.to_frame()
         group = np.select(
             [frame["site"] == "stream", frame["site"].isin(["attention.dropout", "ffn.dropout"])],
@@ -109,7 +109,7 @@ class Comparison:
                         "r_squared": _r_squared(part["predicted"], part["measured"]),
                     }
                 )
-        return pd.DataFrame(rows)
+        return as_frame(rows)
 
     @functools.cached_property
     def ranges(self) -> dict[str, Expected]:
@@ -176,8 +176,6 @@ class Comparison:
         one draw) and deviations: of the loss in units of its predicted scatter over draws, of the
         others of the measured standard error and `tolerance`; nan where neither is known.
         """
-        import pandas as pd
-
         p, m = self.prediction, self.measurement
         rows = []
         if p.loss is not None and m.loss is not None:
@@ -192,7 +190,7 @@ class Comparison:
         if len(norms):
             square, seen = norms["predicted"].sum(), norms["measured"].sum()
             rows.append(("gradient_norm", math.sqrt(square), math.sqrt(seen), math.nan, math.nan))
-        frame = pd.DataFrame(rows, columns=["quantity", "predicted", "measured", "stderr", "noise"])
+        frame = as_frame(rows, columns=["quantity", "predicted", "measured", "stderr", "noise"])
         noise = frame.pop("noise").astype(float)
         frame["deviations"] = (frame["measured"] - frame["predicted"]) / noise.where(noise > 0)
         return frame
@@ -214,8 +212,6 @@ class Comparison:
 
     def verdict(self) -> str:
         """Whether the growth along the depth is what the model is expected to do, in a sentence."""
-        from .verdict import verdict
-
         return verdict(self)
 
     def table(self) -> str:

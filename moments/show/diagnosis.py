@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DomainError, without_warnings
+from ..files import Shown, as_frame
 from ..noise.band import NORMAL_95
 from ..prediction.measurement import Measurement
 from ..prediction.predict import predict
@@ -77,7 +78,7 @@ class Cause:
 
 
 @dataclass(frozen=True, eq=False)
-class Diagnosis:
+class Diagnosis(Shown):
     """Whether a measurement is what its declaration lets expect, and why not.
 
     Attributes:
@@ -132,11 +133,9 @@ class Diagnosis:
 
     def differences(self) -> pd.DataFrame:
         """One row per feature that is not as declared: feature, words, ratio, layers, explains."""
-        import pandas as pd
-
         columns = ["feature", "words", "ratio", "layers", "explains"]
         rows = [[getattr(cause, name) for name in columns] for cause in self.causes]
-        return pd.DataFrame(rows, columns=columns)
+        return as_frame(rows, columns=columns)
 
     def plot(self, name: str | None = None) -> Figure:
         """Prediction, measurement and what the module as it was found should do, with the causes.
@@ -149,11 +148,6 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return text(self)
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(str(self))}</pre>"
 
     def __repr__(self) -> str:
         state = "expected" if self.expected else "not expected"

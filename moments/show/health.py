@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import MomentsError, domain_error, listed, without_warnings
+from ..files import as_frame
 from ..model.huggingface.config import from_huggingface
 from ..model.patches import PatchEmbedding
 from ..model.presets import preset
@@ -175,16 +176,12 @@ class CheckReport:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per number: quantity, parameter, measured, expected, low, high, state."""
-        import pandas as pd
-
-        return pd.DataFrame(self.numbers, columns=Number._fields)
+        return as_frame(self.numbers, columns=Number._fields)
 
     def findings_frame(self) -> pd.DataFrame:
         """One row per finding: its attributes."""
-        import pandas as pd
-
         columns = [f.name for f in dataclasses.fields(Trouble)]
-        return pd.DataFrame([dataclasses.asdict(f) for f in self.findings], columns=columns)
+        return as_frame([dataclasses.asdict(f) for f in self.findings], columns=columns)
 
     def precision(self) -> pd.DataFrame:
         """What bf16, fp16 and fp8 lose at every point, forward and backward: see

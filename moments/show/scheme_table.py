@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name, without_warnings
+from ..files import Shown, as_frame
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
@@ -31,7 +32,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, eq=False)
-class SchemeComparison:
+class SchemeComparison(Shown):
     """What each scheme makes of a model.
 
     Attributes:
@@ -51,10 +52,8 @@ class SchemeComparison:
         at the first layer's input over that at the last layer's output), final_correlation and
         sensitivity (median over blocks of N sigma_block^2 / sigma_skip^2).
         """
-        import pandas as pd
-
         rows = [(name, *_numbers(found)) for name, found in self.predictions.items()]
-        return pd.DataFrame(rows, columns=list(COLUMNS))
+        return as_frame(rows, columns=list(COLUMNS))
 
     def plot(self, name: str | None = None) -> Figure:
         """Variance, correlation and gradient along the depth, one row of panels per family.
@@ -87,11 +86,6 @@ class SchemeComparison:
         without = f", without {', '.join(self.left_out)}" if self.left_out else ""
         names = ", ".join(self.predictions)
         return f"SchemeComparison({self.model.layers} layers: {names}{without})"
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(str(self))}</pre>"
 
 
 def _numbers(found: Prediction) -> tuple[str, float, float, float, float]:

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..errors import DomainError
+from ..files import as_frame
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
 from .report import number, render
@@ -80,21 +81,17 @@ class StepComparison:
     def outputs(self) -> pd.DataFrame:
         """The loss after the step, its change and the slope: predicted, measured, stderr, error
         (relative; of the loss itself too)."""
-        import pandas as pd
-
         rows = []
         for name in ("loss", "loss_change", "slope"):
             found = getattr(self.step, name)
             seen = getattr(self.measurement, name)
             stderr = getattr(self.measurement, f"{name}_stderr")
             rows.append((name, found, seen, stderr, found / seen - 1 if seen else np.nan))
-        return pd.DataFrame(rows, columns=["quantity", "predicted", "measured", "stderr", "error"])
+        return as_frame(rows, columns=["quantity", "predicted", "measured", "stderr", "error"])
 
     def summary(self) -> pd.DataFrame:
         """Errors over sites and parameters: quantity, mean, median and max of |error|, and excess,
         the mean of what lies beyond twice the standard error. Alignments' are absolute."""
-        import pandas as pd
-
         rows = []
         for frame, names in (
             (self.to_frame(), ("relative_change", "variance")),
@@ -108,7 +105,7 @@ class StepComparison:
                     beyond = np.maximum(error - 2 * stderr, 0.0)[seen]
                     error = error[seen]
                     rows.append((name, error.mean(), np.median(error), error.max(), beyond.mean()))
-        return pd.DataFrame(rows, columns=["quantity", "mean", "median", "max", "excess"])
+        return as_frame(rows, columns=["quantity", "mean", "median", "max", "excess"])
 
     def table(self) -> str:
         """Loss and summary as text."""

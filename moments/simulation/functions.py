@@ -48,7 +48,7 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     raise domain_error("activation", name, f"one of {', '.join(activation_names())}")
 
 
-class _Registered(torch.autograd.Function):  # type: ignore[misc]
+class _Registered(torch.autograd.Function):
     """A function and its derivative on numpy arrays, evaluated on the CPU in double precision."""
 
     @staticmethod

@@ -186,7 +186,7 @@ def _drawn_targets(
     if model.head.loss == "causal":
         found = found if tokens is None else tokens
         return np.concatenate([found[:, 1:], np.full((len(found), 1), NO_TARGET)], axis=1)
-    asked = max(1, round(model.head.target_share * found.size))
+    wanted = max(1, round(model.head.target_share * found.size))
     chosen = np.zeros(found.size, dtype=bool)
-    chosen[random.permutation(found.size)[:asked]] = True
+    chosen[random.permutation(found.size)[:wanted]] = True
     return np.where(chosen.reshape(shape), found, NO_TARGET)

@@ -165,8 +165,8 @@ class LayerTwin:
     def scaled(self, x: Tensor, where: str, site: str) -> Tensor:
         """x over the root of the layer's number where LayerNorm Scaling sits there."""
         given = self.model.layernorm_scaling
-        asked = "after-norm" if given is True else given
-        if asked != where or self.number == 1:
+        placed = "after-norm" if given is True else given
+        if placed != where or self.number == 1:
             return x
         return self.watch(x / math.sqrt(self.number), site)
 

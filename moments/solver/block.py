@@ -233,7 +233,7 @@ def average(layout: Layout, diagonal: Any) -> float:
 def flat(component: Component) -> tuple[Component, ...]:
     """The parts of nested chains, in order."""
     if isinstance(component, Chain):
-        return tuple(part for inner in component.parts for part in flat(inner))
+        return tuple(part for inner in component.children for part in flat(inner))
     return (component,)
 
 

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DomainError, domain_error
-from ..files import MOST, parse_json
+from ..files import MOST, Shown, as_frame, parse_json
+from ..model.fields import set_field
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
+from .entering import check_inputs
+from .inversion import invert
+from .layerwise import LAYERWISE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +30,7 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """Weight variances and scales of every layer.
 
     Attributes:
@@ -57,7 +61,7 @@ class Plan:
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", plain(self.inputs))
+        set_field(self, "inputs", plain(self.inputs))
 
     @property
     def formula(self) -> str:
@@ -71,20 +75,14 @@ class Plan:
             DomainError: the plan does not come from inverting laws block by block, or there is no
                 such layer.
         """
-        from .inversion import invert
-
         return invert(self, layer)
 
     @property
     def _solved(self) -> bool:
-        from .layerwise import LAYERWISE
-
         return self.objective in LAYERWISE
 
     def to_frame(self) -> pd.DataFrame:
         """One row per layer: variances of the matrices, scales, temperature."""
-        import pandas as pd
-
         model = self.model
         skip, branch = model.by_block("skip_scale"), model.by_block("branch_scale")
         used = [name for name in MATRICES if self._used(name)]
@@ -103,7 +101,7 @@ class Plan:
                     "temperature": model.temperatures[n - 1],
                 }
             )
-        return pd.DataFrame(rows)
+        return as_frame(rows)
 
     def _used(self, name: str) -> bool:
         if name == "gate":
@@ -157,8 +155,6 @@ class Plan:
         for name in ("model", "objective"):
             if name not in fields:
                 raise domain_error("plan", data, f"a plan, which has {name!r}")
-        from .entering import check_inputs
-
         fields["model"] = Transformer.from_dict(fields["model"])
         for name, value in fields.items():
             allowed, words = _STORED.get(name, (lambda _: True, ""))
@@ -199,11 +195,6 @@ class Plan:
     def __repr__(self) -> str:
         by = f", by {', '.join(self.free)}" if self.free else ""
         return f"Plan({self.title or self.objective}{by}, {self.model.layers} layers, {self.state})"
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(str(self))}</pre>"
 
 
 def _number(value: Any) -> bool:

@@ -52,6 +52,9 @@ class Rows:
         gradients: D at queries, keys and values, before any rotation.
         received: D at the heads.
         sizes: variance of queries, keys and values over that of the tokens.
+        grown: squared norms of the three's gradients over those that mean overlaps give: a gradient
+            at keys is made of queries and values, whose overlaps are those of the tokens that keys
+            read.
         heads: by draws, what their coherent changes do.
         sequences: that the tokens are, none of which sees another.
     """
@@ -66,6 +69,7 @@ class Rows:
     gradients: Three
     received: Array
     sizes: Three
+    grown: Three
     heads: Heads
     sequences: int = 1
 
@@ -149,7 +153,6 @@ class Rows:
             self._both(value.overlap),
             self._both(value.total),
             nothing,
-            nothing,
         )
         sent = query.sent(self.gradients.query, self.sizes.query)
         sent_keys = key.sent(self.gradients.key, self.sizes.key)
@@ -182,7 +185,7 @@ class Rows:
         # the causes share delta; of means, the square of what tilts the weights once more
         cross = between(parts[0] + (0.0 if drawn else 0.5) * moving, gradient, moving)
         total = gain * (moved.total + total + tilted) + cross + cross.T
-        return Change(parts[0] + moving, gain * (moved.overlap + overlap), total, nothing, nothing)
+        return Change(parts[0] + moving, gain * (moved.overlap + overlap), total, nothing)
 
 
 def _symmetric(first: Array, second: Array) -> bool:

@@ -10,8 +10,8 @@ feature,
 P is a mean over draws. One draw's is P + S o kappa, kappa the scatter of the overlaps of the
 stream's tokens about their mean (`Overlaps`): steps of all layers meet the same one, so that it
 adds up over them as P does and not as noise. Likewise what a step is given delta beyond what is
-linear in it, of kernel V, is alike in matrices whose delta is the same, those that write to the
-stream.
+linear in it, of kernel V, is alike in matrices whose delta is nearly the same, those that write to
+the stream (`Beyond`).
 
 The updated kernel is K + M + M^T + U. Changes are carried themselves and never formed as a
 difference of kernels, so that small steps lose no digits.
@@ -20,10 +20,11 @@ difference of kernels, so that small steps lose no digits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,93 @@ def between(first: Array, gradient: Array, second: Array) -> Array:
     return np.asarray(one @ two @ three.T, float) * math.prod(sizes)
 
 
+@dataclass(frozen=True, eq=False)
+class Nonlinear:
+    """V of one write."""
+
+    kernel: Array
+
+    @functools.cached_property
+    def root(self) -> Array:
+        """Roots of the entries, with their signs."""
+        return np.asarray(np.copysign(np.sqrt(np.abs(self.kernel)), self.kernel))
+
+    @functools.cached_property
+    def size(self) -> float:
+        """Root of the sum of squares."""
+        return math.sqrt(float(np.vdot(self.kernel, self.kernel)))
+
+
+class Beyond(NamedTuple):
+    """What one write to the stream is given its delta, beyond what is linear in it.
+
+    Attributes:
+        part: V.
+        linear: share of the step, given delta, that is linear in it: 2/pi of signs.
+        kept: square of the correlation of its delta with that where the change now is.
+    """
+
+    part: Nonlinear
+    linear: float
+    kept: float = 1.0
+
+    def behind(self, before: Array, after: Array) -> Beyond:
+        """With a delta that has the kernel `after` of `before`, what has come to it being new."""
+        there = float(np.vdot(self.part.kernel, before))
+        share = float(np.vdot(self.part.kernel, after)) / there if there > 0 else 1.0
+        return self._replace(kept=self.kept * min(max(share, 0.0), 1.0))
+
+    def mapped(self, function: Callable[[Array], Array]) -> Beyond:
+        """Behind a linear map of kernels."""
+        return self._replace(part=Nonlinear(function(self.part.kernel)))
+
+
+def correlated(linear: float, r: float) -> float:
+    """Correlation of what two steps have beyond their linear parts, from that of their deltas.
+
+    A step in one direction a/|a| of an n-dimensional Gaussian a has, with another whose a is
+    correlated by r,
+
+        E cos = m r 2F1(1/2, 1/2; n/2 + 1; r^2),   m = (2/n) (G((n + 1)/2)/G(n/2))^2,
+
+    of which m r is linear: the rest is r^3 at large n and asin(r) - r at n = 1, of signs.
+
+    Args:
+        linear: m.
+        r: of the two a.
+    """
+    return _correlated(round(linear, 3), round(min(r, 1.0), 4))
+
+
+@functools.lru_cache(maxsize=4096)
+def _correlated(linear: float, r: float) -> float:
+    from scipy.special import hyp2f1
+
+    if linear > _NEARLY or r <= 0.0:
+        return max(r, 0.0) ** 3
+    half = _dimension(linear) / 2 + 1
+    whole, at_one = (float(hyp2f1(0.5, 0.5, half, square)) - 1 for square in (r * r, 1.0))
+    return r * whole / at_one
+
+
+@functools.cache
+def _dimension(linear: float) -> float:
+    """n of m."""
+    from scipy.optimize import brentq
+
+    def excess(n: float) -> float:
+        return 2 / n * math.exp(2 * (math.lgamma((n + 1) / 2) - math.lgamma(n / 2))) - linear
+
+    return 1.0 if excess(1.0) >= 0 else float(brentq(excess, 1.0, 1e4))
+
+
+_NEARLY = 0.99
+"""Linear share from which a step's third order is all it has beyond."""
+
+_APART = 16
+"""Writes that are told apart; of more, those whose deltas are most alike count as one."""
+
+
 @dataclass(frozen=True)
 class Change:
     """What a step does to a tensor; each (T, T).
@@ -58,20 +146,20 @@ class Change:
         overlap: M.
         total: U.
         scattered: S.
-        beyond: V.
+        beyond: what writes to the stream are beyond linear.
     """
 
     coherent: Array
     overlap: Array
     total: Array
     scattered: Array
-    beyond: Array
+    beyond: tuple[Beyond, ...] = ()
 
     @classmethod
     def none(cls, count: int) -> Change:
         """Of `count` tokens that stay as they are."""
         nothing = np.zeros((count, count))
-        return cls(nothing, nothing, nothing, nothing, nothing)
+        return cls(nothing, nothing, nothing, nothing)
 
     def new(self, kernel: Array) -> Array:
         """The updated kernel."""
@@ -100,7 +188,7 @@ class Change:
             function(self.overlap),
             function(self.total),
             function(self.scattered),
-            function(self.beyond),
+            tuple(one.mapped(function) for one in self.beyond),
         )
 
     def plus(self, other: Change, gradient: Array) -> Change:
@@ -110,28 +198,42 @@ class Change:
         beyond.
         """
         cross = between(self.coherent, gradient, other.coherent)
-        alike = _alike(self.beyond, other.beyond)
+        total = self.total + other.total + cross + cross.T
+        for one in other.beyond:
+            total = total + self.alike(one)
         return Change(
             self.coherent + other.coherent,
             self.overlap + other.overlap,
-            self.total + other.total + cross + cross.T + alike,
+            total,
             self.scattered + other.scattered,
-            self.beyond + other.beyond + alike,
+            _few((*self.beyond, *other.beyond)),
         )
+
+    def alike(self, other: Beyond) -> Array:
+        """What another step, whose delta is that here, adds beyond the linear parts to the square
+        of both: all that there can be where V and V' are one up to a factor, less by the cosine
+        between them, and by deltas that are not one."""
+        found = np.zeros_like(self.total)
+        for one in self.beyond:
+            if sizes := one.part.size * other.part.size:
+                r = (one.kept * other.kept) ** 0.5
+                same = (correlated(one.linear, r) * correlated(other.linear, r)) ** 0.5
+                same *= 2 * float(np.vdot(one.part.kernel, other.part.kernel)) / sizes
+                found += same * one.part.root
+        # of opposite signs nothing is alike
+        return np.asarray(np.where(found * other.part.root > 0, found * np.abs(other.part.root), 0))
 
     def shifted(self, coherent: float, total: float, gradient: Array) -> Change:
         """With a bias's step, which all tokens share: P and U are these numbers everywhere."""
         cross = coherent * (self.coherent @ gradient.sum(1))
         both = np.add.outer(cross, cross)
-        own = np.full_like(both, total - coherent * coherent * float(gradient.sum()))
-        alike = _alike(self.beyond, own)
-        return Change(
-            self.coherent + coherent,
-            self.overlap,
-            self.total + total + both + alike,
-            self.scattered,
-            self.beyond + own + alike,
-        )
+        linear = coherent * coherent * float(gradient.sum())
+        found = self.total + total + both
+        beyond = self.beyond
+        if total - linear > _EXACT * total:
+            own = Beyond(Nonlinear(np.full_like(both, total - linear)), linear / total)
+            found, beyond = found + self.alike(own), _few((*beyond, own))
+        return Change(self.coherent + coherent, self.overlap, found, self.scattered, beyond)
 
     def rescaled(self, kernel: Array, factor: Array, less: Array) -> Change:
         """Of r_t (h_t + u_t), r a number per token, with `less` = r - 1 to its own precision.
@@ -147,18 +249,30 @@ class Change:
             overlap,
             total + cross + cross.T,
             r * self.scattered,
-            r * r.T * self.beyond,
+            tuple(one.mapped(lambda part: r * r.T * part) for one in self.beyond),
         )
 
 
-def _alike(first: Array, second: Array) -> Array:
-    """What two functions of one delta, of kernels V and V', add to that of their sum: all that
-    there can be where V and V' are one up to a factor, less by the cosine between them."""
-    if not (first.any() and second.any()):
-        return np.zeros_like(first)
-    sizes = float((first**2).sum()), float((second**2).sum())
-    share = float((first * second).sum()) / (sizes[0] * sizes[1]) ** 0.5
-    return np.asarray(2 * share * np.sqrt(np.maximum(first * second, 0.0)) * np.sign(first))
+_EXACT = 1e-9
+"""Share of a square below which what is not linear is rounding."""
+
+
+def _few(found: tuple[Beyond, ...]) -> tuple[Beyond, ...]:
+    """No more than are told apart."""
+    while len(found) > _APART:
+        kept = [one.kept for one in found]
+        k = int(np.argmin(np.abs(np.diff(kept))))
+        one, two = found[k : k + 2]
+        root = one.part.root + two.part.root
+        sizes = [max(float(np.trace(each.part.kernel)), 1e-300) ** 0.5 for each in (one, two)]
+        share = sizes[0] / sum(sizes)
+        joined = Beyond(
+            Nonlinear(root * np.abs(root)),
+            share * one.linear + (1 - share) * two.linear,
+            share * one.kept + (1 - share) * two.kept,
+        )
+        found = (*found[:k], joined, *found[k + 2 :])
+    return found
 
 
 @dataclass(frozen=True, eq=False)

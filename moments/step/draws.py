@@ -56,15 +56,12 @@ class Draws:
         sides: of every matrix.
         aligned: of every matrix, and of steps by "sgd" and "sign", E |U x|^2 over E |x|^2 E U^2 m:
             the draws' geometric mean.
-        sizes: of queries and keys, tr(K D) of the draws per unit of tr(K D) by the mean response to
-            the gradient that the same draws have at the heads.
     """
 
     reading: Reading
     count: int
     sides: dict[Key, Sides]
     aligned: dict[tuple[int, str, str], float]
-    sizes: dict[Key, float]
     _rng: Any
     _points: Iterator[Site]
     _prefix: str = ""
@@ -84,7 +81,7 @@ class Draws:
         """None where a component has no function that acts on features."""
         tokens = max(len(stream.before) for stream in reading.streams)
         count = max(2, min(_MOST, _PAIRS // tokens**2))
-        found = cls(reading, count, {}, {}, {}, np.random.default_rng(21), iter(reading.points))
+        found = cls(reading, count, {}, {}, np.random.default_rng(21), iter(reading.points))
         try:
             found._draw(Words.of(reading))
         except _Undrawn:
@@ -169,7 +166,7 @@ class Draws:
         """Behind a component; what takes a gradient back; and the site there."""
         if isinstance(part, Chain):
             backs = []
-            for one in part.parts:
+            for one in part.children:
                 x, back, at = self._through(one, x, at)
                 backs.append(back)
             return x, lambda delta: _reversed(backs, delta), at
@@ -316,14 +313,6 @@ class Draws:
                 one = _joined(one)
                 self._met(key, read, one / np.float32(size**0.5))
                 found.append(self._mapped(one, read.shape[2], 1 / read.shape[2]))
-            by_mean = rows.response * rows.asking
-            known = float((leaving.gradient * by_mean).sum())
-            drawn = np.einsum("ntf,nsf,ts", delta, delta, by_mean, optimize=True) / delta.shape[2]
-            for name, kernel in (("query", rows.asking), ("key", rows.kernel)):
-                key = leaving.layer, prefix + name
-                mean = float((kernel * getattr(rows.gradients, name)).sum())
-                met = float((self.sides[key].read * self.sides[key].received).sum())
-                self.sizes[key] = met / drawn * known / mean if mean * drawn > 0 else 1.0
             if own:
                 return _sum(found)
             self._to_memory = self._to_memory + found[1] + found[2]

@@ -87,8 +87,7 @@ def activated(
     overlap = between - output
     total = pairs.moment(grown, grown, new) - between - overlap.T
     slope = pairs.slope(grown, old, met)
-    nothing = np.zeros_like(total)
-    found = Change(slope * change.coherent, overlap, total, slope * change.scattered, nothing)
+    found = Change(slope * change.coherent, overlap, total, slope * change.scattered)
     return found, slope
 
 
@@ -129,7 +128,7 @@ class Unit:
         cross = sides[0] @ gradient @ sides[1].T
         scattered = pairs.slope(grown, old, met) * met_factor * gate.scattered
         scattered = scattered + between * factor.scattered
-        return Change(sides[0] + sides[1], overlap, total + cross + cross.T, scattered, 0 * total)
+        return Change(sides[0] + sides[1], overlap, total + cross + cross.T, scattered)
 
 
 def gated(laws: ComponentLaws, gate: Array, factor: Array) -> Unit:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,8 +49,8 @@ class Words:
         readout = reading.readout
         vocab_size, active = readout.vocab_size, reading.targets >= 0
         ids = reading.main.token_ids if reading.tied else np.full(len(active), -1)
-        asked = ids[:0] if reading.encoder is None else reading.encoder.token_ids
-        named = np.unique(np.concatenate([reading.targets[active], ids[ids >= 0], asked]))
+        encoder_ids = ids[:0] if reading.encoder is None else reading.encoder.token_ids
+        named = np.unique(np.concatenate([reading.targets[active], ids[ids >= 0], encoder_ids]))
         rest = vocab_size - len(named)
         rows = np.append(np.ones(len(named)), float(rest)) if rest else np.ones(len(named))
         place = {int(word): k for k, word in enumerate(named)}
@@ -66,7 +66,7 @@ class Words:
         sent[every[active], target[active]] -= 1 / count
         beside = None
         if reading.encoder is not None:
-            beside = np.array([place[int(word)] for word in asked])
+            beside = np.array([place[int(word)] for word in encoder_ids])
         judged = None
         if reading.batches is not None:
             sent = sent * reading.batches.factors(len(sent))[:, None]
@@ -255,29 +255,53 @@ def entered(
             overlap -= rates[i] * amplitude * ((moved * sent_to) @ read)
     for (i, j), covariance in grams.items():
         if rule != "sgd":
-            both = np.outer(deviations[i], deviations[j])
-            r = np.divide(covariance, both, out=np.zeros_like(both), where=both > 0)
-            covariance = (
-                np.outer(noises[i], noises[j]) * 2 / np.pi * np.arcsin(np.clip(r, -1.0, 1.0))
-            )
+            covariance = _of_signs(covariance, deviations[i], noises[i], deviations[j], noises[j])
         sizes = tables[i].amplitude * tables[j].amplitude
         total += rates[i] * rates[j] * sizes * covariance
     if stream.patch is not None:
-        change, found, name = _patches(stream.patch, d, optimizer, rate, gradient)
+        rows = [
+            _Rows(rates[i] * table.amplitude, table, deviations[i], noises[i])
+            for i, table in enumerate(tables)
+        ]
+        change, found, name = _patches(stream.patch, d, optimizer, rate, gradient, rows)
         coherent, total = coherent + change.coherent, total + change.total
         effects.append((name, found))
     overlap -= coherent @ tied.T
-    return Entered(Change(coherent, overlap, total, nothing, nothing), tuple(effects))
+    return Entered(Change(coherent, overlap, total, nothing), tuple(effects))
+
+
+def _of_signs(
+    covariance: Array, one: Array, one_noise: Array, two: Array, two_noise: Array
+) -> Array:
+    """Covariance of steps under the sign rule, from that of their gradients, which are Gaussian,
+    the deviations of those and the roots of E U^2."""
+    both = np.outer(one, two)
+    r = np.divide(covariance, both, out=np.zeros_like(both), where=both > 0)
+    return np.asarray(np.outer(one_noise, two_noise) * 2 / np.pi * np.arcsin(np.clip(r, -1.0, 1.0)))
+
+
+class _Rows(NamedTuple):
+    """A table's rows beside the projection of patches: what multiplies their steps, and of every
+    token's row the deviation of its gradient and the root of E U^2."""
+
+    rate: float
+    table: Table
+    deviations: Array
+    noises: Array
 
 
 def _patches(
-    pixels: Array, d: float, optimizer: Optimizer, rate: float, gradient: Array
+    pixels: Array, d: float, optimizer: Optimizer, rate: float, gradient: Array, rows: list[_Rows]
 ) -> tuple[Change, Effect, str]:
     """The projection of patches, whose input is what the images are: a row's entries are Gaussian
-    given the pixels, of variance x_b^T D x_b at pixel b."""
+    given the pixels, of variance x_b^T D x_b at pixel b. Rows of tables gather the gradients of the
+    same tokens: what the two share is in its change.
+    """
     rule, name = optimizer.others, "patch"
     size = ((gradient @ pixels) * pixels).sum(0)
     total_size, count = float(size.sum()), pixels.shape[1]
+    step = rate * optimizer.factor(name)
+    deviations, noise = np.sqrt(np.maximum(size, 0.0)), 1.0
     if rule == "sgd":
         coherent = pixels @ pixels.T
         total = coherent @ gradient @ coherent
@@ -293,10 +317,16 @@ def _patches(
         slope = SIGN_MEAN * d * along * float((root * there).sum())
         square = noise * float(there.mean())
         found = Effect(along * coherent, noise * total, slope, square, np.nan)
-    step = rate * optimizer.factor(name)
+    shared = np.zeros_like(gradient)
+    for own in rows:
+        met = own.table.amplitude * own.table.same @ gradient @ pixels
+        if rule != "sgd":
+            spread = np.full(count, noise**0.5)
+            met = _of_signs(met, own.deviations, own.noises, deviations, spread)
+        shared += own.rate * step * met @ pixels.T
     nothing = np.zeros_like(gradient)
-    moved = Change(step * found.coherent, nothing, step * step * found.total, nothing, nothing)
-    return moved, found, name
+    total = step * step * found.total + shared + shared.T
+    return Change(step * found.coherent, nothing, total, nothing), found, name
 
 
 @dataclass(frozen=True, eq=False)

@@ -119,10 +119,24 @@ def _read(model: Any, token_ids: Any, sequences: int, seed: int) -> Prediction:
                 "a first step is that of a batch: pass a prediction of pixels and targets, or "
                 "declare model.embedding with a token table"
             )
-        token_ids = zipf_text(model.embedding.vocab_size, model.seq_len, sequences, seed)
+        return predict(model, **zipf_batch(model, sequences, seed))
     return predict(
         model, token_ids=token_ids, **zipf_encoder(model, np.atleast_2d(token_ids), seed)
     )
+
+
+def zipf_batch(model: Transformer, sequences: int = 2, seed: int = 0) -> dict[str, Any]:
+    """What `predict` reads of a model with a token table where no text is given."""
+    embedding = model.embedding
+    assert isinstance(embedding, Embedding)
+    words, padding = embedding.vocab_size, embedding.padding_id
+    batch = {"token_ids": zipf_text(words, model.seq_len, sequences, seed, padding)}
+    if model.head is not None and model.head.loss == "masked":
+        # every seventh token is asked for, as good as any choice where words are random
+        targets = batch["token_ids"].copy()
+        targets.reshape(-1)[[k for k in range(targets.size) if k % 7]] = -100
+        batch["targets"] = targets
+    return batch | zipf_encoder(model, batch["token_ids"], seed)
 
 
 def zipf_encoder(model: Transformer, token_ids: np.ndarray, seed: int = 0) -> dict[str, Any]:
@@ -130,18 +144,28 @@ def zipf_encoder(model: Transformer, token_ids: np.ndarray, seed: int = 0) -> di
     encoder = model.encoder
     if encoder is None or not isinstance(encoder.embedding, Embedding):
         return {}
-    words, count = encoder.embedding.vocab_size, len(token_ids)
-    ids = zipf_text(words, encoder.seq_len, count, seed + 1)
+    words, padding = encoder.embedding.vocab_size, encoder.embedding.padding_id
+    ids = zipf_text(words, encoder.seq_len, len(token_ids), seed + 1, padding)
     return {"encoder_inputs": {"token_ids": ids}}
 
 
-def zipf_text(vocab_size: int, seq_len: int, sequences: int = 2, seed: int = 0) -> np.ndarray:
-    """Tokens drawn by Zipf's law, the r-th word with probability proportional to 1/r."""
+def zipf_text(
+    vocab_size: int,
+    seq_len: int,
+    sequences: int = 2,
+    seed: int = 0,
+    padding_id: int | None = None,
+) -> np.ndarray:
+    """Tokens drawn by Zipf's law, the r-th word with probability proportional to 1/r; padding is no
+    word."""
     check_count("sequences", sequences)
     check_count("seed", seed, least=0)
-    weights = 1.0 / np.arange(1, vocab_size + 1)
+    words = np.arange(vocab_size)
+    if padding_id is not None:
+        words = words[words != padding_id]
+    weights = 1.0 / np.arange(1, len(words) + 1)
     rng = np.random.default_rng(seed)
-    return rng.choice(vocab_size, (sequences, seq_len), p=weights / weights.sum())
+    return rng.choice(words, (sequences, seq_len), p=weights / weights.sum())
 
 
 _TRIES = 20

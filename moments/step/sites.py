@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,9 +106,15 @@ class Site:
             return 0.0
         return max(float(np.asarray(varies.pairs).sum()) / size - 1 / self.width, 0.0)
 
-    def attention_rows(self, leaf: Any, leaving: Site, memory: Site) -> Rows:
+    def attention_rows(
+        self, leaf: Any, leaving: Site, memory: Site, norms: Mapping[str, float | None]
+    ) -> Rows:
         """The attention that reads this site and the tokens of `memory`, whose heads are
-        `leaving`."""
+        `leaving`.
+
+        Args:
+            norms: squared norms of the gradients of queries and keys; None: of the mean overlaps.
+        """
         for name, there in {
             "qk_norm": leaf.qk_norm is not None,
             "logit_softcap": leaf.logit_softcap is not None,
@@ -126,13 +133,21 @@ class Site:
             raise DomainError(f"the first step resolves attention by token ({leaf.label})")
         way, paths = self.attended.way, self.attended.sides
         layer, tokens = way.layer, len(self.kernel)
+        sent = Three(
+            *(np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)),
+        )
         found = Three(
             *(
-                np.asarray(path.pairs)
-                * (1.0 if at.weights is None else np.outer(at.weights, at.weights))
-                for path, at in ((paths.query, self), (paths.key, memory), (paths.value, memory))
+                pairs * (1.0 if at.weights is None else np.outer(at.weights, at.weights))
+                for pairs, at in zip(sent, (self, memory, memory), strict=True)
             )
         )
+        # of the mean overlaps alone
+        bare = {
+            "query": d * float((sent.query * self.kernel).sum()) / query,
+            "key": d * float((sent.key * memory.kernel).sum()) / key,
+        }
+        grown = {name: (norms[name] or size) / size for name, size in bare.items() if size > 0}
         pairs = int(leaf.d_head) // 2
         frequencies = np.zeros(0)
         if leaf.rotary is not None:
@@ -155,6 +170,7 @@ class Site:
             ),
             leaving.gradient,
             Three(float(leaf.d_model) * query, d * key, d * value),
+            Three(grown.get("query", 1.0), grown.get("key", 1.0), 1.0),
             Heads(
                 self.kernel,
                 memory.kernel,
@@ -268,6 +284,7 @@ class Reading:
         readout: the matrix to the logits.
         targets: of the loss, for every row of the logits, -1 for none.
         loss, logit_variance: as predicted.
+        norms: squared norms of the gradients of queries and keys, by layer and name.
         sequences: how many.
         batches: of several steps; None: one.
     """
@@ -280,6 +297,7 @@ class Reading:
     targets: Any
     loss: float
     logit_variance: float
+    norms: Mapping[tuple[int, str], float]
     sequences: int = 1
     batches: Batches | None = None
 
@@ -333,7 +351,9 @@ class Reading:
         assert read is not None
         chain, readout = read.ending
         traces, encoder = [("", prediction.trace)], None
+        norms = _norms("", prediction)
         if prediction.encoder is not None:
+            norms |= _norms(ENCODER, prediction.encoder)
             beside = prediction.encoder
             assert beside.outer_weights is not None
             traces.insert(0, (ENCODER, beside.trace))
@@ -348,6 +368,7 @@ class Reading:
             _targets(model, read, prediction.layout.sequences),
             float(prediction.loss),
             float(prediction.logit_variance),
+            norms,
             sequences=prediction.layout.sequences,
         )
 
@@ -380,7 +401,12 @@ class Reading:
     def attention(self, leaf: Any, entering: Site, leaving: Site, memory: Site) -> Rows:
         """The attention that reads a site, once."""
         if entering.index not in self._rows:
-            self._rows[entering.index] = entering.attention_rows(leaf, leaving, memory)
+            before = ENCODER if leaving.name.startswith(ENCODER) else ""
+            norms = {
+                name: self.norms.get((leaving.layer, before + leaf.prefix + name))
+                for name in ("query", "key")
+            }
+            self._rows[entering.index] = entering.attention_rows(leaf, leaving, memory, norms)
         return self._rows[entering.index]
 
     @functools.cached_property
@@ -407,6 +433,14 @@ class Reading:
     def last(self) -> Site:
         """What leaves the last layer."""
         return [site for site in self.points if site.name == "stream"][-1]
+
+
+def _norms(before: str, prediction: Prediction) -> dict[tuple[int, str], float]:
+    return {
+        (layer, before + name): float(np.sum(norm))
+        for layer, name, norm in prediction.inner_weights()
+        if name.endswith(("query", "key"))
+    }
 
 
 def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:

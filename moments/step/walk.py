@@ -23,7 +23,7 @@ from ..transfer.gated import GatedLinear
 from ..transfer.head.components import Pool
 from ..transfer.normalization import FiniteNormalization
 from .attention import Three
-from .change import Array, Change, Overlaps, between, summed
+from .change import Array, Beyond, Change, Nonlinear, Overlaps, between, summed
 from .draws import Draws
 from .elementwise import activated, gated
 from .neurons import Neurons, gaussian
@@ -123,8 +123,8 @@ class Walk:
         """The change behind a component, and the site it is at."""
         following, self._following = self._following, ()
         if isinstance(component, Chain):
-            for place, part in enumerate(component.parts):
-                self._following = component.parts[place + 1 : place + 2]
+            for place, part in enumerate(component.children):
+                self._following = component.children[place + 1 : place + 2]
                 change, entering = self.through(part, change, entering, points)
             return change, entering
         if isinstance(component, Layer):
@@ -149,14 +149,14 @@ class Walk:
         overlaps = Overlaps.of(entering.kernel, entering.width)
         self.overlaps, self.response = overlaps, np.outer(overlaps.sizes, overlaps.sizes)
         first = self.response
-        branch, _ = self.through(node.branch, change, entering, points)
+        # what a branch's matrices send back is another delta than the stream's
+        inner = dataclasses.replace(change, beyond=())
+        branch, _ = self.through(node.branch, inner, entering, points)
         leaving = next(points)
         scales = float(node.skip_scale) ** 2, float(node.branch_scale) ** 2
         received = leaving.gradient
-        # of delta at the sum that of the branch's input holds this share; what is of third order
-        # in it, as a sign beyond its linear part, the cube
-        kept = min(scales[0] * np.trace(received) / max(np.trace(entering.gradient), 1e-300), 1.0)
-        change = dataclasses.replace(change, beyond=kept**3 * change.beyond)
+        beyond = tuple(one.behind(entering.gradient, scales[0] * received) for one in change.beyond)
+        change = dataclasses.replace(change, beyond=beyond)
         found = summed(change, branch, scales, received, self.tied)
         both = scales[0] * scales[1] * overlaps.square(change.scattered, branch.scattered, received)
         # per unit of the sum's own scatter: what of it is the input's, through skip and branch
@@ -303,11 +303,13 @@ class Walk:
             more = self.overlaps.square(carried.scattered, carried.scattered / 2 + mine, gradient)
             total = total + more + more.T
             scattered = scattered + mine
-        beyond = 0 * total
+        beyond: tuple[Beyond, ...] = ()
         if found.along is not None and writes:
             linear = float(((own @ gradient) * own).sum())
             whole = rate * rate * float(np.trace(found.along))
-            beyond = rate * rate * max(1 - linear / whole, 0.0) * found.along if whole else beyond
+            if whole > linear:
+                rest = rate * rate * (1 - linear / whole) * found.along
+                beyond = (Beyond(Nonlinear(rest), linear / whole),)
         return Change(carried.coherent + own, carried.overlap, total, scattered, beyond)
 
     def _moved(self, change: Change, entering: Site) -> tuple[Array, Array]:
@@ -376,21 +378,21 @@ class Walk:
         memory = own if isinstance(leaf, SelfAttention) else self.memory
         assert memory is not None
         rows = self.reading.attention(leaf, entering, leaving, memory[1])
-        draws = None if self.optimizer.rule == "sign" else Draws.shared(self.reading)
         width = float(leaf.heads * leaf.d_head)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         moved = []
-        for name, (tokens, at), m, gradient in zip(
+        for name, (tokens, at), m, gradient, grown in zip(
             ("query", "key", "value"),
             (own, memory, memory),
             (width, shared, shared),
             rows.gradients,
+            rows.grown,
             strict=True,
         ):
             variance, full = max(float(getattr(leaf, name)), 1e-60), leaf.prefix + name
             n = float(leaf.d_model if name == "query" else leaf.memory_width)
-            if draws is not None:
-                gradient = gradient * draws.sizes.get((leaving.layer, self.prefix + full), 1.0)
+            if self.optimizer.rule != "sign":
+                gradient = gradient * grown
             found = self.matrix(full, tokens, at, gradient, leaving.layer, (n, m), variance)
             there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
             if there and name != "key":  # a bias common to all keys cancels in the softmax
@@ -469,7 +471,7 @@ class Walk:
             fix * found.overlap,
             fix * found.total,
             found.scattered * square / np.outer(s, s),
-            fix * found.beyond,
+            tuple(one.mapped(lambda part: fix * part) for one in found.beyond),
         )
         self.response = self.response * square / np.outer(s, s)
         if not leaf.affine:
@@ -495,7 +497,7 @@ class Walk:
         )
         rate = self.entry(leaving.layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
         nothing = 0 * gradient
-        own = Change(rate * found.coherent, nothing, rate * rate * found.total, nothing, nothing)
+        own = Change(rate * found.coherent, nothing, rate * rate * found.total, nothing)
         change = change.plus(own, gradient)
         if leaf.bias:
             change = self.bias(f"{leaf.label}.bias", change, gradient, leaving.width, leaving.layer)
@@ -506,6 +508,8 @@ class Walk:
         units = self.reading.neurons.get(entering.index)
         if units is not None and leaving.index not in self.reading.neurons:
             self.reading.neurons[leaving.index] = units.dropped(kept)
+        beyond = tuple(one.behind(entering.gradient, leaving.gradient) for one in change.beyond)
+        change = dataclasses.replace(change, beyond=beyond)
         return change.times(1.0 + np.eye(len(entering.kernel)) * (1 / kept - 1))
 
     def scale(self, leaf: Scale, change: Change, entering: Site, leaving: Site) -> Change:

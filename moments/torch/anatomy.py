@@ -15,7 +15,7 @@ from ..model.weights import Biases, Weights
 from ..prediction.draws import STREAM, WeightGradient
 from .dataflow import Reading, read
 from .draft import unread
-from .hook_points import HookPoint, WeightPart, hook_points, weight_parts
+from .hook_points import HookPoint, WeightPart, hook_points, points_of, weight_parts
 from .roles import ModuleRoles, roles_of
 
 with optional("torch", "torch"):
@@ -123,7 +123,7 @@ def anatomy_of(
         DomainError: a pattern of `names` that matches nothing, or an unknown role.
         MomentsError: no family knows the module, and it could not be read.
     """
-    given = None if sites is None else tuple(HookPoint(*site) for site in sites)
+    given = None if sites is None else points_of(sites)
     if names is not None:
         return Anatomy(roles_of(module, names, given), given, given=given is not None)
     if given is None and of_another_type(module):

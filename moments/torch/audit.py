@@ -14,12 +14,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import domain_error, optional
+from ..files import as_frame
 from ..model.transformer import Transformer
 from ..show.report import number, render
 from .advice import Advice, Convention, advise, conventions
 from .anatomy import anatomy_of
 from .architecture import resolve
-from .copies import Copies, copies, copy_findings, copy_notes
+from .assumptions import Copies, copies, copy_findings, copy_notes
 from .entries import Entries
 from .expectation import check_fits, scales_of
 from .findings import (
@@ -99,10 +100,8 @@ class AuditReport:
         (of the measured number in a right module), probability (of so large a deviation in a right
         module), passed (None where it could not be checked) and note.
         """
-        import pandas
-
         rows = [{name: getattr(f, name) for name in _COLUMNS} for f in self.findings]
-        return pandas.DataFrame(rows, columns=list(_COLUMNS))
+        return as_frame(rows, columns=list(_COLUMNS))
 
     def __str__(self) -> str:
         return text(self)

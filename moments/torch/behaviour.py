@@ -94,7 +94,7 @@ def _watch(diagonals: list[Tensor]) -> Any:
     """A mode that sees every softmax over L x L logits, and every parameter that is used."""
     by_hand = (nn.functional.softmax, torch.softmax, Tensor.softmax)
 
-    class Watch(TorchFunctionMode):  # type: ignore[misc]
+    class Watch(TorchFunctionMode):
         def __init__(self) -> None:
             super().__init__()
             self.over_keys: list[bool] = []

@@ -184,13 +184,13 @@ class _Checking:
         self.names = _names(self.found)
         self.comparison = self._compared()
 
-    def _measured(self, own: bool) -> Measurement:
+    def _measured(self, random: bool) -> Measurement:
         try:
             return measure(self.module, self.inputs.batch, loss=self.inputs.loss)
         except MomentsError:
             raise
         except Exception as error:  # the module's own code, on input that it never asked for
-            if not own:
+            if not random:
                 raise
             said = f"{type(error).__name__}: {error}".splitlines()[0]
             raise MomentsError(
@@ -221,8 +221,8 @@ class _Checking:
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             aliases.setdefault(parameter, []).append(name)
         for path in self.seen.never_run:
-            own = self.module.get_submodule(path).parameters(recurse=False)
-            if not any(reached & set(aliases[parameter]) for parameter in own):
+            held = self.module.get_submodule(path).parameters(recurse=False)
+            if not any(reached & set(aliases[parameter]) for parameter in held):
                 yield path
 
     def _ahead(self) -> bool | None:
@@ -577,9 +577,9 @@ class _Checking:
         """The submodule at which a point first departs."""
         frame = self.comparison.to_frame()
         name = "variance" if forward else "grad_variance"
-        own = frame[(frame["quantity"] == name) & (frame["layer"] == max(layer, 1))]
+        rows = frame[(frame["quantity"] == name) & (frame["layer"] == max(layer, 1))]
         sites = {(p.layer, p.site): p.path for p in self.parts.sites or ()}
-        for row in own.to_dict("records"):
+        for row in rows.to_dict("records"):
             if abs(float(row["error"])) > 0.25:
                 return sites.get((int(row["layer"]), str(row["site"])), "")
         return sites.get((layer, "stream"), "")
@@ -642,8 +642,8 @@ class _Weights:
             count = sum(m.entries.count for m in group)
             seen = sum(m.entries.count * m.entries.square for m in group) / count
             known = [m.expected for m in group if m.expected is not None]
-            own = not self.strict and name not in MATRICES  # held against nothing
-            if own or len(known) < len(group) or not all(known):
+            alone = not self.strict and name not in MATRICES  # held against nothing
+            if alone or len(known) < len(group) or not all(known):
                 yield Number(f"weight variance, {name}", _shown(group), seen, math.nan)
                 continue
             wanted = sum(m.entries.count * m.expected for m in group) / count
@@ -1038,12 +1038,12 @@ def whole(
     embedding = _embedding(module, found, model, measurement, tensors) if guess else None
     if embedding is None:
         return model
-    own = found.named("head")
+    heads = found.named("head")
     table = tensors[found.named("token")[0].parameter]
     tied = any(isinstance(part, nn.Linear) and part.weight is table for part in module.modules())
-    if not own and not tied:
+    if not heads and not tied:
         return model.replace(embedding=embedding)
-    square = None if tied else float(block_of(tensors, own[0]).double().square().mean())
+    square = None if tied else float(block_of(tensors, heads[0]).double().square().mean())
     bias = any(role.name == "head.bias" for role in found.roles)
     head = Head(tied=tied, weight_variance=square, norm=bool(final), bias=bias, loss="causal")
     return model.replace(embedding=embedding, head=head)
@@ -1118,9 +1118,9 @@ def inputs_for(
     Args:
         example: what a module was run on to be read.
     """
-    own = batch is None
-    given = _own_batch(module, found, model) if own else _cropped(batch, SEQUENCES, TOKENS)
-    if own and example is not None:
+    random = batch is None
+    given = _own_batch(module, found, model) if random else _cropped(batch, SEQUENCES, TOKENS)
+    if random and example is not None:
         given = _that_runs(module, given, example)
     if given is None:
         raise MomentsError(f"nothing in {type(module).__name__} says what it reads: pass batch=")
@@ -1128,7 +1128,7 @@ def inputs_for(
     loss = loss or _next_token(module, given, found)
     few = _cropped(given, 1, FEW)
     shapes = _shape(given)
-    words = f"measured on {shapes}" + (" of random input" if own else "")
+    words = f"measured on {shapes}" + (" of random input" if random else "")
     return _Inputs(given, few, loss, words)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import DomainError, ValidityWarning, brief, domain_error, optional
+from ..errors import DomainError, ValidityWarning, brief, domain_error, optional, refused
 from ..files import read_object
 from ..model.huggingface.config import read_config
 
@@ -40,7 +40,7 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
     with optional("hf", "transformers", "safetensors"):
         import transformers
 
-        from .huggingface_modules import refused, settings_of
+        from .huggingface_modules import settings_of
     if not os.path.exists(path):
         raise domain_error("path", str(path), "a checkpoint's folder or .safetensors file")
     given = Path(path)

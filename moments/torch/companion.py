@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import MomentsError, ValidityWarning, domain_error, optional, without_warnings
+from ..files import as_frame
 from ..formulas.checks import check_count
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
@@ -373,9 +374,7 @@ class Watch:
 
     def to_frame(self) -> pandas.DataFrame:
         """Every row: step, quantity, layer, parameter, measured, expected, low, high, alarm."""
-        import pandas
-
-        return pandas.DataFrame(self.rows, columns=Row._fields)
+        return as_frame(self.rows, columns=Row._fields)
 
     def __repr__(self) -> str:
         return (
@@ -406,7 +405,7 @@ def trainer_callback(**options: Any) -> Any:
     with optional("hf", "transformers"):
         from transformers import TrainerCallback
 
-    class Companion(TrainerCallback):  # type: ignore[misc]
+    class Companion(TrainerCallback):
         """See `moments.torch.trainer_callback`."""
 
         watching: Watch | None = None
@@ -436,7 +435,7 @@ def lightning_callback(module: Callable[[Any], nn.Module] | None = None, **optio
     with optional("companion", "lightning"):
         from lightning.pytorch import Callback
 
-    class Companion(Callback):  # type: ignore[misc]
+    class Companion(Callback):
         """See `moments.torch.lightning_callback`."""
 
         watching: Watch | None = None

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DomainError, ValidityWarning, domain_error, optional
+from ..files import as_frame
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
 from .anatomy import anatomy_of
 from .architecture import architecture_of
-from .assumptions import WeightStatistics, alignment_note, gain_notes, notes
+from .assumptions import Copies, WeightStatistics, alignment_note, copy_notes, gain_notes, notes
 from .audit import Read, entries_of
 from .checkpoints import drawn, is_meta, load
-from .copies import Copies, copy_notes
 from .dataflow import Reading, read
+from .dataflow.reading import fewest, one_or_all
 from .entries import Entries
 from .expectation import check_fits, model_of_stack
 from .hook_points import ENCODER, HookPoint
@@ -182,10 +183,8 @@ class Description:
         """One row per parameter and role: parameter, layer, role ("" if not known), fan_in,
         fan_out, variance (mean square of its entries).
         """
-        import pandas
-
         columns = ["parameter", "layer", "role", "fan_in", "fan_out", "variance"]
-        return pandas.DataFrame(list(self._rows()), columns=columns)
+        return as_frame(list(self._rows()), columns=columns)
 
     def _rows(self) -> Iterator[tuple[Any, ...]]:
         tensors = tensors_of(self.module)
@@ -253,8 +252,6 @@ def weight_statistics(
         MomentsError: a module whose layers are not known.
         DomainError: `names` gives a role that there is not.
     """
-    import pandas
-
     found = roles_of(module, names)
     tensors = tensors_of(module)
     rows = []
@@ -274,7 +271,7 @@ def weight_statistics(
                     "stable_rank": s.stable_rank,
                 }
             )
-    return pandas.DataFrame(rows)
+    return as_frame(rows)
 
 
 class _Reading:
@@ -297,7 +294,7 @@ class _Reading:
         }
         changes["weights"] = model.weights.replace(**weights)
         biases = {
-            field.name: _one([self._square(roles[n, field.name + ".bias"]) for n in layers])
+            field.name: one_or_all([self._square(roles[n, field.name + ".bias"]) for n in layers])
             for field in dataclasses.fields(Biases)
             if all((n, field.name + ".bias") in roles for n in layers)
         }
@@ -333,7 +330,7 @@ class _Reading:
         gains = self._gains(model, roles)
         probes = [p for p in self.read.probes if p.block.stack == stack]
         if not probes:
-            return {"norm_gain": _fewest(gains)}
+            return {"norm_gain": fewest(gains)}
         for p in probes:
             at = (p.block.layer - 1, p.block.column)
             skip[at], branch[at] = _value(p.skip, 1.0), _value(p.branch, 1.0)
@@ -344,10 +341,10 @@ class _Reading:
         if not lns:
             gains = gains * np.where(np.abs(output - 1) < 20 * EXACT, 1.0, output)
         return {
-            "skip_scale": _fewest(skip),
-            "branch_scale": _fewest(branch),
+            "skip_scale": fewest(skip),
+            "branch_scale": fewest(branch),
             "layernorm_scaling": lns,
-            "norm_gain": _fewest(gains),
+            "norm_gain": fewest(gains),
         }
 
     def _mean_gain(self, p: BlockProbe, roles: Mapping[tuple[int, str], Role]) -> float:
@@ -427,17 +424,3 @@ def _value(slope: Slope | None, default: float) -> float:
     if slope is None or not np.isfinite(slope.value):
         return default
     return 1.0 if abs(slope.value - 1) < EXACT else slope.value
-
-
-def _one(values: list[float]) -> Any:
-    """One number where all layers have the same."""
-    return values[0] if len(set(values)) == 1 else values
-
-
-def _fewest(values: np.ndarray) -> Any:
-    """One number where all agree, one per layer where both blocks do, else pairs."""
-    if np.ptp(values) < EXACT * abs(values).max():
-        return float(values.mean()) if np.ptp(values) else float(values.flat[0])
-    if np.all(np.abs(values[:, 0] - values[:, 1]) < EXACT * np.abs(values[:, 0])):
-        return [float(v) for v in values[:, 0]]
-    return [tuple(float(v) for v in row) for row in values]

@@ -21,14 +21,15 @@ from ..show.expected import TOLERANCE
 from .advice import conventions
 from .anatomy import anatomy_of
 from .architecture import architecture_of, read_architecture
+from .assumptions import Copies, copies, copy_notes, shuffle, shuffled
 from .audit import weight_advice
 from .batches import inputs_of, measured_dropout, measured_gradient, measured_moments
-from .copies import Copies, copies, copy_notes, shuffle, shuffled
 from .describe import describe
 from .entering import first_stream, ids_read, sees_ahead, targets_read
 from .expectation import model_of
 from .findings import unchecked
 from .hook_points import ENCODER
+from .measure import measure
 from .probe import probe_or_why
 from .roles import block_of, tensors_of
 from .running import unwrapped
@@ -93,8 +94,6 @@ def diagnose(
             meant to be.
         MomentsError: as `moments.torch.measure`.
     """
-    from .measure import measure
-
     sites = None if sites is None else list(sites)
     fixed = isinstance(module, nn.Module)
     target = unwrapped(module if isinstance(module, nn.Module) else module(seed))

@@ -12,7 +12,7 @@ from ..errors import MomentsError, optional
 from ..prediction.draws import STREAM
 from .anatomy import measured_parts
 from .batches import shifted_left
-from .hook_points import HookPoint
+from .hook_points import points_of
 from .running import in_mode, module_logits, module_loss, on_device, run, watch_tensor
 
 with optional("torch", "torch"):
@@ -150,7 +150,7 @@ def _different(ids: Tensor) -> Tensor:
 def _stream(
     module: nn.Module, batch: Any, sites: Iterable[Any] | None, layer: int
 ) -> np.ndarray | None:
-    points = measured_parts(module, batch, None)[0] if sites is None else _points(sites)
+    points = measured_parts(module, batch, None)[0] if sites is None else points_of(sites)
     if any(point.site.startswith("encoder.") for point in points):
         return None
     point = next((p for p in points if (p.layer, p.site) == (layer, STREAM)), None)
@@ -163,10 +163,6 @@ def _stream(
         return None
     tensor = seen[0] if _batch_first(module) else seen[0].transpose(0, 1)
     return np.asarray(tensor.detach().double().cpu().numpy())
-
-
-def _points(sites: Iterable[Any]) -> tuple[HookPoint, ...]:
-    return tuple(HookPoint(*site) for site in sites)
 
 
 def _batch_first(module: nn.Module) -> bool:

@@ -132,7 +132,8 @@ class Scales:
     def at(self, layer: int, column: int) -> tuple[float, float, float, float]:
         """Skip, branch, norm input and norm output of one block."""
         values = (self.skip, self.branch, self.norm_input, self.norm_output)
-        return tuple(float(v[layer - 1, column]) for v in values)  # type: ignore[return-value]
+        skip, branch, before, after = (float(v[layer - 1, column]) for v in values)
+        return skip, branch, before, after
 
 
 def scales_of(model: Transformer) -> dict[str, Scales]:

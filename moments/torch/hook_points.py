@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import MomentsError
 from ..model.huggingface import FAMILIES, LAYOUTS, Layout
@@ -40,6 +40,11 @@ class HookPoint(NamedTuple):
     site: str
     path: str
     side: Side
+
+
+def points_of(sites: Iterable[Any]) -> tuple[HookPoint, ...]:
+    """Sites as a user gives them: (layer, site, path, side) each."""
+    return tuple(HookPoint(*site) for site in sites)
 
 
 def family_of(layer: nn.Module) -> Layout | None:

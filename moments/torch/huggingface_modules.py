@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, brief, domain_error, optional
+from ..errors import domain_error, optional, refused
 from ..formulas.checks import check_count
 from ..model.huggingface.config import family, read_config
 from ..model.huggingface.family import Family
 from ..model.huggingface.sizes import at_depth
 from ..prediction.measurement import Measurement
+from .measure import measure
 from .text import Ids, mask_tokens, tokenize
 
 with optional("hf", "torch", "transformers"):
@@ -62,22 +61,6 @@ def settings_of(config: Any) -> tuple[Family, Any]:
             if name not in entries and isinstance(token, int) and token >= vocab_size:
                 setattr(settings, name, None if name == "pad_token_id" else vocab_size - 1)
     return found, settings
-
-
-@contextmanager
-def refused(what: str) -> Iterator[None]:
-    """What another library raises over a user's config or file, as a bad input.
-
-    Raises:
-        DomainError: anything was raised inside the block.
-    """
-    try:
-        yield
-    except MomentsError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise DomainError(f"{what}: {brief(type(error).__name__ + ': ' + said)}") from error
 
 
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -197,8 +180,6 @@ def measure_config(
         DomainError: as `build_module` and `text_batch`.
         MomentsError: an extra is not installed.
     """
-    from .measure import measure
-
     data = module_batch(config, seq_len=seq_len, batch=batch, seed=seed)
     build = functools.partial(build_module, config, layers=layers)
     measurement = measure(build, data, seeds=seeds, seed=seed, progress=progress)

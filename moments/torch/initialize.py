@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DomainError, domain_error, optional
+from ..files import as_frame
 from ..formulas.checks import check_choice, check_count
 from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
@@ -51,9 +52,7 @@ class Initialization:
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per matrix or vector written: layer, role, parameter, variance."""
-        import pandas
-
-        return pandas.DataFrame(list(self.rows), columns=["layer", "role", "parameter", "variance"])
+        return as_frame(list(self.rows), columns=["layer", "role", "parameter", "variance"])
 
     def __str__(self) -> str:
         lines = [f"{len(self.rows)} tensors written"]

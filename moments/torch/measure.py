@@ -18,7 +18,7 @@ from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
 from ..transfer.head.targets import NO_TARGET
 from .anatomy import Measured, measured_parts
-from .hook_points import HookPoint, WeightPart
+from .hook_points import HookPoint, WeightPart, points_of
 from .running import first_tensor, in_mode, module_logits, module_loss, unwrapped, watch_tensor
 
 with optional("torch", "torch"):
@@ -90,7 +90,7 @@ def measure(
     """
     check_count("seeds", seeds)
     check_count("seed", seed, least=0)
-    given = None if sites is None else tuple(HookPoint(*site) for site in sites)  # type: ignore[arg-type]
+    given = None if sites is None else points_of(sites)
     draws, name, size = [], "", 0
     parts: Measured | None = None
     for draw in range(seeds):

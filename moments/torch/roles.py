@@ -9,7 +9,15 @@ from typing import Any
 
 from ..errors import DomainError, domain_error, optional
 from ..model.weights import MATRICES
-from .hook_points import ENCODER, Block, HookPoint, WeightPart, blocks_of, hook_points, weight_parts
+from .hook_points import (
+    ENCODER,
+    Block,
+    WeightPart,
+    blocks_of,
+    hook_points,
+    points_of,
+    weight_parts,
+)
 
 with optional("torch", "torch"):
     from torch import Tensor, nn
@@ -121,10 +129,10 @@ def roles_of(
         MomentsError: the module is of no known family and `names` is None.
         DomainError: a pattern that matches nothing, or an unknown role.
     """
-    given = None if sites is None else [HookPoint(*site) for site in sites]
+    given = None if sites is None else points_of(sites)
     found = _by_family(module) if names is None else _by_name(module, names)
     if names is None and given is None:
-        given = list(hook_points(module))
+        given = hook_points(module)
     owners = dict(module.named_modules())
     absent = {path for path, part in owners.items() if isinstance(part, nn.Identity)}
     blocks = () if given is None else blocks_of(given, absent)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..errors import DomainError, MomentsError, optional
 
@@ -191,3 +192,13 @@ def watch_tensor(
         keep(first_tensor(output))
 
     return part.register_forward_hook(after, prepend=first)
+
+
+# --- where it runs --------------------------------------------------------------------------------
+
+
+def accelerators() -> list[str]:
+    """What torch can use beside the CPU, with its name."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(count)]
+    return found + ["mps"] * torch.backends.mps.is_available()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import domain_error
+from ..files import as_frame
 from ..formulas.checks import check_choice
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
@@ -246,8 +247,6 @@ def tensor_table(plan: Any) -> pandas.DataFrame:
     Raises:
         DomainError: no plan and no Transformer.
     """
-    import pandas
-
     model = _model(plan)
     inner, shared = model.heads * (model.d_head or 0), (model.kv_heads or 0) * (model.d_head or 0)
     d_model, d_ff = model.d_model, model.d_ff or 0
@@ -272,7 +271,7 @@ def tensor_table(plan: Any) -> pandas.DataFrame:
     for n in range(1, model.layers + 1):
         weights = model.layer_weights(n)
         rows += [(n, name, *shape, getattr(weights, name)) for name, shape in shapes.items()]
-    frame = pandas.DataFrame(rows, columns=["layer", "tensor", "fan_in", "fan_out", "variance"])
+    frame = as_frame(rows, columns=["layer", "tensor", "fan_in", "fan_out", "variance"])
     deviation = np.sqrt(frame["variance"])
     frame["normal_deviation"] = deviation
     frame["uniform_bound"] = math.sqrt(3) * deviation

@@ -252,7 +252,7 @@ def _shares(batch: Any, steps: int) -> list[Any]:
     return cut(batch)
 
 
-class _Sign(torch.optim.Optimizer):  # type: ignore[misc]
+class _Sign(torch.optim.Optimizer):
     """The sign of the gradient, times the rate."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
@@ -265,7 +265,7 @@ class _Sign(torch.optim.Optimizer):  # type: ignore[misc]
                     p.sub_(group["lr"] * p.grad.sign())
 
 
-class _Lion(torch.optim.Optimizer):  # type: ignore[misc]
+class _Lion(torch.optim.Optimizer):
     """Chen et al. 2023, Algorithm 2."""
 
     def __init__(

@@ -198,7 +198,7 @@ def pre(layer: Parts) -> Component:
     """Norms before every block."""
     found: tuple[Component, ...] = ()
     for name, block in layer.blocks.items():
-        found += layer.sum(name, Chain((*layer.norm(name), *block.parts)))
+        found += layer.sum(name, Chain((*layer.norm(name), *block.children)))
     return Chain(found)
 
 
@@ -220,7 +220,7 @@ def sandwich(layer: Parts) -> Component:
     """Norms before every block and at its output."""
     found: tuple[Component, ...] = ()
     for name, block in layer.blocks.items():
-        branch = Chain((*layer.norm(name), *block.parts, layer.output_norm(name)))
+        branch = Chain((*layer.norm(name), *block.children, layer.output_norm(name)))
         found += layer.sum(name, branch)
     return Chain(found)
 
@@ -251,10 +251,10 @@ def parallel(layer: Parts) -> Component:
     if scales[0] != scales[1]:
         # The sum has the feed-forward block's scale.
         ratio = scale(layer.stack.theory, "attention.scale", (scales[0] / scales[1]) ** 2)
-        blocks = blocks | {"attention": Chain((*blocks["attention"].parts, ratio))}
+        blocks = blocks | {"attention": Chain((*blocks["attention"].children, ratio))}
     norms = {name: () if model.norm == "none" else layer.norm(name) for name in blocks}
     if model.parallel_norms == 2:
-        both = [Chain((*norms[name], *block.parts)) for name, block in blocks.items()]
+        both = [Chain((*norms[name], *block.children)) for name, block in blocks.items()]
         branch: Component = Parallel(tuple(both))
     else:
         branch = Chain((*norms["attention"], Parallel(tuple(blocks.values()))))

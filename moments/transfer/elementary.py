@@ -32,6 +32,7 @@ from ..errors import DomainError
 from ..formulas.law import ComponentLaws, Law, Theory
 from ..formulas.linear import BIASED_LINEAR, LINEAR
 from ..formulas.recording import as_number
+from ..model.fields import set_field
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Linear(Lawful):
 
     def __post_init__(self) -> None:
         if "bias_variance" in self.parameters and self.laws is LINEAR:
-            object.__setattr__(self, "laws", BIASED_LINEAR)
+            set_field(self, "laws", BIASED_LINEAR)
 
     @property
     def matrices(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 from ..engine.classes import Matrix, PositionClasses
 from ..engine.layout import places
 from ..engine.state import Array, Kernel, Repeats
+from ..engine.texts import TextClasses
 from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
 from ..formulas.law import ComponentLaws, Theory
@@ -143,7 +144,8 @@ def class_kernel(
         d_model: width; needed for sinusoidal positions.
     """
     token = embedding.scale**2 * embedding.token_variance
-    pairs = token * classes.pair_means(ids, ids) + embedding.segment_variance
+    shared = classes.one_word if isinstance(classes, TextClasses) else classes.pair_means(ids, ids)
+    pairs = token * shared + embedding.segment_variance
     pairs = pairs + embedding.position_variance * classes.at_one_place
     own = token + embedding.segment_variance + embedding.position_variance
     found = Kernel(np.full(len(classes.nodes), own), pairs, classes)
@@ -339,7 +341,9 @@ def embedding_gradients(
         repeated, shared = token * pairs, 0.0 * alone
         if classes is not None:
             shared = classes.sum_of_pairs(gradient.pairs * classes.at_one_place)
-            if ids is not None:
+            if isinstance(classes, TextClasses):
+                repeated = classes.sum_of_pairs(gradient.pairs * classes.one_word)
+            elif ids is not None:
                 repeated = classes.sum_of_pairs(gradient.pairs * classes.pair_means(ids, ids))
         found = {"token": scale * (alone + repeated), "position": alone + shared}
         found["segment"] = alone + segment * pairs

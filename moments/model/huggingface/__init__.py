@@ -10,13 +10,13 @@ encoder          torch's own encoder
 
 from __future__ import annotations
 
-from . import bart, bert, encoder, gpt, llama, llama_relatives, parallel, t5, vit
+from . import bart, bert, encoder, gpt, llama, parallel, t5, vit
 from .family import Family
 from .layout import Layout
 
 __all__ = ["FAMILIES", "LAYOUTS", "NEAREST", "REFUSED", "Family", "Layout"]
 
-_GROUPS = (bert, gpt, parallel, llama, llama_relatives, t5, vit)
+_GROUPS = (bert, gpt, parallel, llama, t5, vit)
 _PLACES = (encoder, bart, bert, gpt, parallel, llama, t5, vit)
 
 FAMILIES: dict[str, Family] = {

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..embedding import Embedding
 from ..transformer import Transformer
-from ..weights import Biases, Weights
 from .entries import Entries
-from .family import Family, masked_head
+from .family import Family, declared, masked_head
 from .layout import Layout, Site, attention, feed_forward, matrices, projections
 
 _DEFAULTS = {
@@ -43,31 +41,24 @@ def _read(
     variance = read.variance()
     dropout = read.number("hidden_dropout_prob")
     activation = read.activation("hidden_act")
-    vocab_size = read.count("vocab_size")
-    return Transformer(
-        layers=read("num_hidden_layers"),
-        d_model=read("hidden_size"),
-        heads=read("num_attention_heads"),
+    read.count("vocab_size")
+    return declared(
+        read,
+        epsilon,
         seq_len=seq_len,
         d_ff=read("intermediate_size"),
         norm="post",
         activation=activation,
         dropout=dropout,
         attention_dropout=read.number("attention_probs_dropout_prob"),
-        weights=Weights.normal(variance),
-        biases=Biases(),
-        norm_epsilon=epsilon,
-        norm_affine=True,
-        embedding=Embedding(
-            vocab_size=vocab_size,
-            token_variance=variance,
-            position_variance=variance,
-            segment_variance=variance if segments else 0.0,
-            norm=True,
-            norm_epsilon=epsilon,
-            dropout=dropout,
-            padding_id=read.padding(),
-        ),
+        embedding={
+            "position_variance": variance,
+            "segment_variance": variance if segments else 0.0,
+            "norm": True,
+            "norm_epsilon": epsilon,
+            "dropout": dropout,
+            "padding_id": read.padding(),
+        },
         head=masked_head(read, variance, hidden or activation),
     )
 
@@ -105,10 +96,10 @@ def _distilbert(read: Entries, seq_len: int | None) -> Transformer:
     dropout = read.number("dropout")
     activation = read.activation("activation")
     epsilon = 1e-12
-    return Transformer(
-        layers=read("n_layers"),
-        d_model=read("dim"),
-        heads=read("n_heads"),
+    return declared(
+        read,
+        epsilon,
+        shape=("n_layers", "dim", "n_heads"),
         seq_len=read.length("max_position_embeddings", seq_len),
         d_ff=read("hidden_dim"),
         norm="post",
@@ -116,20 +107,14 @@ def _distilbert(read: Entries, seq_len: int | None) -> Transformer:
         dropout=0.0,
         ffn_dropout=dropout,
         attention_dropout=read.number("attention_dropout"),
-        weights=Weights.normal(variance),
-        biases=Biases(),
-        norm_epsilon=epsilon,
-        norm_affine=True,
-        embedding=Embedding(
-            vocab_size=read("vocab_size"),
-            token_variance=variance,
-            position_variance=0.0 if fixed else variance,
-            positions="sinusoidal" if fixed else "learned",
-            norm=True,
-            norm_epsilon=epsilon,
-            dropout=dropout,
-            padding_id=read.padding(),
-        ),
+        embedding={
+            "position_variance": 0.0 if fixed else variance,
+            "positions": "sinusoidal" if fixed else "learned",
+            "norm": True,
+            "norm_epsilon": epsilon,
+            "dropout": dropout,
+            "padding_id": read.padding(),
+        },
         head=masked_head(read, variance, activation),
     )
 

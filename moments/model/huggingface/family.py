@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..embedding import Embedding
 from ..head import Head
 from ..transformer import Transformer
+from ..weights import Biases, Weights
 from .entries import USUAL, Entries
 
 Reader = Callable[[Entries, int | None], Transformer]
@@ -54,7 +56,43 @@ class Family:
         return (reader.read | set(self.defaults) | set(self.usual) | set(USUAL)) - elsewhere
 
 
-# --- The two heads that most families have --------------------------------------------------------
+# --- what most families have in common ------------------------------------------------------------
+
+_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+
+
+def declared(
+    read: Entries,
+    epsilon: float,
+    *,
+    variance: float | None = None,
+    shape: tuple[str, str, str] = _SHAPE,
+    embedding: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Transformer:
+    """Tables, matrices and norms of one variance and one epsilon: what a family adds are `fields`.
+
+    Without a head of its own it predicts the next token.
+
+    Args:
+        variance: of tables and matrices; None: that of initializer_range.
+        shape: the entries for the depth, the width and the heads.
+        embedding: of the tables, beside their variance.
+    """
+    variance = read.variance() if variance is None else variance
+    layers, d_model, heads = (read(name) for name in shape)
+    usual: dict[str, Any] = {
+        "norm": "pre",
+        "weights": Weights.normal(variance),
+        "biases": Biases(),
+        "norm_affine": True,
+    }
+    usual["embedding"] = Embedding(
+        vocab_size=read("vocab_size"), token_variance=variance, **(embedding or {})
+    )
+    if "head" not in fields:
+        usual |= {"causal": True, "head": causal_head(read, variance, epsilon)}
+    return Transformer(layers, d_model, heads, norm_epsilon=epsilon, **(usual | fields))
 
 
 def causal_head(

@@ -6,11 +6,10 @@ import math
 from typing import Any
 
 from ...errors import domain_error
-from ..embedding import Embedding
 from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
-from .family import Family, causal_head
+from .family import Family, causal_head, declared
 from .layout import Fused, Layout, Site, attention, feed_forward, matrices, projections, thirds
 
 
@@ -18,35 +17,23 @@ def _gpt2(read: Entries, seq_len: int | None) -> Transformer:
     read.expect("add_cross_attention", False, "no cross-attention is assumed")
     layers, d_model, heads = read.layers("n_layer"), read.count("n_embd"), read.count("n_head")
     variance = read.variance()
-    epsilon = read.number("layer_norm_epsilon")
     scale = 1.0 if read.flag("scale_attn_weights", True) else math.sqrt(heads / d_model)
     temperature: Any = scale
     if read.flag("scale_attn_by_inverse_layer_idx", False):
         temperature = tuple(scale * number for number in range(1, layers + 1))
-    return Transformer(
-        layers=layers,
-        d_model=d_model,
-        heads=heads,
+    return declared(
+        read,
+        read.number("layer_norm_epsilon"),
+        shape=("n_layer", "n_embd", "n_head"),
         seq_len=read.length("n_positions", seq_len),
         d_ff=read("n_inner", 4 * d_model),
-        norm="pre",
         activation=read.activation("activation_function"),
         dropout=read.number("resid_pdrop"),
         attention_dropout=read.number("attn_pdrop"),
-        causal=True,
         # Both output projections carry 1/sqrt(2 N), as one variance factor 1/(2 N).
         weights=Weights.normal(variance, output_divisor=2 * layers),
-        biases=Biases(),
         temperature=temperature,
-        norm_epsilon=epsilon,
-        norm_affine=True,
-        embedding=Embedding(
-            vocab_size=read("vocab_size"),
-            token_variance=variance,
-            position_variance=variance,
-            dropout=read.number("embd_pdrop"),
-        ),
-        head=causal_head(read, variance, epsilon),
+        embedding={"position_variance": variance, "dropout": read.number("embd_pdrop")},
     )
 
 
@@ -55,34 +42,23 @@ def _gpt_neo(read: Entries, seq_len: int | None) -> Transformer:
     and value."""
     d_model, heads = read.count("hidden_size"), read.count("num_heads")
     layers = read.layers("num_layers")
-    variance = read.variance()
-    epsilon = read.number("layer_norm_epsilon")
     length = read.length("max_position_embeddings", seq_len)
-    dropout = read.number("resid_dropout")
-    return Transformer(
-        layers=layers,
-        d_model=d_model,
-        heads=heads,
+    return declared(
+        read,
+        read.number("layer_norm_epsilon"),
+        shape=("num_layers", "hidden_size", "num_heads"),
         seq_len=length,
         d_ff=read("intermediate_size", 4 * d_model),
-        norm="pre",
         activation=read.activation("activation_function"),
-        dropout=dropout,
+        dropout=read.number("resid_dropout"),
         attention_dropout=read.number("attention_dropout"),
-        causal=True,
-        weights=Weights.normal(variance),
         biases=read.biases(("output", "ffn_in", "ffn_out")),
         temperature=math.sqrt(heads / d_model),
         window=read.windows(_neo_kinds(read, layers), "local", "window_size", length),
-        norm_epsilon=epsilon,
-        norm_affine=True,
-        embedding=Embedding(
-            vocab_size=read("vocab_size"),
-            token_variance=variance,
-            position_variance=variance,
-            dropout=read.number("embed_dropout"),
-        ),
-        head=causal_head(read, variance, epsilon),
+        embedding={
+            "position_variance": read.variance(),
+            "dropout": read.number("embed_dropout"),
+        },
     )
 
 
@@ -108,11 +84,10 @@ def _opt(read: Entries, seq_len: int | None) -> Transformer:
     variance = read.variance("init_std")
     epsilon = 1e-5  # LayerNorm's own default, which the code does not change
     pre = read.flag("do_layer_norm_before")
-    affine = read.flag("layer_norm_elementwise_affine")
-    return Transformer(
-        layers=read("num_hidden_layers"),
-        d_model=d_model,
-        heads=read("num_attention_heads"),
+    return declared(
+        read,
+        epsilon,
+        variance=variance,
         seq_len=read.length("max_position_embeddings", seq_len),
         d_ff=read("ffn_dim"),
         norm="pre" if pre else "post",
@@ -120,16 +95,9 @@ def _opt(read: Entries, seq_len: int | None) -> Transformer:
         dropout=read.number("dropout"),
         attention_dropout=read.number("attention_dropout"),
         causal=True,
-        weights=Weights.normal(variance),
         biases=Biases() if read.flag("enable_bias") else None,
-        norm_epsilon=epsilon,
-        norm_affine=affine,
-        embedding=Embedding(
-            vocab_size=read("vocab_size"),
-            token_variance=variance,
-            position_variance=variance,
-            padding_id=read.padding(),
-        ),
+        norm_affine=read.flag("layer_norm_elementwise_affine"),
+        embedding={"position_variance": variance, "padding_id": read.padding()},
         head=causal_head(read, variance, epsilon if pre else None),
     )
 
@@ -139,32 +107,19 @@ def _bloom(read: Entries, seq_len: int | None) -> Transformer:
     read.refuse(
         "apply_residual_connection_post_layernorm", False, "a residual stream from behind the norm"
     )
-    d_model = read.count("n_embed", 64) if read.has("n_embed") else read.count("hidden_size", 64)
+    width = "n_embed" if read.has("n_embed") else "hidden_size"
     read.same_as("num_attention_heads", "n_head")
-    variance = read.variance()
     epsilon = read.number("layer_norm_epsilon")
-    return Transformer(
-        layers=read("n_layer"),
-        d_model=d_model,
-        heads=read("n_head"),
+    return declared(
+        read,
+        epsilon,
+        shape=("n_layer", width, "n_head"),
         seq_len=read.length("seq_length", seq_len, table=False),
-        norm="pre",
         activation="gelu_tanh",
         dropout=read.number("hidden_dropout"),
         attention_dropout=read.number("attention_dropout"),
-        causal=True,
-        weights=Weights.normal(variance),
-        biases=Biases(),
         alibi=True,
-        norm_epsilon=epsilon,
-        norm_affine=True,
-        embedding=Embedding(
-            vocab_size=read("vocab_size"),
-            token_variance=variance,
-            norm=True,
-            norm_epsilon=epsilon,
-        ),
-        head=causal_head(read, variance, epsilon),
+        embedding={"norm": True, "norm_epsilon": epsilon},
     )
 
 
@@ -235,6 +190,7 @@ FAMILIES = {
         "causal",
         {
             "vocab_size": 250880,
+            "hidden_size": 64,
             "n_layer": 2,
             "n_head": 8,
             "layer_norm_epsilon": 1e-5,

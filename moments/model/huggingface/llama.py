@@ -6,22 +6,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..embedding import Embedding
 from ..transformer import Transformer
-from ..weights import Weights
+from ..weights import Biases
 from .entries import Entries
-from .family import Family, causal_head
+from .family import Family, causal_head, declared
 from .layout import Fused, Layout, Site, attention, feed_forward, matrices, projections
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 
 
-def decoder(
+def _decoder(
     read: Entries,
     seq_len: int | None,
     *,
-    norm: str = "rmsnorm",
+    normalization: str = "rmsnorm",
     epsilon: str | float = "rms_norm_eps",
     biased: tuple[str, ...] = ("attention_bias",),
     **changes: Any,
@@ -30,35 +29,25 @@ def decoder(
 
     `biased` are the entries for biases that the module reads, of attention_bias and mlp_bias.
     """
-    variance = read.variance()
     d_model, heads = read.count("hidden_size"), read.count("num_attention_heads")
-    size = epsilon if isinstance(epsilon, float) else read.number(epsilon)
     fields: dict[str, Any] = {
         "activation": read.activation("hidden_act") if "activation" not in changes else None,
         "gated": True,
         "dropout": 0.0,
         "biases": read.biases(_biased(read, biased)) if "biases" not in changes else None,
-        "head": causal_head(read, variance, size) if "head" not in changes else None,
-        "rotary": read.rotary() if "rotary" not in changes else None,
-        "embedding": Embedding(
-            vocab_size=read("vocab_size"), token_variance=variance, padding_id=read.padding()
-        ),
+        "rotary": read.rotary(),
     } | changes
-    return Transformer(
-        layers=read("num_hidden_layers"),
-        d_model=d_model,
-        heads=heads,
+    return declared(
+        read,
+        epsilon if isinstance(epsilon, float) else read.number(epsilon),
         kv_heads=read("num_key_value_heads", heads),
         d_head=read.count("head_dim", d_model // heads),
-        seq_len=read.length("max_position_embeddings", seq_len, table=False),
+        seq_len=_length(read, seq_len),
         d_ff=read("intermediate_size"),
-        norm=fields.pop("placement", "pre"),
-        normalization=norm,
+        normalization=normalization,
         attention_dropout=read.number("attention_dropout"),
         causal=True,
-        weights=Weights.normal(variance),
-        norm_epsilon=size,
-        norm_affine=fields.pop("norm_affine", True),
+        embedding={"padding_id": read.padding()} | fields.pop("embedding", {}),
         **fields,
     )
 
@@ -67,35 +56,35 @@ _BIASED = {
     "attention_bias": ("query", "key", "value", "output"),
     "mlp_bias": ("ffn_in", "ffn_out", "gate"),
 }
-BOTH = tuple(_BIASED)
+_BOTH = tuple(_BIASED)
 
 
 def _biased(read: Entries, entries: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for e in entries if read.flag(e, False) for name in _BIASED[e])
 
 
-def length(read: Entries, seq_len: int | None) -> int:
+def _length(read: Entries, seq_len: int | None) -> int:
     return read.length("max_position_embeddings", seq_len, table=False)
 
 
 def _llama(read: Entries, seq_len: int | None) -> Transformer:
-    return decoder(read, seq_len, biased=BOTH)
+    return _decoder(read, seq_len, biased=_BOTH)
 
 
 def _mistral(read: Entries, seq_len: int | None) -> Transformer:
-    window = read.window("sliding_window", length(read, seq_len))
-    return decoder(read, seq_len, biased=(), window=window)
+    window = read.window("sliding_window", _length(read, seq_len))
+    return _decoder(read, seq_len, biased=(), window=window)
 
 
 def _qwen2(read: Entries, seq_len: int | None) -> Transformer:
     """Query, key and value have biases, the output projection has none."""
-    window = _qwen_windows(read, length(read, seq_len))
-    return decoder(read, seq_len, window=window, biases=read.biases(("query", "key", "value")))
+    window = _qwen_windows(read, _length(read, seq_len))
+    return _decoder(read, seq_len, window=window, biases=read.biases(("query", "key", "value")))
 
 
 def _qwen3(read: Entries, seq_len: int | None) -> Transformer:
-    window = _qwen_windows(read, length(read, seq_len))
-    return decoder(read, seq_len, window=window, qk_norm="rmsnorm")
+    window = _qwen_windows(read, _length(read, seq_len))
+    return _decoder(read, seq_len, window=window, qk_norm="rmsnorm")
 
 
 def _qwen_windows(read: Entries, seq_len: int) -> Any:
@@ -118,11 +107,11 @@ def _gemma(read: Entries, seq_len: int | None) -> Transformer:
     given = {entry: "gelu_tanh" if a == "gelu" else a for entry, a in given.items()}
     if given.get(other, given[name]) != given[name]:
         read.leave_out(other, read(other), "hidden_act says the activation since transformers 5")
-    return decoder(
+    return _decoder(
         read,
         seq_len,
         activation=given[name],
-        embedding=_scaled(read, "hidden_size"),
+        embedding={"scale": math.sqrt(read.count("hidden_size"))},
     )
 
 
@@ -131,15 +120,15 @@ def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
     read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
     layers, heads = read.layers("num_hidden_layers"), read.count("num_attention_heads")
     usual = [_FULL if number % 2 else _SLIDING for number in range(layers)]
-    tokens = length(read, seq_len)
+    tokens = _length(read, seq_len)
     width = read.count("head_dim", read.count("hidden_size") // heads)
     cap = read.cap("final_logit_softcapping")
-    return decoder(
+    return _decoder(
         read,
         seq_len,
         activation=read.activation("hidden_activation"),
-        placement="sandwich",
-        embedding=_scaled(read, "hidden_size"),
+        norm="sandwich",
+        embedding={"scale": math.sqrt(read.count("hidden_size"))},
         head=causal_head(read, read.variance(), read.number("rms_norm_eps"), logit_softcap=cap),
         logit_softcap=read.cap("attn_logit_softcapping"),
         temperature=math.sqrt(read.positive("query_pre_attn_scalar") / width),
@@ -147,16 +136,7 @@ def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-def _scaled(read: Entries, width: str) -> Embedding:
-    return Embedding(
-        vocab_size=read("vocab_size"),
-        token_variance=read.variance(),
-        scale=math.sqrt(read.count(width)),
-        padding_id=read.padding(),
-    )
-
-
-LLAMA: dict[str, Any] = {
+_LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -169,7 +149,7 @@ LLAMA: dict[str, Any] = {
     "attention_dropout": 0.0,
     "tie_word_embeddings": False,
 }
-_QWEN = LLAMA | {
+_QWEN = _LLAMA | {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
@@ -177,7 +157,7 @@ _QWEN = LLAMA | {
     "use_sliding_window": False,
     "max_window_layers": 28,
 }
-_GEMMA = LLAMA | {
+_GEMMA = _LLAMA | {
     "vocab_size": 256000,
     "hidden_size": 3072,
     "intermediate_size": 24576,
@@ -192,18 +172,18 @@ _GEMMA = LLAMA | {
 }
 
 
-def causal(
+def _causal(
     read: Callable[[Entries, int | None], Transformer], module: str, defaults: dict[str, Any]
 ) -> Family:
     return Family(read, f"{module}ForCausalLM", "causal", defaults)
 
 
 FAMILIES = {
-    "llama": causal(_llama, "Llama", LLAMA),
-    "mistral": causal(
+    "llama": _causal(_llama, "Llama", _LLAMA),
+    "mistral": _causal(
         _mistral,
         "Mistral",
-        LLAMA
+        _LLAMA
         | {
             "intermediate_size": 14336,
             "num_key_value_heads": 8,
@@ -211,10 +191,10 @@ FAMILIES = {
             "sliding_window": 4096,
         },
     ),
-    "qwen2": causal(_qwen2, "Qwen2", _QWEN | {"sliding_window": 4096}),
-    "qwen3": causal(_qwen3, "Qwen3", _QWEN | {"sliding_window": 4096, "head_dim": 128}),
-    "gemma": causal(_gemma, "Gemma", _GEMMA),
-    "gemma2": causal(
+    "qwen2": _causal(_qwen2, "Qwen2", _QWEN | {"sliding_window": 4096}),
+    "qwen3": _causal(_qwen3, "Qwen3", _QWEN | {"sliding_window": 4096, "head_dim": 128}),
+    "gemma": _causal(_gemma, "Gemma", _GEMMA),
+    "gemma2": _causal(
         _gemma2,
         "Gemma2",
         _GEMMA
@@ -229,6 +209,181 @@ FAMILIES = {
             "sliding_window": 4096,
             "final_logit_softcapping": 30.0,
             "attn_logit_softcapping": 50.0,
+        },
+    ),
+}
+
+
+# --- further relatives: Phi-3, StarCoder2, StableLM, OLMo, Cohere, Granite ------------------------
+
+
+def _phi3(read: Entries, seq_len: int | None) -> Transformer:
+    return _decoder(
+        read,
+        seq_len,
+        biased=(),
+        dropout=read.number("resid_pdrop"),
+        window=read.window("sliding_window", _length(read, seq_len)),
+    )
+
+
+def _starcoder2(read: Entries, seq_len: int | None) -> Transformer:
+    return _decoder(
+        read,
+        seq_len,
+        normalization="layernorm",
+        epsilon="norm_epsilon",
+        gated=False,
+        dropout=read.number("residual_dropout"),
+        biases=Biases() if read.flag("use_bias") else None,
+        window=read.window("sliding_window", _length(read, seq_len)),
+        embedding={"dropout": read.number("embedding_dropout")},
+    )
+
+
+def _stablelm(read: Entries, seq_len: int | None) -> Transformer:
+    """LayerNorm; dropout on the feed-forward block's output alone."""
+    read.refuse("qk_layernorm", False, "a norm with gains of its own for every head")
+    width = read.count("hidden_size") // read.count("num_attention_heads")
+    read.refuse("head_dim", width, "a width of heads that its module does not follow")
+    return _decoder(
+        read,
+        seq_len,
+        normalization="layernorm",
+        epsilon="layer_norm_eps",
+        ffn_dropout=read.number("hidden_dropout"),
+        parallel=read.flag("use_parallel_residual"),
+        biases=read.biases(("query", "key", "value") if read.flag("use_qkv_bias") else ()),
+    )
+
+
+def _olmo(read: Entries, seq_len: int | None) -> Transformer:
+    """LayerNorm without gains or biases, its epsilon written into the code."""
+    clip = read("clip_qkv", None)
+    if clip is not None:
+        read.leave_out("clip_qkv", clip, "queries, keys and values are not clipped")
+    return _decoder(read, seq_len, normalization="layernorm", epsilon=1e-5, norm_affine=False)
+
+
+def _cohere(read: Entries, seq_len: int | None) -> Transformer:
+    """Parallel blocks behind one LayerNorm without bias; logits times a constant."""
+    read.refuse("use_qk_norm", False, "a norm with gains of its own for every head")
+    variance, epsilon = read.variance(), read.number("layer_norm_eps")
+    return _decoder(
+        read,
+        seq_len,
+        normalization="layernorm",
+        epsilon="layer_norm_eps",
+        norm_bias=False,
+        parallel=True,
+        head=causal_head(read, variance, epsilon, output_scale=read.number("logit_scale")),
+    )
+
+
+def _granite(read: Entries, seq_len: int | None) -> Transformer:
+    """Llama with multipliers of the embedding, the logits of attention, branches and output."""
+    width = read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
+    return _decoder(
+        read,
+        seq_len,
+        biased=_BOTH,
+        temperature=1 / (read.positive("attention_multiplier") * math.sqrt(width)),
+        branch_scale=read.number("residual_multiplier"),
+        embedding={"scale": read.number("embedding_multiplier")},
+        head=causal_head(
+            read,
+            read.variance(),
+            read.number("rms_norm_eps"),
+            output_scale=1 / read.positive("logits_scaling"),
+        ),
+    )
+
+
+FAMILIES |= {
+    "phi3": Family(
+        _phi3,
+        "Phi3ForCausalLM",
+        "causal",
+        _LLAMA
+        | {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "resid_pdrop": 0.0,
+            "pad_token_id": 32000,
+            "rope_parameters": {"partial_rotary_factor": 1.0},
+        },
+        # embd_pdrop is read by no line of the module.
+        {"embd_pdrop": ..., "original_max_position_embeddings": ...},
+    ),
+    "starcoder2": _causal(
+        _starcoder2,
+        "Starcoder2",
+        _LLAMA
+        | {
+            "vocab_size": 49152,
+            "hidden_size": 3072,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 4096,
+            "initializer_range": 0.018042,
+            "norm_epsilon": 1e-5,
+            "residual_dropout": 0.0,
+            "embedding_dropout": 0.0,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "stablelm": _causal(
+        _stablelm,
+        "StableLm",
+        _LLAMA
+        | {
+            "vocab_size": 50304,
+            "intermediate_size": 6912,
+            "hidden_size": 2560,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "layer_norm_eps": 1e-5,
+            "rope_parameters": {"partial_rotary_factor": 0.25},
+            "use_qkv_bias": False,
+            "use_parallel_residual": False,
+            "hidden_dropout": 0.0,
+        },
+    ),
+    "olmo": _causal(_olmo, "Olmo", _LLAMA | {"vocab_size": 50304, "pad_token_id": 1}),
+    "cohere": _causal(
+        _cohere,
+        "Cohere",
+        _LLAMA
+        | {
+            "vocab_size": 256000,
+            "hidden_size": 8192,
+            "intermediate_size": 22528,
+            "logit_scale": 0.0625,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 64,
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "rope_parameters": {"rope_theta": 500000.0},
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+        },
+    ),
+    "granite": _causal(
+        _granite,
+        "Granite",
+        _LLAMA
+        | {
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
         },
     ),
 }

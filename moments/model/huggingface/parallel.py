@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ..embedding import Embedding
 from ..positions import Rotary
 from ..transformer import Transformer
-from ..weights import Biases, Weights
+from ..weights import Biases
 from .entries import Entries
-from .family import Family, causal_head
+from .family import Family, causal_head, declared
 from .layout import Fused, Layout, Site, Split, attention, feed_forward, matrices, projections
 
 _FFN = ("ffn_in", "ffn_out")
@@ -17,31 +16,20 @@ _ALL = ("query", "key", "value", "output", *_FFN)
 
 
 def _gpt_neox(read: Entries, seq_len: int | None) -> Transformer:
-    variance, epsilon = read.variance(), read.number("layer_norm_eps")
-    return Transformer(
-        layers=read("num_hidden_layers"),
-        d_model=read("hidden_size"),
-        heads=read("num_attention_heads"),
+    dropout = read.number("hidden_dropout")
+    return declared(
+        read,
+        read.number("layer_norm_eps"),
         seq_len=read.length("max_position_embeddings", seq_len, table=False),
         d_ff=read("intermediate_size"),
-        norm="pre",
         activation=read.activation("hidden_act"),
-        dropout=read.number("hidden_dropout"),
+        dropout=dropout,
         attention_dropout=read.number("attention_dropout"),
-        causal=True,
-        weights=Weights.normal(variance),
         biases=read.biases(_ALL if read.flag("attention_bias") else _FFN),
         parallel=read.flag("use_parallel_residual"),
         parallel_norms=2,
         rotary=read.rotary("rotary_emb_base", "rotary_pct"),
-        norm_epsilon=epsilon,
-        norm_affine=True,
-        embedding=Embedding(
-            vocab_size=read("vocab_size"),
-            token_variance=variance,
-            dropout=read.number("hidden_dropout"),
-        ),
-        head=causal_head(read, variance, epsilon),
+        embedding={"dropout": dropout},
     )
 
 
@@ -49,59 +37,40 @@ def _gptj(read: Entries, seq_len: int | None) -> Transformer:
     variance, epsilon = read.variance(), read.number("layer_norm_epsilon")
     d_model, heads = read.count("n_embd"), read.count("n_head")
     turned = read.count("rotary_dim")
-    return Transformer(
-        layers=read("n_layer"),
-        d_model=d_model,
-        heads=heads,
+    return declared(
+        read,
+        epsilon,
+        shape=("n_layer", "n_embd", "n_head"),
         seq_len=read.length("n_positions", seq_len),
         d_ff=read("n_inner", 4 * d_model),
-        norm="pre",
         activation=read.activation("activation_function"),
         dropout=read.number("resid_pdrop"),
         attention_dropout=read.number("attn_pdrop"),
         causal=True,
-        weights=Weights.normal(variance),
         biases=read.biases(_FFN),
         parallel=True,
         rotary=Rotary(turned * heads / d_model),
-        norm_epsilon=epsilon,
-        norm_affine=True,
-        embedding=Embedding(
-            vocab_size=read("vocab_size"),
-            token_variance=variance,
-            dropout=read.number("embd_pdrop"),
-        ),
+        embedding={"dropout": read.number("embd_pdrop")},
         head=causal_head(read, variance, epsilon, bias=True),
     )
 
 
 def _phi(read: Entries, seq_len: int | None) -> Transformer:
     variance, epsilon = read.variance(), read.number("layer_norm_eps")
-    return Transformer(
-        layers=read("num_hidden_layers"),
-        d_model=read("hidden_size"),
-        heads=read("num_attention_heads"),
+    return declared(
+        read,
+        epsilon,
         kv_heads=read("num_key_value_heads", read("num_attention_heads")),
         seq_len=read.length("max_position_embeddings", seq_len, table=False),
         d_ff=read("intermediate_size"),
-        norm="pre",
         activation=read.activation("hidden_act"),
         dropout=read.number("resid_pdrop"),
         attention_dropout=read.number("attention_dropout"),
         causal=True,
-        weights=Weights.normal(variance),
-        biases=Biases(),
         parallel=True,
         rotary=read.rotary(),
         qk_norm="layernorm" if read.flag("qk_layernorm", False) else None,
-        norm_epsilon=epsilon,
-        norm_affine=True,
-        embedding=Embedding(
-            vocab_size=read("vocab_size"),
-            token_variance=variance,
-            dropout=read.number("embd_pdrop"),
-            padding_id=read.padding(),
-        ),
+        embedding={"dropout": read.number("embd_pdrop"), "padding_id": read.padding()},
         head=causal_head(read, variance, epsilon, bias=True),
     )
 
@@ -112,7 +81,6 @@ def _falcon(read: Entries, seq_len: int | None) -> Transformer:
     ALiBi's penalties are divided by sqrt(d_head) like the logits. Without them no attention weight
     is dropped. Blocks one after the other drop attention_dropout of the first one's output.
     """
-    variance, epsilon = read.variance(), read.number("layer_norm_epsilon")
     d_model, heads = read.count("hidden_size"), read.count("num_attention_heads")
     grouped = read.flag("new_decoder_architecture")
     parallel = read.flag("parallel_attn") or grouped
@@ -124,29 +92,21 @@ def _falcon(read: Entries, seq_len: int | None) -> Transformer:
     read("num_ln_in_parallel_attn", None)
     dropout, attention_dropout = read.number("hidden_dropout"), read.number("attention_dropout")
     alibi = read.flag("alibi")
-    return Transformer(
-        layers=read("num_hidden_layers"),
-        d_model=d_model,
-        heads=heads,
+    return declared(
+        read,
+        read.number("layer_norm_epsilon"),
         kv_heads=kv_heads,
         seq_len=read.length("max_position_embeddings", seq_len, table=False),
         d_ff=read("ffn_hidden_size", 4 * d_model),
-        norm="pre",
         activation=read.activation("activation"),
         dropout=dropout if parallel else attention_dropout,
         ffn_dropout=dropout,
         attention_dropout=attention_dropout if alibi else 0.0,
-        causal=True,
-        weights=Weights.normal(variance),
         biases=Biases() if read.flag("bias") else None,
         parallel=parallel,
         parallel_norms=norms,
         rotary=None if alibi else read.rotary(),
         alibi=(d_model // heads) ** -0.5 if alibi else False,
-        norm_epsilon=epsilon,
-        norm_affine=True,
-        embedding=Embedding(vocab_size=read("vocab_size"), token_variance=variance),
-        head=causal_head(read, variance, epsilon),
     )
 
 

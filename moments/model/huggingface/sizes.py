@@ -79,8 +79,6 @@ def sized_config(
     sizes |= {"num_key_value_heads": heads // 2, "rotary_dim": width // 2}
     sizes |= {"vocab_size": vocab_size, "image_size": 32, "patch_size": 8}
     extra: dict[str, Any] = {} if kind == "vit" else {"bos_token_id": 1, "eos_token_id": 2}
-    if kind == "bloom":
-        extra["hidden_size"] = d_model
     if kind == "opt":
         extra["word_embed_proj_dim"] = d_model
     if defaults.get("pad_token_id", 0) >= vocab_size:

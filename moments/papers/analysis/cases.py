@@ -129,10 +129,8 @@ def double_query_key(layers: int = 192) -> Case:
         growth = {}
         for reading, factor in (("Xavier", 1.0), ("variances", 2.0), ("deviations", 4.0)):
             assert model.weights is not None
-            louder = model.weights.replace(
-                query=factor * float(model.weights.query),  # type: ignore[arg-type]
-                key=factor * float(model.weights.key),  # type: ignore[arg-type]
-            )
+            first = model.layer_weights(1)
+            louder = model.weights.replace(query=factor * first.query, key=factor * first.key)
             p = expected(model.replace(weights=louder), **_INPUT)
             made.append(p)
             growth[reading] = float(p.grad_variance[0] / p.grad_variance[-1])

@@ -42,11 +42,11 @@ class VarianceRecursion(Result):
 
     @property
     def heading(self) -> str:
-        fall = self.grad_variance[0] / self.grad_variance[-1]
+        growth = self.grad_variance[0] / self.grad_variance[-1]
         return (
             f"branch correlation {self.branch_correlation:g}, of gradients "
             f"{self.grad_branch_correlation:g}: variance x "
-            f"{self.variance[-1] / self.variance[0]:.4g}, gradient variance x {fall:.4g} down to "
+            f"{self.variance[-1] / self.variance[0]:.4g}, gradient variance x {growth:.4g} down to "
             "the input"
         )
 

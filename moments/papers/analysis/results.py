@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import DomainError, without_warnings
+from ...files import Shown, as_frame
 from ...formulas.law import Theory
 from ...model.transformer import Transformer
 from ...prediction.predict import positional, predict
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class Result(abc.ABC):
+class Result(Shown, abc.ABC):
     """Base of the results. `heading` is one line; `_rows` the table."""
 
     @property
@@ -33,18 +34,11 @@ class Result(abc.ABC):
 
     def to_frame(self) -> pd.DataFrame:
         """The result as a table."""
-        import pandas as pd
-
-        return pd.DataFrame([dict(row) for row in self._rows()])
+        return as_frame([dict(row) for row in self._rows()])
 
     def __str__(self) -> str:
         shown = self.to_frame().to_string(index=False, float_format=lambda v: f"{v:.4g}")
         return f"{self.heading}\n\n{shown}"
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(str(self))}</pre>"
 
 
 def predict_alike(model: Transformer, theory: Theory, **moments: Any) -> Prediction:

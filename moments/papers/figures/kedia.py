@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Any
 
 from ...formulas.references import kedia
 from ...model.transformer import Transformer
@@ -82,13 +83,13 @@ def _conserved() -> Setup:
     return Setup("kedia-4", title, kedia("Figure 4"), settings, tuple(panels), columns=3)
 
 
-def _of_block(label: str, which: str, drop_prob: float, **changes: object) -> Line:
+def _of_block(label: str, which: str, drop_prob: float, **changes: Any) -> Line:
     """Correlation of one block's output against that of its input; the other block adds nothing."""
     scales = [[1.0, 0.0]] if which == "attention" else [[0.0, 1.0]]
     model = Transformer(
         1, 256, 4, 256, norm="none", dropout=drop_prob, branch_scale=scales, skip_scale=1.0
     )
-    return Line(label, model, "correlation", site=f"{which}.dropout", **changes)  # type: ignore[arg-type]
+    return Line(label, model, "correlation", site=f"{which}.dropout", **changes)
 
 
 def _correlations() -> Setup:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import DomainError, domain_error, without_warnings
+from ...files import as_frame
 from ...formulas.law import THEORIES, Theory
 from ...prediction.predict import predict
 from ...prediction.result import Prediction
@@ -72,8 +73,6 @@ def by_layer(configuration: Configuration, prediction: Prediction, stored: Store
     four numbers, such as `grad_predicted`, `grad_simulated`, `grad_stderr` and `grad`. Standard
     errors are those of the error: relative for variances, of the mean logarithm for `typical`.
     """
-    import pandas as pd
-
     columns: dict[str, Any] = {"layer": np.arange(configuration.layers + 1)}
 
     def add(name: str, prediction: Array, simulated: Array, stderr: Array, error: Array) -> None:
@@ -108,7 +107,7 @@ def by_layer(configuration: Configuration, prediction: Prediction, stored: Store
         simulated = np.exp(values["log_grad_variance"])
         error = np.abs(_log_ratio(typical, simulated))
         add("typical", typical, simulated, stderr["log_grad_variance"], error)
-    return pd.DataFrame(columns)
+    return as_frame(columns)
 
 
 def _typical(configuration: Configuration, prediction: Prediction) -> Array | None:
@@ -177,8 +176,6 @@ def errors(
     Raises:
         DomainError: a configuration was not simulated as the grid now has it.
     """
-    import pandas as pd
-
     stored = load() if stored is None else stored
     rows: list[dict[str, Any]] = []
     configurations = tuple(configurations)
@@ -205,7 +202,7 @@ def errors(
             rows.append(row)
         if progress is not None:
             progress(c)
-    return pd.DataFrame(rows)
+    return as_frame(rows)
 
 
 def by_class(frame: pd.DataFrame, keys: Sequence[str] = CLASS) -> pd.DataFrame:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...errors import optional
+from ..hook_points import Side
 
 with optional("torch", "torch"):
     import torch
@@ -106,7 +107,7 @@ class Boundary(NamedTuple):
     """A value that went into, or came out of, a submodule as its first tensor."""
 
     path: str
-    side: str
+    side: Side
     value: int
 
 
@@ -221,7 +222,7 @@ def filled(entry: Any, value: Callable[[int], Any]) -> Any:
     return entry
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[misc]
+class _Recorder(TorchDispatchMode):
     """Writes a graph while a module runs; dropout keeps everything."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -427,7 +428,7 @@ def record(module: nn.Module, call: Callable[[], Any], batch: Mapping[str, Tenso
         recorder.live(tensor, name)
     boundaries = recorder.graph.boundaries
 
-    def keep(path: str, side: str, value: Any) -> None:
+    def keep(path: str, side: Side, value: Any) -> None:
         tensors = (t for t in tree_flatten(_plain(value))[0] if isinstance(t, Tensor))
         tensor = next(tensors, None)
         if tensor is not None and id(tensor) in recorder.known:
@@ -456,7 +457,7 @@ def record(module: nn.Module, call: Callable[[], Any], batch: Mapping[str, Tenso
     return graph
 
 
-class _Watcher(TorchDispatchMode):  # type: ignore[misc]
+class _Watcher(TorchDispatchMode):
     """Keeps how far back every softmax over keys reaches."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...errors import optional
@@ -53,9 +53,11 @@ class Roles:
         self._claim(parameter, _Claim(stack, layer, name, 0, None, 0, 0, unit=unit))
 
     def norm(self, stack: str, layer: int, site: str, norm: Norm | None) -> None:
-        for name in () if norm is None else norm.gains:
-            self.whole(stack, layer, f"{site}.gain", name, norm.unit)  # type: ignore[union-attr]
-        for name in () if norm is None else norm.biases:
+        if norm is None:
+            return
+        for name in norm.gains:
+            self.whole(stack, layer, f"{site}.gain", name, norm.unit)
+        for name in norm.biases:
             self.whole(stack, layer, f"{site}.bias", name)
 
     def linear(
@@ -316,21 +318,21 @@ class Sites:
         self.at: dict[int, list[Point]] = {}
         counts: dict[tuple[str, str], set[int]] = {}
         seen = [b for b in graph.boundaries if graph.tensor(b.value).ndim in (2, 3)]
-        self.tokens = {Point(b.path, b.side) for b in seen if graph.tensor(b.value).ndim == 3}  # type: ignore[arg-type]
+        self.tokens = {Point(b.path, b.side) for b in seen if graph.tensor(b.value).ndim == 3}
         for path, side, value in seen:
             counts.setdefault((path, side), set()).add(self._same(value))
         for path, side, value in seen:
             if len(counts[path, side]) == 1:
                 points = self.at.setdefault(self._same(value), [])
-                if Point(path, side) not in points:  # type: ignore[arg-type]
-                    points.append(Point(path, side))  # type: ignore[arg-type]
+                if Point(path, side) not in points:
+                    points.append(Point(path, side))
 
     def _same(self, value: int) -> int:
         """The value that others are mere views of."""
         while (node := self.graph.producer(value)) is not None:
             whole = self.graph.tensor(value).numel()
-            passes = node.name in VIEWS and len(node.outputs) == 1
-            if not passes or self.graph.tensor(node.inputs[0]).numel() != whole:
+            transparent = node.name in VIEWS and len(node.outputs) == 1
+            if not transparent or self.graph.tensor(node.inputs[0]).numel() != whole:
                 break
             value = node.inputs[0]
         return value
@@ -424,7 +426,7 @@ def _alike(rows: list[list[Point]]) -> list[Point | None]:
 def _unit(
     sites: Sites,
     found: Placed,
-    add: object,
+    add: Callable[[int, str, Point], None],
     layer: int,
     unit: Unit,
     placement: str,
@@ -458,7 +460,7 @@ def _unit(
         rows.append((f"{name}.norm", sites.output(unit.after.end)))
     for site, point in rows:
         if point is not None:
-            add(layer, site, point)  # type: ignore[operator]
+            add(layer, site, point)
 
 
 def _blocks(

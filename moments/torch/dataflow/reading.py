@@ -617,7 +617,7 @@ class _Reading:
         fields |= self._norm_fields(stack) | self._scales(stack)
         fields |= self._positions(attentions, stack)
         temperatures = [_near(a.temperature) for a in attentions]
-        fields["temperature"] = _same(temperatures)
+        fields["temperature"] = one_or_all(temperatures)
         fields["weights"], fields["biases"] = self._weights(stack)
         windows = self._windows(stack, [a.window for a in attentions])
         fields["window"] = windows[0] if len(set(windows)) == 1 else windows
@@ -694,7 +694,7 @@ class _Reading:
             fields["layernorm_scaling"] = True
         else:
             gains = gains * factors
-        fields["norm_gain"] = _fewest(gains)
+        fields["norm_gain"] = fewest(gains)
         return fields
 
     def _scales(self, stack: _Stack) -> dict[str, Any]:
@@ -706,7 +706,7 @@ class _Reading:
                 skip[number, column], branch[number, column] = unit.skip, unit.branch
                 if stack.placements[number] == "none" and unit.before is None:
                     branch[number, column] *= unit.factor
-        return {"skip_scale": _fewest(skip), "branch_scale": _fewest(branch)}
+        return {"skip_scale": fewest(skip), "branch_scale": fewest(branch)}
 
     def _positions(self, attentions: list[Any], stack: _Stack) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -770,12 +770,12 @@ class _Reading:
                     f"no {', no '.join(missing)} matrix that was found in every layer"
                 )
             return Weights.xavier(8, 1), None
-        weights = Weights(**{k: _same(v) for k, v in given.items()})
+        weights = Weights(**{k: one_or_all(v) for k, v in given.items()})
         biases = {}
         for name in ("query", "key", "value", "output", "ffn_in", "ffn_out", "gate"):
             rows = [self.values.of(stack.prefix, i, f"{name}.bias") for i in range(1, n + 1)]
             if all(r is not None for r in rows):
-                biases[name] = _same(rows)
+                biases[name] = one_or_all(rows)
         return weights, Biases.of().replace(**biases) if biases else None
 
     def _embedding(self, stack: _Stack) -> Any:
@@ -858,10 +858,12 @@ class _Reading:
             tied, square = False, self.values.table(self.module, table)
         classes = found.pool in ("first", "mean")
         last = len(stack.layers) + 1
-        loss = "classification" if classes else "causal" if fields["causal"] else "masked"
+        loss: str | None = "classification" if classes else "masked"
+        if fields["causal"] and not classes:
+            loss = "causal"
         token_rows = 0 if table is None else len(self.tensors[table])
         if not classes and token_rows != found.labels and not tied:
-            loss = "causal" if fields["causal"] else None  # type: ignore[assignment]
+            loss = "causal" if fields["causal"] else None
             self.doubts.append("labels that are no tokens: no loss is declared")
         changes: dict[str, Any] = {}
         if found.transform is not None:
@@ -944,11 +946,12 @@ def _near(value: float) -> float:
     return 1.0 if abs(value - 1) < EXACT else float(f"{value:.6g}")
 
 
-def _same(values: list[Any]) -> Any:
+def one_or_all(values: list[Any]) -> Any:
+    """One number where all layers have the same."""
     return values[0] if len(set(values)) == 1 else values
 
 
-def _fewest(values: np.ndarray) -> Any:
+def fewest(values: np.ndarray) -> Any:
     """One number where all agree, one per layer where both blocks do, else pairs."""
     values = np.where(np.abs(values - 1) < EXACT, 1.0, values)
     if np.ptp(values) <= EXACT * np.abs(values).max():

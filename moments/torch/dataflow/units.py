@@ -472,8 +472,8 @@ class Reader:
                 node = self.graph.nodes[index]
                 if node.name in PRODUCTS and all(self.live(v) for v in node.inputs[-2:]):
                     return node if len(node.inputs) == 2 else None
-                passes = node.name in VIEWS or self.dropout_of(node) is not None
-                if passes or node.name in ("native_dropout", "mul", "nan_to_num", "where"):
+                transparent = node.name in VIEWS or self.dropout_of(node) is not None
+                if transparent or node.name in ("native_dropout", "mul", "nan_to_num", "where"):
                     waiting += node.outputs[:1]
         return None
 

@@ -32,11 +32,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.classes import ClassRows, Matrix, one_class
+from ...engine.classes import ClassRows, Matrix, few_points, one_class
 from ...engine.fluctuation import norm_variance
 from ...engine.layout import one_document, places
 from ...engine.neighbours import NeighbouringClasses
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
+from ...engine.texts import TextClasses
 from ...errors import DomainError
 from ...model.positions import alibi_slopes
 from .kernels import (
@@ -45,7 +46,6 @@ from .kernels import (
     RelativeBiasNoise,
     Rotation,
     exact_rows,
-    few_points,
 )
 from .kernels.attention import FAINT
 from .kernels.finite_rows import FiniteRows, Widths, finite_rows
@@ -55,6 +55,7 @@ from .kernels.position_attention import (
     ClassLogits,
     Neighbours,
     PositionAttention,
+    Words,
 )
 from .kernels.relative_positions import ClassBiasNoise, Turning, fading
 from .laws import attention_diagnostics
@@ -374,7 +375,12 @@ class ClassLayer:
             logits = ClassLogits(*inside, float(scale), sight, turning, varying[0])
             if following is not None:
                 logits = logits._replace(beside=following)
-            if across:
+            if isinstance(classes, TextClasses):
+                of_queries, of_keys, of_values = (same for _, same in across[0])
+                counts = classes.share, classes.frequencies, classes.others
+                words = Words(of_queries, of_keys, of_values, *counts)
+                logits = logits._replace(words=words)
+            elif across:
                 logits = logits._replace(across=Across(*across[0], varying[1]))
             heads = [
                 PositionAttention(
@@ -396,8 +402,9 @@ class ClassLayer:
             self._tokens = tokens
             self._biases = [ClassBiasNoise(sight, table, one.weights) for one in self._rows]
 
-    def _flat(self, kernel: Kernel) -> list[tuple[Matrix, ...]]:
-        """Of every configuration, its kernel by what two tokens have to do with each other."""
+    def _flat(self, kernel: Kernel, means: bool = False) -> list[tuple[Matrix, ...]]:
+        """Of every configuration, its kernel by what two tokens have to do with each other, or the
+        means of that over cells."""
         size = len(self._classes.nodes)
         own, pairs = kernel.diagonal, kernel.pairs
         if self._alike:
@@ -409,7 +416,8 @@ class ClassLayer:
         if own.shape != shape or pairs.shape != (*shape, size):
             own, pairs = np.broadcast_to(own, shape), np.broadcast_to(pairs, (*shape, size))
         every = zip(own.reshape(-1, size), pairs.reshape(-1, size, size), strict=True)
-        return [self._classes.blocks(*one) for one in every]
+        divided = self._classes.blocks if means else self._classes.told_apart
+        return [divided(*one) for one in every]
 
     def _neighbours(self, queries: Kernel) -> list[Neighbours | None]:
         """Of every configuration, queries that follow one another; None where these are like others
@@ -459,7 +467,7 @@ class ClassLayer:
     def _biased(self, name: str, kernel: Kernel) -> Kernel:
         found = [
             self._classes.joined(*(getattr(bias, name)(block) for block in blocks))
-            for bias, blocks in zip(self._biases, self._flat(kernel), strict=True)
+            for bias, blocks in zip(self._biases, self._flat(kernel, means=True), strict=True)
         ]
         return self._kernel(found)
 
@@ -488,6 +496,8 @@ class ClassLayer:
         totals = gained if counts is None else gained.weighted(*counts)
         if isinstance(self._classes, NeighbouringClasses):
             return self._backward_beside(self._classes, gained)
+        if isinstance(self._classes, TextClasses):
+            return self._backward_by_word(self._classes, gained)
         for one, given in zip(self._rows, self._flat(totals), strict=True):
             rows = [one] if one.across is None else [one, one.across]
             parts = [row.backward(*block) for row, block in zip(rows, given, strict=True)]
@@ -519,6 +529,27 @@ class ClassLayer:
                     continue
                 (a, b), (more, others) = (getattr(part, name) for part in parts)
                 of_path.append(classes.joined((a + more, b + others)))
+        paths = Paths(*map(self._kernel, found))
+        if self._biases:
+            paths = paths._replace(value=paths.value + self._biased("backward", gained))
+        return paths
+
+    def _backward_by_word(self, classes: TextClasses, gained: Kernel) -> Paths:
+        """The same, by rows of different words and by those of one."""
+        share, found = classes.share, list[list[Matrix]]([] for _ in Paths._fields)
+        for one, ((own, others), (_, same)) in zip(self._rows, self._flat(gained), strict=True):
+            parts = (
+                one.backward(own, (1.0 - share) * others),
+                one.across.backward(0.0 * own, share * same),
+            )
+            alone, *query = own * one.response[0], others * one.response[1]
+            query.append(same * one.across.response[1])
+            for name, of_path in zip(Paths._fields, found, strict=True):
+                (a, b), (more, rest) = (getattr(part, name) for part in parts)
+                blocks = [(alone, pairs) for pairs in query]
+                if name != "query":
+                    blocks = [(a + more, pairs) for pairs in b + rest]
+                of_path.append(classes.joined(*blocks))
         paths = Paths(*map(self._kernel, found))
         if self._biases:
             paths = paths._replace(value=paths.value + self._biased("backward", gained))

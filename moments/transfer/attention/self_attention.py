@@ -608,13 +608,13 @@ class NormalizedAttention(Leaf):
         (unit, plain), signal = self.values_normalised(), record.input
         received = around.received(record)
         tokens, _ = unit.forward(signal)
-        attending = AttentionSublayer.of(plain, tokens, received)
-        sent, _ = attending.maps.signal_adjoint(
-            SINGLE(attending.back_gain) * received, None, received
+        attention = AttentionSublayer.of(plain, tokens, received)
+        sent, _ = attention.maps.signal_adjoint(
+            SINGLE(attention.back_gain) * received, None, received
         )
         at_tokens = Gradient(kernel_of(sent), record.gradient_received.seq_len)
         normed = Elementwise.of(unit, signal, at_tokens, sent, False)
-        return Sequence((normed, attending))
+        return Sequence((normed, attention))
 
 
 @dataclass(slots=True, eq=False)

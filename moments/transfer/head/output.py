@@ -186,7 +186,7 @@ def output_moments(
     radial = None
     if not readout.normalised:
         kernel = kernel + readout.radial()
-    elif not chain.parts:
+    elif not chain.children:
         radial = readout.radial()
     record = record.backward(Gradient(kernel, read.seq_len), run)
     gradient = record.gradient_sent

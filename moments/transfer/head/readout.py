@@ -24,7 +24,7 @@ import numpy as np
 from ...engine.state import Array, Kernel
 from . import tied
 from .cross_entropy import Softmax, softmax_expectations
-from .softmax_agreement import rise
+from .softmax_agreement import agreement_share
 from .targets import Targets
 
 # Squared log of E p^2/(E p)^2, per feature, below which overlaps' fluctuation moves E p p' by less
@@ -248,7 +248,7 @@ class Readout:
         # Whether a token's own logit leaves the others anything does not concern other tokens.
         free_ends = self._unread.other.ends
         agreeing = sum(
-            weight * between(free_ends, self._risen(correlation + step * wander))
+            weight * between(free_ends, self._agreement_share(correlation + step * wander))
             for step, weight in self._steps(free_ends)
         )
         reading = between(own.ends)
@@ -256,16 +256,17 @@ class Readout:
         apart = (vocab_size - 2) * rest * other_rest + mine * other_rest + rest * other_mine
         softmaxes = same_token * alike + (1 - same_token) * apart * agreeing
         slopes = slope * other_slope * between(slope_square / mean_slope**2)
-        rise = between(other.hits)
-        own_rise = between(own.hits)
+        other_hits = between(other.hits)
+        own_hits = between(own.hits)
         # p_j at i's target, and p_i at j's.
-        there = hit * other_mine * slope * own_rise + (1 - hit) * other_rest * slope * rise
-        back = swapped * mine * other_slope * own_rise + (1 - swapped) * rest * other_slope * rise
+        there = hit * other_mine * slope * own_hits + (1 - hit) * other_rest * slope * other_hits
+        back = swapped * mine * other_slope * own_hits
+        back = back + (1 - swapped) * rest * other_slope * other_hits
         found = softmaxes - kept * (there + back) + kept**2 * same_target * slopes
         if self.smoothing:
             total = (vocab_size - 1) * other.probability_slope + own.probability_slope
             i, j = lift(total)
-            even = i * other_slope * rise + j * slope * rise
+            even = i * other_slope * other_hits + j * slope * other_hits
             found = found - each * even + each * (2 * kept + self.smoothing) * slopes
         return found
 
@@ -276,15 +277,15 @@ class Readout:
         points, weights = np.polynomial.hermite_e.hermegauss(5)
         return tuple(zip(points.tolist(), (weights / weights.sum()).tolist(), strict=True))
 
-    def _risen(self, correlation: Array) -> Array:
-        """`softmax_agreement.rise`, at every configuration's mean variance of the logits."""
+    def _agreement_share(self, correlation: Array) -> Array:
+        """`agreement_share`, at every configuration's mean variance of the logits."""
         variance = self.softmax.other.square
         variance = self.kernel.average(variance)
         if np.ndim(variance) == 0:
-            return rise(self.vocab_size, float(variance), correlation)
+            return agreement_share(self.vocab_size, float(variance), correlation)
         tail = np.shape(correlation)[np.ndim(variance) :]
         each = np.broadcast_to(correlation, (*np.shape(variance), *tail))
         found = np.empty(each.shape)
         for index, one in np.ndenumerate(variance):
-            found[index] = rise(self.vocab_size, float(one), each[index])
+            found[index] = agreement_share(self.vocab_size, float(one), each[index])
         return found

@@ -39,7 +39,7 @@ _LOGITS_MAX = 10**9  # as many stand for more: the rise follows log V
 _NODES = np.array([-0.4, -0.15, 0.15, 0.4, 0.65, 0.85])
 
 
-def rise(vocab_size: int, variance: float, correlation: Array) -> Array:
+def agreement_share(vocab_size: int, variance: float, correlation: Array) -> Array:
     """Share of the way from log E p E p' to log E p^2 at a correlation of the logits.
 
     Args:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...engine.classes import DocumentClasses, PositionClasses
 from ...engine.state import Array
+from ...engine.texts import TextClasses
 from ...errors import DomainError, domain_error
 from ...formulas.algebra import NUMPY
 from ...formulas.checks import check_array, check_count
@@ -199,8 +200,9 @@ def position_targets(
     both_hit = following.T * collision + (1.0 - following.T) * triple
     count = batch * float(_followed(classes).sum())
     even = np.full((size, size), collision)
+    read = classes.one_word if isinstance(classes, TextClasses) else even
     own = np.full(size, collision)
-    return Targets(count, active, np.outer(active, active), even, even, hit, own, both_hit)
+    return Targets(count, active, np.outer(active, active), even, read, hit, own, both_hit)
 
 
 def _chosen_at_random(

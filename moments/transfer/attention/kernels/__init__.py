@@ -14,7 +14,6 @@ from .attention import (
     HeadAverage,
     KernelAttention,
     RelativeBiasNoise,
-    few_points,
 )
 from .logits import Rotation
 
@@ -24,5 +23,4 @@ __all__ = [
     "KernelAttention",
     "RelativeBiasNoise",
     "Rotation",
-    "few_points",
 ]

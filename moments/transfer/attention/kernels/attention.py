@@ -449,31 +449,3 @@ class HeadAverage:
             gained = 0.5 * (gained + gained.T)
             paths[0], paths[4] = paths[0] + gained, paths[4] + gained
         return AttentionGradient(*paths)
-
-
-def few_points(values: Array, most: int, shares: Array | None = None) -> tuple[Array, Array]:
-    """Gauss rule of at most `most` nodes for the mean of a smooth function over given points, of
-    the given shares or of equal ones.
-
-    Exact for polynomials of degree 2 most - 1: nodes are the eigenvalues of the Jacobi matrix of
-    the points' orthogonal polynomials (Golub and Welsch 1969).
-    """
-    points = np.asarray(values, dtype=np.float64)
-    weights = np.full(len(points), 1.0 / len(points)) if shares is None else shares
-    if len(points) <= most:
-        return points, weights
-    centre, size = points.mean(), np.ptp(points) or 1.0
-    x = (points - centre) / size
-    basis = [np.sqrt(weights)]
-    diagonal, beside = [], []
-    for order in range(most):
-        moved = x * basis[-1]
-        diagonal.append(float(basis[-1] @ moved))
-        for vector in basis:
-            moved = moved - (vector @ moved) * vector
-        beside.append(float(np.linalg.norm(moved)))
-        if order + 1 < most:
-            basis.append(moved / beside[-1])
-    jacobi = np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1)
-    nodes, vectors = np.linalg.eigh(jacobi)
-    return centre + size * nodes, vectors[0] ** 2

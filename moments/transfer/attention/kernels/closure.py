@@ -35,7 +35,7 @@ exact for exchangeable rows; elsewhere this is an approximation, measured in
 
 What finite widths do to an attention layer's outputs, at order 1/d_model.
 
-Derived for tokens alike in `laws.attention_refined`; here per pair of rows. Given the direction w_i
+Derived for tokens alike in `formulas.attention`; here per pair of rows. Given the direction w_i
 that row i looks in, token j has a component along it, and the values of the attended tokens share
 that component: E tr(J C) for either row. Tokens of fixed norm pay for it. With delta the deficit of
 their norm's fluctuation and u the fraction of a key that it does not share with the others,

@@ -179,8 +179,8 @@ def _squares(theta: Array, keys: Array) -> tuple[Array, Array, Array]:
     """E sum a^2, E tr J^2 and dP2/dlog theta of `rows`."""
     if theta.max() > THETA_MAX:
         row = rows(theta, keys)
-        found = row.sum_square, row.jacobian_square, row.sum_square_slope
-        return tuple(np.asarray(one) for one in found)  # type: ignore[return-value]
+        square, jacobian = np.asarray(row.sum_square), np.asarray(row.jacobian_square)
+        return square, jacobian, np.asarray(row.sum_square_slope)
     functions = SquareTable.load().row_functions(theta, keys, 3).reshape(3, *theta.shape)
     square, rest = decode_participation(theta, keys, functions)
     jacobian = functions[1] * square * rest

@@ -4,7 +4,7 @@ The realised query products q_i.q_i'/d_head fluctuate: in distribution the sum a
 two queries have independent chi-square norms of relative variance 2/nu (`Widths.freedom`), less
 what tokens of fixed norm take away (`softmax.norms`, which also says at what covariance their
 keys' logits are to be read). Every exact statistic is averaged over two such rules. The terms of
-order 1/d_model and 1/d_head are those that `laws.attention_refined` derives for tokens alike, whose
+order 1/d_model and 1/d_head are those that `formulas.attention` derives for tokens alike, whose
 queries and keys share one fraction r of their second moment: here the queries correlate by rho, and
 of a key's second moment the fraction u = 1 - r is its own.
 

@@ -35,8 +35,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.classes import Matrix, Sight, diagonal
+from ....engine.state import ratio_or_zero
+from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
 from . import exact_rows
+from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import MARGINAL_SWEEPS, fixed_norms, unshared_part
 from .finite_rows import Widths, calibrate, nodes_for
 from .joint_laws import (
@@ -45,7 +48,6 @@ from .joint_laws import (
     JOINT_SWEEPS,
     RHO_MIN,
     SELF_SWEEPS,
-    TANGENT_SWEEPS,
     geometric_mean,
     sharpening,
     single,
@@ -114,7 +116,7 @@ class Tile:
         Args:
             maps: of all rows.
             kernels: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or, where it is
-                said to be by pair, (c, o) and (c, n, k).
+                said to be by pair, (c, o) and (c, n, k). What a key has beyond pairs, and pairs.
         """
         own_keys, size = (self.own_left, self.own_right), self.left.stop - self.left.start
         second = maps.own[self.short, self.own]
@@ -124,9 +126,7 @@ class Tile:
             if self.begun is not None:
                 kernel, by_pair = self._of_pairs(kernel, by_pair), True
             first = self.long if by_pair else self.rows
-            apart = kernel[0] - self.diagonal(kernel[1])
-            if self.begun is not None:
-                apart = apart * self.begun
+            apart = kernel[0] if self.begun is None else kernel[0] * self.begun
             middle = maps.whole[first, self.left, self.left] @ kernel[1]
             beside = maps.pairs[first, self.left, self.own] * apart[..., None, :]
             middle[:, :, self.own_right] += beside
@@ -140,24 +140,26 @@ class Tile:
         parts = [slice(k * size, (k + 1) * size) for k in range(len(kernels))]
         # One token of its own meets what counts multiply below; what it is with itself is `own`.
         for part, own in zip(parts, owns, strict=True):
-            diagonal = _diagonal(found[:, part][:, own_keys[0], own_keys[1]])
+            diagonal = on_diagonal(found[:, part][:, own_keys[0], own_keys[1]])
             diagonal += own * once
         found = found @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
         matrices = []
         for part, own in zip(parts, owns, strict=True):
             pairs, own = found[:, part], own * second
-            diagonal = _diagonal(pairs[:, own_keys[0], own_keys[1]])
+            diagonal = on_diagonal(pairs[:, own_keys[0], own_keys[1]])
             diagonal -= own * once
             matrices.append((own, pairs))
         return matrices
 
     def _of_pairs(self, kernel: Matrix, by_pair: bool) -> Matrix:
         """(c, n, k) of what is of all rows, or of the longer ones."""
-        own, pairs = kernel
         if by_pair:
             return kernel
+        own, pairs = kernel
+        where = self.long - self.long[0]
+        own = own[where] if own.ndim == 2 else own
         if pairs.ndim == 3:
-            return own, pairs[self.long - self.long[0]]
+            return own, pairs[where]
         return own, np.broadcast_to(pairs, (len(self.long), *pairs.shape))
 
 
@@ -179,7 +181,7 @@ class RowMaps(NamedTuple):
     @classmethod
     def of(cls, own: Array, pairs: Array, counts: Array) -> RowMaps:
         whole = pairs * counts[:, None, :]
-        its_own = _diagonal(whole)
+        its_own = on_diagonal(whole)
         its_own += own
         there = counts > 0.0
         return cls(own, pairs, np.where(there, 1.0 / np.where(there, counts, 1.0), 0.0), whole)
@@ -353,6 +355,24 @@ class Across(NamedTuple):
     repeats: Array | None = None
 
 
+class Words(NamedTuple):
+    """`queries`, `keys` and `values` of `ClassLogits` for two tokens of one word.
+
+    Attributes:
+        queries, keys, values: (P, P).
+        share: (P, P) of pairs that are.
+        frequencies: of words.
+        others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
+    """
+
+    queries: Array
+    keys: Array
+    values: Array
+    share: Array
+    frequencies: Frequencies
+    others: Array
+
+
 class Neighbours(NamedTuple):
     """Of every row and the one before it.
 
@@ -377,6 +397,7 @@ class ClassLogits(NamedTuple):
         across: the same kernels of tokens of two documents, own parts being those of two tokens at
             one place; None: there is one document.
         beside: queries of a row and of the one before it; None: these are like others of a class.
+        words: what two tokens of one word have, the rest being of two words; None: of any two.
     """
 
     queries: Matrix
@@ -388,6 +409,7 @@ class ClassLogits(NamedTuple):
     repeats: Array | None = None
     across: Across | None = None
     beside: Neighbours | None = None
+    words: Words | None = None
 
     @property
     def prior(self) -> Array:
@@ -403,34 +425,53 @@ class ClassLogits(NamedTuple):
         """As in `Logits`."""
         return self.turning is None and self.keys is self.values
 
-    @property
-    def within(self) -> Array:
-        """(P, P), or (P, P, P) by row where positions turn: the kernel of two keys of one row."""
-        pairs = self.keys[1]
-        return np.asarray(pairs if self.turning is None else pairs * self.turning.within)
+    def mixture(self, left: slice = slice(None), right: slice = slice(None)) -> Mixture:
+        """Of kinds of pairs of keys."""
+        if self.words is None:
+            return ALIKE
+        return Mixture(self.words.share[left, right], self.words.frequencies)
 
     @property
-    def deviation(self) -> Array | None:
-        """(P, P, P) root of its variance inside cells."""
-        return None if self.turning is None else np.abs(self.keys[1]) * self.turning.deviation
+    def key_kinds(self) -> list[Array]:
+        """(P, P) kernels of two keys, of each kind of pair."""
+        return [self.keys[1]] if self.words is None else [self.keys[1], self.words.keys]
 
-    def among(self, rows: slice, keys: slice) -> tuple[Array, Array | None]:
-        """(n, k, k) of both, for some rows and keys."""
-        pairs = self.keys[1][keys, keys]
+    @property
+    def within(self) -> list[Array]:
+        """(P, P), or (P, P, P) by row where positions turn: of two keys of one row."""
         if self.turning is None:
-            return np.broadcast_to(pairs, (rows.stop - rows.start, *pairs.shape)), None
+            return self.key_kinds
+        return [pairs * self.turning.within for pairs in self.key_kinds]
+
+    @property
+    def deviation(self) -> list[Array] | None:
+        """(P, P, P) roots of their variance inside cells."""
+        if self.turning is None:
+            return None
+        return [np.abs(pairs) * self.turning.deviation for pairs in self.key_kinds]
+
+    def among(self, rows: slice, keys: slice) -> tuple[list[Array], list[Array] | None]:
+        """(n, k, k) of both, for some rows and keys."""
+        several = [pairs[keys, keys] for pairs in self.key_kinds]
+        if self.turning is None:
+            shape = rows.stop - rows.start, *several[0].shape
+            return [np.broadcast_to(pairs, shape) for pairs in several], None
         where = rows, keys, keys
-        away = np.abs(pairs) * self.turning.deviation[where]
-        return pairs * self.turning.within[where], away
+        away = [np.abs(pairs) * self.turning.deviation[where] for pairs in several]
+        return [pairs * self.turning.within[where] for pairs in several], away
 
     def averaged(self, function: Callable[[Array], Array]) -> tuple[Array, Array]:
         """(P,) and (P, P) or (P, P, P): of an entry of the keys' kernel within a row."""
-        own, middle, away = function(self.keys[0]), self.within, self.deviation
-        if away is None:
-            return own, function(middle)
+        own, within, deviation = function(self.keys[0]), self.within, self.deviation
+        if deviation is None:
+            return own, self.mixture().mean([function(middle) for middle in within])
         assert self.turning is not None
-        shares = zip(*self.turning.rule, strict=True)
-        return own, np.asarray(sum(w * function(middle + z * away) for z, w in shares))
+        shares = list(zip(*self.turning.rule, strict=True))
+        kinds = [
+            np.asarray(sum(w * function(middle + z * away) for z, w in shares))
+            for middle, away in zip(within, deviation, strict=True)
+        ]
+        return own, self.mixture().mean(kinds)
 
     def log_mean(self, deviation: Array | None, factor: Array) -> Array | None:
         """log E e^x of an exponent that varies inside cells as rho does."""
@@ -443,8 +484,8 @@ class ClassLogits(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """Gradient at the attention's input by path, each (own (P,), pairs (P, P)); see
-    `attention.AttentionGradient`."""
+    """Gradient at the attention's input by path, each (own (P,), pairs (P, P)), or (2, P, P) of two
+    words and of one; see `attention.AttentionGradient`."""
 
     value: Matrix
     query: Matrix
@@ -494,7 +535,9 @@ class PositionAttention:
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
         sight = logits.sight
         self._rows = rows = row_statistics(logits)
-        self.weights = mean_attention(logits, rows)
+        several = attention_by_frequency(logits, rows)
+        self.weights = several @ logits.mixture().frequencies.portion
+        self._by_frequency = ratio_or_zero(several, self.weights[:, :, None])
         if isinstance(sight, FadingSight):
             lighter = _lighter(logits, rows, sight)
             self.logits = logits = logits._replace(sight=sight.lighter(lighter))
@@ -502,10 +545,11 @@ class PositionAttention:
             self.weights = self.weights * lighter
         self.counted = logits.sight.keys * self.weights
         self._pairs = RowPairs.of(sight, logits.turning)
-        self._response = RowMaps.of(*self._self_response(), logits.sight.keys)
+        self._rare = np.zeros_like(self.weights)
+        self._response = self._self_response()
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
-        own, inside = self._alone
+        own, inside = logits.mixture().mean_of(self._alone)
         self._squares = self.weights**2 * np.maximum(own + diagonal(inside), 0.0)
         self.sum_square = (sight.keys * self._squares).sum(1)
         if self._dropped > 0.0:
@@ -513,6 +557,8 @@ class PositionAttention:
         self._forward()
         if logits.across is not None:
             self.across = self._of_two_documents(logits.across)
+        if logits.words is not None:
+            self.across = self._of_one_word(logits.words)
         if logits.beside is not None:
             self.beside = self._of_neighbours(logits.beside)
         self._give_back()
@@ -527,6 +573,11 @@ class PositionAttention:
         """These rows, met by those of another document, which sees other tokens at the same places:
         what a row has with itself is what two at one place have."""
         return self._met(met, self._pairs)
+
+    def _of_one_word(self, words: Words) -> PositionAttention:
+        """These rows, met by others of their word."""
+        queries = self.logits.queries[0], words.queries
+        return self._met(self.logits._replace(queries=queries), self._pairs)
 
     def _of_neighbours(self, met: Neighbours) -> PositionAttention:
         """Every row met by the one before it, which sees the same keys but for the row's own."""
@@ -563,93 +614,155 @@ class PositionAttention:
 
     # --- rows ----------------------------------------------------------------------------------
 
-    def _self_response(self) -> Matrix:
-        """1 - A of every row; see `joint_laws.self_overlap`."""
-        size = len(self.weights)
-        found, inside = np.zeros((size, size)), np.zeros((size,) * 3)
-        for rows, keys in self._pairs.rows:
-            found[rows, keys], inside[rows, keys, keys] = self._responses(rows, keys)
-        return found, inside
+    def _counts(self, keys: Array) -> list[Array]:
+        """What sums over keys count: of all, and of other tokens of a pair's word, of each kind."""
+        words = self.logits.words
+        if words is None:
+            return [keys]
+        return [keys, *(keys * level for level in words.others)]
 
-    def _responses(self, of: slice, among: slice) -> Matrix:
+    def _self_response(self) -> list[RowMaps]:
+        """1 - A of every row, by the parts of `Mixture`; see `joint_laws.self_overlap`."""
+        logits, size = self.logits, len(self.weights)
+        counts = self._counts(logits.sight.keys)
+        found = np.zeros((len(counts), size, size))
+        inside = np.zeros((len(counts), *(size,) * 3))
+        for rows, keys in self._pairs.rows:
+            for part, (own, pairs) in enumerate(self._responses(rows, keys)):
+                found[part, rows, keys], inside[part, rows, keys, keys] = own, pairs
+        return [RowMaps.of(*one) for one in zip(found, inside, counts, strict=True)]
+
+    def _responses(self, of: slice, among: slice) -> list[Matrix]:
         """1 - A of some rows, over the keys that they see."""
         logits, rows = self.logits, self._rows
         keys, seen = logits.sight.keys[of, among], logits.sight.seen[of, among]
         weights, own = self.weights[of, among], logits.keys[0][among]
+        mixture, counts = logits.mixture(among, among), self._counts(keys)
         held = seen.astype(float)
         both = held[:, :, None] * held[:, None, :]
         temperature = logits.scale * logits.queries[0]
         pull = (rows.own_response * temperature * rows.softening)[of, None, None]
         within, away = logits.among(of, among)
-        top = max(own.max(), within.max())
-        of_pairs = np.exp(pull * (within - top))
-        of_own = np.exp(pull[..., 0] * (own - top)) - diagonal(of_pairs)
+        top = max(own.max(), *(one.max() for one in within))
+        of_kinds = [np.exp(pull * (one - top)) for one in within]
+        of_pairs = mixture.mean(of_kinds)
+        alone = np.exp(pull[..., 0] * (own - top))
         prior = logits.prior[of, among]
-        total = np.einsum("pr,pqr->pq", keys * prior, of_pairs) + prior * of_own
-        found = np.where(seen, prior * of_own / total, 0.0)
-        inside = both * (prior[:, None, :] * of_pairs / total[:, :, None])
+        total = np.einsum("pr,pqr->pq", keys * prior, of_pairs)
+        total += prior * (alone - diagonal(of_pairs))
+        spread = mixture.values
+        found = []
+        for kind in spread:
+            beside = np.where(seen, prior * (alone - diagonal(of_kinds[kind])) / total, 0.0)
+            found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        away = logits.log_mean(away, exponent)
-        apart = own - diagonal(within)
-        counted = keys[:, :, None] * within  # C by its counts
-        its_own = _diagonal(counted)
-        its_own += apart
+        aways = None if away is None else [logits.log_mean(away[kind], exponent) for kind in spread]
+        parts = mixture.parts_of(own, within, diagonal)
+        counted = []
+        for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
+            counted.append(count[:, :, None] * pairs)
+            its_own = on_diagonal(counted[-1])
+            its_own += beside
         excess: Array | float = 0.0
         if isinstance(logits.sight, FadingSight):
             excess = self._excess_weight(of, among)
         step, last = np.full(len(keys), 0.5), None
-        sent = keys * weights
+        every, aims, sent = slice(0, len(own)), self._by_frequency[of, among], keys * weights
+        sums = Sums(mixture, every, every, sent, sent, weights, weights, aims, aims)
         for _ in range(ITERATIONS):
-            # (1 - A) C (1 - A)^T, of A = (found, inside): `product` twice, in place
-            response = 1.0 - found
-            middle = response[:, :, None] * within
-            middle -= inside @ counted
-            middle_own = response * apart
-            projected = middle * keys[:, None, :]
-            its_own = _diagonal(projected)
-            its_own += middle_own
-            projected = projected @ np.swapaxes(inside, -1, -2)
-            middle *= response[:, None, :]
-            projected = np.subtract(middle, projected, out=projected)
-            whole = middle_own * response + diagonal(projected) - 2.0 * excess * apart
-            joint_own, joint = _bounded_exp((whole, projected), exponent, away)
-            joint_own -= diagonal(joint)
-            joint_own *= held
-            joint *= both
-            left, right = _balances((joint_own, joint), weights, sent, SELF_SWEEPS)
-            joint *= left[:, :, None]
-            joint *= (right * weights)[:, None, :]
-            joint -= inside
-            change = joint_own * left * right * (weights + excess) - found
+            # (1 - A) C (1 - A)^T, of every part A = (found, inside): `product` twice, in place
+            projected = []
+            for part, (beside, pairs) in enumerate(mixture.parts(found)):
+                response, apart = 1.0 - beside, parts[part][0]
+                middle = response[:, :, None] * parts[part][1]
+                middle -= pairs @ counted[part]
+                middle_own = response * apart
+                moved = middle * counts[part][:, None, :]
+                its_own = on_diagonal(moved)
+                its_own += middle_own
+                moved = moved @ np.swapaxes(pairs, -1, -2)
+                middle *= response[:, None, :]
+                single: Array | float = 0.0
+                if part > 0:
+                    single = response**2 * diagonal(parts[part][1])
+                    single = single - 2.0 * middle_own * diagonal(pairs)
+                whole = middle_own * response - 2.0 * excess * apart - single
+                projected.append((whole, np.subtract(middle, moved, out=moved)))
+            response = 1.0 - found[0][0]
+            rare = response**2 * (own - diagonal(within[0])) - 2.0 * excess * parts[-1][0]
+            joint = mixture.joined(projected, rare)
+            joint = bounded_exp(joint, diagonal, exponent, aways)
+            for beside, pairs in joint:
+                beside *= held
+                pairs *= both
+            joint = sums.over_first(joint, SELF_SWEEPS)
+            changes = []
+            for (beside, pairs), before in zip(joint, found, strict=True):
+                pairs *= weights[:, None, :]
+                pairs -= before[1]
+                beside *= weights + excess
+                changes.append(beside - before[0])
+            change = changes[0]
             if last is not None:  # the step that would have cancelled the last change
                 turned = last - change
-                counts = keys * turned
-                size = (counts * turned).sum(1)
-                moved = step * (counts * last).sum(1) / np.maximum(size, 1e-30)
+                along = keys * turned
+                size = (along * turned).sum(1)
+                moved = step * (along * last).sum(1) / np.maximum(size, 1e-30)
                 step = np.minimum(np.maximum(moved, 0.25), 1.0)
             last = change
-            largest = max(np.abs(change).max(), joint.max(), -joint.min())
-            found = found + step[:, None] * change
-            joint *= step[:, None, None]
-            inside += joint
+            largest = 0.0
+            for kind, (beside, pairs) in enumerate(found):
+                largest = max(largest, np.abs(changes[kind]).max())
+                largest = max(largest, joint[kind][1].max(), -joint[kind][1].min())
+                joint[kind][1][...] *= step[:, None, None]
+                found[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
             if largest < TOLERANCE:
                 break
-        return held * (1.0 - found), both * -inside
+        self._rare[of, among] = held * (1.0 - found[0][0])
+        return [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(found)]
 
     # --- pairs of rows -------------------------------------------------------------------------
 
-    def _projected(self, tile: Tile, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
-        """(1 - A) C (1 - A')^T of pairs of rows; `kernels` as in `Tile.projected`."""
-        found = tile.projected(self._response, kernels)
+    def _mixture(self, tile: Tile) -> Mixture:
+        return self.logits.mixture(tile.left, tile.right)
+
+    def _projected(
+        self, tile: Tile, kernels: Sequence[tuple[Array, list[Array], bool]]
+    ) -> list[Kinds]:
+        """(1 - A) C (1 - A')^T of pairs of rows, of kernels of a key with itself, of two words and
+        of one; `kernels` else as in `Tile.projected`."""
+        mixture, long, short, keys = self._mixture(tile), tile.long, tile.short, tile.own
+        divided = [mixture.parts_of(one, two, tile.diagonal) for one, two, _ in kernels]
+        parts = []
+        for part, maps in enumerate(self._response):
+            given = [(one[part], kernel[2]) for one, kernel in zip(divided, kernels, strict=True)]
+            parts.append(tile.projected(maps, given))
+        heavier: Array | float = 0.0
         if isinstance(self.logits.sight, FadingSight):
-            long, short = tile.long, tile.short
-            heavier = self._excess_weight(long, tile.own) + self._excess_weight(short, tile.own)
+            heavier = self._excess_weight(long, keys) + self._excess_weight(short, keys)
             heavier[long != short] = 0.0
-            for (kernel, by_pair), (own, _) in zip(kernels, found, strict=True):
-                apart = kernel[0] - tile.diagonal(kernel[1])
+        found = []
+        for one, (whole, kinds, by_pair), several in zip(
+            divided, kernels, zip(*parts, strict=True), strict=True
+        ):
+            moved = []
+            for part, (own, pairs) in enumerate(several):
+                apart, within = one[part][0], tile.diagonal(one[part][1])
                 if not by_pair and apart.ndim > 1:
-                    apart = apart[long - long[0]]
-                own -= heavier * apart
+                    apart, within = (of_row[long - long[0]] for of_row in (apart, within))
+                own = own - heavier * apart
+                if part > 0:
+                    maps = self._response[part]
+                    first, second = maps.own[long, keys], maps.own[short, keys]
+                    beyond = diagonal(maps.pairs)
+                    own -= (beyond[long, keys] * second + first * beyond[short, keys]) * apart
+                    own -= first * within * second
+                moved.append((own, pairs))
+            rare = whole - tile.diagonal(kinds[0])
+            if not by_pair and rare.ndim > 1:
+                rare = rare[long - long[0]]
+            rare = rare * (self._rare[long, keys] * self._rare[short, keys] - heavier)
+            found.append(mixture.joined(moved, rare))
         return found
 
     def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
@@ -682,20 +795,20 @@ class PositionAttention:
         moved, unturned = [], []
         turn = np.ones(len(bare))
         self._sums = [self._sums_of(tile) for tile in pairs.tiles]
-        self._traces = [self._trace(sums) for sums in self._sums]
+        self._traces = [self._trace(*one) for one in zip(pairs.tiles, self._sums, strict=True)]
         along_values = []
         for tile, trace in zip(pairs.tiles, self._traces, strict=True):
-            own, kernel = met.keys[0][tile.own], met.keys[1][tile.left, tile.right]
-            kernels: list[tuple[Matrix, bool]] = [((own, kernel), False)]
+            own, of_kinds = self._between_keys(tile)
+            kernels: list[tuple[Array, list[Array], bool]] = [(own, of_kinds, False)]
             if tile.turned is not None:
                 of_keys, of_rows = tile.turned
                 assert turning is not None
                 within = turning.within[tile.rows, tile.left, tile.right]
-                turned = own * of_rows[:, None], kernel * of_keys
-                kernels = [(turned, True), ((own, kernel * within), False)]
+                turned = own * of_rows[:, None], [kernel * of_keys for kernel in of_kinds]
+                still = own, [kernel * within for kernel in of_kinds]
+                kernels = [(*turned, True), (*still, False)]
             if not logits.aligned:
-                values = met.values[0][tile.own], met.values[1][tile.left, tile.right]
-                kernels.append((values, False))
+                kernels.append((*self._between_values(tile), False))
             found = self._projected(tile, kernels)
             moved.append(found[0])
             along_values.append(found[-1])
@@ -707,7 +820,7 @@ class PositionAttention:
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.vecdot(one.T, exponent) for one in (self._basis, slopes))
         self._slope = slope
-        exponents: list[Matrix] = moved
+        exponents: list[Kinds] = moved
         factors: Array | None = factor
         if turning is not None:
             # What comes of fluctuating products does not know how far apart the rows are; the rest
@@ -720,13 +833,16 @@ class PositionAttention:
                 exponents.append(_mixed(along[tile.pairs], one, alone[tile.pairs], other))
         self._laws = [
             self._law(
+                tile,
                 sums,
                 (one,) if logits.aligned else (one, last),
-                (two, None if factors is None else factors[sums.tile.pairs]),
-                factor[sums.tile.pairs],
-                slope[sums.tile.pairs],
+                (two, None if factors is None else factors[tile.pairs]),
+                factor[tile.pairs],
+                slope[tile.pairs],
             )
-            for sums, one, last, two in zip(self._sums, moved, along_values, exponents, strict=True)
+            for tile, sums, one, last, two in zip(
+                pairs.tiles, self._sums, moved, along_values, exponents, strict=True
+            )
         ]
 
         shared_part = 2.0 / self._widths.d_model
@@ -743,56 +859,71 @@ class PositionAttention:
         beside = self._over_pairs(calibration.key - nodes.rho * calibration.along) * sharp
         self._driven = np.stack([along, 0.0 * cross]), np.stack([beside, cross])
 
+    def _between_keys(self, tile: Tile) -> tuple[Array, list[Array]]:
+        """Kernel of keys of both rows."""
+        met, words = self._kernels, self.logits.words
+        return _among(met.keys, None if words is None else words.keys, tile)
+
+    def _between_values(self, tile: Tile) -> tuple[Array, list[Array]]:
+        met, words = self._kernels, self.logits.words
+        return _among(met.values, None if words is None else words.values, tile)
+
     def _law(
         self,
-        sums: _Sums,
-        directions: Sequence[Matrix],
-        exponent: tuple[Matrix, Array | None],
+        tile: Tile,
+        sums: Sums,
+        directions: Sequence[Kinds],
+        exponent: tuple[Kinds, Array | None],
         factor: Array,
         slope: Array,
     ) -> _Laws:
         """The joint law of pairs of rows, and its derivatives.
 
         Args:
-            sums: over the keys of pairs.
+            tile, sums: of pairs, and over their keys.
             directions: the projected kernel, and where they are not its the values', written over.
             exponent: of the law, as a matrix and what multiplies it; None: nothing does.
             factor: (c,) of the exponent in the kernel, for a row with itself.
             slope: (c,) its derivative in the correlation.
         """
-        logits, tile = self.logits, sums.tile
+        logits = self.logits
         long, alone, away = tile.long, self._pairs.alone[tile.pairs], None
         if logits.turning is not None and alone.any():
-            away = np.zeros_like(directions[0][1])
+            away = [np.zeros_like(one) for _, one in directions[0]]
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, tile.left)
             assert inside is not None
-            inside = inside[long[alone] - rows.start]
-            away[alone] = logits.log_mean(inside, factor[alone, None, None])
-        held, times = exponent
-        whole = held[0] + tile.diagonal(held[1])
+            for kind, of_kind in zip(sums.mixture.values, away, strict=True):
+                where = inside[kind][long[alone] - rows.start]
+                of_kind[alone] = logits.log_mean(where, factor[alone, None, None])
+        kinds, times = exponent
         times = None if times is None else times[:, None, None]
-        own, pairs = _bounded_exp((whole, held[1]), times, away)
-        own -= tile.diagonal(pairs)
-        own *= tile.met_own
-        pairs *= tile.met
-        for beside, between in directions:
-            beside += tile.diagonal(between)
-            beside *= slope[:, None]
-            between *= slope[:, None, None]
-        joint, tangents = sums.balanced_with((own, pairs), JOINT_SWEEPS, directions)
+        law = bounded_exp(kinds, tile.diagonal, times, away)
+        for own, pairs in law:
+            own *= tile.met_own
+            pairs *= tile.met
+        for direction in directions:
+            for beside, between in direction:
+                beside += tile.diagonal(between)
+                beside *= slope[:, None]
+                between *= slope[:, None, None]
+        joint, tangents = sums.balanced_with(law, JOINT_SWEEPS, directions)
         return _Laws(joint, tangents[0], tangents[-1])
 
-    def _sums_of(self, tile: Tile) -> _Sums:
+    def _sums_of(self, tile: Tile) -> Sums:
         sight, weights = self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         # keys that the other row does not see lack what that row's own terms add
-        return _Sums(
-            tile,
+        return Sums(
+            self._mixture(tile),
+            tile.own_left,
+            tile.own_right,
             sight.split[short, long, left] * weights[long, left],
             sight.split[long, short, right] * weights[short, right],
             weights[long, tile.own] * self._shared(tile, long, short, tile.own),
             weights[short, tile.own] * self._shared(tile, short, long, tile.own),
+            self._by_frequency[long, left],
+            self._by_frequency[short, right],
         )
 
     def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
@@ -806,38 +937,48 @@ class PositionAttention:
         return np.where(alone[:, None], self._of_one_token(one, keys), others)
 
     @property
-    def _alone(self) -> Matrix:
+    def _alone(self) -> Kinds:
         """(P, P) and (P, P, P) joint law of every row with itself."""
         size = len(self.weights)
-        own, inside = np.zeros((size, size)), np.zeros((size,) * 3)
+        found = [
+            (np.zeros((size, size)), np.zeros((size,) * 3))
+            for _ in range(self.logits.mixture().kinds)
+        ]
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
             alone = self._pairs.alone[tile.pairs]
             rows = tile.long[alone]
             if len(rows):
-                own[rows, tile.left] = law.joint[0][alone]
-                inside[rows, tile.left, tile.right] = law.joint[1][alone]
-        return own, inside
+                for (own, inside), (beside, pairs) in zip(found, law.joint, strict=True):
+                    own[rows, tile.left] = beside[alone]
+                    inside[rows, tile.left, tile.right] = pairs[alone]
+        return found
 
     def _over_pairs(self, values: Array) -> Array:
         """(C,) of (P, r) values of rows at the nodes of the correlation."""
         halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
         return np.asarray(np.vecdot(self._basis.T, halves))
 
-    def _trace(self, sums: _Sums) -> Matrix:
+    def _trace(self, tile: Tile, sums: Sums) -> Kinds:
         """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
         values' kernel."""
-        sight, weights, tile = self.logits.sight, self.weights, sums.tile
+        sight, weights = self.logits.sight, self.weights
         long, short, alone = tile.long, tile.short, self._pairs.alone[tile.pairs]
-        values, kernel = self._kernels.values[0], self._kernels.values[1][tile.left, tile.right]
+        values, kernels = self._between_values(tile)
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
         once[alone] = self.counted[long[alone], tile.own]
         once[alone] *= self._of_one_token(long[alone], tile.own)
         once *= weights[short, tile.own]
-        pairs = sums.first[:, :, None] * sums.second[:, None, :]
-        pairs *= kernel
-        pairs_own = _diagonal(pairs[:, tile.own_left, tile.own_right])
-        pairs_own += (values[tile.own] - tile.diagonal(kernel)) * once
-        return once * values[tile.own], pairs
+        both = sums.first[:, :, None] * sums.second[:, None, :]
+        spread = sums.mixture.values
+        counted = sums.mixture.weighed([kernels[kind] for kind in spread])
+        found = []
+        # A token with itself is as its kind of pair and what it has beyond, and no pair of two.
+        for part, kernel in zip(sums.mixture.frequencies.portion, counted, strict=True):
+            pairs = both * kernel
+            met = sums.at_own(pairs)
+            met += (part * values - tile.diagonal(kernel)) * once
+            found.append((part * once * values, pairs))
+        return found
 
     def _gather(self, of: int) -> Array:
         """(C,) of the joint laws or of their derivatives in the correlation."""
@@ -850,12 +991,11 @@ class PositionAttention:
 
         To first order in the logits, of keys that are projected alone.
         """
-        own, found = self._response.own, []
-        for sums, law in zip(self._sums, self._laws, strict=True):
-            tile = sums.tile
+        own, found = self._response[0].own, []
+        for tile, sums, law in zip(self._pairs.tiles, self._sums, self._laws, strict=True):
             first = sums.first * own[tile.long, tile.left]
             second = sums.second * own[tile.short, tile.right]
-            met = _times(law.joint[1] * variance[tile.left, tile.right], second)
+            met = times(law.joint[0][1] * variance[tile.left, tile.right], second)
             found.append(self._slope[tile.pairs] * (met * first).sum(1))
         return np.concatenate(found)
 
@@ -880,7 +1020,7 @@ class PositionAttention:
         output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
             held = np.zeros(len(long))  # of the same tokens, which two documents do not have
-            if itself or self._neighbouring:
+            if met.values is logits.values:
                 apart = self.counted @ own - whole[0]
                 unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
                 shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
@@ -919,7 +1059,8 @@ class PositionAttention:
         if self._dropped > 0.0:
             masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
             output[alone] += self._dropped * masks
-            noise = calibration.noise_query * self._noise_overlap(logits.keys[0], logits.within)
+            within = logits.mixture().mean(logits.within)
+            noise = calibration.noise_query * self._noise_overlap(logits.keys[0], within)
             query[alone] += self._dropped * logits.scale * noise
         self.output, self.response = pairs.split(output), pairs.split(query)
         self.overlap_path = pairs.split(path)
@@ -931,11 +1072,18 @@ class PositionAttention:
         own = logits.values[0]
         shift = (self.counted @ own - output) * np.sqrt(self._rows.softening)
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-            moved = self._apart(logits.values)
+            moved = self._apart(self._mean_of("values"))
             usable = moved > 1e-9 * (self.counted @ own)
-            ratio = self._apart(logits.keys) / np.where(usable, moved, 1.0)
+            ratio = self._apart(self._mean_of("keys")) / np.where(usable, moved, 1.0)
             shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
         return np.asarray(shift)
+
+    def _mean_of(self, name: str) -> Matrix:
+        """Means over cells of a kernel of keys or values."""
+        (own, pairs), words = getattr(self._kernels, name), self.logits.words
+        if words is None:
+            return own, pairs
+        return own, self.logits.mixture().mean([pairs, getattr(words, name)])
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
@@ -952,7 +1100,8 @@ class PositionAttention:
         turning, long, short = self.logits.turning, self._pairs.long, self._pairs.short
         if turning is None or self._pairs.phases is None:
             return shift[long] * shift[short]
-        parts = self.counted * (self.logits.values[0] - self._met_by(self.logits.values))
+        values = self._mean_of("values")
+        parts = self.counted * (values[0] - self._met_by(values))
         total = parts.sum(1)
         usable = np.abs(total) > 1e-300
         parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
@@ -962,7 +1111,7 @@ class PositionAttention:
 
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
-        own, pairs = self._kernels.values
+        own, pairs = self._mean_of("values")
         shared, apart = self.logits.sight.shared, own - diagonal(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
@@ -977,8 +1126,7 @@ class PositionAttention:
         logits = self.logits
         weights, seen = self.weights, logits.sight.seen
         own = logits.values[0] + self._value_bias
-        beside, inside = self._alone
-        response = self._response
+        (beside, inside), response = logits.mixture().mean_of(self._alone), self._response[0]
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
         trace = trace * np.sqrt(self._rows.softening) * (self.counted @ own)
         moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
@@ -993,7 +1141,7 @@ class PositionAttention:
         mean += (whole * (a + diagonal(direction)) - diagonal(inside * direction)) * weights
         mean = np.where(seen, mean, 0.0)
         met = inside * self.counted[:, None, :]
-        its_own = _diagonal(met)
+        its_own = on_diagonal(met)
         its_own += beside * weights
         left = mean[..., None]
         shift = -0.5 * left
@@ -1019,8 +1167,8 @@ class PositionAttention:
         mapped = weights * own
         if pairs is not None:
             apart = diagonal(pairs)
-            mapped = weights * (own - apart) + _times(np.broadcast_to(pairs, inside.shape), counted)
-            total += (_times(inside * pairs, counted) * counted).sum(1)
+            mapped = weights * (own - apart) + times(np.broadcast_to(pairs, inside.shape), counted)
+            total += (times(inside * pairs, counted) * counted).sum(1)
             beside -= diagonal(inside) * apart
         total += (counted * weights * beside).sum(1)
         total -= 2.0 * (self.logits.sight.keys * self._noise_left * mapped * weights).sum(1)
@@ -1032,13 +1180,19 @@ class PositionAttention:
     def _at_keys(self, tile: Tile, laws: _Laws) -> list[Matrix]:
         """What every pair of rows sends to their keys per unit of its gradient, by the joint law
         and by its derivative along the values as its rows turn, and as they do not: (c, o) and
-        (c, n k) of each."""
+        (c, kinds n k) of each."""
         sight, weights = self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         sent, beside = sight.rows.T * weights, (long == short) & ~self._pairs.alone[tile.pairs]
         alone = self._pairs.alone[tile.pairs]
         twice = np.where(long == short, 1.0, 2.0)[:, None]
-        both = (twice * sent[long, left])[:, :, None] * sent[short, right][:, None, :]
+        # a key that one of the rows does not see lacks what that row's own terms add
+        counts = (
+            np.moveaxis(sight.sending[left, right][:, :, long], -1, 0),
+            np.moveaxis(sight.sending[right, left][:, :, short], -1, 0).swapaxes(1, 2),
+        )
+        both = (twice * weights[long, left])[:, :, None] * weights[short, right][:, None, :]
+        both = both * counts[0] * counts[1]
         alike = twice * sent[long, tile.own] * sent[short, tile.own]
         if self._neighbouring:
             both, alike = self._before_each(tile)
@@ -1050,18 +1204,20 @@ class PositionAttention:
             both[alone], alike[alone] = once, twice_met
             both[beside] -= once
             alike[beside] -= twice_met
-        joint, keyed = (
-            ((law[0] + tile.diagonal(law[1])) * alike, law[1]) for law in (laws.joint, laws.keyed)
-        )
+        mixture, found = self._mixture(tile), []
+        for law in (laws.joint, laws.keyed):
+            of_tokens, mean = mixture.mean_of(law, tile.diagonal)
+            whole = (of_tokens + tile.diagonal(mean)) * alike
+            found.append((whole, mixture.alike([pairs for _, pairs in law])))
+        (own, joint), (beside, keyed) = found
         if tile.turned is None:
-            return [_in_single(*joint, both), _in_single(*keyed, both)]
+            return [_in_single(own, joint, both), _in_single(beside, keyed, both)]
         of_keys, of_rows = tile.turned
         assert tile.still is not None
-        own, pairs = keyed[0], keyed[1] * both
         return [
-            _in_single(*joint, both),
-            _in_single(own * of_rows[:, None], pairs, of_keys),
-            _in_single(own, pairs, tile.still),
+            _in_single(own, joint, both),
+            _in_single(beside * of_rows[:, None], keyed, both * of_keys),
+            _in_single(beside, keyed, both * tile.still),
         ]
 
     def _before_each(self, tile: Tile) -> tuple[Array, Array]:
@@ -1094,18 +1250,21 @@ class PositionAttention:
         scale, given = single(own if self._neighbouring else self._pairs.joined(own, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
-        total_own, total = np.zeros((3, size)), np.zeros((3, size, size))
+        kinds = len(self.logits.key_kinds)
+        total_own, total = np.zeros((3, size)), np.zeros((3, kinds, size, size))
         for tile, sent in zip(tiles, self._sent, strict=True):
             shape = tile.left.stop - tile.left.start, tile.right.stop - tile.right.start
             for (path, of_law), law in zip(driven, sent, strict=True):
                 total_own[path, tile.own] += of_law[:, tile.pairs] @ law[0]
                 found = of_law[:, tile.pairs] @ law[1]
-                total[path, tile.left, tile.right] += found.reshape(-1, *shape)
+                total[path, :, tile.left, tile.right] += found.reshape(-1, kinds, *shape)
         total_own, total = scale * total_own, scale * total
         if self._dropped > 0.0:
             self._send_noise(own, total_own, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
-        query = own * self.response[0], total[0]
+        if kinds == 1:
+            total = total[:, 0]
+        query = own * self.response[0], 0.0 * total[0]
         if not self._neighbouring:
             query = query[0], pairs * self.response[1]
         by_path = [(total_own[path], total[path]) for path in range(3)]
@@ -1126,7 +1285,7 @@ class PositionAttention:
         calibration = self._calibration
         paths = (calibration.noise_key, turned), (calibration.noise_cross, shape)
         for path, (factor, law) in enumerate(paths, start=1):
-            total[path] += np.einsum("p,pqr->qr", factor * driven, law * once)
+            total[path] += np.einsum("p,pqr->qr", factor * driven, law * once)  # of every kind
             total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
 
 
@@ -1189,8 +1348,8 @@ def row_statistics(logits: ClassLogits) -> RowStatistics:
     prior, within = logits.prior, logits.within
     seen, squares = keys * prior, keys * prior**2
     count = 1.0 / squares.sum(1)
-    top = float(max(own.max(), within.max()))
-    spread = top - float(within.min())
+    top = float(max(own.max(), *(one.max() for one in within)))
+    spread = top - float(min(one.min() for one in within))
 
     def mean(function: Callable[[Array], Array]) -> Array:
         of_own, of_pairs = logits.averaged(lambda entries: function(entries - top))
@@ -1213,17 +1372,19 @@ def _over_keys(keys: Array, pairs: Array) -> Array:
     return np.asarray(((pairs @ keys[:, :, None])[..., 0] * keys).sum(1))
 
 
-def _crowd(logits: ClassLogits, rows: RowStatistics) -> tuple[Array, Array]:
+def _crowd(logits: ClassLogits, rows: RowStatistics, level: float = 1.0) -> tuple[Array, Array]:
     """(P, P) of `log_weights`, by others and by a key itself, without the logarithm."""
     own, prior = logits.keys[0], logits.prior
     pull = rows.own_response * logits.scale * logits.queries[0] * rows.softening
     within, away = logits.within, logits.deviation
-    top = max(own.max(), within.max())
+    top = max(own.max(), *(one.max() for one in within))
     raised = pull[:, None, None]
-    of_pairs = np.exp(raised * (within - top))
-    varying = logits.log_mean(away, raised)
-    if varying is not None:
-        of_pairs = of_pairs * np.exp(np.minimum(varying, EXPONENT_MAX))
+    kinds = [np.exp(raised * (one - top)) for one in within]
+    for number, one in enumerate(away or ()):
+        varying = logits.log_mean(one, raised)
+        assert varying is not None
+        kinds[number] = kinds[number] * np.exp(np.minimum(varying, EXPONENT_MAX))
+    of_pairs = logits.mixture().mean(kinds, level)
     of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
     return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
 
@@ -1243,39 +1404,58 @@ def _lighter(logits: ClassLogits, rows: RowStatistics, sight: FadingSight) -> Ar
 
 def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
     """(P, P) mean attention [row, key] to one token of a class; see `row_statistics`."""
+    several = attention_by_frequency(logits, rows)
+    return np.asarray(several @ logits.mixture().frequencies.portion)
+
+
+def attention_by_frequency(logits: ClassLogits, rows: RowStatistics) -> Array:
+    """(P, P, T) the same to tokens of words that are as frequent as some are."""
     keys, own, scale, prior = logits.sight.keys, logits.keys[0], logits.scale, logits.prior
-    seen = keys * prior
-    crowd = np.add(*_crowd(logits, rows))
-    crowd = np.log(np.maximum(crowd, 1e-300))
-    relative = own - (seen @ own)[:, None]
-    every = np.arange(len(own))
-    logs = log_weights(rows, every, scale, relative, crowd, rows.own_response)
-    held = logits.sight.seen
-    logs = np.where(held, logs + np.log(np.where(held, prior, 1.0)), -np.inf)
-    weight = np.exp(logs - logs.max(1, keepdims=True))
-    return np.asarray(weight / (keys * weight).sum(1, keepdims=True))
+    seen, held = keys * prior, logits.sight.seen
+    relative, every = own - (seen @ own)[:, None], np.arange(len(own))
+    frequencies, several = logits.mixture().frequencies, []
+    for level in frequencies.level.tolist():
+        crowd = np.log(np.maximum(np.add(*_crowd(logits, rows, level)), 1e-300))
+        logs = log_weights(rows, every, scale, relative, crowd, rows.own_response)
+        several.append(np.where(held, logs + np.log(np.where(held, prior, 1.0)), -np.inf))
+    logs = np.stack(several, -1)
+    weight = np.exp(logs - logs.max((1, 2), keepdims=True))
+    total = (keys * (weight @ frequencies.portion)).sum(1)
+    return np.asarray(weight / total[:, None, None])
 
 
-def _mixed(share: Array, one: Matrix, other_share: Array, other: Matrix) -> Matrix:
+def _among(kernel: Matrix, of_one_word: Array | None, tile: Tile) -> tuple[Array, list[Array]]:
+    """Of keys of both rows: (o,), and (n, k) of each kind of pair."""
+    kinds = [kernel[1]] if of_one_word is None else [kernel[1], of_one_word]
+    return kernel[0][tile.own], [pairs[tile.left, tile.right] for pairs in kinds]
+
+
+def _mixed(share: Array, one: Kinds, other_share: Array, other: Kinds) -> Kinds:
     """Of pairs of rows, each times a factor."""
-    own = share[:, None] * one[0] + other_share[:, None] * other[0]
-    pairs = share[:, None, None] * one[1]
-    pairs += other_share[:, None, None] * other[1]
-    return own, pairs
+    found = []
+    for (own, pairs), (own2, pairs2) in zip(one, other, strict=True):
+        total = share[:, None, None] * pairs
+        total += other_share[:, None, None] * pairs2
+        found.append((share[:, None] * own + other_share[:, None] * own2, total))
+    return found
 
 
-def _gathered(trace: Matrix, law: Matrix) -> Array:
+def _gathered(trace: Kinds, law: Kinds) -> Array:
     """(c,) sums of a law of pairs of rows with what `PositionAttention._trace` says."""
-    count = len(law[0])
-    inside = np.vecdot(law[1].reshape(count, -1), trace[1].reshape(count, -1))
-    return np.asarray(inside + np.vecdot(law[0], trace[0]))
+    found: Any = 0.0
+    for (own, pairs), (alone, counted) in zip(law, trace, strict=True):
+        count = len(own)
+        found = found + np.vecdot(pairs.reshape(count, -1), counted.reshape(count, -1))
+        found = found + np.vecdot(own, alone)
+    return np.asarray(found)
 
 
-def _in_single(own: Array, pairs: Array, factor: Array) -> Matrix:
-    """(c, o), and (c, n k) of pairs times a factor, rounded to single precision."""
-    found = np.empty(pairs.shape, np.float32)
-    np.multiply(pairs, factor, out=found, casting="same_kind")
-    return own.astype(np.float32), found.reshape(len(pairs), -1)
+def _in_single(own: Array, kinds: Sequence[Array], factor: Array) -> Matrix:
+    """(c, o), and (c, kinds n k) of pairs times a factor, rounded to single precision."""
+    found = np.empty((len(own), len(kinds), *factor.shape[1:]), np.float32)
+    for kind, pairs in enumerate(kinds):
+        np.multiply(pairs, factor, out=found[:, kind], casting="same_kind")
+    return own.astype(np.float32), found.reshape(len(own), -1)
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
@@ -1283,139 +1463,10 @@ def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
     return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
 
 
-def _bounded_exp(exponent: Matrix, factor: Array | None, away: Array | None) -> Matrix:
-    """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
-    which then are written over; pairs' vary by `away`."""
-    own, inside = exponent
-    if factor is not None:
-        own, inside = factor[..., 0] * own, factor * inside
-    if away is not None:
-        inside += away
-    inside = np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
-    return np.exp(np.minimum(own, EXPONENT_MAX)), inside
-
-
 class _Laws(NamedTuple):
     """Of pairs of rows: the joint law, its derivative in the correlation, and that along the
     values."""
 
-    joint: Matrix
-    slope: Matrix
-    keyed: Matrix
-
-
-class _Sums(NamedTuple):
-    """Sums over the keys of either row.
-
-    Attributes:
-        tile: of pairs of rows.
-        first, second: (c, n) and (c, k) weights of classes.
-        one, two: (c, o) of one token, on keys of both.
-    """
-
-    tile: Tile
-    first: Array
-    second: Array
-    one: Array
-    two: Array
-
-    def over_first(self, law: Matrix) -> Array:
-        """(c, k)."""
-        total: Array = (self.first[:, None, :] @ law[1])[:, 0]
-        total[:, self.tile.own_right] += law[0] * self.one
-        return total
-
-    def over_second(self, law: Matrix) -> Array:
-        """(c, n)."""
-        total: Array = (law[1] @ self.second[:, :, None])[:, :, 0]
-        total[:, self.tile.own_left] += law[0] * self.two
-        return total
-
-    def maps(self, law: Matrix) -> tuple[Array, Array]:
-        """(c, k, n) and (c, n, k): what takes values to sums of them times the law over the first
-        key, and over the second."""
-        pairs, (keys1, keys2) = law[1], (self.tile.own_left, self.tile.own_right)
-        first = np.empty((len(pairs), pairs.shape[2], pairs.shape[1]))
-        np.multiply(np.swapaxes(pairs, 1, 2), self.first[:, None, :], out=first)
-        second = pairs * self.second[:, None, :]
-        own = _diagonal(first[:, keys2, keys1]), _diagonal(second[:, keys1, keys2])
-        own[0][...] += law[0] * self.one
-        own[1][...] += law[0] * self.two
-        return first, second
-
-    def balanced_with(
-        self, joint: Matrix, sweeps: int, directions: Sequence[Matrix]
-    ) -> tuple[Matrix, list[Matrix]]:
-        """The joint law scaled, in place, so that its means over either key are 1 (see
-        `joint_laws.balanced`); and of it joint o (direction + u 1^T + 1 v^T) whose means over
-        either key are 0, made of each direction in its place (see `joint_laws.tangent`).
-
-        Args:
-            joint: not yet scaled.
-            sweeps: of the scaling.
-            directions: of a key of both, and of two keys.
-        """
-        tile, (own, pairs) = self.tile, joint
-        to_second, to_first = self.maps(joint)
-        left = right = np.ones((*self.first.shape, 1))
-        for _ in range(sweeps):
-            right = 1.0 / np.maximum(to_second @ left, 1e-300)
-            left = 1.0 / np.maximum(to_first @ right, 1e-300)
-        own *= left[:, tile.own_left, 0]
-        own *= right[:, tile.own_right, 0]
-        pairs *= left
-        pairs *= right.swapaxes(1, 2)
-
-        whole = own + tile.diagonal(pairs)
-        for beside, between in directions:
-            between *= pairs
-            beside *= whole
-            beside -= tile.diagonal(between)
-        rows, columns = (
-            np.concatenate([-sums(one)[..., None] for one in directions], -1)
-            for sums in (self.over_second, self.over_first)
-        )
-        u, v = rows, np.zeros_like(columns)
-        for sweep in range(TANGENT_SWEEPS):
-            if sweep:
-                u = rows - left * (to_first @ (right * v))
-            last, v = v, columns - right * (to_second @ (left * u))
-            # From the third on what is left may be rounding.
-            if sweep > 1 and np.abs(v - last).max() <= 1e-12 * np.abs(v).max():
-                break
-        for k, (beside, between) in enumerate(directions):
-            first, second = u[..., k], v[..., k]
-            moved = first[:, :, None] + second[:, None, :]
-            moved *= pairs
-            between += moved
-            beside += own * (first[:, tile.own_left] + second[:, tile.own_right])
-        return joint, list(directions)
-
-
-def _times(matrices: Array, values: Array) -> Array:
-    """(c, n) or (c, n, d) of matrices (c, n, k) and values (c, k) or (c, k, d)."""
-    if values.ndim == 2:
-        return np.asarray((matrices @ values[:, :, None])[..., 0])
-    return np.asarray(matrices @ values)
-
-
-def _diagonal(matrices: Array) -> Array:
-    """(c, o) of (c, o, o), to be written to."""
-    if matrices.flags.c_contiguous:
-        return matrices.reshape(len(matrices), -1)[:, :: matrices.shape[2] + 1]
-    view: Array = np.einsum("cqq->cq", matrices)
-    return view
-
-
-def _balances(joint: Matrix, weights: Array, counted: Array, sweeps: int) -> tuple[Array, Array]:
-    """Factors that balance the law of every row with itself, over its own keys of these weights:
-    symmetric in its keys, so that one map serves both."""
-    own, pairs = joint
-    over = pairs * counted[:, None, :]
-    its_own = _diagonal(over)
-    its_own += own * weights
-    left = right = np.ones((*own.shape, 1))
-    for _ in range(sweeps):
-        right = 1.0 / np.maximum(over @ left, 1e-300)
-        left = 1.0 / np.maximum(over @ right, 1e-300)
-    return left[..., 0], right[..., 0]
+    joint: Kinds
+    slope: Kinds
+    keyed: Kinds

@@ -58,11 +58,11 @@ from ....engine.classes import (
     PositionClasses,
     Sight,
     diagonal,
+    few_points,
     lagrange,
     stencil,
 )
 from ....model.positions import RelativeBias
-from .attention import few_points
 
 # --- rotary positions -----------------------------------------------------------------------------
 
@@ -461,7 +461,9 @@ def _of_counts(classes: PositionClasses, counts: Array, seen: Any) -> dict[str, 
     twice[every, every] -= (count[:, None] * counts).T
     several = pairs > 0.0
     later = np.where(several[:, :, None], twice / np.where(several, pairs, 1.0)[:, :, None], 0.0)
-    return {"keys": counts, "rows": rows, "later": later, "later_own": rows, "seen": seen}
+    sending = np.broadcast_to(rows[:, None], twice.shape)
+    found = {"keys": counts, "rows": rows, "sending": sending, "later": later}
+    return found | {"later_own": rows, "seen": seen}
 
 
 def _size(place: Any, slope: float) -> Any:

@@ -310,8 +310,8 @@ def _pair(theta: float, n: float, rho: float, theta2: float, k: float) -> PairSt
     fine = needs_fine_grid(max(theta, theta2))
     orders = 0 if abs(rho) == 1.0 else mehler_orders(max(theta, theta2), rho)
     # where k >> n a shared key is tilted by e^psi in both rows, and the weight moves left as much
-    tilt = max(rho, 0.0) * math.sqrt(theta * theta2) * (1.0 - n / k)
-    reach = 4.0 * math.ceil(tilt / 4.0)
+    mean_shift = max(rho, 0.0) * math.sqrt(theta * theta2) * (1.0 - n / k)
+    reach = 4.0 * math.ceil(mean_shift / 4.0)
     one = pair_modes(theta, n, reach, orders, fine)
     two = pair_modes(theta2, k, reach, orders, fine)
     modes2 = two.modes[:, :, ::-1] if rho == -1.0 else two.modes  # g' = -g

@@ -186,13 +186,13 @@ def pairs_beyond(
     top_slope = far * _curvature(far, apart, edge)
     width = np.maximum(1.0 - low, 1e-12)
     at_low, at_top = rest**2, apart**2
-    rise = (at_top - at_low) / width
-    first = np.maximum(-2 * rest * low_slope, 3 * rise)
-    last = np.maximum(-2 * apart * top_slope, 3 * rise)
+    chord = (at_top - at_low) / width
+    first = np.maximum(-2 * rest * low_slope, 3 * chord)
+    last = np.maximum(-2 * apart * top_slope, 3 * chord)
     t = np.clip((rho - low) / width, 0.0, 1.0)
     square = at_low * (1 + 2 * t) * (1 - t) ** 2 + at_top * t * t * (3 - 2 * t)
     square = square + width * (first * t * (1 - t) ** 2 - last * t * t * (1 - t))
-    change = 6 * t * (1 - t) * rise + first * (1 - t) * (1 - 3 * t) + last * t * (3 * t - 2)
+    change = 6 * t * (1 - t) * chord + first * (1 - t) * (1 - 3 * t) + last * t * (3 * t - 2)
     near = np.sqrt(np.maximum(square, 1e-300))
     within = (moved > 1.0) & (width > 1e-7)  # nearer to the edge it is the edge
     overlap = np.where(within, 1.0 - near, overlap)
@@ -200,8 +200,8 @@ def pairs_beyond(
     jacobian = slope / far
     before = np.maximum(np.asarray(found.jacobian_overlap), 1e-300)
     own = np.asarray(edge.radial_square) / np.maximum(np.asarray(edge.jacobian_square), 1e-300)
-    fall = _radial(far, edge) / np.maximum(own, 1e-300)
-    radial = np.asarray(found.radial_overlap) * jacobian / before * fall
+    radial_ratio = _radial(far, edge) / np.maximum(own, 1e-300)
+    radial = np.asarray(found.radial_overlap) * jacobian / before * radial_ratio
     growth = np.asarray(found.overlap_slope) * jacobian / before
     beyond = (theta > THETA_MAX) & (keys > 1.0 + 1e-6)
     fields = zip((overlap, jacobian, radial, growth), found[:4], strict=True)

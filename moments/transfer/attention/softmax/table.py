@@ -359,7 +359,7 @@ def _assign(
     result: RowStatistics | PairStatistics, where: Any, found: RowStatistics | PairStatistics
 ) -> None:
     for array, value in zip(result, found, strict=True):
-        array[where] = value  # type: ignore[index]
+        np.asarray(array)[where] = value
 
 
 class _Contracted:

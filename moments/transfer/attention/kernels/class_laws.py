@@ -1,0 +1,411 @@
+"""Joint laws of pairs of rows over classes of keys: kinds of pairs, and the scaling of a law.
+
+A law of two rows has a number for every two keys, j of one row and l of the other, and for a key of
+both with itself. In a text two keys may be of one word: of each class of frequency that words are
+put in there is a kind of pairs beside that of two words (`moments.engine.texts`). `Mixture` says
+what each counts, and how a matrix over keys that tells them apart multiplies.
+
+A law's means over either key are given: 1, or how much more than others words get that are as
+frequent. It is scaled to have them by factors of its keys (Sinkhorn), which with words are those of
+a key's frequency; so are its derivatives.
+
+See docs/theory/state.md, Classes of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....engine.classes import Matrix, diagonal
+from ....engine.texts import Frequencies
+from .joint_laws import EXPONENT_MAX, TANGENT_SWEEPS
+
+Array = NDArray[np.float64]
+Kinds = list[Matrix]
+"""A matrix over keys by kinds of pairs: what a key has with itself beyond, and pairs of each."""
+Diagonal = Callable[[Array], Array]
+"""What a matrix of two ranges of keys has where they are one key."""
+
+ONE_KIND = Frequencies(np.ones(1), np.ones(1), np.zeros(1))
+
+
+class Mixture(NamedTuple):
+    """Pairs of keys of one kind, or of several: of two words, and of one as frequent as some are.
+
+    A matrix over keys that tells them apart multiplies as several that do not, its parts: its means
+    over cells, by the counts of those, and what pairs of one word have beyond those of two, by the
+    counts of that word's other tokens. Since these are few, a token's own part is counted by itself
+    there, and stands for all that it has with itself beyond two words.
+
+    Of the first kind a token with itself is one whose word is read once.
+
+    Attributes:
+        share: (n, k) of pairs that are of one word; None: nothing tells pairs apart.
+        frequencies: of words.
+    """
+
+    share: Array | None
+    frequencies: Frequencies
+
+    @property
+    def kinds(self) -> int:
+        return len(self.frequencies.level)
+
+    @property
+    def values(self) -> list[int]:
+        """Of every kind, which of the values of a kernel it has: that of two words, or of one."""
+        return [min(kind, 1) for kind in range(self.kinds)]
+
+    def weighed(self, kinds: Sequence[Array]) -> list[Array]:
+        """(..., n, k) what sums over all pairs count of each kind."""
+        if self.share is None:
+            return list(kinds)
+        shares = self.frequencies.of_pairs
+        others = [s * self.share * one for s, one in zip(shares[1:], kinds[1:], strict=True)]
+        return [(1.0 - self.share) * kinds[0], *others]
+
+    def mean(self, values: Sequence[Array], level: float = 1.0) -> Array:
+        """(..., n, k) over all pairs of what two words have and one; or over those of a token whose
+        word is `level` times as frequent as in all."""
+        if self.share is None:
+            return values[0]
+        others, same = values
+        share = self.share if level == 1.0 else np.minimum(level * self.share, 1.0)
+        return np.asarray(others + share * (same - others))
+
+    def mean_of(self, kinds: Kinds, diagonal: Diagonal = diagonal) -> Matrix:
+        """Over all pairs, and over tokens."""
+        if self.share is None:
+            return kinds[0]
+        first, *rest = self.weighed([one for _, one in kinds])
+        pairs = sum(rest, first)
+        whole = (own + diagonal(one) for own, one in kinds)
+        alone: Any = sum(p * one for p, one in zip(self.frequencies.portion, whole, strict=True))
+        return alone - diagonal(pairs), pairs
+
+    def alike(self, kinds: Sequence[Array]) -> list[Array]:
+        """Of two words and of one, however frequent."""
+        if self.share is None:
+            return list(kinds)
+        shares = zip(self.frequencies.of_pairs[1:], kinds[1:], strict=True)
+        return [kinds[0], np.asarray(sum(s * one for s, one in shares))]
+
+    # --- parts that multiply by themselves ------------------------------------------------------
+
+    def parts_of(self, whole: Array, values: Sequence[Array], diagonal: Diagonal) -> list[Matrix]:
+        """A kernel, of a token with itself, of two words and of one, however frequent."""
+        if self.share is None:
+            return [(whole - diagonal(values[0]), values[0])]
+        mean = self.mean(values)
+        beyond = whole - diagonal(values[0]), values[1] - values[0]
+        return [(whole - diagonal(mean), mean), *[beyond] * (self.kinds - 1)]
+
+    def parts(self, kinds: Kinds, diagonal: Diagonal = diagonal) -> list[Matrix]:
+        """A matrix of any kinds."""
+        if self.share is None:
+            return kinds
+        found, others = [self.mean_of(kinds, diagonal)], kinds[0][1]
+        for own, pairs in kinds[1:]:
+            beyond = pairs - others
+            found.append((own + diagonal(beyond), beyond))
+        return found
+
+    def joined(self, parts: Sequence[Matrix], alone: Array) -> Kinds:
+        """The matrix of such parts, own parts being those beyond pairs of one word; and of a token
+        whose word is read once, `alone`."""
+        if self.share is None:
+            return [parts[0]]
+        others = parts[0][1]
+        for share, (_, beyond) in zip(self.frequencies.of_pairs[1:], parts[1:], strict=True):
+            others = others - (share * self.share) * beyond
+        return [(alone, others), *((own, others + beyond) for own, beyond in parts[1:])]
+
+
+ALIKE = Mixture(None, ONE_KIND)
+
+
+def bounded_exp(
+    exponent: Kinds, diagonal: Diagonal, factor: Array | None, away: Sequence[Any] | None
+) -> Kinds:
+    """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
+    which then are written over; pairs' vary by `away`."""
+    found = []
+    for kind, (own, inside) in enumerate(exponent):
+        whole = own + diagonal(inside)
+        if factor is not None:
+            whole, inside = factor[..., 0] * whole, factor * inside
+        if away is not None:
+            inside += away[kind]
+        np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
+        found.append((np.exp(np.minimum(whole, EXPONENT_MAX)) - diagonal(inside), inside))
+    return found
+
+
+Parts = tuple[Array, list[Array], Array]
+
+
+class Sums(NamedTuple):
+    """Sums over the keys of either row of laws of pairs of rows.
+
+    Attributes:
+        mixture: of kinds of pairs of keys.
+        own_first, own_second: keys of both among those of either.
+        first, second: (c, n) and (c, k) weights of classes.
+        one, two: (c, o) of one token, on keys of both.
+        aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be, of
+            keys of each frequency; of one kind 1 where a row sees the key.
+    """
+
+    mixture: Mixture
+    own_first: slice
+    own_second: slice
+    first: Array
+    second: Array
+    one: Array
+    two: Array
+    aims_first: Array
+    aims_second: Array
+
+    def at_own(self, pairs: Array) -> Array:
+        """(c, o) entries of keys of both, to be written to."""
+        return on_diagonal(pairs[:, self.own_first, self.own_second])
+
+    def over_first(self, law: Kinds, sweeps: int) -> Kinds:
+        """The law scaled so that its means over either key are `aims_first` and `aims_second`, over
+        those of the first key. Of one kind it is written over."""
+        left, right = self._factors(law, sweeps)
+        if self.mixture.share is None:
+            return self._scaled(law, left, right)
+        return self._scaled(law, left / np.where(left > 0.0, self.aims_first, 1.0), right)
+
+    def balanced_with(
+        self, law: Kinds, sweeps: int, directions: Sequence[Kinds]
+    ) -> tuple[Kinds, list[Kinds]]:
+        """The law scaled so that its means over either key are `aims_first` and `aims_second` (see
+        `joint_laws.balanced`); and of it law o (direction + u 1^T + 1 v^T) whose
+        means over either key are 0 (see `joint_laws.tangent`). Of one kind all are written over.
+
+        Args:
+            law: not yet scaled.
+            sweeps: of the scaling.
+            directions: of a key of both, all that it has with itself, and of two keys.
+        """
+        if self.mixture.share is None:
+            return self._balanced_in_place(law, sweeps, directions)
+        left, right = self._factors(law, sweeps)
+        parts, products = self._parts(law), self._factored(left, right)
+        aims = [np.where(one > 0.0, one, 1.0) for one in (self.aims_first, self.aims_second)]
+        wholes = [own + self.at_own(pairs) for own, pairs in law]
+        tangents = []
+        for direction in directions:
+            moved = []
+            for whole, (_, pairs), (beside, between) in zip(wholes, law, direction, strict=True):
+                along = pairs * between
+                moved.append((whole * beside - self.at_own(along), along))
+            along_parts = self._parts(moved)
+            rows = -left * self._over_second(along_parts, right) / aims[0]
+            columns = -right * self._over_first(along_parts, left) / aims[1]
+            u, v = rows, np.zeros_like(columns)
+            for sweep in range(TANGENT_SWEEPS):
+                if sweep:
+                    u = rows - left * self._over_second(parts, right * v) / aims[0]
+                last, v = v, columns - right * self._over_first(parts, left * u) / aims[1]
+                if _settled(v, last, sweep):
+                    break
+            shifts = self._products(np.stack([left * u, left]), np.stack([right, right * v]))
+            shifts[0][1][...] *= products[0][1] > 0.0
+            found = []
+            for whole, (_, pairs), (own, along), factors, shift in zip(
+                wholes, law, moved, products, shifts, strict=True
+            ):
+                own += self.at_own(along)
+                own *= factors[0]
+                own += whole * shift[0]
+                along *= factors[1]
+                shift[1][...] *= pairs
+                along += shift[1]
+                found.append((own - self.at_own(along), along))
+            tangents.append(found)
+        return self._times(law, products), tangents
+
+    # --- by the frequency of a key's word -------------------------------------------------------
+
+    def _parts(self, law: Kinds) -> Parts:
+        """(c, n, k) of two words; what one word has beyond by its share of the other tokens; and
+        (c, o, T) of a token with itself beyond both."""
+        others, beyond, own = law[0][1], [], [law[0][0]]
+        for level, (alone, same) in zip(self.mixture.frequencies.level[1:], law[1:], strict=True):
+            more = same - others
+            beyond.append(np.minimum(level * self.mixture.share, 1.0) * more)
+            own.append(alone + self.at_own(more - beyond[-1]))
+        return others, beyond, np.stack(own, -1)
+
+    def _over_second(self, parts: Parts, values: Array) -> Array:
+        """(c, n, T) of (c, k, T)."""
+        others, beyond, own = parts
+        given = self.second[:, :, None] * values
+        total = np.empty((*others.shape[:2], values.shape[-1]))
+        total[...] = others @ (given @ self.mixture.frequencies.portion)[:, :, None]
+        for kind, more in enumerate(beyond, start=1):
+            total[..., kind] += times(more, given[..., kind])
+        total[:, self.own_first] += own * (self.two[:, :, None] * values[:, self.own_second])
+        return total
+
+    def _over_first(self, parts: Parts, values: Array) -> Array:
+        """(c, k, T) of (c, n, T)."""
+        turned = [np.swapaxes(one, -1, -2) for one in (parts[0], *parts[1])]
+        given = self.first[:, :, None] * values
+        total = np.empty((*turned[0].shape[:2], values.shape[-1]))
+        total[...] = turned[0] @ (given @ self.mixture.frequencies.portion)[:, :, None]
+        for kind, more in enumerate(turned[1:], start=1):
+            total[..., kind] += times(more, given[..., kind])
+        total[:, self.own_second] += parts[2] * (self.one[:, :, None] * values[:, self.own_first])
+        return total
+
+    def _factors(self, law: Kinds, sweeps: int) -> tuple[Array, Array]:
+        """(c, n, T) and (c, k, T)."""
+        if self.mixture.share is None:
+            return _balances(*self._maps(law[0]), sweeps)
+        parts = self._parts(law)
+        left, right = np.ones_like(self.aims_first), np.ones_like(self.aims_second)
+        for _ in range(sweeps):
+            right = self.aims_second / np.maximum(self._over_first(parts, left), 1e-300)
+            left = self.aims_first / np.maximum(self._over_second(parts, right), 1e-300)
+        return left, right
+
+    def _products(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
+        """(c, o) and (c, n, k) of every kind: factors of one token, and their means over pairs,
+        summed over those of (r, c, n, T) and (r, c, k, T)."""
+        frequencies, share = self.mixture.frequencies, self.mixture.share
+        assert share is not None
+
+        def outer(one: Array, two: Array) -> Array:
+            return np.asarray(one.transpose(1, 2, 0) @ two.transpose(1, 0, 2))
+
+        own = (left[:, :, self.own_first] * right[:, :, self.own_second]).sum(0)
+        others = outer(left @ frequencies.portion, right @ frequencies.portion)
+        found = [(own[..., 0], others)]
+        for kind, part in enumerate(frequencies.of_pairs[1:], start=1):
+            found.append((own[..., kind], outer(left[..., kind], right[..., kind])))
+            others -= (part * share) * found[-1][1]
+        others *= 1.0 / np.maximum(1.0 - share, LEAST_OTHERS)
+        return found
+
+    def _factored(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
+        """Those of a law. Cells of few tokens may hold fewer pairs of two words than words that are
+        as frequent would, and then have none."""
+        found = self._products(left[None], right[None])
+        np.maximum(found[0][1], 0.0, out=found[0][1])
+        return found
+
+    def _times(self, law: Kinds, factors: list[tuple[Array, Array]]) -> Kinds:
+        found = []
+        for (own, pairs), (alone, both) in zip(law, factors, strict=True):
+            both *= pairs
+            found.append(((own + self.at_own(pairs)) * alone - self.at_own(both), both))
+        return found
+
+    def _scaled(self, law: Kinds, left: Array, right: Array) -> Kinds:
+        if self.mixture.share is None:
+            ((own, pairs),) = law
+            own *= left[:, self.own_first, 0]
+            own *= right[:, self.own_second, 0]
+            pairs *= left
+            pairs *= np.swapaxes(right, -1, -2)
+            return law
+        return self._times(law, self._factored(left, right))
+
+    # --- of one kind ----------------------------------------------------------------------------
+
+    def _sum_over_first(self, law: Matrix) -> Array:
+        """(c, k)."""
+        total: Array = (self.first[:, None, :] @ law[1])[:, 0]
+        total[:, self.own_second] += law[0] * self.one
+        return total
+
+    def _sum_over_second(self, law: Matrix) -> Array:
+        """(c, n)."""
+        total = times(law[1], self.second)
+        total[:, self.own_first] += law[0] * self.two
+        return total
+
+    def _maps(self, law: Matrix) -> tuple[Array, Array]:
+        """(c, k, n) and (c, n, k): what takes values to sums of them times the law over the first
+        key, and over the second."""
+        pairs, (keys1, keys2) = law[1], (self.own_first, self.own_second)
+        first = np.empty((len(pairs), pairs.shape[2], pairs.shape[1]))
+        np.multiply(np.swapaxes(pairs, 1, 2), self.first[:, None, :], out=first)
+        second = pairs * self.second[:, None, :]
+        own = on_diagonal(first[:, keys2, keys1]), on_diagonal(second[:, keys1, keys2])
+        own[0][...] += law[0] * self.one
+        own[1][...] += law[0] * self.two
+        return first, second
+
+    def _balanced_in_place(
+        self, law: Kinds, sweeps: int, directions: Sequence[Kinds]
+    ) -> tuple[Kinds, list[Kinds]]:
+        ((own, pairs),) = law
+        to_second, to_first = self._maps((own, pairs))
+        left, right = _balances(to_second, to_first, sweeps)
+        self._scaled(law, left, right)
+
+        whole = own + self.at_own(pairs)
+        for ((beside, between),) in directions:
+            between *= pairs
+            beside *= whole
+            beside -= self.at_own(between)
+        rows, columns = (
+            np.concatenate([-sums(one)[..., None] for (one,) in directions], -1)
+            for sums in (self._sum_over_second, self._sum_over_first)
+        )
+        u, v = rows, np.zeros_like(columns)
+        for sweep in range(TANGENT_SWEEPS):
+            if sweep:
+                u = rows - left * (to_first @ (right * v))
+            last, v = v, columns - right * (to_second @ (left * u))
+            if _settled(v, last, sweep):
+                break
+        for k, ((beside, between),) in enumerate(directions):
+            first, second = u[..., k], v[..., k]
+            moved = first[:, :, None] + second[:, None, :]
+            moved *= pairs
+            between += moved
+            beside += own * (first[:, self.own_first] + second[:, self.own_second])
+        return law, list(directions)
+
+
+LEAST_OTHERS = 0.05
+"""Share of pairs of two words below which they count no more: there are hardly any."""
+
+
+def _settled(values: Array, last: Array, sweep: int) -> bool:
+    """Whether what is left of a change is rounding, which from the third sweep on it may be."""
+    return sweep > 1 and bool(np.abs(values - last).max() <= 1e-12 * np.abs(values).max())
+
+
+def _balances(to_second: Array, to_first: Array, sweeps: int) -> tuple[Array, Array]:
+    """(c, n, 1) and (c, k, 1) factors of the keys of a law of one kind."""
+    left = right = np.ones((*to_second.shape[:1], to_second.shape[2], 1))
+    for _ in range(sweeps):
+        right = 1.0 / np.maximum(to_second @ left, 1e-300)
+        left = 1.0 / np.maximum(to_first @ right, 1e-300)
+    return left, right
+
+
+def times(matrices: Array, values: Array) -> Array:
+    """(c, n) or (c, n, d) of matrices (c, n, k) and values (c, k) or (c, k, d)."""
+    if values.ndim == 2:
+        return np.asarray((matrices @ values[:, :, None])[..., 0])
+    return np.asarray(matrices @ values)
+
+
+def on_diagonal(matrices: Array) -> Array:
+    """(c, o) of (c, o, o), to be written to."""
+    if matrices.flags.c_contiguous:
+        return matrices.reshape(len(matrices), -1)[:, :: matrices.shape[2] + 1]
+    view: Array = np.einsum("cqq->cq", matrices)
+    return view

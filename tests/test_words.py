@@ -1,0 +1,209 @@
+"""Texts on classes of positions whose words are told apart, against sums over every token."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moments
+from moments.engine.classes import PositionClasses, one_class
+from moments.engine.texts import Frequencies, TextClasses, text_classes, zipf_classes
+from moments.transfer.attention.kernels.class_laws import Mixture, Sums
+
+LENGTH = 264
+
+
+def zipf_text(seed: int, vocab_size: int = 5000, length: int = LENGTH) -> np.ndarray:
+    shares = 1.0 / np.arange(1.0, vocab_size + 1.0)
+    rng = np.random.default_rng(seed)
+    return rng.choice(vocab_size, size=length, p=shares / shares.sum())
+
+
+def predicted(model: moments.Transformer, **arguments: Any) -> moments.Prediction:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        return moments.predict(model, **arguments)
+
+
+def llama(initializer_range: float = 0.08) -> moments.Transformer:
+    """Logits of variance 2.7, as Llama's are."""
+    return moments.from_huggingface(
+        {
+            "model_type": "llama",
+            "hidden_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 512,
+            "vocab_size": 5000,
+            "initializer_range": initializer_range,
+            "max_position_embeddings": LENGTH,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+        }
+    ).replace(seq_len=LENGTH)
+
+
+def gpt(initializer_range: float = 0.08) -> moments.Transformer:
+    return moments.from_huggingface(
+        {
+            "model_type": "gpt2",
+            "n_embd": 256,
+            "n_layer": 2,
+            "n_head": 4,
+            "vocab_size": 5000,
+            "n_positions": LENGTH,
+            "initializer_range": initializer_range,
+        }
+    ).replace(seq_len=LENGTH, dropout=0.0)
+
+
+@pytest.mark.parametrize("model", [llama(), gpt()], ids=["llama", "tied gpt2"])
+def test_a_text_word_by_word(model: moments.Transformer) -> None:
+    """By classes as by token; by means over cells correlations are off by a multiple."""
+    text = zipf_text(5)
+    by_token, by_word = (predicted(model, token_ids=text, tokens=kind) for kind in (True, None))
+    assert isinstance(by_word.layout.classes, TextClasses)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moments.prediction.stack.by_word", lambda *_: False)
+        by_means = predicted(model, token_ids=text)
+    np.testing.assert_allclose(by_word.variance, by_token.variance, rtol=4e-3)
+    np.testing.assert_allclose(by_word.grad_variance, by_token.grad_variance, rtol=1.5e-2)
+    np.testing.assert_allclose(by_word.correlation, by_token.correlation, atol=5e-3)
+    np.testing.assert_allclose(by_word.loss, by_token.loss, rtol=1e-3)
+    away = np.abs(by_means.correlation - by_token.correlation).max()
+    assert away > 5 * np.abs(by_word.correlation - by_token.correlation).max()
+    one, other = (p.weight_gradients().set_index(["layer", "weight"]) for p in (by_word, by_token))
+    ratio = (one.squared_norm / other.squared_norm).drop(
+        "key.bias", level="weight", errors="ignore"
+    )
+    assert ratio.to_numpy() == pytest.approx(1.0, abs=0.1)
+
+
+def test_zipfs_law_is_a_text_by_it() -> None:
+    """What no text is given of is what texts drawn by that law are on average: in a sample of 40
+    words repeat as often, and as often with a third."""
+    classes = zipf_classes(one_class(4000), 5000)
+    texts = [text_classes(one_class(4000), zipf_text(seed, length=4000)) for seed in range(40)]
+    for name, atol in (("share", 2e-4), ("others", 3e-3)):
+        found = np.array([np.mean(getattr(one, name)) for one in texts])
+        error = found.std() / len(found) ** 0.5
+        assert abs(found.mean() - np.mean(getattr(classes, name))) < 3 * error + atol / 10
+        assert error < atol
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6), st.integers(3, 40), st.integers(2, 60))
+def test_frequencies_sum_as_words_do(seed: int, vocab_size: int, length: int) -> None:
+    """Of tokens, of pairs, and of a token's chance to meet its word."""
+    ids = np.random.default_rng(seed).integers(0, vocab_size, length)
+    count = np.unique(ids, return_counts=True)[1]
+    shares, portions = (count - 1.0) / (length - 1.0), count / length
+    for size in (1, 2, 3):
+        found = Frequencies.of(shares, portions, size)
+        total = float(shares @ portions)
+        assert found.portion.sum() == pytest.approx(1.0)
+        assert found.portion.min() >= 0.0
+        if total > 0.0:
+            assert found.of_pairs.sum() == pytest.approx(1.0)
+            assert found.portion @ found.level == pytest.approx(1.0)
+            cubes = float(shares**2 @ portions)
+            assert total**2 * (found.portion @ found.level**2) == pytest.approx(cubes)
+
+
+def test_pairs_are_counted_by_word() -> None:
+    """Of every pair of tokens, by kind: as many as there are, whatever is asked of them."""
+    rng = np.random.default_rng(2)
+    ids, other = rng.integers(0, 12, 200), rng.integers(0, 5, 200)
+    classes = text_classes(PositionClasses.of(200), ids)
+    off = ~np.eye(200, dtype=bool)
+    same = (ids[:, None] == ids[None, :]) & off
+    np.testing.assert_allclose(classes.sum_of_pairs(classes.one_word), same.sum(), rtol=1e-9)
+    met = (other[:, None] == ids[None, :]) & off
+    found = classes.pair_means(other, ids)
+    np.testing.assert_allclose(classes.sum_of_pairs(found), met.sum(), rtol=1e-9)
+    both = classes.sum_of_pairs(found * classes.one_word)
+    np.testing.assert_allclose(both, (met & same).sum(), rtol=1e-9)
+    assert classes.following_pairs.min() >= 0.0
+
+
+def dense_law(law: tuple[Any, ...], ids: np.ndarray, repeated: np.ndarray) -> np.ndarray:
+    """Over every two tokens: of two words, of one, and of a token with itself, by whether its word
+    is read once."""
+    others, same, own = law
+    found = np.where(ids[:, None] == ids[None, :], same, others)
+    np.fill_diagonal(found, np.where(repeated, own[1], own[0]))
+    return found
+
+
+def test_a_law_is_scaled_as_if_token_by_token() -> None:
+    """One class of tokens: some read once, the others all as often, which two kinds are exactly."""
+    ids = np.concatenate([np.arange(30), 100 + np.repeat(np.arange(6), 5)])
+    length, repeated = len(ids), ids >= 100
+    classes = text_classes(one_class(length), ids)
+    mixture = Mixture(classes.share, classes.frequencies)
+    assert classes.frequencies.portion == pytest.approx([0.5, 0.5])
+    aims = np.where(repeated, 0.7, 1.3)
+    others, same, own = 0.8, 3.0, (4.0, 5.0)
+    dense = dense_law((others, same, own), ids, repeated)
+    left = right = np.ones(length)
+    for _ in range(400):
+        right = aims / (dense.T @ left / length)
+        left = aims / (dense @ right / length)
+    dense = left[:, None] * dense * right
+    each = np.array([[[1.3, 0.7]]])
+    weight = np.full((1, 1), 1.0)  # one over the tokens, times the tokens
+    token = np.full((1, 1), 1.0 / length)
+    every = slice(0, 1)
+    sums = Sums(mixture, every, every, weight, weight, token, token, each, each)
+    kinds = [
+        (np.full((1, 1), own[kind] - value), np.full((1, 1, 1), value))
+        for kind, value in enumerate((others, same))
+    ]
+    found, _ = sums.balanced_with(kinds, 200, ())
+    off = ~np.eye(length, dtype=bool)
+    of_one = (ids[:, None] == ids[None, :]) & off
+    assert found[1][1].item() == pytest.approx(dense[of_one].mean(), rel=1e-6)
+    # Means over pairs are those over tokens of either: one in as many is a token with itself.
+    assert found[0][1].item() == pytest.approx(dense[~of_one & off].mean(), rel=3e-3)
+    alone = np.diagonal(dense)
+    for kind, which in enumerate((~repeated, repeated)):
+        single = found[kind][0] + found[kind][1][:, :, 0]
+        assert single.item() == pytest.approx(alone[which].mean(), rel=1e-6)
+
+
+def test_parts_multiply_by_themselves() -> None:
+    """X C X' over every token, of words that are all as frequent: by parts up to one token in the
+    sums over cells."""
+    words, often = 40, 25
+    ids = np.repeat(np.arange(words), often)
+    length = len(ids)
+    classes = text_classes(one_class(length), ids)
+    mixture = Mixture(classes.share, classes.frequencies)
+    rng = np.random.default_rng(1)
+    law = [rng.uniform(0.1, 1.0, 3) for _ in range(2)]
+    law[0][1:] /= length / 4
+    dense = [
+        np.where(ids[:, None] == ids[None, :], same, others) + np.diag(np.full(length, own))
+        for own, others, same in law
+    ]
+    product = dense[0] @ dense[1]
+    parts = []
+    for own, others, same in law:
+        pairs = [np.full((1, 1), value) for value in (others, same)]
+        parts.append(mixture.parts_of(np.full(1, own + same), pairs, np.diagonal))
+    counts = [float(length), *(length * classes.others)]
+    found = []
+    for count, (a, left), (b, right) in zip(counts, *parts, strict=True):
+        found.append((a * b, a[:, None] * right + left * b + count * left * right))
+    alone, of_kinds = parts[0][0][0], mixture.joined(found, found[0][0])
+    assert alone.shape == (1,)
+    off = ~np.eye(length, dtype=bool)
+    one = (ids[:, None] == ids[None, :]) & off
+    assert of_kinds[1][1].item() == pytest.approx(product[one].mean(), rel=2e-3)
+    assert of_kinds[0][1].item() == pytest.approx(product[~one & off].mean(), rel=2e-3)
