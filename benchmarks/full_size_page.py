@@ -651,7 +651,7 @@ def _roles(axis: Any, data: Mapping[str, Any]) -> None:
         style = {"fmt": palette.MARKERS[k], "color": palette.SERIES[k], "markersize": 5}
         axis.errorbar(x, y, bars, label=words, **style)
     axis.axhline(1.0, color=palette.GREY, linewidth=0.8)
-    axis.set(title="squared gradient norms, predicted over measured", ylim=(0.2, 3.6))
+    axis.set(title="squared gradient norms, predicted over measured", ylim=(0.5, 1.5))
     axis.set_xticks(range(len(MATRICES)), MATRICES)
     axis.legend(fontsize=7, loc="upper left", ncols=2)
 

@@ -130,6 +130,15 @@ def text(*shape: int) -> np.ndarray:
 
 
 GPT2_SMALL = moments.preset("gpt2", seq_len=64).replace(layers=4)
+
+
+def by_zipf(length: int, vocab_size: int = 30000) -> np.ndarray:
+    """Words drawn by Zipf's law; none pads."""
+    shares = 1.0 / np.arange(1.0, vocab_size + 1.0)
+    rng = np.random.default_rng(2)
+    return 5 + rng.choice(vocab_size, size=length, p=shares / shares.sum())
+
+
 PACKED = {"correlation": 0.2, "document_ids": np.repeat([0, 1, 2], [64, 40, 52])}
 LENGTHS = np.array([[64], [40], [50], [33]])
 SEVERAL: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -195,6 +204,43 @@ TIED: dict[str, tuple[Any, dict[str, Any]]] = {
             "rotary": {"rotary": ROTARY},
         }.items()
     },
+}
+STRONG = {
+    "vocab_size": 32000,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": False,
+}
+GPT = {"model_type": "gpt2", "vocab_size": 32000, "n_embd": 256, "n_head": 4, "n_layer": 2}
+WORDS = {
+    f"{name}, 2 x {length}": (
+        moments.from_huggingface(config).replace(seq_len=length, dropout=0.0),
+        {"token_ids": by_zipf(length)},
+    )
+    for name, length, config in (
+        ("Llama", 512, {"model_type": "llama"} | STRONG),
+        ("Mistral, window 96", 384, {"model_type": "mistral", "sliding_window": 96} | STRONG),
+        ("Qwen 2, tied", 384, {"model_type": "qwen2"} | STRONG | {"tie_word_embeddings": True}),
+        ("GPT-2, tied", 384, GPT | {"initializer_range": 0.06, "n_positions": 384}),
+        ("Pythia", 384, {"model_type": "gpt_neox", "rotary_pct": 0.25} | STRONG),
+        (
+            "BLOOM, tied",
+            384,
+            {"model_type": "bloom", "hidden_size": 256, "n_layer": 2, "n_head": 4}
+            | {"vocab_size": 32000, "initializer_range": 0.06},
+        ),
+        (
+            "BERT",
+            384,
+            {"model_type": "bert", "max_position_embeddings": 384, "vocab_size": 32000}
+            | {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+            | {"intermediate_size": 512, "initializer_range": 0.06},
+        ),
+    )
 }
 HALVED = {
     "Llama 3 8B, 32 x 8192": moments.preset("llama-3-8b"),
@@ -305,6 +351,7 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "rows of their own": (lambda case: own_rows(*case), OWN_ROWS),
     "tied heads": (lambda case: own_rows(*case), TIED),
+    "texts under strong logits": (lambda case: compared(*case), WORDS),
     "several documents": (lambda case: own_rows(*case), SEVERAL),
     "places": (lambda case: own_rows(*case), PLACED),
     "twice the classes": (halved, HALVED),

@@ -148,4 +148,4 @@ def refused(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = " ".join(str(error).split())
-        raise DomainError(f"{what}: {type(error).__name__}: {said[:300]}") from error
+        raise DomainError(f"{what}: {type(error).__name__}: {said[:300]}".rstrip(": ")) from error

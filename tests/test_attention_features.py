@@ -9,11 +9,11 @@ import pytest
 from attention_sampling import Layer, sample
 from numpy.typing import NDArray
 
-from moments.engine.classes import PositionClasses
+from moments.engine.classes import PositionClasses, few_points
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.errors import DomainError
 from moments.model.positions import RelativeBias, Rotary, alibi_slopes
-from moments.transfer.attention.kernels import KernelAttention, Rotation, few_points
+from moments.transfer.attention.kernels import KernelAttention, Rotation
 from moments.transfer.attention.kernels.position_attention import ClassLogits, PositionAttention
 from moments.transfer.attention.kernels.relative_positions import Turning
 from moments.transfer.attention.self_attention import CrossAttention, SelfAttention, attended

@@ -733,6 +733,12 @@ def test_what_the_benchmark_measured_is_within_the_bounds() -> None:
         for quantity, bound in bounds.items():
             assert found[quantity] < bound, (name, quantity)
         assert found["band"] < 0.05, name  # a mask's edge is met to the order of a cell there
+    words = bounds | {"variance": 5e-3, "correlation": 6e-3, "gradient": 0.03}
+    words |= {"weight gradients": 0.1, "queries and keys": 0.1}
+    assert len(stored["texts under strong logits"]) >= 7
+    for name, found in stored["texts under strong logits"].items():
+        for quantity, bound in words.items():
+            assert found[quantity] < bound, (name, quantity)
     # Of texts what differs from one to the other is averaged: told in docs/theory/state.md
     texts = {"correlation": 2.5e-3, "gradient": 6e-3, "queries and keys": 0.035}
     beyond = {

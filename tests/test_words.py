@@ -97,7 +97,7 @@ def test_zipfs_law_is_a_text_by_it() -> None:
         assert error < atol
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.integers(3, 40), st.integers(2, 60))
 def test_frequencies_sum_as_words_do(seed: int, vocab_size: int, length: int) -> None:
     """Of tokens, of pairs, and of a token's chance to meet its word."""
