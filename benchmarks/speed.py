@@ -42,6 +42,7 @@ import moments
 HERE = Path(__file__).parent
 DATA, PICTURE = HERE / "data" / "speed.json", HERE.parent / "docs" / "speed.png"
 COMPILED, PAGE = HERE / "data" / "compiled.json", HERE.parent / "docs" / "cost.md"
+REPLAYED = HERE / "data" / "replayed.json"
 ALIKE = moments.Transformer(24, 256, 4, 128, dropout=0.1)
 CAUSAL = moments.Transformer(24, 256, 4, 256, dropout=0.1, causal=True)
 DEPTHS = (6, 12, 24, 48, 96, 192, 384, 768)
@@ -442,6 +443,37 @@ are {_about(pays / 192)} predictions of 192 layers. Of 10,000 configurations at 
 table: {_about(1e6 * seconds_of / (many - many_read - many_numba))} configurations of a layer until
 it has paid. So numba is not used: who draws a phase diagram is done
 before it has compiled. (`python benchmarks/compiled.py`, numba {compiled["machine"]["numba"]}.)
+
+{on_classes()}"""
+
+
+def on_classes() -> str:
+    """Why layers on classes of positions have no programs."""
+    stored = json.loads(REPLAYED.read_text(encoding="utf-8"))
+    head = ("layers", "calls of numpy", "ms a layer", "calls alone", "times", "ms to write", "ways")
+    rows = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for name, one in stored["layers"].items():
+        whole, calls = one["milliseconds"], one["replayed"]
+        ways = ", ".join(f"{count} in {depth}" for depth, count in one["ways"].items())
+        numbers = f"{one['calls']:.0f} | {whole:.3g} | {calls:.3g} | {whole / calls:.2g}"
+        rows.append(f"| {name} | {numbers} | {one['written']:.3g} | {ways} |")
+    table, one = "\n".join(rows), stored["layers"]["causal, 256 tokens"]
+    written, saved = one["written"], one["milliseconds"] - one["replayed"]
+    spent = [one["ways"][depth] * written for depth in ("24", "96")]
+    won = [(int(depth) - one["ways"][depth]) * saved for depth in ("24", "96")]
+    return f"""## Layers on classes of positions have no programs
+
+The time of such a layer is calls of numpy on arrays of some thousand numbers, and Python between
+them. The calls alone, made again into arrays that are there already, are what a program would
+cost at best, without the guards of its branches, what it reads in tables that stay Python, and its
+records. To write such lines down once costs more than the layer itself, and every way through a
+layer, a choice of branches and a number of steps of every iteration, is a program of its own:
+
+{table}
+
+Programs of the first row would take {spent[0]:.0f} ms to write at 24 layers and save {won[0]:.0f},
+{spent[1]:.0f} and {won[1]:.0f} at 96: they pay from about there on, by the factor in the table at
+most. So there are none. (`python benchmarks/replayed.py`.)
 """
 
 

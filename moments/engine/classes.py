@@ -919,7 +919,7 @@ class ClassMatrix:
     """
 
     __array_ufunc__ = None
-    __slots__ = ("classes", "own", "pairs")
+    __slots__ = ("_apart", "_counted", "classes", "own", "pairs")
 
     def __init__(self, own: Array, pairs: Array, classes: PositionClasses) -> None:
         entries, matrix = own.shape, pairs.shape
@@ -928,6 +928,8 @@ class ClassMatrix:
             own = np.broadcast_to(own, (*shape, size))
             pairs = np.broadcast_to(pairs, (*shape, size, size))
         self.own, self.pairs, self.classes = own, pairs, classes
+        self._apart: Array | None = None
+        self._counted: Array | None = None
 
     @classmethod
     def of_rows(cls, rows: Array, sight: Sight) -> ClassMatrix:
@@ -961,10 +963,24 @@ class ClassMatrix:
 
     def row_sums(self) -> Array:
         """(..., P) sums over the second token."""
-        return np.asarray(self.own - diagonal(self.pairs) + self.pairs @ self.classes.count)
+        return np.asarray(self.apart + self.pairs @ self.classes.count)
 
     def trace(self) -> Array:
         return np.asarray((self.own * self.classes.count).sum(-1))
+
+    @property
+    def apart(self) -> Array:
+        """(..., P) what a token has with itself beyond what it has with others of its class."""
+        if self._apart is None:
+            self._apart = self.own - diagonal(self.pairs)
+        return self._apart
+
+    @property
+    def counted(self) -> Array:
+        """(..., P, P) pairs times the tokens of the first one's class."""
+        if self._counted is None:
+            self._counted = self.classes.count[:, None] * self.pairs
+        return self._counted
 
     def __getitem__(self, index: Any) -> ClassMatrix:
         return ClassMatrix(self.own[index], self.pairs[index], self.classes)
@@ -976,12 +992,12 @@ class ClassMatrix:
         raise TypeError("a matrix on classes is no array: apply functions of entries `entrywise`")
 
     def __matmul__(self, other: Any) -> Any:
-        count, apart = self.classes.count, self.own - diagonal(self.pairs)
+        apart = self.apart
         if not isinstance(other, ClassMatrix):  # a column per token
-            return apart[..., None] * other + self.pairs @ (count[:, None] * other)
-        beyond = other.own - diagonal(other.pairs)
+            return apart[..., None] * other + self.pairs @ (self.classes.count[:, None] * other)
+        beyond = other.apart
         pairs = apart[..., :, None] * other.pairs + self.pairs * beyond[..., None, :]
-        pairs = pairs + self.pairs @ (count[:, None] * other.pairs)
+        pairs = pairs + self.pairs @ other.counted
         return ClassMatrix(apart * beyond + diagonal(pairs), pairs, self.classes)
 
     def _with(self, other: Any, operation: Any) -> ClassMatrix:

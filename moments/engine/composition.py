@@ -32,7 +32,7 @@ from .directions import (
 from .fluctuation import OverlapWalk, UnsharedOverlap, summed, unshared_variance
 from .layout import Padding
 from .response import Around, Elementwise, Response, Sequence, Sublayer, Sum
-from .state import Array, Gradient, Kernel, Repeats, Signal, ratio_or_zero
+from .state import Array, Fluctuation, Gradient, Kernel, Repeats, Signal, ratio_or_zero
 from .trace import Record, Run
 
 
@@ -333,9 +333,14 @@ class Leaf(Component):
 
     def response(self, record: Record, around: Around) -> Response:
         received, signal = around.received(record), record.input
-        if signal.fluctuation is not None and not self.reads_realised:
-            signal = signal.replace(fluctuation=signal.fluctuation.of_norms())
+        signal = signal.replace(fluctuation=self._as_read(signal))
         return Elementwise.of(self, signal, record.gradient_received, received, self.scales_pairs)
+
+    def _as_read(self, signal: Signal) -> Fluctuation | None:
+        """What varies over draws, as far as second moments that leave depend on it."""
+        if signal.fluctuation is None or self.reads_realised:
+            return signal.fluctuation
+        return signal.fluctuation.of_norms()
 
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -352,7 +357,8 @@ class Leaf(Component):
         assert signal.repeats is not None
         kernel, repeats = signal.kernel, signal.repeats
         alike = Kernel(kernel.diagonal, kernel.pairs + repeats.excess, kernel.resolved)
-        found, _ = self.forward(signal.replace(kernel=alike, repeats=None))
+        read = self._as_read(signal)
+        found, _ = self.forward(signal.replace(kernel=alike, repeats=None, fluctuation=read))
         return repeats._replace(excess=found.kernel.pairs - output.kernel.pairs)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:

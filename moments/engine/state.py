@@ -37,11 +37,10 @@ def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
     """A share or a correlation; 0 where there is nothing to share."""
     if is_number(denominator) or np.ndim(denominator) == 0:
         return numerator / denominator if denominator else 0.0 * numerator
-    there = denominator != 0
-    if there.all():
+    if denominator.all():
         return np.asarray(numerator / denominator, dtype=float)
     found = np.zeros(np.broadcast_shapes(np.shape(numerator), denominator.shape))
-    return np.divide(numerator, denominator, out=found, where=there)
+    return np.divide(numerator, denominator, out=found, where=denominator != 0)
 
 
 @dataclass(slots=True, eq=False)

@@ -437,9 +437,11 @@ class ClassLayer:
         return [Neighbours(one, before) for one in classes.neighbours(pairs)]
 
     def _kernel(self, kernels: list[Any]) -> Kernel:
-        own, pairs = (np.stack(part) for part in zip(*kernels, strict=True))
-        shape = own.shape[1:], pairs.shape[1:]
-        own, pairs = own.reshape(*self._lead, *shape[0]), pairs.reshape(*self._lead, *shape[1])
+        own, pairs = kernels[0]
+        if self._lead:
+            shape = own.shape, pairs.shape
+            own, pairs = (np.stack(part) for part in zip(*kernels, strict=True))
+            own, pairs = own.reshape(*self._lead, *shape[0]), pairs.reshape(*self._lead, *shape[1])
         if self._alike:
             return Kernel(own[..., 0][()], pairs[..., 0, 0][()])
         return Kernel(own, pairs, self._classes)

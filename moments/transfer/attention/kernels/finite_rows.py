@@ -47,6 +47,7 @@ from ..softmax.norms import (
     key_corrections,
     pair_spreads,
 )
+from ..softmax.table import chebyshev_basis
 from . import exact_rows
 
 
@@ -342,10 +343,10 @@ class Nodes(NamedTuple):
         and the derivative at rho."""
         unit = (2.0 * rho - 1.0 - self.low) / (1.0 - self.low)
         unit = np.minimum(np.maximum(unit, -1.0), 1.0)
-        terms = np.moveaxis(chebyshev.chebvander(unit, len(self.rho) - 1), -1, 0)
-        derivative = self.to_slopes * 2.0 / (1.0 - self.low)
-        value = np.tensordot(self.to_coefficients.T, terms, 1)
-        return value, np.tensordot(derivative.T, terms[:-1], 1)
+        terms, count = chebyshev_basis(unit.reshape(-1), len(self.rho)), len(self.rho)
+        derivative = self.to_slopes * (2.0 / (1.0 - self.low))
+        values = self.to_coefficients.T @ terms, derivative.T @ terms[:-1]
+        return values[0].reshape(count, *rho.shape), values[1].reshape(count, *rho.shape)
 
 
 def nodes_for(correlation: Array, theta: float) -> Nodes:

@@ -120,8 +120,7 @@ class Tile:
         """
         own_keys, size = (self.own_left, self.own_right), self.left.stop - self.left.start
         second = maps.own[self.short, self.own]
-        counts = maps.counts[self.short, self.own]
-        once = np.where(counts > 0.0, 1.0 / np.where(counts > 0.0, counts, 1.0), 0.0)
+        once = maps.once[self.short, self.own]
         middles, owns = [], []
         for kernel, by_pair in kernels:
             if self.begun is not None:
@@ -170,13 +169,13 @@ class RowMaps(NamedTuple):
 
     Attributes:
         own, pairs: (P, P) and (P, P, P).
-        counts: (P, P) of a row's keys.
+        once: (P, P) one over the counts of a row's keys.
         whole: (P, P, P) pairs times counts, and own on the diagonal.
     """
 
     own: Array
     pairs: Array
-    counts: Array
+    once: Array
     whole: Array
 
     @classmethod
@@ -184,7 +183,8 @@ class RowMaps(NamedTuple):
         whole = pairs * counts[:, None, :]
         its_own = on_diagonal(whole)
         its_own += own
-        return cls(own, pairs, counts, whole)
+        there = counts > 0.0
+        return cls(own, pairs, np.where(there, 1.0 / np.where(there, counts, 1.0), 0.0), whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -605,11 +605,11 @@ class PositionAttention:
         """Whether these are rows that follow one another."""
         return isinstance(self._pairs, NeighbourRows)
 
-    def _of_one_token(self, rows: Indices, keys: slice) -> Array:
-        """(n, k) what of the squares of a row's weights it has with itself, or with the row before
-        where these are pairs of such."""
+    def _of_one_token(self, rows: Indices, keys: slice) -> Array | float:
+        """(n, k), or 1 for all: what of the squares of a row's weights it has with itself, or with
+        the row before where these are pairs of such."""
         if not self._neighbouring:
-            return np.ones((len(rows), keys.stop - keys.start))
+            return 1.0
         return np.asarray(self.logits.sight.met_before[rows, keys])
 
     @property
@@ -844,7 +844,7 @@ class PositionAttention:
                 turn[tile.pairs] = _ratio(*meeting, of_rows)
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
-        factor, slope = (np.einsum("rc,cr->c", one, exponent) for one in (self._basis, slopes))
+        factor, slope = (np.vecdot(one.T, exponent) for one in (self._basis, slopes))
         if turning is not None:
             slope = slope * self._over_offsets(turn, bare, nodes)
         self._slope = slope
@@ -988,7 +988,11 @@ class PositionAttention:
     def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
         """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
         sight, alone = self.logits.sight, self._pairs.alone[tile.pairs]
-        others = sight.met_by_one[one, other, keys] if isinstance(sight, FadingSight) else 1.0
+        others: Array | float = 1.0
+        if isinstance(sight, FadingSight):
+            others = sight.met_by_one[one, other, keys]
+        elif not self._neighbouring:
+            return 1.0
         return np.where(alone[:, None], self._of_one_token(one, keys), others)
 
     @property
@@ -1011,7 +1015,7 @@ class PositionAttention:
     def _over_pairs(self, values: Array) -> Array:
         """(C,) of (P, r) values of rows at the nodes of the correlation."""
         halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
-        return np.asarray(np.einsum("rc,cr->c", self._basis, halves))
+        return np.asarray(np.vecdot(self._basis.T, halves))
 
     def _trace(self, tile: Tile, sums: Sums) -> Kinds:
         """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
@@ -1195,11 +1199,14 @@ class PositionAttention:
         mean = np.einsum("pqr,pqr,pr->pq", inside, direction, self.counted)
         mean += (whole * (a + diagonal(direction)) - diagonal(inside * direction)) * weights
         mean = np.where(seen, mean, 0.0)
-        shift = -0.5 * mean
+        met = inside * self.counted[:, None, :]
+        its_own = on_diagonal(met)
+        its_own += beside * weights
+        left = mean[..., None]
+        shift = -0.5 * left
         for _ in range(MARGINAL_SWEEPS):
-            overlap = np.einsum("pqr,pr->pq", inside, self.counted * shift)
-            overlap += beside * weights * shift
-            shift = 0.5 * (shift - mean - overlap)
+            shift = 0.5 * (shift - left - met @ shift)
+        shift = shift[..., 0]
         moved_pairs = direction + shift[:, :, None] + shift[:, None, :]
         pairs = inside * moved_pairs
         self._noise = whole * (a + diagonal(moved_pairs)) - diagonal(pairs), pairs
@@ -1496,8 +1503,9 @@ def _gathered(trace: Kinds, law: Kinds) -> Array:
     """(c,) sums of a law of pairs of rows with what `PositionAttention._trace` says."""
     found: Any = 0.0
     for (own, pairs), (alone, counted) in zip(law, trace, strict=True):
-        found = found + np.einsum("cnk,cnk->c", pairs, counted)
-        found = found + np.einsum("co,co->c", own, alone)
+        count = len(own)
+        found = found + np.vecdot(pairs.reshape(count, -1), counted.reshape(count, -1))
+        found = found + np.vecdot(own, alone)
     return np.asarray(found)
 
 

@@ -117,7 +117,7 @@ def _roots(first: Array, second: Array, low: Array, high: Array) -> tuple[Array,
     logs = np.minimum(np.maximum(np.maximum(logs, second - 2.0 * first), low), high)
     share = np.exp(-logs)
     theta = np.sqrt(2.0 * first / (share * (1.0 - share)))
-    theta = _theta_of(1.0 / share, first, theta, 3)
+    theta, smallest = _theta_of(1.0 / share, first, theta, 3), np.inf
     for _ in range(NEWTON_STEPS):
         share = np.exp(-logs)
         theta = _theta_of(1.0 / share, first, theta, 1)
@@ -137,8 +137,12 @@ def _roots(first: Array, second: Array, low: Array, high: Array) -> tuple[Array,
         logs = np.minimum(np.maximum(logs + step, low), high)
         theta = theta - (errors[0] + by_logs[0] * (logs - before)) / by_theta[0]
         theta = np.maximum(theta, 1e-12)
-        if (np.abs(logs - before) + np.abs(theta - last) / last <= 1e-8).all():
-            break  # quadratic: the next step would be nothing
+        moved = float((np.abs(logs - before) + np.abs(theta - last) / last).max())
+        # Quadratic: the next step would be nothing; or, where logits all but vanish, these are no
+        # longer steps but rounding.
+        if moved <= 1e-8 or (smallest < 1e-4 and moved > 0.5 * smallest):
+            break
+        smallest = min(moved, smallest)
     return theta, logs
 
 

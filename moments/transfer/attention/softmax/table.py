@@ -463,19 +463,20 @@ class SquareTable(NamedTuple):
     def _by_lengths(self, theta: Array, n: Array, count: int) -> Array:
         """`row_functions` of lengths (P,) that come again and again, and theta (..., P)."""
         in_length = _rows_at_lengths(n.tobytes())[:, :count]
+        thetas = in_length.shape[2]
         coordinate = theta_coordinate(np.minimum(theta.reshape(-1), THETA_MAX))
-        basis = chebyshev_basis(coordinate, len(in_length)).reshape(len(in_length), -1, n.size)
-        found = np.matmul(in_length.transpose(2, 1, 0), basis.transpose(2, 0, 1))
-        return np.asarray(found.transpose(1, 2, 0).reshape(count, -1))
+        basis = chebyshev_basis(coordinate, thetas).reshape(thetas, -1, n.size)
+        found = in_length @ basis.transpose(2, 0, 1)
+        return found.transpose(1, 2, 0).reshape(count, -1)
 
 
 @functools.lru_cache(64)
 def _rows_at_lengths(lengths: bytes) -> Array:
-    """(theta, functions, lengths) coefficients of rows."""
+    """(lengths, functions, theta) coefficients of rows."""
     n = np.minimum(np.frombuffer(lengths), LENGTH_MAX)
     row = SquareTable.load().row
     basis = chebyshev_basis(length_coordinate(n), row.shape[1])
-    return np.ascontiguousarray(np.tensordot(row, basis, (1, 0)))
+    return np.ascontiguousarray(np.tensordot(row, basis, (1, 0)).T)
 
 
 def _flat(values: Array, shape: tuple[int, ...]) -> Array:
