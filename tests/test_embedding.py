@@ -187,19 +187,22 @@ def test_texts_whose_tokens_are_alike_are_one_batch() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
-def test_long_texts_under_strong_logits_are_warned_of() -> None:
-    """Zipf's law as well as a text; not tokens that are described, short ones or faint logits."""
+def test_long_texts_under_strong_logits_tell_words_apart() -> None:
+    """Zipf's law as well as a text; not tokens that are described, short ones or faint logits; of
+    several texts it is said that they do not."""
 
-    def warned(model: moments.Transformer, **inputs: Any) -> bool:
-        notes = moments.predict(model, **inputs).warnings
-        return any(note.startswith("this text is held by means") for note in notes)
+    def by_word(model: moments.Transformer, **inputs: Any) -> bool:
+        return moments.predict(model, **inputs).resolution.endswith("and of words")
 
     strong = moments.preset("tinyllama-1.1b", seq_len=512).replace(layers=1)
-    assert warned(strong)
-    assert warned(strong, token_ids=np.arange(512) % 300)
-    assert not warned(strong.replace(head=None), variance=1.0, correlation=0.2)
-    assert not warned(strong.replace(seq_len=128))
-    assert not warned(moments.preset("gpt2", seq_len=512).replace(layers=1))
+    text = np.arange(512) % 300
+    assert by_word(strong)
+    assert by_word(strong, token_ids=text)
+    assert not by_word(strong.replace(head=None), variance=1.0, correlation=0.2)
+    assert not by_word(strong.replace(seq_len=128))
+    assert not by_word(moments.preset("gpt2", seq_len=512).replace(layers=1))
+    several = moments.predict(strong, token_ids=np.stack([text, text[::-1]]))
+    assert any(note.startswith("these texts are held by means") for note in several.warnings)
 
 
 def test_bad_texts_are_named() -> None:
