@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 import moments
-from moments.engine.classes import PositionClasses
+from moments.engine.classes import PER_OCTAVE, PositionClasses
 from moments.transfer.attention.kernels import joint_laws, logits
 
 DATA = Path(__file__).parent / "data" / "position_classes.json"
@@ -226,7 +226,12 @@ WORDS = {
         ("Mistral, window 96", 384, {"model_type": "mistral", "sliding_window": 96} | STRONG),
         ("Qwen 2, tied", 384, {"model_type": "qwen2"} | STRONG | {"tie_word_embeddings": True}),
         ("GPT-2, tied", 384, GPT | {"initializer_range": 0.06, "n_positions": 384}),
-        ("Pythia", 384, {"model_type": "gpt_neox", "rotary_pct": 0.25} | STRONG),
+        (
+            "Pythia",
+            384,
+            {"model_type": "gpt_neox", "rotary_pct": 0.25}
+            | {name: value for name, value in STRONG.items() if name != "num_key_value_heads"},
+        ),
         (
             "BLOOM, tied",
             384,
@@ -304,8 +309,10 @@ def halved(model: Any) -> dict[str, Any]:
     found, seconds = timed(model)
     of = PositionClasses.of
 
-    def finer(length: int, window: int | None = None, **_: Any) -> PositionClasses:
-        return of(length, window, per_octave=4.0, per_window=8.0)
+    def finer(
+        length: int, window: int | None = None, per_octave: float = PER_OCTAVE, **_: Any
+    ) -> PositionClasses:
+        return of(length, window, per_octave=2.0 * per_octave, per_window=8.0)
 
     PositionClasses.of = staticmethod(finer)  # type: ignore[method-assign, assignment]
     try:
