@@ -32,7 +32,9 @@ from numpy.typing import NDArray
 from .classes import Array, Matrix, PositionClasses, Sight, as_many, few_points, to_total
 
 WORDS = 1
-"""Frequencies that stand for those of the words that pairs of tokens are of."""
+"""Frequencies that stand for those of the words that pairs of tokens are of. Of Llama's layers at
+512 and 1024 tokens of Zipf's law two move the mean gradient by 2 % (layer 1), values by 3 %, for
+half as much time again."""
 
 
 LEAST = 1e-3

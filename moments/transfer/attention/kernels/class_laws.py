@@ -157,7 +157,7 @@ class Sums(NamedTuple):
         first, second: (c, n) and (c, k) weights of classes.
         one, two: (c, o) of one token, on keys of both.
         aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be, of
-            keys of each frequency; of one kind 1 where a row sees the key.
+            keys of each frequency; of one kind they are 1, and not read.
     """
 
     mixture: Mixture
