@@ -99,8 +99,9 @@ def predict(
             alike, and those of several sequences or documents likewise, however long each; not at
             all without a mask, long sequences of rotary positions included; token by token for a
             text of up to 256 tokens (of fewer than 64 where logits are as faint as GPT-2's) and
-            512 of a batch, an image or a kernel. Of longer texts, with or without a mask, classes
-            hold means over their cells and sequences. `Prediction.resolution` says which.
+            512 of a batch, an image or a kernel. Of a longer text, given or by Zipf's law, classes
+            tell tokens of one word from others where logits are strong; else, and of several texts,
+            they hold means over their cells and sequences. `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
