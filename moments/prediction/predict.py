@@ -348,7 +348,7 @@ def _resolution(
     if lengths is None or ((labels or not model.causal) and len(set(lengths)) > 1):
         return bool(resolved)
     density = DENSE_PER_OCTAVE if _falls_steeply(model) or _waves(model) else PER_OCTAVE
-    if density == PER_OCTAVE and by_word(model, inputs):
+    if density == PER_OCTAVE and by_word(model, inputs) and model.relative_bias is None:
         density = WORDS_PER_OCTAVE if text else UNKNOWN_PER_OCTAVE
     one = PositionClasses.of(max(lengths), _least_window(model), per_octave=density)
     if not model.causal:
@@ -368,10 +368,11 @@ MEANS_OF_TEXTS = (
 
 WORDS_PER_OCTAVE, UNKNOWN_PER_OCTAVE = 1.5, 1.0
 """Nodes for every doubling of the position where words are told apart, at three times the cost of
-each: of a text, and where Zipf's law stands for an unknown one. Llama-3-8B at 8192 tokens, 4
-layers, against 4 nodes: with 1 variance 2e-4, correlation 5e-4, mean gradient 7e-3, those of
-weights 1 % and of queries and keys 9 %; with 1.5: 1e-4, 3e-4, 4e-3, 1 %, 5 %; with 2: 1e-4, 3e-4,
-3e-3, .7 %, 3 %. 32 layers take 1.4 s without words (two nodes), 1.9 with 1, 2.8 with 1.5."""
+each: of a text, and where Zipf's law stands for an unknown one; not with tables of relative biases,
+whose gradients would be off by 20 %. Llama-3-8B at 8192 tokens, 4 layers, against 4 nodes: with 1
+variance 2e-4, correlation 5e-4, mean gradient 7e-3, those of weights 1 % and of queries and keys
+9 %; with 1.5: 1e-4, 3e-4, 4e-3, 1 %, 5 %; with 2: 1e-4, 3e-4, 3e-3, .7 %, 3 %. 32 layers take 1.4 s
+without words (two nodes), 1.9 with 1, 2.8 with 1.5."""
 
 LEAST_FOUND = 0.005
 """Probability that a tied head gives the token that is read, from which a token and the next are
@@ -399,11 +400,12 @@ MOST_TOGETHER = 512
 """Tokens of a batch that are resolved one by one unasked: a layer took half a minute of one busy
 processor and 0.6 GB, at twice as many 1.7 minutes and 2 GB."""
 
-DEEPEST_POST, DENSE_PER_OCTAVE = 12, 4.0
+DEEPEST_POST, DENSE_PER_OCTAVE = 4, 4.0
 """Norms on the stream beyond which classes are twice as many: gradients there fall by orders of
-magnitude from one position to the next. Of 96 such layers under doubled logits, at 40 positions,
-against every token with a row of its own: those of single tokens are off by 9 % at most and their
-mean by 2e-3, with as many classes as elsewhere by a factor of 3.7 and by 1e-2."""
+magnitude from one position to the next. Of 12 such layers at 128 positions, against every token,
+the mean gradient is off by 3e-3 and by 1.5e-2 with as many classes as elsewhere; of 96 under
+doubled logits, at 40 positions, against every token with a row of its own, those of single tokens
+are off by 9 % at most, and by a factor of 3.7 with as many as elsewhere."""
 
 
 def _lengths(model: Transformer, inputs: Inputs) -> tuple[int, ...] | None:
@@ -478,7 +480,8 @@ def _least_window(model: Transformer) -> int:
 
 def _falls_steeply(model: Transformer) -> bool:
     """Whether so many norms sit on the stream that a causal gradient gathers on first tokens."""
-    return sum(placement in ("post", "b2t") for placement in model.placements) > DEEPEST_POST
+    on_stream = sum(placement in ("post", "b2t") for placement in model.placements)
+    return model.causal and on_stream > DEEPEST_POST
 
 
 def positional(model: Transformer) -> bool:
