@@ -31,7 +31,7 @@ from .classes import (
     Array,
     Matrix,
     PositionClasses,
-    Sight,
+    TwiceClasses,
     as_many,
     lagrange,
     positions_between,
@@ -44,18 +44,9 @@ few to tell them by what all have."""
 
 
 @dataclass(frozen=True, eq=False)
-class NeighbouringClasses(PositionClasses):
-    """Of one sequence under a causal mask; `nodes` are a token's and then those of the one before.
-
-    Attributes:
-        one: classes without neighbours.
-    """
-
-    one: PositionClasses
-
-    @property
-    def inside(self) -> PositionClasses:
-        return self.one
+class NeighbouringClasses(TwiceClasses):
+    """Of one sequence under a causal mask; `nodes` are a token's and then those of the one before,
+    `one` classes without neighbours."""
 
     @functools.cached_property
     def before(self) -> NDArray[np.intp]:
@@ -71,25 +62,10 @@ class NeighbouringClasses(PositionClasses):
         return np.asarray(self.one.count - (self.one.nodes == 1))
 
     @functools.cached_property
-    def count(self) -> Array:
-        return np.concatenate([self.one.count, np.zeros(len(self.before))])
-
-    @functools.cached_property
     def pair_count(self) -> Array:
         met = self.following[:, None] * self._at_before
         rest, beside = self.one.pair_count - met - met.T, np.diag(self.following)
         return np.block([[rest, beside], [beside, np.zeros_like(rest)]])
-
-    def seen(self, window: int | None = None) -> Sight:
-        return self.one.seen(window)
-
-    def mean(self, values: Array) -> Array:
-        """Of (..., 2 P), or of the first (..., P) of them."""
-        found: Array = self.one.mean(np.asarray(values)[..., : len(self.before)])
-        return found
-
-    def in_one(self, sums: Array) -> Array:
-        return np.asarray(sums[..., : len(self.before)])
 
     def repeated(self, values: Array) -> Array:
         """Of tokens, and of those before them; logarithms are interpolated, as in `spread_out`."""
@@ -97,12 +73,6 @@ class NeighbouringClasses(PositionClasses):
         positive = np.all(values > 0.0, axis=-1, keepdims=True)
         by_logs = np.exp(np.log(np.where(positive, values, 1.0)) @ matrix)
         return np.concatenate([values, np.where(positive, by_logs, values @ matrix)], axis=-1)
-
-    def within(self, pairs: Array) -> Array:
-        return np.block([[pairs, pairs], [pairs, pairs]])
-
-    def everywhere(self, matrix: Matrix) -> Matrix:
-        return self.joined(matrix)
 
     # --- neighbours -------------------------------------------------------------------------------
 
@@ -123,26 +93,26 @@ class NeighbouringClasses(PositionClasses):
 
     @functools.cached_property
     def following_pairs(self) -> Array:
-        found, size = np.zeros((len(self.nodes),) * 2), len(self.before)
+        found, size = np.zeros((len(self.nodes),) * 2), self.size
         each = np.arange(1, size)
         found[size + each, each] = 1.0
         return found
 
     def neighbours(self, pairs: Array) -> Array:
         """(..., P) entries of a token and the one before it, of (..., 2 P, 2 P)."""
-        each = np.arange(len(self.before))
+        each = np.arange(self.size)
         return np.asarray(pairs[..., each, len(each) + each])
 
     def smooth(self, own: Array, pairs: Array) -> Matrix:
         """What any two tokens of one kernel have, without its neighbours."""
-        size = len(self.before)
+        size = self.size
         return own[..., :size], pairs[..., :size, :size]
 
     @functools.cached_property
     def _shares(self) -> tuple[Array, Array]:
         """(P, P) of the pairs of two cells, those in which the first token comes right behind the
         second; and what is left by these, turned or not. Cells are linear in log position."""
-        nodes, size = self.one.nodes, len(self.before)
+        nodes, size = self.one.nodes, self.size
         met, twice, mass = np.zeros((size, size)), np.zeros((size, size)), np.zeros(size)
         met[0, 0], twice[0, 0], mass[0] = 0.0, 1.0, 1.0
         for cell, (low, high) in enumerate(itertools.pairwise(nodes.tolist())):
@@ -168,7 +138,7 @@ class NeighbouringClasses(PositionClasses):
     def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """One matrix of means over cells, neighbours included."""
         own, rest = self.smooth(own, pairs)
-        size, each = len(self.before), np.arange(len(self.before))
+        size, each = self.size, np.arange(self.size)
         among = self._among(self.neighbours(pairs), pairs[..., size + each, each])
         return ((own, rest * self._shares[1] + among),)
 
@@ -190,7 +160,7 @@ class NeighbouringClasses(PositionClasses):
         not the same, turned."""
         turned = beside if turned is None else turned
         own, beside, turned = (np.broadcast_to(v, pairs.shape[:-1]) for v in (own, beside, turned))
-        each, right, left = np.arange(len(self.before)), np.array(pairs), np.array(pairs)
+        each, right, left = np.arange(self.size), np.array(pairs), np.array(pairs)
         right[..., each, each], left[..., each, each] = beside, turned
         top = np.concatenate([pairs, right], axis=-1)
         earlier = self._at_before @ pairs @ self._at_before.T
@@ -218,9 +188,6 @@ class NeighbouringClasses(PositionClasses):
         beside = hats @ ahead / count, hats @ behind / count
         matrix: Array = self.of_smooth(np.ones(size), rest, *beside)[1]
         return matrix
-
-    def spread_out(self, values: Array) -> Array:
-        return self.one.spread_out(values[..., : len(self.before)])
 
 
 @functools.lru_cache(maxsize=16)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .classes import Array, Matrix, PositionClasses, Sight, as_many, few_points, to_total
+from .classes import Array, Matrix, PositionClasses, TwiceClasses, as_many, few_points, to_total
 
 WORDS = 1
 """Frequencies that stand for those of the words that pairs of tokens are of. Of Llama's layers at
@@ -70,34 +70,24 @@ class Frequencies(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TextClasses(PositionClasses):
-    """Of one text; `nodes` are those of its positions, twice.
+class TextClasses(TwiceClasses):
+    """Of one text.
 
     Attributes:
-        one: classes of its positions.
         share: (P, P) of pairs of different tokens of two cells that are one word.
         frequencies: of its words.
         others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
         ids: (L,) the text; None: Zipf's law.
     """
 
-    one: PositionClasses
     share: Array
     frequencies: Frequencies
     others: Array
     ids: NDArray[np.int64] | None = None
 
     @property
-    def inside(self) -> PositionClasses:
-        return self.one
-
-    @property
     def causal(self) -> PositionClasses:
         return self.one.causal
-
-    @functools.cached_property
-    def count(self) -> Array:
-        return np.concatenate([self.one.count, np.zeros(len(self.share))])
 
     @functools.cached_property
     def pair_count(self) -> Array:
@@ -115,29 +105,12 @@ class TextClasses(PositionClasses):
         total = float(self.length - 1)
         return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
 
-    def seen(self, window: int | None = None) -> Sight:
-        return self.one.seen(window)
-
-    def mean(self, values: Array) -> Array:
-        """Of (..., 2 P), or of the first (..., P) of them."""
-        found: Array = self.one.mean(np.asarray(values)[..., : len(self.share)])
-        return found
-
-    def in_one(self, sums: Array) -> Array:
-        return np.asarray(sums[..., : len(self.share)])
-
     def repeated(self, values: Array) -> Array:
         return np.concatenate([values, values], axis=-1)
 
-    def within(self, pairs: Array) -> Array:
-        return np.block([[pairs, pairs], [pairs, pairs]])
-
-    def everywhere(self, matrix: Matrix) -> Matrix:
-        return self.joined(matrix)
-
     def kinds(self, pairs: Array) -> tuple[Array, Array]:
         """(..., P, P) of two words and of one."""
-        size = len(self.share)
+        size = self.size
         return pairs[..., :size, :size], pairs[..., :size, size:]
 
     def of_kinds(self, others: Array, same: Array) -> Array:
@@ -150,11 +123,11 @@ class TextClasses(PositionClasses):
     def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """One matrix of means over cells."""
         others, same = self.kinds(pairs)
-        return ((own[..., : len(self.share)], others + self.share * (same - others)),)
+        return ((own[..., : self.size], others + self.share * (same - others)),)
 
     def told_apart(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """Of two words, and of one."""
-        single = own[..., : len(self.share)]
+        single = own[..., : self.size]
         others, same = self.kinds(pairs)
         return (single, others), (single, same)
 
@@ -179,9 +152,6 @@ class TextClasses(PositionClasses):
         counted = self.one.pair_count
         others = as_many(found - alike, pairs - same, counted * (1.0 - self.share))
         return self.of_kinds(others, as_many(alike, same, counted * self.share))
-
-    def spread_out(self, values: Array) -> Array:
-        return self.one.spread_out(values[..., : len(self.share)])
 
 
 def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:

@@ -223,17 +223,15 @@ class Stack:
             fixed = placed_positions(model, self.resolved, sequences, self.documents)
         signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
         classes = self.layout.classes
-        if isinstance(classes, TextClasses):
-            pass  # words are told apart, and nothing repeats in cells
-        elif read and classes is not None and self.inputs.token_ids is None:
+        if read and classes is not None:
             assert isinstance(model.embedding, Embedding)
-            signal = signal.replace(repeats=placed_repeats(model.embedding, classes, model.d_model))
-        elif read and classes is not None:
-            assert isinstance(model.embedding, Embedding)
-            assert self.counted is not None
-            repeats = class_repeats(model.embedding, self.counted, self.ids)
-            if self.counted is not classes:
-                repeats = repeats.of_first(len(classes.nodes))
+            if self.inputs.token_ids is None or isinstance(classes, TextClasses):
+                repeats = placed_repeats(model.embedding, classes, model.d_model)
+            else:
+                assert self.counted is not None
+                repeats = class_repeats(model.embedding, self.counted, self.ids)
+                if self.counted is not classes:
+                    repeats = repeats.of_first(len(classes.nodes))
             signal = signal.replace(repeats=repeats)
         if model.embedding is not None and read:
             rest = declare_embedding(model.embedding, model, theory)
