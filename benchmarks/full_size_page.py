@@ -503,7 +503,7 @@ TEXTS = """A text longer than 256 tokens is held by classes of positions. With l
 as those of weights of deviation .02 at these widths, keys of one token draw the same attention and
 have the same value, so that what two positions share takes two values: of one word and of two.
 Forward variance comes out {low[variance]} to {high[variance]} %, correlations {low[correlation]}
-to {high[correlation]} hundredths, gradient variance {low[grad_variance]} to
+to {high[correlation]} hundredths, gradient variance behind the embedding {low[grad_variance]} to
 {high[grad_variance]} %, query and key norms {low[query and key]} to {high[query and key]} %, and
 other matrices' {low[others]} to {high[others]} %. Means over both, with which these were first
 predicted, gave correlations up to 37 hundredths too high, query and key norms up to 76 % too low

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import speed
@@ -99,12 +100,11 @@ def calls_of(model: moments.Transformer) -> tuple[list[Call], list[int]]:
         starts.append(len(Noted.calls or ()))
         return propagate(self, *given)
 
-    Stack.enter, Layer.propagate = entered, counted  # type: ignore[method-assign]
     Noted.calls = calls = []
     try:
-        moments.predict(model)
+        with patch.object(Stack, "enter", entered), patch.object(Layer, "propagate", counted):
+            moments.predict(model)
     finally:
-        Stack.enter, Layer.propagate = enter, propagate  # type: ignore[method-assign]
         Noted.calls = None
     return calls, starts
 
@@ -127,7 +127,8 @@ def again(calls: list[Call]) -> Callable[[], None]:
         lines.append(f"f{k}({','.join(given)})")
     body = "\n ".join(lines)
     exec(compile(f"def run():\n {body}", "<calls of numpy>", "exec"), names)
-    return names["run"]  # type: ignore[no-any-return]
+    run: Callable[[], None] = names["run"]
+    return run
 
 
 def least(*works: Callable[[], Any], runs: int = RUNS) -> list[float]:

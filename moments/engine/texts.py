@@ -33,12 +33,12 @@ from .classes import Array, Matrix, PositionClasses, TwiceClasses, as_many, few_
 
 WORDS = 1
 """Frequencies that stand for those of the words that pairs of tokens are of. Of Llama's layers at
-512 and 1024 tokens of Zipf's law two move the mean gradient by 2 % (layer 1), values by 3 %, for
-half as much time again."""
-
+512 and 1024 tokens of Zipf's law two move the mean gradient by 2.5 % where it enters, weights'
+gradients by 1.2 % and correlations by .001."""
 
 LEAST = 1e-3
-"""Other tokens of a pair's word, where there are fewer: what they add is then lost in rounding."""
+"""Other tokens of a pair's word, where there are fewer: counts that nothing divides by. A tenth and
+ten times as many move no such prediction by 1e-4."""
 
 
 class Frequencies(NamedTuple):

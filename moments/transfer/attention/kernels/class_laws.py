@@ -186,8 +186,11 @@ class Sums(NamedTuple):
         self, law: Kinds, sweeps: int, directions: Sequence[Kinds]
     ) -> tuple[Kinds, list[Kinds]]:
         """The law scaled so that its means over either key are `aims_first` and `aims_second` (see
-        `joint_laws.balanced`); and of it law o (direction + u 1^T + 1 v^T) whose
-        means over either key are 0 (see `joint_laws.tangent`). Of one kind all are written over.
+        `joint_laws.balanced`); and of it law o (direction + u 1^T + 1 v^T) whose means over either
+        key are 0 (see `joint_laws.tangent`).
+
+        Of one kind all are written over: those steps are the same of one frequency, and stand by
+        themselves because they work in place, on maps that serve every sweep.
 
         Args:
             law: not yet scaled.
@@ -379,7 +382,8 @@ class Sums(NamedTuple):
 
 
 LEAST_OTHERS = 0.05
-"""Share of pairs of two words below which they count no more: there are hardly any."""
+"""Share of pairs of two words below which they count no more: there are hardly any. Chosen; .01 and
+.2 move Llama's layers on 512 and 1024 tokens of Zipf's law, and GPT-2's on 384, by no 1e-4."""
 
 
 def _settled(values: Array, last: Array, sweep: int) -> bool:

@@ -348,7 +348,7 @@ TOLERANCE = 2e-5
 
 MOST_GROWN = 2.0
 """Bound of a mean over the offsets of two cells over its value at the mean, which may be next to
-nothing."""
+nothing. Chosen; 1.3 and 4 move Llama's layers on 512 and 1024 tokens by less than 1e-4."""
 
 
 class Across(NamedTuple):
@@ -662,6 +662,8 @@ class PositionAttention:
             found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
         aways = None if away is None else [logits.log_mean(away[kind], exponent) for kind in spread]
+        # Beside words not followed: of Llama's layers queries and keys move by 2.5 % as classes are
+        # doubled, of Mistral's in windows by 11 %.
         varying = None if away is None or logits.words is not None else _varying(keys, away[0])
         parts = mixture.parts_of(own, within, diagonal)
         counted = []
