@@ -131,10 +131,12 @@ def _dimension(linear: float) -> float:
 
 
 _NEARLY = 0.99
-"""Linear share from which a step's third order is all it has beyond."""
+"""Linear share from which a step's third order is all it has beyond. Chosen; .9 and .999 change
+nothing of Adam's and Muon's first steps of 12 layers of width 64."""
 
 _APART = 16
-"""Writes that are told apart; of more, those whose deltas are most alike count as one."""
+"""Writes that are told apart; of more, those whose deltas are most alike count as one. Half and
+twice as many move those steps' loss by 2e-5 and the stream's change by 1.4e-4."""
 
 
 @dataclass(frozen=True)
