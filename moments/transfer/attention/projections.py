@@ -302,7 +302,7 @@ def normalised_cross(
         plain: the paths of keys that are not normalised.
     """
     queries, keys = law.queries.kernel, law.keys.kernel
-    total = law.scale * queries.diagonal * queries.lift(keys.mean_diagonal())[0]
+    total = queries.scaled(law.scale * keys.mean_diagonal()).diagonal
     apart = np.clip(ratio_or_zero(rows.logit_variance, total), 0.0, 1.0)
     several = np.maximum((1 - rows.squares) * (1 - 2 * rows.squares), 0.0)
     lost = 2 / width * rows.logit_variance * apart * several
