@@ -289,6 +289,25 @@ class TokenLayer:
         found = self._numbers("mean_attention")
         return found.reshape(*self._shape[:-2], *found.shape[-2:])
 
+    def head_weights(self) -> Array:
+        """(heads, n, n) mean attention of every head of one kernel; one, where all are alike."""
+        nodes = [np.asarray(one.mean_attention) for one in self._rows[0].layers]
+        if not self._leaf.alibi:
+            return np.stack(nodes)
+        # a node stands for several heads where these are many: by what each loses with the distance
+        every, few = (
+            self._leaf.alibi * alibi_slopes(int(self._leaf.heads)),
+            head_slopes(self._leaf)[0],
+        )
+        where = positions(len(nodes[0]), self._leaf)
+        distance = np.abs(np.subtract.outer(where, where))
+        found = []
+        for slope in every:
+            near = int(np.argmin(np.abs(np.log(few / slope))))
+            weights = nodes[near] * np.exp((few[near] - slope) * distance)
+            found.append(weights / weights.sum(-1, keepdims=True))
+        return np.stack(found)
+
     @functools.cached_property
     def sum_square(self) -> Array:
         """E sum_j a_ij^2."""
