@@ -11,9 +11,8 @@ from ..engine.classes import MOST_WINDOWS, PositionClasses
 from ..engine.state import Array, Fluctuation, Kernel, Signal
 from ..engine.texts import TextClasses
 from ..errors import DomainError, domain_error
-from ..formulas.checks import check_array, check_in
+from ..formulas.checks import NONNEGATIVE, POSITIVE, Interval, check_array, check_in
 from ..formulas.law import Theory
-from ..formulas.symbols import NONNEGATIVE, POSITIVE, Interval
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..transfer.embedding import (

@@ -66,7 +66,7 @@ import numpy as np
 
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...errors import domain_error
-from ...formulas.recording import as_number, is_number
+from ...formulas.algebra import as_number, is_number
 from .kernels.exact_rows import THETA_PEAKED
 
 CAP_NOTED = 0.3
