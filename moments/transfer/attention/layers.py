@@ -562,12 +562,13 @@ class ClassLayer:
         return paths
 
     def summed(self, query: Kernel) -> Kernel:
-        if self._turning is None or type(self._classes) is not PositionClasses:
+        classes = self._classes
+        if self._turning is None or type(classes) not in (PositionClasses, TextClasses):
             return query
-        count = self._classes.pair_count
+        count = classes.inside.pair_count
         usable = count > 0.0
         share = self._turning.pair_count() / np.where(usable, count, 1.0)
-        return query.weighted(1.0, np.where(usable, share, 1.0))
+        return query.weighted(1.0, classes.within(np.where(usable, share, 1.0)))
 
     def overlap_path(self, gained: Kernel) -> Kernel:
         return self._of_rows(lambda one: one.overlap_path) * gained

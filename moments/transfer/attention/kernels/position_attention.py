@@ -574,6 +574,8 @@ class PositionAttention:
         self.counted = logits.sight.keys * self.weights
         self._pairs = RowPairs.of(sight, logits.turning)
         self._rare = np.zeros_like(self.weights)
+        kinds = logits.mixture().kinds
+        self._together, self._moving = np.zeros((2, kinds, *self.weights.shape))
         self._response = self._self_response()
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
@@ -690,9 +692,8 @@ class PositionAttention:
             found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
         aways = None if away is None else [logits.log_mean(away[kind], exponent) for kind in spread]
-        # Beside words not followed: of Llama's layers queries and keys move by 2.5 % as classes are
-        # doubled, of Mistral's in windows by 11 %.
-        varying = None if away is None or logits.words is not None else _varying(keys, away[0])
+        varying = None if away is None else [_varying(keys, away[kind]) for kind in spread]
+        together: list[Array] = []
         parts = mixture.parts_of(own, within, diagonal)
         counted = []
         for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
@@ -720,12 +721,20 @@ class PositionAttention:
                     single = response**2 * diagonal(parts[part][1])
                     single = single - 2.0 * middle_own * diagonal(pairs)
                 whole = middle_own * response - single
-                if varying is not None and away is not None:
-                    whole -= 2.0 * _together(exponent[..., 0], response, pairs, varying)
-                    aways = [logits.log_mean(_moved(away[0], response), exponent)]
                 projected.append((whole, np.subtract(middle, moved, out=moved)))
-            response = 1.0 - found[0][0]
-            rare = response**2 * (own - diagonal(within[0]))
+            responses = [1.0 - beside for beside, _ in found]
+            rare = responses[0] ** 2 * (own - diagonal(within[0]))
+            if varying is not None and away is not None:
+                together = _together(mixture, exponent[..., 0], responses, found, varying)
+                rare -= 2.0 * together[0]
+                for (whole, _), one in zip(projected, together, strict=True):
+                    whole -= 2.0 * one
+                aways = [
+                    logits.log_mean(_moved(away[kind], response), exponent)
+                    for kind, response in zip(
+                        spread, _of_other_keys(mixture, responses), strict=True
+                    )
+                ]
             joint = mixture.joined(projected, rare)
             joint = bounded_exp(joint, diagonal, exponent, aways)
             for beside, pairs in joint:
@@ -754,7 +763,12 @@ class PositionAttention:
                 found[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
             if largest < TOLERANCE:
                 break
-        self._rare[of, among] = held * (1.0 - found[0][0])
+        responses = [1.0 - beside for beside, _ in found]
+        self._rare[of, among] = held * responses[0]
+        if varying is not None:
+            together = _together(mixture, exponent[..., 0], responses, found, varying)
+            self._together[:, of, among] = together
+            self._moving[:, of, among] = _of_other_keys(mixture, responses)
         return [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(found)]
 
     # --- pairs of rows -------------------------------------------------------------------------
@@ -794,24 +808,13 @@ class PositionAttention:
                 rare = rare[long - long[0]]
             rare = rare * (self._rare[long, keys] * self._rare[short, keys])
             found.append(mixture.joined(moved, rare))
-        if self.logits.turning is not None and self.logits.words is None:
-            # kernels as turned, and as in one row
-            together = self._together[long, keys] + self._together[short, keys]
-            found[1][0][0][...] -= together * tile.met_own
+        if self.logits.turning is not None:  # kernels as turned, and as in one row
             alone = self._pairs.alone[tile.pairs]
-            found[0][0][0][alone] -= together[alone]
+            for kind, one in enumerate(self._together):
+                together = one[long, keys] + one[short, keys]
+                found[1][kind][0][...] -= together * tile.met_own
+                found[0][kind][0][alone] -= together[alone]
         return found
-
-    @functools.cached_property
-    def _together(self) -> Array:
-        """(P, P) of every row what `_together` says."""
-        rows, logits, maps = self._rows, self.logits, self._response[0]
-        exponent = rows.own_response * logits.scale * logits.queries[0] * rows.softening
-        exponent = exponent / np.maximum(rows.strength, 1e-6) ** 2
-        away = logits.deviation
-        assert away is not None
-        varying = _varying(logits.sight.keys, away[0])
-        return _together(exponent[:, None], maps.own, -maps.pairs, varying)
 
     def _joint_laws(self) -> None:
         """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
@@ -965,15 +968,13 @@ class PositionAttention:
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, tile.left)
             assert inside is not None
-            for kind, of_kind in zip(sums.mixture.values, away, strict=True):
-                where = inside[kind]
-                if logits.words is None:
-                    where = _moved(where, self._response[0].own[rows, tile.left])
-                where = where[long[alone] - rows.start]
+            kinds = zip(sums.mixture.values, away, self._moving, strict=True)
+            for kind, of_kind, moving in kinds:
+                where = _moved(inside[kind], moving[rows, tile.left])[long[alone] - rows.start]
                 of_kind[alone] = logits.log_mean(where, factor[alone, None, None])
-        kinds, times = exponent
+        law, times = exponent
         times = None if times is None else times[:, None, None]
-        law = bounded_exp(kinds, tile.diagonal, times, away)
+        law = bounded_exp(law, tile.diagonal, times, away)
         for own, pairs in law:
             own *= tile.met_own
             pairs *= tile.met
@@ -1534,18 +1535,36 @@ def _varying(keys: Array, away: Array) -> Array:
     return np.asarray(np.maximum(keys[:, None, :] - np.eye(keys.shape[-1]), 0.0) * away**2)
 
 
-def _together(exponent: Array, response: Array, overlap: Array, varying: Array) -> Array:
+def _together(
+    mixture: Mixture, exponent: Array, responses: list[Array], overlap: Kinds, varying: list[Array]
+) -> list[Array]:
     """(n, q) of sum_k A_jk C_kj beyond the product of the means of cells, (1 - A) on its other side
-    and A varying with what the law exponentiates.
+    and A varying with what the law exponentiates; of tokens j of every kind.
 
     Args:
+        mixture: of kinds of pairs.
         exponent: (n, 1) of the law of a row with itself.
-        response: (n, q) own part of 1 - A.
-        overlap: (n, q, r) A of two keys.
+        responses: (n, q) own part of 1 - A.
+        overlap: A of two keys.
         varying: (n, q, r) variance of C inside cells times counts of other keys k.
     """
-    sums = ((overlap * varying) @ response[:, :, None])[..., 0]
-    return np.asarray(exponent * response**2 * sums)
+    others = _of_other_keys(mixture, responses)
+    held = [
+        pairs * variance * response[:, None, :]
+        for (_, pairs), variance, response in zip(overlap, varying, others, strict=True)
+    ]
+    sums = [one.sum(-1) for one in mixture.met(held)]
+    return [exponent * response**2 * one for response, one in zip(responses, sums, strict=True)]
+
+
+def _of_other_keys(mixture: Mixture, responses: list[Array]) -> list[Array]:
+    """(n, q) own part of 1 - A of what other tokens' keys have: of words of any frequency, and of
+    the same."""
+    if mixture.share is None:
+        return responses
+    portion = mixture.frequencies.portion
+    mean = np.asarray(sum(p * one for p, one in zip(portion, responses, strict=True)))
+    return [mean, *responses[1:]]
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
