@@ -833,8 +833,8 @@ class PositionAttention:
                     rare = rare[long - long[0]]
                 singles.append(rare * held)
             found.append(mixture.joined(moved, *singles))
-        # Kernels as turned, and as in one row; what keys at one place of two documents vary together
-        # beside words is not followed.
+        # Kernels as turned, and as in one row; what keys at one place of two documents vary
+        # together beside words is not followed.
         if self.logits.turning is not None and mixture.met is None:
             alone = self._pairs.alone[tile.pairs]
             for kind, one in enumerate(self._together):
