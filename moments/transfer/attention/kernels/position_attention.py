@@ -552,6 +552,7 @@ class PositionAttention:
         self._pairs = RowPairs.of(sight, logits.turning)
         self._rare = np.zeros_like(self.weights)
         self._response = self._self_response()
+        self._project()
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
         own, inside = logits.mixture().mean_of(self._alone)
@@ -572,7 +573,7 @@ class PositionAttention:
         """Keep what the way back needs of the laws, in single precision, and not the rest."""
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
-        del self._laws, self._response, self._slope, self._sums, self._traces
+        del self._laws, self._projections, self._response, self._slope, self._sums, self._traces
 
     def _of_two_documents(self, met: Across) -> PositionAttention:
         """These rows, met by those of another document, which sees other tokens at the same places:
@@ -595,6 +596,8 @@ class PositionAttention:
         found = copy.copy(self)
         found._kernels, found._pairs, found._dropped = kernels, pairs, 0.0
         found.across = found.beside = None
+        if pairs is not self._pairs or kernels.keys is not self._kernels.keys:
+            found._project()
         found._joint_laws()
         found._forward()
         found._give_back()
@@ -799,6 +802,35 @@ class PositionAttention:
         assert isinstance(self.logits.sight, FadingSight)
         return np.asarray((self.logits.sight.heavier - 1.0)[rows, keys] * self.weights[rows, keys])
 
+    def _project(self) -> None:
+        """What joint laws are made of that knows no queries: rows that meet in several ways share
+        it, half of what their laws cost."""
+        logits, pairs, turning = self.logits, self._pairs, self.logits.turning
+        moved, unturned, along_values = [], [], []
+        turn = np.ones(len(pairs.long))
+        self._sums = [self._sums_of(tile) for tile in pairs.tiles]
+        self._traces = [self._trace(*one) for one in zip(pairs.tiles, self._sums, strict=True)]
+        for tile, trace in zip(pairs.tiles, self._traces, strict=True):
+            own, of_kinds = self._between_keys(tile)
+            kernels: list[tuple[Array, list[Array], bool]] = [(own, of_kinds, False)]
+            if tile.turned is not None:
+                of_keys, of_rows = tile.turned
+                assert turning is not None
+                within = turning.within[tile.rows, tile.left, tile.right]
+                turned = own * of_rows[:, None], [kernel * of_keys for kernel in of_kinds]
+                still = own, [kernel * within for kernel in of_kinds]
+                kernels = [(*turned, True), (*still, False)]
+            if not logits.aligned:
+                kernels.append((*self._between_values(tile), False))
+            found = self._projected(tile, kernels)
+            moved.append(found[0])
+            along_values.append(found[-1])
+            if tile.turned is not None:
+                unturned.append(found[1])
+                meeting = _gathered(trace, found[0]), _gathered(trace, found[1])
+                turn[tile.pairs] = _ratio(*meeting, of_rows)
+        self._projections = moved, unturned, along_values, turn
+
     def _joint_laws(self) -> None:
         """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
         it."""
@@ -820,30 +852,7 @@ class PositionAttention:
         exponent = exponent * logits.scale * temperature[:, None]
         exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
 
-        moved, unturned = [], []
-        turn = np.ones(len(bare))
-        self._sums = [self._sums_of(tile) for tile in pairs.tiles]
-        self._traces = [self._trace(*one) for one in zip(pairs.tiles, self._sums, strict=True)]
-        along_values = []
-        for tile, trace in zip(pairs.tiles, self._traces, strict=True):
-            own, of_kinds = self._between_keys(tile)
-            kernels: list[tuple[Array, list[Array], bool]] = [(own, of_kinds, False)]
-            if tile.turned is not None:
-                of_keys, of_rows = tile.turned
-                assert turning is not None
-                within = turning.within[tile.rows, tile.left, tile.right]
-                turned = own * of_rows[:, None], [kernel * of_keys for kernel in of_kinds]
-                still = own, [kernel * within for kernel in of_kinds]
-                kernels = [(*turned, True), (*still, False)]
-            if not logits.aligned:
-                kernels.append((*self._between_values(tile), False))
-            found = self._projected(tile, kernels)
-            moved.append(found[0])
-            along_values.append(found[-1])
-            if tile.turned is not None:
-                unturned.append(found[1])
-                meeting = _gathered(trace, found[0]), _gathered(trace, found[1])
-                turn[tile.pairs] = _ratio(*meeting, of_rows)
+        moved, unturned, along_values, turn = self._projections
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.vecdot(one.T, exponent) for one in (self._basis, slopes))
@@ -939,7 +948,7 @@ class PositionAttention:
 
         Args:
             tile, sums: of pairs, and over their keys.
-            directions: the projected kernel, and where they are not its the values', written over.
+            directions: the projected kernel, and where they are not its the values'.
             exponent: of the law, as a matrix and what multiplies it; None: nothing does.
             factor: (c,) of the exponent in the kernel, for a row with itself.
             slope: (c,) its derivative in the correlation.
@@ -963,12 +972,14 @@ class PositionAttention:
         for own, pairs in law:
             own *= tile.met_own
             pairs *= tile.met
-        for direction in directions:
-            for beside, between in direction:
-                beside += tile.diagonal(between)
-                beside *= slope[:, None]
-                between *= slope[:, None, None]
-        joint, tangents = sums.balanced_with(law, JOINT_SWEEPS, directions)
+        sloped = [
+            [
+                (slope[:, None] * (beside + tile.diagonal(between)), slope[:, None, None] * between)
+                for beside, between in direction
+            ]
+            for direction in directions
+        ]
+        joint, tangents = sums.balanced_with(law, JOINT_SWEEPS, sloped)
         return _Laws(joint, tangents[0], tangents[-1])
 
     def _sums_of(self, tile: Tile) -> Sums:
