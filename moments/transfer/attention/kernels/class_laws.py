@@ -87,6 +87,16 @@ class Mixture(NamedTuple):
         alone: Any = sum(p * one for p, one in zip(self.frequencies.portion, whole, strict=True))
         return alone - diagonal(pairs), pairs
 
+    def met(self, kinds: Sequence[Array]) -> list[Array]:
+        """(..., n, k) over all pairs of a token of every kind: of a word that is read once, and of
+        words as frequent as some are."""
+        if self.share is None:
+            return list(kinds)
+        found = [kinds[0]]
+        for level, same in zip(self.frequencies.level[1:].tolist(), kinds[1:], strict=True):
+            found.append(self.mean([kinds[0], same], level))
+        return found
+
     def alike(self, kinds: Sequence[Array]) -> list[Array]:
         """Of two words and of one, however frequent."""
         if self.share is None:
