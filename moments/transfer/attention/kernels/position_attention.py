@@ -726,7 +726,7 @@ class PositionAttention:
             its_own += beside
         step, last = np.full(len(keys), 0.5), None
         every, aims, sent = slice(0, len(own)), self._by_frequency[of, among], keys * weights
-        sums = Sums(mixture, every, every, sent, sent, weights, weights, aims, aims)
+        sums = Sums.of(mixture, (every, every), (sent, sent), (weights, weights), (aims, aims))
         for _ in range(ITERATIONS):
             # (1 - A) C (1 - A)^T, of every part A = (found, inside): `product` twice, in place
             projected = []
@@ -1029,16 +1029,18 @@ class PositionAttention:
         sight, weights = self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         # keys that the other row does not see lack what that row's own terms add
-        return Sums(
+        return Sums.of(
             self._mixture(tile),
-            tile.own_left,
-            tile.own_right,
-            sight.split[short, long, left] * weights[long, left],
-            sight.split[long, short, right] * weights[short, right],
-            weights[long, tile.own] * self._shared(tile, long, short, tile.own),
-            weights[short, tile.own] * self._shared(tile, short, long, tile.own),
-            self._by_frequency[long, left],
-            self._by_frequency[short, right],
+            (tile.own_left, tile.own_right),
+            (
+                sight.split[short, long, left] * weights[long, left],
+                sight.split[long, short, right] * weights[short, right],
+            ),
+            (
+                weights[long, tile.own] * self._shared(tile, long, short, tile.own),
+                weights[short, tile.own] * self._shared(tile, short, long, tile.own),
+            ),
+            (self._by_frequency[long, left], self._by_frequency[short, right]),
         )
 
     def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
