@@ -19,7 +19,7 @@ from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
 from ..hook_points import ENCODER, HookPoint
 from ..hook_points import Block as Branch
-from ..roles import ModuleRoles, Role
+from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
 from ..running import in_mode, padding_row
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
@@ -93,6 +93,8 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Re
         raise
     except Exception as error:  # the module's own operations, on numbers that it never saw
         said = f"{type(error).__name__}: {error}".splitlines()[0]
+        if routed := graph.routed():
+            said = f"{routed} chooses by its numbers which tokens go where, as experts are chosen"
         raise MomentsError(
             f"what {type(module).__name__} computes depends on its numbers in a way that could not "
             f"be followed ({said})"
@@ -375,7 +377,7 @@ class _Reading:
         if not stream.chains:
             raise MomentsError(
                 f"{type(self.module).__name__}: no attention beside a residual stream was found in "
-                "what it computes"
+                f"what it computes{_quantised(self.module)}"
             )
         chains = stream.chains
         if len(chains) > 2:  # whatever stands in them: what is read is the longest
@@ -386,6 +388,11 @@ class _Reading:
                 self.reasons.append("layers that share their weights")
                 chain.sums = chain.sums[:matrices]
             stream.fill(chain)
+        if stream.read.adapters:
+            names = ", ".join(gathered_names(stream.read.adapters))
+            self.doubts.append(
+                f"adapters that are zero, and add nothing yet, are left out ({names})"
+            )
         self.reasons += stream.doubts
         self.doubts += stream.notes
         self.tensors = dict(self.module.named_parameters())
@@ -975,6 +982,22 @@ class _Reading:
             pool=found.pool if found.pool in ("first", "mean") else "first",
             **changes,
         )
+
+
+def _quantised(module: nn.Module) -> str:
+    """A remark on parts that hold matrices as integers, whose products are of no parameter."""
+    found = []
+    for path, part in module.named_modules():
+        held = [t for t in part.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
+        matrices = [t for t in held if t.ndim > 1]
+        packed = hasattr(part, "_packed_params")  # torch's own quantised layers
+        counts = any(not t.is_floating_point() and t.dtype != torch.bool for t in matrices)
+        if not list(part.children()) and (packed or (counts and len(matrices) < 3)):
+            found.append(path.removesuffix("._packed_params"))
+    if not found:
+        return ""
+    names = ", ".join(dict.fromkeys(map(gathered_pattern, found)))
+    return f"; {names} hold matrices as integers: pass the module before it is quantised"
 
 
 def _of_sines(table: Tensor) -> bool:
