@@ -12,9 +12,8 @@ from ..engine.state import Array, Fluctuation, Kernel, Signal
 from ..engine.texts import TextClasses
 from ..engine.trace import Run
 from ..errors import DomainError, domain_error
-from ..formulas.checks import check_array, check_in
+from ..formulas.checks import NONNEGATIVE, POSITIVE, Interval, check_array, check_in
 from ..formulas.law import Theory
-from ..formulas.symbols import NONNEGATIVE, POSITIVE, Interval
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare_embedding
