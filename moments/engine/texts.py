@@ -76,7 +76,8 @@ class TextClasses(TwiceClasses):
     Attributes:
         share: (P, P) of pairs of different tokens of two cells that are one word.
         frequencies: of its words.
-        others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
+        others: (T - 1, P) of the tokens of a cell, those of a pair's word besides that pair, by its
+            frequency.
         ids: (L,) the text; None: Zipf's law.
     """
 
@@ -157,13 +158,18 @@ class TextClasses(TwiceClasses):
 def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
     """Of a text (L,)."""
     share = np.clip(one.pair_means(ids, ids), 0.0, 1.0)
-    length, (_, count) = one.length, np.unique(ids, return_counts=True)
+    length = one.length
+    _, word, count = np.unique(ids, return_inverse=True, return_counts=True)
     shares = (count - 1.0) / (length - 1.0)
     frequencies = Frequencies.of(shares, count / length)
     total = float(shares @ count) / length
-    others = np.maximum(frequencies.level[1:] * total * (length - 1.0) - 1.0, LEAST) / (
-        length - 2.0
-    )
+    often = frequencies.level[1:] * total * (length - 1.0) - 1.0
+    # Where in the text the words of pairs stand: each as often as there are pairs of it, and others.
+    each = (count - 1.0) * np.maximum(count - 2.0, 0.0)
+    where = one.cell_means(each[word])
+    mean = float(each @ count) / length
+    where = where / mean if mean > 0.0 else np.ones_like(where)
+    others = np.maximum(often[:, None] / (length - 2.0) * where, LEAST / (length - 2.0))
     return TextClasses(length, np.tile(one.nodes, 2), one, share, frequencies, others, ids)
 
 
@@ -176,5 +182,5 @@ def zipf_classes(one: PositionClasses, vocab_size: int) -> TextClasses:
     collision = float(portions @ portions)
     share = np.full((size, size), collision)
     frequencies = Frequencies.of(portions, portions)
-    others = frequencies.level[1:] * collision
+    others = np.tile(frequencies.level[1:, None] * collision, size)
     return TextClasses(one.length, np.tile(one.nodes, 2), one, share, frequencies, others)

@@ -383,7 +383,8 @@ class Words(NamedTuple):
         queries, keys, values: (P, P).
         share: (P, P) of pairs that are.
         frequencies: of words.
-        others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
+        others: (T - 1, P) of a cell's tokens, those of a pair's word besides that pair, by its
+            frequency.
     """
 
     queries: Array
@@ -459,7 +460,9 @@ class ClassLogits(NamedTuple):
             across = Across(across.queries, parts(across.keys), parts(across.values), varying)
         if words is not None:
             of_keys, of_values, share = words.keys[both], words.values[both], words.share[both]
-            words = words._replace(keys=of_keys, values=of_values, share=share)
+            words = words._replace(
+                keys=of_keys, values=of_values, share=share, others=words.others[:, held]
+            )
         return self._replace(
             keys=keys,
             values=values,
@@ -676,12 +679,12 @@ class PositionAttention:
 
     # --- rows ----------------------------------------------------------------------------------
 
-    def _counts(self, keys: Array) -> list[Array]:
+    def _counts(self, keys: Array, among: slice = slice(None)) -> list[Array]:
         """What sums over keys count: of all, and of other tokens of a pair's word, of each kind."""
         words = self.logits.words
         if words is None:
             return [keys]
-        return [keys, *(keys * level for level in words.others)]
+        return [keys, *(keys * level for level in words.others[:, among])]
 
     def _self_response(self) -> list[RowMaps]:
         """1 - A of every row, by the parts of `Mixture`; see `joint_laws.self_overlap`."""
@@ -698,7 +701,7 @@ class PositionAttention:
         logits, rows = self.logits, self._rows
         keys, seen = logits.sight.keys[of, among], logits.sight.seen[of, among]
         weights, own = self.weights[of, among], logits.keys[0][among]
-        mixture, counts = logits.mixture(among, among), self._counts(keys)
+        mixture, counts = logits.mixture(among, among), self._counts(keys, among)
         held = seen.astype(float)
         both = held[:, :, None] * held[:, None, :]
         temperature = logits.scale * logits.queries[0]
