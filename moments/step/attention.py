@@ -19,13 +19,14 @@ See docs/theory/first-step.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .change import Array, Change, between
+from .change import Array, Change, between, conserved
 from .heads import Heads
 
 
@@ -44,7 +45,7 @@ class Rows:
     Attributes:
         query_kernel: of the tokens that queries read.
         key_kernel: of those that keys and values read, C; self-attention's are the same.
-        weights: W, mean attention.
+        weights: (heads, T, T) W of each, mean attention; one, where all are alike.
         response: the query path's kernel per unit of the gradient's behind the value weights.
         gain: of the value weights.
         behind: gradient behind the value weights.
@@ -81,8 +82,17 @@ class Rows:
         )
         return float((self.key_kernel * self.key_path).sum()) / size if size else 1.0
 
+    @functools.cached_property
+    def _apart(self) -> list[Rows]:
+        """Heads that are not alike, one by one."""
+        if len(self.weights) == 1:
+            return []
+        return [dataclasses.replace(self, weights=one[None]) for one in self.weights]
+
     def _joint(self, keys: Array, values: Array) -> Array:
         """J, by averages over rows from either side."""
+        if self._apart:
+            return _average([one._joint(keys, values) for one in self._apart])
         mean = self._mean
         if values is keys or _symmetric(keys, values):
             (left, one), (right, two) = self._averages(keys), self._averages(values)
@@ -96,6 +106,8 @@ class Rows:
 
     def _both(self, tokens: Array) -> Array:
         """W A W^T."""
+        if self._apart:
+            return _average([one._both(tokens) for one in self._apart])
         return self._mean(self._mean(tokens).T).T
 
     def _averages(self, tokens: Array) -> tuple[Array, Array]:
@@ -113,15 +125,15 @@ class Rows:
     def _mean(self, tokens: Array) -> Array:
         """W A, sequence by sequence."""
         if self.sequences == 1:
-            return np.asarray(self.weights @ tokens)
-        rows, keys = self.weights.shape
+            return np.asarray(self.weights[0] @ tokens)
+        rows, keys = self.weights[0].shape
         split = tokens.reshape(self.sequences, keys // self.sequences, -1)
         return np.asarray((self._blocks @ split).reshape(rows, -1))
 
     @functools.cached_property
     def _blocks(self) -> Array:
-        count, (rows, keys) = self.sequences, self.weights.shape
-        shaped = self.weights.reshape(count, rows // count, count, keys // count)
+        count, (rows, keys) = self.sequences, self.weights[0].shape
+        shaped = self.weights[0].reshape(count, rows // count, count, keys // count)
         return np.stack([shaped[k, :, k] for k in range(count)])
 
     @functools.cached_property
@@ -140,12 +152,18 @@ class Rows:
     def _still(self) -> Array:
         return self._joint(self.key_kernel, self.key_kernel)
 
-    def carried(self, changes: Three, gradient: Array) -> Change:
+    def carried(
+        self,
+        changes: Three,
+        gradient: Array,
+        received: tuple[Array | None, Array | None] = (None, None),
+    ) -> Change:
         """The heads' change, from those of queries, keys and values on the scale of the tokens.
 
         Args:
             changes: of the three.
             gradient: E delta delta at the heads.
+            received: draws of E delta delta at values and at the heads, less it.
         """
         (query, key, value), gain = changes, self.gain
         q, c, product = self.query_kernel, self.key_kernel, self._product
@@ -189,7 +207,17 @@ class Rows:
         # the causes share delta; of means, the square of what tilts the weights once more
         cross = between(parts[0] + (0.0 if drawn else 0.5) * moving, gradient, moving)
         total = gain * (moved.total + total + tilted) + cross + cross.T
-        return Change(parts[0] + moving, gain * (moved.overlap + overlap), total, nothing)
+        passed = Change.of(parts[0])
+        if value.drawn is not None:
+            tilts = [self._both(one) + product(q, c, _even(one)) for one in value.drawn]
+            passed = Change.of(parts[0], gain * np.stack(tilts))
+            passed = conserved(value, passed, (self.gradients.value, gradient), received)
+        overlap = gain * (moved.overlap + overlap)
+        return Change(parts[0] + moving, overlap, total, nothing, (), passed.drawn)
+
+
+def _average(kernels: list[Array]) -> Array:
+    return np.asarray(sum(kernels) / len(kernels))
 
 
 def _symmetric(first: Array, second: Array) -> bool:
