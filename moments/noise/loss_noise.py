@@ -233,7 +233,9 @@ class _Ending:
         width: features that the matrix multiplies.
         agreement, effect: how far tokens' D_ii vary together, and how much, over draws.
         batch: sequences that share the weights.
-        unknown: (..., L, L) Var D_ij over texts, relative to their mean squares.
+        unknown: (..., L, L) variance of `received` over texts, which D_ij makes as it makes tokens'
+            own. (Relative to a pair's own mean it would be without bound where a tied head finds
+            what it reads, whose pairs share next to nothing.)
         shared: E of the squares of what a token's gradient shares with those of other sequences,
             summed over them, relative to that of all its own.
     """
@@ -269,18 +271,20 @@ class _Ending:
         none = 0.0 * back
         pairs = (matrix_of(kernel, length) + 0.0 * base).astype(SINGLE)
         answer = Elementwise(none, none, back, change, own, pairs, none + 1)
-        square = matrix_of(readout.overlap, length) ** 2
-        excess = matrix_of(mean_square(readout), length) - square
-        excess = entrywise(lambda more, of: ratio(np.maximum(more, 0.0), of), excess, square)
+        overlap = matrix_of(readout.overlap, length)
+        excess = matrix_of(mean_square(readout), length) - overlap**2
+        gain = ratio(own_entries(received), own_entries(overlap))
+        excess = entrywise(lambda more: np.maximum(more, 0.0), excess)
+        unknown = (excess * gain[..., :, None] * gain[..., None, :]).astype(SINGLE)
         drawn = logit_agreement(readout), logit_effect(readout), batch
         shared = (batch - 1) * across(readout)
-        return cls(answer, received, float(readout.width), *drawn, excess, shared)
+        return cls(answer, received, float(readout.width), *drawn, unknown, shared)
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         step, weighted = self.answer.gradient_adjoint(sensitivity), sensitivity * self.received
         noise = 2 / self.width * paired(sensitivity, self.received, self.received)
         own = own_entries(sensitivity)
-        spread = self.unknown * self.received**2 * own[..., :, None] * own[..., None, :]
+        spread = self.unknown * own[..., :, None] * own[..., None, :]
         noise += 2 / self.width * (total(spread) + self.shared)
         tokens = row_sums(weighted)
         met = (self.agreement @ tokens[..., :, None])[..., 0]
