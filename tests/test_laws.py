@@ -28,8 +28,9 @@ import moments
 from moments.errors import DomainError
 from moments.formulas.activation import GELU_TANH
 from moments.formulas.algebra import FLOAT, NUMPY
+from moments.formulas.checks import Interval
 from moments.formulas.law import QUANTITIES, THEORIES, Law, Source
-from moments.formulas.symbols import SYMBOLS, Interval
+from moments.formulas.symbols import SYMBOLS
 
 ACTIVATIONS = tuple(sorted({*CLOSED, *GRIDDED}))
 

@@ -613,13 +613,49 @@ def test_counts_of_fading_weights_are_sums_over_every_token(slope: float, window
     found = (sight.keys * sight.prior**2).sum(1)
     np.testing.assert_allclose(found, (weights**2).sum(1), rtol=1e-6)
     # what rows give to all keys, once and twice, is what keys get from all rows
-    sent = (classes.count[:, None] * sight.rows * sight.prior.T).sum(0)
+    count, pairs = classes.count[sight.held], classes.pair_count[np.ix_(sight.held, sight.held)]
+    sent = (count[:, None] * sight.rows * sight.prior.T).sum(0)
     np.testing.assert_allclose(sent, classes.count * weights.sum(1), rtol=1e-6)
-    twice = np.einsum("qr,qrp,pq,pr->p", classes.pair_count, sight.later, sight.prior, sight.prior)
-    once = (classes.count[:, None] * sight.later_own * sight.prior.T**2).sum(0)
+    twice = np.einsum("qr,qrp,pq,pr->p", pairs, sight.later, sight.prior, sight.prior)
+    once = (count[:, None] * sight.later_own * sight.prior.T**2).sum(0)
     whole = classes.count * weights.sum(1) ** 2  # a cell of hardly one token has no pairs
     np.testing.assert_allclose(twice + once, whole, rtol=0.08)
     np.testing.assert_allclose((twice + once).sum(), whole.sum(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("slope", [0.05, 0.125, 0.5])
+def test_rows_that_weigh_a_cells_tokens_apart_are_those_by_token(
+    own_rows: None, slope: float
+) -> None:
+    """Of a steep head the last few tokens hold all weight, at logits that tell tokens apart."""
+    length = 64
+    kernel = np.full((length, length), 0.1) + 0.9 * np.eye(length)
+    offset = np.subtract.outer(np.arange(length), np.arange(length))
+    given = {"d_model": 256.0, "d_head": 32.0}
+    by_token = KernelAttention(
+        kernel, logit_scale=1.5, allowed=offset >= 0, bias=-slope * np.abs(offset), **given
+    )
+    classes = PositionClasses.of(length)
+    size = len(classes.nodes)
+    tokens = np.ones(size), np.full((size, size), 0.1)
+    by_class = PositionAttention(
+        ClassLogits(tokens, tokens, tokens, 1.5, fading(classes, slope)), **given
+    )
+    rows = classes.nodes - 1
+    output = np.diag(by_token.forward())[rows]
+    np.testing.assert_allclose(by_class.output[0] - 0.1, output - 0.1, rtol=1.2e-2)
+    np.testing.assert_allclose(by_class.sum_square, by_token.sum_square[rows], rtol=1.2e-2)
+    response = np.diag(by_token.response)[rows]
+    np.testing.assert_allclose(by_class.response[0][1:], response[1:], rtol=2.5e-2)
+    found = by_class.backward(np.ones(size), np.zeros((size, size)))
+    expected = by_token.backward(np.eye(length))
+    for name, off in (("value", 5e-3), ("key", 1.2e-2)):
+        mean = classes.mean(getattr(found, name)[0])
+        assert mean == pytest.approx(np.diag(getattr(expected, name)).mean(), rel=off)
+    # what two rows share, by the mean over all of them
+    mean, whole = classes.mean_of_pairs(by_class.output[1] - 0.1), by_token.forward() - 0.1
+    pairs = (whole.sum() - np.trace(whole)) / (length * (length - 1))
+    assert mean == pytest.approx(pairs, rel=0.15)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -635,7 +671,7 @@ def test_distance_penalties_are_held_by_means_over_cells(norm: str) -> None:
     assert not by_class.warnings
     np.testing.assert_allclose(by_class.variance, by_token.variance, rtol=4e-3)
     np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=4e-3)
-    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=0.0125)
+    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=0.016)
     norms = [p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token)]
     ratio = (norms[0] / norms[1])["squared_norm"].dropna()
     assert abs(ratio - 1).max() < 0.06

@@ -195,8 +195,12 @@ class PositionClasses:
 
     @functools.cached_property
     def _cells(self) -> tuple[NDArray[np.intp], Array]:
-        """(L,) the node at a position or before it, and the next one's part by log position."""
-        place, last = np.arange(1, self.length + 1), max(len(self.nodes) - 2, 0)
+        """`cells_of` all positions."""
+        return self.cells_of(np.arange(1, self.length + 1))
+
+    def cells_of(self, place: NDArray[Any]) -> tuple[NDArray[np.intp], Array]:
+        """(n,) the node at a position or before it, and the next one's part by log position."""
+        last = max(len(self.nodes) - 2, 0)
         left = np.minimum(np.searchsorted(self.nodes, place, side="right") - 1, last)
         logs = np.log(np.append(self.nodes, 2.0 * self.length))
         return left, (np.log(place) - logs[left]) / (logs[left + 1] - logs[left])

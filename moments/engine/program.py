@@ -1,7 +1,7 @@
 """A layer's program: what one layer computes, recorded once and replayed for every layer like it.
 
 `Program` runs a layer forward and, gradient by gradient, backward on recorded numbers
-(`formulas.recording`): the layer's own parameters, the moments that enter, the gradient that
+(`formulas.algebra`): the layer's own parameters, the moments that enter, the gradient that
 arrives. What remains, without the operations that nothing needs, is written as straight functions
 of floats. No formula stands here: whatever the laws say is what is recorded.
 
@@ -23,15 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..formulas.recording import (
-    FUNCTIONS,
-    Guard,
-    Line,
-    Operation,
-    Recorded,
-    Tape,
-    Unrecordable,
-)
+from ..formulas.algebra import FUNCTIONS, Guard, Line, Operation, Recorded, Tape, Unrecordable
 from .composition import Component
 from .state import Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Point, Record, Run

@@ -21,8 +21,7 @@ from . import (
     softmax,
     sun,
 )
-from .law import QUANTITIES, THEORIES, ComponentLaws, Law
-from .named_activations import (
+from .activation import (
     ACTIVATION_LAWS,
     activation_laws,
     activation_names,
@@ -30,6 +29,7 @@ from .named_activations import (
     register_activation,
     registered_function,
 )
+from .law import QUANTITIES, THEORIES, ComponentLaws, Law
 from .symbols import SYMBOLS
 
 _ALL = (

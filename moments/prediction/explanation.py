@@ -16,11 +16,11 @@ from ..engine.state import Kernel, observed
 from ..engine.trace import Record, Run
 from ..errors import DomainError, domain_error
 from ..files import as_frame
+from ..formulas.activation import activation_laws
 from ..formulas.checks import check_count
 from ..formulas.gated import gated
 from ..formulas.kedia_chain import CORRELATED_RESIDUAL
 from ..formulas.law import Law, Theory
-from ..formulas.named_activations import activation_laws
 from ..model.transformer import Transformer
 from .predict import predict
 

@@ -87,9 +87,9 @@ def predict(
     Args:
         model: the declaration.
         variance, correlation: of the tensor that enters layer 1, scalars or arrays that broadcast;
-            None: from the embedding where one is declared, else 1 and 0.
-        grad_variance, grad_correlation: of the loss gradient at the last layer's output; None: from
-            the head's loss where one is declared, else 1 and 0.
+            None, each by itself: from the embedding where one is declared, else 1 and 0.
+        grad_variance, grad_correlation: of the loss gradient at the last layer's output; None, both
+            of them: from the head's loss where one is declared; else 1 and 0.
         theory: "refined", "published" (the papers' full forms) or "simplified" (their Tables 1
             and 2).
         tokens: how finely tokens are told apart under the refined theory. True: each by itself,

@@ -16,10 +16,10 @@ from ..engine.layout import Layout
 from ..engine.state import Signal
 from ..engine.trace import Point
 from ..errors import DomainError, domain_error
+from ..formulas.activation import leaky_slope
 from ..formulas.attention import ATTENTION
 from ..formulas.checks import check_count
 from ..formulas.law import Law
-from ..formulas.named_activations import leaky_slope
 from ..formulas.symbols import SYMBOLS
 from ..transfer.architecture import declare_layer
 from .block import MATRICES, average, flat

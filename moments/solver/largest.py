@@ -19,8 +19,7 @@ from ..errors import DomainError, domain_error
 from ..formulas.checks import check_in
 from ..model.transformer import Transformer
 from ..prediction.result import Prediction
-from ..transfer.architecture import declare_layer
-from ..transfer.blocks import check_coverage
+from ..transfer.architecture import check_coverage, declare_layer
 from .entering import entered
 from .goals import GOALS, Goal, bounds, scaled
 from .plan import Plan

@@ -9,9 +9,10 @@ feature,
 
 P is a mean over draws. One draw's is P + S o kappa, kappa the scatter of the overlaps of the
 stream's tokens about their mean (`Overlaps`): steps of all layers meet the same one, so that it
-adds up over them as P does and not as noise. Likewise what a step is given delta beyond what is
-linear in it, of kernel V, is alike in matrices whose delta is nearly the same, those that write to
-the stream (`Beyond`).
+adds up over them as P does and not as noise. Muon's, which sees one draw's tokens and gradients
+both, is carried draw by draw beside their D (`scattering`). Likewise what a step is given delta
+beyond what is linear in it, of kernel V, is alike in matrices whose delta is nearly the same, those
+that write to the stream (`Beyond`).
 
 The updated kernel is K + M + M^T + U. Changes are carried themselves and never formed as a
 difference of kernels, so that small steps lose no digits.
@@ -48,6 +49,47 @@ def between(first: Array, gradient: Array, second: Array) -> Array:
         for part, size in zip((first, gradient, second), sizes, strict=True)
     )
     return np.asarray(one @ two @ three.T, float) * math.prod(sizes)
+
+
+def scattering(
+    first: Change, second: Change, gradient: Array, received: Array | None
+) -> Array | float:
+    """E P_k D_k P'_k^T over draws k, less P D P'^T.
+
+    `received`: (N, T, T) D_k - D; None: it is not known.
+    """
+    if received is None or (first.drawn is None and second.drawn is None):
+        return 0.0
+    one, two = (
+        part.coherent[None] if part.drawn is None else part.coherent + part.drawn
+        for part in (first, second)
+    )
+    every = one @ (gradient + received) @ np.swapaxes(two, -1, -2)
+    return np.asarray(every.mean(0) - between(first.coherent, gradient, second.coherent))
+
+
+def conserved(
+    before: Change,
+    after: Change,
+    gradients: tuple[Array, Array],
+    received: tuple[Array | None, Array | None],
+) -> Change:
+    """Behind a map that is followed by its mean, with every draw's P on the scale at which
+    tr(P D), the step's meeting with the loss, stays that draw's.
+
+    Args:
+        gradients, received: D on both sides, and draws less it.
+    """
+    if after.drawn is None or not before.coherent.any():
+        return after
+    met = []
+    for change, gradient, draws in zip((before, after), gradients, received, strict=True):
+        if change.drawn is None or draws is None:
+            return after
+        every = (change.coherent + change.drawn) * (gradient + draws)
+        met.append(every.sum((1, 2)) / np.vdot(change.coherent, gradient))
+    grown = (met[0] / met[1])[:, None, None]
+    return dataclasses.replace(after, drawn=grown * (after.coherent + after.drawn) - after.coherent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +191,7 @@ class Change:
         total: U.
         scattered: S.
         beyond: what writes to the stream are beyond linear.
+        drawn: (N, T, T) what draws have of P beyond it; None: nothing is known.
     """
 
     coherent: Array
@@ -156,12 +199,18 @@ class Change:
     total: Array
     scattered: Array
     beyond: tuple[Beyond, ...] = ()
+    drawn: Array | None = None
 
     @classmethod
     def none(cls, count: int) -> Change:
         """Of `count` tokens that stay as they are."""
-        nothing = np.zeros((count, count))
-        return cls(nothing, nothing, nothing, nothing)
+        return cls.of(np.zeros((count, count)))
+
+    @classmethod
+    def of(cls, coherent: Array, drawn: Array | None = None) -> Change:
+        """What follows the gradient, alone."""
+        nothing = np.zeros_like(coherent)
+        return cls(coherent, nothing, nothing, nothing, (), drawn)
 
     def new(self, kernel: Array) -> Array:
         """The updated kernel."""
@@ -191,15 +240,17 @@ class Change:
             function(self.total),
             function(self.scattered),
             tuple(one.mapped(function) for one in self.beyond),
+            None if self.drawn is None else function(self.drawn),
         )
 
-    def plus(self, other: Change, gradient: Array) -> Change:
+    def plus(self, other: Change, gradient: Array, received: Array | None = None) -> Change:
         """With another cause of change of the same tensor, E delta delta = `gradient` there.
 
         The two are independent but for their coherent parts, E u u' = P D P'^T, and what is alike
-        beyond.
+        beyond. `received`: draws of D less it.
         """
         cross = between(self.coherent, gradient, other.coherent)
+        cross = cross + scattering(self, other, gradient, received)
         total = self.total + other.total + cross + cross.T
         for one in other.beyond:
             total = total + self.alike(one)
@@ -209,6 +260,7 @@ class Change:
             total,
             self.scattered + other.scattered,
             _few((*self.beyond, *other.beyond)),
+            joined(self.drawn, other.drawn),
         )
 
     def alike(self, other: Beyond) -> Array:
@@ -235,7 +287,9 @@ class Change:
         if total - linear > _EXACT * total:
             own = Beyond(Nonlinear(np.full_like(both, total - linear)), linear / total)
             found, beyond = found + self.alike(own), _few((*beyond, own))
-        return Change(self.coherent + coherent, self.overlap, found, self.scattered, beyond)
+        return Change(
+            self.coherent + coherent, self.overlap, found, self.scattered, beyond, self.drawn
+        )
 
     def rescaled(self, kernel: Array, factor: Array, less: Array) -> Change:
         """Of r_t (h_t + u_t), r a number per token, with `less` = r - 1 to its own precision.
@@ -252,7 +306,15 @@ class Change:
             total + cross + cross.T,
             r * self.scattered,
             tuple(one.mapped(lambda part: r * r.T * part) for one in self.beyond),
+            None if self.drawn is None else r * self.drawn,
         )
+
+
+def joined(one: Array | None, two: Array | None) -> Array | None:
+    """The sum of what is known."""
+    if one is None or two is None:
+        return two if one is None else one
+    return one + two
 
 
 _EXACT = 1e-9
@@ -311,7 +373,12 @@ class Overlaps:
 
 
 def summed(
-    skip: Change, branch: Change, scales: tuple[float, float], gradient: Array, tied: Array
+    skip: Change,
+    branch: Change,
+    scales: tuple[float, float],
+    gradient: Array,
+    tied: Array,
+    received: Array | None = None,
 ) -> Change:
     """Of the residual sum: skip_scale h + branch_scale f(h).
 
@@ -321,7 +388,8 @@ def summed(
         gradient: E delta delta at the sum.
         tied: E h_t delta_s there along the stream's identity path (`ends.tied_overlap`): the
             branch's coherent change meets the stream's own words.
+        received: draws of E delta delta there, less it.
     """
     kept, added = skip.times(scales[0]), branch.times(scales[1])
-    found = kept.plus(added, gradient)
+    found = kept.plus(added, gradient, received)
     return dataclasses.replace(found, overlap=found.overlap - added.coherent @ tied.T)

@@ -56,12 +56,15 @@ class Draws:
         sides: of every matrix.
         aligned: of every matrix, and of steps by "sgd" and "sign", E |U x|^2 over E |x|^2 E U^2 m:
             the draws' geometric mean.
+        received: (N, T, T) delta delta^T/width of matrices, and by their index of the sites where
+            changes meet.
     """
 
     reading: Reading
     count: int
     sides: dict[Key, Sides]
     aligned: dict[tuple[int, str, str], float]
+    received: dict[int | Key, Array]
     _rng: Any
     _points: Iterator[Site]
     _prefix: str = ""
@@ -81,7 +84,7 @@ class Draws:
         """None where a component has no function that acts on features."""
         tokens = max(len(stream.before) for stream in reading.streams)
         count = max(2, min(_MOST, _PAIRS // tokens**2))
-        found = cls(reading, count, {}, {}, np.random.default_rng(21), iter(reading.points))
+        found = cls(reading, count, {}, {}, {}, np.random.default_rng(21), iter(reading.points))
         try:
             found._draw(Words.of(reading))
         except _Undrawn:
@@ -92,7 +95,8 @@ class Draws:
         """Keep what a matrix meets."""
         if self._kept is None or self._kept[0] is not x:
             self._kept = x, _overlaps(x)
-        self.sides[key] = Sides(self._kept[1], _overlaps(delta))
+        self.received[key] = _overlaps(delta)
+        self.sides[key] = Sides(self._kept[1], self.received[key])
         step = _turned(delta[:, :, :_ROWS]) @ x
         for rule, taken in (("sgd", step), ("sign", np.sign(step))):
             sizes = [
@@ -101,6 +105,23 @@ class Draws:
             if all(np.all(size) for size in sizes):
                 met, before, own = (np.log(size).mean() for size in sizes)
                 self.aligned[(*key, rule)] = float(np.exp(met - before - own))
+
+    def _seen(self, at: Site, delta: Features) -> None:
+        """Keep what a site receives, of which no singular values are taken."""
+        self.received[at.index] = np.asarray(delta @ _turned(delta) / np.float32(delta.shape[2]))
+
+    def scaled(self, at: int | Key, gradient: Array) -> Array | None:
+        """(N, T, T) of what a site or a matrix receives, on the scale of its closed form; None
+        where no changes meet."""
+        if (found := self.received.get(at)) is None:
+            return None
+        size = float(np.trace(found.mean(0)))
+        return np.asarray(found * (np.trace(gradient) / size), float) if size else None
+
+    def scatter(self, at: int | Key, gradient: Array) -> Array | None:
+        """The same about its mean."""
+        found = self.scaled(at, gradient)
+        return None if found is None else found - found.mean(0)
 
     # --- the two passes ------------------------------------------------------------------------
 
@@ -176,11 +197,13 @@ class Draws:
         if isinstance(part, Residual):
             kept, added = np.float32(part.skip_scale), np.float32(part.branch_scale)
             y, back, _ = self._through(part.branch, x, at)
-            return (
-                kept * x + added * y,
-                lambda delta: kept * delta + back(added * delta),
-                next(self._points),
-            )
+            leaving = next(self._points)
+
+            def both(delta: Features) -> Features:
+                self._seen(leaving, delta)
+                return np.asarray(kept * delta + back(added * delta))
+
+            return kept * x + added * y, both, leaving
         if isinstance(part, Parallel):
             found = [self._through(branch, x, at) for branch in part.branches]
             return (
@@ -193,7 +216,14 @@ class Draws:
             raise _Undrawn
         leaving = next(self._points)
         y, back = kind(self, part, x, at, leaving)
-        return y, back, leaving
+        if not isinstance(part, _MET):
+            return y, back, leaving
+
+        def through(delta: Features) -> Features:
+            self._seen(leaving, delta)
+            return back(delta)
+
+        return y, through, leaving
 
     # --- draws ---------------------------------------------------------------------------------
 
@@ -224,6 +254,7 @@ class Draws:
 
         def back(delta: Features) -> Features:
             self._met(key, x, delta)
+            self.received[leaving.index] = self.received[key]
             return self._mapped(delta, x.shape[2], variance)
 
         return y, back
@@ -324,6 +355,9 @@ class Draws:
 _MOST, _PAIRS = 64, 2**16
 """Draws: as many as have so many pairs of tokens together, of which two are enough where tokens,
 and with them pairs, are many."""
+
+_MET = SelfAttention, CrossAttention, GatedLinear, Dropout, Activation
+"""Behind these what is received is kept."""
 
 _REST, _FEWEST = 2**14, 512
 """Rows of the matrix to the logits that are drawn, in all draws and at least in each, of those that

@@ -15,6 +15,7 @@ See docs/theory/first-step.md.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,8 @@ def activated(
     overlap = between - output
     total = pairs.moment(grown, grown, new) - between - overlap.T
     slope = pairs.slope(grown, old, met)
-    found = Change(slope * change.coherent, overlap, total, slope * change.scattered)
+    drawn = None if change.drawn is None else slope * change.drawn
+    found = Change(slope * change.coherent, overlap, total, slope * change.scattered, (), drawn)
     return found, slope
 
 
@@ -106,14 +108,16 @@ class Unit:
     factor: Array
     slopes: tuple[Array, Array]
 
-    def carried(self, gate: Change, factor: Change, gradient: Array) -> Change:
-        """The product's change, from those of a and u."""
+    def carried(
+        self, gate: Change, factor: Change, gradient: Array, received: Array | None = None
+    ) -> Change:
+        """The product's change, from those of a and u; see `Change.plus`."""
         pairs, old = self.pairs, np.diag(self.gate)
         slope, moment = self.slopes
         small = max(_largest(gate, self.gate), _largest(factor, self.factor)) < _SMALL
         if small:
             found = gate.times(slope), factor.times(moment)
-            return found[0].plus(found[1], gradient)
+            return found[0].plus(found[1], gradient, received)
         met, new = gate.met(self.gate), gate.new(self.gate)
         grown = np.diag(new)
         between = pairs.moment(grown, old, met)
@@ -121,14 +125,15 @@ class Unit:
         overlap = between * met_factor - moment * self.factor
         total = pairs.moment(grown, grown, new) * factor.new(self.factor)
         total = total - between * met_factor - overlap.T
-        sides = (
-            pairs.slope(grown, old, met) * met_factor * gate.coherent,
-            between * factor.coherent,
+        first, second = (
+            dataclasses.replace(one.times(way), overlap=0 * total, total=0 * total, beyond=())
+            for one, way in (
+                (gate, pairs.slope(grown, old, met) * met_factor),
+                (factor, between),
+            )
         )
-        cross = sides[0] @ gradient @ sides[1].T
-        scattered = pairs.slope(grown, old, met) * met_factor * gate.scattered
-        scattered = scattered + between * factor.scattered
-        return Change(sides[0] + sides[1], overlap, total + cross + cross.T, scattered)
+        both = first.plus(second, gradient, received)
+        return dataclasses.replace(both, overlap=overlap, total=total + both.total)
 
 
 def gated(laws: ComponentLaws, gate: Array, factor: Array) -> Unit:

@@ -33,8 +33,9 @@ class Heads:
     """One layer's heads.
 
     Attributes:
-        asking, kernel: of the tokens that ask and of those attended to.
-        weights: mean attention, 0 where a row does not see a key.
+        query_kernel, key_kernel: of the tokens that queries and keys read.
+        weights: (heads, T, T) mean attention, 0 where a row does not see a key; one, where all
+            heads are alike.
         scale: covariance of logits over those of queries and of keys, on the tokens' scale.
         d_head: features.
         shared: heads of keys and values.
@@ -44,8 +45,8 @@ class Heads:
         positions: of the tokens.
     """
 
-    asking: Array
-    kernel: Array
+    query_kernel: Array
+    key_kernel: Array
     weights: Array
     scale: float
     d_head: int
@@ -80,7 +81,7 @@ class Heads:
         amplitude, kept = (self.scale / self.d_head) ** 0.5, np.float32(1.0 - self.drop_prob)
         q, k = self._turned(q), self._turned(k)
         k, v = (np.repeat(one, self.sharing, axis=1) for one in (k, v))
-        a = self._attention(np.float32(amplitude) * (q @ np.swapaxes(k, -1, -2)))
+        a = self._attention(np.float32(amplitude) * (q @ np.swapaxes(k, -1, -2)), self._seen)
         seen = a
         if self.drop_prob:
             seen = a * (rng.random(a.shape, np.float32) < kept) / kept
@@ -89,8 +90,8 @@ class Heads:
     def _drawn(self, root: Array, rng: np.random.Generator) -> Array:
         return np.asarray(root @ rng.standard_normal((root.shape[1], self.d_head)))
 
-    def _attention(self, logits: Array) -> Array:
-        logits = self._seen.astype(logits.dtype) + logits
+    def _attention(self, logits: Array, seen: Array) -> Array:
+        logits = seen.astype(logits.dtype) + logits
         a = np.exp(logits - logits.max(-1, keepdims=True))
         return np.asarray(a / a.sum(-1, keepdims=True))
 
@@ -101,16 +102,17 @@ class Heads:
             query, key: P of the two, on the scale of the tokens.
             gradient: E delta delta at heads on that scale.
         """
-        rng, count = np.random.default_rng(5), max(4, _TOKENS // len(self.asking))
-        roots = [Root.of(one).lower for one in (self.asking, self.kernel, gradient)]
+        rng, count = np.random.default_rng(5), max(4, _TOKENS // len(self.query_kernel))
+        roots = [Root.of(one).lower for one in (self.query_kernel, self.key_kernel, gradient)]
         amplitude = (self.scale / self.d_head) ** 0.5
-        found = np.zeros_like(self.asking)
-        for _ in range(count):
+        found = np.zeros_like(self.query_kernel)
+        for draw in range(count):
             k, v = self._turned(self._drawn(roots[1], rng)), self._drawn(roots[1], rng)
             sent_keys, heads = np.zeros_like(k), []
-            for _ in range(self.sharing):
+            for head in range(self.sharing):
                 q, delta = self._turned(self._drawn(roots[0], rng)), self._drawn(roots[2], rng)
-                a = self._attention(amplitude * (q @ k.T))
+                every = draw * self.sharing + head
+                a = self._attention(amplitude * (q @ k.T), self._seen[every % len(self._seen)])
                 mean = a @ v
                 sent = amplitude * a * (delta @ v.T - (delta * mean).sum(1)[:, None])
                 stepped = self._turned(query @ self._turned(sent @ k, back=True))

@@ -56,6 +56,8 @@ class Effect(NamedTuple):
         aligned: the kernel of U x on the old input over K E U^2, of their traces.
         along: of Q what the step is given delta; None where that is linear in it, or not known.
         followed: how far P follows one draw's overlaps of x, per unit of them.
+        drawn: (N, T, T) P of every draw less this; None: no draws were asked.
+        received: (N, T, T) D of every draw less that.
     """
 
     coherent: Array
@@ -65,6 +67,8 @@ class Effect(NamedTuple):
     aligned: float
     along: Array | None = None
     followed: float = 0.0
+    drawn: Array | None = None
+    received: Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +214,8 @@ class Orthogonal(NamedTuple):
         kernel: P D P^T, D that of the draw.
         square, slope: sum of f^2 and of f sigma.
         aligned: as in `Effect`.
-        followed: how far P follows a draw's overlaps z z^T, per unit of them.
+        drawn: (N, rank, T) P of every draw less this.
+        received: (N, T, T) D of every draw less that.
     """
 
     coherent: Array
@@ -218,7 +223,8 @@ class Orthogonal(NamedTuple):
     square: float
     slope: float
     aligned: float
-    followed: float
+    drawn: Array
+    received: Array
 
     @classmethod
     def of(
@@ -242,12 +248,12 @@ class Orthogonal(NamedTuple):
         draws = _independent(spectrum, n, m) if sides is None else sides
         count, (tokens, rank) = len(draws.read), lower.shape
         parts = np.ones((1, tokens)) if parts is None else parts
-        steps, overlaps = np.zeros((count, rank, tokens)), np.zeros((count, rank, rank))
+        steps = np.zeros((count, rank, tokens))
         kernel = np.zeros((rank, rank))
         square, slope, size, aligned = np.zeros((4, count))
         for k, (read, received) in enumerate(zip(*draws, strict=True)):
-            overlaps[k] = spectrum.root.whitened(spectrum.root.whitened(read).T)
-            right = Root.of(overlaps[k]).lower
+            overlaps = spectrum.root.whitened(spectrum.root.whitened(read).T)
+            right = Root.of(overlaps).lower
             left = lower @ right
             moved = np.zeros_like(left)
             for part in parts:
@@ -271,20 +277,19 @@ class Orthogonal(NamedTuple):
         # a draw's slope by its gradient's size, which is known
         along = float(slope.mean() / np.sqrt(n * m * size.mean())) * (n * m) ** 0.5
         along *= spectrum.total**0.5
-        # where a draw's delta is large its step is small: on the scale at which m tr(P D) is the
-        # mean of f sigma
+        # where a draw's delta is large its step is small: what mean kernels meet is on the scale at
+        # which m tr(P D) is the mean of f sigma, every draw's on that of its own D
         coherent = steps.mean(0)
-        scale = along / (m * float(((coherent @ gradient) * lower.T).sum()))
-        steps, overlaps = steps - coherent, overlaps - overlaps.mean(0)
-        onto = overlaps @ lower.T
-        followed = float(((steps @ gradient) * onto).sum() / ((onto @ gradient) * onto).sum())
+        coherent *= along / (m * float(((coherent @ gradient) * lower.T).sum()))
+        grown = spectrum.total / float(size.mean())
         return cls(
-            coherent * scale,
+            coherent,
             kernel,
             float(square.mean()),
             along,
             float(np.exp(np.log(np.maximum(aligned, 1e-300)).mean())),
-            followed * scale,
+            steps / grown**0.5 - coherent,
+            grown * (draws.received - draws.received.mean(0)),
         )
 
 
@@ -577,14 +582,18 @@ def effect(
         # what the old input does not span meets no gradient
         coherent, plain = step.coherent, n * size
         aligned = step.kernel - plain * np.eye(lower.shape[1])
+    drawn = received = None
     if rule == "muon":
-        followed, met = step.followed, step.aligned
+        followed, met = 0.0, step.aligned
+        if sides is not None:
+            drawn, received = onto @ step.drawn, step.received
     else:
         old = float((spectrum.root.square * aligned).sum()) + plain * float(np.trace(kernel))
         followed, met = slope / (m * total), old / (float(np.trace(kernel)) * size)
     along = onto @ aligned @ onto.T
     given = along / (1 - excess) if rule == "sign" else None
-    return Effect(onto @ coherent, along + plain * new, slope, size, met, given, followed)
+    both = along + plain * new
+    return Effect(onto @ coherent, both, slope, size, met, given, followed, drawn, received)
 
 
 def gain_effect(

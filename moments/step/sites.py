@@ -153,7 +153,7 @@ class Site:
         if leaf.rotary is not None:
             turning = leaf.rotary.frequencies(int(leaf.d_head))[0]
             frequencies = turning[turning > 0][:pairs]
-        weights = np.asarray(layer.weights())
+        weights = layer.head_weights()
         return Rows(
             self.kernel,
             memory.kernel,

@@ -23,7 +23,18 @@ from ..transfer.gated import GatedLinear
 from ..transfer.head.components import Pool
 from ..transfer.normalization import FiniteNormalization
 from .attention import Three
-from .change import Array, Beyond, Change, Nonlinear, Overlaps, between, summed
+from .change import (
+    Array,
+    Beyond,
+    Change,
+    Nonlinear,
+    Overlaps,
+    between,
+    conserved,
+    joined,
+    scattering,
+    summed,
+)
 from .draws import Draws
 from .elementwise import activated, gated
 from .neurons import Neurons, gaussian
@@ -114,6 +125,7 @@ class Walk:
     response: Any = 0.0
     _following: tuple[Component, ...] = ()
     _unit: Activation | None = None
+    _received: Array | None = None
 
     # --- the walk ------------------------------------------------------------------------------
 
@@ -157,7 +169,8 @@ class Walk:
         received = leaving.gradient
         beyond = tuple(one.behind(entering.gradient, scales[0] * received) for one in change.beyond)
         change = dataclasses.replace(change, beyond=beyond)
-        found = summed(change, branch, scales, received, self.tied)
+        drawn = self._scatter(leaving.index, received)
+        found = summed(change, branch, scales, received, self.tied, drawn)
         both = scales[0] * scales[1] * overlaps.square(change.scattered, branch.scattered, received)
         # per unit of the sum's own scatter: what of it is the input's, through skip and branch
         size = np.sqrt(np.diag(leaving.kernel))
@@ -178,12 +191,20 @@ class Walk:
             other, last = self.through(branch, change, entering, points)
             self.response = before + self.response
             # a sum hands both the gradient that it receives
-            total = found.plus(other, leaving.gradient)
+            drawn = self._scatter(last.index, leaving.gradient)
+            total = found.plus(other, leaving.gradient, drawn)
             if self.overlaps is not None:
                 more = self.overlaps.square(found.scattered, other.scattered, leaving.gradient)
                 total = dataclasses.replace(total, total=total.total + more + more.T)
             found, leaving = total, last
         return found, leaving
+
+    def _scatter(self, at: int | tuple[int, str], gradient: Array) -> Array | None:
+        """Of what a site or a matrix receives in draws, where steps follow those."""
+        if self.optimizer.rule != "muon":
+            return None
+        draws = Draws.shared(self.reading)
+        return None if draws is None else draws.scatter(at, gradient)
 
     def noted(self, change: Change, at: Site) -> tuple[Change, Site]:
         self.sites.append(SiteStep(at.layer, at.name, at.kernel, change, at.gradient, at.width))
@@ -292,16 +313,23 @@ class Walk:
         )
         factor = self.optimizer.factor(name, n, m)
         rate = self.entry(layer, name, factor, found, variance, n)
+        self._received = found.received
         # W delta_x = W W^T delta_y: the coherent part appears as if W were independent, and once
         # more as a mean, beside which the matrix's own stands
+        if writes:
+            carried = self._passed(carried, change, entering, gradient, (layer, name), shape)
         own = rate * found.coherent
-        met = between(carried.coherent, gradient, carried.coherent / 2 + own)
+        by_draw = None if found.drawn is None else rate * found.drawn
+        half = None if carried.drawn is None else carried.drawn / 2
+        more = Change.of(carried.coherent / 2 + own, joined(half, by_draw))
+        met = between(carried.coherent, gradient, more.coherent)
+        met = met + scattering(carried, more, gradient, found.received)
         total = carried.total + rate * rate * found.total + met + met.T
         scattered = carried.scattered
         if self.overlaps is not None:
             mine = rate * found.followed * self.response
-            more = self.overlaps.square(carried.scattered, carried.scattered / 2 + mine, gradient)
-            total = total + more + more.T
+            beside = self.overlaps.square(carried.scattered, carried.scattered / 2 + mine, gradient)
+            total = total + beside + beside.T
             scattered = scattered + mine
         beyond: tuple[Beyond, ...] = ()
         if found.along is not None and writes:
@@ -310,7 +338,43 @@ class Walk:
             if whole > linear:
                 rest = rate * rate * (1 - linear / whole) * found.along
                 beyond = (Beyond(Nonlinear(rest), linear / whole),)
-        return Change(carried.coherent + own, carried.overlap, total, scattered, beyond)
+        drawn = joined(carried.drawn, by_draw)
+        return Change(carried.coherent + own, carried.overlap, total, scattered, beyond, drawn)
+
+    def _passed(
+        self,
+        carried: Change,
+        change: Change,
+        entering: Site,
+        gradient: Array,
+        key: tuple[int, str],
+        shape: tuple[float, float],
+    ) -> Change:
+        """Behind a matrix that alone reads a site, by draws.
+
+        delta_x = W^T delta_y keeps the overlaps u_t.delta_s of a change, so that P follows from
+        one draw's D of both; and of the coherent part only what W has across its delta_y is
+        independent.
+        """
+        draws = Draws.shared(self.reading) if self.optimizer.rule == "muon" else None
+        if draws is None or change.drawn is None or carried.drawn is None:
+            return carried
+        before, after = draws.scaled(entering.index, entering.gradient), draws.scaled(key, gradient)
+        if before is None or after is None or not change.coherent.any():
+            return carried
+        (n, m), step = shape, change.coherent + change.drawn
+        sent = step @ before
+        inverse = np.linalg.pinv(after, _FLAT, hermitian=True)
+        rank = np.trace(after @ inverse, axis1=1, axis2=2)
+        along = (rank[:, None, None] / m * (sent @ np.swapaxes(step, 1, 2))).mean(0)
+        scale = float(np.trace(carried.coherent) / np.trace(change.coherent))
+        sides = before - before.mean(0), after - after.mean(0)
+        found = conserved(change, carried, (entering.gradient, gradient), sides)
+        assert found.drawn is not None
+        both = found.coherent + found.drawn
+        exact = (n / m) ** 2 * sent @ inverse @ np.swapaxes(sent, 1, 2)
+        more = (exact - both @ after @ np.swapaxes(both, 1, 2)).mean(0)
+        return dataclasses.replace(found, total=carried.total - scale * along + more)
 
     def _moved(self, change: Change, entering: Site) -> tuple[Array, Array]:
         """The updated input in terms of the old one, and its kernel."""
@@ -398,7 +462,9 @@ class Walk:
             if there and name != "key":  # a bias common to all keys cancels in the softmax
                 found = self.bias(f"{full}.bias", found, gradient, m, leaving.layer)
             moved.append(found.times(1 / (n * variance)))
-        found = rows.carried(Three(*moved), leaving.gradient)
+        # the last of the three were values
+        received = self._received, self._scatter(leaving.index, leaving.gradient)
+        found = rows.carried(Three(*moved), leaving.gradient, received)
         self.response = 0.0
         if leaf.drop_prob:
             found = _masked(found, rows.weights, moved[2], rows.gain, float(leaf.drop_prob))
@@ -427,7 +493,8 @@ class Walk:
             if leaf.has_bias:
                 found = self.bias(f"{name}.bias", found, gradient, m, leaving.layer)
             moved.append(found)
-        found = unit.carried(moved[0], moved[1], leaving.gradient)
+        received = self._scatter(leaving.index, leaving.gradient)
+        found = unit.carried(moved[0], moved[1], leaving.gradient, received)
         self.response = (
             n
             * (inner["gate"][0] * unit.slopes[0] + inner["ffn_in"][0] * unit.slopes[1])
@@ -441,6 +508,9 @@ class Walk:
     def activation(self, leaf: Activation, change: Change, entering: Site, leaving: Site) -> Change:
         old = entering.kernel
         found, slope = activated(leaf.laws, leaf.parameters, change, old, leaving.kernel)
+        before, after = (self._scatter(at.index, at.gradient) for at in (entering, leaving))
+        gradients = entering.gradient, leaving.gradient
+        found = conserved(change, found, gradients, (before, after))
         self.response = slope * self.response
         units = self._neurons(leaf.laws, (entering.kernel,), leaving)
         if units is None:
@@ -472,6 +542,7 @@ class Walk:
             fix * found.total,
             found.scattered * square / np.outer(s, s),
             tuple(one.mapped(lambda part: fix * part) for one in found.beyond),
+            None if found.drawn is None else found.drawn * square / np.outer(s, s),
         )
         self.response = self.response * square / np.outer(s, s)
         if not leaf.affine:
@@ -520,6 +591,10 @@ class Walk:
         return change.each(lambda part: weights @ part @ weights.T)
 
 
+_FLAT = 1e-5
+"""Share of the largest eigenvalue of one draw's D below which single precision has lost it."""
+
+
 def _rows_of(units: Neurons, place: int, spectrum: Spectrum) -> Signs:
     return sign_of_rows(spectrum, units.sent(place, spectrum.gradient))
 
@@ -533,7 +608,7 @@ def _columns_of(units: Neurons, spectrum: Spectrum) -> Signs:
 def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob: float) -> Change:
     """With attention dropout, whose masks are those of the pass before: each row keeps
     p/(1 - p) sum_j w_ij^2 of what its own keys change."""
-    odds, square = drop_prob / (1 - drop_prob), weights * weights
+    odds, square = drop_prob / (1 - drop_prob), (weights * weights).mean(0)
 
     def more(part: Array) -> Array:
         return np.diag(gain * odds * (square @ np.diag(part)))
@@ -544,6 +619,7 @@ def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob
         found.total + more(value.total),
         found.scattered,
         found.beyond,
+        found.drawn,
     )
 
 

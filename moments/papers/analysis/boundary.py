@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import MomentsError
-from ...formulas.checks import check_choice, check_in
-from ...formulas.symbols import PROBABILITY
+from ...formulas.checks import PROBABILITY, check_choice, check_in
 from ...grids.result import Sweep
 from ...model.transformer import Transformer
 from ...show.sweep_plot import Boundary

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import domain_error
-from ...formulas.checks import check_in
+from ...formulas.checks import CORRELATION, check_in
 from ...formulas.kedia_chain import CORRELATED_RESIDUAL
-from ...formulas.symbols import CORRELATION
 from ...prediction.result import Prediction
 from .results import Block, Result, blocks
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ...errors import optional
-from ...formulas.named_activations import activation_names
+from ...formulas.activation import activation_names
 from .graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node, filled
 
 with optional("torch", "torch"):

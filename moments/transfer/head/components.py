@@ -15,10 +15,14 @@ from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
 from ...engine.response import SINGLE, Around, GradientAdjoint, Response, SignalAdjoint
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
-from ...formulas.activation import gelu_function, gelu_tanh_function
+from ...formulas.activation import (
+    activation_laws,
+    gelu_function,
+    gelu_tanh_function,
+    registered_function,
+)
 from ...formulas.algebra import NUMPY
 from ...formulas.linear import DROPOUT, LINEAR
-from ...formulas.named_activations import activation_laws, registered_function
 from ...model.head import Head
 from ...model.transformer import Transformer
 from ..elementary import Activation, Dropout, Linear

@@ -90,6 +90,16 @@ class Mixture(NamedTuple):
         alone: Any = sum(self.of_tokens([own + diagonal(one) for own, one in kinds]))
         return alone - diagonal(pairs), pairs
 
+    def by_kind(self, kinds: Sequence[Array]) -> list[Array]:
+        """(..., n, k) over all pairs of a token of every kind: of a word that is read once, and of
+        words as frequent as some are."""
+        if self.share is None:
+            return list(kinds)
+        found = [kinds[0]]
+        for level, same in zip(self.frequencies.level[1:].tolist(), kinds[1:], strict=True):
+            found.append(self.mean([kinds[0], same], level))
+        return found
+
     def of_tokens(self, wholes: Sequence[Array]) -> list[Array]:
         """(..., o) what sums over tokens, or over pairs at one place, count of each kind."""
         return [part * one for part, one in zip(self._portions, wholes, strict=True)]

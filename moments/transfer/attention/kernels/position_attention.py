@@ -440,6 +440,39 @@ class ClassLogits(NamedTuple):
             return np.asarray(sight.seen / size)
         return np.asarray(sight.prior / (sight.keys * sight.prior).sum(1, keepdims=True))
 
+    def by_parts(self) -> ClassLogits:
+        """The same for the keys of a sight that has several to a class."""
+        if not isinstance(self.sight, FadingSight):
+            return self
+        held = self.sight.held
+
+        def parts(kernel: Matrix) -> Matrix:
+            return kernel[0][held], kernel[1][np.ix_(held, held)]
+
+        keys = parts(self.keys)
+        values = keys if self.values is self.keys else parts(self.values)
+        across, words, repeats, turning = self.across, self.words, self.repeats, self.turning
+        both = np.ix_(held, held)
+        if across is not None:
+            varying = None if across.repeats is None else across.repeats[both]
+            across = Across(across.queries, parts(across.keys), parts(across.values), varying)
+        if words is not None:
+            met = None if words.met is None else words.met[held]
+            words = words._replace(
+                keys=parts(words.keys),
+                values=parts(words.values),
+                share=words.share[both],
+                met=met,
+            )
+        return self._replace(
+            keys=keys,
+            values=values,
+            across=across,
+            words=words,
+            repeats=None if repeats is None else repeats[both],
+            turning=None if turning is None else turning.of_parts(held),
+        )
+
     @property
     def aligned(self) -> bool:
         """As in `Logits`."""
@@ -548,7 +581,7 @@ class PositionAttention:
             logits: of the layer.
             drop_prob, d_model, d_head, norm_spread, value_bias: as in `attention.KernelAttention`.
         """
-        self.logits = logits
+        self.logits = logits = logits.by_parts()
         self._kernels: Across | ClassLogits = logits
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
@@ -557,14 +590,11 @@ class PositionAttention:
         several = attention_by_frequency(logits, rows)
         self.weights = several @ logits.mixture().frequencies.portion
         self._by_frequency = ratio_or_zero(several, self.weights[:, :, None])
-        if isinstance(sight, FadingSight):
-            lighter = _lighter(logits, rows, sight)
-            self.logits = logits = logits._replace(sight=sight.lighter(lighter))
-            self._kernels = logits
-            self.weights = self.weights * lighter
         self.counted = logits.sight.keys * self.weights
         self._pairs = RowPairs.of(sight, logits.turning)
         self._rare = np.zeros_like(self.weights)
+        kinds = logits.mixture().kinds
+        self._together, self._moving = np.zeros((2, kinds, *self.weights.shape))
         self._response = self._self_response()
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
@@ -619,6 +649,12 @@ class PositionAttention:
         return found
 
     @property
+    def reached(self) -> Array:
+        """(P, P) mean attention to all tokens of a class that a row sees."""
+        sight = self.logits.sight
+        return sight.summed(self.counted) if isinstance(sight, FadingSight) else self.counted
+
+    @property
     def _neighbouring(self) -> bool:
         """Whether these are rows that follow one another."""
         return isinstance(self._pairs, NeighbourRows)
@@ -644,10 +680,9 @@ class PositionAttention:
 
     def _self_response(self) -> list[RowMaps]:
         """1 - A of every row, by the parts of `Mixture`; see `joint_laws.self_overlap`."""
-        logits, size = self.logits, len(self.weights)
-        counts = self._counts(logits.sight.keys)
-        found = np.zeros((len(counts), size, size))
-        inside = np.zeros((len(counts), *(size,) * 3))
+        counts = self._counts(self.logits.sight.keys)
+        found = np.zeros((len(counts), *self.weights.shape))
+        inside = np.zeros((*found.shape, found.shape[-1]))
         for rows, keys in self._pairs.rows:
             for part, (own, pairs) in enumerate(self._responses(rows, keys)):
                 found[part, rows, keys], inside[part, rows, keys, keys] = own, pairs
@@ -678,18 +713,14 @@ class PositionAttention:
             found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
         aways = None if away is None else [logits.log_mean(away[kind], exponent) for kind in spread]
-        # Beside words not followed: of Llama's layers queries and keys move by 2.5 % as classes are
-        # doubled, of Mistral's in windows by 11 %.
-        varying = None if away is None or logits.words is not None else _varying(keys, away[0])
+        varying = None if away is None else [_varying(keys, away[kind]) for kind in spread]
+        together: list[Array] = []
         parts = mixture.parts_of([own], within, diagonal)
         counted = []
         for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
             counted.append(count[:, :, None] * pairs)
             its_own = on_diagonal(counted[-1])
             its_own += beside
-        excess: Array | float = 0.0
-        if isinstance(logits.sight, FadingSight):
-            excess = self._excess_weight(of, among)
         step, last = np.full(len(keys), 0.5), None
         every, aims, sent = slice(0, len(own)), self._by_frequency[of, among], keys * weights
         sums = Sums(mixture, every, every, sent, sent, weights, weights, aims, aims)
@@ -710,13 +741,21 @@ class PositionAttention:
                 if part > 0:
                     single = response**2 * diagonal(parts[part][1])
                     single = single - 2.0 * middle_own * diagonal(pairs)
-                whole = middle_own * response - 2.0 * excess * apart - single
-                if varying is not None and away is not None:
-                    whole -= 2.0 * _together(exponent[..., 0], response, pairs, varying)
-                    aways = [logits.log_mean(_moved(away[0], response), exponent)]
+                whole = middle_own * response - single
                 projected.append((whole, np.subtract(middle, moved, out=moved)))
-            response = 1.0 - found[0][0]
-            rare = response**2 * (own - diagonal(within[0])) - 2.0 * excess * parts[-1][0]
+            responses = [1.0 - beside for beside, _ in found]
+            rare = responses[0] ** 2 * (own - diagonal(within[0]))
+            if varying is not None and away is not None:
+                together = _together(mixture, exponent[..., 0], responses, found, varying)
+                rare -= 2.0 * together[0]
+                for (whole, _), one in zip(projected, together, strict=True):
+                    whole -= 2.0 * one
+                aways = [
+                    logits.log_mean(_moved(away[kind], response), exponent)
+                    for kind, response in zip(
+                        spread, _of_other_keys(mixture, responses), strict=True
+                    )
+                ]
             joint = mixture.joined(projected, rare)
             joint = bounded_exp(joint, diagonal, exponent, aways)
             for beside, pairs in joint:
@@ -727,7 +766,7 @@ class PositionAttention:
             for (beside, pairs), before in zip(joint, found, strict=True):
                 pairs *= weights[:, None, :]
                 pairs -= before[1]
-                beside *= weights + excess
+                beside *= weights
                 changes.append(beside - before[0])
             change = changes[0]
             if last is not None:  # the step that would have cancelled the last change
@@ -745,7 +784,12 @@ class PositionAttention:
                 found[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
             if largest < TOLERANCE:
                 break
-        self._rare[of, among] = held * (1.0 - found[0][0])
+        responses = [1.0 - beside for beside, _ in found]
+        self._rare[of, among] = held * responses[0]
+        if varying is not None:
+            together = _together(mixture, exponent[..., 0], responses, found, varying)
+            self._together[:, of, among] = together
+            self._moving[:, of, among] = _of_other_keys(mixture, responses)
         return [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(found)]
 
     # --- pairs of rows -------------------------------------------------------------------------
@@ -765,10 +809,6 @@ class PositionAttention:
         for part, maps in enumerate(self._response):
             given = [(one[part], kernel[2]) for one, kernel in zip(divided, kernels, strict=True)]
             parts.append(tile.projected(maps, given))
-        heavier: Array | float = 0.0
-        if isinstance(self.logits.sight, FadingSight):
-            heavier = self._excess_weight(long, keys) + self._excess_weight(short, keys)
-            heavier[long != short] = 0.0
         found = []
         for one, (owns, kinds, by_pair), several in zip(
             divided, kernels, zip(*parts, strict=True), strict=True
@@ -778,7 +818,6 @@ class PositionAttention:
                 apart, within = one[part][0], tile.diagonal(one[part][1])
                 if not by_pair and apart.ndim > 1:
                     apart, within = (of_row[long - long[0]] for of_row in (apart, within))
-                own = own - heavier * apart
                 if part > 0 and mixture.met is None:
                     maps = self._response[part]
                     first, second = maps.own[long, keys], maps.own[short, keys]
@@ -786,7 +825,7 @@ class PositionAttention:
                     own -= (beyond[long, keys] * second + first * beyond[short, keys]) * apart
                     own -= first * within * second
                 moved.append((own, pairs))
-            held = self._rare[long, keys] * self._rare[short, keys] - heavier
+            held = self._rare[long, keys] * self._rare[short, keys]
             singles = []
             for whole in (mixture.wholes(owns)[0], owns[0]):
                 rare = whole - tile.diagonal(kinds[0])
@@ -794,30 +833,15 @@ class PositionAttention:
                     rare = rare[long - long[0]]
                 singles.append(rare * held)
             found.append(mixture.joined(moved, *singles))
-        if self.logits.turning is not None and self.logits.words is None:
-            # kernels as turned, and as in one row
-            together = self._together[long, keys] + self._together[short, keys]
-            found[1][0][0][...] -= together * tile.met_own
+        # Kernels as turned, and as in one row; what keys at one place of two documents vary
+        # together beside words is not followed.
+        if self.logits.turning is not None and mixture.met is None:
             alone = self._pairs.alone[tile.pairs]
-            found[0][0][0][alone] -= together[alone]
+            for kind, one in enumerate(self._together):
+                together = one[long, keys] + one[short, keys]
+                found[1][kind][0][...] -= together * tile.met_own
+                found[0][kind][0][alone] -= together[alone]
         return found
-
-    @functools.cached_property
-    def _together(self) -> Array:
-        """(P, P) of every row what `_together` says."""
-        rows, logits, maps = self._rows, self.logits, self._response[0]
-        exponent = rows.own_response * logits.scale * logits.queries[0] * rows.softening
-        exponent = exponent / np.maximum(rows.strength, 1e-6) ** 2
-        away = logits.deviation
-        assert away is not None
-        varying = _varying(logits.sight.keys, away[0])
-        return _together(exponent[:, None], maps.own, -maps.pairs, varying)
-
-    def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
-        """(n, k) by how much a class's token weighs more where what it gives itself counts, by the
-        square of its weight, than on average."""
-        assert isinstance(self.logits.sight, FadingSight)
-        return np.asarray((self.logits.sight.heavier - 1.0)[rows, keys] * self.weights[rows, keys])
 
     def _joint_laws(self) -> None:
         """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
@@ -967,20 +991,18 @@ class PositionAttention:
         """
         logits = self.logits
         long, alone, away = tile.long, self._pairs.alone[tile.pairs], None
-        if logits.turning is not None and alone.any():
+        if logits.turning is not None and sums.mixture.met is None and alone.any():
             away = [np.zeros_like(one) for _, one in directions[0]]
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, tile.left)
             assert inside is not None
-            for kind, of_kind in zip(sums.mixture.values, away, strict=True):
-                where = inside[kind]
-                if logits.words is None:
-                    where = _moved(where, self._response[0].own[rows, tile.left])
-                where = where[long[alone] - rows.start]
+            kinds = zip(sums.mixture.values, away, self._moving, strict=True)
+            for kind, of_kind, moving in kinds:
+                where = _moved(inside[kind], moving[rows, tile.left])[long[alone] - rows.start]
                 of_kind[alone] = logits.log_mean(where, factor[alone, None, None])
-        kinds, times = exponent
+        law, times = exponent
         times = None if times is None else times[:, None, None]
-        law = bounded_exp(kinds, tile.diagonal, times, away)
+        law = bounded_exp(law, tile.diagonal, times, away)
         for own, pairs in law:
             own *= tile.met_own
             pairs *= tile.met
@@ -1021,9 +1043,9 @@ class PositionAttention:
     @property
     def _alone(self) -> Kinds:
         """(P, P) and (P, P, P) joint law of every row with itself."""
-        size = len(self.weights)
+        rows, size = self.weights.shape
         found = [
-            (np.zeros((size, size)), np.zeros((size,) * 3))
+            (np.zeros((rows, size)), np.zeros((rows, size, size)))
             for _ in range(self.logits.mixture().kinds)
         ]
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
@@ -1108,7 +1130,7 @@ class PositionAttention:
                 unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
                 shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
                 every = np.arange(len(weights))
-                alike = self._of_one_token(every, slice(0, len(weights)))
+                alike = self._of_one_token(every, slice(0, len(own)))
                 held = pairs.joined((self.counted * weights * alike).sum(1), shared)
                 held = held * np.sqrt(unshared[long] * unshared[short])
             output += fixed_norms(
@@ -1201,8 +1223,8 @@ class PositionAttention:
         shared, apart = self.logits.sight.shared, own - diagonal(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
-        every = slice(0, len(own))
-        squares = self.counted * self.weights * self._of_one_token(np.arange(len(own)), every)
+        rows, every = np.arange(len(self.weights)), slice(0, len(own))
+        squares = self.counted * self.weights * self._of_one_token(rows, every)
         alone = squares @ apart
         return diagonal(smooth) + alone, np.asarray(smooth + of_own)
 
@@ -1217,9 +1239,6 @@ class PositionAttention:
         trace = trace * np.sqrt(self._rows.softening) * (self.counted @ own)
         moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
         moved[1][...] += response.pairs * (own * response.own)[:, None, :]
-        if isinstance(logits.sight, FadingSight):
-            every = slice(0, len(own))
-            moved[0][...] -= 2.0 * self._excess_weight(every, every) * own
         slope = self._exponent_slope
         a, direction = slope[:, None] * moved[0], slope[:, None, None] * moved[1]
         whole = beside + diagonal(inside)
@@ -1239,7 +1258,7 @@ class PositionAttention:
         self._noise = whole * (a + diagonal(moved_pairs)) - diagonal(pairs), pairs
         self._noise_left = np.einsum("pq,pqr->pr", self.counted, pairs) + weights * self._noise[0]
         self._noise_both = (self.counted * self._noise_left).sum(1)
-        self._noise_scale = np.ones(len(own))
+        self._noise_scale = np.ones(len(weights))
         bare = self._noise_overlap(np.ones(len(own)), None)
         usable = bare > 1e-300
         self._noise_scale = np.where(usable, trace / np.where(usable, bare, 1.0), 0.0)
@@ -1249,7 +1268,7 @@ class PositionAttention:
         different keys do not share."""
         counted, weights = self.counted, self.weights
         a, inside = self._noise
-        beside, total = (a + diagonal(inside)) * own, np.zeros(len(own))
+        beside, total = (a + diagonal(inside)) * own, np.zeros(len(weights))
         mapped = weights * own
         if pairs is not None:
             apart = diagonal(pairs)
@@ -1279,7 +1298,11 @@ class PositionAttention:
         )
         both = (twice * weights[long, left])[:, :, None] * weights[short, right][:, None, :]
         both = both * counts[0] * counts[1]
-        alike = twice * sent[long, tile.own] * sent[short, tile.own]
+        alike = twice
+        if isinstance(sight, FadingSight):
+            sent = sight.summed(sent)[:, sight.held]
+            alike = twice * sight.portion[long, short, tile.own]
+        alike = alike * sent[long, tile.own] * sent[short, tile.own]
         if self._neighbouring:
             both, alike = self._before_each(tile)
         elif alone.any():  # a row with itself instead of with its neighbour
@@ -1314,10 +1337,10 @@ class PositionAttention:
         alone = self._pairs.alone[tile.pairs][:, None]
         # What the row before sees alone, behind a window's end, as often as a key with which that
         # of its row begins.
-        every = np.arange(len(weights))
+        every = np.arange(weights.shape[1])
         begin = sight.seen[long].argmax(1)[:, None, None]
         keys, others = every[left][None, :, None], every[right][None, None, :]
-        first = begin + (keys == begin) * (begin + 1 < len(weights))
+        first = begin + (keys == begin) * (begin + 1 < len(every))
         held = np.where(others < begin, first, others)
         counts = sight.later[keys, held, long[:, None, None]]
         both = weights[long, left][:, :, None] * weights[short, right][:, None, :] * counts
@@ -1332,7 +1355,7 @@ class PositionAttention:
             own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights; of rows and
                 the ones before them what these have in common, (P,), and nothing.
         """
-        size, tiles = len(self.weights), self._pairs.tiles
+        size, tiles = self.weights.shape[1], self._pairs.tiles
         scale, given = single(own if self._neighbouring else self._pairs.joined(own, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
@@ -1348,6 +1371,9 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._send_noise(own, total_own, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
+        if isinstance(self.logits.sight, FadingSight):
+            total_own = self.logits.sight.summed(total_own)
+            total = self.logits.sight.summed_pairs(total)
         if kinds == 1:
             total = total[:, 0]
         query = own * self.response[0], 0.0 * total[0]
@@ -1399,7 +1425,7 @@ class ClassHeads:
     @property
     def weights(self) -> Array:
         """Mean attention to one token, its own cell's tokens being alike."""
-        counted = self._mean([layer.counted for layer in self._layers])
+        counted = self._mean([layer.reached for layer in self._layers])
         keys = self._sight.keys
         return np.where(self._sight.seen, counted / np.where(self._sight.seen, keys, 1.0), 0.0)
 
@@ -1473,19 +1499,6 @@ def _crowd(logits: ClassLogits, rows: RowStatistics, level: float = 1.0) -> tupl
     return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
 
 
-def _lighter(logits: ClassLogits, rows: RowStatistics, sight: FadingSight) -> Array:
-    """(P, P) of the squares of weights in a class, over those of weights in proportion to the
-    prior: a key that is heavier crowds itself more. Of priors at their mean's deviation from it."""
-    others, itself = _crowd(logits, rows)
-    shared = (rows.kernel_response / rows.own_response)[:, None]
-    away = np.sqrt(np.maximum(sight.heavier - 1.0, 0.0))
-    ends = 1.0 + away, 1.0 - away
-    weights = [np.maximum(others + prior * itself, 1e-300) ** -shared for prior in ends]
-    means = 0.5 * (weights[0] + weights[1])
-    squares = 0.5 * (ends[0] * weights[0] ** 2 + ends[1] * weights[1] ** 2)
-    return np.where(sight.seen, squares / means**2, 1.0)
-
-
 def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
     """(P, P) mean attention [row, key] to one token of a class; see `row_statistics`."""
     several = attention_by_frequency(logits, rows)
@@ -1496,7 +1509,7 @@ def attention_by_frequency(logits: ClassLogits, rows: RowStatistics) -> Array:
     """(P, P, T) the same to tokens of words that are as frequent as some are."""
     keys, own, scale, prior = logits.sight.keys, logits.keys[0], logits.scale, logits.prior
     seen, held = keys * prior, logits.sight.seen
-    relative, every = own - (seen @ own)[:, None], np.arange(len(own))
+    relative, every = own - (seen @ own)[:, None], np.arange(len(keys))
     frequencies, several = logits.mixture().frequencies, []
     for level in frequencies.level.tolist():
         crowd = np.log(np.maximum(np.add(*_crowd(logits, rows, level)), 1e-300))
@@ -1554,18 +1567,36 @@ def _varying(keys: Array, away: Array) -> Array:
     return np.asarray(np.maximum(keys[:, None, :] - np.eye(keys.shape[-1]), 0.0) * away**2)
 
 
-def _together(exponent: Array, response: Array, overlap: Array, varying: Array) -> Array:
+def _together(
+    mixture: Mixture, exponent: Array, responses: list[Array], overlap: Kinds, varying: list[Array]
+) -> list[Array]:
     """(n, q) of sum_k A_jk C_kj beyond the product of the means of cells, (1 - A) on its other side
-    and A varying with what the law exponentiates.
+    and A varying with what the law exponentiates; of tokens j of every kind.
 
     Args:
+        mixture: of kinds of pairs.
         exponent: (n, 1) of the law of a row with itself.
-        response: (n, q) own part of 1 - A.
-        overlap: (n, q, r) A of two keys.
+        responses: (n, q) own part of 1 - A.
+        overlap: A of two keys.
         varying: (n, q, r) variance of C inside cells times counts of other keys k.
     """
-    sums = ((overlap * varying) @ response[:, :, None])[..., 0]
-    return np.asarray(exponent * response**2 * sums)
+    others = _of_other_keys(mixture, responses)
+    held = [
+        pairs * variance * response[:, None, :]
+        for (_, pairs), variance, response in zip(overlap, varying, others, strict=True)
+    ]
+    sums = [one.sum(-1) for one in mixture.by_kind(held)]
+    return [exponent * response**2 * one for response, one in zip(responses, sums, strict=True)]
+
+
+def _of_other_keys(mixture: Mixture, responses: list[Array]) -> list[Array]:
+    """(n, q) own part of 1 - A of what other tokens' keys have: of words of any frequency, and of
+    the same."""
+    if mixture.share is None:
+        return responses
+    portion = mixture.frequencies.portion
+    mean = np.asarray(sum(p * one for p, one in zip(portion, responses, strict=True)))
+    return [mean, *responses[1:]]
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
