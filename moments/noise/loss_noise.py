@@ -233,9 +233,9 @@ class _Ending:
         width: features that the matrix multiplies.
         agreement, effect: how far tokens' D_ii vary together, and how much, over draws.
         batch: sequences that share the weights.
-        unknown: (..., L, L) variance of `received` over texts, which D_ij makes as it makes tokens'
-            own. (Relative to a pair's own mean it would be without bound where a tied head finds
-            what it reads, whose pairs share next to nothing.)
+        unknown: (..., L, L) variance of `received` over texts, that of D_ij. (Relative to a pair's
+            own mean it would be without bound where a tied head finds what it reads, whose pairs
+            share next to nothing.)
         shared: E of the squares of what a token's gradient shares with those of other sequences,
             summed over them, relative to that of all its own.
     """
@@ -271,11 +271,10 @@ class _Ending:
         none = 0.0 * back
         pairs = (matrix_of(kernel, length) + 0.0 * base).astype(SINGLE)
         answer = Elementwise(none, none, back, change, own, pairs, none + 1)
-        overlap = matrix_of(readout.overlap, length)
-        excess = matrix_of(mean_square(readout), length) - overlap**2
-        gain = ratio(own_entries(received), own_entries(overlap))
-        excess = entrywise(lambda more: np.maximum(more, 0.0), excess)
-        unknown = (excess * gain[..., :, None] * gain[..., None, :]).astype(SINGLE)
+        excess = matrix_of(mean_square(readout), length) - matrix_of(readout.overlap, length) ** 2
+        size = readout.scale**2 * readout.weight_variance
+        unknown = entrywise(lambda more: np.maximum(more, 0.0), excess) * size**2
+        unknown = in_units(unknown, unit**2)
         drawn = logit_agreement(readout), logit_effect(readout), batch
         shared = (batch - 1) * across(readout)
         return cls(answer, received, float(readout.width), *drawn, unknown, shared)
