@@ -204,7 +204,21 @@ def bounded_exp(
     return found
 
 
-Parts = tuple[Array, list[Array], Array]
+class Maps(NamedTuple):
+    """A law by the frequency of a key's word, as what takes values of keys to sums of them.
+
+    All frequencies stand in one array, and both of its readings are views: with small arrays the
+    calls are what costs.
+
+    Attributes:
+        pairs: (T, c, n, k) of two words, and what one word has beyond by its share of the other
+            tokens.
+        one, two: (T, c, o) of a token with itself beyond both, times its weight in either row.
+    """
+
+    pairs: Array
+    one: Array
+    two: Array
 
 
 class Sums(NamedTuple):
@@ -236,10 +250,11 @@ class Sums(NamedTuple):
     def over_first(self, law: Kinds, sweeps: int) -> Kinds:
         """The law scaled so that its means over either key are `aims_first` and `aims_second`, over
         those of the first key. Of one kind it is written over."""
-        left, right = self._factors(law, sweeps)
         if self.mixture.share is None:
-            return self._scaled(law, left, right)
-        return self._scaled(law, left / np.where(left > 0.0, self.aims_first, 1.0), right)
+            return self._scaled(law, *_balances(*self._maps(law[0]), sweeps))
+        left, right = self._factors_by_frequency(self._maps_by_frequency(law), sweeps)
+        aims = np.where(left > 0.0, np.moveaxis(self.aims_first, -1, 0), 1.0)
+        return self._times(law, self._factored(left / aims, right))
 
     def balanced_with(
         self, law: Kinds, sweeps: int, directions: Sequence[Kinds]
@@ -248,8 +263,8 @@ class Sums(NamedTuple):
         `joint_laws.balanced`); and of it law o (direction + u 1^T + 1 v^T) whose means over either
         key are 0 (see `joint_laws.tangent`).
 
-        Of one kind all are written over: those steps are the same of one frequency, and stand by
-        themselves because they work in place, on maps that serve every sweep.
+        Directions are written over, and of one kind the law: those steps are the same of one
+        frequency, and stand by themselves because they work in place, on maps that hold weights.
 
         Args:
             law: not yet scaled.
@@ -258,113 +273,111 @@ class Sums(NamedTuple):
         """
         if self.mixture.share is None:
             return self._balanced_in_place(law, sweeps, directions)
-        left, right = self._factors(law, sweeps)
-        parts, products = self._parts(law), self._factored(left, right)
-        aims = [np.where(one > 0.0, one, 1.0) for one in (self.aims_first, self.aims_second)]
+        maps = self._maps_by_frequency(law)
+        aims = tuple(np.moveaxis(one, -1, 0) for one in (self.aims_first, self.aims_second))
+        left, right = self._factors_by_frequency(maps, sweeps)
+        products = self._factored(left, right)
+        over_left, over_right = (
+            one / np.where(aim > 0.0, aim, 1.0)
+            for one, aim in zip((left, right), aims, strict=True)
+        )
         wholes = [own + self.at_own(pairs) for own, pairs in law]
+        rows, columns = (np.empty((len(directions), *one.shape)) for one in (left, right))
+        for k, direction in enumerate(directions):
+            for whole, (_, pairs), (beside, along) in zip(wholes, law, direction, strict=True):
+                along *= pairs
+                beside *= whole
+            moved = [(beside - self.at_own(along), along) for beside, along in direction]
+            along_maps = self._maps_by_frequency(moved)
+            sums = self._over_second(along_maps, right), self._over_first(along_maps, left)
+            rows[k], columns[k] = -over_left * sums[0], -over_right * sums[1]
+        u, v = _shifts(
+            rows,
+            columns,
+            lambda v: over_left * self._over_second(maps, right * v),
+            lambda u: over_right * self._over_first(maps, left * u),
+        )
         tangents = []
-        for direction in directions:
-            moved = []
-            for whole, (_, pairs), (beside, between) in zip(wholes, law, direction, strict=True):
-                along = pairs * between
-                moved.append((whole * beside - self.at_own(along), along))
-            along_parts = self._parts(moved)
-            rows = -left * self._over_second(along_parts, right) / aims[0]
-            columns = -right * self._over_first(along_parts, left) / aims[1]
-            u, v = rows, np.zeros_like(columns)
-            for sweep in range(TANGENT_SWEEPS):
-                if sweep:
-                    u = rows - left * self._over_second(parts, right * v) / aims[0]
-                last, v = v, columns - right * self._over_first(parts, left * u) / aims[1]
-                if _settled(v, last, sweep):
-                    break
-            shifts = self._products(np.stack([left * u, left]), np.stack([right, right * v]))
+        for k, direction in enumerate(directions):
+            shifts = self._products(np.stack([left * u[k], left]), np.stack([right, right * v[k]]))
             shifts[0][1][...] *= products[0][1] > 0.0
-            found = []
-            for whole, (_, pairs), (own, along), factors, shift in zip(
-                wholes, law, moved, products, shifts, strict=True
+            tangent = []
+            for whole, (_, pairs), (beside, along), factors, shift in zip(
+                wholes, law, direction, products, shifts, strict=True
             ):
-                own += self.at_own(along)
-                own *= factors[0]
-                own += whole * shift[0]
+                beside *= factors[0]
+                beside += whole * shift[0]
                 along *= factors[1]
                 shift[1][...] *= pairs
                 along += shift[1]
-                found.append((own - self.at_own(along), along))
-            tangents.append(found)
+                tangent.append((beside - self.at_own(along), along))
+            tangents.append(tangent)
         return self._times(law, products), tangents
 
     # --- by the frequency of a key's word -------------------------------------------------------
 
-    def _parts(self, law: Kinds) -> Parts:
-        """(c, n, k) of two words; what one word has beyond by its share of the other tokens; and
-        (c, o, T) of a token with itself beyond both."""
-        others, beyond, own = law[0][1], [], [law[0][0]]
-        for level, (alone, same) in zip(self.mixture.frequencies.level[1:], law[1:], strict=True):
-            more = same - others
-            beyond.append(np.minimum(level * self.mixture.share, 1.0) * more)
-            own.append(alone + self.at_own(more - beyond[-1]))
-        if self.mixture.met is not None:
-            own = self._at_one_place(law, beyond)
-        return others, beyond, np.stack(own, -1)
+    def _maps_by_frequency(self, law: Kinds) -> Maps:
+        frequencies, share = self.mixture.frequencies, self.mixture.share
+        often = [] if self.mixture.met is None else self.mixture.often
+        pairs, own = np.empty((len(law), *law[0][1].shape)), np.empty((len(law), *law[0][0].shape))
+        pairs[0], own[0] = law[0][1], law[0][0]
+        for kind, (alone, same) in enumerate(law[1:], start=1):
+            more = np.subtract(same, pairs[0], out=pairs[kind])
+            whole = alone + self.at_own(more)
+            if often:  # what stands at its place of another document, the more often of its word
+                whole = law[0][0] + often[kind - 1] * (whole - law[0][0])
+            more *= np.minimum(frequencies.level[kind] * share, 1.0)
+            np.subtract(whole, self.at_own(more), out=own[kind])
+        return Maps(pairs, own * self.one, own * self.two)
 
-    def _at_one_place(self, law: Kinds, beyond: list[Array]) -> list[Array]:
-        """(c, o) what a token has with that at its place of another document beyond both, which is
-        of its word the more often the more frequent that is."""
-        alone, others = law[0][0], self.at_own(law[0][1])
-        found = [alone]
-        for often, (own, same), more in zip(self.mixture.often, law[1:], beyond, strict=True):
-            whole = own + self.at_own(same) - others - alone
-            found.append(alone + often * whole - self.at_own(more))
-        return found
-
-    def _over_second(self, parts: Parts, values: Array) -> Array:
-        """(c, n, T) of (c, k, T)."""
-        others, beyond, own = parts
-        given = self.second[:, :, None] * values
-        total = np.empty((*others.shape[:2], values.shape[-1]))
-        total[...] = others @ (given @ self.mixture.frequencies.portion)[:, :, None]
-        for kind, more in enumerate(beyond, start=1):
-            total[..., kind] += times(more, given[..., kind])
-        total[:, self.own_first] += own * (self.two[:, :, None] * values[:, self.own_second])
+    def _over_second(self, maps: Maps, values: Array) -> Array:
+        """(..., T, c, n) of (..., T, c, k)."""
+        total = self._summed(maps.pairs, self.second * values)
+        total[..., self.own_first] += maps.two * values[..., self.own_second]
         return total
 
-    def _over_first(self, parts: Parts, values: Array) -> Array:
-        """(c, k, T) of (c, n, T)."""
-        turned = [np.swapaxes(one, -1, -2) for one in (parts[0], *parts[1])]
-        given = self.first[:, :, None] * values
-        total = np.empty((*turned[0].shape[:2], values.shape[-1]))
-        total[...] = turned[0] @ (given @ self.mixture.frequencies.portion)[:, :, None]
-        for kind, more in enumerate(turned[1:], start=1):
-            total[..., kind] += times(more, given[..., kind])
-        total[:, self.own_second] += parts[2] * (self.one[:, :, None] * values[:, self.own_first])
+    def _over_first(self, maps: Maps, values: Array) -> Array:
+        """(..., T, c, k) of (..., T, c, n)."""
+        total = self._summed(np.swapaxes(maps.pairs, -1, -2), self.first * values)
+        total[..., self.own_second] += maps.one * values[..., self.own_first]
         return total
 
-    def _factors(self, law: Kinds, sweeps: int) -> tuple[Array, Array]:
-        """(c, n, T) and (c, k, T)."""
-        if self.mixture.share is None:
-            return _balances(*self._maps(law[0]), sweeps)
-        parts = self._parts(law)
-        left, right = np.ones_like(self.aims_first), np.ones_like(self.aims_second)
+    def _summed(self, pairs: Array, given: Array) -> Array:
+        """Of values by their tokens: two words meet those of all frequencies, and one its own."""
+        first, *rest = self.mixture.frequencies.portion.tolist()
+        given[..., 0, :, :] *= first
+        for kind, portion in enumerate(rest, start=1):
+            given[..., 0, :, :] += portion * given[..., kind, :, :]
+        total = np.asarray((pairs @ given[..., None])[..., 0])
+        total[..., 1:, :, :] += total[..., :1, :, :]
+        return total
+
+    def _factors_by_frequency(self, maps: Maps, sweeps: int) -> tuple[Array, Array]:
+        """(T, c, n) and (T, c, k)."""
+        aims = tuple(np.moveaxis(one, -1, 0) for one in (self.aims_first, self.aims_second))
+        left, right = (np.ones(one.shape) for one in aims)
         for _ in range(sweeps):
-            right = self.aims_second / np.maximum(self._over_first(parts, left), 1e-300)
-            left = self.aims_first / np.maximum(self._over_second(parts, right), 1e-300)
+            right = aims[1] / np.maximum(self._over_first(maps, left), 1e-300)
+            left = aims[0] / np.maximum(self._over_second(maps, right), 1e-300)
         return left, right
 
     def _products(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
         """(c, o) and (c, n, k) of every kind: factors of one token, and their means over pairs,
-        summed over those of (r, c, n, T) and (r, c, k, T)."""
+        summed over those of (r, T, c, n) and (r, T, c, k)."""
         frequencies, share = self.mixture.frequencies, self.mixture.share
         assert share is not None
 
         def outer(one: Array, two: Array) -> Array:
+            if len(one) == 1:
+                return np.asarray(one[0, :, :, None] * two[0, :, None, :])
             return np.asarray(one.transpose(1, 2, 0) @ two.transpose(1, 0, 2))
 
-        own = (left[:, :, self.own_first] * right[:, :, self.own_second]).sum(0)
-        others = outer(left @ frequencies.portion, right @ frequencies.portion)
-        found = [(own[..., 0], others)]
+        own = (left[..., self.own_first] * right[..., self.own_second]).sum(0)
+        portion = frequencies.portion[:, None, None]
+        others = outer((left * portion).sum(1), (right * portion).sum(1))
+        found = [(own[0], others)]
         for kind, part in enumerate(frequencies.of_pairs[1:], start=1):
-            found.append((own[..., kind], outer(left[..., kind], right[..., kind])))
+            found.append((own[kind], outer(left[:, kind], right[:, kind])))
             others -= (part * share) * found[-1][1]
         others *= 1.0 / np.maximum(1.0 - share, LEAST_OTHERS)
         if self.mixture.met is not None:
@@ -387,14 +400,12 @@ class Sums(NamedTuple):
         return found
 
     def _scaled(self, law: Kinds, left: Array, right: Array) -> Kinds:
-        if self.mixture.share is None:
-            ((own, pairs),) = law
-            own *= left[:, self.own_first, 0]
-            own *= right[:, self.own_second, 0]
-            pairs *= left
-            pairs *= np.swapaxes(right, -1, -2)
-            return law
-        return self._times(law, self._factored(left, right))
+        ((own, pairs),) = law
+        own *= left[:, self.own_first, 0]
+        own *= right[:, self.own_second, 0]
+        pairs *= left
+        pairs *= np.swapaxes(right, -1, -2)
+        return law
 
     # --- of one kind ----------------------------------------------------------------------------
 
@@ -439,13 +450,12 @@ class Sums(NamedTuple):
             np.concatenate([-sums(one)[..., None] for (one,) in directions], -1)
             for sums in (self._sum_over_second, self._sum_over_first)
         )
-        u, v = rows, np.zeros_like(columns)
-        for sweep in range(TANGENT_SWEEPS):
-            if sweep:
-                u = rows - left * (to_first @ (right * v))
-            last, v = v, columns - right * (to_second @ (left * u))
-            if _settled(v, last, sweep):
-                break
+        u, v = _shifts(
+            rows,
+            columns,
+            lambda v: left * (to_first @ (right * v)),
+            lambda u: right * (to_second @ (left * u)),
+        )
         for k, ((beside, between),) in enumerate(directions):
             first, second = u[..., k], v[..., k]
             moved = first[:, :, None] + second[:, None, :]
@@ -460,9 +470,22 @@ LEAST_OTHERS = 0.05
 .2 move Llama's layers on 512 and 1024 tokens of Zipf's law, and GPT-2's on 384, by no 1e-4."""
 
 
-def _settled(values: Array, last: Array, sweep: int) -> bool:
-    """Whether what is left of a change is rounding, which from the third sweep on it may be."""
-    return sweep > 1 and bool(np.abs(values - last).max() <= 1e-12 * np.abs(values).max())
+def _shifts(
+    rows: Array,
+    columns: Array,
+    over_second: Callable[[Array], Array],
+    over_first: Callable[[Array], Array],
+) -> tuple[Array, Array]:
+    """u and v that bring means to 0 which lack `rows` and `columns` of it; from the third sweep on
+    what is left of a change may be rounding."""
+    u, v = rows, np.zeros_like(columns)
+    for sweep in range(TANGENT_SWEEPS):
+        if sweep:
+            u = rows - over_second(v)
+        last, v = v, columns - over_first(u)
+        if sweep > 1 and np.abs(v - last).max(initial=0.0) <= 1e-12 * np.abs(v).max(initial=0.0):
+            break
+    return u, v
 
 
 def _balances(to_second: Array, to_first: Array, sweeps: int) -> tuple[Array, Array]:

@@ -602,6 +602,7 @@ class PositionAttention:
         kinds = logits.mixture().kinds
         self._together, self._moving = np.zeros((2, kinds, *self.weights.shape))
         self._response = self._self_response()
+        self._project()
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
         own, inside = logits.mixture().mean_of(self._alone)
@@ -624,7 +625,7 @@ class PositionAttention:
         """Keep what the way back needs of the laws, in single precision, and not the rest."""
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
-        del self._laws, self._response, self._slope, self._sums, self._traces
+        del self._laws, self._projections, self._response, self._slope, self._sums, self._traces
 
     def _of_one_word(self, met: Across | ClassLogits) -> Across | ClassLogits:
         """The same of rows that are of one word."""
@@ -649,6 +650,8 @@ class PositionAttention:
             counts = kernels.words.counts(self.logits.sight.keys)
             of_words = zip(several, counts, strict=True)
             found._response = [mean, *(RowMaps.of(m.own, m.pairs, n) for m, n in of_words)]
+        if pairs is not self._pairs or kernels.keys is not self._kernels.keys:
+            found._project()
         found._joint_laws()
         found._forward()
         found._give_back()
@@ -849,32 +852,14 @@ class PositionAttention:
                 found[0][kind][0][alone] -= together[alone]
         return found
 
-    def _joint_laws(self) -> None:
-        """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
-        it."""
-        logits, rows, pairs = self.logits, self._rows, self._pairs
-        turning, met, temperature = logits.turning, self._kernels, logits.queries[0]
-        own, between = met.queries
-        bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
-        bare = pairs.joined(np.clip(own / temperature, -1.0, 1.0), bare)
-        beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
-        lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
-        nodes = nodes_for(lowest, float(rows.theta.max()))
-        unshared, by_mean = rows.unshared_fraction, rows.unshared_by_mean
-        self._calibration = calibration = calibrate(
-            rows.theta, rows.keys, unshared, by_mean, nodes, self._widths, between_nodes=True
-        )
-        gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
-        exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
-        self._exponent_slope = exponent @ nodes.slopes[:, 0]
-        exponent = exponent * logits.scale * temperature[:, None]
-        exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
-
-        moved, unturned = [], []
-        turn = np.ones(len(bare))
+    def _project(self) -> None:
+        """What joint laws are made of that knows no queries: rows that meet in several ways share
+        it, half of what their laws cost."""
+        logits, pairs, turning = self.logits, self._pairs, self.logits.turning
+        moved, unturned, along_values = [], [], []
+        turn = np.ones(len(pairs.long))
         self._sums = [self._sums_of(tile) for tile in pairs.tiles]
         self._traces = [self._trace(*one) for one in zip(pairs.tiles, self._sums, strict=True)]
-        along_values = []
         for tile, trace in zip(pairs.tiles, self._traces, strict=True):
             own, of_kinds = self._between_keys(tile)
             kernels: list[tuple[list[Array], list[Array], bool]] = [(own, of_kinds, False)]
@@ -897,6 +882,30 @@ class PositionAttention:
                 unturned.append(found[1])
                 meeting = _gathered(trace, found[0]), _gathered(trace, found[1])
                 turn[tile.pairs] = _ratio(*meeting, of_rows)
+        self._projections = moved, unturned, along_values, turn
+
+    def _joint_laws(self) -> None:
+        """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
+        it."""
+        logits, rows, pairs = self.logits, self._rows, self._pairs
+        turning, met, temperature = logits.turning, self._kernels, logits.queries[0]
+        own, between = met.queries
+        bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
+        bare = pairs.joined(np.clip(own / temperature, -1.0, 1.0), bare)
+        beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
+        lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
+        nodes = nodes_for(lowest, float(rows.theta.max()))
+        unshared, by_mean = rows.unshared_fraction, rows.unshared_by_mean
+        self._calibration = calibration = calibrate(
+            rows.theta, rows.keys, unshared, by_mean, nodes, self._widths, between_nodes=True
+        )
+        gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
+        exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
+        self._exponent_slope = exponent @ nodes.slopes[:, 0]
+        exponent = exponent * logits.scale * temperature[:, None]
+        exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
+
+        moved, unturned, along_values, turn = self._projections
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.vecdot(one.T, exponent) for one in (self._basis, slopes))
@@ -990,7 +999,7 @@ class PositionAttention:
 
         Args:
             tile, sums: of pairs, and over their keys.
-            directions: the projected kernel, and where they are not its the values', written over.
+            directions: the projected kernel, and where they are not its the values'.
             exponent: of the law, as a matrix and what multiplies it; None: nothing does.
             factor: (c,) of the exponent in the kernel, for a row with itself.
             slope: (c,) its derivative in the correlation.
@@ -1012,12 +1021,14 @@ class PositionAttention:
         for own, pairs in law:
             own *= tile.met_own
             pairs *= tile.met
-        for direction in directions:
-            for beside, between in direction:
-                beside += tile.diagonal(between)
-                beside *= slope[:, None]
-                between *= slope[:, None, None]
-        joint, tangents = sums.balanced_with(law, JOINT_SWEEPS, directions)
+        sloped = [
+            [
+                (slope[:, None] * (beside + tile.diagonal(between)), slope[:, None, None] * between)
+                for beside, between in direction
+            ]
+            for direction in directions
+        ]
+        joint, tangents = sums.balanced_with(law, JOINT_SWEEPS, sloped)
         return _Laws(joint, tangents[0], tangents[-1])
 
     def _sums_of(self, tile: Tile) -> Sums:
