@@ -461,30 +461,36 @@ class ClassLogits(NamedTuple):
         if not isinstance(self.sight, FadingSight):
             return self
         held = self.sight.held
+        both = np.ix_(held, held)
 
         def parts(kernel: Matrix) -> Matrix:
             return kernel[0][held], kernel[1][np.ix_(held, held)]
 
-        keys = parts(self.keys)
-        values = keys if self.values is self.keys else parts(self.values)
-        across, words, repeats, turning = self.across, self.words, self.repeats, self.turning
-        both = np.ix_(held, held)
-        if across is not None:
-            varying = None if across.repeats is None else across.repeats[both]
-            across = Across(across.queries, parts(across.keys), parts(across.values), varying)
-        if words is not None:
-            met = None if words.met is None else words.met[held]
-            words = words._replace(
+        def of_words(words: Words | None) -> Words | None:
+            if words is None:
+                return None
+            return words._replace(
                 keys=parts(words.keys),
                 values=parts(words.values),
                 share=words.share[both],
-                met=met,
+                met=None if words.met is None else words.met[held],
+            )
+
+        keys = parts(self.keys)
+        values = keys if self.values is self.keys else parts(self.values)
+        across, repeats, turning = self.across, self.repeats, self.turning
+        if across is not None:
+            across = across._replace(
+                keys=parts(across.keys),
+                values=parts(across.values),
+                repeats=None if across.repeats is None else across.repeats[both],
+                words=of_words(across.words),
             )
         return self._replace(
             keys=keys,
             values=values,
             across=across,
-            words=words,
+            words=of_words(self.words),
             repeats=None if repeats is None else repeats[both],
             turning=None if turning is None else turning.of_parts(held),
         )
