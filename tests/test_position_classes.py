@@ -235,7 +235,7 @@ def test_two_documents_are_attention_by_token_of_both(monkeypatch: pytest.Monkey
     whole, paths = by_token.forward(), by_token.backward(gradient)
     for rows, block, (one_own, one_pairs) in (
         (by_class, slice(0, length), (1.0, 0.05)),
-        (by_class.across, slice(length, 2 * length), (0.1, 0.02)),
+        (by_class.others[0], slice(length, 2 * length), (0.1, 0.02)),
     ):
         expected = whole[:length, block]
         np.testing.assert_allclose(rows.output[0], np.diag(expected), rtol=1e-4)
@@ -491,16 +491,18 @@ def test_repeated_tokens_are_what_queries_and_keys_would_miss() -> None:
 
 
 def test_strong_logits_leave_a_text_to_its_tokens() -> None:
-    """Where logits tell tokens apart a text is resolved by token, a long one word by word; that
-    several are not is said."""
+    """Where logits tell tokens apart a text is resolved by token, long ones word by word; that
+    copies are not followed as well is said."""
     strong = moments.preset("gpt2", seq_len=128).replace(layers=1, temperature=0.2)
     text = np.random.default_rng(3).zipf(1.3, 300) % 5000
     assert predicted(strong, token_ids=text[:128]).layout.classes is None
     long = strong.replace(seq_len=300)
     assert isinstance(predicted(long, token_ids=text).layout.classes, TextClasses)
-    with pytest.warns(moments.ValidityWarning, match="means over classes"):
-        several = moments.predict(long, token_ids=np.stack([text, text[::-1]]))
-    assert several.layout.classes is not None
+    several = predicted(long, token_ids=np.stack([text, text[::-1]]))
+    assert isinstance(several.layout.classes, TextClasses)
+    assert not any("copies" in note for note in several.warnings)
+    with pytest.warns(moments.ValidityWarning, match="mostly copies"):
+        moments.predict(long, token_ids=np.stack([text, text]))
 
 
 OTHERS = {

@@ -97,6 +97,11 @@ class PositionClasses:
         """The same nodes under a mask, by which tokens and their pairs are counted."""
         return self
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens of every sequence or document."""
+        return (self.length,)
+
     def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """A matrix (own (..., P), pairs (..., P, P)), by what two tokens have to do with each
         other: of one document, and where there are several of two."""
@@ -224,12 +229,16 @@ class PositionClasses:
         """(P, P) shares of pairs of different tokens j and l of two cells with first[j] equal to
         second[l], each counted by weights[j]; over all pairs of the sequence as many as there
         are."""
-        return as_many(*self.pair_sums(first, second, weights), self.pair_count)
+        return self.of_sums(*(as_many(*one) for one in self.pair_sums(first, second, weights)))
+
+    def of_sums(self, *means: Array) -> Array:
+        """The matrix of means that are taken over each of `pair_sums`."""
+        return means[0]
 
     def pair_sums(
         self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
-    ) -> tuple[Array, Array]:
-        """(P, P) of the same: how many such pairs, and how many of all, by `hats`."""
+    ) -> list[PairSums]:
+        """Of the same, by what else tells pairs apart."""
         known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
         weights = np.ones(len(first)) if weights is None else weights
         sums = [
@@ -238,7 +247,8 @@ class PositionClasses:
         ]
         size = self.hats.sum(1)
         itself = (self.hats * (weights * (first == second))) @ self.hats.T
-        return sums[0] @ sums[1].T - itself, np.outer(size, size) - self.hats @ self.hats.T
+        found, count = sums[0] @ sums[1].T - itself, np.outer(size, size) - self.hats @ self.hats.T
+        return [PairSums(found, count, self.pair_count)]
 
     def spread_out(self, values: Array) -> Array:
         """(..., L) mean squares at every position, from (..., P).
@@ -257,6 +267,20 @@ class PositionClasses:
         np.exp(others, out=others, where=positive)
         found[..., -1] = values[..., -1]
         return found
+
+
+class PairSums(NamedTuple):
+    """Pairs of positions of two cells, (P, P), or some other such pairs.
+
+    Attributes:
+        found: how many are as asked for, by `PositionClasses.hats`.
+        pairs: how many there are.
+        expected: the same as sums over pairs count them.
+    """
+
+    found: Array
+    pairs: Array
+    expected: Array
 
 
 @functools.lru_cache(maxsize=16)
@@ -352,6 +376,10 @@ class DocumentClasses(PositionClasses):
     @property
     def inside(self) -> PositionClasses:
         return self.one
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self.lengths
 
     @functools.cached_property
     def present(self) -> Array:
@@ -513,11 +541,15 @@ class DocumentClasses(PositionClasses):
         sums = self.one.hats @ np.where(self.there, values, 0.0).sum(0)
         return np.tile(sums / (self.one.hats @ self._reaching), 2)
 
-    def pair_means(
+    def of_sums(self, *means: Array) -> Array:
+        inner, outer, own = means
+        return np.asarray(self.joined((np.diagonal(inner), inner), (own, outer))[1])
+
+    def pair_sums(
         self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
-    ) -> Array:
-        """(2 P, 2 P) the same of (documents, longest) values, of which those that are not there do
-        not count."""
+    ) -> list[PairSums]:
+        """Of one document, of two, and at one place of two: of (documents, longest) values, of
+        which those that are not there do not count."""
         hats, there = self.one.hats, self.there
         weights = np.where(there, 1.0 if weights is None else weights, 0.0)
         known, where = np.unique(np.stack([first, second]), return_inverse=True)
@@ -558,11 +590,7 @@ class DocumentClasses(PositionClasses):
             hats @ met,
         )
         expected = self.inside_count, self.across_count[1], self.across_count[0]
-        inner, outer, own = (
-            as_many(share, count, expects)
-            for share, count, expects in zip(shares, counts, expected, strict=True)
-        )
-        return np.asarray(self.joined((np.diagonal(inner), inner), (own, outer))[1])
+        return [PairSums(*one) for one in zip(shares, counts, expected, strict=True)]
 
     def spread_out(self, values: Array) -> Array:
         """(..., longest) mean squares at every place."""
@@ -571,23 +599,31 @@ class DocumentClasses(PositionClasses):
 
 @dataclass(frozen=True, eq=False)
 class TwiceClasses(PositionClasses):
-    """Of one sequence, two of whose tokens have more than one number in common: `nodes` are those
-    of its positions twice, and matrices of pairs have the other number beside that of most,
+    """Of tokens two of which have more than one number in common: `nodes` are those of other
+    classes twice, and matrices of pairs have the other number beside that of most,
     [[most, other], [other, .]]. Tokens are counted once.
 
     Attributes:
-        one: classes of its positions.
+        one: those classes.
     """
 
     one: PositionClasses
 
     @property
     def inside(self) -> PositionClasses:
-        return self.one
+        return self.one.inside
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self.one.ends
+
+    @property
+    def there(self) -> NDArray[np.bool_]:
+        return self.one.there
 
     @functools.cached_property
     def size(self) -> int:
-        """P."""
+        """Nodes of `one`."""
         return len(self.one.nodes)
 
     @functools.cached_property
@@ -603,10 +639,11 @@ class TwiceClasses(PositionClasses):
         return found
 
     def in_one(self, sums: Array) -> Array:
-        return np.asarray(sums[..., : self.size])
+        return self.one.in_one(sums[..., : self.size])
 
     def within(self, pairs: Array) -> Array:
-        return np.block([[pairs, pairs], [pairs, pairs]])
+        inside = self.one.within(pairs)
+        return np.block([[inside, inside], [inside, inside]])
 
     def everywhere(self, matrix: Matrix) -> Matrix:
         return self.joined(matrix)

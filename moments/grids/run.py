@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.program import Unlike
 from ..errors import (
     DomainError,
     MomentsError,
@@ -33,7 +34,7 @@ from ..prediction.predict import predict
 from .axes import MOMENTS, Axes, Value
 from .result import STREAM, Sweep
 from .store import Row, Store, opened
-from .together import Found, Unlike, kind, predict_together
+from .together import Found, kind, predict_together
 
 MOST_TOGETHER = 256
 """Configurations in one pass: twice the cost each of ten times as many, and results to keep every

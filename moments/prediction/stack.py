@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.classes import BothSides, DocumentClasses, PositionClasses
+from ..engine.classes import BothSides, DocumentClasses, PositionClasses, TwiceClasses
 from ..engine.composition import Chain, sum_of
 from ..engine.layout import Layout, by_document, check_documents, spans
 from ..engine.program import Replayed, replayed
@@ -137,7 +137,8 @@ class Stack:
         self.ids = inputs.token_ids
         if self.classes is not None and self.ids is not None:
             self.ids = self._texts(real if self.documents is None else self.documents)
-        if type(self.classes) in (PositionClasses, BothSides) and by_word(model, inputs):
+        told = PositionClasses, BothSides, DocumentClasses
+        if type(self.classes) in told and by_word(model, inputs):
             self.classes = self.counted = self.resolved = self._of_words()
         self.first = self._first()
         if resolved and self.first.pairs.shape[:-2] != shape:
@@ -153,7 +154,7 @@ class Stack:
         sequences = 1
         if resolved is True and inputs.kernel is None:
             sequences = self.first.pairs.shape[-1] // model.seq_len
-        if isinstance(self.classes, DocumentClasses):
+        if self.classes is not None and len(self.classes.ends) > 1:
             sequences = inputs.sequences
         self.layout = Layout(sequences, real, self.documents, self.classes)
 
@@ -165,8 +166,8 @@ class Stack:
         (first, *_), one = several.blocks(self.first.diagonal, self.first.pairs), several.inside
         found = copy.copy(self)
         found.resolved = found.classes = one
-        if not isinstance(several, DocumentClasses):
-            found.counted = one
+        if isinstance(several, TwiceClasses):
+            found.counted = several.one
         found.first = Kernel(*first, one)
         found.layout = Layout(classes=one)
         found.run = Run()
@@ -194,7 +195,8 @@ class Stack:
         where = spans(np.ones(texts.shape) if numbers is None else numbers)
         assert where is not None
         found = by_document(texts, where)
-        return found if isinstance(self.classes, DocumentClasses) else found[0]
+        assert self.classes is not None
+        return found if len(self.classes.ends) > 1 else found[0]
 
     def _first(self) -> Kernel:
         """What the user, a text, an image or the embedding says of what enters the network."""

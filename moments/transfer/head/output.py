@@ -141,8 +141,8 @@ def output_moments(
     sequences = 1
     if signal.resolved is True:
         sequences = signal.kernel.pairs.shape[-1] // model.seq_len
-    elif isinstance(signal.resolved, DocumentClasses):
-        sequences = len(signal.resolved.lengths)
+    elif signal.kernel.classes is not None:
+        sequences = len(signal.kernel.classes.ends)
     run = Run() if run is None else run
     run.layer = model.layers + 1
     chain = head_chain(model, head, sequences, real)

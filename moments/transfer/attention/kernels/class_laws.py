@@ -41,15 +41,19 @@ class Mixture(NamedTuple):
     counts of that word's other tokens. Since these are few, a token's own part is counted by itself
     there, and stands for all that it has with itself beyond two words.
 
-    Of the first kind a token with itself is one whose word is read once.
+    Of the first kind a token with itself is one whose word is read once. Of two documents no token
+    is in both, and two at one place stand for it: of one word, as in texts that begin alike, or of
+    two, which are of the first kind, and so is one word that each document reads once.
 
     Attributes:
         share: (n, k) of pairs that are of one word; None: nothing tells pairs apart.
         frequencies: of words.
+        met: (o,) of pairs at one place of two documents that are of one word; None: of one.
     """
 
     share: Array | None
     frequencies: Frequencies
+    met: Array | None = None
 
     @property
     def kinds(self) -> int:
@@ -83,11 +87,10 @@ class Mixture(NamedTuple):
             return kinds[0]
         first, *rest = self.weighed([one for _, one in kinds])
         pairs = sum(rest, first)
-        whole = (own + diagonal(one) for own, one in kinds)
-        alone: Any = sum(p * one for p, one in zip(self.frequencies.portion, whole, strict=True))
+        alone: Any = sum(self.of_tokens([own + diagonal(one) for own, one in kinds]))
         return alone - diagonal(pairs), pairs
 
-    def met(self, kinds: Sequence[Array]) -> list[Array]:
+    def by_kind(self, kinds: Sequence[Array]) -> list[Array]:
         """(..., n, k) over all pairs of a token of every kind: of a word that is read once, and of
         words as frequent as some are."""
         if self.share is None:
@@ -96,6 +99,36 @@ class Mixture(NamedTuple):
         for level, same in zip(self.frequencies.level[1:].tolist(), kinds[1:], strict=True):
             found.append(self.mean([kinds[0], same], level))
         return found
+
+    def of_tokens(self, wholes: Sequence[Array]) -> list[Array]:
+        """(..., o) what sums over tokens, or over pairs at one place, count of each kind."""
+        return [part * one for part, one in zip(self._portions, wholes, strict=True)]
+
+    @property
+    def _portions(self) -> Sequence[Any]:
+        portions, of_pairs = self.frequencies.portion, self.frequencies.of_pairs
+        if self.met is None:
+            return list(portions)
+        several = [
+            np.minimum(self.met * share, most)
+            for share, most in zip(of_pairs[1:], portions[1:], strict=True)
+        ]
+        return [1.0 - sum(several), *several]
+
+    @property
+    def often(self) -> list[Any]:
+        """(o,) how often a token of a repeated word meets its word at its place, by frequency."""
+        pairs = zip(self._portions[1:], self.frequencies.portion[1:], strict=True)
+        return [met / max(portion, 1e-300) for met, portion in pairs]
+
+    def wholes(self, owns: Sequence[Array]) -> list[Array]:
+        """Of every kind what a kernel has of a token with itself, or of two at one place that are
+        two words, and one."""
+        if self.met is None:
+            return [owns[0]] * self.kinds
+        first, *several = self._portions
+        once = np.maximum(self.met - sum(several), 0.0) / np.where(first > 0.0, first, 1.0)
+        return [owns[0] + once * (owns[1] - owns[0]), *[owns[1]] * (self.kinds - 1)]
 
     def alike(self, kinds: Sequence[Array]) -> list[Array]:
         """Of two words and of one, however frequent."""
@@ -106,13 +139,22 @@ class Mixture(NamedTuple):
 
     # --- parts that multiply by themselves ------------------------------------------------------
 
-    def parts_of(self, whole: Array, values: Sequence[Array], diagonal: Diagonal) -> list[Matrix]:
-        """A kernel, of a token with itself, of two words and of one, however frequent."""
+    def parts_of(
+        self, owns: Sequence[Array], values: Sequence[Array], diagonal: Diagonal
+    ) -> list[Matrix]:
+        """A kernel: `owns` as `wholes` takes them, and of two words and of one, however
+        frequent."""
+        whole = owns[0]
         if self.share is None:
             return [(whole - diagonal(values[0]), values[0])]
-        mean = self.mean(values)
-        beyond = whole - diagonal(values[0]), values[1] - values[0]
-        return [(whole - diagonal(mean), mean), *[beyond] * (self.kinds - 1)]
+        mean, more = self.mean(values), values[1] - values[0]
+        if self.met is None:
+            beyond = whole - diagonal(values[0]), more
+            return [(whole - diagonal(mean), mean), *[beyond] * (self.kinds - 1)]
+        together = owns[1] - whole
+        whole = whole + self.met * together
+        apart = together - diagonal(more)
+        return [(whole - diagonal(mean), mean), *((often * apart, more) for often in self.often)]
 
     def parts(self, kinds: Kinds, diagonal: Diagonal = diagonal) -> list[Matrix]:
         """A matrix of any kinds."""
@@ -124,15 +166,22 @@ class Mixture(NamedTuple):
             found.append((own + diagonal(beyond), beyond))
         return found
 
-    def joined(self, parts: Sequence[Matrix], alone: Array) -> Kinds:
-        """The matrix of such parts, own parts being those beyond pairs of one word; and of a token
-        whose word is read once, `alone`."""
+    def joined(self, parts: Sequence[Matrix], alone: Array, placed: Any = 0.0) -> Kinds:
+        """The matrix of such parts, own parts being those beyond pairs of one word; of a token
+        whose word is read once, `alone`; and of two words at one place, `placed`."""
         if self.share is None:
             return [parts[0]]
         others = parts[0][1]
         for share, (_, beyond) in zip(self.frequencies.of_pairs[1:], parts[1:], strict=True):
             others = others - (share * self.share) * beyond
-        return [(alone, others), *((own, others + beyond) for own, beyond in parts[1:])]
+        owns = [own for own, _ in parts[1:]]
+        if self.met is not None:
+            owns = [
+                placed + own / np.where(often > 0.0, often, 1.0)
+                for own, often in zip(owns, self.often, strict=True)
+            ]
+        several = zip(owns, parts[1:], strict=True)
+        return [(alone, others), *((own, others + beyond) for own, (_, beyond) in several)]
 
 
 ALIKE = Mixture(None, ONE_KIND)
@@ -278,11 +327,14 @@ class Sums(NamedTuple):
 
     def _maps_by_frequency(self, law: Kinds) -> Maps:
         frequencies, share = self.mixture.frequencies, self.mixture.share
+        often = [] if self.mixture.met is None else self.mixture.often
         pairs, own = np.empty((len(law), *law[0][1].shape)), np.empty((len(law), *law[0][0].shape))
         pairs[0], own[0] = law[0][1], law[0][0]
         for kind, (alone, same) in enumerate(law[1:], start=1):
             more = np.subtract(same, pairs[0], out=pairs[kind])
             whole = alone + self.at_own(more)
+            if often:  # what stands at its place of another document, the more often of its word
+                whole = law[0][0] + often[kind - 1] * (whole - law[0][0])
             more *= np.minimum(frequencies.level[kind] * share, 1.0)
             np.subtract(whole, self.at_own(more), out=own[kind])
         return Maps(pairs, own * self.one, own * self.two)
@@ -343,13 +395,16 @@ class Sums(NamedTuple):
             found.append((own[kind], outer(left[:, kind], right[:, kind])))
             others -= (part * share) * found[-1][1]
         others *= 1.0 / np.maximum(1.0 - share, LEAST_OTHERS)
+        if self.mixture.met is not None:
+            return [(self.at_own(pairs).copy(), pairs) for _, pairs in found]
         return found
 
     def _factored(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
         """Those of a law. Cells of few tokens may hold fewer pairs of two words than words that are
         as frequent would, and then have none."""
         found = self._products(left[None], right[None])
-        np.maximum(found[0][1], 0.0, out=found[0][1])
+        for factors in found[0]:
+            np.maximum(factors, 0.0, out=factors)
         return found
 
     def _times(self, law: Kinds, factors: list[tuple[Array, Array]]) -> Kinds:

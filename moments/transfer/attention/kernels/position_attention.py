@@ -377,31 +377,46 @@ MOST_GROWN = 2.0
 nothing. Chosen; 1.3 and 4 move Llama's layers on 512 and 1024 tokens by less than 1e-4."""
 
 
+class Words(NamedTuple):
+    """`queries`, `keys` and `values` of `ClassLogits` for two tokens of one word.
+
+    Attributes:
+        queries, keys, values: own parts are of a token with itself, or of two at one place.
+        share: (P, P) of pairs that are.
+        frequencies: of words.
+        others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
+        met: (P,) of pairs at one place of two documents that are; None: of one document.
+    """
+
+    queries: Matrix
+    keys: Matrix
+    values: Matrix
+    share: Array
+    frequencies: Frequencies
+    others: Array
+    met: Array | None = None
+
+    def mixture(
+        self, left: slice = slice(None), right: slice = slice(None), own: slice = slice(None)
+    ) -> Mixture:
+        """Of kinds of pairs of keys; `own`: those of both."""
+        met = None if self.met is None else self.met[own]
+        return Mixture(self.share[left, right], self.frequencies, met)
+
+    def counts(self, keys: Array) -> list[Array]:
+        """What sums over keys count of other tokens of a pair's word, of each kind."""
+        return [keys * level for level in self.others]
+
+
 class Across(NamedTuple):
-    """`queries`, `keys`, `values` and `repeats` of `ClassLogits`, of tokens of two documents."""
+    """`queries`, `keys`, `values`, `repeats` and `words` of `ClassLogits`, of tokens of two
+    documents."""
 
     queries: Matrix
     keys: Matrix
     values: Matrix
     repeats: Array | None = None
-
-
-class Words(NamedTuple):
-    """`queries`, `keys` and `values` of `ClassLogits` for two tokens of one word.
-
-    Attributes:
-        queries, keys, values: (P, P).
-        share: (P, P) of pairs that are.
-        frequencies: of words.
-        others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
-    """
-
-    queries: Array
-    keys: Array
-    values: Array
-    share: Array
-    frequencies: Frequencies
-    others: Array
+    words: Words | None = None
 
 
 class Neighbours(NamedTuple):
@@ -468,8 +483,13 @@ class ClassLogits(NamedTuple):
             varying = None if across.repeats is None else across.repeats[both]
             across = Across(across.queries, parts(across.keys), parts(across.values), varying)
         if words is not None:
-            of_keys, of_values, share = words.keys[both], words.values[both], words.share[both]
-            words = words._replace(keys=of_keys, values=of_values, share=share)
+            met = None if words.met is None else words.met[held]
+            words = words._replace(
+                keys=parts(words.keys),
+                values=parts(words.values),
+                share=words.share[both],
+                met=met,
+            )
         return self._replace(
             keys=keys,
             values=values,
@@ -486,14 +506,12 @@ class ClassLogits(NamedTuple):
 
     def mixture(self, left: slice = slice(None), right: slice = slice(None)) -> Mixture:
         """Of kinds of pairs of keys."""
-        if self.words is None:
-            return ALIKE
-        return Mixture(self.words.share[left, right], self.words.frequencies)
+        return ALIKE if self.words is None else self.words.mixture(left, right)
 
     @property
     def key_kinds(self) -> list[Array]:
         """(P, P) kernels of two keys, of each kind of pair."""
-        return [self.keys[1]] if self.words is None else [self.keys[1], self.words.keys]
+        return [self.keys[1]] if self.words is None else [self.keys[1], self.words.keys[1]]
 
     @property
     def within(self) -> list[Array]:
@@ -564,12 +582,13 @@ class PositionAttention:
         overlap_path: what the query path gains per unit of G and of the relative variance of two
             tokens' overlap.
         repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
-        across: the same rows where two of them are of different documents; None: there is one.
+        others: the same rows where two of them are of different documents, of one word, and of both
+            where there are such.
         beside: every row and the one before it, own parts being what these two have; None: they are
             like others of a class.
     """
 
-    across: PositionAttention | None = None
+    others: tuple[PositionAttention, ...] = ()
     beside: PositionAttention | None = None
 
     def __init__(
@@ -612,10 +631,12 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._respond_to_noise()
         self._forward()
+        met: list[Across | ClassLogits] = [logits]
         if logits.across is not None:
-            self.across = self._of_two_documents(logits.across)
+            met.append(logits.across)
         if logits.words is not None:
-            self.across = self._of_one_word(logits.words)
+            met += [self._of_one_word(one) for one in met]
+        self.others = tuple(self._met(one, self._pairs) for one in met[1:])
         if logits.beside is not None:
             self.beside = self._of_neighbours(logits.beside)
         self._give_back()
@@ -626,15 +647,10 @@ class PositionAttention:
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
         del self._laws, self._projections, self._response, self._slope, self._sums, self._traces
 
-    def _of_two_documents(self, met: Across) -> PositionAttention:
-        """These rows, met by those of another document, which sees other tokens at the same places:
-        what a row has with itself is what two at one place have."""
-        return self._met(met, self._pairs)
-
-    def _of_one_word(self, words: Words) -> PositionAttention:
-        """These rows, met by others of their word."""
-        queries = self.logits.queries[0], words.queries
-        return self._met(self.logits._replace(queries=queries), self._pairs)
+    def _of_one_word(self, met: Across | ClassLogits) -> Across | ClassLogits:
+        """The same of rows that are of one word."""
+        assert met.words is not None
+        return met._replace(queries=met.words.queries)
 
     def _of_neighbours(self, met: Neighbours) -> PositionAttention:
         """Every row met by the one before it, which sees the same keys but for the row's own."""
@@ -644,9 +660,16 @@ class PositionAttention:
         return self._met(kernels, pairs)
 
     def _met(self, kernels: Across | ClassLogits, pairs: RowPairs) -> PositionAttention:
+        """These rows, met by others: by those of another document, which sees other tokens at the
+        same places, a row with itself is two at one place."""
         found = copy.copy(self)
         found._kernels, found._pairs, found._dropped = kernels, pairs, 0.0
-        found.across = found.beside = None
+        found.others, found.beside = (), None
+        if kernels.words is not None and kernels.words.met is not None:
+            mean, *several = self._response
+            counts = kernels.words.counts(self.logits.sight.keys)
+            of_words = zip(several, counts, strict=True)
+            found._response = [mean, *(RowMaps.of(m.own, m.pairs, n) for m, n in of_words)]
         if pairs is not self._pairs or kernels.keys is not self._kernels.keys:
             found._project()
         found._joint_laws()
@@ -682,9 +705,7 @@ class PositionAttention:
     def _counts(self, keys: Array) -> list[Array]:
         """What sums over keys count: of all, and of other tokens of a pair's word, of each kind."""
         words = self.logits.words
-        if words is None:
-            return [keys]
-        return [keys, *(keys * level for level in words.others)]
+        return [keys] if words is None else [keys, *words.counts(keys)]
 
     def _self_response(self) -> list[RowMaps]:
         """1 - A of every row, by the parts of `Mixture`; see `joint_laws.self_overlap`."""
@@ -723,7 +744,7 @@ class PositionAttention:
         aways = None if away is None else [logits.log_mean(away[kind], exponent) for kind in spread]
         varying = None if away is None else [_varying(keys, away[kind]) for kind in spread]
         together: list[Array] = []
-        parts = mixture.parts_of(own, within, diagonal)
+        parts = mixture.parts_of([own], within, diagonal)
         counted = []
         for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
             counted.append(count[:, :, None] * pairs)
@@ -804,13 +825,14 @@ class PositionAttention:
     # --- pairs of rows -------------------------------------------------------------------------
 
     def _mixture(self, tile: Tile) -> Mixture:
-        return self.logits.mixture(tile.left, tile.right)
+        words = self._kernels.words
+        return ALIKE if words is None else words.mixture(tile.left, tile.right, tile.own)
 
     def _projected(
-        self, tile: Tile, kernels: Sequence[tuple[Array, list[Array], bool]]
+        self, tile: Tile, kernels: Sequence[tuple[list[Array], list[Array], bool]]
     ) -> list[Kinds]:
         """(1 - A) C (1 - A')^T of pairs of rows, of kernels of a key with itself, of two words and
-        of one; `kernels` else as in `Tile.projected`."""
+        of one, as `Mixture.parts_of` takes them; `kernels` else as in `Tile.projected`."""
         mixture, long, short, keys = self._mixture(tile), tile.long, tile.short, tile.own
         divided = [mixture.parts_of(one, two, tile.diagonal) for one, two, _ in kernels]
         parts = []
@@ -818,7 +840,7 @@ class PositionAttention:
             given = [(one[part], kernel[2]) for one, kernel in zip(divided, kernels, strict=True)]
             parts.append(tile.projected(maps, given))
         found = []
-        for one, (whole, kinds, by_pair), several in zip(
+        for one, (owns, kinds, by_pair), several in zip(
             divided, kernels, zip(*parts, strict=True), strict=True
         ):
             moved = []
@@ -826,19 +848,24 @@ class PositionAttention:
                 apart, within = one[part][0], tile.diagonal(one[part][1])
                 if not by_pair and apart.ndim > 1:
                     apart, within = (of_row[long - long[0]] for of_row in (apart, within))
-                if part > 0:
+                if part > 0 and mixture.met is None:
                     maps = self._response[part]
                     first, second = maps.own[long, keys], maps.own[short, keys]
                     beyond = diagonal(maps.pairs)
                     own -= (beyond[long, keys] * second + first * beyond[short, keys]) * apart
                     own -= first * within * second
                 moved.append((own, pairs))
-            rare = whole - tile.diagonal(kinds[0])
-            if not by_pair and rare.ndim > 1:
-                rare = rare[long - long[0]]
-            rare = rare * (self._rare[long, keys] * self._rare[short, keys])
-            found.append(mixture.joined(moved, rare))
-        if self.logits.turning is not None:  # kernels as turned, and as in one row
+            held = self._rare[long, keys] * self._rare[short, keys]
+            singles = []
+            for whole in (mixture.wholes(owns)[0], owns[0]):
+                rare = whole - tile.diagonal(kinds[0])
+                if not by_pair and rare.ndim > 1:
+                    rare = rare[long - long[0]]
+                singles.append(rare * held)
+            found.append(mixture.joined(moved, *singles))
+        # Kernels as turned, and as in one row; what keys at one place of two documents vary
+        # together beside words is not followed.
+        if self.logits.turning is not None and mixture.met is None:
             alone = self._pairs.alone[tile.pairs]
             for kind, one in enumerate(self._together):
                 together = one[long, keys] + one[short, keys]
@@ -856,12 +883,15 @@ class PositionAttention:
         self._traces = [self._trace(*one) for one in zip(pairs.tiles, self._sums, strict=True)]
         for tile, trace in zip(pairs.tiles, self._traces, strict=True):
             own, of_kinds = self._between_keys(tile)
-            kernels: list[tuple[Array, list[Array], bool]] = [(own, of_kinds, False)]
+            kernels: list[tuple[list[Array], list[Array], bool]] = [(own, of_kinds, False)]
             if tile.turned is not None:
                 of_keys, of_rows = tile.turned
                 assert turning is not None
                 within = turning.within[tile.rows, tile.left, tile.right]
-                turned = own * of_rows[:, None], [kernel * of_keys for kernel in of_kinds]
+                turned = (
+                    [one * of_rows[:, None] for one in own],
+                    [kernel * of_keys for kernel in of_kinds],
+                )
                 still = own, [kernel * within for kernel in of_kinds]
                 kernels = [(*turned, True), (*still, False)]
             if not logits.aligned:
@@ -970,14 +1000,12 @@ class PositionAttention:
         grown = 0.5 * (at(turn + away) + at(turn - away)) / np.where(apart, middle, 1.0)
         return np.where(apart, np.clip(grown, 1.0 / MOST_GROWN, MOST_GROWN), 1.0)
 
-    def _between_keys(self, tile: Tile) -> tuple[Array, list[Array]]:
-        """Kernel of keys of both rows."""
-        met, words = self._kernels, self.logits.words
-        return _among(met.keys, None if words is None else words.keys, tile)
+    def _between_keys(self, tile: Tile) -> tuple[list[Array], list[Array]]:
+        """Kernel of keys of both rows: (o,) and (n, k) of each kind of pair."""
+        return _among(tile, self._kernels.keys, self._kernels.words, "keys")
 
-    def _between_values(self, tile: Tile) -> tuple[Array, list[Array]]:
-        met, words = self._kernels, self.logits.words
-        return _among(met.values, None if words is None else words.values, tile)
+    def _between_values(self, tile: Tile) -> tuple[list[Array], list[Array]]:
+        return _among(tile, self._kernels.values, self._kernels.words, "values")
 
     def _law(
         self,
@@ -999,7 +1027,7 @@ class PositionAttention:
         """
         logits = self.logits
         long, alone, away = tile.long, self._pairs.alone[tile.pairs], None
-        if logits.turning is not None and alone.any():
+        if logits.turning is not None and sums.mixture.met is None and alone.any():
             away = [np.zeros_like(one) for _, one in directions[0]]
             rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
             _, inside = logits.among(rows, tile.left)
@@ -1076,22 +1104,23 @@ class PositionAttention:
         """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
         values' kernel."""
         sight, weights = self.logits.sight, self.weights
-        long, short, alone = tile.long, tile.short, self._pairs.alone[tile.pairs]
+        long, short, same = tile.long, tile.short, self._pairs.alone[tile.pairs]
         values, kernels = self._between_values(tile)
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
-        once[alone] = self.counted[long[alone], tile.own]
-        once[alone] *= self._of_one_token(long[alone], tile.own)
+        once[same] = self.counted[long[same], tile.own]
+        once[same] *= self._of_one_token(long[same], tile.own)
         once *= weights[short, tile.own]
         both = sums.first[:, :, None] * sums.second[:, None, :]
         spread = sums.mixture.values
         counted = sums.mixture.weighed([kernels[kind] for kind in spread])
         found = []
         # A token with itself is as its kind of pair and what it has beyond, and no pair of two.
-        for part, kernel in zip(sums.mixture.frequencies.portion, counted, strict=True):
+        alone = sums.mixture.of_tokens(sums.mixture.wholes(values))
+        for itself, kernel in zip(alone, counted, strict=True):
             pairs = both * kernel
             met = sums.at_own(pairs)
-            met += (part * values - tile.diagonal(kernel)) * once
-            found.append((part * once * values, pairs))
+            met += (itself - tile.diagonal(kernel)) * once
+            found.append((itself * once, pairs))
         return found
 
     def _gather(self, of: int) -> Array:
@@ -1194,10 +1223,13 @@ class PositionAttention:
 
     def _mean_of(self, name: str) -> Matrix:
         """Means over cells of a kernel of keys or values."""
-        (own, pairs), words = getattr(self._kernels, name), self.logits.words
+        (own, pairs), words = getattr(self._kernels, name), self._kernels.words
         if words is None:
             return own, pairs
-        return own, self.logits.mixture().mean([pairs, getattr(words, name)])
+        (alike, same), mixture = getattr(words, name), words.mixture()
+        if mixture.met is not None:
+            own = own + mixture.met * (alike - own)
+        return own, mixture.mean([pairs, same])
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
@@ -1436,15 +1468,13 @@ class ClassHeads:
         return np.where(self._sight.seen, counted / np.where(self._sight.seen, keys, 1.0), 0.0)
 
     @property
-    def across(self) -> ClassHeads | None:
-        return self._of([layer.across for layer in self._layers])
+    def others(self) -> tuple[ClassHeads, ...]:
+        each = zip(*(layer.others for layer in self._layers), strict=True)
+        return tuple(ClassHeads(layers, np.array(self._shares), self._sight) for layers in each)
 
     @property
     def beside(self) -> ClassHeads | None:
-        return self._of([layer.beside for layer in self._layers])
-
-    def _of(self, layers: list[PositionAttention | None]) -> ClassHeads | None:
-        there = [layer for layer in layers if layer is not None]
+        there = [layer.beside for layer in self._layers if layer.beside is not None]
         return ClassHeads(there, np.array(self._shares), self._sight) if there else None
 
     @property
@@ -1529,10 +1559,12 @@ def attention_by_frequency(logits: ClassLogits, rows: RowStatistics) -> Array:
     return np.asarray(weight / total[:, None, None])
 
 
-def _among(kernel: Matrix, of_one_word: Array | None, tile: Tile) -> tuple[Array, list[Array]]:
+def _among(
+    tile: Tile, kernel: Matrix, words: Words | None, name: str
+) -> tuple[list[Array], list[Array]]:
     """Of keys of both rows: (o,), and (n, k) of each kind of pair."""
-    kinds = [kernel[1]] if of_one_word is None else [kernel[1], of_one_word]
-    return kernel[0][tile.own], [pairs[tile.left, tile.right] for pairs in kinds]
+    kinds = [kernel] if words is None else [kernel, getattr(words, name)]
+    return [own[tile.own] for own, _ in kinds], [pairs[tile.left, tile.right] for _, pairs in kinds]
 
 
 def _mixed(share: Array, one: Kinds, other_share: Array, other: Kinds) -> Kinds:
@@ -1591,7 +1623,7 @@ def _together(
         pairs * variance * response[:, None, :]
         for (_, pairs), variance, response in zip(overlap, varying, others, strict=True)
     ]
-    sums = [one.sum(-1) for one in mixture.met(held)]
+    sums = [one.sum(-1) for one in mixture.by_kind(held)]
     return [exponent * response**2 * one for response, one in zip(responses, sums, strict=True)]
 
 
