@@ -115,6 +115,8 @@ TABLE = (
     Constant("engine.classes", "LEAST_SHARED", (1e-3, 1e-12), "range", ("packed",)),
     Constant(f"{KERNELS}.relative_positions", "REACH", (20.0, 90.0), "range", ("fading",)),
     Constant(f"{KERNELS}.relative_positions", "LEAST_SHARE", (1e-3, 1e-12), "range", ("fading",)),
+    Constant(f"{KERNELS}.relative_positions", "PRIORS", (2, 4), "precision", ("fading",)),
+    Constant(f"{KERNELS}.relative_positions", "LEAST_VARIED", (1e-2, 1e-4), "range", ("fading",)),
     Constant(f"{KERNELS}.relative_positions", "SAMPLED", (8, 128), "precision", ("long rotary",)),
     Constant(f"{KERNELS}.relative_positions", "OFFSETS", (3, 12), "precision", ("one class",)),
     Constant(

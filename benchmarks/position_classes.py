@@ -132,11 +132,11 @@ def text(*shape: int) -> np.ndarray:
 GPT2_SMALL = moments.preset("gpt2", seq_len=64).replace(layers=4)
 
 
-def by_zipf(length: int, vocab_size: int = 30000) -> np.ndarray:
+def by_zipf(*shape: int, vocab_size: int = 30000) -> np.ndarray:
     """Words drawn by Zipf's law; none pads."""
     shares = 1.0 / np.arange(1.0, vocab_size + 1.0)
     rng = np.random.default_rng(2)
-    return 5 + rng.choice(vocab_size, size=length, p=shares / shares.sum())
+    return 5 + rng.choice(vocab_size, size=shape, p=shares / shares.sum())
 
 
 PACKED = {"correlation": 0.2, "document_ids": np.repeat([0, 1, 2], [64, 40, 52])}
@@ -244,6 +244,53 @@ WORDS = {
             {"model_type": "bert", "max_position_embeddings": 384, "vocab_size": 32000}
             | {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
             | {"intermediate_size": 512, "initializer_range": 0.06},
+        ),
+    )
+}
+BATCHES = {
+    f"{name}, 2 layers": (
+        moments.from_huggingface(config).replace(seq_len=given["token_ids"].shape[-1], dropout=0.0),
+        given,
+    )
+    for name, config, given in (
+        (
+            "Llama on 2 texts of 288",
+            {"model_type": "llama"} | STRONG,
+            {"token_ids": by_zipf(2, 288)},
+        ),
+        (
+            "Llama on 2 texts of 288, a third in common",
+            {"model_type": "llama"} | STRONG,
+            {"token_ids": np.concatenate([by_zipf(1, 96)[[0, 0]], by_zipf(2, 192)], 1)},
+        ),
+        (
+            "Mistral, window 96, packed rows of 320 and 240",
+            {"model_type": "mistral", "sliding_window": 96} | STRONG,
+            {"token_ids": by_zipf(560), "document_ids": np.repeat([0, 1], [320, 240])},
+        ),
+        (
+            "GPT-2, tied, on 3 texts of 192",
+            GPT | {"initializer_range": 0.08, "n_positions": 192},
+            {"token_ids": by_zipf(3, 192)},
+        ),
+        (
+            "GPT-2, tied, on 3 texts padded from 256, 200 and 120",
+            GPT | {"initializer_range": 0.08, "n_positions": 256},
+            {
+                "token_ids": by_zipf(3, 256),
+                "attention_mask": np.arange(256) < np.array([[256], [200], [120]]),
+            },
+        ),
+        (
+            "Gemma, tied, on 2 texts of 288",
+            {"model_type": "gemma", "head_dim": 64} | STRONG | {"tie_word_embeddings": True},
+            {"token_ids": by_zipf(2, 288)},
+        ),
+        (
+            "BLOOM, tied, on 2 texts of 288",
+            {"model_type": "bloom", "hidden_size": 256, "n_layer": 2, "n_head": 4}
+            | {"vocab_size": 32000, "initializer_range": 0.06},
+            {"token_ids": by_zipf(2, 288)},
         ),
     )
 }
@@ -359,6 +406,7 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rows of their own": (lambda case: own_rows(*case), OWN_ROWS),
     "tied heads": (lambda case: own_rows(*case), TIED),
     "texts under strong logits": (lambda case: compared(*case), WORDS),
+    "several texts under strong logits": (lambda case: compared(*case), BATCHES),
     "several documents": (lambda case: own_rows(*case), SEVERAL),
     "places": (lambda case: own_rows(*case), PLACED),
     "twice the classes": (halved, HALVED),

@@ -47,7 +47,7 @@ _PUBLIC = {
     "learning_rate": "step.search",
     "predict": "prediction.predict",
     "preset": "model.presets",
-    "register_activation": "formulas.named_activations",
+    "register_activation": "formulas.activation",
     "report": "show.page",
     "schemes": "scheme.registry",
     "simulate": "simulation.run",
@@ -105,8 +105,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .errors import DomainError, MomentsError, ValidityWarning
+    from .formulas.activation import register_activation
     from .formulas.law import ComponentLaws, Law
-    from .formulas.named_activations import register_activation
     from .formulas.registry import component, components
     from .model.embedding import Embedding
     from .model.head import Head

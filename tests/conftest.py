@@ -21,4 +21,4 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_registration_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moments.formulas.named_activations._REGISTERED", {})
+    monkeypatch.setattr("moments.formulas.activation._REGISTERED", {})

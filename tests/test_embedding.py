@@ -318,3 +318,20 @@ def test_bad_images_are_named() -> None:
     assert PatchEmbedding.from_dict(PATCHES.to_dict()) == PATCHES
     assert "4 patches" in str(PATCHES)
     assert PATCHES.seq_len == 5
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_of_two_moments_the_one_not_given_is_the_embeddings(norm: bool, causal: bool) -> None:
+    embedding = Embedding(50, 0.03, 0.02, norm=norm, norm_epsilon=0.0, dropout=0.1)
+    model = moments.Transformer(
+        layers=2, d_model=64, heads=4, seq_len=8, causal=causal, embedding=embedding
+    )
+    whole = moments.predict(model)
+    alike = moments.predict(model, correlation=0.2)
+    assert alike.variance[0] == pytest.approx((1.0 if norm else 0.03 + 0.02) / 0.9)
+    assert alike.correlation[0] == pytest.approx(0.2)
+    large = moments.predict(model, variance=[0.5, 2.0])
+    assert large.variance[:, 0] == pytest.approx([0.5, 2.0])
+    assert large.correlation[:, 0] == pytest.approx(whole.correlation[0])
+    assert whole.correlation[0] > 0.01

@@ -213,6 +213,18 @@ def test_overflow_names_the_place_and_no_internals(activation: str, causal: bool
         predict(model, variance=1e300)
 
 
+@pytest.mark.parametrize("slip", [IndexError, KeyError, ValueError, NotImplementedError])
+def test_a_slip_in_a_formula_is_no_overflow(
+    slip: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: object) -> None:
+        raise slip("of the programmer")
+
+    monkeypatch.setattr("moments.transfer.elementary.evaluate", wrong)
+    with pytest.raises(slip, match="of the programmer"):
+        predict(Transformer(**SMALL).replace(d_ff=97))
+
+
 def test_repr_of_a_gradient_that_is_zero() -> None:
     assert "gradient variance 0)" in repr(
         predict(Transformer(**SMALL), theory="published", grad_variance=0.0)

@@ -15,7 +15,7 @@ from scipy.integrate import dblquad, quad
 from typer.testing import CliRunner
 
 import moments
-from moments.formulas.named_activations import activation_laws
+from moments.formulas.activation import activation_laws
 from moments.step.change import Change, Overlaps, behind_a_matrix, between, scattering
 from moments.step.change import correlated as related
 from moments.step.draws import Draws

@@ -15,8 +15,8 @@ from moments.engine.composition import Chain, Layer, Parallel, Residual, forward
 from moments.engine.fluctuation import overlap_variance
 from moments.engine.state import Gradient, Kernel, Signal
 from moments.engine.trace import Record
+from moments.formulas.activation import activation_laws
 from moments.formulas.linear import LINEAR, SCALE
-from moments.formulas.named_activations import activation_laws
 from moments.formulas.normalization import RMSNORM
 from moments.prediction.inputs import alike, gaussian
 from moments.transfer.attention.self_attention import SelfAttention

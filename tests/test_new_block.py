@@ -109,6 +109,22 @@ def test_everything_else_works_on_it(model: moments.Transformer, tmp_path: Path)
         moments.predict(model, theory="published")
 
 
+def test_grids_hold_what_single_predictions_say(model: moments.Transformer) -> None:
+    found = moments.sweep(model, {"branch_scale": [0.4, 0.9], "layers": [2, 3]}).to_frame()
+    for row in found.itertuples():
+        alone = moments.predict(model.replace(branch_scale=row.branch_scale, layers=row.layers))
+        assert row.grad_variance == pytest.approx(alone.grad_variance[0], rel=1e-9)
+
+
+def test_the_first_step_falls_as_its_slope_says(model: moments.Transformer) -> None:
+    """Two ways to one number: what every tensor does, and the norms of the gradients."""
+    ids = np.random.default_rng(0).integers(0, 50, (2, 12))
+    tables = {"embedding": moments.Embedding(50, 0.02), "head": moments.Head()}
+    p = moments.predict(model.replace(causal=True, norm_affine=False, **tables), token_ids=ids)
+    step = p.after("sgd", 1e-4)
+    assert 0.85 < step.loss_change / (step.slope * 1e-4) < 1.05
+
+
 def test_names_are_unique() -> None:
     for name in placement.BUILT_IN:
         with pytest.raises(moments.DomainError, match="another kind"):

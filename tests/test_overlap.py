@@ -15,8 +15,8 @@ import pytest
 import moments
 from moments.engine.composition import Chain, Component, Layer, Parallel, Residual, forward
 from moments.engine.state import Gradient, Kernel
+from moments.formulas.activation import activation_laws
 from moments.formulas.linear import DROPOUT, LINEAR
-from moments.formulas.named_activations import activation_laws
 from moments.formulas.normalization import LAYERNORM, RMSNORM
 from moments.noise.overlap import stack_overlaps
 from moments.prediction.inputs import alike, gaussian

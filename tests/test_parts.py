@@ -17,15 +17,15 @@ from moments.engine.composition import Leaf
 from moments.engine.directions import expected_cosine, expected_pull, persistent_pull
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.errors import DomainError
-from moments.formulas import named_activations as activations
-from moments.formulas.linear import BIASED_LINEAR, DROPOUT, LINEAR
-from moments.formulas.named_activations import (
+from moments.formulas import activation as activations
+from moments.formulas.activation import (
     ACTIVATION_LAWS,
     activation_laws,
     activation_names,
     register_activation,
     registered_function,
 )
+from moments.formulas.linear import BIASED_LINEAR, DROPOUT, LINEAR
 from moments.formulas.normalization import LAYERNORM, RMSNORM
 from moments.prediction.inputs import gaussian
 from moments.transfer.elementary import Dropout, Linear

@@ -120,6 +120,11 @@ class Blocks:
     def __init__(self, count: list[int]) -> None:
         self.count = np.array(count, float)
         self.length = int(sum(count))
+        self.inside = self
+
+    over_kinds = PositionClasses.over_kinds
+    with_kinds = PositionClasses.with_kinds
+    repeated = PositionClasses.repeated
 
 
 def test_arithmetic_of_class_matrices_is_that_of_blocks() -> None:
@@ -235,7 +240,7 @@ def test_two_documents_are_attention_by_token_of_both(monkeypatch: pytest.Monkey
     whole, paths = by_token.forward(), by_token.backward(gradient)
     for rows, block, (one_own, one_pairs) in (
         (by_class, slice(0, length), (1.0, 0.05)),
-        (by_class.across, slice(length, 2 * length), (0.1, 0.02)),
+        (by_class.others[0], slice(length, 2 * length), (0.1, 0.02)),
     ):
         expected = whole[:length, block]
         np.testing.assert_allclose(rows.output[0], np.diag(expected), rtol=1e-4)
@@ -296,23 +301,27 @@ def test_gradients_of_keys_sum_to_zero_over_classes(window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 24])
 def test_what_turns_inside_cells_is_what_it_is_by_position(window: int | None) -> None:
-    """Rotations that turn within a cell, and keys that share half of what they are: against a class
-    for every position. Bounds are half again what was measured (queries' own .3 %, of pairs 1.6 %,
-    keys' .7 %; 1.8, 4.3 and 1.8 % without what varies together)."""
+    """Rotations that turn within a cell, and keys that share half of what they are, or most:
+    against a class for every position. Bounds are half again what was measured: of the half
+    queries' own .5 %, of pairs 1.5 %, keys' .9 and of pairs 1.3 % (1.8, 4.3 and 1.8 % without what
+    varies together); of most .8, 4.9, 3.7 and 1.3 % (1.1 and 4.4 % of the first and the last
+    without what the law leans to)."""
     rotary, every = moments.Rotary(base=150.0), PositionClasses(72, np.arange(1, 73))
-    exact, sent = one_layer(every, 0.5, window, rotary)
-    classes = PositionClasses.of(72, window)
-    found, paths = one_layer(classes, 0.5, window, rotary)
-    own = (found.response[0] * classes.count).sum()
-    assert own == pytest.approx(exact.response[0].sum(), rel=0.004)
-    turning = found.logits.turning
-    assert turning is not None
-    apart = ~np.eye(72, dtype=bool)
-    pairs = (found.response[1] * turning.pair_count()).sum()
-    assert pairs == pytest.approx(exact.response[1][apart].sum(), rel=0.024)
-    keys = (paths.key[0] * classes.count).sum()
-    assert keys == pytest.approx(sent.key[0].sum(), rel=0.011)
-    assert turning.pair_count().sum() == pytest.approx(72 * 71)
+    classes, apart = PositionClasses.of(72, window), ~np.eye(72, dtype=bool)
+    for shared, off in ((0.5, (0.0077, 0.024, 0.014, 0.02)), (0.8, (0.012, 0.075, 0.056, 0.02))):
+        exact, sent = one_layer(every, shared, window, rotary)
+        found, paths = one_layer(classes, shared, window, rotary)
+        turning = found.logits.turning
+        assert turning is not None
+        own = (found.response[0] * classes.count).sum()
+        assert own == pytest.approx(exact.response[0].sum(), rel=off[0])
+        pairs = (found.response[1] * turning.pair_count()).sum()
+        assert pairs == pytest.approx(exact.response[1][apart].sum(), rel=off[1])
+        keys = (paths.key[0] * classes.count).sum()
+        assert keys == pytest.approx(sent.key[0].sum(), rel=off[2])
+        keys = (paths.key[1] * classes.pair_count).sum()
+        assert keys == pytest.approx(sent.key[1][apart].sum(), rel=off[3])
+        assert turning.pair_count().sum() == pytest.approx(72 * 71)
 
 
 def test_a_window_begins_inside_a_cell_that_is_held_whole() -> None:
@@ -491,16 +500,18 @@ def test_repeated_tokens_are_what_queries_and_keys_would_miss() -> None:
 
 
 def test_strong_logits_leave_a_text_to_its_tokens() -> None:
-    """Where logits tell tokens apart a text is resolved by token, a long one word by word; that
-    several are not is said."""
+    """Where logits tell tokens apart a text is resolved by token, long ones word by word; that
+    copies are not followed as well is said."""
     strong = moments.preset("gpt2", seq_len=128).replace(layers=1, temperature=0.2)
     text = np.random.default_rng(3).zipf(1.3, 300) % 5000
     assert predicted(strong, token_ids=text[:128]).layout.classes is None
     long = strong.replace(seq_len=300)
     assert isinstance(predicted(long, token_ids=text).layout.classes, TextClasses)
-    with pytest.warns(moments.ValidityWarning, match="means over classes"):
-        several = moments.predict(long, token_ids=np.stack([text, text[::-1]]))
-    assert several.layout.classes is not None
+    several = predicted(long, token_ids=np.stack([text, text[::-1]]))
+    assert isinstance(several.layout.classes, TextClasses)
+    assert not any("copies" in note for note in several.warnings)
+    with pytest.warns(moments.ValidityWarning, match="mostly copies"):
+        moments.predict(long, token_ids=np.stack([text, text]))
 
 
 OTHERS = {
@@ -611,13 +622,49 @@ def test_counts_of_fading_weights_are_sums_over_every_token(slope: float, window
     found = (sight.keys * sight.prior**2).sum(1)
     np.testing.assert_allclose(found, (weights**2).sum(1), rtol=1e-6)
     # what rows give to all keys, once and twice, is what keys get from all rows
-    sent = (classes.count[:, None] * sight.rows * sight.prior.T).sum(0)
+    count, pairs = classes.count[sight.held], classes.pair_count[np.ix_(sight.held, sight.held)]
+    sent = (count[:, None] * sight.rows * sight.prior.T).sum(0)
     np.testing.assert_allclose(sent, classes.count * weights.sum(1), rtol=1e-6)
-    twice = np.einsum("qr,qrp,pq,pr->p", classes.pair_count, sight.later, sight.prior, sight.prior)
-    once = (classes.count[:, None] * sight.later_own * sight.prior.T**2).sum(0)
+    twice = np.einsum("qr,qrp,pq,pr->p", pairs, sight.later, sight.prior, sight.prior)
+    once = (count[:, None] * sight.later_own * sight.prior.T**2).sum(0)
     whole = classes.count * weights.sum(1) ** 2  # a cell of hardly one token has no pairs
     np.testing.assert_allclose(twice + once, whole, rtol=0.08)
     np.testing.assert_allclose((twice + once).sum(), whole.sum(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("slope", [0.05, 0.125, 0.5])
+def test_rows_that_weigh_a_cells_tokens_apart_are_those_by_token(
+    own_rows: None, slope: float
+) -> None:
+    """Of a steep head the last few tokens hold all weight, at logits that tell tokens apart."""
+    length = 64
+    kernel = np.full((length, length), 0.1) + 0.9 * np.eye(length)
+    offset = np.subtract.outer(np.arange(length), np.arange(length))
+    given = {"d_model": 256.0, "d_head": 32.0}
+    by_token = KernelAttention(
+        kernel, logit_scale=1.5, allowed=offset >= 0, bias=-slope * np.abs(offset), **given
+    )
+    classes = PositionClasses.of(length)
+    size = len(classes.nodes)
+    tokens = np.ones(size), np.full((size, size), 0.1)
+    by_class = PositionAttention(
+        ClassLogits(tokens, tokens, tokens, 1.5, fading(classes, slope)), **given
+    )
+    rows = classes.nodes - 1
+    output = np.diag(by_token.forward())[rows]
+    np.testing.assert_allclose(by_class.output[0] - 0.1, output - 0.1, rtol=1.2e-2)
+    np.testing.assert_allclose(by_class.sum_square, by_token.sum_square[rows], rtol=1.2e-2)
+    response = np.diag(by_token.response)[rows]
+    np.testing.assert_allclose(by_class.response[0][1:], response[1:], rtol=2.5e-2)
+    found = by_class.backward(np.ones(size), np.zeros((size, size)))
+    expected = by_token.backward(np.eye(length))
+    for name, off in (("value", 5e-3), ("key", 1.2e-2)):
+        mean = classes.mean(getattr(found, name)[0])
+        assert mean == pytest.approx(np.diag(getattr(expected, name)).mean(), rel=off)
+    # what two rows share, by the mean over all of them
+    mean, whole = classes.mean_of_pairs(by_class.output[1] - 0.1), by_token.forward() - 0.1
+    pairs = (whole.sum() - np.trace(whole)) / (length * (length - 1))
+    assert mean == pytest.approx(pairs, rel=0.15)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -633,7 +680,7 @@ def test_distance_penalties_are_held_by_means_over_cells(norm: str) -> None:
     assert not by_class.warnings
     np.testing.assert_allclose(by_class.variance, by_token.variance, rtol=4e-3)
     np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=4e-3)
-    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=0.0125)
+    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=0.016)
     norms = [p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token)]
     ratio = (norms[0] / norms[1])["squared_norm"].dropna()
     assert abs(ratio - 1).max() < 0.06

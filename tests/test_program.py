@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import moments
 from moments.engine.program import Library, Mixed, Passage, Replayed
 from moments.engine.state import Gradient, Kernel
-from moments.formulas.recording import RECORDED, Recorded, Tape, Unrecordable, whole
+from moments.formulas.algebra import RECORDED, Recorded, Tape, Unrecordable, whole
 from moments.prediction.stack import Inputs, Stack
 from moments.transfer.architecture import declare
 

@@ -11,7 +11,7 @@ import pytest
 
 import moments
 from moments import DomainError, Embedding, Transformer, Weights
-from moments.formulas.named_activations import activation_names, register_activation
+from moments.formulas.activation import activation_names, register_activation
 from moments.model.declaration import LAYERNORM_SCALINGS, NORM_PLACEMENTS
 from moments.model.head import Head
 from moments.model.patches import PatchEmbedding
@@ -201,7 +201,7 @@ def test_activations_are_the_laws(name):
     y = activation(name)(x)
     density = torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
     mean, square = (float(torch.trapezoid(v * density, x)) for v in (y, y**2))
-    laws = moments.formulas.named_activations.activation_laws(name)
+    laws = moments.formulas.activation.activation_laws(name)
     assert float(laws.law("mean")(x_variance=1.0)) == pytest.approx(mean, abs=2e-6)
     variance = float(laws.law("variance")(x_variance=1.0))
     assert variance == pytest.approx(square - mean**2, rel=2e-5)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moments
-from moments.engine.classes import PositionClasses, one_class
+from moments.engine.classes import PositionClasses, documents_on, one_class
 from moments.engine.texts import Frequencies, TextClasses, text_classes, zipf_classes
 from moments.transfer.attention.kernels.class_laws import Mixture, Sums
 
@@ -83,6 +83,80 @@ def test_a_text_word_by_word(model: moments.Transformer) -> None:
         "key.bias", level="weight", errors="ignore"
     )
     assert ratio.to_numpy() == pytest.approx(1.0, abs=0.1)
+
+
+TEXTS = np.stack([zipf_text(seed, length=LENGTH) for seed in (3, 4)])
+
+BATCHES: dict[str, dict[str, Any]] = {
+    "two texts": {"token_ids": TEXTS[:, :144]},
+    "that begin alike": {
+        "token_ids": np.concatenate([TEXTS[[0, 0], :48], TEXTS[:, 48:144]], axis=1)
+    },
+    "of unequal length": {
+        "token_ids": TEXTS[:, :144],
+        "attention_mask": np.arange(144) < np.array([[144], [100]]),
+    },
+    "packed": {"token_ids": TEXTS[0], "document_ids": np.repeat([0, 1], [144, 120])},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    list(zip(BATCHES, (llama(), llama(), gpt(), gpt()), strict=True)),
+    ids=BATCHES,
+)
+def test_texts_word_by_word(
+    name: str, model: moments.Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words of several texts by classes as by token, those that two of them share too; texts
+    that begin alike are followed less closely."""
+    monkeypatch.setattr("moments.prediction.predict.MOST_TOGETHER", 64)
+    monkeypatch.setattr("moments.prediction.predict.LONGEST_TEXT", 64)
+    given = BATCHES[name]
+    short = model.replace(seq_len=given["token_ids"].shape[-1])
+    by_token, by_word = (predicted(short, tokens=kind, **given) for kind in (True, None))
+    assert isinstance(by_word.layout.classes, TextClasses)
+    assert len(by_word.layout.classes.ends) == 2
+    alike = name == "that begin alike"
+    np.testing.assert_allclose(by_word.variance, by_token.variance, rtol=5e-3)
+    np.testing.assert_allclose(
+        by_word.grad_variance, by_token.grad_variance, rtol=0.015 + 0.02 * alike
+    )
+    np.testing.assert_allclose(by_word.correlation, by_token.correlation, atol=7e-3)
+    np.testing.assert_allclose(by_word.loss, by_token.loss, rtol=1e-3)
+    norms = (p.weight_gradients().set_index(["layer", "weight"]) for p in (by_word, by_token))
+    one, other = (frame.squared_norm for frame in norms)
+    ratio = (one / other).drop("key.bias", level="weight", errors="ignore")
+    assert ratio.to_numpy() == pytest.approx(1.0, abs=0.06 + 0.09 * alike)
+    if name == "two texts":
+        monkeypatch.setattr("moments.prediction.stack.by_word", lambda *_: False)
+        by_means = predicted(short, **given)
+        away, left = (
+            np.abs(p.correlation - by_token.correlation).max() for p in (by_means, by_word)
+        )
+        assert away > 3 * left
+
+
+def test_pairs_of_two_texts_are_counted_by_word() -> None:
+    """Of every two tokens of one text and of two, by kind: those near one place of two texts are
+    read off both sides of it."""
+    rng = np.random.default_rng(4)
+    ids, other = rng.integers(0, 12, (3, 90)), rng.integers(0, 5, (3, 90))
+    lengths = np.array([90, 70, 33])
+    there = np.arange(90) < lengths[:, None]
+    classes = text_classes(documents_on(PositionClasses.of(90), tuple(lengths.tolist())), ids)
+    read, met = ids[there], other[there]
+    off = ~np.eye(len(read), dtype=bool)
+    same = (read[:, None] == read[None, :]) & off
+    np.testing.assert_allclose(classes.sum_of_pairs(classes.one_word), same.sum(), rtol=3e-3)
+    place = np.nonzero(there)[1]
+    placed = (place[:, None] == place[None, :]) & off
+    np.testing.assert_allclose(classes.sum_of_pairs(classes.at_one_place), placed.sum(), rtol=3e-3)
+    hit = (met[:, None] == read[None, :]) & off
+    found = classes.pair_means(other, ids)
+    np.testing.assert_allclose(classes.sum_of_pairs(found), hit.sum(), rtol=3e-3)
+    both = classes.sum_of_pairs(found * classes.one_word)
+    np.testing.assert_allclose(both, (hit & same).sum(), rtol=2e-2)
 
 
 def test_zipfs_law_is_a_text_by_it() -> None:
@@ -160,7 +234,7 @@ def test_a_law_is_scaled_as_if_token_by_token() -> None:
     weight = np.full((1, 1), 1.0)  # one over the tokens, times the tokens
     token = np.full((1, 1), 1.0 / length)
     every = slice(0, 1)
-    sums = Sums(mixture, every, every, weight, weight, token, token, each, each)
+    sums = Sums.of(mixture, (every, every), (weight, weight), (token, token), (each, each))
     kinds = [
         (np.full((1, 1), own[kind] - value), np.full((1, 1, 1), value))
         for kind, value in enumerate((others, same))
@@ -196,7 +270,7 @@ def test_parts_multiply_by_themselves() -> None:
     parts = []
     for own, others, same in law:
         pairs = [np.full((1, 1), value) for value in (others, same)]
-        parts.append(mixture.parts_of(np.full(1, own + same), pairs, np.diagonal))
+        parts.append(mixture.parts_of([np.full(1, own + same)], pairs, np.diagonal))
     counts = [float(length), *(length * classes.others)]
     found = []
     for count, (a, left), (b, right) in zip(counts, *parts, strict=True):
@@ -207,3 +281,24 @@ def test_parts_multiply_by_themselves() -> None:
     one = (ids[:, None] == ids[None, :]) & off
     assert of_kinds[1][1].item() == pytest.approx(product[one].mean(), rel=2e-3)
     assert of_kinds[0][1].item() == pytest.approx(product[~one & off].mean(), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("seed", "model"), [(5, llama(0.1)), (5, gpt(0.12))], ids=["llama", "gpt2"]
+)
+def test_texts_of_few_words(
+    seed: int, model: moments.Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cells that hold more of one word than words of its frequency make up of the text: their
+    tokens' frequencies agree, and no word's sum over keys turns negative. GPT-2's logit variance
+    is beyond 12 here, which predictions warn of."""
+    monkeypatch.setattr("moments.prediction.predict.LONGEST_TEXT", 64)
+    text = zipf_text(seed, vocab_size=150, length=144)
+    by_token, by_word = (
+        predicted(model.replace(seq_len=144), token_ids=text, tokens=kind) for kind in (True, None)
+    )
+    assert isinstance(by_word.layout.classes, TextClasses)
+    np.testing.assert_allclose(by_word.variance, by_token.variance, rtol=0.05)
+    np.testing.assert_allclose(by_word.correlation, by_token.correlation, atol=0.03)
+    np.testing.assert_allclose(by_word.grad_variance[1:], by_token.grad_variance[1:], rtol=0.03)
+    assert by_word.grad_variance[0] == pytest.approx(by_token.grad_variance[0], rel=0.1)

@@ -79,7 +79,7 @@ def compare(
     """
     from ..prediction.predict import predict as run
     from ..show.comparison import compare as put_beside
-    from ..transfer.blocks import check_coverage
+    from ..transfer.architecture import check_coverage
 
     if model is None:
         raise DomainError("no MODEL given: name a preset or a config.json")

@@ -97,6 +97,11 @@ class PositionClasses:
         """The same nodes under a mask, by which tokens and their pairs are counted."""
         return self
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens of every sequence or document."""
+        return (self.length,)
+
     def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """A matrix (own (..., P), pairs (..., P, P)), by what two tokens have to do with each
         other: of one document, and where there are several of two."""
@@ -109,6 +114,28 @@ class PositionClasses:
     def joined(self, *blocks: Matrix) -> Matrix:
         """The same back."""
         return blocks[0]
+
+    @property
+    def of_one(self) -> PositionClasses:
+        """Those that `ClassMatrix` is on: of one document."""
+        return self.inside
+
+    def alone(self, own: Array, pairs: Array) -> Matrix:
+        """A matrix of one document, on `of_one`."""
+        return self.blocks(own, pairs)[0]
+
+    def between(self, own: Array, pairs: Array) -> Matrix | None:
+        """That of two, own parts being those of two tokens at one place; None: there is one."""
+        _, *across = self.blocks(own, pairs)
+        return across[0] if across else None
+
+    def over_kinds(self, pairs: Array) -> Array:
+        """(..., P, P) means over what else tells pairs of two cells apart."""
+        return pairs
+
+    def with_kinds(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
+        """The product of two matrices, of that of their means over cells."""
+        return product
 
     @property
     def there(self) -> NDArray[np.bool_]:
@@ -190,8 +217,12 @@ class PositionClasses:
 
     @functools.cached_property
     def _cells(self) -> tuple[NDArray[np.intp], Array]:
-        """(L,) the node at a position or before it, and the next one's part by log position."""
-        place, last = np.arange(1, self.length + 1), max(len(self.nodes) - 2, 0)
+        """`cells_of` all positions."""
+        return self.cells_of(np.arange(1, self.length + 1))
+
+    def cells_of(self, place: NDArray[Any]) -> tuple[NDArray[np.intp], Array]:
+        """(n,) the node at a position or before it, and the next one's part by log position."""
+        last = max(len(self.nodes) - 2, 0)
         left = np.minimum(np.searchsorted(self.nodes, place, side="right") - 1, last)
         logs = np.log(np.append(self.nodes, 2.0 * self.length))
         return left, (np.log(place) - logs[left]) / (logs[left + 1] - logs[left])
@@ -220,12 +251,16 @@ class PositionClasses:
         """(P, P) shares of pairs of different tokens j and l of two cells with first[j] equal to
         second[l], each counted by weights[j]; over all pairs of the sequence as many as there
         are."""
-        return as_many(*self.pair_sums(first, second, weights), self.pair_count)
+        return self.of_sums(*(as_many(*one) for one in self.pair_sums(first, second, weights)))
+
+    def of_sums(self, *means: Array) -> Array:
+        """The matrix of means that are taken over each of `pair_sums`."""
+        return means[0]
 
     def pair_sums(
         self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
-    ) -> tuple[Array, Array]:
-        """(P, P) of the same: how many such pairs, and how many of all, by `hats`."""
+    ) -> list[PairSums]:
+        """Of the same, by what else tells pairs apart."""
         known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
         weights = np.ones(len(first)) if weights is None else weights
         sums = [
@@ -234,7 +269,8 @@ class PositionClasses:
         ]
         size = self.hats.sum(1)
         itself = (self.hats * (weights * (first == second))) @ self.hats.T
-        return sums[0] @ sums[1].T - itself, np.outer(size, size) - self.hats @ self.hats.T
+        found, count = sums[0] @ sums[1].T - itself, np.outer(size, size) - self.hats @ self.hats.T
+        return [PairSums(found, count, self.pair_count)]
 
     def spread_out(self, values: Array) -> Array:
         """(..., L) mean squares at every position, from (..., P).
@@ -253,6 +289,20 @@ class PositionClasses:
         np.exp(others, out=others, where=positive)
         found[..., -1] = values[..., -1]
         return found
+
+
+class PairSums(NamedTuple):
+    """Pairs of positions of two cells, (P, P), or some other such pairs.
+
+    Attributes:
+        found: how many are as asked for, by `PositionClasses.hats`.
+        pairs: how many there are.
+        expected: the same as sums over pairs count them.
+    """
+
+    found: Array
+    pairs: Array
+    expected: Array
 
 
 @functools.lru_cache(maxsize=16)
@@ -348,6 +398,10 @@ class DocumentClasses(PositionClasses):
     @property
     def inside(self) -> PositionClasses:
         return self.one
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self.lengths
 
     @functools.cached_property
     def present(self) -> Array:
@@ -509,11 +563,15 @@ class DocumentClasses(PositionClasses):
         sums = self.one.hats @ np.where(self.there, values, 0.0).sum(0)
         return np.tile(sums / (self.one.hats @ self._reaching), 2)
 
-    def pair_means(
+    def of_sums(self, *means: Array) -> Array:
+        inner, outer, own = means
+        return np.asarray(self.joined((np.diagonal(inner), inner), (own, outer))[1])
+
+    def pair_sums(
         self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
-    ) -> Array:
-        """(2 P, 2 P) the same of (documents, longest) values, of which those that are not there do
-        not count."""
+    ) -> list[PairSums]:
+        """Of one document, of two, and at one place of two: of (documents, longest) values, of
+        which those that are not there do not count."""
         hats, there = self.one.hats, self.there
         weights = np.where(there, 1.0 if weights is None else weights, 0.0)
         known, where = np.unique(np.stack([first, second]), return_inverse=True)
@@ -554,11 +612,7 @@ class DocumentClasses(PositionClasses):
             hats @ met,
         )
         expected = self.inside_count, self.across_count[1], self.across_count[0]
-        inner, outer, own = (
-            as_many(share, count, expects)
-            for share, count, expects in zip(shares, counts, expected, strict=True)
-        )
-        return np.asarray(self.joined((np.diagonal(inner), inner), (own, outer))[1])
+        return [PairSums(*one) for one in zip(shares, counts, expected, strict=True)]
 
     def spread_out(self, values: Array) -> Array:
         """(..., longest) mean squares at every place."""
@@ -567,23 +621,31 @@ class DocumentClasses(PositionClasses):
 
 @dataclass(frozen=True, eq=False)
 class TwiceClasses(PositionClasses):
-    """Of one sequence, two of whose tokens have more than one number in common: `nodes` are those
-    of its positions twice, and matrices of pairs have the other number beside that of most,
+    """Of tokens two of which have more than one number in common: `nodes` are those of other
+    classes twice, and matrices of pairs have the other number beside that of most,
     [[most, other], [other, .]]. Tokens are counted once.
 
     Attributes:
-        one: classes of its positions.
+        one: those classes.
     """
 
     one: PositionClasses
 
     @property
     def inside(self) -> PositionClasses:
-        return self.one
+        return self.one.inside
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self.one.ends
+
+    @property
+    def there(self) -> NDArray[np.bool_]:
+        return self.one.there
 
     @functools.cached_property
     def size(self) -> int:
-        """P."""
+        """Nodes of `one`."""
         return len(self.one.nodes)
 
     @functools.cached_property
@@ -599,10 +661,11 @@ class TwiceClasses(PositionClasses):
         return found
 
     def in_one(self, sums: Array) -> Array:
-        return np.asarray(sums[..., : self.size])
+        return self.one.in_one(sums[..., : self.size])
 
     def within(self, pairs: Array) -> Array:
-        return np.block([[pairs, pairs], [pairs, pairs]])
+        inside = self.one.within(pairs)
+        return np.block([[inside, inside], [inside, inside]])
 
     def everywhere(self, matrix: Matrix) -> Matrix:
         return self.joined(matrix)
@@ -959,13 +1022,13 @@ class ClassMatrix:
     order of a cell in how a mask's edge is met.
 
     Attributes:
-        own: (..., P) entries of a token with itself.
-        pairs: (..., P, P) of two different tokens.
-        classes: the positions, or one class of tokens alike.
+        own: (..., nodes) entries of a token with itself.
+        pairs: (..., nodes, nodes) of two different tokens.
+        classes: the positions, those of a text's words, or one class of tokens alike.
     """
 
     __array_ufunc__ = None
-    __slots__ = ("_apart", "_counted", "classes", "own", "pairs")
+    __slots__ = ("_apart", "_counted", "_mean", "classes", "own", "pairs")
 
     def __init__(self, own: Array, pairs: Array, classes: PositionClasses) -> None:
         entries, matrix = own.shape, pairs.shape
@@ -975,10 +1038,11 @@ class ClassMatrix:
             pairs = np.broadcast_to(pairs, (*shape, size, size))
         self.own, self.pairs, self.classes = own, pairs, classes
         self._apart: Array | None = None
+        self._mean: Array | None = None
         self._counted: Array | None = None
 
     @classmethod
-    def of_rows(cls, rows: Array, sight: Sight) -> ClassMatrix:
+    def of_rows(cls, rows: Array, sight: Sight, classes: PositionClasses) -> ClassMatrix:
         """Of what rows give to one key of a class that they see, (..., P, P)."""
         count, inside = sight.classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
         pairs, seen = rows * sight.keys / count, np.diagonal(sight.keys)
@@ -987,7 +1051,7 @@ class ClassMatrix:
         index = np.arange(len(count))
         pairs[..., index, index] = np.where(several, inside * beside, inside * seen / count)
         own = np.where(several, inside, pairs[..., index, index])
-        return cls(own, pairs, sight.classes)
+        return cls(*classes.everywhere((own, pairs)), classes)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -1009,23 +1073,30 @@ class ClassMatrix:
 
     def row_sums(self) -> Array:
         """(..., P) sums over the second token."""
-        return np.asarray(self.apart + self.pairs @ self.classes.count)
+        return self.classes.repeated(self.apart + self.mean @ self.classes.inside.count)
 
     def trace(self) -> Array:
         return np.asarray((self.own * self.classes.count).sum(-1))
 
     @property
+    def mean(self) -> Array:
+        """(..., P, P) over all pairs of two classes."""
+        if self._mean is None:
+            self._mean = self.classes.over_kinds(self.pairs)
+        return self._mean
+
+    @property
     def apart(self) -> Array:
         """(..., P) what a token has with itself beyond what it has with others of its class."""
         if self._apart is None:
-            self._apart = self.own - diagonal(self.pairs)
+            self._apart = self.own[..., : self.mean.shape[-1]] - diagonal(self.mean)
         return self._apart
 
     @property
     def counted(self) -> Array:
-        """(..., P, P) pairs times the tokens of the first one's class."""
+        """(..., P, P) means times the tokens of the first one's class."""
         if self._counted is None:
-            self._counted = self.classes.count[:, None] * self.pairs
+            self._counted = self.classes.inside.count[:, None] * self.mean
         return self._counted
 
     def __getitem__(self, index: Any) -> ClassMatrix:
@@ -1038,13 +1109,18 @@ class ClassMatrix:
         raise TypeError("a matrix on classes is no array: apply functions of entries `entrywise`")
 
     def __matmul__(self, other: Any) -> Any:
-        apart = self.apart
+        apart, mean = self.apart, self.mean
         if not isinstance(other, ClassMatrix):  # a column per token
-            return apart[..., None] * other + self.pairs @ (self.classes.count[:, None] * other)
+            columns = np.asarray(other)[..., : mean.shape[-1], :]
+            found = apart[..., None] * columns + mean @ (
+                self.classes.inside.count[:, None] * columns
+            )
+            return np.swapaxes(self.classes.repeated(np.swapaxes(found, -1, -2)), -1, -2)
         beyond = other.apart
-        pairs = apart[..., :, None] * other.pairs + self.pairs * beyond[..., None, :]
-        pairs = pairs + self.pairs @ other.counted
-        return ClassMatrix(apart * beyond + diagonal(pairs), pairs, self.classes)
+        pairs = apart[..., :, None] * other.mean + mean * beyond[..., None, :]
+        pairs = pairs + mean @ other.counted
+        product = apart * beyond + diagonal(pairs), pairs
+        return ClassMatrix(*self.classes.with_kinds(product, self, other), self.classes)
 
     def _with(self, other: Any, operation: Any) -> ClassMatrix:
         if isinstance(other, ClassMatrix):

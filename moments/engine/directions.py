@@ -26,7 +26,7 @@ import math
 
 import numpy as np
 
-from ..formulas.recording import is_number
+from ..formulas.algebra import is_number
 from .layout import one_document
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 

@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..formulas.recording import is_number
+from ..formulas.algebra import is_number
 from .classes import ClassRows, diagonal
 from .state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 

@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from .classes import (
     Array,
     Matrix,
+    PairSums,
     PositionClasses,
     TwiceClasses,
-    as_many,
     lagrange,
     positions_between,
     stencil,
@@ -172,22 +172,24 @@ class NeighbouringClasses(TwiceClasses):
     def cell_means(self, values: Array) -> Array:
         return self.repeated(self.one.cell_means(values))
 
-    def pair_means(
+    def of_sums(self, *means: Array) -> Array:
+        rest, ahead, behind = means
+        return np.asarray(self.of_smooth(np.ones(self.size), rest, ahead, behind)[1])
+
+    def pair_sums(
         self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
-    ) -> Array:
-        found, pairs = self.one.pair_sums(first, second, weights)
+    ) -> list[PairSums]:
+        """Of others than neighbours, and of a token and the one before it, either way."""
+        ((found, pairs, _),) = self.one.pair_sums(first, second, weights)
         weights = np.ones(len(first)) if weights is None else weights
         hats, before = self.one.hats[:, 1:], self.one.hats[:, :-1]
         ahead = weights[1:] * (first[1:] == second[:-1])
         behind = weights[:-1] * (first[:-1] == second[1:])
         met, size = hats @ before.T, len(hats)
         found = found - (hats * ahead) @ before.T - (before * behind) @ hats.T
-        rest = as_many(found, pairs - met - met.T, self.pair_count[:size, :size])
         count = hats.sum(1)
-        count = np.where(count > 0.0, count, 1.0)
-        beside = hats @ ahead / count, hats @ behind / count
-        matrix: Array = self.of_smooth(np.ones(size), rest, *beside)[1]
-        return matrix
+        others = PairSums(found, pairs - met - met.T, self.pair_count[:size, :size])
+        return [others, *(PairSums(hats @ one, count, count) for one in (ahead, behind))]
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,7 +1,7 @@
 """A layer's program: what one layer computes, recorded once and replayed for every layer like it.
 
 `Program` runs a layer forward and, gradient by gradient, backward on recorded numbers
-(`formulas.recording`): the layer's own parameters, the moments that enter, the gradient that
+(`formulas.algebra`): the layer's own parameters, the moments that enter, the gradient that
 arrives. What remains, without the operations that nothing needs, is written as straight functions
 of floats. No formula stands here: whatever the laws say is what is recorded.
 
@@ -23,15 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..formulas.recording import (
-    FUNCTIONS,
-    Guard,
-    Line,
-    Operation,
-    Recorded,
-    Tape,
-    Unrecordable,
-)
+from ..formulas.algebra import FUNCTIONS, Guard, Line, Operation, Recorded, Tape, Unrecordable
 from .composition import Component
 from .state import Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Point, Record, Run
@@ -50,27 +42,28 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
     return None
 
 
-def taken_apart(value: Any, numbers: list[Any]) -> Any:
+def taken_apart(value: Any, numbers: list[Any], axes: bool = False) -> Any:
     """The structure of a state or a declaration, hashable; its numbers are appended.
 
-    A number is a float, or an array (B,) of one for each of B configurations.
+    A number is a float, or an array (B,) of one for each of B configurations; with `axes` an array
+    of any shape.
 
     Raises:
         Unrecordable: a state with other axes.
     """
     kind: Any = type(value)
-    if kind is float or kind is Recorded or (kind is np.ndarray and value.ndim == 1):
+    if kind is float or kind is Recorded or (kind is np.ndarray and (axes or value.ndim == 1)):
         numbers.append(value)
         return float
     if kind is Kernel and value.resolved:
         raise Unrecordable("tokens told apart")
     names = _fields(kind)
     if names is not None:
-        return (kind, *[(name, taken_apart(getattr(value, name), numbers)) for name in names])
+        return (kind, *[(name, taken_apart(getattr(value, name), numbers, axes)) for name in names])
     if kind is tuple:
-        return (tuple, *[taken_apart(one, numbers) for one in value])
+        return (tuple, *[taken_apart(one, numbers, axes) for one in value])
     if kind is dict:
-        return (dict, *[(name, taken_apart(one, numbers)) for name, one in value.items()])
+        return (dict, *[(name, taken_apart(one, numbers, axes)) for name, one in value.items()])
     if isinstance(value, np.floating):
         numbers.append(float(value))
         return float
@@ -89,6 +82,41 @@ def put_together(structure: Any, numbers: Iterator[Any]) -> Any:
     if kind is tuple:
         return tuple(put_together(one, numbers) for one in rest)
     return kind(**{name: put_together(one, numbers) for name, one in rest})
+
+
+@functools.lru_cache(maxsize=512)
+def fields_of(structure: Any, field: str = "") -> tuple[str, ...]:
+    """Names of the fields that hold its numbers, in their order."""
+    if structure is float:
+        return (field,)
+    if not (isinstance(structure, tuple) and structure and isinstance(structure[0], type)):
+        return ()
+    kind, *rest = structure
+    named = ((field, one) for one in rest) if kind is tuple else rest
+    return tuple(name for one, inner in named for name in fields_of(inner, one))
+
+
+class Unlike(Exception):
+    """Values that differ in more than numbers."""
+
+
+def joined(values: Sequence[Any], join: Callable[[str, tuple[Any, ...]], Any]) -> Any:
+    """One value of the structure that all have.
+
+    Args:
+        values: states or declarations.
+        join: of a field's name and its numbers, the number that takes their place.
+
+    Raises:
+        Unlike: they differ in more than numbers.
+    """
+    numbers: list[list[Any]] = [[] for _ in values]
+    structure, *others = (taken_apart(*one, True) for one in zip(values, numbers, strict=True))
+    for other in others:
+        if other != structure:
+            raise Unlike(f"{structure!r} is not {other!r}")
+    columns = zip(fields_of(structure), zip(*numbers, strict=True), strict=True)
+    return put_together(structure, (join(*column) for column in columns))
 
 
 class Mixed(Exception):

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..formulas.algebra import is_number, number_system
 from ..formulas.law import Law
-from ..formulas.recording import is_number, number_system
 from .classes import PositionClasses, own_part
 
 Array = Any  # float or numpy array; see the module docstring

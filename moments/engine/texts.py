@@ -17,6 +17,9 @@ word in the cell, so that excesses multiply by themselves, D D' = n (S - K)(S' -
 words that pairs are of, in place of a cell's count. What frequent words have beyond rarer ones in
 these sums is left out.
 
+Two documents share words, too: `one` may be classes of several, whose K and S are blocks inside and
+across them. A document's own matrices then meet what two share, by that document's counts n.
+
 See docs/theory/state.md, Classes of positions.
 """
 
@@ -29,7 +32,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .classes import Array, Matrix, PositionClasses, TwiceClasses, as_many, few_points, to_total
+from .classes import (
+    Array,
+    ClassMatrix,
+    Matrix,
+    PairSums,
+    PositionClasses,
+    TwiceClasses,
+    as_many,
+    diagonal,
+    few_points,
+    to_total,
+)
 
 WORDS = 1
 """Frequencies that stand for those of the words that pairs of tokens are of. Of Llama's layers at
@@ -71,23 +85,31 @@ class Frequencies(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TextClasses(TwiceClasses):
-    """Of one text.
+    """Of one text, or of several.
 
     Attributes:
         share: (P, P) of pairs of different tokens of two cells that are one word.
         frequencies: of its words.
-        others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
-        ids: (L,) the text; None: Zipf's law.
+        others: (T - 1,) of a document's tokens, those of a pair's word besides that pair, by its
+            frequency.
+        others_across: the same of pairs of two documents.
+        ids: (L,) the text, or (documents, longest); None: Zipf's law.
     """
 
     share: Array
     frequencies: Frequencies
     others: Array
+    others_across: Array
     ids: NDArray[np.int64] | None = None
 
     @property
     def causal(self) -> PositionClasses:
         return self.one.causal
+
+    @property
+    def documents(self) -> Matrix | None:
+        counts = self.one.documents
+        return None if counts is None else self._whatever_word(*counts)
 
     @functools.cached_property
     def pair_count(self) -> Array:
@@ -100,12 +122,28 @@ class TextClasses(TwiceClasses):
         return self.of_kinds(np.zeros_like(self.share), np.ones_like(self.share))
 
     @functools.cached_property
+    def at_one_place(self) -> Array:
+        placed = self.one.at_one_place + 0.0 * self.share
+        return self.of_kinds(placed, placed)
+
+    @functools.cached_property
     def following_pairs(self) -> Array:
-        found = self.within(self.one.following_pairs)
-        total = float(self.length - 1)
+        found = self.of_kinds(self.one.following_pairs, self.one.following_pairs)
+        total = float(self.length - len(self.ends))
         return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
 
+    def mean_of_pairs(self, pairs: Array) -> Array:
+        return self.one.mean_of_pairs(self._over_words(pairs))
+
+    @functools.cached_property
+    def shares(self) -> tuple[Matrix, ...]:
+        """`share` in one document and in two, own parts being those of pairs at one place."""
+        return self.one.blocks(np.zeros(self.size), self.share)
+
     def repeated(self, values: Array) -> Array:
+        return self._twice(self.one.repeated(values))
+
+    def _twice(self, values: Array) -> Array:
         return np.concatenate([values, values], axis=-1)
 
     def kinds(self, pairs: Array) -> tuple[Array, Array]:
@@ -116,55 +154,134 @@ class TextClasses(TwiceClasses):
     def of_kinds(self, others: Array, same: Array) -> Array:
         """(..., 2 P, 2 P) of these."""
         others, same = np.broadcast_arrays(others, same)
-        turned = np.swapaxes(same, -1, -2)
-        top, bottom = (np.concatenate(row, axis=-1) for row in ((others, same), (turned, others)))
+        top, bottom = (np.concatenate(row, axis=-1) for row in ((others, same), (same, others)))
         return np.concatenate([top, bottom], axis=-2)
 
-    def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
-        """One matrix of means over cells."""
+    def _whatever_word(self, own: Array, pairs: Array) -> Matrix:
+        """Of one word as of two."""
+        return self._twice(own), self.of_kinds(pairs, pairs)
+
+    def _over_words(self, pairs: Array) -> Array:
+        """(..., P, P) means over cells."""
         others, same = self.kinds(pairs)
-        return ((own[..., : self.size], others + self.share * (same - others)),)
+        return np.asarray(others + self.share * (same - others))
+
+    def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+        """Of means over cells."""
+        return self.one.blocks(own[..., : self.size], self._over_words(pairs))
+
+    @functools.cached_property
+    def of_one(self) -> TextClasses:
+        if len(self.ends) == 1:
+            return self
+        one, (_, share) = self.inside, self.shares[0]
+        counts = self.frequencies, self.others, self.others_across
+        return TextClasses(one.length, np.tile(one.nodes, 2), one, share, *counts)
+
+    def alone(self, own: Array, pairs: Array) -> Matrix:
+        if len(self.ends) == 1:
+            return own, pairs
+        inside, _, alike, _ = self.told_apart(own, pairs)
+        return self.of_one.joined(inside, alike)
+
+    def between(self, own: Array, pairs: Array) -> Matrix | None:
+        if len(self.ends) == 1:
+            return None
+        (_, (met, across)), inside = self.shares, self.of_one
+        _, (placed, others), _, (together, same) = self.told_apart(own, pairs)
+        # As many words are shared across as inside, and the mean is what it was.
+        beyond = same - others
+        others = others + (across - inside.share) * beyond
+        own = placed + met * (together - placed)
+        return inside.joined((own, others), (own, others + beyond))
+
+    def over_kinds(self, pairs: Array) -> Array:
+        return self._over_words(pairs)
+
+    def with_kinds(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
+        """By parts: what a token has with itself beyond two words stands by itself."""
+        (own, pairs), share, count = product, self.share, self.inside.count
+        (first, left), (second, right) = (self._beyond(matrix) for matrix in (one, other))
+        often = float(self.frequencies.of_pairs[1:] @ self.others)
+        beyond = first[..., :, None] * right + left * second[..., None, :]
+        beyond = beyond + left @ ((often * count)[:, None] * right)
+        others = pairs - share * beyond
+        # Of a token with itself the other one is of its word for both, or for neither.
+        spread = share * (1.0 - share) * (count - np.eye(len(count)))
+        alone = own + (left * spread * np.swapaxes(right, -1, -2)).sum(-1)
+        return self._twice(alone), self.of_kinds(others, others + beyond)
+
+    def _beyond(self, matrix: ClassMatrix) -> Matrix:
+        """What a token has with itself, and with others of its word, beyond two words."""
+        others, same = self.kinds(matrix.pairs)
+        return matrix.own[..., : self.size] - diagonal(others), same - others
 
     def told_apart(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
-        """Of two words, and of one."""
+        """Of two words, and then of one."""
         single = own[..., : self.size]
-        others, same = self.kinds(pairs)
-        return (single, others), (single, same)
+        return tuple(block for kind in self.kinds(pairs) for block in self.one.blocks(single, kind))
 
     def joined(self, *blocks: Matrix) -> Matrix:
-        """Of matrices of both kinds, or of one of means over cells, in which one word is as two."""
-        own = blocks[0][0]
-        return self.repeated(own), self.of_kinds(blocks[0][1], blocks[-1][1])
+        """Of matrices of both kinds, or of means over cells, in which one word is as two."""
+        every = min(len(self.ends), 2)
+        own, others = self.one.joined(*blocks[:every])
+        _, same = self.one.joined(*blocks[-every:])
+        return self._twice(own), self.of_kinds(others, same)
+
+    def everywhere(self, matrix: Matrix) -> Matrix:
+        return self._whatever_word(*self.one.everywhere(matrix))
 
     def cell_means(self, values: Array) -> Array:
-        return self.repeated(self.one.cell_means(values))
+        return self._twice(self.one.cell_means(values))
+
+    @functools.cached_property
+    def _of_one_word(self) -> list[tuple[PairSums, Array]]:
+        """Of the classes' kinds of pairs, those of one word, and their share."""
+        assert self.ids is not None
+        found = self.one.pair_sums(self.ids, self.ids)
+        return [(one, np.clip(as_many(*one), 0.0, 1.0)) for one in found]
 
     def pair_means(
         self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
     ) -> Array:
         assert self.ids is not None
-        found, pairs = self.one.pair_sums(first, second, weights)
         _, words = np.unique(self.ids, return_inverse=True)
-        _, codes = np.unique(np.concatenate([first, second]), return_inverse=True)
-        one, two = np.split(codes * (int(words.max()) + 1), 2)
-        alike, _ = self.one.pair_sums(one + words, two + words, weights)
-        same, _ = self.one.pair_sums(self.ids, self.ids)
-        counted = self.one.pair_count
-        others = as_many(found - alike, pairs - same, counted * (1.0 - self.share))
-        return self.of_kinds(others, as_many(alike, same, counted * self.share))
+        _, codes = np.unique(np.stack([first, second]), return_inverse=True)
+        words = np.reshape(words, self.ids.shape)
+        one, two = np.reshape(codes, (2, *first.shape)) * (int(words.max()) + 1)
+        others, same = [], []
+        for (found, pairs, expected), (alike, *_), (of_word, share) in zip(
+            self.one.pair_sums(first, second, weights),
+            self.one.pair_sums(one + words, two + words, weights),
+            self._of_one_word,
+            strict=True,
+        ):
+            others.append(as_many(found - alike, pairs - of_word.found, expected * (1.0 - share)))
+            same.append(as_many(alike, of_word.found, expected * share))
+        return self.of_kinds(self.one.of_sums(*others), self.one.of_sums(*same))
 
 
 def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
-    """Of a text (L,)."""
+    """Of a text (L,), or of several (documents, longest)."""
     share = np.clip(one.pair_means(ids, ids), 0.0, 1.0)
-    length, (_, count) = one.length, np.unique(ids, return_counts=True)
-    shares = (count - 1.0) / (length - 1.0)
-    frequencies = Frequencies.of(shares, count / length)
-    total = float(shares @ count) / length
-    others = np.maximum(frequencies.level[1:] * total * (length - 1.0) - 1.0, LEAST) / (
-        length - 2.0
-    )
-    return TextClasses(length, np.tile(one.nodes, 2), one, share, frequencies, others, ids)
+    there = np.atleast_2d(one.there)
+    read, document = np.atleast_2d(ids)[there], np.nonzero(there)[0]
+    (words, where), count = np.unique([read, document], axis=1, return_counts=True)
+    ends, tokens = there.sum(1).astype(float), float(len(read))
+    # Of the words of every document: what of its other tokens are of each, and how many elsewhere.
+    shares = (count - 1.0) / (ends[where] - 1.0)
+    _, word = np.unique(words, return_inverse=True)
+    elsewhere = count * (np.bincount(word, count)[word] - count)
+    often = shares if shares.any() else elsewhere / (count * tokens)
+    frequencies = Frequencies.of(often, count / tokens)
+    level, length = frequencies.level[1:], float(ends @ ends) / tokens
+    total = float(often @ count) / tokens
+    others = np.maximum(level * total * (length - 1.0) - 1.0, LEAST) / (length - 2.0)
+    met = float(shares @ elsewhere) / max(float(elsewhere.sum()), 1.0)
+    relative = level / max(float(level @ frequencies.of_pairs[1:]), LEAST)
+    across = np.maximum(relative * met, LEAST / length)
+    nodes = np.tile(one.nodes, 2)
+    return TextClasses(one.length, nodes, one, share, frequencies, others, across, ids)
 
 
 @functools.lru_cache(maxsize=16)
@@ -177,4 +294,4 @@ def zipf_classes(one: PositionClasses, vocab_size: int) -> TextClasses:
     share = np.full((size, size), collision)
     frequencies = Frequencies.of(portions, portions)
     others = frequencies.level[1:] * collision
-    return TextClasses(one.length, np.tile(one.nodes, 2), one, share, frequencies, others)
+    return TextClasses(one.length, np.tile(one.nodes, 2), one, share, frequencies, others, others)

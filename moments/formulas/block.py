@@ -17,9 +17,9 @@ from .attention import (
     _value_path_covariance,
     _value_path_variance,
 )
+from .checks import Interval
 from .law import ComponentLaws, Law
 from .references import kedia
-from .symbols import Interval
 
 _UNIFORM = "uniform attention over many correlated tokens; no source term where r or r_g is 0"
 

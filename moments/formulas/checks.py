@@ -1,17 +1,56 @@
-"""Checks of single arguments, each with the error a user needs."""
+"""Where numbers may lie: intervals, and checks of arguments, each with the error a user needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import domain_error
-from .symbols import Interval
+from .algebra import Recorded
 
 Array = NDArray[np.float64]
+
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A real interval; an open end excludes its bound."""
+
+    lower: float = -INFINITY
+    upper: float = INFINITY
+    open_lower: bool = False
+    open_upper: bool = False
+
+    def contains(self, value: Any) -> bool:
+        """Whether every entry of `value` lies inside (NaN and infinities never do)."""
+        v: Any = value if type(value) is Recorded else np.asarray(value, dtype=float)
+        above = v > self.lower if self.open_lower else v >= self.lower
+        below = v < self.upper if self.open_upper else v <= self.upper
+        return bool(np.all(above)) and bool(np.all(below)) and bool(np.all(np.isfinite(v)))
+
+    def __str__(self) -> str:
+        left = "(" if self.open_lower or self.lower == -INFINITY else "["
+        right = ")" if self.open_upper or self.upper == INFINITY else "]"
+        return f"{left}{_bound(self.lower)}, {_bound(self.upper)}{right}"
+
+
+def _bound(value: float) -> str:
+    if abs(value) == INFINITY:
+        return "∞" if value > 0 else "-∞"
+    return f"{value:g}"
+
+
+REAL = Interval()
+POSITIVE = Interval(0.0, INFINITY, open_lower=True)
+NONNEGATIVE = Interval(0.0, INFINITY)
+CORRELATION = Interval(-1.0, 1.0)
+PROBABILITY = Interval(0.0, 1.0, open_upper=True)
+COUNT = Interval(1.0, INFINITY)
 
 
 def check_count(name: str, value: Any, *, least: int = 1, most: float = 2.0**53) -> int:

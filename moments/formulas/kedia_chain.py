@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .checks import Interval
 from .law import ComponentLaws, Law, derived
 from .references import kedia
-from .symbols import Interval
 
 _TABLE_TWO = "Table 2's blocks: long sequences, correlated tokens"
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from ..errors import DomainError, MomentsError, domain_error
 from .algebra import NUMPY, mpmath_namespace, sympy_namespace
-from .symbols import SYMBOLS, Interval
+from .checks import Interval
+from .symbols import SYMBOLS
 
 if TYPE_CHECKING:
     import mpmath

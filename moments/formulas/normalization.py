@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .activation import TANH
+from .checks import Interval
 from .law import ComponentLaws, Law, derived
 from .references import kedia
-from .symbols import Interval
 
 
 def _pair_pulled(

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .checks import Interval
 from .law import ComponentLaws, Law, Source
 from .references import kedia
-from .symbols import Interval
 
 
 def _published_variance(m: Any, seq_len: Any, v: Any, r: Any) -> Any:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .checks import Interval
 from .law import ComponentLaws, Law, Source, derived
 from .references import SUN
-from .symbols import Interval
 
 
 def _sun(place: str) -> Source:

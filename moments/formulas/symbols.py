@@ -10,50 +10,10 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from .recording import Recorded
+from .checks import CORRELATION, COUNT, NONNEGATIVE, POSITIVE, PROBABILITY, REAL, Interval
 
 if TYPE_CHECKING:
     import sympy
-
-INFINITY = float("inf")
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A real interval; an open end excludes its bound."""
-
-    lower: float = -INFINITY
-    upper: float = INFINITY
-    open_lower: bool = False
-    open_upper: bool = False
-
-    def contains(self, value: Any) -> bool:
-        """Whether every entry of `value` lies inside (NaN and infinities never do)."""
-        v: Any = value if type(value) is Recorded else np.asarray(value, dtype=float)
-        above = v > self.lower if self.open_lower else v >= self.lower
-        below = v < self.upper if self.open_upper else v <= self.upper
-        return bool(np.all(above)) and bool(np.all(below)) and bool(np.all(np.isfinite(v)))
-
-    def __str__(self) -> str:
-        left = "(" if self.open_lower or self.lower == -INFINITY else "["
-        right = ")" if self.open_upper or self.upper == INFINITY else "]"
-        return f"{left}{_bound(self.lower)}, {_bound(self.upper)}{right}"
-
-
-def _bound(value: float) -> str:
-    if abs(value) == INFINITY:
-        return "∞" if value > 0 else "-∞"
-    return f"{value:g}"
-
-
-REAL = Interval()
-POSITIVE = Interval(0.0, INFINITY, open_lower=True)
-NONNEGATIVE = Interval(0.0, INFINITY)
-CORRELATION = Interval(-1.0, 1.0)
-PROBABILITY = Interval(0.0, 1.0, open_upper=True)
-COUNT = Interval(1.0, INFINITY)
 
 
 @dataclass(frozen=True)
@@ -164,11 +124,11 @@ _TABLE: list[tuple[Any, ...]] = [
         "probability that dropout drops an attention weight",
         PROBABILITY,
     ),
-    ("d_model", r"d", "width of the residual stream", Interval(2.0, INFINITY)),
+    ("d_model", r"d", "width of the residual stream", Interval(2.0)),
     ("d_head", r"d_k", "width of one attention head", COUNT),
     ("d_ff", r"d_{ff}", "width of the feed-forward hidden layer", COUNT),
-    ("seq_len", r"L", "tokens in the sequence", Interval(2.0, INFINITY)),
-    ("vocab_size", r"|V|", "rows of the token table", Interval(2.0, INFINITY)),
+    ("seq_len", r"L", "tokens in the sequence", Interval(2.0)),
+    ("vocab_size", r"|V|", "rows of the token table", Interval(2.0)),
     ("logit_scale", r"\Theta", "logit variance of a row divided by 1 - r", NONNEGATIVE),
     (
         "row_square",

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.composition import Chain, Component, Layer, Residual
+from ..engine.program import Unlike, fields_of, joined, put_together, taken_apart
 from ..engine.state import Kernel
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
@@ -26,12 +27,8 @@ from ..prediction.stack import Inputs, Stack, last_gradient
 from ..transfer.architecture import declare, declare_layer
 
 
-class Unlike(Exception):
-    """Declarations that differ in more than numbers."""
-
-
 @dataclass(frozen=True)
-class Found:
+class GroupMoments:
     """Moments of the stream of several configurations, as far as each is deep.
 
     Attributes:
@@ -76,7 +73,7 @@ def predict_together(
     theory: Theory,
     moments: Mapping[str, np.ndarray],
     batch: int = 1,
-) -> Found:
+) -> GroupMoments:
     """`predict` of several configurations of one `kind` at once, tokens alike.
 
     Args:
@@ -106,7 +103,7 @@ def predict_together(
         for name in ("loss", "loss_stderr", "logit_variance")
         if getattr(p, name) is not None
     }
-    return Found(tuple(np.broadcast_to(v, shape) for v in stream), outputs, p.warnings)
+    return GroupMoments(tuple(np.broadcast_to(v, shape) for v in stream), outputs, p.warnings)
 
 
 class _Together(Stack):
@@ -165,7 +162,7 @@ def _joined(layers: Sequence[Component], over: Sequence[int]) -> Component:
     going = next(i for i in range(len(bodies)) if i not in over)
     for i in over:
         bodies[i] = _adding_nothing(bodies[going])
-    found = stacked(bodies)
+    found = joined(bodies, _side_by_side)
     assert isinstance(found, Component)
     return found
 
@@ -199,57 +196,16 @@ HOT = 1e6
 is multiplied by 0."""
 
 
-def _without_logits(part: Any) -> Any:
+def _without_logits(part: Component) -> Any:
     """A component whose attention is uniform."""
-    if isinstance(part, tuple):
-        return tuple(_without_logits(one) for one in part)
-    if not isinstance(part, Component):
-        return part
-    changes = {name: _without_logits(value) for name, value in _named_fields(part)}
-    if "temperature" in changes:
-        changes["temperature"] = HOT
-    return _changed(part, changes)
+    numbers: list[Any] = []
+    structure = taken_apart(part, numbers)
+    names = fields_of(structure)
+    hot = (HOT if n == "temperature" else one for n, one in zip(names, numbers, strict=True))
+    return put_together(structure, hot)
 
 
-def _named_fields(part: Any) -> list[tuple[str, Any]]:
-    """A component's fields by name."""
-    return [(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)]
-
-
-def _changed(part: Any, changes: Mapping[str, Any]) -> Any:
-    return dataclasses.replace(part, **changes)
-
-
-def stacked(parts: Sequence[Any]) -> Any:
-    """What is the same in all stays; numbers that differ become an array of them.
-
-    Raises:
-        Unlike: anything else that differs.
-    """
-    first = parts[0]
-    if all(part is first for part in parts):
-        return first
-    if isinstance(first, Component):
-        if any(type(part) is not type(first) for part in parts):
-            raise Unlike(first.label)
-        changes = {}
-        for name, value in _named_fields(first):
-            found = stacked([getattr(part, name) for part in parts])
-            if found is not value:
-                changes[name] = found
-        return _changed(first, changes) if changes else first
-    if type(first) is tuple:
-        if any(type(part) is not tuple or len(part) != len(first) for part in parts):
-            raise Unlike(repr(first))
-        found = tuple(stacked(values) for values in zip(*parts, strict=True))
-        return first if all(a is b for a, b in zip(found, first, strict=True)) else found
-    if isinstance(first, Mapping):
-        if any(part.keys() != first.keys() for part in parts):
-            raise Unlike(repr(sorted(first)))
-        found = {name: stacked([part[name] for part in parts]) for name in first}
-        return first if all(found[name] is first[name] for name in first) else found
-    if type(first) is float and all(type(part) is float for part in parts):
-        return first if all(part == first for part in parts) else np.array(parts)
-    if all(type(part) is type(first) and part == first for part in parts):
-        return first
-    raise Unlike(repr(first))
+def _side_by_side(_field: str, numbers: tuple[Any, ...]) -> Any:
+    """The number that all share, or an array of them."""
+    first = numbers[0]
+    return first if all(one == first for one in numbers) else np.array(numbers)

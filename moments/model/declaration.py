@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DomainError, domain_error
+from ..formulas.activation import activation_laws
 from ..formulas.checks import (
+    NONNEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    Interval,
     check_choice,
     check_count,
     check_flag,
@@ -15,8 +20,6 @@ from ..formulas.checks import (
     check_layers,
     check_number,
 )
-from ..formulas.named_activations import activation_laws
-from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY, Interval
 from .embedding import Embedding
 from .fields import set_field, settle
 from .head import Head

@@ -6,8 +6,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..errors import domain_error
-from ..formulas.checks import check_choice, check_count, check_flag, check_number
-from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY
+from ..formulas.checks import (
+    NONNEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+)
 from .fields import Stored, settle
 
 POSITIONS = ("learned", "sinusoidal", "none")

@@ -6,9 +6,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import DomainError, domain_error
-from ..formulas.checks import check_choice, check_count, check_flag, check_number
-from ..formulas.named_activations import activation_laws
-from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY, Interval
+from ..formulas.activation import activation_laws
+from ..formulas.checks import (
+    NONNEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    Interval,
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+)
 from .fields import Stored, settle
 
 LOSSES = ("causal", "masked", "classification", None)

@@ -6,8 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import domain_error
-from ..formulas.checks import check_count, check_flag, check_number
-from ..formulas.symbols import NONNEGATIVE, POSITIVE, PROBABILITY
+from ..formulas.checks import (
+    NONNEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    check_count,
+    check_flag,
+    check_number,
+)
 from .fields import Stored, settle
 
 

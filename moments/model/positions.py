@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..formulas.checks import check_count, check_number
-from ..formulas.symbols import NONNEGATIVE, POSITIVE, Interval
+from ..formulas.checks import NONNEGATIVE, POSITIVE, Interval, check_count, check_number
 from .fields import Stored, settle
 
 Array = NDArray[np.float64]

@@ -43,7 +43,7 @@ class Transformer:
             normalisation.
         normalization: "layernorm", "rmsnorm" or "dyt" (tanh(dyt_alpha x) instead of a norm).
         activation: "relu", "gelu" (erf form), "gelu_tanh", "silu", "identity", ...
-            (see `moments.formulas.named_activations.activation_names()`); "swiglu", "geglu",
+            (see `moments.formulas.activation.activation_names()`); "swiglu", "geglu",
             "geglu_tanh" and "reglu" are the gated forms.
         dropout: probability of dropping an entry of each block's output.
         attention_dropout: the same for attention weights; None: as `dropout`.

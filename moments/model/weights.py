@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import domain_error
-from ..formulas.checks import check_choice, check_count, check_layers, check_number
-from ..formulas.symbols import NONNEGATIVE, POSITIVE
+from ..formulas.checks import (
+    NONNEGATIVE,
+    POSITIVE,
+    check_choice,
+    check_count,
+    check_layers,
+    check_number,
+)
 from .fields import Stored, set_field
 
 PerLayer = float | Sequence[float]

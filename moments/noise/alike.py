@@ -6,21 +6,20 @@ embedding are taken to share what two of their own tokens do; those of other inp
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.composition import Component, Layer
+from ..engine.composition import Layer
+from ..engine.program import fields_of, joined, taken_apart
 from ..engine.response import Around, Sublayer, matrix_of, trace_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Run, Trace
 from .network import AllAtOnce, Group
 
-_BUILT = (Component, Kernel, Signal, Gradient)
-_SAID = ("diagnostics", "notes")
-_EITHER = ("norm_response",)
+_OF_KERNELS = ("diagonal", "pairs")
+_EITHER = ("pairs", "norm_response")
 
 
 class Alike(NamedTuple):
@@ -47,7 +46,8 @@ class Alike(NamedTuple):
                 for signal, gradient in passing
             ]
             memory = None if memory is None else _of_signal(memory)
-        return cls(passing[0][0], passing, memory)
+        passing = [(signal.replace(notes=()), gradient) for signal, gradient in passing]
+        return cls(passing[0][0], passing, memory and memory.replace(notes=()))
 
     def sublayers(self, layers: Sequence[Layer]) -> list[tuple[Group, Record]]:
         """Of all layers, those of one structure at once, with the record of both passes.
@@ -124,48 +124,24 @@ def structure(value: Any) -> Any:
     """What values must share to be evaluated at once with arrays for numbers: everything else, and
     which numbers vanish, since 0 often says that there is nothing. Where two tokens share nothing,
     or a gradient does not answer to norms, it is a number like others: sweeps hold both at once."""
-    if isinstance(value, float | np.ndarray):
-        return not np.any(value)
-    if isinstance(value, Kernel):
-        return Kernel, structure(value.diagonal)
-    if isinstance(value, _BUILT):
-        return (type(value), *[structure(v) for name, v in _fields(value) if name not in _EITHER])
-    if isinstance(value, tuple):
-        return tuple(structure(one) for one in value)
-    if isinstance(value, Mapping):
-        return tuple((name, structure(one)) for name, one in value.items())
-    return value
+    numbers: list[Any] = []
+    found = taken_apart(value, numbers, axes=True)
+    pairs = zip(fields_of(found), numbers, strict=True)
+    return found, tuple(name in _EITHER or not np.any(number) for name, number in pairs)
 
 
 def stacked(values: Sequence[Any]) -> Any:
     """One value of that structure, whose numbers have `values` on a last axis; numbers outside
     kernels that agree stay as they are."""
     first = values[0]
-    if len(values) > 1 and all(value is first for value in values):
-        return stacked([first])
-    if isinstance(first, float):
-        same = all(value == first for value in values)
-        return first if same else np.array(values, dtype=float)
-    if isinstance(first, np.ndarray):
-        return np.stack(np.broadcast_arrays(*values), axis=-1)
-    if isinstance(first, Kernel):
-        entries = ([v.diagonal for v in values], [v.pairs for v in values])
-        own, pairs = (np.stack(np.broadcast_arrays(*one), axis=-1) for one in entries)
-        return Kernel(own, pairs)
-    if isinstance(first, _BUILT):
-        columns = zip(*(_fields(value) for value in values), strict=True)
-        return type(first)(**{one[0][0]: stacked([v for _, v in one]) for one in columns})
-    if isinstance(first, tuple):
-        found = [stacked(entries) for entries in zip(*values, strict=True)]
-        return type(first)(*found) if hasattr(first, "_fields") else tuple(found)
-    if isinstance(first, Mapping):
-        return {name: stacked([value[name] for value in values]) for name in first}
-    return first
+    same = len(values) > 1 and all(value is first for value in values)
+    return joined(values[:1] if same else values, _on_last_axis)
 
 
-def _fields(value: Any) -> list[tuple[str, Any]]:
-    names = [f.name for f in dataclasses.fields(value)]
-    return [(name, getattr(value, name)) for name in names if name not in _SAID]
+def _on_last_axis(field: str, numbers: tuple[Any, ...]) -> Any:
+    if field in _OF_KERNELS or any(isinstance(number, np.ndarray) for number in numbers):
+        return np.stack(np.broadcast_arrays(*numbers), axis=-1)
+    return numbers[0] if len(set(numbers)) == 1 else np.array(numbers)
 
 
 def averaged(kernel: Kernel, seq_len: int) -> Kernel:

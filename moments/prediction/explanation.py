@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine.composition import Addition, Component
-from ..engine.layout import Layout
+from ..engine.layout import SequenceLayout
 from ..engine.state import Kernel, observed
 from ..engine.trace import Record, Run
 from ..errors import DomainError, domain_error
 from ..files import as_frame
+from ..formulas.activation import activation_laws
 from ..formulas.checks import check_count
 from ..formulas.gated import gated
 from ..formulas.kedia_chain import CORRELATED_RESIDUAL
 from ..formulas.law import Law, Theory
-from ..formulas.named_activations import activation_laws
 from ..model.transformer import Transformer
 from .predict import predict
 
@@ -85,7 +85,7 @@ class Log:
         names: where the registry has each law (`names_of_laws`).
     """
 
-    def __init__(self, layout: Layout, names: dict[Formula, tuple[str, str]]) -> None:
+    def __init__(self, layout: SequenceLayout, names: dict[Formula, tuple[str, str]]) -> None:
         self.layout, self.names = layout, names
         self.steps: list[Step] = []
         self._where = ("", "")

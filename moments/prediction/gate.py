@@ -161,7 +161,7 @@ def computing(theory: Theory, traces: Sequence[Run | Trace], rows: int = 1) -> I
         quiet = np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore")
         with few_threads(rows), quiet:
             yield
-    except (ArithmeticError, IndexError):
+    except (OverflowError, ZeroDivisionError, FloatingPointError):
         raise breakdown(theory, traces) from None
     except DomainError as error:
         if error.argument is None or error.argument in _SAID:

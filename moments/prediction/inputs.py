@@ -10,12 +10,13 @@ import numpy as np
 from ..engine.classes import MOST_WINDOWS, PositionClasses
 from ..engine.state import Array, Fluctuation, Kernel, Signal
 from ..engine.texts import TextClasses
+from ..engine.trace import Run
 from ..errors import DomainError, domain_error
-from ..formulas.checks import check_array, check_in
+from ..formulas.checks import NONNEGATIVE, POSITIVE, Interval, check_array, check_in
 from ..formulas.law import Theory
-from ..formulas.symbols import NONNEGATIVE, POSITIVE, Interval
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
+from ..transfer.architecture import declare_embedding
 from ..transfer.embedding import (
     FixedPart,
     check_ids,
@@ -243,10 +244,13 @@ def first_kernel(
             "variance and correlation out"
         )
     if embedding is None or moments_given:
+        unsaid = (1.0, 0.0)
+        if isinstance(embedding, Embedding) and (variance is None or correlation is None):
+            unsaid = embedded(model, theory)
         v, r = check_moments(
             "",
-            1.0 if variance is None else variance,
-            0.0 if correlation is None else correlation,
+            unsaid[0] if variance is None else variance,
+            unsaid[1] if correlation is None else correlation,
             model.seq_len,
         )
         return alike(v, r, model.seq_len, resolved)
@@ -271,6 +275,16 @@ def first_kernel(
     found = alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
     fixed = placed_positions(model, resolved, 1, documents)
     return found if fixed is None else found + fixed.kernel
+
+
+def embedded(model: Transformer, theory: Theory) -> tuple[float, float]:
+    """Variance and correlation of what the embedding makes of tokens alike, norm and dropout in."""
+    embedding = model.embedding
+    assert isinstance(embedding, Embedding)
+    tables = embedded_alike(embedding, model.seq_len, theory, d_model=model.d_model)
+    signal = gaussian(tables, model.seq_len, model.d_model, theory == "refined")
+    made = declare_embedding(embedding, model, theory).propagate(signal, Run()).output
+    return float(made.kernel.diagonal), float(made.correlation())
 
 
 def placed_positions(

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..engine.classes import BothSides, DocumentClasses, PositionClasses
 from ..engine.composition import Chain, sum_of
-from ..engine.layout import Layout, by_document, check_documents, spans
+from ..engine.layout import SequenceLayout, by_document, check_documents, spans
 from ..engine.program import Replayed, replayed
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..engine.texts import TextClasses, text_classes, zipf_classes
@@ -137,7 +137,8 @@ class Stack:
         self.ids = inputs.token_ids
         if self.classes is not None and self.ids is not None:
             self.ids = self._texts(real if self.documents is None else self.documents)
-        if type(self.classes) in (PositionClasses, BothSides) and by_word(model, inputs):
+        told = PositionClasses, BothSides, DocumentClasses
+        if type(self.classes) in told and by_word(model, inputs):
             self.classes = self.counted = self.resolved = self._of_words()
         self.first = self._first()
         if resolved and self.first.pairs.shape[:-2] != shape:
@@ -153,22 +154,22 @@ class Stack:
         sequences = 1
         if resolved is True and inputs.kernel is None:
             sequences = self.first.pairs.shape[-1] // model.seq_len
-        if isinstance(self.classes, DocumentClasses):
+        if self.classes is not None and len(self.classes.ends) > 1:
             sequences = inputs.sequences
-        self.layout = Layout(sequences, real, self.documents, self.classes)
+        self.layout = SequenceLayout(sequences, real, self.documents, self.classes)
 
     def alone(self) -> Stack:
         """Of several documents, the stack of one that is like them on average; of neighbours, that
         of means over cells."""
         several = self.classes
         assert several is not None
-        (first, *_), one = several.blocks(self.first.diagonal, self.first.pairs), several.inside
+        first, one = several.alone(self.first.diagonal, self.first.pairs), several.of_one
         found = copy.copy(self)
         found.resolved = found.classes = one
-        if not isinstance(several, DocumentClasses):
+        if len(several.ends) == 1:
             found.counted = one
         found.first = Kernel(*first, one)
-        found.layout = Layout(classes=one)
+        found.layout = SequenceLayout(classes=one)
         found.run = Run()
         found._embedding = found._layers = found._ending = found._logits = None
         return found
@@ -194,7 +195,8 @@ class Stack:
         where = spans(np.ones(texts.shape) if numbers is None else numbers)
         assert where is not None
         found = by_document(texts, where)
-        return found if isinstance(self.classes, DocumentClasses) else found[0]
+        assert self.classes is not None
+        return found if len(self.classes.ends) > 1 else found[0]
 
     def _first(self) -> Kernel:
         """What the user, a text, an image or the embedding says of what enters the network."""
@@ -542,7 +544,7 @@ def _each(value: Array) -> Any:
     return float(value) if np.ndim(value) == 0 else np.asarray(value, dtype=float)
 
 
-def _by_token(stream: list[Any], layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def _by_token(stream: list[Any], layout: SequenceLayout) -> tuple[np.ndarray, np.ndarray]:
     """Variances of signal and gradient, shape (..., N + 1, L)."""
     gradients = [point.gradient.kernel.diagonal for point in stream if point.gradient is not None]
     shape = np.broadcast_shapes(*(np.shape(g) for g in gradients))

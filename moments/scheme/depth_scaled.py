@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 
-from ..formulas.checks import check_choice, check_flag, check_in
+from ..formulas.checks import POSITIVE, check_choice, check_flag, check_in
 from ..formulas.law import Source
-from ..formulas.symbols import POSITIVE
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Weights
 from .registry import Scheme

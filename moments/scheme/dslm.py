@@ -10,9 +10,8 @@ import numpy as np
 
 from ..errors import DomainError, domain_error
 from ..formulas.block import FFN_BLOCK
-from ..formulas.checks import check_choice, check_flag, check_in
+from ..formulas.checks import POSITIVE, Interval, check_choice, check_flag, check_in
 from ..formulas.references import kedia
-from ..formulas.symbols import POSITIVE, Interval
 from ..model.transformer import Transformer
 from ..model.weights import Weights
 from ..prediction.predict import stack_of

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..formulas.checks import check_count, check_flag, check_in
+from ..formulas.checks import POSITIVE, check_count, check_flag, check_in
 from ..formulas.law import Source
-from ..formulas.symbols import POSITIVE
 from ..model.transformer import Transformer
 from ..model.weights import Weights
 from .registry import Scheme

@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..formulas.checks import check_choice, check_count, check_in
+from ..formulas.checks import POSITIVE, Interval, check_choice, check_count, check_in
 from ..formulas.law import Source
-from ..formulas.symbols import POSITIVE, Interval
 from ..model.transformer import Transformer
 from .registry import Scheme
 from .shared import placed

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ..formulas.checks import check_flag, check_in
+from ..formulas.checks import POSITIVE, check_flag, check_in
 from ..formulas.law import Source
 from ..formulas.references import SUN
-from ..formulas.symbols import POSITIVE
 from ..model.transformer import Transformer
 from ..model.weights import Weights
 from .registry import Scheme

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ValidityWarning, domain_error, unknown_name
-from ..formulas.checks import check_in
-from ..formulas.symbols import POSITIVE
+from ..formulas.checks import POSITIVE, check_in
 from ..model.transformer import Transformer
 from ..solver.entering import check_inputs, entered
 from ..solver.layerwise import reached

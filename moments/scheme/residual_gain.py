@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..formulas.checks import check_choice, check_in
+from ..formulas.checks import NONNEGATIVE, POSITIVE, check_choice, check_in
 from ..formulas.law import Source
-from ..formulas.symbols import NONNEGATIVE, POSITIVE
 from ..model.transformer import Transformer
 from .registry import Scheme
 from .shared import blocks, placed

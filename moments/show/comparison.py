@@ -11,8 +11,7 @@ import numpy as np
 
 from ..errors import DomainError
 from ..files import as_frame
-from ..formulas.checks import check_in
-from ..formulas.symbols import NONNEGATIVE
+from ..formulas.checks import NONNEGATIVE, check_in
 from ..noise.band import NORMAL_95
 from ..prediction.measurement import Measurement, last_gradient
 from ..prediction.result import Prediction

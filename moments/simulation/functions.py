@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import domain_error
-from ..formulas.named_activations import activation_names, leaky_slope, registered_function
+from ..formulas.activation import activation_names, leaky_slope, registered_function
 from ..model.transformer import Transformer
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

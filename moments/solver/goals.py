@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import domain_error
-from ..formulas.symbols import CORRELATION, POSITIVE, Interval
+from ..formulas.checks import CORRELATION, POSITIVE, Interval
 from ..model.transformer import Transformer
 from ..model.weights import DEFAULTS, MATRICES
 from ..prediction.result import Prediction

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name, without_warnings
-from ..formulas.checks import check_in
-from ..formulas.symbols import POSITIVE, Interval
+from ..formulas.checks import POSITIVE, Interval, check_in
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from ..prediction.result import Prediction

@@ -43,8 +43,8 @@ class Rows:
     """One layer's attention, as the step meets it.
 
     Attributes:
-        asking: kernel of the tokens that ask.
-        kernel: of those attended to, C; self-attention's are the same.
+        query_kernel: of the tokens that queries read.
+        key_kernel: of those that keys and values read, C; self-attention's are the same.
         weights: (heads, T, T) W of each, mean attention; one, where all are alike.
         response: the query path's kernel per unit of the gradient's behind the value weights.
         gain: of the value weights.
@@ -60,8 +60,8 @@ class Rows:
         sequences: that the tokens are, none of which sees another.
     """
 
-    asking: Array
-    kernel: Array
+    query_kernel: Array
+    key_kernel: Array
     weights: Array
     response: Array
     gain: float
@@ -75,10 +75,12 @@ class Rows:
     sequences: int = 1
 
     @functools.cached_property
-    def keyed(self) -> float:
+    def key_path_scale(self) -> float:
         """What multiplies T's key path to give the package's."""
-        size = float((self.behind * self._product(self.asking, self.kernel, self.kernel)).sum())
-        return float((self.kernel * self.key_path).sum()) / size if size else 1.0
+        size = float(
+            (self.behind * self._product(self.query_kernel, self.key_kernel, self.key_kernel)).sum()
+        )
+        return float((self.key_kernel * self.key_path).sum()) / size if size else 1.0
 
     @functools.cached_property
     def _apart(self) -> list[Rows]:
@@ -110,14 +112,14 @@ class Rows:
 
     def _averages(self, tokens: Array) -> tuple[Array, Array]:
         """W A and W A W^T, of a symmetric A."""
-        if tokens is self.kernel:
+        if tokens is self.key_kernel:
             return self._read
         left = self._mean(tokens)
         return left, self._mean(left.T)
 
     @functools.cached_property
     def _read(self) -> tuple[Array, Array]:
-        left = self._mean(self.kernel)
+        left = self._mean(self.key_kernel)
         return left, self._mean(left.T)
 
     def _mean(self, tokens: Array) -> Array:
@@ -142,13 +144,13 @@ class Rows:
 
     def _product(self, queries: Array, keys: Array, values: Array) -> Array:
         """T, without the value weights' gain."""
-        still = keys is self.kernel and values is self.kernel
+        still = keys is self.key_kernel and values is self.key_kernel
         joint = self._still if still else self._joint(keys, values)
         return self._factor * queries * joint
 
     @functools.cached_property
     def _still(self) -> Array:
-        return self._joint(self.kernel, self.kernel)
+        return self._joint(self.key_kernel, self.key_kernel)
 
     def carried(
         self,
@@ -164,7 +166,7 @@ class Rows:
             received: draws of E delta delta at values and at the heads, less it.
         """
         (query, key, value), gain = changes, self.gain
-        q, c, product = self.asking, self.kernel, self._product
+        q, c, product = self.query_kernel, self.key_kernel, self._product
         nothing = np.zeros_like(c)
         moved = Change(
             self._both(value.coherent),
@@ -174,7 +176,9 @@ class Rows:
         )
         sent = query.sent(self.gradients.query, self.sizes.query)
         sent_keys = key.sent(self.gradients.key, self.sizes.key)
-        share = np.trace(product(sent, c, c)) + self.keyed * np.trace(product(q, sent_keys, c))
+        share = np.trace(product(sent, c, c)) + self.key_path_scale * np.trace(
+            product(q, sent_keys, c)
+        )
         drawn = share > _DRAWN * np.trace(moved.total)
         tilted = 0 * moved.total
         if drawn:  # and beside it the noise of queries and keys
@@ -184,20 +188,20 @@ class Rows:
         coherent = [
             moved.coherent + product(q, c, _even(value.coherent)),
             product(_even(query.coherent), c, c),
-            self.keyed * product(q, _even(key.coherent), c),
+            self.key_path_scale * product(q, _even(key.coherent), c),
         ]
         old = product(q, c, c)
         met = product(query.met(q), key.met(c), value.met(c))
         new = product(query.new(q), key.new(c), value.new(c))
         if max(_share(query, q), _share(key, c), _share(value, c)) < _SMALL:
             total = product(query.total, c, c) + product(q, c, value.total)
-            total = total + self.keyed * product(q, key.total, c)
+            total = total + self.key_path_scale * product(q, key.total, c)
             overlap = product(query.overlap, c, c) + product(q, key.overlap, c)
             overlap = overlap + product(q, c, value.overlap)
         else:
             overlap, total = met - old, new - met - met.T + old
-            if abs(self.keyed - 1) > _ALIKE:
-                total = total + (self.keyed - 1) * product(q, key.total, c)
+            if abs(self.key_path_scale - 1) > _ALIKE:
+                total = total + (self.key_path_scale - 1) * product(q, key.total, c)
         parts = [gain * part for part in coherent]
         moving = parts[1] + parts[2]
         # the causes share delta; of means, the square of what tilts the weights once more

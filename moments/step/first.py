@@ -7,8 +7,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..errors import domain_error
-from ..formulas.checks import check_array, check_choice, check_count, check_flag, check_number
-from ..formulas.symbols import NONNEGATIVE, PROBABILITY
+from ..formulas.checks import (
+    NONNEGATIVE,
+    PROBABILITY,
+    check_array,
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+)
 from .change import Change
 from .ends import Words, ending, entered, tied_overlap
 from .rules import MUON_SCALES, Optimizer

@@ -33,7 +33,7 @@ class Heads:
     """One layer's heads.
 
     Attributes:
-        asking, kernel: of the tokens that ask and of those attended to.
+        query_kernel, key_kernel: of the tokens that queries and keys read.
         weights: (heads, T, T) mean attention, 0 where a row does not see a key; one, where all
             heads are alike.
         scale: covariance of logits over those of queries and of keys, on the tokens' scale.
@@ -45,8 +45,8 @@ class Heads:
         positions: of the tokens.
     """
 
-    asking: Array
-    kernel: Array
+    query_kernel: Array
+    key_kernel: Array
     weights: Array
     scale: float
     d_head: int
@@ -102,10 +102,10 @@ class Heads:
             query, key: P of the two, on the scale of the tokens.
             gradient: E delta delta at heads on that scale.
         """
-        rng, count = np.random.default_rng(5), max(4, _TOKENS // len(self.asking))
-        roots = [Root.of(one).lower for one in (self.asking, self.kernel, gradient)]
+        rng, count = np.random.default_rng(5), max(4, _TOKENS // len(self.query_kernel))
+        roots = [Root.of(one).lower for one in (self.query_kernel, self.key_kernel, gradient)]
         amplitude = (self.scale / self.d_head) ** 0.5
-        found = np.zeros_like(self.asking)
+        found = np.zeros_like(self.query_kernel)
         for draw in range(count):
             k, v = self._turned(self._drawn(roots[1], rng)), self._drawn(roots[1], rng)
             sent_keys, heads = np.zeros_like(k), []

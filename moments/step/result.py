@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..formulas.checks import check_number
-from ..formulas.symbols import POSITIVE
+from ..formulas.checks import POSITIVE, check_number
 from ..prediction.gate import computing
 from ..prediction.predict import predict
 from .draws import Draws

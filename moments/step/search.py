@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DomainError, ValidityWarning, domain_error
-from ..formulas.checks import check_choice, check_count, check_number
-from ..formulas.symbols import POSITIVE
+from ..formulas.checks import POSITIVE, check_choice, check_count, check_number
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..prediction.predict import predict

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..engine.composition import Chain
+from ..engine.composition import Chain, added
 from ..engine.fluctuation import has_fixed_norms
 from ..engine.state import Kernel, Signal
 from ..engine.trace import Point, Trace
@@ -75,6 +75,14 @@ class Site:
         factors = batches.factors(len(self.kernel))
         gradient = self.gradient * np.outer(factors, factors)
         return dataclasses.replace(self, gradient=gradient, weights=factors)
+
+    def plus(self, other: Site, entering: Site) -> Site:
+        """Of the sum of two branches that read one tensor, which receive one gradient."""
+        assert self.signal is not None
+        assert other.signal is not None
+        total = added(self.signal, other.signal, 1.0, 1.0, source=entering.signal)
+        kernel = np.asarray(total.second_moment().pairs, float)
+        return dataclasses.replace(other, signal=total, kernel=kernel)
 
     @classmethod
     def of(cls, index: int, prefix: str, point: Point, attended: Any = None) -> Site:

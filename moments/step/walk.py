@@ -204,7 +204,7 @@ class Walk:
             if self.overlaps is not None:
                 more = self.overlaps.square(found.scattered, other.scattered, leaving.gradient)
                 total = dataclasses.replace(total, total=total.total + more + more.T)
-            found, leaving = total, last
+            found, leaving = total, leaving.plus(last, entering)
         return found, leaving
 
     def _scatter(self, at: int | tuple[int, str], gradient: Array) -> Array | None:

@@ -29,9 +29,9 @@ from ..engine.fluctuation import (
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, bind, evaluate, ratio_or_zero
 from ..engine.trace import Record
 from ..errors import DomainError
+from ..formulas.algebra import as_number
 from ..formulas.law import ComponentLaws, Law, Theory
 from ..formulas.linear import BIASED_LINEAR, LINEAR
-from ..formulas.recording import as_number
 from ..model.fields import set_field
 
 

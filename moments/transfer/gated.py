@@ -34,11 +34,10 @@ from ..engine.state import (
     ratio_or_zero,
 )
 from ..engine.trace import Record
-from ..formulas.algebra import Keeping
+from ..formulas.algebra import Keeping, as_number
 from ..formulas.gated import gated
 from ..formulas.law import ComponentLaws
 from ..formulas.linear import LINEAR
-from ..formulas.recording import as_number
 from .elementary import Linear, faintly
 
 

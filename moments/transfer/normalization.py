@@ -17,9 +17,9 @@ from ..engine.directions import at_tokens, expected_cosine, expected_pull, of_pa
 from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, normalised, signed_root
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, evaluate
 from ..engine.trace import Record
+from ..formulas.algebra import as_number, is_number
 from ..formulas.law import ComponentLaws
 from ..formulas.normalization import DYT, LAYERNORM, RMSNORM
-from ..formulas.recording import as_number, is_number
 from ..model.transformer import Transformer
 from .elementary import Activation, entrywise_overlap
 

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import domain_error
-from ...formulas.checks import check_in
-from ...formulas.named_activations import activation_laws
+from ...formulas.activation import activation_laws
+from ...formulas.checks import POSITIVE, Interval, check_in
 from ...formulas.softmax import RANDOM_ENERGY
-from ...formulas.symbols import POSITIVE, Interval
 from ...model.transformer import Transformer
 from .results import Result
 

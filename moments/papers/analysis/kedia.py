@@ -10,10 +10,9 @@ import numpy as np
 
 from ...errors import domain_error
 from ...formulas.block import ATTENTION_BLOCK, FFN_BLOCK
-from ...formulas.checks import check_count, check_in
+from ...formulas.checks import Interval, check_count, check_in
 from ...formulas.kedia_chain import DSLM_CHAIN
 from ...formulas.law import Theory
-from ...formulas.symbols import Interval
 from ...model.transformer import Transformer
 from ...prediction.result import Prediction
 from .results import Result, blocks, predict_alike

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import domain_error
-from ...formulas.checks import check_count, check_flag, check_in
+from ...formulas.checks import POSITIVE, Interval, check_count, check_flag, check_in
 from ...formulas.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION_STACK
-from ...formulas.symbols import POSITIVE, Interval
 from ...model.transformer import Transformer
 from ...model.weights import Weights
 from ...prediction.result import Prediction

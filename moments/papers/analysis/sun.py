@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import domain_error
-from ...formulas.checks import check_in
+from ...formulas.checks import POSITIVE, check_in
 from ...formulas.sun import CURSE_OF_DEPTH
-from ...formulas.symbols import POSITIVE
 from ...prediction.result import Prediction
 from .recursion import variance_recursion
 from .results import Result

@@ -32,8 +32,8 @@ import numpy as np
 
 from ...engine.fluctuation import norm_variance
 from ...engine.state import Array, Fluctuation, Kernel, Signal, evaluate
+from ...formulas.algebra import whole
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
-from ...formulas.recording import whole
 from .kernels.exact_rows import THETA_PEAKED, AlikeRows
 from .projections import positive, variance_notes
 from .softmax import chi_square_rule

@@ -26,7 +26,7 @@ See docs/theory/attention.md, Tokens alike.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,10 +76,10 @@ PENALTY_NOTED = 0.3
 """Logit variance beyond which a note says what classes make of distance penalties."""
 
 PENALTIES_ON_CLASSES = (
-    "distance penalties on classes of positions are averaged over cells, and what near tokens have "
-    "in common with them (measured at a logit variance of .8 over 6 layers of 128 tokens: variance "
-    "within 1.2 %, gradients within 4 % and those of weights within 7 %, under Post-LN within 9 "
-    "and 18 %); tokens=True resolves each"
+    "what near tokens have in common under distance penalties is averaged over cells of positions "
+    "(measured at a logit variance of .8 over 6 layers of 128 tokens: variance within .6 %, "
+    "gradients within 2.1 % and those of weights within 4.2 %, under Post-LN within 4 and 10 %); "
+    "tokens=True resolves each"
 )
 
 
@@ -393,20 +393,21 @@ class ClassLayer:
             plain = law.keys.gain is None and (turning is None or law.keys.kernel is tokens)
             keys = values if plain else key_tokens
             queries = values if law.queries.kernel is tokens else query_tokens
-            (inside, *across), varying = zip(queries, keys, values, strict=True), [None, None]
+            told, varying = list(zip(queries, keys, values, strict=True)), [None, None]
             if repeats is not None and turning is None and plain:
                 own = np.zeros(repeats.variance.shape[-1])
                 varying = [pairs for _, pairs in classes.blocks(own, repeats.variance)]
-            logits = ClassLogits(*inside, float(scale), sight, turning, varying[0])
-            if following is not None:
-                logits = logits._replace(beside=following)
+            words: list[Words | None] = [None, None]
             if isinstance(classes, TextClasses):
-                of_queries, of_keys, of_values = (same for _, same in across[0])
-                counts = classes.share, classes.frequencies, classes.others
-                words = Words(of_queries, of_keys, of_values, *counts)
-                logits = logits._replace(words=words)
-            elif across:
-                logits = logits._replace(across=Across(*across[0], varying[1]))
+                half = len(told) // 2
+                words = self._words(classes, told[half:])
+                told = told[:half]
+            inside, *across = told
+            logits = ClassLogits(*inside, float(scale), sight, turning, varying[0])
+            logits = logits._replace(beside=following, words=words[0])
+            if across:
+                met = Across(*across[0], varying[1], words[1])
+                logits = logits._replace(across=met)
             heads = [
                 PositionAttention(
                     logits._replace(sight=seen),
@@ -426,6 +427,20 @@ class ClassLayer:
         if table is not None and table.variance > 0.0:
             self._tokens = tokens
             self._biases = [ClassBiasNoise(sight, table, one.weights) for one in self._rows]
+
+    def _words(
+        self, classes: TextClasses, told: Sequence[tuple[Matrix, Matrix, Matrix]]
+    ) -> list[Words | None]:
+        """What two tokens of one word have, in one document and in two: of queries, keys and
+        values."""
+        found: list[Words | None] = []
+        others = classes.others, classes.others_across
+        for (met, share), counts, kernels in zip(classes.shares, others, told, strict=False):
+            queries, keys, values = kernels
+            at_one_place = met if found else None
+            words = classes.frequencies, counts, at_one_place
+            found.append(Words(queries, keys, values, share, *words))
+        return [*found, None]
 
     def _flat(self, kernel: Kernel, means: bool = False) -> list[tuple[Matrix, ...]]:
         """Of every configuration, its kernel by what two tokens have to do with each other, or the
@@ -469,7 +484,7 @@ class ClassLayer:
         """A kernel that rows make of others, those of one document and those of two."""
         found = []
         for one, *given in zip(self._rows, *map(self._flat, kernels), strict=True):
-            rows = [one] if one.across is None else [one, one.across]
+            rows = [one, *one.others]
             blocks = [function(*block) for block in zip(rows, *given, strict=True)]
             if isinstance(self._classes, NeighbouringClasses):
                 beside, _ = function(one.beside, *(blocks[0] for blocks in given))
@@ -521,11 +536,12 @@ class ClassLayer:
         totals = gained if counts is None else gained.weighted(*counts)
         if isinstance(self._classes, NeighbouringClasses):
             return self._backward_beside(self._classes, gained)
-        if isinstance(self._classes, TextClasses):
-            return self._backward_by_word(self._classes, gained)
         for one, given in zip(self._rows, self._flat(totals), strict=True):
-            rows = [one] if one.across is None else [one, one.across]
-            parts = [row.backward(*block) for row, block in zip(rows, given, strict=True)]
+            rows = [one, *one.others]
+            if isinstance(self._classes, TextClasses):
+                parts = self._backward_by_word(self._classes, rows, given)
+            else:
+                parts = [row.backward(*block) for row, block in zip(rows, given, strict=True)]
             for of_path, blocks in zip(found, zip(*parts, strict=True), strict=True):
                 of_path.append(self._classes.joined(*blocks))
         paths = Paths(*map(self._kernel, found))
@@ -559,34 +575,44 @@ class ClassLayer:
             paths = paths._replace(value=paths.value + self._biased("backward", gained))
         return paths
 
-    def _backward_by_word(self, classes: TextClasses, gained: Kernel) -> Paths:
-        """The same, by rows of different words and by those of one."""
-        share, found = classes.share, list[list[Matrix]]([] for _ in Paths._fields)
-        for one, ((own, others), (_, same)) in zip(self._rows, self._flat(gained), strict=True):
-            parts = (
-                one.backward(own, (1.0 - share) * others),
-                one.across.backward(0.0 * own, share * same),
-            )
-            alone, *query = own * one.response[0], others * one.response[1]
-            query.append(same * one.across.response[1])
-            for name, of_path in zip(Paths._fields, found, strict=True):
-                (a, b), (more, rest) = (getattr(part, name) for part in parts)
-                blocks = [(alone, pairs) for pairs in query]
-                if name != "query":
-                    blocks = [(a + more, pairs) for pairs in b + rest]
-                of_path.append(classes.joined(*blocks))
-        paths = Paths(*map(self._kernel, found))
-        if self._biases:
-            paths = paths._replace(value=paths.value + self._biased("backward", gained))
-        return paths
+    def _backward_by_word(
+        self, classes: TextClasses, rows: list[Any], given: tuple[Matrix, ...]
+    ) -> list[Any]:
+        """Paths of two words and then of one, in one document and in two."""
+        found: list[list[Any]] = [[], []]
+        half = len(classes.shares)
+        for number, (alike, share) in enumerate(classes.shares):
+            both = rows[number::half], given[number::half]
+            portions = (1.0 - alike, 1.0 - share), (alike, share)
+            parts = [
+                row.backward(one * own, several * pairs)
+                for row, (own, pairs), (one, several) in zip(*both, portions, strict=True)
+            ]
+            of_query = [
+                (own * row.response[0], pairs * row.response[1])
+                for row, (own, pairs) in zip(*both, strict=True)
+            ]
+            for kind, query in enumerate(of_query):
+                of_path = {"query": query}
+                for name in ("value", "key", "cross"):
+                    (a, b), (more, rest) = (getattr(part, name) for part in parts)
+                    whole, several = a + more, b + rest
+                    if number > 0:  # at one place as beside it, and what that has beyond
+                        mean = several[0] + share * (several[1] - several[0])
+                        whole = whole + np.diagonal(several[kind] - mean)
+                    of_path[name] = whole, several[kind]
+                found[kind].append(parts[0]._replace(**of_path))
+        return found[0] + found[1]
 
     def summed(self, query: Kernel) -> Kernel:
-        if self._turning is None or type(self._classes) is not PositionClasses:
+        classes = self._classes
+        held = classes.one if isinstance(classes, TextClasses) else classes
+        if self._turning is None or type(held) is not PositionClasses:
             return query
-        count = self._classes.pair_count
+        count = classes.inside.pair_count
         usable = count > 0.0
         share = self._turning.pair_count() / np.where(usable, count, 1.0)
-        return query.weighted(1.0, np.where(usable, share, 1.0))
+        return query.weighted(1.0, classes.within(np.where(usable, share, 1.0)))
 
     def overlap_path(self, gained: Kernel) -> Kernel:
         return self._of_rows(lambda one: one.overlap_path) * gained

@@ -12,6 +12,23 @@ log E e^{2s} - 2 log E e^s, which is what E sum a^2 is for many keys, have
 theta (1 - 7 theta/(2 (D + 2))), written as an exponential; where keys share a part, it is the
 square of their own that enters.
 
+A normalised key answers no change along itself. With u_i the gradient at row i's average, behind
+the values' weights, w_il = ds_il/dx_l and b_i = sum_p a_ip x_p, value and key path correlate by
+
+    (1/d) sum_ii' E[u_i.u_i'] E[a_ij a_i'l w_i'l.(x_l - b_i')] and its transpose,
+
+where w_il.x_p is s_ip for plain keys, and s_ip - cos(k_p, k_l) s_il for those of one length:
+nothing at p = l. Of tokens that share r, this takes (1 - r)(1 - a_il) s_il from s_il - s.a_i. By
+Stein's lemma, of many keys, E a_ij a_i'l s_i'l is what plain keys have and theta E a_ij a_i'l: with
+D = 1 - r the share of its logits' variance by which a row tells keys apart, D of the correlation
+that plain keys have is lost, and 2 theta D/d of the value path. The latter's sum over l has the
+factor E sum a (1 - a)(1 - 2 a), for which (1 - P)(1 - 2 P) stands, P = E sum a^2: exact for equal
+weights and for two keys. D, theta and P are those of the rows, averaged over the rows that look at
+a key. What dropped weights add to a row with itself is lost in the same share, where all of it is.
+Drawn at 16 keys, theta .2 to 1, heads of 8 to 32 features (standard errors 1 to 8 %): in sum within
+12 % of itself (24 where a mask is causal and rows are independent), of tokens' own within 14 % (30
+under a mask); plain keys have the other sign there, and 0 in sum.
+
 A soft cap c tanh(s/c). By Stein's lemma its part that is linear in the logits is their product with
 E sech^2(s/c); what is not linear is of relative order (variance/c^2)^2, and left out.
 
@@ -64,9 +81,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...engine.classes import ClassRows
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...errors import domain_error
-from ...formulas.recording import as_number, is_number
+from ...formulas.algebra import as_number, is_number
 from .kernels.exact_rows import THETA_PEAKED
 
 CAP_NOTED = 0.3
@@ -148,6 +166,20 @@ class Paths(NamedTuple):
     query: Kernel
     key: Kernel
     cross: Kernel
+
+
+class RowMoments(NamedTuple):
+    """Of every row of attention: E sum a^2, and its logits' variance."""
+
+    squares: Array
+    logit_variance: Array
+
+
+def of_rows(output: Signal, shape: tuple[int, ...] = ()) -> RowMoments:
+    """What an attention's output tells of its rows, by token in that shape."""
+    assert output.diagnostics is not None
+    found = (np.asarray(output.diagnostics[name]) for name in ("square_sum", "logit_variance"))
+    return RowMoments(*(one.reshape(shape) if shape else one for one in found))
 
 
 def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, width: Any) -> Side:
@@ -256,6 +288,47 @@ def through(path: Kernel, side: Side, gradient_scale: Array) -> Kernel:
     return moved.scaled(gradient_scale)
 
 
+def normalised_cross(
+    law: LogitLaw, rows: RowMoments, attention: Any, width: Any, received: Array, plain: Paths
+) -> Kernel:
+    """Correlation of the value and key paths of normalised keys.
+
+    Args:
+        law: of the logits.
+        rows: of the attention, in the shape of the queries.
+        attention: mean weights, an array or `ClassRows`; None: uniform.
+        width: of the tokens attended to.
+        received: variance of the gradient at every row.
+        plain: the paths of keys that are not normalised.
+    """
+    queries, keys = law.queries.kernel, law.keys.kernel
+    total = queries.scaled(law.scale * keys.mean_diagonal()).diagonal
+    apart = np.clip(ratio_or_zero(rows.logit_variance, total), 0.0, 1.0)
+    several = np.maximum((1 - rows.squares) * (1 - 2 * rows.squares), 0.0)
+    lost = 2 / width * rows.logit_variance * apart * several
+    value = plain.value
+    if attention is None:
+        value = value.scaled(queries.average(lost))
+    else:
+        one, two = (_of_keys(attention, received, lost, power) for power in (2, 1))
+        first, second = value.over_tokens(two)
+        value = value.weighted(one, (first + second) / 2)
+    return plain.cross.scaled(1 - queries.average(apart)) - value
+
+
+def _of_keys(attention: Any, received: Array, values: Array, power: int) -> Array:
+    """A number per row at every key: its average over the rows, by powers of their weights."""
+    weights = attention
+    if isinstance(attention, ClassRows):
+        sight = attention.sight
+        met = sight.later_own if power == 2 else sight.rows
+        weights = attention.weights**power * np.swapaxes(met, -1, -2)
+    else:
+        weights = attention**power
+    sent = weights * np.asarray(received)[..., None]
+    return ratio_or_zero((sent * np.asarray(values)[..., None]).sum(-2), sent.sum(-2))
+
+
 # --- gradients of the projections -----------------------------------------------------------------
 
 
@@ -275,20 +348,6 @@ class ProjectionPaths(NamedTuple):
     repeated: Kernel | None = None
 
 
-class Rows(NamedTuple):
-    """Of every row of attention: E sum a^2, and its logits' variance."""
-
-    squares: Array
-    logit_variance: Array
-
-
-def of_rows(output: Signal, shape: tuple[int, ...] = ()) -> Rows:
-    """What an attention's output tells of its rows, by token in that shape."""
-    assert output.diagnostics is not None
-    found = (np.asarray(output.diagnostics[name]) for name in ("square_sum", "logit_variance"))
-    return Rows(*(one.reshape(shape) if shape else one for one in found))
-
-
 def projection_gradients(
     leaf: Any,
     law: LogitLaw,
@@ -297,7 +356,7 @@ def projection_gradients(
     mixed: Kernel,
     received: Kernel,
     paths: ProjectionPaths,
-    rows: Rows,
+    rows: RowMoments,
 ) -> dict[str, Array]:
     """Expected squared gradient norms of the three projections, of their biases and norms.
 
@@ -377,7 +436,7 @@ def _freedom(leaf: Any) -> Any:
     return leaf.d_head - 1.0 if leaf.qk_norm == "layernorm" else leaf.d_head
 
 
-def _within_heads(kernel: Kernel, path: Kernel, rows: Rows) -> Kernel:
+def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
     """(1 - N^2)^2 dQ/dN of different rows."""
     size_i, other = kernel.over_tokens(kernel.diagonal)
     size = np.sqrt(size_i * other)

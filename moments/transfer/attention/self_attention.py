@@ -40,6 +40,7 @@ from .projections import (
     ProjectionPaths,
     by_distance,
     logit_law,
+    normalised_cross,
     of_rows,
     overlap_gradients,
     projection_gradients,
@@ -255,6 +256,12 @@ class AttentionPullback:
     def _sent(self, received: Kernel) -> tuple[Kernel, Kernel, Paths]:
         """Through the queries, through keys and values, and the paths."""
         sides: Paths = self.layer.backward(received.scaled(self.gain))
+        if self.leaf.qk_norm is not None:
+            queries, width = self.law.queries.kernel, self.leaf.memory_width
+            rows = of_rows(self.output, np.shape(queries.diagonal) if queries.resolved else ())
+            attention = self.layer.weights()
+            cross = normalised_cross(self.law, rows, attention, width, received.diagonal, sides)
+            sides = sides._replace(cross=cross)
         key = through(sides.key, self.law.keys, self.law.gradient_scale)
         return self._at_queries(sides.query), sides.value + sides.cross + key, sides
 

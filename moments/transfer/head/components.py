@@ -15,10 +15,14 @@ from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
 from ...engine.response import SINGLE, Around, GradientAdjoint, Response, SignalAdjoint
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
-from ...formulas.activation import gelu_function, gelu_tanh_function
+from ...formulas.activation import (
+    activation_laws,
+    gelu_function,
+    gelu_tanh_function,
+    registered_function,
+)
 from ...formulas.algebra import NUMPY
 from ...formulas.linear import DROPOUT, LINEAR
-from ...formulas.named_activations import activation_laws, registered_function
 from ...model.head import Head
 from ...model.transformer import Transformer
 from ..elementary import Activation, Dropout, Linear
@@ -199,7 +203,7 @@ class Pool(Leaf):
             return value[..., None] * first, np.zeros((*np.shape(value), size, size))
 
         blocks = [sent(np.asarray(received.mean_diagonal()))]
-        if classes.inside is not classes:
+        if len(classes.ends) > 1:
             blocks.append(sent(np.asarray(received.mean_pairs())))
         return Pulled(Gradient(Kernel(*classes.joined(*blocks), classes), seq_len))
 
@@ -222,7 +226,7 @@ class Pool(Leaf):
         if not record.input.resolved:
             return _PooledAlike(self.kind, record.input.seq_len)
         if record.input.kernel.classes is not None:
-            return _PooledClasses(self.kind, record.input.kernel.classes.inside)
+            return _PooledClasses(self.kind, record.input.kernel.classes.of_one)
         return _Pooled(self.weights(record.input.kernel.pairs.shape[-1]))
 
     def weights(self, count: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.classes import DocumentClasses, PositionClasses
+from ...engine.classes import PositionClasses
 from ...engine.composition import Chain
 from ...engine.state import Array, Gradient, Kernel, Signal
 from ...engine.trace import Point, Record, Run
@@ -141,8 +141,8 @@ def output_moments(
     sequences = 1
     if signal.resolved is True:
         sequences = signal.kernel.pairs.shape[-1] // model.seq_len
-    elif isinstance(signal.resolved, DocumentClasses):
-        sequences = len(signal.resolved.lengths)
+    elif signal.kernel.classes is not None:
+        sequences = len(signal.kernel.classes.ends)
     run = Run() if run is None else run
     run.layer = model.layers + 1
     chain = head_chain(model, head, sequences, real)
@@ -303,7 +303,7 @@ def _targets(
                 if token_ids is None
                 else position_text(head, vocab_size, counted, token_ids)
             )
-            if isinstance(counted, DocumentClasses) and counted is not classes:
+            if len(counted.ends) > len(classes.ends):
                 found = found.of_one(counted)
             return found.repeated(batch)
         return alike_targets(head, vocab_size, model.seq_len, batch)

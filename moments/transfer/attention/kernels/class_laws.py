@@ -41,15 +41,19 @@ class Mixture(NamedTuple):
     counts of that word's other tokens. Since these are few, a token's own part is counted by itself
     there, and stands for all that it has with itself beyond two words.
 
-    Of the first kind a token with itself is one whose word is read once.
+    Of the first kind a token with itself is one whose word is read once. Of two documents no token
+    is in both, and two at one place stand for it: of one word, as in texts that begin alike, or of
+    two, which are of the first kind, and so is one word that each document reads once.
 
     Attributes:
         share: (n, k) of pairs that are of one word; None: nothing tells pairs apart.
         frequencies: of words.
+        met: (o,) of pairs at one place of two documents that are of one word; None: of one.
     """
 
     share: Array | None
     frequencies: Frequencies
+    met: Array | None = None
 
     @property
     def kinds(self) -> int:
@@ -83,9 +87,48 @@ class Mixture(NamedTuple):
             return kinds[0]
         first, *rest = self.weighed([one for _, one in kinds])
         pairs = sum(rest, first)
-        whole = (own + diagonal(one) for own, one in kinds)
-        alone: Any = sum(p * one for p, one in zip(self.frequencies.portion, whole, strict=True))
+        alone: Any = sum(self.of_tokens([own + diagonal(one) for own, one in kinds]))
         return alone - diagonal(pairs), pairs
+
+    def by_kind(self, kinds: Sequence[Array]) -> list[Array]:
+        """(..., n, k) over all pairs of a token of every kind: of a word that is read once, and of
+        words as frequent as some are."""
+        if self.share is None:
+            return list(kinds)
+        found = [kinds[0]]
+        for level, same in zip(self.frequencies.level[1:].tolist(), kinds[1:], strict=True):
+            found.append(self.mean([kinds[0], same], level))
+        return found
+
+    def of_tokens(self, wholes: Sequence[Array]) -> list[Array]:
+        """(..., o) what sums over tokens, or over pairs at one place, count of each kind."""
+        return [part * one for part, one in zip(self._portions, wholes, strict=True)]
+
+    @property
+    def _portions(self) -> Sequence[Any]:
+        portions, of_pairs = self.frequencies.portion, self.frequencies.of_pairs
+        if self.met is None:
+            return list(portions)
+        several = [
+            np.minimum(self.met * share, most)
+            for share, most in zip(of_pairs[1:], portions[1:], strict=True)
+        ]
+        return [1.0 - sum(several), *several]
+
+    @property
+    def often(self) -> list[Any]:
+        """(o,) how often a token of a repeated word meets its word at its place, by frequency."""
+        pairs = zip(self._portions[1:], self.frequencies.portion[1:], strict=True)
+        return [met / max(portion, 1e-300) for met, portion in pairs]
+
+    def wholes(self, owns: Sequence[Array]) -> list[Array]:
+        """Of every kind what a kernel has of a token with itself, or of two at one place that are
+        two words, and one."""
+        if self.met is None:
+            return [owns[0]] * self.kinds
+        first, *several = self._portions
+        once = np.maximum(self.met - sum(several), 0.0) / np.where(first > 0.0, first, 1.0)
+        return [owns[0] + once * (owns[1] - owns[0]), *[owns[1]] * (self.kinds - 1)]
 
     def alike(self, kinds: Sequence[Array]) -> list[Array]:
         """Of two words and of one, however frequent."""
@@ -96,13 +139,22 @@ class Mixture(NamedTuple):
 
     # --- parts that multiply by themselves ------------------------------------------------------
 
-    def parts_of(self, whole: Array, values: Sequence[Array], diagonal: Diagonal) -> list[Matrix]:
-        """A kernel, of a token with itself, of two words and of one, however frequent."""
+    def parts_of(
+        self, owns: Sequence[Array], values: Sequence[Array], diagonal: Diagonal
+    ) -> list[Matrix]:
+        """A kernel: `owns` as `wholes` takes them, and of two words and of one, however
+        frequent."""
+        whole = owns[0]
         if self.share is None:
             return [(whole - diagonal(values[0]), values[0])]
-        mean = self.mean(values)
-        beyond = whole - diagonal(values[0]), values[1] - values[0]
-        return [(whole - diagonal(mean), mean), *[beyond] * (self.kinds - 1)]
+        mean, more = self.mean(values), values[1] - values[0]
+        if self.met is None:
+            beyond = whole - diagonal(values[0]), more
+            return [(whole - diagonal(mean), mean), *[beyond] * (self.kinds - 1)]
+        together = owns[1] - whole
+        whole = whole + self.met * together
+        apart = together - diagonal(more)
+        return [(whole - diagonal(mean), mean), *((often * apart, more) for often in self.often)]
 
     def parts(self, kinds: Kinds, diagonal: Diagonal = diagonal) -> list[Matrix]:
         """A matrix of any kinds."""
@@ -114,15 +166,22 @@ class Mixture(NamedTuple):
             found.append((own + diagonal(beyond), beyond))
         return found
 
-    def joined(self, parts: Sequence[Matrix], alone: Array) -> Kinds:
-        """The matrix of such parts, own parts being those beyond pairs of one word; and of a token
-        whose word is read once, `alone`."""
+    def joined(self, parts: Sequence[Matrix], alone: Array, placed: Any = 0.0) -> Kinds:
+        """The matrix of such parts, own parts being those beyond pairs of one word; of a token
+        whose word is read once, `alone`; and of two words at one place, `placed`."""
         if self.share is None:
             return [parts[0]]
         others = parts[0][1]
         for share, (_, beyond) in zip(self.frequencies.of_pairs[1:], parts[1:], strict=True):
             others = others - (share * self.share) * beyond
-        return [(alone, others), *((own, others + beyond) for own, beyond in parts[1:])]
+        owns = [own for own, _ in parts[1:]]
+        if self.met is not None:
+            owns = [
+                placed + own / np.where(often > 0.0, often, 1.0)
+                for own, often in zip(owns, self.often, strict=True)
+            ]
+        several = zip(owns, parts[1:], strict=True)
+        return [(alone, others), *((own, others + beyond) for own, (_, beyond) in several)]
 
 
 ALIKE = Mixture(None, ONE_KIND)
@@ -145,7 +204,65 @@ def bounded_exp(
     return found
 
 
-Parts = tuple[Array, list[Array], Array]
+class Meeting(NamedTuple):
+    """How the words of two keys agree.
+
+    A cell may hold more of one word than words of its frequency make up of the text, and then more
+    of its tokens are as frequent. So the frequencies of two keys agree beyond chance in 1 - `free`
+    of pairs: no more than leaves no word negative, (1 - same) / (1 - portion) of every frequency.
+    Of a key's own cell of n tokens one is that key, and this holds of the n - 1 others.
+
+    Attributes:
+        same: (n, k) by frequency, of the keys that a key meets in a cell those of its word.
+        free: (n, k) of pairs of two cells, those whose frequencies do not depend on each other;
+            None: all.
+        own_free: (c, o) the same of two keys of one cell.
+    """
+
+    same: list[Array]
+    free: Array | None
+    own_free: Array
+
+    @classmethod
+    def of(cls, mixture: Mixture, own: tuple[slice, slice], counts: tuple[Array, Array]) -> Meeting:
+        """Args:
+        mixture: of kinds of pairs of keys.
+        own: keys of both among those of either.
+        counts: (c, o) tokens that either row sees of these.
+        """
+        share, frequencies = mixture.share, mixture.frequencies
+        assert share is not None
+        same = [np.minimum(level * share, 1.0) for level in frequencies.level[1:].tolist()]
+        first, *rest = (1.0 - frequencies.portion).tolist()
+        found = np.full(share.shape, 1.0 / max(first, 1e-300))
+        for one, others in zip(same, rest, strict=True):
+            np.minimum(found, (1.0 - one) / max(others, 1e-300), out=found)
+        of_cell = on_diagonal(found[None, own[0], own[1]])
+        others = 1.0 - 1.0 / np.maximum(np.minimum(*counts), 1.0)
+        own_free = np.minimum(of_cell * others, 1.0)
+        of_cell[...] = 1.0
+        free = None if found.min() >= 1.0 else np.minimum(found, 1.0)
+        return cls(same, free, own_free)
+
+
+class Maps(NamedTuple):
+    """A law by the frequency of a key's word, as what takes values of keys to sums of them.
+
+    All frequencies stand in one array, and both of its readings are views: with small arrays the
+    calls are what costs.
+
+    Attributes:
+        pairs: (T, c, n, k) of two words, and what one word has beyond by its share of the other
+            tokens; (T + 1, c, n, k) where frequencies agree, with what those of all have beyond.
+        one, two: (T, c, o) of a token with itself beyond both, times its weight in either row.
+        agreeing: (2, c, o) of two words in one cell, those whose frequencies agree, times the
+            cell's weight in either row.
+    """
+
+    pairs: Array
+    one: Array
+    two: Array
+    agreeing: Array
 
 
 class Sums(NamedTuple):
@@ -158,6 +275,7 @@ class Sums(NamedTuple):
         one, two: (c, o) of one token, on keys of both.
         aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be, of
             keys of each frequency; of one kind they are 1, and not read.
+        meeting: of keys of two words and of one; None: of one kind.
     """
 
     mixture: Mixture
@@ -169,18 +287,48 @@ class Sums(NamedTuple):
     two: Array
     aims_first: Array
     aims_second: Array
+    meeting: Meeting | None
+
+    @classmethod
+    def of(
+        cls,
+        mixture: Mixture,
+        own: tuple[slice, slice],
+        weights: tuple[Array, Array],
+        of_one: tuple[Array, Array],
+        aims: tuple[Array, Array],
+    ) -> Sums:
+        """Args: as the attributes, of the first and of the second key."""
+        meeting = None
+        if mixture.share is not None:
+            counts = [
+                np.where(one > 0.0, whole[:, keys] / np.where(one > 0.0, one, 1.0), np.inf)
+                for whole, keys, one in zip(weights, own, of_one, strict=True)
+            ]
+            meeting = Meeting.of(mixture, own, (counts[0], counts[1]))
+        return cls(mixture, *own, *weights, *of_one, *aims, meeting)
 
     def at_own(self, pairs: Array) -> Array:
         """(c, o) entries of keys of both, to be written to."""
         return on_diagonal(pairs[:, self.own_first, self.own_second])
 
-    def over_first(self, law: Kinds, sweeps: int) -> Kinds:
+    def over_first(
+        self, law: Kinds, sweeps: int, begin: Array | None = None
+    ) -> tuple[Kinds, Array]:
         """The law scaled so that its means over either key are `aims_first` and `aims_second`, over
-        those of the first key. Of one kind it is written over."""
-        left, right = self._factors(law, sweeps)
+        those of the first key, and the first key's factors. Of one kind it is written over.
+
+        Args:
+            law: not yet scaled.
+            sweeps: of the scaling.
+            begin: the factors of a law next to it.
+        """
         if self.mixture.share is None:
-            return self._scaled(law, left, right)
-        return self._scaled(law, left / np.where(left > 0.0, self.aims_first, 1.0), right)
+            left, right = _balances(*self._maps(law[0]), sweeps, begin)
+            return self._scaled(law, left, right), left
+        left, right = self._factors_by_frequency(self._maps_by_frequency(law), sweeps, begin)
+        aims = np.where(left > 0.0, self._aims[0], 1.0)
+        return self._times(law, self._products((left / aims)[None], right[None])), left
 
     def balanced_with(
         self, law: Kinds, sweeps: int, directions: Sequence[Kinds]
@@ -189,8 +337,8 @@ class Sums(NamedTuple):
         `joint_laws.balanced`); and of it law o (direction + u 1^T + 1 v^T) whose means over either
         key are 0 (see `joint_laws.tangent`).
 
-        Of one kind all are written over: those steps are the same of one frequency, and stand by
-        themselves because they work in place, on maps that serve every sweep.
+        Directions are written over, and of one kind the law: those steps are the same of one
+        frequency, and stand by themselves because they work in place, on maps that hold weights.
 
         Args:
             law: not yet scaled.
@@ -199,110 +347,155 @@ class Sums(NamedTuple):
         """
         if self.mixture.share is None:
             return self._balanced_in_place(law, sweeps, directions)
-        left, right = self._factors(law, sweeps)
-        parts, products = self._parts(law), self._factored(left, right)
-        aims = [np.where(one > 0.0, one, 1.0) for one in (self.aims_first, self.aims_second)]
+        maps = self._maps_by_frequency(law)
+        aims = self._aims
+        left, right = self._factors_by_frequency(maps, sweeps)
+        products = self._products(left[None], right[None])
+        over_left, over_right = (
+            one / np.where(aim > 0.0, aim, 1.0)
+            for one, aim in zip((left, right), aims, strict=True)
+        )
         wholes = [own + self.at_own(pairs) for own, pairs in law]
+        rows, columns = (np.empty((len(directions), *one.shape)) for one in (left, right))
+        for k, direction in enumerate(directions):
+            for whole, (_, pairs), (beside, along) in zip(wholes, law, direction, strict=True):
+                along *= pairs
+                beside *= whole
+            moved = [(beside - self.at_own(along), along) for beside, along in direction]
+            along_maps = self._maps_by_frequency(moved)
+            sums = self._over_second(along_maps, right), self._over_first(along_maps, left)
+            rows[k], columns[k] = -over_left * sums[0], -over_right * sums[1]
+        u, v = _shifts(
+            rows,
+            columns,
+            lambda v: over_left * self._over_second(maps, right * v),
+            lambda u: over_right * self._over_first(maps, left * u),
+        )
         tangents = []
-        for direction in directions:
-            moved = []
-            for whole, (_, pairs), (beside, between) in zip(wholes, law, direction, strict=True):
-                along = pairs * between
-                moved.append((whole * beside - self.at_own(along), along))
-            along_parts = self._parts(moved)
-            rows = -left * self._over_second(along_parts, right) / aims[0]
-            columns = -right * self._over_first(along_parts, left) / aims[1]
-            u, v = rows, np.zeros_like(columns)
-            for sweep in range(TANGENT_SWEEPS):
-                if sweep:
-                    u = rows - left * self._over_second(parts, right * v) / aims[0]
-                last, v = v, columns - right * self._over_first(parts, left * u) / aims[1]
-                if _settled(v, last, sweep):
-                    break
-            shifts = self._products(np.stack([left * u, left]), np.stack([right, right * v]))
-            shifts[0][1][...] *= products[0][1] > 0.0
-            found = []
-            for whole, (_, pairs), (own, along), factors, shift in zip(
-                wholes, law, moved, products, shifts, strict=True
+        for k, direction in enumerate(directions):
+            shifts = self._products(np.stack([left * u[k], left]), np.stack([right, right * v[k]]))
+            tangent = []
+            for whole, (_, pairs), (beside, along), factors, shift in zip(
+                wholes, law, direction, products, shifts, strict=True
             ):
-                own += self.at_own(along)
-                own *= factors[0]
-                own += whole * shift[0]
+                beside *= factors[0]
+                beside += whole * shift[0]
                 along *= factors[1]
                 shift[1][...] *= pairs
                 along += shift[1]
-                found.append((own - self.at_own(along), along))
-            tangents.append(found)
+                tangent.append((beside - self.at_own(along), along))
+            tangents.append(tangent)
         return self._times(law, products), tangents
 
     # --- by the frequency of a key's word -------------------------------------------------------
 
-    def _parts(self, law: Kinds) -> Parts:
-        """(c, n, k) of two words; what one word has beyond by its share of the other tokens; and
-        (c, o, T) of a token with itself beyond both."""
-        others, beyond, own = law[0][1], [], [law[0][0]]
-        for level, (alone, same) in zip(self.mixture.frequencies.level[1:], law[1:], strict=True):
-            more = same - others
-            beyond.append(np.minimum(level * self.mixture.share, 1.0) * more)
-            own.append(alone + self.at_own(more - beyond[-1]))
-        return others, beyond, np.stack(own, -1)
+    def _maps_by_frequency(self, law: Kinds) -> Maps:
+        assert self.meeting is not None
+        same, free, own_free = self.meeting
+        often = [] if self.mixture.met is None else self.mixture.often
+        agreeing, others = free is not None, law[0][1]
+        pairs = np.empty((len(law) + agreeing, *others.shape))
+        own = np.empty((len(law), *law[0][0].shape))
+        pairs[0], own[0] = others, law[0][0]
+        for kind, (alone, together) in enumerate(law[1:], start=1):
+            more = np.subtract(together, others, out=pairs[kind + agreeing])
+            whole = alone + self.at_own(more)
+            if often:  # what stands at its place of another document, the more often of its word
+                whole = law[0][0] + often[kind - 1] * (whole - law[0][0])
+            more *= same[kind - 1]
+            np.subtract(whole, self.at_own(more), out=own[kind])
+        beyond = self.at_own(others) * (1.0 - own_free)
+        if free is not None:
+            pairs[0] *= free
+            np.subtract(others, pairs[0], out=pairs[1])
+            pairs[2:] += pairs[1]
+        in_either = np.stack([self.first[:, self.own_first], self.second[:, self.own_second]])
+        return Maps(pairs, own * self.one, own * self.two, beyond * in_either)
 
-    def _over_second(self, parts: Parts, values: Array) -> Array:
-        """(c, n, T) of (c, k, T)."""
-        others, beyond, own = parts
-        given = self.second[:, :, None] * values
-        total = np.empty((*others.shape[:2], values.shape[-1]))
-        total[...] = others @ (given @ self.mixture.frequencies.portion)[:, :, None]
-        for kind, more in enumerate(beyond, start=1):
-            total[..., kind] += times(more, given[..., kind])
-        total[:, self.own_first] += own * (self.two[:, :, None] * values[:, self.own_second])
+    def _over_second(self, maps: Maps, values: Array) -> Array:
+        """(..., T, c, n) of (..., T, c, k)."""
+        total = self._summed(maps.pairs, self.second * values)
+        given = values[..., self.own_second]
+        total[..., self.own_first] += maps.two * given + maps.agreeing[1] * self._beyond_mean(given)
         return total
 
-    def _over_first(self, parts: Parts, values: Array) -> Array:
-        """(c, k, T) of (c, n, T)."""
-        turned = [np.swapaxes(one, -1, -2) for one in (parts[0], *parts[1])]
-        given = self.first[:, :, None] * values
-        total = np.empty((*turned[0].shape[:2], values.shape[-1]))
-        total[...] = turned[0] @ (given @ self.mixture.frequencies.portion)[:, :, None]
-        for kind, more in enumerate(turned[1:], start=1):
-            total[..., kind] += times(more, given[..., kind])
-        total[:, self.own_second] += parts[2] * (self.one[:, :, None] * values[:, self.own_first])
+    def _over_first(self, maps: Maps, values: Array) -> Array:
+        """(..., T, c, k) of (..., T, c, n)."""
+        total = self._summed(np.swapaxes(maps.pairs, -1, -2), self.first * values)
+        given = values[..., self.own_first]
+        total[..., self.own_second] += maps.one * given + maps.agreeing[0] * self._beyond_mean(
+            given
+        )
         return total
 
-    def _factors(self, law: Kinds, sweeps: int) -> tuple[Array, Array]:
-        """(c, n, T) and (c, k, T)."""
-        if self.mixture.share is None:
-            return _balances(*self._maps(law[0]), sweeps)
-        parts = self._parts(law)
-        left, right = np.ones_like(self.aims_first), np.ones_like(self.aims_second)
+    def _beyond_mean(self, values: Array) -> Array:
+        """(..., T, c, o) less the mean over frequencies."""
+        mean = np.einsum("t,...tco->...co", self.mixture.frequencies.portion, values)
+        return np.asarray(values - mean[..., None, :, :])
+
+    def _summed(self, pairs: Array, given: Array) -> Array:
+        """Of values by their tokens: two words meet those of all frequencies, and one its own."""
+        portions = self.mixture.frequencies.portion.tolist()
+        agreeing = len(pairs) > len(portions)
+        if agreeing:
+            given = np.concatenate([given[..., :1, :, :], given], axis=-3)
+        given[..., 0, :, :] *= portions[0]
+        for kind, portion in enumerate(portions[1:], start=1):
+            given[..., 0, :, :] += portion * given[..., kind + agreeing, :, :]
+        total = np.asarray((pairs @ given[..., None])[..., 0])
+        total[..., 1:, :, :] += total[..., :1, :, :]
+        return total[..., agreeing:, :, :]
+
+    @property
+    def _aims(self) -> tuple[Array, Array]:
+        return self.aims_first.transpose(2, 0, 1), self.aims_second.transpose(2, 0, 1)
+
+    def _factors_by_frequency(
+        self, maps: Maps, sweeps: int, begin: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(T, c, n) and (T, c, k)."""
+        aims = self._aims
+        left, right = np.ones(aims[0].shape) if begin is None else begin, aims[1]
         for _ in range(sweeps):
-            right = self.aims_second / np.maximum(self._over_first(parts, left), 1e-300)
-            left = self.aims_first / np.maximum(self._over_second(parts, right), 1e-300)
+            right = aims[1] / np.maximum(self._over_first(maps, left), 1e-300)
+            left = aims[0] / np.maximum(self._over_second(maps, right), 1e-300)
         return left, right
 
     def _products(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
         """(c, o) and (c, n, k) of every kind: factors of one token, and their means over pairs,
-        summed over those of (r, c, n, T) and (r, c, k, T)."""
-        frequencies, share = self.mixture.frequencies, self.mixture.share
-        assert share is not None
+        summed over those of (r, T, c, n) and (r, T, c, k)."""
+        frequencies = self.mixture.frequencies
+        assert self.meeting is not None
 
         def outer(one: Array, two: Array) -> Array:
+            if len(one) == 1:
+                return np.asarray(one[0, :, :, None] * two[0, :, None, :])
             return np.asarray(one.transpose(1, 2, 0) @ two.transpose(1, 0, 2))
 
-        own = (left[:, :, self.own_first] * right[:, :, self.own_second]).sum(0)
-        others = outer(left @ frequencies.portion, right @ frequencies.portion)
-        found = [(own[..., 0], others)]
-        for kind, part in enumerate(frequencies.of_pairs[1:], start=1):
-            found.append((own[..., kind], outer(left[..., kind], right[..., kind])))
-            others -= (part * share) * found[-1][1]
-        others *= 1.0 / np.maximum(1.0 - share, LEAST_OTHERS)
-        return found
-
-    def _factored(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
-        """Those of a law. Cells of few tokens may hold fewer pairs of two words than words that are
-        as frequent would, and then have none."""
-        found = self._products(left[None], right[None])
-        np.maximum(found[0][1], 0.0, out=found[0][1])
+        same, free, own_free = self.meeting
+        own = (left[..., self.own_first] * right[..., self.own_second]).sum(0)
+        portion = frequencies.portion[:, None, None]
+        means = (left * portion).sum(1), (right * portion).sum(1)
+        found = [(own[0], outer(*means))]
+        first, *rest = frequencies.portion.tolist()
+        for kind in range(1, len(own)):
+            found.append((own[kind], outer(left[:, kind], right[:, kind])))
+        # of two words: of any frequencies, and of those that agree, less those of one word
+        others = found[0][1]
+        agreed = np.asarray(first * outer(left[:, 0], right[:, 0]))
+        less, count = np.zeros_like(others), np.zeros_like(same[0])
+        for part, one, (_, both) in zip(rest, same, found[1:], strict=True):
+            agreed += part * both
+            less += (part * one) * both
+            count += part * one
+        inside = self.at_own(others)
+        inside += (1.0 - own_free) * (self.at_own(agreed) - inside)
+        if free is not None:
+            others += (1.0 - free) * (agreed - others)
+        others -= less
+        others *= 1.0 / np.maximum(1.0 - count, LEAST_OTHERS)
+        if self.mixture.met is not None:
+            return [(self.at_own(pairs).copy(), pairs) for _, pairs in found]
         return found
 
     def _times(self, law: Kinds, factors: list[tuple[Array, Array]]) -> Kinds:
@@ -313,14 +506,12 @@ class Sums(NamedTuple):
         return found
 
     def _scaled(self, law: Kinds, left: Array, right: Array) -> Kinds:
-        if self.mixture.share is None:
-            ((own, pairs),) = law
-            own *= left[:, self.own_first, 0]
-            own *= right[:, self.own_second, 0]
-            pairs *= left
-            pairs *= np.swapaxes(right, -1, -2)
-            return law
-        return self._times(law, self._factored(left, right))
+        ((own, pairs),) = law
+        own *= left[:, self.own_first, 0]
+        own *= right[:, self.own_second, 0]
+        pairs *= left
+        pairs *= np.swapaxes(right, -1, -2)
+        return law
 
     # --- of one kind ----------------------------------------------------------------------------
 
@@ -365,13 +556,12 @@ class Sums(NamedTuple):
             np.concatenate([-sums(one)[..., None] for (one,) in directions], -1)
             for sums in (self._sum_over_second, self._sum_over_first)
         )
-        u, v = rows, np.zeros_like(columns)
-        for sweep in range(TANGENT_SWEEPS):
-            if sweep:
-                u = rows - left * (to_first @ (right * v))
-            last, v = v, columns - right * (to_second @ (left * u))
-            if _settled(v, last, sweep):
-                break
+        u, v = _shifts(
+            rows,
+            columns,
+            lambda v: left * (to_first @ (right * v)),
+            lambda u: right * (to_second @ (left * u)),
+        )
         for k, ((beside, between),) in enumerate(directions):
             first, second = u[..., k], v[..., k]
             moved = first[:, :, None] + second[:, None, :]
@@ -386,14 +576,29 @@ LEAST_OTHERS = 0.05
 .2 move Llama's layers on 512 and 1024 tokens of Zipf's law, and GPT-2's on 384, by no 1e-4."""
 
 
-def _settled(values: Array, last: Array, sweep: int) -> bool:
-    """Whether what is left of a change is rounding, which from the third sweep on it may be."""
-    return sweep > 1 and bool(np.abs(values - last).max() <= 1e-12 * np.abs(values).max())
+def _shifts(
+    rows: Array,
+    columns: Array,
+    over_second: Callable[[Array], Array],
+    over_first: Callable[[Array], Array],
+) -> tuple[Array, Array]:
+    """u and v that bring means to 0 which lack `rows` and `columns` of it; from the third sweep on
+    what is left of a change may be rounding."""
+    u, v = rows, np.zeros_like(columns)
+    for sweep in range(TANGENT_SWEEPS):
+        if sweep:
+            u = rows - over_second(v)
+        last, v = v, columns - over_first(u)
+        if sweep > 1 and np.abs(v - last).max(initial=0.0) <= 1e-12 * np.abs(v).max(initial=0.0):
+            break
+    return u, v
 
 
-def _balances(to_second: Array, to_first: Array, sweeps: int) -> tuple[Array, Array]:
+def _balances(
+    to_second: Array, to_first: Array, sweeps: int, begin: Array | None = None
+) -> tuple[Array, Array]:
     """(c, n, 1) and (c, k, 1) factors of the keys of a law of one kind."""
-    left = right = np.ones((*to_second.shape[:1], to_second.shape[2], 1))
+    left = right = np.ones((*to_first.shape[:2], 1)) if begin is None else begin
     for _ in range(sweeps):
         right = 1.0 / np.maximum(to_second @ left, 1e-300)
         left = 1.0 / np.maximum(to_first @ right, 1e-300)

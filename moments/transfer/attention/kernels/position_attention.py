@@ -47,7 +47,6 @@ from .joint_laws import (
     ITERATIONS,
     JOINT_SWEEPS,
     RHO_MIN,
-    SELF_SWEEPS,
     geometric_mean,
     sharpening,
     single,
@@ -71,6 +70,11 @@ TILE = 9
 """Rows of a tile: fewer leave out more zeros, more take fewer calls."""
 
 
+MOST_ROWS = 24
+"""Rows whose laws with themselves are found together: a fifth of a layer's time less than by tiles
+of 16 nodes. All go on until the last one settles, which moves correlations by 3e-7 at most."""
+
+
 @dataclass(frozen=True, eq=False)
 class Tile:
     """Pairs of rows of two ranges.
@@ -84,6 +88,7 @@ class Tile:
         turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
             without rotary positions.
         still: (c, n, k) means of rho of two keys of the longer row; None likewise.
+        away: (c, n, k) root of the variance inside cells of what `turned` has the means of.
         begun: (c, o) ones where the keys of both rows have begun; None where all begin at once.
     """
 
@@ -99,6 +104,7 @@ class Tile:
     met_own: Array
     turned: tuple[Array, Array] | None
     still: Array | None
+    away: Array | None
     begun: Array | None
 
     def diagonal(self, pairs: Array) -> Array:
@@ -206,6 +212,19 @@ class RowPairs:
     alone: NDArray[np.bool_]
     phases: NDArray[np.complex128] | None
 
+    @functools.cached_property
+    def together(self) -> list[tuple[slice, slice]]:
+        """Ranges as `rows`, of up to `MOST_ROWS` rows: those of one row with itself are small."""
+        found = [self.rows[0]]
+        for rows, keys in self.rows[1:]:
+            before, seen = found[-1]
+            if rows.stop - before.start <= MOST_ROWS:
+                both = slice(min(seen.start, keys.start), max(seen.stop, keys.stop))
+                found[-1] = slice(before.start, rows.stop), both
+            else:
+                found.append((rows, keys))
+        return found
+
     @classmethod
     def of(cls, sight: Sight, turning: Turning | None) -> RowPairs:
         """The same for the same arguments."""
@@ -249,14 +268,25 @@ def _neighbours(sight: Sight, turning: Turning | None, before: tuple[int, ...]) 
         short = previous[rows]
         seen = np.flatnonzero(sight.seen[short].any(0))
         right = slice(min(keys.start, int(seen[0])), keys.stop)
-        turned = None
+        turned = away = None
         if turning is not None:
+            away = turning.away(long, short, right, right, False)
             together = turning.of_neighbours(len(long))
             between = turning.between(long, short, together, right, right)
             turned = between, (together @ turning.shares).real
             phases.append(together)
         tiles.append(
-            _tile(sight, slice(rows.start, rows.stop), long, short, right, right, turned, turning)
+            _tile(
+                sight,
+                slice(rows.start, rows.stop),
+                long,
+                short,
+                right,
+                right,
+                turned,
+                away,
+                turning,
+            )
         )
     every = np.arange(len(previous))
     return NeighbourRows(
@@ -277,6 +307,7 @@ def _tile(
     left: slice,
     right: slice,
     turned: tuple[Array, Array] | None,
+    away: Array | None,
     turning: Turning | None,
 ) -> Tile:
     start, stop = max(left.start, right.start), min(left.stop, right.stop)
@@ -294,7 +325,7 @@ def _tile(
     several = None if begun.all() else begun.astype(float)
     where = left, right, own, own_left, own_right
     still = None if turning is None else turning.within[long, left, right]
-    return Tile(pairs, long, short, *where, met, met_own, turned, still, several)
+    return Tile(pairs, long, short, *where, met, met_own, turned, still, away, several)
 
 
 @functools.lru_cache(maxsize=16)
@@ -316,8 +347,10 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 each = np.arange(rows1.start, rows1.stop)
                 long, short = np.concatenate([long, each]), np.concatenate([short, each])
                 alone = np.concatenate([alone, np.ones(len(each), bool)])
-            turned = None
+            turned = away = None
             if turning is not None:
+                away = turning.away(long, short, left, right, True)
+                away[alone] = turning.deviation[long[alone]][:, left, right]
                 together = turning.of_rows(long, short)
                 together[alone] = 1.0
                 between = turning.between(long, short, together, left, right)
@@ -325,7 +358,7 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 turned = between, (together @ turning.shares).real
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            tiles.append(_tile(sight, pairs, long, short, left, right, turned, turning))
+            tiles.append(_tile(sight, pairs, long, short, left, right, turned, away, turning))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
@@ -346,36 +379,60 @@ TOLERANCE = 2e-5
 """Largest change of an overlap at which its iteration ends; below that by token, rows being few."""
 
 
+WARM_SWEEPS = 2
+"""Sinkhorn sweeps within a step of a row's law with itself, from the last step's factors on: what
+they leave goes with what the step leaves. 4 move correlations by 1e-7."""
+
+LEAST_STEP = 0.4
+"""Least part of a change of a row's overlaps with itself that is taken. Chosen: a Llama layer of
+words takes 8 steps to `TOLERANCE`, with .25 up to 13, with .6 8; without words 7 with each."""
+
+
 MOST_GROWN = 2.0
 """Bound of a mean over the offsets of two cells over its value at the mean, which may be next to
 nothing. Chosen; 1.3 and 4 move Llama's layers on 512 and 1024 tokens by less than 1e-4."""
-
-
-class Across(NamedTuple):
-    """`queries`, `keys`, `values` and `repeats` of `ClassLogits`, of tokens of two documents."""
-
-    queries: Matrix
-    keys: Matrix
-    values: Matrix
-    repeats: Array | None = None
 
 
 class Words(NamedTuple):
     """`queries`, `keys` and `values` of `ClassLogits` for two tokens of one word.
 
     Attributes:
-        queries, keys, values: (P, P).
+        queries, keys, values: own parts are of a token with itself, or of two at one place.
         share: (P, P) of pairs that are.
         frequencies: of words.
         others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
+        met: (P,) of pairs at one place of two documents that are; None: of one document.
     """
 
-    queries: Array
-    keys: Array
-    values: Array
+    queries: Matrix
+    keys: Matrix
+    values: Matrix
     share: Array
     frequencies: Frequencies
     others: Array
+    met: Array | None = None
+
+    def mixture(
+        self, left: slice = slice(None), right: slice = slice(None), own: slice = slice(None)
+    ) -> Mixture:
+        """Of kinds of pairs of keys; `own`: those of both."""
+        met = None if self.met is None else self.met[own]
+        return Mixture(self.share[left, right], self.frequencies, met)
+
+    def counts(self, keys: Array) -> list[Array]:
+        """What sums over keys count of other tokens of a pair's word, of each kind."""
+        return [keys * level for level in self.others]
+
+
+class Across(NamedTuple):
+    """`queries`, `keys`, `values`, `repeats` and `words` of `ClassLogits`, of tokens of two
+    documents."""
+
+    queries: Matrix
+    keys: Matrix
+    values: Matrix
+    repeats: Array | None = None
+    words: Words | None = None
 
 
 class Neighbours(NamedTuple):
@@ -425,6 +482,45 @@ class ClassLogits(NamedTuple):
             return np.asarray(sight.seen / size)
         return np.asarray(sight.prior / (sight.keys * sight.prior).sum(1, keepdims=True))
 
+    def by_parts(self) -> ClassLogits:
+        """The same for the keys of a sight that has several to a class."""
+        if not isinstance(self.sight, FadingSight):
+            return self
+        held = self.sight.held
+        both = np.ix_(held, held)
+
+        def parts(kernel: Matrix) -> Matrix:
+            return kernel[0][held], kernel[1][np.ix_(held, held)]
+
+        def of_words(words: Words | None) -> Words | None:
+            if words is None:
+                return None
+            return words._replace(
+                keys=parts(words.keys),
+                values=parts(words.values),
+                share=words.share[both],
+                met=None if words.met is None else words.met[held],
+            )
+
+        keys = parts(self.keys)
+        values = keys if self.values is self.keys else parts(self.values)
+        across, repeats, turning = self.across, self.repeats, self.turning
+        if across is not None:
+            across = across._replace(
+                keys=parts(across.keys),
+                values=parts(across.values),
+                repeats=None if across.repeats is None else across.repeats[both],
+                words=of_words(across.words),
+            )
+        return self._replace(
+            keys=keys,
+            values=values,
+            across=across,
+            words=of_words(self.words),
+            repeats=None if repeats is None else repeats[both],
+            turning=None if turning is None else turning.of_parts(held),
+        )
+
     @property
     def aligned(self) -> bool:
         """As in `Logits`."""
@@ -432,14 +528,12 @@ class ClassLogits(NamedTuple):
 
     def mixture(self, left: slice = slice(None), right: slice = slice(None)) -> Mixture:
         """Of kinds of pairs of keys."""
-        if self.words is None:
-            return ALIKE
-        return Mixture(self.words.share[left, right], self.words.frequencies)
+        return ALIKE if self.words is None else self.words.mixture(left, right)
 
     @property
     def key_kinds(self) -> list[Array]:
         """(P, P) kernels of two keys, of each kind of pair."""
-        return [self.keys[1]] if self.words is None else [self.keys[1], self.words.keys]
+        return [self.keys[1]] if self.words is None else [self.keys[1], self.words.keys[1]]
 
     @property
     def within(self) -> list[Array]:
@@ -453,7 +547,7 @@ class ClassLogits(NamedTuple):
         """(P, P, P) roots of their variance inside cells."""
         if self.turning is None:
             return None
-        return [np.abs(pairs) * self.turning.deviation for pairs in self.key_kinds]
+        return [pairs * self.turning.deviation for pairs in self.key_kinds]
 
     def among(self, rows: slice, keys: slice) -> tuple[list[Array], list[Array] | None]:
         """(n, k, k) of both, for some rows and keys."""
@@ -462,7 +556,7 @@ class ClassLogits(NamedTuple):
             shape = rows.stop - rows.start, *several[0].shape
             return [np.broadcast_to(pairs, shape) for pairs in several], None
         where = rows, keys, keys
-        away = [np.abs(pairs) * self.turning.deviation[where] for pairs in several]
+        away = [pairs * self.turning.deviation[where] for pairs in several]
         return [pairs * self.turning.within[where] for pairs in several], away
 
     def averaged(self, function: Callable[[Array], Array]) -> tuple[Array, Array]:
@@ -487,6 +581,16 @@ class ClassLogits(NamedTuple):
         logs = (z * size + np.log(w) for z, w in shares)
         return np.asarray(functools.reduce(np.logaddexp, logs))
 
+    def leaning(self, deviation: Array, factor: Array) -> Array:
+        """Mean of rho over its mean, in units of its deviation, weighed by such an e^x."""
+        assert self.turning is not None
+        size = factor * deviation
+        logs = [z * size + np.log(w) for z, w in zip(*self.turning.rule, strict=True)]
+        total = functools.reduce(np.logaddexp, logs)
+        return np.asarray(
+            sum(z * np.exp(log - total) for z, log in zip(self.turning.rule[0], logs, strict=True))
+        )
+
 
 class Paths(NamedTuple):
     """Gradient at the attention's input by path, each (own (P,), pairs (P, P)), or (2, P, P) of two
@@ -510,12 +614,13 @@ class PositionAttention:
         overlap_path: what the query path gains per unit of G and of the relative variance of two
             tokens' overlap.
         repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
-        across: the same rows where two of them are of different documents; None: there is one.
+        others: the same rows where two of them are of different documents, of one word, and of both
+            where there are such.
         beside: every row and the one before it, own parts being what these two have; None: they are
             like others of a class.
     """
 
-    across: PositionAttention | None = None
+    others: tuple[PositionAttention, ...] = ()
     beside: PositionAttention | None = None
 
     def __init__(
@@ -534,7 +639,7 @@ class PositionAttention:
             logits: of the layer.
             drop_prob, d_model, d_head, norm_spread, value_bias: as in `attention.KernelAttention`.
         """
-        self.logits = logits
+        self.logits = logits = logits.by_parts()
         self._kernels: Across | ClassLogits = logits
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
@@ -543,15 +648,13 @@ class PositionAttention:
         several = attention_by_frequency(logits, rows)
         self.weights = several @ logits.mixture().frequencies.portion
         self._by_frequency = ratio_or_zero(several, self.weights[:, :, None])
-        if isinstance(sight, FadingSight):
-            lighter = _lighter(logits, rows, sight)
-            self.logits = logits = logits._replace(sight=sight.lighter(lighter))
-            self._kernels = logits
-            self.weights = self.weights * lighter
         self.counted = logits.sight.keys * self.weights
         self._pairs = RowPairs.of(sight, logits.turning)
         self._rare = np.zeros_like(self.weights)
+        kinds = logits.mixture().kinds
+        self._together, self._moving = np.zeros((2, kinds, *self.weights.shape))
         self._response = self._self_response()
+        self._project()
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
         own, inside = logits.mixture().mean_of(self._alone)
@@ -560,10 +663,12 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._respond_to_noise()
         self._forward()
+        met: list[Across | ClassLogits] = [logits]
         if logits.across is not None:
-            self.across = self._of_two_documents(logits.across)
+            met.append(logits.across)
         if logits.words is not None:
-            self.across = self._of_one_word(logits.words)
+            met += [self._of_one_word(one) for one in met]
+        self.others = tuple(self._met(one, self._pairs) for one in met[1:])
         if logits.beside is not None:
             self.beside = self._of_neighbours(logits.beside)
         self._give_back()
@@ -572,17 +677,12 @@ class PositionAttention:
         """Keep what the way back needs of the laws, in single precision, and not the rest."""
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
-        del self._laws, self._response, self._slope, self._sums, self._traces
+        del self._laws, self._projections, self._response, self._slope, self._sums, self._traces
 
-    def _of_two_documents(self, met: Across) -> PositionAttention:
-        """These rows, met by those of another document, which sees other tokens at the same places:
-        what a row has with itself is what two at one place have."""
-        return self._met(met, self._pairs)
-
-    def _of_one_word(self, words: Words) -> PositionAttention:
-        """These rows, met by others of their word."""
-        queries = self.logits.queries[0], words.queries
-        return self._met(self.logits._replace(queries=queries), self._pairs)
+    def _of_one_word(self, met: Across | ClassLogits) -> Across | ClassLogits:
+        """The same of rows that are of one word."""
+        assert met.words is not None
+        return met._replace(queries=met.words.queries)
 
     def _of_neighbours(self, met: Neighbours) -> PositionAttention:
         """Every row met by the one before it, which sees the same keys but for the row's own."""
@@ -592,13 +692,28 @@ class PositionAttention:
         return self._met(kernels, pairs)
 
     def _met(self, kernels: Across | ClassLogits, pairs: RowPairs) -> PositionAttention:
+        """These rows, met by others: by those of another document, which sees other tokens at the
+        same places, a row with itself is two at one place."""
         found = copy.copy(self)
         found._kernels, found._pairs, found._dropped = kernels, pairs, 0.0
-        found.across = found.beside = None
+        found.others, found.beside = (), None
+        if kernels.words is not None and kernels.words.met is not None:
+            mean, *several = self._response
+            counts = kernels.words.counts(self.logits.sight.keys)
+            of_words = zip(several, counts, strict=True)
+            found._response = [mean, *(RowMaps.of(m.own, m.pairs, n) for m, n in of_words)]
+        if pairs is not self._pairs or kernels.keys is not self._kernels.keys:
+            found._project()
         found._joint_laws()
         found._forward()
         found._give_back()
         return found
+
+    @property
+    def reached(self) -> Array:
+        """(P, P) mean attention to all tokens of a class that a row sees."""
+        sight = self.logits.sight
+        return sight.summed(self.counted) if isinstance(sight, FadingSight) else self.counted
 
     @property
     def _neighbouring(self) -> bool:
@@ -622,17 +737,14 @@ class PositionAttention:
     def _counts(self, keys: Array) -> list[Array]:
         """What sums over keys count: of all, and of other tokens of a pair's word, of each kind."""
         words = self.logits.words
-        if words is None:
-            return [keys]
-        return [keys, *(keys * level for level in words.others)]
+        return [keys] if words is None else [keys, *words.counts(keys)]
 
     def _self_response(self) -> list[RowMaps]:
         """1 - A of every row, by the parts of `Mixture`; see `joint_laws.self_overlap`."""
-        logits, size = self.logits, len(self.weights)
-        counts = self._counts(logits.sight.keys)
-        found = np.zeros((len(counts), size, size))
-        inside = np.zeros((len(counts), *(size,) * 3))
-        for rows, keys in self._pairs.rows:
+        counts = self._counts(self.logits.sight.keys)
+        found = np.zeros((len(counts), *self.weights.shape))
+        inside = np.zeros((*found.shape, found.shape[-1]))
+        for rows, keys in self._pairs.together:
             for part, (own, pairs) in enumerate(self._responses(rows, keys)):
                 found[part, rows, keys], inside[part, rows, keys, keys] = own, pairs
         return [RowMaps.of(*one) for one in zip(found, inside, counts, strict=True)]
@@ -662,21 +774,18 @@ class PositionAttention:
             found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
         aways = None if away is None else [logits.log_mean(away[kind], exponent) for kind in spread]
-        # Beside words not followed: of Llama's layers queries and keys move by 2.5 % as classes are
-        # doubled, of Mistral's in windows by 11 %.
-        varying = None if away is None or logits.words is not None else _varying(keys, away[0])
-        parts = mixture.parts_of(own, within, diagonal)
+        varying = None if away is None else [_varying(keys, away[kind]) for kind in spread]
+        together: list[Array] = []
+        parts = mixture.parts_of([own], within, diagonal)
         counted = []
         for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
             counted.append(count[:, :, None] * pairs)
             its_own = on_diagonal(counted[-1])
             its_own += beside
-        excess: Array | float = 0.0
-        if isinstance(logits.sight, FadingSight):
-            excess = self._excess_weight(of, among)
         step, last = np.full(len(keys), 0.5), None
+        balance = None
         every, aims, sent = slice(0, len(own)), self._by_frequency[of, among], keys * weights
-        sums = Sums(mixture, every, every, sent, sent, weights, weights, aims, aims)
+        sums = Sums.of(mixture, (every, every), (sent, sent), (weights, weights), (aims, aims))
         for _ in range(ITERATIONS):
             # (1 - A) C (1 - A)^T, of every part A = (found, inside): `product` twice, in place
             projected = []
@@ -694,32 +803,40 @@ class PositionAttention:
                 if part > 0:
                     single = response**2 * diagonal(parts[part][1])
                     single = single - 2.0 * middle_own * diagonal(pairs)
-                whole = middle_own * response - 2.0 * excess * apart - single
-                if varying is not None and away is not None:
-                    whole -= 2.0 * _together(exponent[..., 0], response, pairs, varying)
-                    aways = [logits.log_mean(_moved(away[0], response), exponent)]
+                whole = middle_own * response - single
                 projected.append((whole, np.subtract(middle, moved, out=moved)))
-            response = 1.0 - found[0][0]
-            rare = response**2 * (own - diagonal(within[0])) - 2.0 * excess * parts[-1][0]
+            responses = [1.0 - beside for beside, _ in found]
+            rare = responses[0] ** 2 * (own - diagonal(within[0]))
+            if varying is not None and away is not None:
+                together = _together(mixture, exponent[..., 0], responses, found, varying)
+                rare -= 2.0 * together[0]
+                for (whole, _), one in zip(projected, together, strict=True):
+                    whole -= 2.0 * one
+                aways = [
+                    logits.log_mean(_moved(away[kind], response), exponent)
+                    for kind, response in zip(
+                        spread, _of_other_keys(mixture, responses), strict=True
+                    )
+                ]
             joint = mixture.joined(projected, rare)
             joint = bounded_exp(joint, diagonal, exponent, aways)
             for beside, pairs in joint:
                 beside *= held
                 pairs *= both
-            joint = sums.over_first(joint, SELF_SWEEPS)
+            joint, balance = sums.over_first(joint, WARM_SWEEPS, balance)
             changes = []
             for (beside, pairs), before in zip(joint, found, strict=True):
                 pairs *= weights[:, None, :]
                 pairs -= before[1]
-                beside *= weights + excess
+                beside *= weights
                 changes.append(beside - before[0])
-            change = changes[0]
+            change = np.stack(changes)
             if last is not None:  # the step that would have cancelled the last change
                 turned = last - change
                 along = keys * turned
-                size = (along * turned).sum(1)
-                moved = step * (along * last).sum(1) / np.maximum(size, 1e-30)
-                step = np.minimum(np.maximum(moved, 0.25), 1.0)
+                size = (along * turned).sum((0, 2))
+                moved = step * (along * last).sum((0, 2)) / np.maximum(size, 1e-30)
+                step = np.minimum(np.maximum(moved, LEAST_STEP), 1.0)
             last = change
             largest = 0.0
             for kind, (beside, pairs) in enumerate(found):
@@ -729,31 +846,33 @@ class PositionAttention:
                 found[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
             if largest < TOLERANCE:
                 break
-        self._rare[of, among] = held * (1.0 - found[0][0])
+        responses = [1.0 - beside for beside, _ in found]
+        self._rare[of, among] = held * responses[0]
+        if varying is not None:
+            together = _together(mixture, exponent[..., 0], responses, found, varying)
+            self._together[:, of, among] = together
+            self._moving[:, of, among] = _of_other_keys(mixture, responses)
         return [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(found)]
 
     # --- pairs of rows -------------------------------------------------------------------------
 
     def _mixture(self, tile: Tile) -> Mixture:
-        return self.logits.mixture(tile.left, tile.right)
+        words = self._kernels.words
+        return ALIKE if words is None else words.mixture(tile.left, tile.right, tile.own)
 
     def _projected(
-        self, tile: Tile, kernels: Sequence[tuple[Array, list[Array], bool]]
+        self, tile: Tile, kernels: Sequence[tuple[list[Array], list[Array], bool]]
     ) -> list[Kinds]:
         """(1 - A) C (1 - A')^T of pairs of rows, of kernels of a key with itself, of two words and
-        of one; `kernels` else as in `Tile.projected`."""
+        of one, as `Mixture.parts_of` takes them; `kernels` else as in `Tile.projected`."""
         mixture, long, short, keys = self._mixture(tile), tile.long, tile.short, tile.own
         divided = [mixture.parts_of(one, two, tile.diagonal) for one, two, _ in kernels]
         parts = []
         for part, maps in enumerate(self._response):
             given = [(one[part], kernel[2]) for one, kernel in zip(divided, kernels, strict=True)]
             parts.append(tile.projected(maps, given))
-        heavier: Array | float = 0.0
-        if isinstance(self.logits.sight, FadingSight):
-            heavier = self._excess_weight(long, keys) + self._excess_weight(short, keys)
-            heavier[long != short] = 0.0
         found = []
-        for one, (whole, kinds, by_pair), several in zip(
+        for one, (owns, kinds, by_pair), several in zip(
             divided, kernels, zip(*parts, strict=True), strict=True
         ):
             moved = []
@@ -761,43 +880,62 @@ class PositionAttention:
                 apart, within = one[part][0], tile.diagonal(one[part][1])
                 if not by_pair and apart.ndim > 1:
                     apart, within = (of_row[long - long[0]] for of_row in (apart, within))
-                own = own - heavier * apart
-                if part > 0:
+                if part > 0 and mixture.met is None:
                     maps = self._response[part]
                     first, second = maps.own[long, keys], maps.own[short, keys]
                     beyond = diagonal(maps.pairs)
                     own -= (beyond[long, keys] * second + first * beyond[short, keys]) * apart
                     own -= first * within * second
                 moved.append((own, pairs))
-            rare = whole - tile.diagonal(kinds[0])
-            if not by_pair and rare.ndim > 1:
-                rare = rare[long - long[0]]
-            rare = rare * (self._rare[long, keys] * self._rare[short, keys] - heavier)
-            found.append(mixture.joined(moved, rare))
-        if self.logits.turning is not None and self.logits.words is None:
-            # kernels as turned, and as in one row
-            together = self._together[long, keys] + self._together[short, keys]
-            found[1][0][0][...] -= together * tile.met_own
+            held = self._rare[long, keys] * self._rare[short, keys]
+            singles = []
+            for whole in (mixture.wholes(owns)[0], owns[0]):
+                rare = whole - tile.diagonal(kinds[0])
+                if not by_pair and rare.ndim > 1:
+                    rare = rare[long - long[0]]
+                singles.append(rare * held)
+            found.append(mixture.joined(moved, *singles))
+        # Kernels as turned, and as in one row; what keys at one place of two documents vary
+        # together beside words is not followed.
+        if self.logits.turning is not None and mixture.met is None:
             alone = self._pairs.alone[tile.pairs]
-            found[0][0][0][alone] -= together[alone]
+            for kind, one in enumerate(self._together):
+                together = one[long, keys] + one[short, keys]
+                found[1][kind][0][...] -= together * tile.met_own
+                found[0][kind][0][alone] -= together[alone]
         return found
 
-    @functools.cached_property
-    def _together(self) -> Array:
-        """(P, P) of every row what `_together` says."""
-        rows, logits, maps = self._rows, self.logits, self._response[0]
-        exponent = rows.own_response * logits.scale * logits.queries[0] * rows.softening
-        exponent = exponent / np.maximum(rows.strength, 1e-6) ** 2
-        away = logits.deviation
-        assert away is not None
-        varying = _varying(logits.sight.keys, away[0])
-        return _together(exponent[:, None], maps.own, -maps.pairs, varying)
-
-    def _excess_weight(self, rows: Indices | slice, keys: slice) -> Array:
-        """(n, k) by how much a class's token weighs more where what it gives itself counts, by the
-        square of its weight, than on average."""
-        assert isinstance(self.logits.sight, FadingSight)
-        return np.asarray((self.logits.sight.heavier - 1.0)[rows, keys] * self.weights[rows, keys])
+    def _project(self) -> None:
+        """What joint laws are made of that knows no queries: rows that meet in several ways share
+        it, half of what their laws cost."""
+        logits, pairs, turning = self.logits, self._pairs, self.logits.turning
+        moved, unturned, along_values = [], [], []
+        turn = np.ones(len(pairs.long))
+        self._sums = [self._sums_of(tile) for tile in pairs.tiles]
+        self._traces = [self._trace(*one) for one in zip(pairs.tiles, self._sums, strict=True)]
+        for tile, trace in zip(pairs.tiles, self._traces, strict=True):
+            own, of_kinds = self._between_keys(tile)
+            kernels: list[tuple[list[Array], list[Array], bool]] = [(own, of_kinds, False)]
+            if tile.turned is not None:
+                of_keys, of_rows = tile.turned
+                assert turning is not None
+                within = turning.within[tile.rows, tile.left, tile.right]
+                turned = (
+                    [one * of_rows[:, None] for one in own],
+                    [kernel * of_keys for kernel in of_kinds],
+                )
+                still = own, [kernel * within for kernel in of_kinds]
+                kernels = [(*turned, True), (*still, False)]
+            if not logits.aligned:
+                kernels.append((*self._between_values(tile), False))
+            found = self._projected(tile, kernels)
+            moved.append(found[0])
+            along_values.append(found[-1])
+            if tile.turned is not None:
+                unturned.append(found[1])
+                meeting = _gathered(trace, found[0]), _gathered(trace, found[1])
+                turn[tile.pairs] = _ratio(*meeting, of_rows)
+        self._projections = moved, unturned, along_values, turn
 
     def _joint_laws(self) -> None:
         """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
@@ -820,36 +958,14 @@ class PositionAttention:
         exponent = exponent * logits.scale * temperature[:, None]
         exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
 
-        moved, unturned = [], []
-        turn = np.ones(len(bare))
-        self._sums = [self._sums_of(tile) for tile in pairs.tiles]
-        self._traces = [self._trace(*one) for one in zip(pairs.tiles, self._sums, strict=True)]
-        along_values = []
-        for tile, trace in zip(pairs.tiles, self._traces, strict=True):
-            own, of_kinds = self._between_keys(tile)
-            kernels: list[tuple[Array, list[Array], bool]] = [(own, of_kinds, False)]
-            if tile.turned is not None:
-                of_keys, of_rows = tile.turned
-                assert turning is not None
-                within = turning.within[tile.rows, tile.left, tile.right]
-                turned = own * of_rows[:, None], [kernel * of_keys for kernel in of_kinds]
-                still = own, [kernel * within for kernel in of_kinds]
-                kernels = [(*turned, True), (*still, False)]
-            if not logits.aligned:
-                kernels.append((*self._between_values(tile), False))
-            found = self._projected(tile, kernels)
-            moved.append(found[0])
-            along_values.append(found[-1])
-            if tile.turned is not None:
-                unturned.append(found[1])
-                meeting = _gathered(trace, found[0]), _gathered(trace, found[1])
-                turn[tile.pairs] = _ratio(*meeting, of_rows)
+        moved, unturned, along_values, turn = self._projections
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.vecdot(one.T, exponent) for one in (self._basis, slopes))
         if turning is not None:
             slope = slope * self._over_offsets(turn, bare, nodes)
         self._slope = slope
+        along = factor
         exponents: list[Kinds] = moved
         factors: Array | None = factor
         if turning is not None:
@@ -867,7 +983,7 @@ class PositionAttention:
                 sums,
                 (one,) if logits.aligned else (one, last),
                 (two, None if factors is None else factors[tile.pairs]),
-                factor[tile.pairs],
+                along[tile.pairs],
                 slope[tile.pairs],
             )
             for tile, sums, one, last, two in zip(
@@ -917,14 +1033,12 @@ class PositionAttention:
         grown = 0.5 * (at(turn + away) + at(turn - away)) / np.where(apart, middle, 1.0)
         return np.where(apart, np.clip(grown, 1.0 / MOST_GROWN, MOST_GROWN), 1.0)
 
-    def _between_keys(self, tile: Tile) -> tuple[Array, list[Array]]:
-        """Kernel of keys of both rows."""
-        met, words = self._kernels, self.logits.words
-        return _among(met.keys, None if words is None else words.keys, tile)
+    def _between_keys(self, tile: Tile) -> tuple[list[Array], list[Array]]:
+        """Kernel of keys of both rows: (o,) and (n, k) of each kind of pair."""
+        return _among(tile, self._kernels.keys, self._kernels.words, "keys")
 
-    def _between_values(self, tile: Tile) -> tuple[Array, list[Array]]:
-        met, words = self._kernels, self.logits.words
-        return _among(met.values, None if words is None else words.values, tile)
+    def _between_values(self, tile: Tile) -> tuple[list[Array], list[Array]]:
+        return _among(tile, self._kernels.values, self._kernels.words, "values")
 
     def _law(
         self,
@@ -939,52 +1053,56 @@ class PositionAttention:
 
         Args:
             tile, sums: of pairs, and over their keys.
-            directions: the projected kernel, and where they are not its the values', written over.
+            directions: the projected kernel, and where they are not its the values'.
             exponent: of the law, as a matrix and what multiplies it; None: nothing does.
-            factor: (c,) of the exponent in the kernel, for a row with itself.
+            factor: (c,) of the exponent in the kernel as rows turn it.
             slope: (c,) its derivative in the correlation.
         """
-        logits = self.logits
-        long, alone, away = tile.long, self._pairs.alone[tile.pairs], None
-        if logits.turning is not None and alone.any():
-            away = [np.zeros_like(one) for _, one in directions[0]]
-            rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
-            _, inside = logits.among(rows, tile.left)
-            assert inside is not None
-            for kind, of_kind in zip(sums.mixture.values, away, strict=True):
-                where = inside[kind]
-                if logits.words is None:
-                    where = _moved(where, self._response[0].own[rows, tile.left])
-                where = where[long[alone] - rows.start]
-                of_kind[alone] = logits.log_mean(where, factor[alone, None, None])
-        kinds, times = exponent
+        logits, varying, leaning = self.logits, None, None
+        if tile.away is not None:
+            varying, leaning = [], []
+            _, of_kinds = self._between_keys(tile)
+            kinds = zip(sums.mixture.values, self._moving, directions[0], strict=True)
+            for kind, moving, (_, between) in kinds:
+                away = of_kinds[kind] * tile.away
+                away *= moving[tile.long, tile.left][:, :, None]
+                away *= moving[tile.short, tile.right][:, None, :]
+                varying.append(logits.log_mean(away, factor[:, None, None]))
+                # what the law weighs by is what moves it
+                leaning.append(logits.leaning(away, factor[:, None, None]))
+                between += away * leaning[-1]
+        law, times = exponent
         times = None if times is None else times[:, None, None]
-        law = bounded_exp(kinds, tile.diagonal, times, away)
+        law = bounded_exp(law, tile.diagonal, times, varying)
         for own, pairs in law:
             own *= tile.met_own
             pairs *= tile.met
-        for direction in directions:
-            for beside, between in direction:
-                beside += tile.diagonal(between)
-                beside *= slope[:, None]
-                between *= slope[:, None, None]
-        joint, tangents = sums.balanced_with(law, JOINT_SWEEPS, directions)
-        return _Laws(joint, tangents[0], tangents[-1])
+        sloped = [
+            [
+                (slope[:, None] * (beside + tile.diagonal(between)), slope[:, None, None] * between)
+                for beside, between in direction
+            ]
+            for direction in directions
+        ]
+        joint, tangents = sums.balanced_with(law, JOINT_SWEEPS, sloped)
+        return _Laws(joint, tangents[0], tangents[-1], leaning)
 
     def _sums_of(self, tile: Tile) -> Sums:
         sight, weights = self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         # keys that the other row does not see lack what that row's own terms add
-        return Sums(
+        return Sums.of(
             self._mixture(tile),
-            tile.own_left,
-            tile.own_right,
-            sight.split[short, long, left] * weights[long, left],
-            sight.split[long, short, right] * weights[short, right],
-            weights[long, tile.own] * self._shared(tile, long, short, tile.own),
-            weights[short, tile.own] * self._shared(tile, short, long, tile.own),
-            self._by_frequency[long, left],
-            self._by_frequency[short, right],
+            (tile.own_left, tile.own_right),
+            (
+                sight.split[short, long, left] * weights[long, left],
+                sight.split[long, short, right] * weights[short, right],
+            ),
+            (
+                weights[long, tile.own] * self._shared(tile, long, short, tile.own),
+                weights[short, tile.own] * self._shared(tile, short, long, tile.own),
+            ),
+            (self._by_frequency[long, left], self._by_frequency[short, right]),
         )
 
     def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
@@ -1000,9 +1118,9 @@ class PositionAttention:
     @property
     def _alone(self) -> Kinds:
         """(P, P) and (P, P, P) joint law of every row with itself."""
-        size = len(self.weights)
+        rows, size = self.weights.shape
         found = [
-            (np.zeros((size, size)), np.zeros((size,) * 3))
+            (np.zeros((rows, size)), np.zeros((rows, size, size)))
             for _ in range(self.logits.mixture().kinds)
         ]
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
@@ -1023,28 +1141,29 @@ class PositionAttention:
         """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
         values' kernel."""
         sight, weights = self.logits.sight, self.weights
-        long, short, alone = tile.long, tile.short, self._pairs.alone[tile.pairs]
+        long, short, same = tile.long, tile.short, self._pairs.alone[tile.pairs]
         values, kernels = self._between_values(tile)
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
-        once[alone] = self.counted[long[alone], tile.own]
-        once[alone] *= self._of_one_token(long[alone], tile.own)
+        once[same] = self.counted[long[same], tile.own]
+        once[same] *= self._of_one_token(long[same], tile.own)
         once *= weights[short, tile.own]
         both = sums.first[:, :, None] * sums.second[:, None, :]
         spread = sums.mixture.values
         counted = sums.mixture.weighed([kernels[kind] for kind in spread])
         found = []
         # A token with itself is as its kind of pair and what it has beyond, and no pair of two.
-        for part, kernel in zip(sums.mixture.frequencies.portion, counted, strict=True):
+        alone = sums.mixture.of_tokens(sums.mixture.wholes(values))
+        for itself, kernel in zip(alone, counted, strict=True):
             pairs = both * kernel
             met = sums.at_own(pairs)
-            met += (part * values - tile.diagonal(kernel)) * once
-            found.append((part * once * values, pairs))
+            met += (itself - tile.diagonal(kernel)) * once
+            found.append((itself * once, pairs))
         return found
 
     def _gather(self, of: int) -> Array:
         """(C,) of the joint laws or of their derivatives in the correlation."""
         laws = zip(self._traces, self._laws, strict=True)
-        return np.concatenate([_gathered(trace, law[of]) for trace, law in laws])
+        return np.concatenate([_gathered(trace, (law.joint, law.slope)[of]) for trace, law in laws])
 
     def _repeated(self, variance: Array) -> Array:
         """(C,) what the derivative in the correlation gathers besides where covariances of two
@@ -1086,7 +1205,7 @@ class PositionAttention:
                 unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
                 shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
                 every = np.arange(len(weights))
-                alike = self._of_one_token(every, slice(0, len(weights)))
+                alike = self._of_one_token(every, slice(0, len(own)))
                 held = pairs.joined((self.counted * weights * alike).sum(1), shared)
                 held = held * np.sqrt(unshared[long] * unshared[short])
             output += fixed_norms(
@@ -1141,10 +1260,13 @@ class PositionAttention:
 
     def _mean_of(self, name: str) -> Matrix:
         """Means over cells of a kernel of keys or values."""
-        (own, pairs), words = getattr(self._kernels, name), self.logits.words
+        (own, pairs), words = getattr(self._kernels, name), self._kernels.words
         if words is None:
             return own, pairs
-        return own, self.logits.mixture().mean([pairs, getattr(words, name)])
+        (alike, same), mixture = getattr(words, name), words.mixture()
+        if mixture.met is not None:
+            own = own + mixture.met * (alike - own)
+        return own, mixture.mean([pairs, same])
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
@@ -1176,8 +1298,8 @@ class PositionAttention:
         shared, apart = self.logits.sight.shared, own - diagonal(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
-        every = slice(0, len(own))
-        squares = self.counted * self.weights * self._of_one_token(np.arange(len(own)), every)
+        rows, every = np.arange(len(self.weights)), slice(0, len(own))
+        squares = self.counted * self.weights * self._of_one_token(rows, every)
         alone = squares @ apart
         return diagonal(smooth) + alone, np.asarray(smooth + of_own)
 
@@ -1192,9 +1314,6 @@ class PositionAttention:
         trace = trace * np.sqrt(self._rows.softening) * (self.counted @ own)
         moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
         moved[1][...] += response.pairs * (own * response.own)[:, None, :]
-        if isinstance(logits.sight, FadingSight):
-            every = slice(0, len(own))
-            moved[0][...] -= 2.0 * self._excess_weight(every, every) * own
         slope = self._exponent_slope
         a, direction = slope[:, None] * moved[0], slope[:, None, None] * moved[1]
         whole = beside + diagonal(inside)
@@ -1214,7 +1333,7 @@ class PositionAttention:
         self._noise = whole * (a + diagonal(moved_pairs)) - diagonal(pairs), pairs
         self._noise_left = np.einsum("pq,pqr->pr", self.counted, pairs) + weights * self._noise[0]
         self._noise_both = (self.counted * self._noise_left).sum(1)
-        self._noise_scale = np.ones(len(own))
+        self._noise_scale = np.ones(len(weights))
         bare = self._noise_overlap(np.ones(len(own)), None)
         usable = bare > 1e-300
         self._noise_scale = np.where(usable, trace / np.where(usable, bare, 1.0), 0.0)
@@ -1224,7 +1343,7 @@ class PositionAttention:
         different keys do not share."""
         counted, weights = self.counted, self.weights
         a, inside = self._noise
-        beside, total = (a + diagonal(inside)) * own, np.zeros(len(own))
+        beside, total = (a + diagonal(inside)) * own, np.zeros(len(weights))
         mapped = weights * own
         if pairs is not None:
             apart = diagonal(pairs)
@@ -1254,7 +1373,11 @@ class PositionAttention:
         )
         both = (twice * weights[long, left])[:, :, None] * weights[short, right][:, None, :]
         both = both * counts[0] * counts[1]
-        alike = twice * sent[long, tile.own] * sent[short, tile.own]
+        alike = twice
+        if isinstance(sight, FadingSight):
+            sent = sight.summed(sent)[:, sight.held]
+            alike = twice * sight.portion[long, short, tile.own]
+        alike = alike * sent[long, tile.own] * sent[short, tile.own]
         if self._neighbouring:
             both, alike = self._before_each(tile)
         elif alone.any():  # a row with itself instead of with its neighbour
@@ -1275,11 +1398,21 @@ class PositionAttention:
             return [_in_single(own, joint, both), _in_single(beside, keyed, both)]
         of_keys, of_rows = tile.turned
         assert tile.still is not None
+        turned, still = (self._turned(tile, laws, means) for means in (of_keys, tile.still))
         return [
             _in_single(own, joint, both),
-            _in_single(beside * of_rows[:, None], keyed, both * of_keys),
-            _in_single(beside, keyed, both * tile.still),
+            _in_single(beside * of_rows[:, None], mixture.alike(turned), both),
+            _in_single(beside, mixture.alike(still), both),
         ]
+
+    def _turned(self, tile: Tile, laws: _Laws, means: Array) -> list[Array]:
+        """(c, n, k) of each kind, the law along the values times rho of two keys."""
+        found = [pairs * means for _, pairs in laws.keyed]
+        if laws.leaning is None or tile.away is None:
+            return found
+        for turned, (_, pairs), leaning in zip(found, laws.keyed, laws.leaning, strict=True):
+            turned += pairs * tile.away * leaning
+        return found
 
     def _before_each(self, tile: Tile) -> tuple[Array, Array]:
         """(c, n, k) and (c, o) how often and by what weights rows and the ones before them, in
@@ -1289,10 +1422,10 @@ class PositionAttention:
         alone = self._pairs.alone[tile.pairs][:, None]
         # What the row before sees alone, behind a window's end, as often as a key with which that
         # of its row begins.
-        every = np.arange(len(weights))
+        every = np.arange(weights.shape[1])
         begin = sight.seen[long].argmax(1)[:, None, None]
         keys, others = every[left][None, :, None], every[right][None, None, :]
-        first = begin + (keys == begin) * (begin + 1 < len(weights))
+        first = begin + (keys == begin) * (begin + 1 < len(every))
         held = np.where(others < begin, first, others)
         counts = sight.later[keys, held, long[:, None, None]]
         both = weights[long, left][:, :, None] * weights[short, right][:, None, :] * counts
@@ -1307,7 +1440,7 @@ class PositionAttention:
             own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights; of rows and
                 the ones before them what these have in common, (P,), and nothing.
         """
-        size, tiles = len(self.weights), self._pairs.tiles
+        size, tiles = self.weights.shape[1], self._pairs.tiles
         scale, given = single(own if self._neighbouring else self._pairs.joined(own, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
@@ -1323,6 +1456,9 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._send_noise(own, total_own, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
+        if isinstance(self.logits.sight, FadingSight):
+            total_own = self.logits.sight.summed(total_own)
+            total = self.logits.sight.summed_pairs(total)
         if kinds == 1:
             total = total[:, 0]
         query = own * self.response[0], 0.0 * total[0]
@@ -1374,20 +1510,18 @@ class ClassHeads:
     @property
     def weights(self) -> Array:
         """Mean attention to one token, its own cell's tokens being alike."""
-        counted = self._mean([layer.counted for layer in self._layers])
+        counted = self._mean([layer.reached for layer in self._layers])
         keys = self._sight.keys
         return np.where(self._sight.seen, counted / np.where(self._sight.seen, keys, 1.0), 0.0)
 
     @property
-    def across(self) -> ClassHeads | None:
-        return self._of([layer.across for layer in self._layers])
+    def others(self) -> tuple[ClassHeads, ...]:
+        each = zip(*(layer.others for layer in self._layers), strict=True)
+        return tuple(ClassHeads(layers, np.array(self._shares), self._sight) for layers in each)
 
     @property
     def beside(self) -> ClassHeads | None:
-        return self._of([layer.beside for layer in self._layers])
-
-    def _of(self, layers: list[PositionAttention | None]) -> ClassHeads | None:
-        there = [layer for layer in layers if layer is not None]
+        there = [layer.beside for layer in self._layers if layer.beside is not None]
         return ClassHeads(there, np.array(self._shares), self._sight) if there else None
 
     @property
@@ -1450,19 +1584,6 @@ def _crowd(logits: ClassLogits, rows: RowStatistics, level: float = 1.0) -> tupl
     return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
 
 
-def _lighter(logits: ClassLogits, rows: RowStatistics, sight: FadingSight) -> Array:
-    """(P, P) of the squares of weights in a class, over those of weights in proportion to the
-    prior: a key that is heavier crowds itself more. Of priors at their mean's deviation from it."""
-    others, itself = _crowd(logits, rows)
-    shared = (rows.kernel_response / rows.own_response)[:, None]
-    away = np.sqrt(np.maximum(sight.heavier - 1.0, 0.0))
-    ends = 1.0 + away, 1.0 - away
-    weights = [np.maximum(others + prior * itself, 1e-300) ** -shared for prior in ends]
-    means = 0.5 * (weights[0] + weights[1])
-    squares = 0.5 * (ends[0] * weights[0] ** 2 + ends[1] * weights[1] ** 2)
-    return np.where(sight.seen, squares / means**2, 1.0)
-
-
 def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
     """(P, P) mean attention [row, key] to one token of a class; see `row_statistics`."""
     several = attention_by_frequency(logits, rows)
@@ -1473,7 +1594,7 @@ def attention_by_frequency(logits: ClassLogits, rows: RowStatistics) -> Array:
     """(P, P, T) the same to tokens of words that are as frequent as some are."""
     keys, own, scale, prior = logits.sight.keys, logits.keys[0], logits.scale, logits.prior
     seen, held = keys * prior, logits.sight.seen
-    relative, every = own - (seen @ own)[:, None], np.arange(len(own))
+    relative, every = own - (seen @ own)[:, None], np.arange(len(keys))
     frequencies, several = logits.mixture().frequencies, []
     for level in frequencies.level.tolist():
         crowd = np.log(np.maximum(np.add(*_crowd(logits, rows, level)), 1e-300))
@@ -1485,10 +1606,12 @@ def attention_by_frequency(logits: ClassLogits, rows: RowStatistics) -> Array:
     return np.asarray(weight / total[:, None, None])
 
 
-def _among(kernel: Matrix, of_one_word: Array | None, tile: Tile) -> tuple[Array, list[Array]]:
+def _among(
+    tile: Tile, kernel: Matrix, words: Words | None, name: str
+) -> tuple[list[Array], list[Array]]:
     """Of keys of both rows: (o,), and (n, k) of each kind of pair."""
-    kinds = [kernel[1]] if of_one_word is None else [kernel[1], of_one_word]
-    return kernel[0][tile.own], [pairs[tile.left, tile.right] for pairs in kinds]
+    kinds = [kernel] if words is None else [kernel, getattr(words, name)]
+    return [own[tile.own] for own, _ in kinds], [pairs[tile.left, tile.right] for _, pairs in kinds]
 
 
 def _mixed(share: Array, one: Kinds, other_share: Array, other: Kinds) -> Kinds:
@@ -1529,18 +1652,36 @@ def _varying(keys: Array, away: Array) -> Array:
     return np.asarray(np.maximum(keys[:, None, :] - np.eye(keys.shape[-1]), 0.0) * away**2)
 
 
-def _together(exponent: Array, response: Array, overlap: Array, varying: Array) -> Array:
+def _together(
+    mixture: Mixture, exponent: Array, responses: list[Array], overlap: Kinds, varying: list[Array]
+) -> list[Array]:
     """(n, q) of sum_k A_jk C_kj beyond the product of the means of cells, (1 - A) on its other side
-    and A varying with what the law exponentiates.
+    and A varying with what the law exponentiates; of tokens j of every kind.
 
     Args:
+        mixture: of kinds of pairs.
         exponent: (n, 1) of the law of a row with itself.
-        response: (n, q) own part of 1 - A.
-        overlap: (n, q, r) A of two keys.
+        responses: (n, q) own part of 1 - A.
+        overlap: A of two keys.
         varying: (n, q, r) variance of C inside cells times counts of other keys k.
     """
-    sums = ((overlap * varying) @ response[:, :, None])[..., 0]
-    return np.asarray(exponent * response**2 * sums)
+    others = _of_other_keys(mixture, responses)
+    held = [
+        pairs * variance * response[:, None, :]
+        for (_, pairs), variance, response in zip(overlap, varying, others, strict=True)
+    ]
+    sums = [one.sum(-1) for one in mixture.by_kind(held)]
+    return [exponent * response**2 * one for response, one in zip(responses, sums, strict=True)]
+
+
+def _of_other_keys(mixture: Mixture, responses: list[Array]) -> list[Array]:
+    """(n, q) own part of 1 - A of what other tokens' keys have: of words of any frequency, and of
+    the same."""
+    if mixture.share is None:
+        return responses
+    portion = mixture.frequencies.portion
+    mean = np.asarray(sum(p * one for p, one in zip(portion, responses, strict=True)))
+    return [mean, *responses[1:]]
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
@@ -1550,8 +1691,9 @@ def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
 
 class _Laws(NamedTuple):
     """Of pairs of rows: the joint law, its derivative in the correlation, and that along the
-    values."""
+    values; and of rows with themselves by how much rho inside cells is more where the law is."""
 
     joint: Kinds
     slope: Kinds
     keyed: Kinds
+    leaning: list[Array] | None

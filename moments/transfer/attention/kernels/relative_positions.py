@@ -45,7 +45,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,11 +100,26 @@ class Turning:
     _same: Array
     _rows: tuple[Phases, Array, Array]
     _speed: Array
+    _rows_at: tuple[Array, Array]
+    _keys_at: tuple[Array, Array]
 
     @classmethod
     def of(cls, sight: Sight, frequencies: Array, shares: Array) -> Turning:
         """The same for the same nodes and frequencies."""
         return _turning(sight, tuple(map(float, frequencies)), tuple(map(float, shares)))
+
+    def of_parts(self, held: Indices) -> Turning:
+        """Of keys that are parts of classes."""
+        two = slice(None), held[:, None], held
+        return replace(
+            self,
+            within=self.within[two],
+            deviation=self.deviation[two],
+            keys=self.keys[:, held],
+            _mass=self._mass[:, held],
+            _same=self._same[two],
+            _keys_at=(self._keys_at[0][:, held], self._keys_at[1][:, held]),
+        )
 
     def of_rows(self, long: Indices, short: Indices) -> Phases:
         """(C, m) mean e^{i w (i - i')} of two different rows."""
@@ -114,6 +129,39 @@ class Turning:
         found = sums[long] * sums[short].conj() - same[:, None]
         found /= np.where(usable, pairs - same, 1.0)[:, None]
         return np.asarray(np.where(usable[:, None], found, np.exp(1j * self._speed)))
+
+    @functools.cached_property
+    def _deviations(self) -> tuple[Array, Array]:
+        """(s,) deviations of an offset, and (s, 2 L) the roots of rho's variance about a mean one:
+        both Gaussian, by cosine transforms of what is even."""
+        from scipy.fft import dct  # takes a tenth of a second
+
+        count = 2 * int(self._rows_at[0].max()) + 2
+        sizes = 2.0 ** np.arange(-1.0, np.log2(count))
+        rho = turned_means(count, self._speed, self.shares).real
+        waves = np.pi * np.arange(count) / (count - 1)
+        both = dct(np.stack([rho, rho**2]), 1)
+        found = []
+        for size in sizes:
+            mean, square = dct(both * np.exp(-0.5 * (waves * size) ** 2), 1) / (2.0 * (count - 1))
+            found.append(np.sqrt(np.maximum(square - mean**2, 0.0)))
+        return sizes, np.stack(found)
+
+    def away(self, long: Indices, short: Indices, left: slice, right: slice, rows: bool) -> Array:
+        """(C, n, k) root of the variance of rho(j' - j - (i' - i)) inside the cells of two rows and
+        a key of each; `rows`: whether rows vary, or follow one another."""
+        (places, varying), (keys, inside) = self._rows_at, self._keys_at
+        apart = places[long] - places[short] if rows else np.ones(len(long))
+        size = varying[long] + varying[short] if rows else np.zeros(len(long))
+        mean = keys[short][:, None, right] - keys[long][:, left, None] + apart[:, None, None]
+        whole = inside[short][:, None, right] + inside[long][:, left, None] + size[:, None, None]
+        sizes, roots = self._deviations
+        level = np.log2(np.maximum(np.sqrt(whole) / sizes[0], 1e-9))
+        lower = np.clip(np.floor(level), 0, len(sizes) - 2).astype(np.intp)
+        share = np.clip(level - lower, 0.0, 1.0)
+        where = np.minimum(np.abs(mean).round().astype(np.intp), roots.shape[1] - 1)
+        found = (1.0 - share) * roots[lower, where] + share * roots[lower + 1, where]
+        return np.asarray(np.where(whole > 0.0, found, 0.0))
 
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different positions of two cells: by what their means weigh,
@@ -199,7 +247,7 @@ def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, 
     rows = hats.sums(0, sight.classes.length)
     ending = not isinstance(sight.classes, BothSides)
     varying = hats.deviation(share, ending), hats.rule(share), hats.deviation(share, False)[0] ** 2
-    return Turning(within, *varying, keys, share, mass, same, rows, speed)
+    return Turning(within, *varying, keys, share, mass, same, rows, speed, *hats.places(ending))
 
 
 class Hats:
@@ -252,6 +300,22 @@ class Hats:
         logs, at = np.log(places), np.log(nodes[cell])
         hats = np.interp(logs, np.log([max(low, 0.5), nodes[cell], high]), [0.0, 1.0, 0.0])
         return places, np.where(logs == at, 1.0, hats)
+
+    def places(self, ending: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Mean and variance of positions in a cell: (P,) of rows, and (P, P) [row, key] of keys."""
+        size = len(self._nodes)
+
+        def moments(cell: int, behind: bool) -> tuple[float, float]:
+            places, weight = self._sample(cell, behind)
+            mean = float(weight @ places / weight.sum())
+            return mean, float(weight @ (places - mean) ** 2 / weight.sum())
+
+        mean, variance = np.array([moments(cell, True) for cell in range(size)]).T
+        keys = np.tile(mean, (size, 1)), np.tile(variance, (size, 1))
+        if ending:
+            for cell in range(size):
+                keys[0][cell, cell], keys[1][cell, cell] = moments(cell, False)
+        return (mean, variance), keys
 
     def _table(self, share: Array) -> Array:
         """(L,) rho of every offset."""
@@ -316,6 +380,11 @@ class OneHat(Hats):
         phases = turned_sums(np.ones((1, length)), 1, self._speed)
         return phases, np.array([float(length)]), np.array([[float(length)]])
 
+    def places(self, ending: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        length = float(self._nodes[-1])
+        mean, variance = np.array([0.5 * (length + 1.0)]), np.array([(length**2 - 1.0) / 12.0])
+        return (mean, variance), (mean[None], variance[None])
+
     def _spread(self, share: Array) -> tuple[Array, Array, float]:
         """rho of every offset about its mean over pairs, their shares, and its deviation."""
         rho, length = self._table(share)[1:], int(self._nodes[-1])
@@ -344,58 +413,62 @@ LEAST_SHARE = 1e-9
 """Share of a row's weight below which it does not see a class."""
 
 
+PRIORS = 3
+"""Weights that stand for those of a class's tokens in a row."""
+
+LEAST_VARIED = 1e-3
+"""Relative variance of a class's weights in a row below which one of them stands for all."""
+
+
 @dataclass(frozen=True, eq=False)
 class FadingSight(Sight):
-    """Of one slope.
+    """Of one slope. Its keys are parts of classes, K of them, each of one weight in a row.
 
     Attributes:
         slope: s.
-        prior: (P, P) weight of a class's token, as an equal share of the row's.
-        heavier: (P, P) mean prior of a class's tokens, over pairs of what a token gives twice, in
-            units of `prior`.
-        met_by_one: (P, P, P) [row, other, key]: prior of a row on the tokens that another one
+        held: (K,) class of a part; parts of one class come one after the other.
+        prior: (P, K) weight of a part's token, as an equal share of the row's.
+        met_by_one: (P, P, K) [row, other, key]: prior of a row on the tokens that another one
             looks at, over that on those that it looks at itself.
+        portion: (P, P, K) of what two rows have of the tokens of a class, in its parts.
     """
 
     slope: float = 0.0
+    held: Indices = field(init=False)
     prior: Array = field(init=False)
-    heavier: Array = field(init=False)
     met_by_one: Array = field(init=False)
+    portion: Array = field(init=False)
 
     @functools.cached_property
     def met_before(self) -> Array:
         """e^s sum_{j < i} p_ij^2 over the whole of it: the row before weighs its keys by e^s more,
         and does not see the row's own position."""
-        squares = self.keys * self.prior**2
+        squares = self.summed(self.keys * self.prior**2)
         itself = np.diag(1.0 / np.maximum(np.diagonal(squares), 1.0))
         sizes = (
             _size(np.clip(np.minimum(self.classes.nodes - less, self.window), 1, None), self.slope)
             for less in (0, 1)
         )
         whole, before = sizes
-        return np.asarray(np.exp(self.slope) * (1.0 - itself) * (whole / before)[:, None])
+        found = np.exp(self.slope) * (1.0 - itself) * (whole / before)[:, None]
+        return np.asarray(found[:, self.held])
 
     def __post_init__(self) -> None:
-        self._set(_fading(self.classes, self.slope, self.window))
-
-    def _set(self, fields: dict[str, Array]) -> None:
-        for name, value in fields.items():
+        for name, value in _fading(self.classes, self.slope, self.window).items():
             object.__setattr__(self, name, value)
 
-    def lighter(self, factor: Array) -> FadingSight:
-        """The same rows, whose squares of weights are `factor`, (P, P), times those of the prior's:
-        fewer keys would have more of them each."""
-        found, root = object.__new__(FadingSight), np.sqrt(factor)
-        found._set(vars(self) | _of_counts(self.classes, self.keys / factor, self.seen))
-        found._set(
-            {
-                "prior": self.prior * factor,
-                "shared": self.shared / (root[:, None, :] * root[None, :, :]),
-                "split": self.split / factor,
-                "met_by_one": self.met_by_one * root[None, :, :] / root[:, None, :],
-            }
-        )
-        return found
+    @functools.cached_property
+    def first(self) -> Indices:
+        """(P,) the first part of every class."""
+        return np.searchsorted(self.held, np.arange(len(self.classes.nodes)))
+
+    def summed(self, values: Array) -> Array:
+        """(..., P) sums over the parts of a class, of (..., K)."""
+        return np.add.reduceat(values, self.first, axis=-1)
+
+    def summed_pairs(self, values: Array) -> Array:
+        """(..., P, P) of both keys, of (..., K, K)."""
+        return np.add.reduceat(self.summed(values), self.first, axis=-2)
 
 
 @functools.lru_cache(maxsize=32)
@@ -408,10 +481,13 @@ def _fading(classes: PositionClasses, slope: float, window: int) -> dict[str, Ar
     nodes, size = classes.nodes, len(classes.nodes)
     reach = min(int(REACH / slope) + 1, window)
     sums = _Sums(nodes)
-    keys, squares, met, cubes = (np.zeros((size, size)) for _ in range(4))
+    keys, squares, met = (np.zeros((size, size)) for _ in range(3))
     split, shared = (np.zeros((size,) * 3) for _ in range(2))
     received = _received(classes.length, slope, window)
     count, pairs = classes.count, classes.pair_count
+    # What a row of a cell shares with all others, by what the row at its node does.
+    shared_by = _shared_by(classes.length, received, slope, window)
+    in_cell = classes.cell_means(shared_by) / shared_by[nodes - 1]
     for p in range(size):
         end = int(nodes[p])
         least, cubic = max(end - reach, 0), True
@@ -419,13 +495,13 @@ def _fading(classes: PositionClasses, slope: float, window: int) -> dict[str, Ar
         def of(place: Array, end: int = end) -> Array:
             one, places = np.exp(-slope * np.abs(end - place)), place.astype(np.intp) - 1
             whole = _size(min(end, window), slope) * received[places]
-            return np.stack([one, one**2, one * np.maximum(whole - one, 0.0), one**3])
+            return np.stack([one, one**2, one * np.maximum(whole - one, 0.0)])
 
         found = sums(of, least, end, 0, p)
         if found.min() < 0.0:  # all weight in few cells
             cubic = False
             found = sums(of, least, end, 0, p, cubic=cubic)
-        keys[p], squares[p], met[p], cubes[p] = found
+        keys[p], squares[p], met[p] = found
         split[p + 1 :, p] = keys[p]
         for s in range(p + 1):
             at = int(nodes[s])
@@ -438,36 +514,91 @@ def _fading(classes: PositionClasses, slope: float, window: int) -> dict[str, Ar
 
                 both = sums(by_both, least, at, 0, s, cubic=cubic)[0]
                 shared[p, s] = shared[s, p] = np.maximum(both, 0.0)
-    seen = keys > LEAST_SHARE * keys.sum(1, keepdims=True)
-    keys, squares = np.where(seen, keys, 0.0), np.where(seen, squares, 0.0)
     # What a row shares with all others, less what it shares with those of other cells, is what it
     # shares with those of its own.
     others = np.einsum("ps,psq->pq", pairs, shared) / count[:, None]
     alone = np.diagonal(pairs)[:, None] / count[:, None]
+    met = met * in_cell[:, None]
     beside = np.where(alone > 0.0, (met - others) / np.where(alone > 0.0, alone, 1.0), 0.0)
     every = np.arange(size)
     shared[every, every] = np.clip(beside, 0.0, squares)
-    prior = np.where(seen, squares / np.where(seen, keys, 1.0), 1.0)
-    together = seen[:, None, :] & seen[None, :, :]
+    relative, part = _parts(classes, slope, reach)
+    there = part * keys > LEAST_SHARE * keys.sum(1, keepdims=True)
+    used = there.any(1)
+    used[0] |= ~used.any(0)
+    held, kind = np.nonzero(used.T)
+    relative, part = (one[kind, :, held].T for one in (relative, part))
+    seen = there[kind, :, held].T
+    keys, squares, split, shared = (one[..., held] for one in (keys, squares, split, shared))
     each = np.where(seen, keys, 1.0)
-    counts = np.where(seen, keys / prior, 0.0)
+    prior = np.where(seen, squares / each * relative, 1.0)
+    together = seen[:, None, :] & seen[None, :, :]
+
+    def normed(parts: Array, otherwise: Array | float = 0.0) -> Array:
+        parts = np.where(seen, parts, 0.0)
+        total = np.add.reduceat(parts, np.searchsorted(held, every), axis=-1)[..., held]
+        there = total > 0.0
+        return np.where(there, parts / np.where(there, total, 1.0), otherwise)
+
+    # By p of each of two rows, whose other one weighs them in proportion; of two rows of one class,
+    # s and s + D, pairs of x^k = p_s and x^(k + D): sum_k x^k p = p (1 - p)/(1 - x) in the later.
+    of_row = normed(part * relative)
+    farther = normed(part * np.maximum(1.0 - prior, 0.0), of_row)
+    later = np.where(held == every[:, None], farther, of_row)
+    portion = 0.5 * (of_row[:, None, :] + of_row[None, :, :])
+    portion[every, every] = 0.5 * (of_row + later)
+    portion = np.where(together, portion, 0.0)
+    met_by, shared = shared, shared * portion / (prior[:, None, :] * prior)
+    counts = np.where(seen, keys * part / prior, 0.0)
     return {
         "starts": np.maximum(nodes - window, 0),
         "ends": nodes,
         "begins": np.zeros(size, np.intp),
         "size": np.minimum(nodes, window).astype(float),
-        "shared": np.where(together, shared / (prior[:, None, :] * prior[None, :, :]), 0.0),
-        "split": np.where(seen[None, :, :], split / prior, 0.0),
+        "held": held,
+        "shared": shared,
+        "split": np.where(seen[None, :, :], split * part / prior, 0.0),
         "prior": prior,
-        "heavier": np.where(seen, cubes / np.where(seen, squares * prior, 1.0), 1.0),
-        "met_by_one": np.where(together, shared / (each * prior[:, None, :]), 0.0),
-    } | _of_counts(classes, counts, seen)
+        "met_by_one": np.where(together, met_by / (each[:, None, :] * prior), 0.0),
+        "portion": portion,
+    } | _of_counts(classes, held, counts, seen)
 
 
-def _of_counts(classes: PositionClasses, counts: Array, seen: Any) -> dict[str, Array]:
+def _parts(classes: PositionClasses, slope: float, reach: int) -> tuple[Array, Array]:
+    """(T, P, P) weights that stand for those of a class's tokens in a row, over their mean, and
+    what they hold of its weight: Gauss rules for the measure of that over the weights."""
+    nodes, size = classes.nodes, len(classes.nodes)
+    relative, part = np.ones((PRIORS, size, size)), np.zeros((PRIORS, size, size))
+    part[0] = 1.0
+    for p in range(size):
+        end = int(nodes[p])
+        place = np.arange(max(end - reach, 0) + 1, end + 1)
+        weight = np.exp(-slope * (end - place))
+        left, share = classes.cells_of(place)
+        for q in range(int(left[0]), p + 1):
+            hat = np.where(left == q, 1.0 - share, np.where(left == q - 1, share, 0.0)) * weight
+            inside = hat > 0.0
+            if not inside.any():
+                continue
+            of_part = hat[inside] / hat.sum()
+            mean = of_part @ weight[inside]
+            away = weight[inside] / mean
+            if of_part @ (away - 1.0) ** 2 < LEAST_VARIED:
+                continue
+            found, shares = few_points(away, PRIORS, of_part)
+            found = np.clip(found, away.min(), None)  # nothing but for rounding
+            relative[: len(found), p, q], part[:, p, q] = found, 0.0
+            part[: len(found), p, q] = shares
+    return relative, part
+
+
+def _of_counts(
+    classes: PositionClasses, held: Indices, counts: Array, seen: Any
+) -> dict[str, Array]:
     """Rows give what keys get: sums over rows are those over keys, read the other way."""
-    count, pairs, every = classes.count, classes.pair_count, np.arange(len(counts))
-    rows = (count[:, None] * counts / count).T
+    count, every = classes.count, np.arange(len(held))
+    pairs = classes.pair_count[np.ix_(held, held)]
+    rows = (count[:, None] * counts / count[held]).T
     twice = np.einsum("p,pq,pr->qrp", count, counts, counts)
     twice[every, every] -= (count[:, None] * counts).T
     several = pairs > 0.0
@@ -490,6 +621,20 @@ def _received(length: int, slope: float, window: int) -> Array:
     found = lfilter([1.0], [1.0, -float(np.exp(-slope))], sent)[::-1]
     beyond = np.append(found[window:], np.zeros(min(window, length)))
     return np.asarray(found - np.exp(-slope * window) * beyond)
+
+
+def _shared_by(length: int, received: Array, slope: float, window: int) -> Array:
+    """(L,) what every row shares with all others, of what it weighs its keys by together."""
+    from scipy.signal import lfilter
+
+    def given(values: Array, rate: float) -> Array:
+        found = lfilter([1.0], [1.0, -float(np.exp(-rate))], values)
+        before = np.append(np.zeros(min(window, length)), found[: max(length - window, 0)])
+        return np.asarray(found - np.exp(-rate * window) * before)
+
+    size = _size(np.minimum(np.arange(1, length + 1), window), slope)
+    found = given(received, slope) / size - given(np.ones(length), 2.0 * slope) / size**2
+    return np.asarray(np.maximum(found, 1e-300))
 
 
 class _Sums:
