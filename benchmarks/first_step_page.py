@@ -382,6 +382,8 @@ Outside these bounds:
 Chosen, and predicted, when all of the above stood: ALiBi of more heads than are followed one by
 one, the multipliers of Granite, a width of 96 with norms without gains (OLMo), layers whose two
 branches read one norm beside a scale of the logits (Cohere). 20 draws of their own, 60 under SGD.
+What tables of a tied head have in common with what branches give was added afterwards, of Gemma's
+stream; predictions made before that kept the bounds of loss and stream in all rows, too.
 
 {families(data, "last")}
 
