@@ -14,7 +14,7 @@ from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from ..prediction.draws import STREAM, WeightGradient
 from .checkpoints import is_meta
-from .dataflow import Reading, read
+from .dataflow import ModuleReading, read
 from .draft import unread
 from .hook_points import HookPoint, WeightPart, hook_points, points_of, weight_parts
 from .roles import ModuleRoles, roles_of
@@ -36,7 +36,7 @@ class Anatomy:
 
     found: ModuleRoles
     sites: tuple[HookPoint, ...] | None
-    reading: Reading | None = None
+    reading: ModuleReading | None = None
     given: bool = False
 
     def parts(self, module: nn.Module) -> list[tuple[WeightGradient, WeightPart]]:
@@ -162,7 +162,9 @@ def of_another_type(module: nn.Module) -> bool:
     return hasattr(config, "to_dict") and isinstance(kind, str) and kind not in FAMILIES
 
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Reading]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ModuleReading]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def forget(module: nn.Module) -> None:
@@ -170,7 +172,7 @@ def forget(module: nn.Module) -> None:
     _KNOWN.pop(module, None)
 
 
-def _read(module: nn.Module, batch: Any) -> Reading:
+def _read(module: nn.Module, batch: Any) -> ModuleReading:
     """A module's reading, kept as long as nothing of its structure changes."""
     mark = _structure(module)
     known = _KNOWN.get(module)

@@ -11,7 +11,7 @@ from ..errors import DomainError, domain_error, optional
 from ..model.weights import MATRICES
 from .hook_points import (
     ENCODER,
-    Block,
+    ModuleBranch,
     WeightPart,
     blocks_of,
     hook_points,
@@ -97,7 +97,7 @@ class ModuleRoles:
     layers: int
     roles: tuple[Role, ...]
     unidentified: tuple[str, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[ModuleBranch, ...]
     scales: tuple[Role, ...] = ()
 
     def named(self, *names: str, stack: str = "") -> tuple[Role, ...]:

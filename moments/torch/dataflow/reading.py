@@ -17,14 +17,13 @@ from ...model.patches import PatchEmbedding
 from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
-from ..hook_points import ENCODER, HookPoint
-from ..hook_points import Block as Branch
+from ..hook_points import ENCODER, HookPoint, ModuleBranch
 from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
 from ..running import in_mode, padding_row
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
-from .stream import Block, Chain, Stream
+from .stream import BranchUnit, StreamReader, SumChain
 from .units import Norm, close
 
 with optional("torch", "torch"):
@@ -43,7 +42,7 @@ EXACT = 1e-4
 
 
 @dataclass(frozen=True)
-class Reading:
+class ModuleReading:
     """What the dataflow of a module tells.
 
     Attributes:
@@ -67,7 +66,7 @@ class Reading:
     odd: tuple[tuple[int, str], ...] = ()
 
 
-def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Reading:
+def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> ModuleReading:
     """Reads a module from one forward pass.
 
     What is on another device, or in half precision, is read from a copy on the processor in single
@@ -353,8 +352,8 @@ class _Stack:
     """One chain of the stream, its layers, and what stands around it."""
 
     prefix: str
-    chain: Chain
-    layers: list[list[Block]]
+    chain: SumChain
+    layers: list[list[BranchUnit]]
     placements: list[str]
     before: Before
     after: After
@@ -362,7 +361,7 @@ class _Stack:
 
 @dataclass
 class _Reading:
-    """Everything that is said of a module on the way to its `Reading`."""
+    """Everything that is said of a module on the way to its `ModuleReading`."""
 
     module: nn.Module
     graph: Graph
@@ -372,8 +371,8 @@ class _Reading:
     doubts: list[str] = field(default_factory=list)
     odd: list[tuple[int, str]] = field(default_factory=list)
 
-    def reading(self) -> Reading:
-        stream = self.stream = Stream(self.graph)
+    def reading(self) -> ModuleReading:
+        stream = self.stream = StreamReader(self.graph)
         if not stream.chains:
             raise MomentsError(
                 f"{type(self.module).__name__}: no attention beside a residual stream was found in "
@@ -400,7 +399,7 @@ class _Reading:
         roles = Roles(self.graph)
         sites = Sites(self.graph)
         points: list[HookPoint] = []
-        branches: list[Branch] = []
+        branches: list[ModuleBranch] = []
         for stack in stacks:
             self._claim(roles, stack)
             placed = place(sites, stack.chain, stack.layers, stack.prefix, stack.placements)
@@ -425,7 +424,7 @@ class _Reading:
         )
         self.values = _Variances(self.tensors, found)
         model = self._model(stacks)
-        return Reading(
+        return ModuleReading(
             model,
             module_roles,
             tuple(points),
@@ -436,7 +435,7 @@ class _Reading:
 
     # --- stacks ------------------------------------------------------------------------------
 
-    def _stacks(self, chains: list[Chain]) -> list[_Stack]:
+    def _stacks(self, chains: list[SumChain]) -> list[_Stack]:
         """The encoder's stack, if there are two, and the main one."""
         chains = [c for c in chains if len(c.blocks) >= 1]
         crossing = [c for c in chains if any(b.name == "cross" for b in c.blocks)]
@@ -462,7 +461,7 @@ class _Reading:
             self.doubts += found[-1].after.doubts
         return found
 
-    def _matrices(self, chain: Chain) -> list[set[str]]:
+    def _matrices(self, chain: SumChain) -> list[set[str]]:
         """Parameters of every sum's matrices, up to the first sum that only uses earlier ones.
 
         What follows is the same again, however often the module goes round.
@@ -476,7 +475,7 @@ class _Reading:
             found.append(names)
         return found
 
-    def _longest(self, chains: list[Chain]) -> list[Chain]:
+    def _longest(self, chains: list[SumChain]) -> list[SumChain]:
         """Of streams that no Transformer has the one of most sums; the rest is a reason.
 
         A stream of which one sum is all that another one does is not looked into.
@@ -495,9 +494,9 @@ class _Reading:
         scores = [len(row) if alone else 0 for row, alone in zip(rows, plain, strict=True)]
         return [chains[scores.index(max(scores))]]
 
-    def _layers(self, chain: Chain) -> list[list[Block]]:
+    def _layers(self, chain: SumChain) -> list[list[BranchUnit]]:
         """Blocks by layer: attention, perhaps cross-attention, a feed-forward block."""
-        layers: list[list[Block]] = []
+        layers: list[list[BranchUnit]] = []
         for block in chain.blocks:
             if not layers or _SUB.index(block.name) <= _SUB.index(layers[-1][-1].name):
                 layers.append([])
@@ -511,7 +510,7 @@ class _Reading:
             )
         return layers
 
-    def _placements(self, layers: list[list[Block]], read: Before) -> list[str]:
+    def _placements(self, layers: list[list[BranchUnit]], read: Before) -> list[str]:
         """Where the norms of every layer stand; few blocks without any are named, not believed."""
         bare = [
             (number, unit)
@@ -528,7 +527,7 @@ class _Reading:
         most = max((name for name in found if name), key=found.count, default="none")
         return [name or most for name in found]
 
-    def _placement(self, units: list[Block], read: Before) -> str:
+    def _placement(self, units: list[BranchUnit], read: Before) -> str:
         found = set()
         for unit in units:
             if self._begins_normed(unit, read) and any(u.before is not None for u in units):
@@ -554,7 +553,7 @@ class _Reading:
             )
         return min(found)
 
-    def _begins_normed(self, unit: Block, read: Before) -> bool:
+    def _begins_normed(self, unit: BranchUnit, read: Before) -> bool:
         """Whether a block without norms reads what the norm of the embedding gives."""
         if read.norm is None or unit.before or unit.behind or unit.after:
             return False
@@ -1070,4 +1069,4 @@ def fewest(values: np.ndarray) -> Any:
     return [tuple(float(v) for v in row) for row in values]
 
 
-__all__ = ["Reading", "read"]
+__all__ = ["ModuleReading", "read"]

@@ -23,7 +23,7 @@ EXACT = 2e-3
 cancellation)."""
 
 
-class Linear(NamedTuple):
+class LinearUnit(NamedTuple):
     """One product of something that depends on the batch with something that does not.
 
     Attributes:
@@ -71,7 +71,7 @@ class Norm:
 
 
 @dataclass
-class Rotation:
+class RotationUnit:
     """Queries turned by their position."""
 
     fraction: float
@@ -94,7 +94,7 @@ class Core:
 
 
 @dataclass
-class Attention:
+class AttentionUnit:
     """What one attention computes; see `Transformer` for the fields."""
 
     heads: int
@@ -106,17 +106,17 @@ class Attention:
     alibi: bool | float = False
     relative: str | None = None
     buckets: int = 0
-    rotary: Rotation | None = None
+    rotary: RotationUnit | None = None
     qk_norm: Norm | None = None
     key_norm: Norm | None = None
     softcap: float | None = None
     dropout: float = 0.0
-    projections: dict[str, list[tuple[Linear, Tensor]]] = field(default_factory=dict)
-    output: list[Linear] = field(default_factory=list)
+    projections: dict[str, list[tuple[LinearUnit, Tensor]]] = field(default_factory=dict)
+    output: list[LinearUnit] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
 
 
-class Reader:
+class GraphReader:
     """A graph, and what its stretches compute."""
 
     def __init__(self, graph: Graph, seed: int = 0) -> None:
@@ -204,7 +204,7 @@ class Reader:
     # --- linear maps -------------------------------------------------------------------------
 
     @cached_property
-    def linears(self) -> dict[int, Linear]:
+    def linears(self) -> dict[int, LinearUnit]:
         """Every product with a parameter, by the index of its operation."""
         found = {}
         for node in self.graph.nodes:
@@ -222,7 +222,9 @@ class Reader:
             biases = [v for v in node.inputs if v not in (alive[0], matrix)]
             biases = [v for v in biases if self.graph.values[v].params]
             made, more = self._with_bias(node.outputs[0])
-            found[node.index] = Linear(node.index, alive[0], made, matrix, params, (*biases, *more))
+            found[node.index] = LinearUnit(
+                node.index, alive[0], made, matrix, params, (*biases, *more)
+            )
         return found
 
     def _set_aside(self) -> Iterator[str]:
@@ -296,13 +298,13 @@ class Reader:
             break
         return made, ()
 
-    def between(self, start: int, end: int) -> list[Linear]:
+    def between(self, start: int, end: int) -> list[LinearUnit]:
         """Products with parameters on the way from one value to another."""
         return [
             self.linears[n.index] for n in self.graph.path([start], end) if n.index in self.linears
         ]
 
-    def tails(self, linear: Linear, end: int) -> list[tuple[int, Tensor]]:
+    def tails(self, linear: LinearUnit, end: int) -> list[tuple[int, Tensor]]:
         """Where a product's outcome is first used for something on the way to a value, with the
         columns used there."""
         node = self.graph.nodes[linear.node]
@@ -333,7 +335,7 @@ class Reader:
         return list(found.items())
 
     def _passed(
-        self, user: Node, value: int, linear: Linear, columns: Tensor
+        self, user: Node, value: int, linear: LinearUnit, columns: Tensor
     ) -> list[tuple[int, Tensor]]:
         name = user.name.rstrip("_")
         if name in ("_to_copy", "alias", "detach", "clone", "contiguous"):
