@@ -558,6 +558,7 @@ def test_values_of_axes() -> None:
         ("layers=range:1:7:3", [1, 4, 7]),
         ("layers=log:1:4:3", [1, 2, 4]),
         ("layers=log:1:3:4", [1, 2, 3]),
+        ("layers=1,2.0", [1, 2]),
         ("dropout=lin:0:0.2:3", [0.0, 0.1, 0.2]),
         ("scheme=none,deepnorm", [None, "deepnorm"]),
         ("theory=published", ["published"]),
@@ -585,6 +586,8 @@ def test_values_of_axes() -> None:
         (("--axis", "layers=1", "--plot", "a.bmp"), "ends in"),
         (("--axis", "layers=1,2", "--line", "rank"), "over a map"),
         (("--axis", "heads=3", "--layers", "1"), "every configuration is refused"),
+        (("--axis", "layers=2,3.5"), "layers = 3.5: must be a whole number"),
+        (("--layers", "1", "--axis", "heads=2.5"), "heads = 2.5: must be a whole number"),
     ],
 )
 def test_a_bad_sweep_says_what_is_wrong(arguments: tuple[str, ...], said: str) -> None:
@@ -597,7 +600,7 @@ def test_a_bad_sweep_says_what_is_wrong(arguments: tuple[str, ...], said: str) -
     ("arguments", "said"),
     [
         (("solve", "bert-tiny", "dslm"), "`moments solve --help` has examples"),
-        (("predict", "mine.py:make"), "is for `moments check FILE.py:NAME`"),
+        (("predict", "mine.py:make"), "`moments check` and `moments audit`, as FILE.py:NAME"),
         (("compare-schemes", "bert-tiny", "--correlation", "nan"), "correlation = nan"),
         (("report", "bert-tiny", "--scheme", "nope"), "scheme = 'nope'"),
     ],

@@ -161,10 +161,10 @@ def between_documents(trace: Trace) -> list[Matrix] | None:
     for signal in (*(one.input for one in records), records[-1].output):
         kernel = signal.second_moment()
         assert kernel.classes is not None
-        _, *across = kernel.classes.blocks(kernel.diagonal, kernel.pairs)
-        if not across:
+        across = kernel.classes.between(kernel.diagonal, kernel.pairs)
+        if across is None:
             return None
-        found.append(ClassMatrix(*across[0], kernel.classes.inside).astype(SINGLE))
+        found.append(ClassMatrix(*across, kernel.classes.of_one).astype(SINGLE))
     return found
 
 

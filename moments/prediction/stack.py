@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.classes import BothSides, DocumentClasses, PositionClasses, TwiceClasses
+from ..engine.classes import BothSides, DocumentClasses, PositionClasses
 from ..engine.composition import Chain, sum_of
 from ..engine.layout import SequenceLayout, by_document, check_documents, spans
 from ..engine.program import Replayed, replayed
@@ -163,11 +163,11 @@ class Stack:
         of means over cells."""
         several = self.classes
         assert several is not None
-        (first, *_), one = several.blocks(self.first.diagonal, self.first.pairs), several.inside
+        first, one = several.alone(self.first.diagonal, self.first.pairs), several.of_one
         found = copy.copy(self)
         found.resolved = found.classes = one
-        if isinstance(several, TwiceClasses):
-            found.counted = several.one
+        if len(several.ends) == 1:
+            found.counted = one
         found.first = Kernel(*first, one)
         found.layout = SequenceLayout(classes=one)
         found.run = Run()

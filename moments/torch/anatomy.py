@@ -13,6 +13,7 @@ from ..model.huggingface import FAMILIES
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from ..prediction.draws import STREAM, WeightGradient
+from .checkpoints import is_meta
 from .dataflow import ModuleReading, read
 from .draft import unread
 from .hook_points import HookPoint, WeightPart, hook_points, points_of, weight_parts
@@ -120,9 +121,17 @@ def anatomy_of(
         names, sites: for a module of one's own, as in `roles_of`.
 
     Raises:
-        DomainError: a pattern of `names` that matches nothing, or an unknown role.
+        DomainError: a module on the meta device, a pattern of `names` that matches nothing, or an
+            unknown role.
         MomentsError: no family knows the module, and it could not be read.
     """
+    if is_meta(module):
+        name = next(name for name, p in module.named_parameters() if p.is_meta)
+        raise DomainError(
+            f"{name} of {type(module).__name__} is on the meta device, without entries: give the "
+            "module storage (to_empty(device='cpu')) and draw them; moments.torch.describe(module) "
+            "says what its own initialisation would give"
+        )
     given = None if sites is None else points_of(sites)
     if names is not None:
         return Anatomy(roles_of(module, names, given), given, given=given is not None)

@@ -21,10 +21,6 @@ from .roles import Role, block_of, tensors_of
 
 with optional("torch", "torch"):
     import torch
-    from torch import Tensor
-
-with optional("torch", "torch"):
-    import torch
     from torch import Tensor, nn
 
 

@@ -18,9 +18,7 @@ from .hook_points import (
     points_of,
     weight_parts,
 )
-
-with optional("torch", "torch"):
-    from torch import Tensor, nn
+from .running import thawed
 
 with optional("torch", "torch"):
     import torch
@@ -157,14 +155,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 def _by_family(module: nn.Module) -> list[tuple[int, WeightPart]]:
     """Parts that the module's family names; a frozen parameter has a role too."""
-    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
+    with thawed(module):
         rows = weight_parts(module)
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
     return [
         (row.layer, part._replace(weight=row.weight))
         for row, part in rows

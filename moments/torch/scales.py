@@ -21,14 +21,8 @@ from .probe import drops_behind
 from .running import first_tensor, with_first_tensor
 
 with optional("torch", "torch"):
-    from torch import nn
-    from torch.utils.hooks import RemovableHandle
-
-with optional("torch", "torch"):
     from torch import Tensor, nn
-
-with optional("torch", "torch"):
-    from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
 
 ATTRIBUTE = "moments_scales"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
 from ..hook_points import ENCODER, HookPoint, ModuleBranch
-from ..roles import ModuleRoles, Role
+from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
 from ..running import in_mode, padding_row
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
@@ -28,6 +29,7 @@ from .units import Norm, close
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
+    from torch.utils._pytree import tree_map
 
 TOKENS = 12
 """Tokens of the sequences that a module is run on; what lies farther apart is not seen."""
@@ -67,6 +69,9 @@ class ModuleReading:
 def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> ModuleReading:
     """Reads a module from one forward pass.
 
+    What is on another device, or in half precision, is read from a copy on the processor in single
+    precision: what a stretch computes is told by numbers, and half of them would not tell.
+
     Args:
         batch: what it reads, as in `moments.torch.measure`; a few tokens of it are used. None:
             random token ids, features or pictures, whichever it takes.
@@ -76,31 +81,113 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Mo
     Raises:
         MomentsError: the module cannot be run, or no residual stream is found in it.
     """
-    graph, length, example = _recorded(module, batch)
+    near = _near_copy(module)
+    graph, length, example = _recorded(near, batch)
     far: list[int | None] = []
     if batch is not None and length is not None and length > TOKENS:
-        far = _far(module, batch)
+        far = _far(near, batch)
     try:
-        found = _Reading(module, graph, seq_len or length, far).reading()
+        found = _Reading(near, graph, seq_len or length, far).reading()
     except MomentsError:
         raise
     except Exception as error:  # the module's own operations, on numbers that it never saw
         said = f"{type(error).__name__}: {error}".splitlines()[0]
+        if routed := graph.routed():
+            said = f"{routed} chooses by its numbers which tokens go where, as experts are chosen"
         raise MomentsError(
             f"what {type(module).__name__} computes depends on its numbers in a way that could not "
             f"be followed ({said})"
         ) from error
-    return dataclasses.replace(found, example=example)
+    return dataclasses.replace(found, example=_as_read(example, module))
 
 
-def called(module: nn.Module, batch: Any) -> tuple[Callable[[], Any], dict[str, Tensor], Any]:
-    """A call of a module on what it is read from: the call, its tensors, and what is passed.
+class Call(NamedTuple):
+    """A call of a module on what it is read from.
+
+    Attributes:
+        module: what is called.
+        call: calls it.
+        tensors: what it is passed, by number.
+        given: the same as the module that is meant takes it.
+    """
+
+    module: nn.Module
+    call: Callable[[], Any]
+    tensors: dict[str, Tensor]
+    given: Any
+
+
+def called(module: nn.Module, batch: Any) -> Call:
+    """A call of a module on what it is read from.
 
     Raises:
         MomentsError: the module cannot be run.
     """
-    _, _, given = _recorded(module, batch)
-    return _caller(module, given), {f"{i}": t for i, t in enumerate(_tensors(given))}, given
+    near = _near_copy(module)
+    _, _, given = _recorded(near, batch)
+    tensors = {f"{i}": t for i, t in enumerate(_tensors(given))}
+    return Call(near, _caller(near, given), tensors, _as_read(given, module))
+
+
+# --- where it is read -----------------------------------------------------------------------------
+
+WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def _near_copy(module: nn.Module) -> nn.Module:
+    """The module itself where its numbers are near and precise; else a copy where they are.
+
+    Raises:
+        MomentsError: it cannot be copied.
+    """
+    parts = list(module.modules())
+    held = [*module.parameters(), *module.buffers()]
+    held += [v for part in parts for v in vars(part).values() if isinstance(v, Tensor)]
+    if all(_near_tensor(tensor) is tensor for tensor in held):
+        return module
+    memo: dict[int, Any] = {}
+    for tensor in held:
+        found = _near_tensor(tensor.detach())
+        learns = tensor.requires_grad and found.is_floating_point()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(found, requires_grad=learns) if is_parameter else found
+    try:
+        near = copy.deepcopy(module, memo)
+    except Exception as error:  # the module's own parts, which need not be made to be copied
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise MomentsError(
+            f"{type(module).__name__} is read from a copy on the processor in single precision, "
+            f"and cannot be copied ({said}): pass it as module.float().cpu()"
+        ) from error
+    for part in near.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, torch.device):
+                setattr(part, name, torch.device("cpu"))
+            elif isinstance(value, torch.dtype) and value.is_floating_point and value not in WIDE:
+                setattr(part, name, torch.float32)
+    return near
+
+
+def _near_tensor(tensor: Tensor) -> Tensor:
+    """On the processor, and no real number in less than single precision."""
+    half = tensor.is_floating_point() and tensor.dtype not in WIDE
+    return tensor.to("cpu", torch.float32) if half else tensor.to("cpu")
+
+
+def _near_batch(given: Any) -> Any:
+    """What is passed to a module, where its copy is."""
+    return tree_map(lambda t: _near_tensor(t) if isinstance(t, Tensor) else t, given)
+
+
+def _as_read(given: Any, module: nn.Module) -> Any:
+    """What was passed to a copy, in the module's own precision."""
+    kinds = {p.dtype for p in module.parameters() if p.is_floating_point()} - set(WIDE)
+    if not kinds:
+        return given
+    kind = next(iter(kinds))
+    return tree_map(
+        lambda t: t.to(kind) if isinstance(t, Tensor) and t.is_floating_point() else t, given
+    )
 
 
 # --- a pass ---------------------------------------------------------------------------------------
@@ -110,6 +197,7 @@ def _recorded(module: nn.Module, batch: Any) -> tuple[Graph, int | None, Any]:
     """The graph of a short pass, the tokens that the batch has, and what was passed."""
     errors = []
     for given, length in _cuts(batch) if batch is not None else _examples(module):
+        given = _near_batch(given)
         tensors = {f"{i}": t for i, t in enumerate(_tensors(given))}
         buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
         try:
@@ -249,7 +337,7 @@ def _far(module: nn.Module, batch: Any) -> list[int | None]:
     *_, (given, _) = _cuts(batch, rows=1)
     with in_mode(module, False):
         try:
-            return reaches(_caller(module, given))
+            return reaches(_caller(module, _near_batch(given)))
         except Exception:  # what ran on a few tokens of two sequences need not on one whole one
             return []
 
@@ -288,7 +376,7 @@ class _Reading:
         if not stream.chains:
             raise MomentsError(
                 f"{type(self.module).__name__}: no attention beside a residual stream was found in "
-                "what it computes"
+                f"what it computes{_quantised(self.module)}"
             )
         chains = stream.chains
         if len(chains) > 2:  # whatever stands in them: what is read is the longest
@@ -299,6 +387,11 @@ class _Reading:
                 self.reasons.append("layers that share their weights")
                 chain.sums = chain.sums[:matrices]
             stream.fill(chain)
+        if stream.read.adapters:
+            names = ", ".join(gathered_names(stream.read.adapters))
+            self.doubts.append(
+                f"adapters that are zero, and add nothing yet, are left out ({names})"
+            )
         self.reasons += stream.doubts
         self.doubts += stream.notes
         self.tensors = dict(self.module.named_parameters())
@@ -888,6 +981,22 @@ class _Reading:
             pool=found.pool if found.pool in ("first", "mean") else "first",
             **changes,
         )
+
+
+def _quantised(module: nn.Module) -> str:
+    """A remark on parts that hold matrices as integers, whose products are of no parameter."""
+    found = []
+    for path, part in module.named_modules():
+        held = [t for t in part.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
+        matrices = [t for t in held if t.ndim > 1]
+        packed = hasattr(part, "_packed_params")  # torch's own quantised layers
+        counts = any(not t.is_floating_point() and t.dtype != torch.bool for t in matrices)
+        if not list(part.children()) and (packed or (counts and len(matrices) < 3)):
+            found.append(path.removesuffix("._packed_params"))
+    if not found:
+        return ""
+    names = ", ".join(dict.fromkeys(map(gathered_pattern, found)))
+    return f"; {names} hold matrices as integers: pass the module before it is quantised"
 
 
 def _of_sines(table: Tensor) -> bool:

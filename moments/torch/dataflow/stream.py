@@ -489,7 +489,6 @@ class StreamReader:
     ) -> None:
         """Norms and rotations of queries and keys, and what multiplies their product."""
         graph, read = self.graph, self.read
-        graph.nodes[core.product].outputs[0]
         scale = 1.0
         for role, operand in (("query", core.query), ("key", core.key)):
             linear, columns = next(

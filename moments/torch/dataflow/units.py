@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from ...errors import optional
 from ...formulas.activation import activation_names
-from .graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node, filled
+from .graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node, Ref, filled
 
 with optional("torch", "torch"):
     import torch
@@ -123,6 +123,7 @@ class GraphReader:
         self.graph = graph
         self.random = torch.Generator().manual_seed(seed)
         self._fits: dict[tuple[int, int, int | None], Fit | float | None] = {}
+        self.adapters = tuple(self._set_aside())
 
     # --- small words -------------------------------------------------------------------------
 
@@ -225,6 +226,42 @@ class GraphReader:
                 node.index, alive[0], made, matrix, params, (*biases, *more)
             )
         return found
+
+    def _set_aside(self) -> Iterator[str]:
+        """Takes adapters out of the graph that add nothing yet, and yields their parameters.
+
+        Two products through fewer features than the first reads or the second makes, whose second
+        matrix is zero, beside what they are added to (Hu et al. 2021, arXiv:2106.09685).
+        """
+        graph, linears = self.graph, self.linears
+        makers = {linear.made: linear for linear in linears.values()}
+        for second in list(linears.values()):
+            first = makers.get(self.up(second.read))
+            if first is None or bool(graph.tensor(second.matrix).any()):
+                continue
+            inner = graph.tensor(second.read).shape[-1]
+            if inner >= min(graph.tensor(v).shape[-1] for v in (first.read, second.made)):
+                continue
+            if (node := self._added(second.made)) is None:
+                continue
+            (kept,) = (v for v in node.inputs if self.up(v) != self.up(second.made))
+            node.name, node.func = "alias", torch.clone
+            node.args, node.kwargs, node.inputs = (Ref(kept),), {}, (kept,)
+            yield from (*first.params, *second.params)
+            del linears[first.node], linears[second.node]
+        graph.finish()
+
+    def _added(self, value: int) -> Node | None:
+        """The sum of two of which a value is one, behind views and factors."""
+        while len(users := self.graph.values[value].consumers) == 1:
+            node = self.graph.nodes[users[0]]
+            alive = [v for v in node.inputs if self.live(v)]
+            if node.name.rstrip("_") == "add" and len(alive) == len(node.inputs) == 2:
+                return node
+            if self.below(node, scaled=True) != value:
+                return None
+            value = node.outputs[0]
+        return None
 
     def _computed(self, matrix: int) -> bool:
         """Whether a constant is itself made by a product or looked up."""
