@@ -20,10 +20,10 @@ from .base import (
     TheoryName,
     TheoryOption,
     app,
+    escaped,
     named,
     no_preset,
     out,
-    plain,
     write_csv,
     write_plot,
 )
@@ -115,7 +115,7 @@ def compare(
     else:
         from ..show.report import comparison_tables, summary_table
 
-        out.print(plain(comparison.verdict()))
+        out.print(escaped(comparison.verdict()))
         out.print(summary_table(comparison), *comparison_tables(comparison))
         if plot is not None:
             out.print(f"picture: {plot}")

@@ -27,7 +27,7 @@ from ..model.embedding import Embedding
 from ..model.head import Head
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
-from ..prediction.measurement import Measurement, last_gradient
+from ..prediction.measurement import Measurement, last_grad_kernel
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.differences import Case
@@ -266,7 +266,7 @@ class _Checking:
         case = found[0].apply(case)
         given = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
         if len(given) < len(case.inputs):
-            given["grad_kernel"] = last_gradient(self.measurement)
+            given["grad_kernel"] = last_grad_kernel(self.measurement)
         return dataclasses.replace(case, inputs=given)
 
     # --- what is found ----------------------------------------------------------------------------
