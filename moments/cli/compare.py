@@ -21,10 +21,10 @@ from .base import (
     TheoryName,
     TheoryOption,
     app,
+    escaped,
     named,
     no_preset,
     out,
-    plain,
     write_csv,
     write_plot,
 )
@@ -118,7 +118,7 @@ def compare(
     else:
         from ..show.report import comparison_tables, summary_table
 
-        out.print(plain(comparison.verdict()))
+        out.print(escaped(comparison.verdict()))
         out.print(summary_table(comparison), *comparison_tables(comparison))
         if plot is not None:
             out.print(f"picture: {plot}")

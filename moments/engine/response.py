@@ -199,7 +199,8 @@ def present(matrix: Matrix) -> bool:
     return bool(np.any(matrix))
 
 
-def sum_of(matrices: Several[Matrix]) -> Matrix:
+def sum_of(matrices: Several[Any]) -> Any:
+    """Of matrices or kernels, at least one."""
     found = matrices[0]
     for one in matrices[1:]:
         found = found + one

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import BothSides, DocumentClasses, PositionClasses
-from ..engine.composition import Chain, sum_of
+from ..engine.composition import Chain
 from ..engine.layout import SequenceLayout, by_document, check_documents, spans
 from ..engine.program import Replayed, replayed
+from ..engine.response import sum_of
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..engine.texts import TextClasses, text_classes, zipf_classes
 from ..engine.trace import Point, Record, Run, Trace, with_top_gradient
