@@ -120,6 +120,11 @@ class Blocks:
     def __init__(self, count: list[int]) -> None:
         self.count = np.array(count, float)
         self.length = int(sum(count))
+        self.inside = self
+
+    over_kinds = PositionClasses.over_kinds
+    with_kinds = PositionClasses.with_kinds
+    repeated = PositionClasses.repeated
 
 
 def test_arithmetic_of_class_matrices_is_that_of_blocks() -> None:

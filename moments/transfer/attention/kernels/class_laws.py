@@ -312,14 +312,23 @@ class Sums(NamedTuple):
         """(c, o) entries of keys of both, to be written to."""
         return on_diagonal(pairs[:, self.own_first, self.own_second])
 
-    def over_first(self, law: Kinds, sweeps: int) -> Kinds:
+    def over_first(
+        self, law: Kinds, sweeps: int, begin: Array | None = None
+    ) -> tuple[Kinds, Array]:
         """The law scaled so that its means over either key are `aims_first` and `aims_second`, over
-        those of the first key. Of one kind it is written over."""
+        those of the first key, and the first key's factors. Of one kind it is written over.
+
+        Args:
+            law: not yet scaled.
+            sweeps: of the scaling.
+            begin: the factors of a law next to it.
+        """
         if self.mixture.share is None:
-            return self._scaled(law, *_balances(*self._maps(law[0]), sweeps))
-        left, right = self._factors_by_frequency(self._maps_by_frequency(law), sweeps)
-        aims = np.where(left > 0.0, np.moveaxis(self.aims_first, -1, 0), 1.0)
-        return self._times(law, self._products((left / aims)[None], right[None]))
+            left, right = _balances(*self._maps(law[0]), sweeps, begin)
+            return self._scaled(law, left, right), left
+        left, right = self._factors_by_frequency(self._maps_by_frequency(law), sweeps, begin)
+        aims = np.where(left > 0.0, self._aims[0], 1.0)
+        return self._times(law, self._products((left / aims)[None], right[None])), left
 
     def balanced_with(
         self, law: Kinds, sweeps: int, directions: Sequence[Kinds]
@@ -339,7 +348,7 @@ class Sums(NamedTuple):
         if self.mixture.share is None:
             return self._balanced_in_place(law, sweeps, directions)
         maps = self._maps_by_frequency(law)
-        aims = tuple(np.moveaxis(one, -1, 0) for one in (self.aims_first, self.aims_second))
+        aims = self._aims
         left, right = self._factors_by_frequency(maps, sweeps)
         products = self._products(left[None], right[None])
         over_left, over_right = (
@@ -437,10 +446,16 @@ class Sums(NamedTuple):
         total[..., 1:, :, :] += total[..., :1, :, :]
         return total[..., agreeing:, :, :]
 
-    def _factors_by_frequency(self, maps: Maps, sweeps: int) -> tuple[Array, Array]:
+    @property
+    def _aims(self) -> tuple[Array, Array]:
+        return self.aims_first.transpose(2, 0, 1), self.aims_second.transpose(2, 0, 1)
+
+    def _factors_by_frequency(
+        self, maps: Maps, sweeps: int, begin: Array | None = None
+    ) -> tuple[Array, Array]:
         """(T, c, n) and (T, c, k)."""
-        aims = tuple(np.moveaxis(one, -1, 0) for one in (self.aims_first, self.aims_second))
-        left, right = (np.ones(one.shape) for one in aims)
+        aims = self._aims
+        left, right = np.ones(aims[0].shape) if begin is None else begin, aims[1]
         for _ in range(sweeps):
             right = aims[1] / np.maximum(self._over_first(maps, left), 1e-300)
             left = aims[0] / np.maximum(self._over_second(maps, right), 1e-300)
@@ -579,9 +594,11 @@ def _shifts(
     return u, v
 
 
-def _balances(to_second: Array, to_first: Array, sweeps: int) -> tuple[Array, Array]:
+def _balances(
+    to_second: Array, to_first: Array, sweeps: int, begin: Array | None = None
+) -> tuple[Array, Array]:
     """(c, n, 1) and (c, k, 1) factors of the keys of a law of one kind."""
-    left = right = np.ones((*to_second.shape[:1], to_second.shape[2], 1))
+    left = right = np.ones((*to_first.shape[:2], 1)) if begin is None else begin
     for _ in range(sweeps):
         right = 1.0 / np.maximum(to_second @ left, 1e-300)
         left = 1.0 / np.maximum(to_first @ right, 1e-300)
