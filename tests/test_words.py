@@ -159,6 +159,20 @@ def test_pairs_of_two_texts_are_counted_by_word() -> None:
     np.testing.assert_allclose(both, (hit & same).sum(), rtol=2e-2)
 
 
+def test_a_text_that_begins_with_one_word_again_and_again() -> None:
+    """First rows that read one word alone: as by token where they are few, refused where many."""
+    text = zipf_text(5)
+    text[0] = text[1]
+    by_token, by_word = (predicted(llama(), token_ids=text, tokens=kind) for kind in (True, None))
+    assert isinstance(by_word.layout.classes, TextClasses)
+    np.testing.assert_allclose(by_word.variance, by_token.variance, rtol=1e-2)
+    np.testing.assert_allclose(by_word.grad_variance, by_token.grad_variance, rtol=2.5e-2)
+    np.testing.assert_allclose(by_word.correlation, by_token.correlation, atol=6e-3)
+    text[: LENGTH // 2] = text[2]
+    with pytest.raises(moments.DomainError, match=r"token_ids = .*tokens=True"):
+        predicted(llama(), token_ids=text)
+
+
 def test_zipfs_law_is_a_text_by_it() -> None:
     """What no text is given of is what texts drawn by that law are on average: in a sample of 40
     words repeat as often, and as often with a third."""

@@ -140,6 +140,21 @@ class TextClasses(TwiceClasses):
         """`share` in one document and in two, own parts being those of pairs at one place."""
         return self.one.blocks(np.zeros(self.size), self.share)
 
+    @functools.cached_property
+    def most_of_a_cell(self) -> float:
+        """What of a cell's tokens can be of one word, by its frequency in the text: as often as it,
+        its tokens' share is the most that all pairs of one word have, and at most 1."""
+        return 1.0 / max(float(self.frequencies.level.max()), 1.0)
+
+    @functools.cached_property
+    def crowded(self) -> float:
+        """Mean over rows of how many pairs of their keys are of one word beyond that."""
+        inside, size = self.one.inside, len(self.one.inside.nodes)
+        beyond = np.maximum(self.share[:size, :size] - self.most_of_a_cell, 0.0)
+        keys = inside.seen().keys
+        keys = keys / keys.sum(1, keepdims=True)
+        return float(inside.mean(np.einsum("pq,qr,pr->p", keys, beyond, keys)))
+
     def repeated(self, values: Array) -> Array:
         return self._twice(self.one.repeated(values))
 
