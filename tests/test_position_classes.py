@@ -114,18 +114,18 @@ def whole(own: np.ndarray, pairs: np.ndarray, blocks: list[int]) -> np.ndarray:
     return matrix
 
 
-class Blocks:
-    """Stands in for `PositionClasses` where only counts matter."""
+class Blocks(PositionClasses):
+    """`PositionClasses` where only counts matter."""
 
-    def __init__(self, count: list[int]) -> None:
-        self.count = np.array(count, float)
-        self.length = int(sum(count))
+    @property
+    def count(self) -> Any:
+        return self.nodes.astype(float)
 
 
 def test_arithmetic_of_class_matrices_is_that_of_blocks() -> None:
     blocks, random = [1, 3, 2, 5], np.random.default_rng(3)
     size = len(blocks)
-    classes: Any = Blocks(blocks)
+    classes = Blocks(sum(blocks), np.array(blocks))
     one, other = (
         ClassMatrix(random.normal(size=size), random.normal(size=(size, size)), classes)
         for _ in range(2)
