@@ -17,7 +17,7 @@ from ..engine.classes import (
     both_sides,
     documents_on,
 )
-from ..engine.layout import Layout
+from ..engine.layout import SequenceLayout
 from ..engine.neighbours import NeighbouringClasses, with_neighbours
 from ..engine.state import Gradient, Kernel
 from ..engine.texts import TextClasses
@@ -229,7 +229,7 @@ def _of_one_document(
 def _read_by(
     encoder: Transformer,
     decoder: Transformer,
-    layout: Layout,
+    layout: SequenceLayout,
     trace: Trace,
     output: OutputMoments | None,
 ) -> Any:
