@@ -782,6 +782,12 @@ def test_what_the_benchmark_measured_is_within_the_bounds() -> None:
     for name, found in stored["texts under strong logits"].items():
         for quantity, bound in words.items():
             assert found[quantity] < bound, (name, quantity)
+    several = stored["several texts under strong logits"]
+    assert len(several) >= 6
+    for name, found in several.items():
+        alike = {"weight gradients": 0.11, "queries and keys": 0.17} if "common" in name else {}
+        for quantity, bound in (words | {"weight gradients": 0.06} | alike).items():
+            assert found[quantity] < bound, (name, quantity)
     # Of texts what differs from one to the other is averaged: told in docs/theory/state.md
     texts = {"correlation": 2.5e-3, "gradient": 6e-3, "queries and keys": 0.035}
     beyond = {
