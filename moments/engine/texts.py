@@ -214,12 +214,21 @@ class TextClasses(TwiceClasses):
         return self._over_words(pairs)
 
     def with_kinds(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
-        """By parts: what a token has with itself beyond two words stands by itself."""
+        """By parts: what a token has with itself beyond two words stands by itself. Rows of
+        attention give two keys of one word less, be they met from the left, X = w C w^T, or from
+        the right, w^T R w."""
         (own, pairs), share, count = product, self.share, self.inside.count
         (first, left), (second, right) = (self._beyond(matrix) for matrix in (one, other))
         often = float(self.frequencies.of_pairs[1:] @ self.others)
         beyond = first[..., :, None] * right + left * second[..., None, :]
         beyond = beyond + left @ ((often * count)[:, None] * right)
+        if one.crowded is not None:
+            less = ((one.crowded - 1.0) * one.mean) @ (count[:, None] * share * right)
+            own, pairs = own + diagonal(less), pairs + less
+        if other.crowded is not None:
+            given = count[:, None] * other.mean
+            root = np.sqrt((given * other.crowded).sum(-2) / given.sum(-2))
+            beyond = beyond + (root[..., :, None] * root[..., None, :] - 1.0) * pairs
         others = pairs - share * beyond
         # Of a token with itself the other one is of its word for both, or for neither.
         spread = share * (1.0 - share) * (count - np.eye(len(count)))
