@@ -20,19 +20,19 @@ import numpy as np
 import moments
 from moments.papers.figures import names, setup
 from moments.papers.figures.drawing import DATA, key
-from moments.papers.figures.setup import Line, first_layer, read
+from moments.papers.figures.setup import FigureLine, first_layer, read
 
 MEASURED: dict[str, moments.Measurement] = {}  # two figures may read one simulation
 SWEPT = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 
 
-def declaration(line: Line) -> dict[str, Any]:
+def declaration(line: FigureLine) -> dict[str, Any]:
     """What the points were made with."""
     inputs = {name: np.asarray(value).tolist() for name, value in line.inputs.items()}
     return {"model": line.model.to_dict(), "inputs": inputs, "seeds": line.seeds}
 
 
-def made_with(made: dict[str, Any], line: Line) -> bool:
+def made_with(made: dict[str, Any], line: FigureLine) -> bool:
     """Whether stored points are of this line, with as many draws; fields added since have their
     defaults."""
     now = declaration(line)
@@ -40,7 +40,7 @@ def made_with(made: dict[str, Any], line: Line) -> bool:
     return same and made["inputs"] == now["inputs"] and made["seeds"] >= line.seeds
 
 
-def simulate(line: Line) -> dict[str, Any]:
+def simulate(line: FigureLine) -> dict[str, Any]:
     """x, value and stderr of one line."""
     options = {"seeds": line.seeds, "batch": 1}
     if line.site is not None:

@@ -18,7 +18,7 @@ from moments.papers.analysis import (
     named_cases,
     uniform_attention,
 )
-from moments.papers.analysis.cases import Case, double_query_key
+from moments.papers.analysis.cases import PaperCase, double_query_key
 from moments.papers.analysis.kedia import parameter_count
 
 RECORDS = (
@@ -176,11 +176,11 @@ FAST = (
 
 
 @pytest.fixture(scope="module")
-def cases() -> dict[str, Case]:
+def cases() -> dict[str, PaperCase]:
     return dict(named_cases(FAST).cases)
 
 
-def test_every_case_says_what_it_is(cases: dict[str, Case]) -> None:
+def test_every_case_says_what_it_is(cases: dict[str, PaperCase]) -> None:
     for name, case in cases.items():
         assert case.name == name
         assert case.source.place
@@ -192,7 +192,7 @@ def test_every_case_says_what_it_is(cases: dict[str, Case]) -> None:
         named_cases(["nothing"])
 
 
-def test_angles_before_training(cases: dict[str, Case]) -> None:
+def test_angles_before_training(cases: dict[str, PaperCase]) -> None:
     """Pre-LN's fall with depth, Post-LN's rise; LayerNorm Scaling's fall faster, not slower."""
     steps = {
         (name, label): np.diagonal(matrix, 1)
@@ -207,7 +207,7 @@ def test_angles_before_training(cases: dict[str, Case]) -> None:
     assert max(pre.max(), scaled.max()) < 0.5
 
 
-def test_small_branches_keep_tokens_apart(cases: dict[str, Case]) -> None:
+def test_small_branches_keep_tokens_apart(cases: dict[str, PaperCase]) -> None:
     found = cases["small_branches"].predicted
     for norm in ("pre", "post"):
         assert found[f"{norm}, lambda = 1, beta = 1"] > 0.99
@@ -216,7 +216,7 @@ def test_small_branches_keep_tokens_apart(cases: dict[str, Case]) -> None:
     assert kept < found["pre, lambda^2 = 1 - 1/N, beta^2 = 1/N"] - 0.1
 
 
-def test_relu_polynomial_is_the_least_squares_to_a_digit(cases: dict[str, Case]) -> None:
+def test_relu_polynomial_is_the_least_squares_to_a_digit(cases: dict[str, PaperCase]) -> None:
     found = cases["relu_polynomial"].predicted
     assert found["least squares, r"] == pytest.approx(0.7, abs=0.05)
     assert found["least squares, r^2"] == pytest.approx(0.3, abs=0.05)
@@ -229,7 +229,7 @@ def test_relu_polynomial_is_the_least_squares_to_a_digit(cases: dict[str, Case])
     )
 
 
-def test_attention_tends_to_uniform_with_the_head_width(cases: dict[str, Case]) -> None:
+def test_attention_tends_to_uniform_with_the_head_width(cases: dict[str, PaperCase]) -> None:
     case = cases["uniformity"]
     assert case.predicted["exponent from d_k = 1000"] == pytest.approx(-2, abs=0.1)
     rng = np.random.default_rng(5)
@@ -248,14 +248,14 @@ def test_attention_tends_to_uniform_with_the_head_width(cases: dict[str, Case]) 
         assert predicted == pytest.approx(np.mean(found), rel=0.1)
 
 
-def test_query_value_ratio_is_uniform_for_small_inputs(cases: dict[str, Case]) -> None:
+def test_query_value_ratio_is_uniform_for_small_inputs(cases: dict[str, PaperCase]) -> None:
     found = cases["query_value_ratio"].predicted
     assert found["deviation 0.1: largest |log ratio|"] < 1e-3
     assert found["deviation 0.5: largest |log ratio|"] < 0.2
     assert found["deviation 1: largest |log ratio|"] > 0.5
 
 
-def test_pre_ln_keeps_query_gradients(cases: dict[str, Case]) -> None:
+def test_pre_ln_keeps_query_gradients(cases: dict[str, PaperCase]) -> None:
     found = cases["gradients_in_depth"].predicted
     assert found["post: correlation, last layer"] > 0.999
     assert found["pre: correlation, last layer"] < 0.95

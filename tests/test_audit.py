@@ -18,7 +18,7 @@ import small_modules  # noqa: E402
 from moments.show.expected import tail_probability  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.audit import audit  # noqa: E402
-from moments.torch.entries import Entries, truncated_kurtosis  # noqa: E402
+from moments.torch.entries import EntryMoments, truncated_kurtosis  # noqa: E402
 from moments.torch.initialize import initialize  # noqa: E402
 from moments.torch.probe import Slope, regress  # noqa: E402
 from moments.torch.roles import roles_of  # noqa: E402
@@ -175,7 +175,7 @@ def test_false_alarms_of_the_chi_square_limit():
     """Exact for normal entries: at probability q, a share q of right tensors fails."""
     generator = torch.Generator().manual_seed(3)
     draws = torch.randn((4000, 600), generator=generator)
-    found = [Entries.of(row) for row in draws]
+    found = [EntryMoments.of(row) for row in draws]
     below = sum(tail_probability(e.square, e.spread) < 0.02 for e in found)
     assert abs(below - 80) < 4.5 * math.sqrt(80)
 
@@ -186,11 +186,11 @@ def test_statistics_of_known_distributions():
     cut = stats.truncnorm(-2, 2)
     assert truncated_kurtosis(2.0) == pytest.approx(float(cut.stats("k")) + 3, rel=1e-9)
     generator = torch.Generator().manual_seed(4)
-    uniform = Entries.of(torch.rand(20000, generator=generator) - 0.5)
+    uniform = EntryMoments.of(torch.rand(20000, generator=generator) - 0.5)
     assert uniform.kurtosis == pytest.approx(1.8, abs=0.05)
     assert uniform.distribution == "uniform"
-    assert Entries.of(torch.randn(20000, generator=generator)).distribution == "normal"
-    assert Entries.of(torch.zeros(9)).distribution == "zero"
+    assert EntryMoments.of(torch.randn(20000, generator=generator)).distribution == "normal"
+    assert EntryMoments.of(torch.zeros(9)).distribution == "zero"
 
 
 # --- seven planted bugs ---------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moments import (
     ValidityWarning,
     Weights,
     predict,
+    simulate,
 )
 from moments.engine.classes import ClassMatrix, one_class
 from moments.engine.response import Elementwise, Sublayer
@@ -600,6 +602,39 @@ def test_overlaps_of_an_unknown_text() -> None:
         each.append((overlap.pairs**2).sum() / overlap.diagonal.sum() ** 2)
     found = mean_square(alike).total(length) / (length * alike.overlap.diagonal) ** 2
     assert float(found) == pytest.approx(np.mean(each), rel=0.06)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_a_tied_head_that_finds_its_token(norm: str) -> None:
+    """Tables of variance 1, on unknown texts: next to nothing is left of what two tokens' gradients
+    have in common, and how that varies over texts is no multiple of it. Against draws of texts and
+    weights, whose deviations have a statistical error of 10 %."""
+    words, length = 200, 32
+    model = Transformer(
+        2,
+        64,
+        4,
+        length,
+        causal=True,
+        norm=norm,
+        dropout=0.0,
+        embedding=Embedding(words, 1.0, positions="none"),
+        head=Head(),
+    )
+    random, often = np.random.default_rng(0), 1 / np.arange(1, words + 1)
+    logs = []
+    for seed in range(50):
+        text = random.choice(words, length, p=often / often.sum())
+        drawn = simulate(model, seeds=1, batch=1, seed=seed, token_ids=text)
+        logs.append(np.log(drawn.grad_variance))
+    measured = np.std(logs, axis=0, ddof=1)
+    for tokens in (True, None):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ValidityWarning)
+            low, high = predict(model, tokens=tokens).grad_variance_band
+        found = np.log(high / low) / (2 * NORMAL_95)
+        np.testing.assert_allclose(found[:2], measured[:2], rtol=0.3)
+        assert found[2] < 1.4 * measured[2]
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

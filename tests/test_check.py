@@ -355,6 +355,11 @@ from checked_gpt import Config, build
 def right(): return build(Config(n_layer=2, n_embd=48, block_size=16), 1)
 def wrong(): return build(Config(n_layer=2, n_embd=48, block_size=16, slip="gains drawn"), 1)
 def broken(): raise RuntimeError("no such\\nthing")
+def number(): return 7
+def loud():
+    module = wrong()
+    module.register_forward_pre_hook(lambda *_: print("running"))
+    return module
 """
 
 
@@ -366,12 +371,37 @@ def test_the_command(tmp_path: Path) -> None:
     assert good.exit_code == 0
     assert "nothing found wrong" in good.output
     assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
-    bad = run(app, ["check", f"{file}:wrong", "--json"])
+    bad = run(app, ["check", f"{file}:loud", "--json"])
     assert bad.exit_code == 1
-    data = json.loads(bad.output)
+    data = json.loads(bad.stdout)
     assert not data["healthy"]
     assert data["findings"][0]["kind"] == "norm gain"
     for name in ("broken", "absent"):
         with pytest.raises(moments.MomentsError) as error:
             run(app, ["check", f"{file}:{name}"], catch_exceptions=False, standalone_mode=False)
         assert "\n" not in str(error.value)
+
+
+def test_a_module_of_ones_own_is_audited(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.format(folder=str(ROOT / "benchmarks")))
+    run = CliRunner().invoke
+    found = run(app, ["audit", f"{file}:loud", "--scheme", "scaled-init", "--json"])
+    assert found.exit_code == 1
+    data = json.loads(found.stdout)
+    offenders = {f["role"] for f in data["findings"] if f["passed"] is False}
+    assert {role for role in offenders if role.endswith("gain")} == {
+        f"{name}.norm.gain" for name in ("attention", "ffn", "final")
+    }
+    good = run(app, ["audit", f"{file}:right", "--scheme", "scaled-init"])
+    assert good.exit_code == 0
+    for words, said in (
+        ([f"{file}:right"], "pass --scheme or --plan"),
+        ([f"{file}:number"], "must be an nn.Module"),
+        ([f"{file}:right", "--layers", "3"], "--layers is for a module drawn afresh"),
+        ([str(file)], "mine.py:NAME"),
+        (["model.pt"], "a pickle"),
+    ):
+        result = run(app, ["audit", *words])
+        assert isinstance(result.exception, moments.DomainError)
+        assert said in str(result.exception)

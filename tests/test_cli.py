@@ -25,6 +25,7 @@ import moments
 from moments import Transformer
 from moments.cli import app, main
 from moments.cli.base import WIDE, out, scheme_options
+from moments.formulas.registry import STACKS
 
 RUNNER = CliRunner()
 OWN = ["--layers", "3", "--d-model", "64", "--heads", "4", "--seq-len", "32"]
@@ -165,12 +166,12 @@ def test_csv_and_plot(tmp_path: Path) -> None:
 # --- formulas -------------------------------------------------------------------------------------
 
 
-def test_formulas_lists_every_component() -> None:
-    listed = run("formulas")
-    for name in moments.components():
+def test_formulas_lists_every_component_and_whole_networks() -> None:
+    listed, names = run("formulas"), (*moments.components(), *STACKS)
+    for name in names:
         assert name in listed
     assert json.loads(run("formulas", "--json")) == {
-        name: moments.component(name).title for name in moments.components()
+        name: moments.component(name).title for name in names
     }
 
 
@@ -557,6 +558,7 @@ def test_values_of_axes() -> None:
         ("layers=range:1:7:3", [1, 4, 7]),
         ("layers=log:1:4:3", [1, 2, 4]),
         ("layers=log:1:3:4", [1, 2, 3]),
+        ("layers=1,2.0", [1, 2]),
         ("dropout=lin:0:0.2:3", [0.0, 0.1, 0.2]),
         ("scheme=none,deepnorm", [None, "deepnorm"]),
         ("theory=published", ["published"]),
@@ -584,6 +586,8 @@ def test_values_of_axes() -> None:
         (("--axis", "layers=1", "--plot", "a.bmp"), "ends in"),
         (("--axis", "layers=1,2", "--line", "rank"), "over a map"),
         (("--axis", "heads=3", "--layers", "1"), "every configuration is refused"),
+        (("--axis", "layers=2,3.5"), "layers = 3.5: must be a whole number"),
+        (("--layers", "1", "--axis", "heads=2.5"), "heads = 2.5: must be a whole number"),
     ],
 )
 def test_a_bad_sweep_says_what_is_wrong(arguments: tuple[str, ...], said: str) -> None:
@@ -596,7 +600,7 @@ def test_a_bad_sweep_says_what_is_wrong(arguments: tuple[str, ...], said: str) -
     ("arguments", "said"),
     [
         (("solve", "bert-tiny", "dslm"), "`moments solve --help` has examples"),
-        (("predict", "mine.py:make"), "is for `moments check FILE.py:NAME`"),
+        (("predict", "mine.py:make"), "`moments check` and `moments audit`, as FILE.py:NAME"),
         (("compare-schemes", "bert-tiny", "--correlation", "nan"), "correlation = nan"),
         (("report", "bert-tiny", "--scheme", "nope"), "scheme = 'nope'"),
     ],

@@ -405,6 +405,111 @@ def test_a_window_is_seen_at_the_batchs_own_length() -> None:
     assert (found.model.window, found.model.seq_len) == (20, 32)
 
 
+# --- precision, and adapters ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "kind"), [("timm", torch.float16), ("minGPT", torch.bfloat16)])
+def test_a_module_in_half_precision_is_read_as_in_single(name: str, kind: Any) -> None:
+    module = built(name).to(kind)
+    before = {n: t.clone() for n, t in tensors_of(module).items()}
+    found, wanted = read(module), read(built(name))
+    one, other = fields(found.model), fields(wanted.model)
+    for key, value in other.items():
+        if isinstance(value, float | tuple | list):
+            assert one[key] == pytest.approx(value, rel=0.01), key
+        else:
+            assert one[key] == value, key
+    assert found.roles.roles == wanted.roles.roles
+    assert found.sites == wanted.sites
+    assert all(torch.equal(t, before[n]) for n, t in tensors_of(module).items())
+    module(found.example)  # which it takes as it is
+    assert {p.dtype for p in module.parameters()} == {kind}
+
+
+class Adapted(nn.Module):
+    """A matrix and, beside it, two narrow ones, as adapters are added before fine-tuning."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        for parameter in base.parameters():
+            parameter.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 3, bias=False)
+        self.up = nn.Linear(3, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+        self.dropout = nn.Dropout(0.05)
+
+    def forward(self, x: Any) -> Any:
+        return self.base(x) + 2.0 * self.up(self.down(self.dropout(x)))
+
+
+@pytest.mark.parametrize("name", ["minGPT", "torchtune"])
+def test_adapters_that_add_nothing_yet_are_set_aside(name: str) -> None:
+    wanted, module = read(built(name)), built(name)
+    inner = [(p, m) for p, m in module.named_modules() if isinstance(m, nn.Linear) and "." in p]
+    for path, matrix in inner:
+        owner, _, last = path.rpartition(".")
+        setattr(module.get_submodule(owner), last, Adapted(matrix))
+    assert len(inner) > 3
+    found = read(module)
+    assert fields(found.model) == fields(wanted.model)
+    names = {r.parameter.replace(".base.", "."): r for r in found.roles.roles}
+    assert names.keys() == {r.parameter for r in wanted.roles.roles}
+    assert {n for n in found.roles.unidentified if ".base." not in n} >= {
+        f"{path}.{part}.weight" for path, _ in inner for part in ("down", "up")
+    }
+    assert any("adapters" in doubt for doubt in found.doubts)
+    with torch.no_grad():
+        for _, part in module.named_modules():
+            if isinstance(part, Adapted):
+                part.up.weight.normal_(0, 0.1)
+    assert read(module).model is None
+
+
+class Whole(nn.Module):
+    """A matrix as whole numbers and a factor."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.step = float(base.weight.detach().abs().max()) / 127
+        self.register_buffer("numbers", (base.weight.detach() / self.step).round().to(torch.int8))
+
+    def forward(self, x: Any) -> Any:
+        return x @ (self.step * self.numbers.to(x.dtype)).T
+
+
+class Routed(nn.Module):
+    """Every token through the one of two blocks that it chooses."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.choice = nn.Linear(own_styles.WIDTH, 2, bias=False)
+        self.experts = nn.ModuleList([base, copy.deepcopy(base)])
+
+    def forward(self, x: Any) -> Any:
+        rows = x.flatten(0, 1)
+        best, made = self.choice(rows).argmax(-1), torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            (taken,) = torch.where(best == number)
+            made = made.index_add(0, taken, expert(rows[taken]))
+        return made.view_as(x)
+
+
+def test_a_refusal_says_what_makes_a_module_unreadable() -> None:
+    module = built("minGPT")
+    for path, matrix in list(module.named_modules()):
+        if isinstance(matrix, nn.Linear) and "." in path:
+            owner, _, last = path.rpartition(".")
+            setattr(module.get_submodule(owner), last, Whole(matrix))
+    with pytest.raises(moments.MomentsError, match="integers: pass the module before it is quant"):
+        read(module)
+    module = built("torchtitan")
+    for layer in module.layers.values():
+        layer.feed_forward = Routed(layer.feed_forward)
+    with pytest.raises(moments.MomentsError, match=r"layers.0.feed_forward chooses by its numbers"):
+        read(module)
+
+
 # --- modules without storage ----------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 from moments.torch import audit, describe, initialize, weight_statistics  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.assumptions import WeightStatistics  # noqa: E402
-from moments.torch.entries import Entries  # noqa: E402
+from moments.torch.entries import EntryMoments  # noqa: E402
 from moments.torch.roles import roles_of  # noqa: E402
 from moments.torch.snippet import snippet, tensor_table  # noqa: E402
 
@@ -199,7 +199,7 @@ def test_the_spectral_edge_of_independent_entries():
     deviations = []
     for _ in range(40):
         block = torch.randn((40, 100), generator=generator)
-        s = WeightStatistics.of(role, block, Entries.of(block))
+        s = WeightStatistics.of(role, block, EntryMoments.of(block))
         deviations.append((s.spectral - 1) / s.spectral_error)
     # The Tracy-Widom law of real matrices has mean -1.21 and deviation 1.27.
     assert abs(np.mean(deviations) + 1.21) < 5 * 1.27 / math.sqrt(40)

@@ -16,7 +16,7 @@ from moments import DomainError
 from moments.errors import brief, unknown_name
 from moments.files import DEEPEST, read_json, read_object, replacing
 from moments.papers.validation import store
-from moments.papers.validation.store import Stored
+from moments.papers.validation.store import StoredSimulation
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_where_no_file_can_be_written(
     assert os.listdir(tmp_path) == ["folder"]
 
 
-def entry(seeds: int = 3) -> Stored:
+def entry(seeds: int = 3) -> StoredSimulation:
     rows = dict.fromkeys(store.KEPT, np.ones(3))
-    return Stored("0" * 16, seeds, 1.0, rows, rows, {}, {})
+    return StoredSimulation("0" * 16, seeds, 1.0, rows, rows, {}, {})
 
 
 def test_runs_side_by_side_keep_each_other_s_results(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import mpmath as mp
@@ -30,6 +31,7 @@ from moments.formulas.activation import GELU_TANH
 from moments.formulas.algebra import FLOAT, NUMPY
 from moments.formulas.checks import Interval
 from moments.formulas.law import QUANTITIES, THEORIES, Law, Source
+from moments.formulas.registry import ELSEWHERE, STACKS, component
 from moments.formulas.symbols import SYMBOLS
 
 ACTIVATIONS = tuple(sorted({*CLOSED, *GRIDDED}))
@@ -303,6 +305,18 @@ def test_exact_law_has_a_reference_and_meets_it(name: str, quantity: str, law: L
         # Near its zeros a law is compared on the scale of what it subtracts.
         scale = max([abs(v) for n, v in point.items() if "variance" in n], default=1.0)
         assert value == pytest.approx(expected, rel=1e-10, abs=1e-14 * scale), point
+
+
+@pytest.mark.parametrize("word", ELSEWHERE)
+def test_what_is_no_component_says_where_it_stands(word: str) -> None:
+    root = Path(moments.__file__).parents[1]
+    with pytest.raises(moments.DomainError, match=f"'{word}': not of one component; see"):
+        component(word)
+    for place in ELSEWHERE[word].split("; "):
+        if place.endswith(".py"):
+            assert (root / place.rpartition(" ")[2]).exists()
+        elif not place.startswith("docs/theory/"):  # whose headings `test_theory_pages` holds
+            assert component(place) is STACKS[place]
 
 
 def test_references_belong_to_components() -> None:

@@ -499,11 +499,37 @@ def test_hook_points_are_a_template():
     np.testing.assert_array_equal(found.grad_variance, given.grad_variance)
 
 
-def frozen():
+@pytest.mark.parametrize("kept", ["nothing", "all but the tables", "one matrix"])
+def test_gradients_pass_what_is_frozen(kept: str) -> None:
+    whole = measured_by.measure(build_module(GPT2), IDS)
     module = build_module(GPT2)
-    for parameter in module.parameters():
-        parameter.requires_grad = False
-    return module
+    for name, parameter in module.named_parameters():
+        learns = {"all but the tables": ".h." in name, "one matrix": "h.1.mlp.c_fc.weight" in name}
+        parameter.requires_grad_(learns.get(kept, False))
+    before = [p.requires_grad for p in module.parameters()]
+    found = measured_by.measure(module, IDS)
+    np.testing.assert_allclose(found.grad_variance, whole.grad_variance, rtol=1e-6)
+    assert [p.requires_grad for p in module.parameters()] == before
+    names = ["parameter", "layer", "weight"]
+    rows, every = (m.weight_gradients().set_index(names) for m in (found, whole))
+    learning = {n for n, p in module.named_parameters() if p.requires_grad}
+    assert {name for name, *_ in rows.index} == learning
+    norms = every.loc[rows.index, "squared_norm"]
+    given = rows["squared_norm"].to_numpy(float)
+    np.testing.assert_allclose(given, norms.to_numpy(float), rtol=1e-6, atol=1e-12)
+
+
+class Cut(torch.nn.Module):
+    """Whose first part is run without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.first(x)
+        return self.second(x)
 
 
 IDS = np.full((1, 8), 7)
@@ -513,7 +539,13 @@ IDS = np.full((1, 8), 7)
     ("call", "kind", "text"),
     [
         (lambda: measured_by.measure(Plain(), torch.ones(1, 2, 4)), MomentsError, "sites="),
-        (lambda: measured_by.measure(frozen(), IDS), MomentsError, "unfreeze"),
+        (
+            lambda: measured_by.measure(
+                Cut(), torch.ones(1, 2, 4), sites=[(0, "stream", "second", "input")]
+            ),
+            MomentsError,
+            "layer 0, stream: no gradient reaches",
+        ),
         (lambda: measured_by.measure(build_module(BERT), IDS), DomainError, "labels"),
         (lambda: measured_by.measure(build_module(T5), IDS), DomainError, "module_batch"),
         (lambda: text_batch(VIT, seq_len=8), DomainError, "image_batch"),

@@ -36,7 +36,7 @@ from moments.papers.validation.grid import (
     subset,
 )
 from moments.papers.validation.report import class_tables, page, plot_errors
-from moments.papers.validation.store import STREAM, Stored, load, run_grid
+from moments.papers.validation.store import STREAM, StoredSimulation, load, run_grid
 from moments.show.report import render
 
 DOCS = Path(__file__).parent.parent / "docs" / "validation.md"
@@ -45,7 +45,7 @@ JUDGED = tuple(c for c in (*BASELINES, *QUICK) if c.layers <= 36)
 
 
 @pytest.fixture(scope="module")
-def stored() -> dict[str, Stored]:
+def stored() -> dict[str, StoredSimulation]:
     return load()
 
 
@@ -134,7 +134,7 @@ def test_doubled_and_scaled_weights() -> None:
 # --- stored simulations ---------------------------------------------------------------------------
 
 
-def test_stored_simulations_are_those_of_the_grid(stored: dict[str, Stored]) -> None:
+def test_stored_simulations_are_those_of_the_grid(stored: dict[str, StoredSimulation]) -> None:
     assert set(stored) == {c.name for c in GRID}
     for c in GRID:
         entry = stored[c.name]
@@ -151,7 +151,7 @@ def test_stored_simulations_are_those_of_the_grid(stored: dict[str, Stored]) -> 
     assert store.packaged().stat().st_size < 1_500_000
 
 
-def test_stored_simulations_start_from_what_was_asked(stored: dict[str, Stored]) -> None:
+def test_stored_simulations_start_from_what_was_asked(stored: dict[str, StoredSimulation]) -> None:
     for c in GRID:
         entry = stored[c.name]
         imposed = ((0, "variance", 1.0), (0, "correlation", c.correlation))
@@ -160,14 +160,14 @@ def test_stored_simulations_start_from_what_was_asked(stored: dict[str, Stored])
             assert abs(entry.values[name][index] - value) < 5 * entry.stderr[name][index], c.name
 
 
-def test_a_geometric_mean_is_below_the_mean(stored: dict[str, Stored]) -> None:
+def test_a_geometric_mean_is_below_the_mean(stored: dict[str, StoredSimulation]) -> None:
     for entry in stored.values():
         typical = np.exp(entry.values["log_grad_variance"])
         assert np.all(typical <= entry.values["grad_variance"] * (1 + 1e-5))
 
 
 @pytest.mark.parametrize("c", QUICK, ids=lambda c: c.name)
-def test_simulating_again_agrees(c: Configuration, stored: dict[str, Stored]) -> None:
+def test_simulating_again_agrees(c: Configuration, stored: dict[str, StoredSimulation]) -> None:
     """Other random numbers, 6 draws that scatter as those stored did."""
     pytest.importorskip("torch")
     first, second = stored[c.name], store.simulate_one(c, seeds=6, seed=1)
@@ -195,7 +195,7 @@ def test_a_run_continues_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     simulated: list[str] = []
     simulate_one = store.simulate_one
 
-    def recorded(c: Configuration, **options: Any) -> Stored:
+    def recorded(c: Configuration, **options: Any) -> StoredSimulation:
         simulated.append(c.name)
         return simulate_one(c, **options)
 
@@ -259,7 +259,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 # --- measures of error ----------------------------------------------------------------------------
 
 
-def _known(c: Configuration, entry: Stored, **factors: float) -> SimpleNamespace:
+def _known(c: Configuration, entry: StoredSimulation, **factors: float) -> SimpleNamespace:
     """A prediction off by known amounts: logarithms of the gradient, parts of the rest."""
     inside = np.arange(c.layers + 1) < c.layers
     after = np.arange(c.layers + 1) > 0
@@ -275,7 +275,7 @@ def _known(c: Configuration, entry: Stored, **factors: float) -> SimpleNamespace
     )
 
 
-def test_measures_of_known_errors(stored: dict[str, Stored]) -> None:
+def test_measures_of_known_errors(stored: dict[str, StoredSimulation]) -> None:
     c = next(c for c in QUICK if c.causal and c.norm == "pre")
     entry = stored[c.name]
     known = {"grad": -0.3, "variance": 0.1, "correlation": -0.2, "profile": 0.7}
@@ -298,7 +298,9 @@ def test_measures_of_known_errors(stored: dict[str, Stored]) -> None:
     assert math.isnan(result["typical"])
 
 
-def test_the_geometric_mean_is_judged_where_it_is_predicted(stored: dict[str, Stored]) -> None:
+def test_the_geometric_mean_is_judged_where_it_is_predicted(
+    stored: dict[str, StoredSimulation],
+) -> None:
     c = next(c for c in ARRAY if c.norm == "post" and c.layers == 96 and not c.causal)
     entry = stored[c.name]
     published = moments.predict(c.model, **c.ends, theory="published")
@@ -329,7 +331,7 @@ def test_published_errors_and_what_is_not_covered() -> None:
     assert worst(frame, "published", 1)["grad_beyond"].item() == published["grad_beyond"].max()
 
 
-def test_what_was_not_simulated_is_refused(stored: dict[str, Stored]) -> None:
+def test_what_was_not_simulated_is_refused(stored: dict[str, StoredSimulation]) -> None:
     c = QUICK[0]
     for missing in ({}, {c.name: replace(stored[c.name], digest="0" * 16)}):
         with pytest.raises(DomainError, match="validate --run"):
@@ -443,7 +445,7 @@ def test_command_runs_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert data.read_text() == before
 
 
-def test_by_layer_shows_both_sides(stored: dict[str, Stored]) -> None:
+def test_by_layer_shows_both_sides(stored: dict[str, StoredSimulation]) -> None:
     c = QUICK[0]
     prediction = moments.predict(c.model, **c.ends, theory="published")
     frame = by_layer(c, prediction, stored[c.name])

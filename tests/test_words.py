@@ -234,7 +234,7 @@ def test_a_law_is_scaled_as_if_token_by_token() -> None:
     weight = np.full((1, 1), 1.0)  # one over the tokens, times the tokens
     token = np.full((1, 1), 1.0 / length)
     every = slice(0, 1)
-    sums = Sums(mixture, every, every, weight, weight, token, token, each, each)
+    sums = Sums.of(mixture, (every, every), (weight, weight), (token, token), (each, each))
     kinds = [
         (np.full((1, 1), own[kind] - value), np.full((1, 1, 1), value))
         for kind, value in enumerate((others, same))
@@ -281,3 +281,24 @@ def test_parts_multiply_by_themselves() -> None:
     one = (ids[:, None] == ids[None, :]) & off
     assert of_kinds[1][1].item() == pytest.approx(product[one].mean(), rel=2e-3)
     assert of_kinds[0][1].item() == pytest.approx(product[~one & off].mean(), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("seed", "model"), [(5, llama(0.1)), (5, gpt(0.12))], ids=["llama", "gpt2"]
+)
+def test_texts_of_few_words(
+    seed: int, model: moments.Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cells that hold more of one word than words of its frequency make up of the text: their
+    tokens' frequencies agree, and no word's sum over keys turns negative. GPT-2's logit variance
+    is beyond 12 here, which predictions warn of."""
+    monkeypatch.setattr("moments.prediction.predict.LONGEST_TEXT", 64)
+    text = zipf_text(seed, vocab_size=150, length=144)
+    by_token, by_word = (
+        predicted(model.replace(seq_len=144), token_ids=text, tokens=kind) for kind in (True, None)
+    )
+    assert isinstance(by_word.layout.classes, TextClasses)
+    np.testing.assert_allclose(by_word.variance, by_token.variance, rtol=0.05)
+    np.testing.assert_allclose(by_word.correlation, by_token.correlation, atol=0.03)
+    np.testing.assert_allclose(by_word.grad_variance[1:], by_token.grad_variance[1:], rtol=0.03)
+    assert by_word.grad_variance[0] == pytest.approx(by_token.grad_variance[0], rel=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DomainError
+from ..errors import DomainError, MomentsError, brief, domain_error
 from ..files import read_object
 from .base import (
     CsvOption,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     examples=(
         "audit checkpoint/",
         "audit checkpoint/ --scheme dslm",
+        "audit train.py:build --scheme scaled-init",
         "audit model.safetensors --plan plan.json --csv tensors.csv",
         "audit bert-tiny --seed 3",
     )
@@ -43,8 +45,9 @@ def audit(
     module: Annotated[
         str,
         typer.Argument(
-            help="A checkpoint's folder or .safetensors file with config.json beside it, or a "
-            "preset or config.json, whose module is then drawn afresh.",
+            help="FILE.py:NAME, where NAME is a module or gives one (or a module and a batch) when "
+            "called; or a checkpoint's folder or .safetensors file with config.json beside it; or "
+            "a preset or config.json, whose module is then drawn afresh.",
             show_default=False,
         ),
     ],
@@ -66,6 +69,7 @@ def audit(
     """
     from ..scheme.registry import scheme as known
     from ..torch.audit import audit as check
+    from .check import running
 
     if scheme is not None and plan is not None:
         raise DomainError("--scheme and --plan both say what is right: give one")
@@ -76,9 +80,10 @@ def audit(
         known(scheme)
     # What is wrong with a plan is said before a module is built, which may take minutes.
     wanted: Any = scheme if plan is None else _planned(plan)
-    target = _module(module, layers, seed)
-    expected = _architecture(target) if wanted is None else wanted
-    report = check(target, expected, options=options or None)
+    target, batch = _module(module, layers, seed)
+    expected = _promised(target) if wanted is None else wanted
+    with running(module):
+        report = check(target, expected, batch=batch, options=options or None)
     if csv is not None:
         write_csv(report.to_frame(), csv)
     if as_json:
@@ -107,32 +112,50 @@ def _finite(row: dict[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _module(name: str, layers: int | None, seed: int) -> Any:
+def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
+    """A module, and what its author runs it on where they say so."""
     from ..model.presets import preset
     from ..torch.checkpoints import load
     from ..torch.huggingface_modules import build_module
+    from .check import made, refuse_pickle
 
-    path = Path(name)
+    refuse_pickle("MODULE", name)
+    path, (file, colon, inside) = Path(name), name.rpartition(":")
+    own = bool(colon) and file.endswith(".py")
     if name in preset.names():
-        return build_module(preset.config(name), seed, layers=layers)
+        return build_module(preset.config(name), seed, layers=layers), None
     stored = os.path.isdir(path) and any(path.glob("*.safetensors"))
-    if stored or path.suffix == ".safetensors":
+    if stored or own or path.suffix == ".safetensors":
         if layers is not None:
-            raise DomainError("--layers is for a module drawn afresh: a checkpoint has its own")
-        return load(path)
+            raise DomainError("--layers is for a module drawn afresh: this one has its own")
+        return made(file, inside, "MODULE") if own else (load(path), None)
+    if path.suffix == ".py":
+        raise DomainError(f"MODULE = {brief(name)}: say what in it: {name}:NAME")
     if os.path.exists(path):
-        return build_module(name, seed, layers=layers)
-    raise no_preset("MODULE", name, "a checkpoint, a config nor a preset")
+        return build_module(name, seed, layers=layers), None
+    raise no_preset("MODULE", name, "FILE.py:NAME, a checkpoint, a config nor a preset")
 
 
-def _architecture(module: Any) -> Transformer:
-    """What a module's own config promises."""
+def _promised(module: Any) -> Transformer:
+    """What a module's own config promises, or torch's own class.
+
+    Raises:
+        DomainError: neither says anything.
+    """
+    import torch
+
     from ..torch.architecture import architecture_of
+    from ..torch.running import unwrapped
 
-    model = architecture_of(module)
-    if model is None:
-        raise DomainError("the module's architecture is not known: pass --plan")
-    return model
+    if not isinstance(module, torch.nn.Module):
+        raise domain_error("MODULE", type(module).__name__, "an nn.Module")
+    with contextlib.suppress(MomentsError):
+        if (found := architecture_of(unwrapped(module))) is not None:
+            return found
+    raise DomainError(
+        f"nothing in {type(module).__name__} says how it is meant to be drawn: pass --scheme or "
+        "--plan; `moments check` says what its weights look like"
+    )
 
 
 def _planned(plan: Path) -> Transformer:

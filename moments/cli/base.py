@@ -377,7 +377,7 @@ def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -
     near = get_close_matches(name[:100], preset.names(), cutoff=0.7)
     remedy = f"did you mean {' or '.join(near)}?" if near else ""
     if not remedy and ".py" in name and "FILE.py" not in expected:
-        remedy = "a module of one's own is for `moments check FILE.py:NAME` and `moments audit`"
+        remedy = "a module of one's own is for `moments check` and `moments audit`, as FILE.py:NAME"
     remedy = remedy or f"presets: {', '.join(preset.names())}"
     return DomainError(f"{argument} = {brief(name)}: neither {expected}; {remedy}")
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,9 +92,10 @@ def check(
 def _checked(subject: str, scheme: str | None, seq_len: int | None) -> Any:
     import moments
 
+    refuse_pickle("SUBJECT", subject)
     file, colon, name = subject.rpartition(":")
     if colon and file.endswith(".py"):
-        module, batch = _made(file, name)
+        module, batch = made(file, name, "SUBJECT")
     elif _stored(subject):
         module, batch = subject, None
     elif subject.endswith(".py"):
@@ -107,14 +109,24 @@ def _checked(subject: str, scheme: str | None, seq_len: int | None) -> Any:
         raise no_preset("SUBJECT", subject, "FILE.py:NAME, a file nor a preset")
     if seq_len is not None:
         raise DomainError("--seq-len is for a config: a module reads its own batch")
-    try:
+    with running(subject):
         return moments.check(module, batch, scheme=scheme)
+
+
+@contextlib.contextmanager
+def running(subject: str) -> Iterator[None]:
+    """A user's module is run: what it prints is no result, and why it cannot be read one line."""
+    file, _, name = subject.rpartition(":")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     except MomentsError as error:
-        # What could not be read is told in a line; a draft of its mapping is another command's.
+        # A draft of its mapping is another command's.
         why = str(error).splitlines()[0]
         if file.endswith(".py"):
             why = why.replace("pass batch=", f"let {name}() return (module, batch)")
-        raise MomentsError(f"{subject} cannot be checked: {why}") from None
+        kind = DomainError if isinstance(error, DomainError) else MomentsError
+        raise kind(f"{subject} cannot be checked: {why}") from None
 
 
 def _stored(subject: str) -> bool:
@@ -123,11 +135,32 @@ def _stored(subject: str) -> bool:
     return folder or subject.endswith(".safetensors")
 
 
-def _made(file: str, name: str) -> tuple[Any, Any]:
-    """The module that a user's file makes, and its batch where it gives one."""
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+
+
+def refuse_pickle(argument: str, name: str) -> None:
+    """Say what to do with a file that may run code as it is read.
+
+    Raises:
+        DomainError: it is one.
+    """
+    if Path(name).suffix in PICKLES:
+        raise DomainError(
+            f"{argument} = {brief(name)}: a pickle, which may run code as it is read: name "
+            "model.safetensors with its config.json beside it, or load it in a file of your own "
+            "and name FILE.py:NAME"
+        )
+
+
+def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
+    """The module that a user's file makes, and its batch where it gives one.
+
+    Raises:
+        DomainError: no such file, or no such name in it.
+    """
     path = Path(file)
     if not path.is_file():
-        raise DomainError(f"SUBJECT: no file {brief(file)}")
+        raise DomainError(f"{argument}: no file {brief(file)}")
     with refused(file), contextlib.redirect_stdout(sys.stderr):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
@@ -138,9 +171,9 @@ def _made(file: str, name: str) -> tuple[Any, Any]:
         spec.loader.exec_module(loaded)
         if not hasattr(loaded, name):
             raise DomainError(f"{file} has no {brief(name)}")
-        made = getattr(loaded, name)
-        if (callable(made) and not hasattr(made, "forward")) or isinstance(made, type):
-            made = made()
-    if isinstance(made, tuple) and len(made) == 2:
-        return made
-    return made, None
+        found = getattr(loaded, name)
+        if (callable(found) and not hasattr(found, "forward")) or isinstance(found, type):
+            found = found()
+    if isinstance(found, tuple) and len(found) == 2:
+        return found
+    return found, None

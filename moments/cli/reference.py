@@ -59,11 +59,11 @@ def formulas(
 
         print(formula_page(), end="")
         return
+    from ..formulas.registry import STACKS, components
     from ..formulas.registry import component as find
-    from ..formulas.registry import components
 
     if component is None:
-        names = [find(name) for name in components()]
+        names = [find(name) for name in (*components(), *STACKS)]
         if as_json:
             print(json.dumps({record.name: record.title for record in names}, indent=2))
             return

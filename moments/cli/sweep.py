@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -115,23 +115,22 @@ def sweep(
 
     if not axis:
         raise DomainError("no --axis given: add one such as --axis layers=12,24,48")
-    options: dict[str, Any] = {}
+    options: dict[str, _Values] = {}
     for text in axis:
-        name, values = _axis(text)
+        name, spelled = _axis(text)
         if name in options:
             raise domain_error("--axis", text, f"once for each name: {name} is given twice")
-        options[name] = values
+        options[name] = spelled
     sizes = {"layers": layers, "d_model": d_model, "heads": heads, "seq_len": seq_len}
     if model is None:  # what varies need not be said twice
         sizes = {
-            name: options[name][0] if size is None and name in options else size
+            name: _whole(name, options[name])[0] if size is None and name in options else size
             for name, size in sizes.items()
         }
-        sizes = {n: v if v is None else round(v) for n, v in sizes.items()}
     described, known = declared(model, sizes)
     axes = {
-        name: _whole(values) if _counts(described, name) else values
-        for name, values in options.items()
+        name: _whole(name, spelled) if _counts(described, name) else spelled.values
+        for name, spelled in options.items()
     }
     if quantity not in QUANTITIES:
         raise unknown_name("--quantity", quantity, QUANTITIES)
@@ -189,7 +188,19 @@ def _processes(jobs: int) -> concurrent.futures.Executor:
     return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context)
 
 
-def _axis(text: str) -> tuple[str, list[Any]]:
+class _Values(NamedTuple):
+    """Of one --axis.
+
+    Attributes:
+        values: in the order given.
+        stepped: whether they are a progression's, which nobody spelled out.
+    """
+
+    values: list[Any]
+    stepped: bool
+
+
+def _axis(text: str) -> tuple[str, _Values]:
     """Name and values of one --axis."""
     name, sign, spelled = text.partition("=")
     if not sign or not name or not spelled:
@@ -197,8 +208,8 @@ def _axis(text: str) -> tuple[str, list[Any]]:
         raise domain_error("--axis", text, allowed)
     kind, colon, rest = spelled.partition(":")
     if colon and kind in ("log", "lin", "range"):
-        return name, _progression(text, kind, rest.split(":"))
-    return name, [_value(one, text) for one in spelled.split(",")]
+        return name, _Values(_progression(text, kind, rest.split(":")), True)
+    return name, _Values([_value(one, text) for one in spelled.split(",")], False)
 
 
 def _progression(text: str, kind: str, parts: list[str]) -> list[Any]:
@@ -227,9 +238,16 @@ def _progression(text: str, kind: str, parts: list[str]) -> list[Any]:
     raise domain_error("--axis", text, allowed)
 
 
-def _whole(values: list[Any]) -> list[Any]:
-    """Steps of a progression rounded, each once; what is no number stays."""
-    return list(dict.fromkeys(round(v) if isinstance(v, float) else v for v in values))
+def _whole(name: str, given: _Values) -> list[Any]:
+    """Steps of a progression rounded, each once; what is no number stays.
+
+    Raises:
+        DomainError: a fraction that was spelled out.
+    """
+    for value in given.values:
+        if isinstance(value, float) and value % 1 and not given.stepped:
+            raise domain_error(f"--axis {name}", value, "a whole number")
+    return list(dict.fromkeys(round(v) if isinstance(v, float) else v for v in given.values))
 
 
 def _counts(model: Transformer, name: str) -> bool:

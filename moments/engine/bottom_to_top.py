@@ -75,13 +75,13 @@ class BottomToTop(Component):
         norm = self.norm.propagate(attention.output, run)
         ffn = self.ffn.propagate(norm.output, run)
         children = attention, norm, ffn
-        output = Sum.of(self, signal, children).output()
+        output = DoubleSum.of(self, signal, children).output()
         return run.passed(Record(self, run.layer, signal, output, children))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         run.met(record, gradient)
         attention, norm, ffn = record.children
-        total = Sum.of(self, record.input, record.children)
+        total = DoubleSum.of(self, record.input, record.children)
         run.met(ffn, gradient)
         ffn = total.ffn_completed(record.output, gradient, ffn, run)
         norm = self.norm.backpropagate(norm, ffn.gradient_sent, run)
@@ -99,7 +99,7 @@ class BottomToTop(Component):
 
     def sublayer(self, record: Record, around: Around) -> Sublayer:
         sublayers = [one.component.sublayer(one, around) for one in record.children]
-        carried = Sum.of(self, record.input, record.children).carried
+        carried = DoubleSum.of(self, record.input, record.children).carried
         carried = around.by_token(carried, record.input.kernel).astype(SINGLE)
         return bypassed((sublayers[0], sublayers[1], sublayers[2]), carried, around.kernels(record))
 
@@ -117,7 +117,7 @@ class BottomToTop(Component):
         return amplitude + inner
 
 
-class Sum(NamedTuple):
+class DoubleSum(NamedTuple):
     """A layer with a second connection, on its way up.
 
     Attributes:
@@ -137,7 +137,7 @@ class Sum(NamedTuple):
     carried: Array
 
     @classmethod
-    def of(cls, node: BottomToTop, signal: Signal, children: tuple[Record, ...]) -> Sum:
+    def of(cls, node: BottomToTop, signal: Signal, children: tuple[Record, ...]) -> DoubleSum:
         """From the records of a layer's three parts."""
         between, entering, inner = (one.output for one in children)
         carried = np.sqrt(entering.kernel.diagonal / between.kernel.diagonal)

@@ -120,6 +120,28 @@ class PositionClasses:
         return blocks[0]
 
     @property
+    def of_one(self) -> PositionClasses:
+        """Those that `ClassMatrix` is on: of one document."""
+        return self.inside
+
+    def alone(self, own: Array, pairs: Array) -> Matrix:
+        """A matrix of one document, on `of_one`."""
+        return self.blocks(own, pairs)[0]
+
+    def between(self, own: Array, pairs: Array) -> Matrix | None:
+        """That of two, own parts being those of two tokens at one place; None: there is one."""
+        _, *across = self.blocks(own, pairs)
+        return across[0] if across else None
+
+    def over_kinds(self, pairs: Array) -> Array:
+        """(..., P, P) means over what else tells pairs of two cells apart."""
+        return pairs
+
+    def with_kinds(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
+        """The product of two matrices, of that of their means over cells."""
+        return product
+
+    @property
     def there(self) -> NDArray[np.bool_]:
         """(L,), or (documents, longest): whether a document has that position."""
         return np.ones(self.length, dtype=bool)
@@ -1016,13 +1038,13 @@ class ClassMatrix:
     order of a cell in how a mask's edge is met.
 
     Attributes:
-        own: (..., P) entries of a token with itself.
-        pairs: (..., P, P) of two different tokens.
-        classes: the positions, or one class of tokens alike.
+        own: (..., nodes) entries of a token with itself.
+        pairs: (..., nodes, nodes) of two different tokens.
+        classes: the positions, those of a text's words, or one class of tokens alike.
     """
 
     __array_ufunc__ = None
-    __slots__ = ("_apart", "_counted", "classes", "own", "pairs")
+    __slots__ = ("_apart", "_counted", "_mean", "classes", "own", "pairs")
 
     def __init__(self, own: Array, pairs: Array, classes: PositionClasses) -> None:
         entries, matrix = own.shape, pairs.shape
@@ -1032,10 +1054,11 @@ class ClassMatrix:
             pairs = np.broadcast_to(pairs, (*shape, size, size))
         self.own, self.pairs, self.classes = own, pairs, classes
         self._apart: Array | None = None
+        self._mean: Array | None = None
         self._counted: Array | None = None
 
     @classmethod
-    def of_rows(cls, rows: Array, sight: Sight) -> ClassMatrix:
+    def of_rows(cls, rows: Array, sight: Sight, classes: PositionClasses) -> ClassMatrix:
         """Of what rows give to one key of a class that they see, (..., P, P)."""
         count, inside = sight.classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
         pairs, seen = rows * sight.keys / count, np.diagonal(sight.keys)
@@ -1044,7 +1067,7 @@ class ClassMatrix:
         index = np.arange(len(count))
         pairs[..., index, index] = np.where(several, inside * beside, inside * seen / count)
         own = np.where(several, inside, pairs[..., index, index])
-        return cls(own, pairs, sight.classes)
+        return cls(*classes.everywhere((own, pairs)), classes)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -1066,23 +1089,30 @@ class ClassMatrix:
 
     def row_sums(self) -> Array:
         """(..., P) sums over the second token."""
-        return np.asarray(self.apart + self.pairs @ self.classes.count)
+        return self.classes.repeated(self.apart + self.mean @ self.classes.inside.count)
 
     def trace(self) -> Array:
         return np.asarray((self.own * self.classes.count).sum(-1))
 
     @property
+    def mean(self) -> Array:
+        """(..., P, P) over all pairs of two classes."""
+        if self._mean is None:
+            self._mean = self.classes.over_kinds(self.pairs)
+        return self._mean
+
+    @property
     def apart(self) -> Array:
         """(..., P) what a token has with itself beyond what it has with others of its class."""
         if self._apart is None:
-            self._apart = self.own - diagonal(self.pairs)
+            self._apart = self.own[..., : self.mean.shape[-1]] - diagonal(self.mean)
         return self._apart
 
     @property
     def counted(self) -> Array:
-        """(..., P, P) pairs times the tokens of the first one's class."""
+        """(..., P, P) means times the tokens of the first one's class."""
         if self._counted is None:
-            self._counted = self.classes.count[:, None] * self.pairs
+            self._counted = self.classes.inside.count[:, None] * self.mean
         return self._counted
 
     def __getitem__(self, index: Any) -> ClassMatrix:
@@ -1095,13 +1125,18 @@ class ClassMatrix:
         raise TypeError("a matrix on classes is no array: apply functions of entries `entrywise`")
 
     def __matmul__(self, other: Any) -> Any:
-        apart = self.apart
+        apart, mean = self.apart, self.mean
         if not isinstance(other, ClassMatrix):  # a column per token
-            return apart[..., None] * other + self.pairs @ (self.classes.count[:, None] * other)
+            columns = np.asarray(other)[..., : mean.shape[-1], :]
+            found = apart[..., None] * columns + mean @ (
+                self.classes.inside.count[:, None] * columns
+            )
+            return np.swapaxes(self.classes.repeated(np.swapaxes(found, -1, -2)), -1, -2)
         beyond = other.apart
-        pairs = apart[..., :, None] * other.pairs + self.pairs * beyond[..., None, :]
-        pairs = pairs + self.pairs @ other.counted
-        return ClassMatrix(apart * beyond + diagonal(pairs), pairs, self.classes)
+        pairs = apart[..., :, None] * other.mean + mean * beyond[..., None, :]
+        pairs = pairs + mean @ other.counted
+        product = apart * beyond + diagonal(pairs), pairs
+        return ClassMatrix(*self.classes.with_kinds(product, self, other), self.classes)
 
     def _with(self, other: Any, operation: Any) -> ClassMatrix:
         if isinstance(other, ClassMatrix):

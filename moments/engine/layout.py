@@ -133,7 +133,7 @@ def restarted(position_ids: Any, mask: Any = None) -> np.ndarray | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class SequenceLayout:
     """The sequences of a batch.
 
     Attributes:

@@ -98,8 +98,8 @@ Matrix = Any
 def matrix_of(kernel: Kernel, seq_len: int) -> Matrix:
     """A kernel's entries; tokens alike are one class of `seq_len`."""
     if kernel.classes is not None:  # of one document, for all: others are sequences of a batch
-        inside, *_ = kernel.classes.blocks(kernel.diagonal, kernel.pairs)
-        return ClassMatrix(*inside, kernel.classes.inside)
+        own, pairs = kernel.classes.alone(kernel.diagonal, kernel.pairs)
+        return ClassMatrix(own, pairs, kernel.classes.of_one)
     if kernel.resolved:
         return kernel.pairs
     own, pairs = np.broadcast_arrays(kernel.diagonal, kernel.pairs)

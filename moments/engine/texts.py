@@ -34,11 +34,13 @@ from numpy.typing import NDArray
 
 from .classes import (
     Array,
+    ClassMatrix,
     Matrix,
     PairSums,
     PositionClasses,
     TwiceClasses,
     as_many,
+    diagonal,
     few_points,
     to_total,
 )
@@ -152,8 +154,7 @@ class TextClasses(TwiceClasses):
     def of_kinds(self, others: Array, same: Array) -> Array:
         """(..., 2 P, 2 P) of these."""
         others, same = np.broadcast_arrays(others, same)
-        turned = np.swapaxes(same, -1, -2)
-        top, bottom = (np.concatenate(row, axis=-1) for row in ((others, same), (turned, others)))
+        top, bottom = (np.concatenate(row, axis=-1) for row in ((others, same), (same, others)))
         return np.concatenate([top, bottom], axis=-2)
 
     def _whatever_word(self, own: Array, pairs: Array) -> Matrix:
@@ -168,6 +169,52 @@ class TextClasses(TwiceClasses):
     def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """Of means over cells."""
         return self.one.blocks(own[..., : self.size], self._over_words(pairs))
+
+    @functools.cached_property
+    def of_one(self) -> TextClasses:
+        if len(self.ends) == 1:
+            return self
+        one, (_, share) = self.inside, self.shares[0]
+        counts = self.frequencies, self.others, self.others_across
+        return TextClasses(one.length, np.tile(one.nodes, 2), one, share, *counts)
+
+    def alone(self, own: Array, pairs: Array) -> Matrix:
+        if len(self.ends) == 1:
+            return own, pairs
+        inside, _, alike, _ = self.told_apart(own, pairs)
+        return self.of_one.joined(inside, alike)
+
+    def between(self, own: Array, pairs: Array) -> Matrix | None:
+        if len(self.ends) == 1:
+            return None
+        (_, (met, across)), inside = self.shares, self.of_one
+        _, (placed, others), _, (together, same) = self.told_apart(own, pairs)
+        # As many words are shared across as inside, and the mean is what it was.
+        beyond = same - others
+        others = others + (across - inside.share) * beyond
+        own = placed + met * (together - placed)
+        return inside.joined((own, others), (own, others + beyond))
+
+    def over_kinds(self, pairs: Array) -> Array:
+        return self._over_words(pairs)
+
+    def with_kinds(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
+        """By parts: what a token has with itself beyond two words stands by itself."""
+        (own, pairs), share, count = product, self.share, self.inside.count
+        (first, left), (second, right) = (self._beyond(matrix) for matrix in (one, other))
+        often = float(self.frequencies.of_pairs[1:] @ self.others)
+        beyond = first[..., :, None] * right + left * second[..., None, :]
+        beyond = beyond + left @ ((often * count)[:, None] * right)
+        others = pairs - share * beyond
+        # Of a token with itself the other one is of its word for both, or for neither.
+        spread = share * (1.0 - share) * (count - np.eye(len(count)))
+        alone = own + (left * spread * np.swapaxes(right, -1, -2)).sum(-1)
+        return self._twice(alone), self.of_kinds(others, others + beyond)
+
+    def _beyond(self, matrix: ClassMatrix) -> Matrix:
+        """What a token has with itself, and with others of its word, beyond two words."""
+        others, same = self.kinds(matrix.pairs)
+        return matrix.own[..., : self.size] - diagonal(others), same - others
 
     def told_apart(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """Of two words, and then of one."""

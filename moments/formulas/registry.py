@@ -77,6 +77,40 @@ STACKS: dict[str, ComponentLaws] = {
 }
 
 
+_POSITIONS = "docs/theory/attention.md, Rotary positions"
+_PENALTIES = "docs/theory/state.md, Distance penalties"
+_BIASES = "docs/theory/state.md, Relative biases"
+_LOGITS = "docs/theory/attention.md, What stands between tokens and logits"
+_STEP = "docs/theory/first-step.md, One matrix"
+
+# What no component has for itself, by the words one would look for, and where it is told.
+ELSEWHERE = {
+    "rotary": _POSITIONS,
+    "rope": _POSITIONS,
+    "alibi": _PENALTIES,
+    "relative_bias": _BIASES,
+    "t5": _BIASES,
+    "sinusoidal": "docs/theory/state.md, Sinusoidal positions",
+    "window": "docs/theory/state.md, Windows",
+    "causal": "docs/theory/state.md, Classes of positions",
+    "padding": "docs/theory/state.md, Several sequences",
+    "packing": "docs/theory/state.md, Several sequences",
+    "qk_norm": _LOGITS,
+    "logit_softcap": _LOGITS,
+    "row_statistics": "docs/theory/softmax.md, What is needed",
+    "sink": "docs/theory/softmax.md, What is needed (sinks are not modelled)",
+    "residual": "correlated_residual; docs/theory/gradients.md, Lost directions",
+    "b2t": "docs/theory/gradients.md, A second connection",
+    "dslm": "dslm_chain; its scales in moments/scheme/dslm.py",
+    "lns": "curse_of_depth; its scales in moments/model/transformer.py",
+    "band": "docs/theory/band.md, One draw",
+    "tied": "docs/theory/loss.md, Tied rows",
+    "sgd": _STEP,
+    "adam": _STEP,
+    "muon": _STEP,
+}
+
+
 def component(name: str) -> ComponentLaws:
     """The laws of one component.
 
@@ -91,7 +125,9 @@ def component(name: str) -> ComponentLaws:
             return known[name]
     if name in activation_names() or leaky_slope(name) is not None:
         return activation_laws(name)
-    raise unknown_name("component", name, components())
+    if name in ELSEWHERE:
+        raise DomainError(f"component = {name!r}: not of one component; see {ELSEWHERE[name]}")
+    raise unknown_name("component", name, (*components(), *STACKS))
 
 
 def components() -> tuple[str, ...]:

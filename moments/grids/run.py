@@ -34,7 +34,7 @@ from ..prediction.predict import predict
 from .axes import MOMENTS, Axes, Value
 from .result import STREAM, Sweep
 from .store import Row, Store, opened
-from .together import Found, kind, predict_together
+from .together import GroupMoments, kind, predict_together
 
 MOST_TOGETHER = 256
 """Configurations in one pass: twice the cost each of ten times as many, and results to keep every
@@ -252,7 +252,7 @@ class _Work:
             return None
         return [self._row(point, found, i) for i, point in enumerate(points)]
 
-    def _row(self, point: _Point, found: Found, i: int) -> Row:
+    def _row(self, point: _Point, found: GroupMoments, i: int) -> Row:
         depth = point.model.layers + 1
         stream = [values[i, :depth] for values in found.stream]
         outputs = {name: float(values[i]) for name, values in found.outputs.items()}

@@ -28,7 +28,7 @@ from ..transfer.architecture import declare, declare_layer
 
 
 @dataclass(frozen=True)
-class Found:
+class GroupMoments:
     """Moments of the stream of several configurations, as far as each is deep.
 
     Attributes:
@@ -73,7 +73,7 @@ def predict_together(
     theory: Theory,
     moments: Mapping[str, np.ndarray],
     batch: int = 1,
-) -> Found:
+) -> GroupMoments:
     """`predict` of several configurations of one `kind` at once, tokens alike.
 
     Args:
@@ -103,7 +103,7 @@ def predict_together(
         for name in ("loss", "loss_stderr", "logit_variance")
         if getattr(p, name) is not None
     }
-    return Found(tuple(np.broadcast_to(v, shape) for v in stream), outputs, p.warnings)
+    return GroupMoments(tuple(np.broadcast_to(v, shape) for v in stream), outputs, p.warnings)
 
 
 class _Together(Stack):

@@ -89,7 +89,7 @@ from ..engine.state import Array
 from ..engine.trace import Trace
 from ..errors import listed
 from .alike import Alike, across_sequences, sublayer_starts
-from .network import Network, OneByOne, Walk
+from .network import Network, OneByOne, SensitivityWalk
 
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
@@ -161,10 +161,10 @@ def between_documents(trace: Trace) -> list[Matrix] | None:
     for signal in (*(one.input for one in records), records[-1].output):
         kernel = signal.second_moment()
         assert kernel.classes is not None
-        _, *across = kernel.classes.blocks(kernel.diagonal, kernel.pairs)
-        if not across:
+        across = kernel.classes.between(kernel.diagonal, kernel.pairs)
+        if across is None:
             return None
-        found.append(ClassMatrix(*across[0], kernel.classes.inside).astype(SINGLE))
+        found.append(ClassMatrix(*across, kernel.classes.of_one).astype(SINGLE))
     return found
 
 
@@ -172,7 +172,9 @@ def _means(matrices: Sequence[Matrix]) -> list[Array]:
     return [total(one) / count_of(one) ** 2 for one in matrices]
 
 
-def shared(layers: Sequence[Layer], trace: Trace, walk: Walk, batch: float) -> Sequence[Array]:
+def shared(
+    layers: Sequence[Layer], trace: Trace, walk: SensitivityWalk, batch: float
+) -> Sequence[Array]:
     """What sequences that share the weights have in common, before every part and behind all."""
     if batch == 1:
         return (0.0,)

@@ -233,7 +233,9 @@ class _Ending:
         width: features that the matrix multiplies.
         agreement, effect: how far tokens' D_ii vary together, and how much, over draws.
         batch: sequences that share the weights.
-        unknown: (..., L, L) Var D_ij over texts, relative to their mean squares.
+        unknown: (..., L, L) variance of `received` over texts, that of D_ij. (Relative to a pair's
+            own mean it would be without bound where a tied head finds what it reads, whose pairs
+            share next to nothing.)
         shared: E of the squares of what a token's gradient shares with those of other sequences,
             summed over them, relative to that of all its own.
     """
@@ -269,18 +271,19 @@ class _Ending:
         none = 0.0 * back
         pairs = (matrix_of(kernel, length) + 0.0 * base).astype(SINGLE)
         answer = Elementwise(none, none, back, change, own, pairs, none + 1)
-        square = matrix_of(readout.overlap, length) ** 2
-        excess = matrix_of(mean_square(readout), length) - square
-        excess = entrywise(lambda more, of: ratio(np.maximum(more, 0.0), of), excess, square)
+        excess = matrix_of(mean_square(readout), length) - matrix_of(readout.overlap, length) ** 2
+        size = readout.scale**2 * readout.weight_variance
+        unknown = entrywise(lambda more: np.maximum(more, 0.0), excess) * size**2
+        unknown = in_units(unknown, unit**2)
         drawn = logit_agreement(readout), logit_effect(readout), batch
         shared = (batch - 1) * across(readout)
-        return cls(answer, received, float(readout.width), *drawn, excess, shared)
+        return cls(answer, received, float(readout.width), *drawn, unknown, shared)
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         step, weighted = self.answer.gradient_adjoint(sensitivity), sensitivity * self.received
         noise = 2 / self.width * paired(sensitivity, self.received, self.received)
         own = own_entries(sensitivity)
-        spread = self.unknown * self.received**2 * own[..., :, None] * own[..., None, :]
+        spread = self.unknown * own[..., :, None] * own[..., None, :]
         noise += 2 / self.width * (total(spread) + self.shared)
         tokens = row_sums(weighted)
         met = (self.agreement @ tokens[..., :, None])[..., 0]

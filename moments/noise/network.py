@@ -105,7 +105,7 @@ class Down(NamedTuple):
     adjoint: SignalAdjoint
 
 
-class Walk(Protocol):
+class SensitivityWalk(Protocol):
     """The ways of sensitivities through all parts."""
 
     @property
@@ -282,7 +282,7 @@ class Network:
 
     def __init__(
         self,
-        walk: Walk,
+        walk: SensitivityWalk,
         first: Signal,
         batch: float,
         overlaps: Sequence[Array],
@@ -303,7 +303,7 @@ class Network:
         self.width = first.width
         self._coherence: dict[int, Array] = {}
 
-    def along(self, walk: Walk) -> Network:
+    def along(self, walk: SensitivityWalk) -> Network:
         """The same on another walk through the same parts."""
         end = self.top, self.end
         found = Network(walk, self.first, self.batch, self.overlaps, end, self.across)

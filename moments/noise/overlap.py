@@ -76,7 +76,7 @@ from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Trace, weight_rows
 
 
-class Overlaps(NamedTuple):
+class StackOverlaps(NamedTuple):
     """Overlaps over a whole stack.
 
     Attributes:
@@ -97,7 +97,7 @@ class Overlaps(NamedTuple):
         ]
 
 
-def stack_overlaps(stack: Record, memory: float | None = None) -> Overlaps:
+def stack_overlaps(stack: Record, memory: float | None = None) -> StackOverlaps:
     """Follow nu through the layers.
 
     Args:
@@ -111,10 +111,10 @@ def stack_overlaps(stack: Record, memory: float | None = None) -> Overlaps:
             entering = before[unit.first].variance
             for name, factor in unit_growth(unit, entering).items():
                 walk.growth[chain.layer, name] = factor
-    return Overlaps(walk.attended, walk.growth, last.variance)
+    return StackOverlaps(walk.attended, walk.growth, last.variance)
 
 
-class Unit(NamedTuple):
+class ChainUnit(NamedTuple):
     """A unit in a chain.
 
     Attributes:
@@ -132,7 +132,7 @@ class Unit(NamedTuple):
     along: float
 
 
-def units(chain: Record) -> Iterator[Unit]:
+def units(chain: Record) -> Iterator[ChainUnit]:
     """The units of a chain that a gradient has come back through."""
     parts = [one.component for one in chain.children]
     for index, part in enumerate(parts):
@@ -145,7 +145,7 @@ def units(chain: Record) -> Iterator[Unit]:
         # scales do not change what a gain meets, nor masks what a matrix does
         before = [p for p in parts[:first] if p.normalises or not p.rescales]
         behind = [p for p in parts[index + 1 :] if not p.masks]
-        yield Unit(
+        yield ChainUnit(
             first,
             chain.children[first : index + 1],
             before[-1].gain_name if before else None,
@@ -154,7 +154,7 @@ def units(chain: Record) -> Iterator[Unit]:
         )
 
 
-def unit_growth(unit: Unit, variance: float) -> dict[str, float]:
+def unit_growth(unit: ChainUnit, variance: float) -> dict[str, float]:
     """Factors on squared gradient norms, by name.
 
     Args:
@@ -188,7 +188,7 @@ def unit_growth(unit: Unit, variance: float) -> dict[str, float]:
 
 
 def _norms(
-    unit: Unit,
+    unit: ChainUnit,
     kernel: Kernel,
     pairs: Array,
     tokens: Signal,

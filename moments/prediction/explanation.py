@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine.composition import Addition, Component
-from ..engine.layout import Layout
+from ..engine.layout import SequenceLayout
 from ..engine.state import Kernel, observed
 from ..engine.trace import Record, Run
 from ..errors import DomainError, domain_error
@@ -85,7 +85,7 @@ class Log:
         names: where the registry has each law (`names_of_laws`).
     """
 
-    def __init__(self, layout: Layout, names: dict[Formula, tuple[str, str]]) -> None:
+    def __init__(self, layout: SequenceLayout, names: dict[Formula, tuple[str, str]]) -> None:
         self.layout, self.names = layout, names
         self.steps: list[Step] = []
         self._where = ("", "")

@@ -13,13 +13,11 @@ import numpy as np
 from ..engine.classes import (
     MOST_WINDOWS,
     PER_OCTAVE,
-    DocumentClasses,
     PositionClasses,
-    TwiceClasses,
     both_sides,
     documents_on,
 )
-from ..engine.layout import Layout
+from ..engine.layout import SequenceLayout
 from ..engine.neighbours import NeighbouringClasses, with_neighbours
 from ..engine.state import Gradient, Kernel
 from ..engine.texts import TextClasses
@@ -206,7 +204,7 @@ def predict(
         )
         encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
     alone = None
-    if isinstance(stack.classes, DocumentClasses | TwiceClasses):
+    if stack.classes is not None and stack.classes.of_one is not stack.classes:
         given = (grad_variance, grad_correlation)
         alone = functools.partial(_of_one_document, stack, stack.classes.ends, given, batch)
     found = stack.prediction(batch, outcome, encoder, alone=alone)
@@ -231,7 +229,7 @@ def _of_one_document(
 def _read_by(
     encoder: Transformer,
     decoder: Transformer,
-    layout: Layout,
+    layout: SequenceLayout,
     trace: Trace,
     output: OutputMoments | None,
 ) -> Any:

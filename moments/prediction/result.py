@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..engine.layout import Layout
+from ..engine.layout import SequenceLayout
 from ..engine.texts import TextClasses
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ..engine.composition import Chain
-    from ..noise.overlap import Overlaps
+    from ..noise.overlap import StackOverlaps
     from ..step.result import FirstStep
     from .stack import OuterWeights
 
@@ -92,7 +92,7 @@ class Prediction:
     token_grad_variance: np.ndarray | None
     warnings: tuple[str, ...]
     trace: Trace = field(repr=False)
-    layout: Layout = field(default_factory=Layout, repr=False)
+    layout: SequenceLayout = field(default_factory=SequenceLayout, repr=False)
     batch: int = field(default=1, repr=False)
     loss: Any = None
     loss_stderr: Any = None
@@ -228,7 +228,7 @@ class Prediction:
         return self._overlaps.weights(self.trace)
 
     @functools.cached_property
-    def _overlaps(self) -> Overlaps:
+    def _overlaps(self) -> StackOverlaps:
         """How much two tokens' overlap varies at every attention (refined theory)."""
         from ..noise.overlap import stack_overlaps
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.classes import BothSides, DocumentClasses, PositionClasses, TwiceClasses
+from ..engine.classes import BothSides, DocumentClasses, PositionClasses
 from ..engine.composition import Chain, sum_of
-from ..engine.layout import Layout, by_document, check_documents, spans
+from ..engine.layout import SequenceLayout, by_document, check_documents, spans
 from ..engine.program import Replayed, replayed
 from ..engine.state import Array, Gradient, Kernel, Signal
 from ..engine.texts import TextClasses, text_classes, zipf_classes
@@ -156,20 +156,20 @@ class Stack:
             sequences = self.first.pairs.shape[-1] // model.seq_len
         if self.classes is not None and len(self.classes.ends) > 1:
             sequences = inputs.sequences
-        self.layout = Layout(sequences, real, self.documents, self.classes)
+        self.layout = SequenceLayout(sequences, real, self.documents, self.classes)
 
     def alone(self) -> Stack:
         """Of several documents, the stack of one that is like them on average; of neighbours, that
         of means over cells."""
         several = self.classes
         assert several is not None
-        (first, *_), one = several.blocks(self.first.diagonal, self.first.pairs), several.inside
+        first, one = several.alone(self.first.diagonal, self.first.pairs), several.of_one
         found = copy.copy(self)
         found.resolved = found.classes = one
-        if isinstance(several, TwiceClasses):
-            found.counted = several.one
+        if len(several.ends) == 1:
+            found.counted = one
         found.first = Kernel(*first, one)
-        found.layout = Layout(classes=one)
+        found.layout = SequenceLayout(classes=one)
         found.run = Run()
         found._embedding = found._layers = found._ending = found._logits = None
         return found
@@ -544,7 +544,7 @@ def _each(value: Array) -> Any:
     return float(value) if np.ndim(value) == 0 else np.asarray(value, dtype=float)
 
 
-def _by_token(stream: list[Any], layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def _by_token(stream: list[Any], layout: SequenceLayout) -> tuple[np.ndarray, np.ndarray]:
     """Variances of signal and gradient, shape (..., N + 1, L)."""
     gradients = [point.gradient.kernel.diagonal for point in stream if point.gradient is not None]
     shape = np.broadcast_shapes(*(np.shape(g) for g in gradients))

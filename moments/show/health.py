@@ -30,7 +30,7 @@ from ..prediction.predict import predict
 from .expected import TOLERANCE, point_log_variance
 from .health_page import notebook, page
 from .precision import FORMATS, precision
-from .recognition import Reading, Weight, in_words, recognise, weights_of
+from .recognition import Weight, WeightRule, in_words, recognise, weights_of
 from .report import number, render
 
 if TYPE_CHECKING:
@@ -760,7 +760,7 @@ def check_declared(
     )
 
 
-def _slipped(reading: Reading, weights: Sequence[Weight]) -> Trouble:
+def _slipped(reading: WeightRule, weights: Sequence[Weight]) -> Trouble:
     assert reading.meant is not None
     off = [
         w

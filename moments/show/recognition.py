@@ -63,7 +63,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Reading:
+class WeightRule:
     """One rule for the weights.
 
     Attributes:
@@ -120,7 +120,7 @@ def recognise(
     model: Transformer,
     promised: Transformer | None = None,
     by: str = "config",
-) -> Reading:
+) -> WeightRule:
     """The reading that explains most matrices; of several the first, the promised one foremost.
 
     Known slips are read too, last: a slip is what the weights are of where it explains more than
@@ -132,7 +132,7 @@ def recognise(
         promised: what the network itself says of its initialisation.
         by: what of it says so.
     """
-    best: Reading | None = None
+    best: WeightRule | None = None
     for reading in _readings(weights, model, promised, by):
         read = _held(reading, weights)
         best = read if best is None or len(read.explained) > len(best.explained) else best
@@ -148,26 +148,26 @@ def recognise(
 
 def _readings(
     weights: Sequence[Weight], model: Transformer, promised: Transformer | None, by: str
-) -> Iterator[Reading]:
+) -> Iterator[WeightRule]:
     base = plain(model)
     if promised is not None:
         words = f"the initialisation that its {by} promises ({in_words(promised)})"
-        yield Reading(words, promised)
+        yield WeightRule(words, promised)
     rules = _RULES if base.layers > 1 else _RULES[:1]
     bases = {rule.words: _base(weights, rule, base) for rule in (*rules, *_SLIPS)}
     for rule in rules:
         if (variance := bases[rule.words]) > 0:
-            yield Reading(rule.title(base, variance), rule.drawn(base, variance))
+            yield WeightRule(rule.title(base, variance), rule.drawn(base, variance))
     for title, fans in _FANS:
         # Left as torch draws it, a Linear keeps torch's bias too.
         start = model if title.startswith("torch") else base
-        yield Reading(title, _by_fans(weights, start, fans))
+        yield WeightRule(title, _by_fans(weights, start, fans))
     yield from _published(base, [s.name for s in schemes() if s.name not in SLOW])
     if base.layers > 1:
         for rule in _SLIPS:
             if (variance := bases[rule.words]) > 0:
                 meant = _SCALED.drawn(base, variance)
-                yield Reading(rule.title(base, variance), rule.drawn(base, variance), meant)
+                yield WeightRule(rule.title(base, variance), rule.drawn(base, variance), meant)
     yield from _fused(weights, base)
 
 
@@ -179,7 +179,7 @@ def plain(model: Transformer) -> Transformer:
     return model.replace(biases=biases)
 
 
-def _held(reading: Reading, weights: Sequence[Weight]) -> Reading:
+def _held(reading: WeightRule, weights: Sequence[Weight]) -> WeightRule:
     explained: set[Owner] = set()
     left: set[Owner] = set()
     for weight in weights:
@@ -332,7 +332,7 @@ def _pooled(group: Sequence[Weight], rule: _Rule, model: Transformer) -> float:
 # --- published, and by fans -----------------------------------------------------------------------
 
 
-def _published(base: Transformer, names: Sequence[str]) -> Iterator[Reading]:
+def _published(base: Transformer, names: Sequence[str]) -> Iterator[WeightRule]:
     """Schemes that set weights, in each of their variants."""
     for name in names:
         known = scheme(name)
@@ -346,12 +346,12 @@ def _published(base: Transformer, names: Sequence[str]) -> Iterator[Reading]:
                 continue
             told = ", ".join(f"{key}={value}" for key, value in options.items())
             title = f"{name}{f' ({told})' if told else ''}: {known.title}"
-            yield Reading(title, found, published=True)
+            yield WeightRule(title, found, published=True)
     if "scaled-init" in names:
         for variant in ("olmo", "sun"):
             with without_warnings():
                 found = base.with_scheme("scaled-init", variant=variant)
-            yield Reading(f"scaled-init ({variant})", found, published=True)
+            yield WeightRule(f"scaled-init ({variant})", found, published=True)
 
 
 def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -378,7 +378,7 @@ def _by_fans(weights: Sequence[Weight], base: Transformer, rule: Fans) -> Transf
     return base.replace(weights=base.weights.replace(**by_name))
 
 
-def _fused(weights: Sequence[Weight], base: Transformer) -> Iterator[Reading]:
+def _fused(weights: Sequence[Weight], base: Transformer) -> Iterator[WeightRule]:
     """Xavier's rule with the fans of one matrix that holds query, key and value."""
     assert base.weights is not None
     meant = _by_fans(weights, base, lambda i, o: 2 / (i + o))
@@ -387,7 +387,7 @@ def _fused(weights: Sequence[Weight], base: Transformer) -> Iterator[Reading]:
     assert meant.weights is not None
     wrong = meant.weights.replace(**dict.fromkeys(fans, 2 / (fan_in + fan_out)))
     words = "xavier, but with the fans of query, key and value as one fused matrix"
-    yield Reading(words, meant.replace(weights=wrong), meant)
+    yield WeightRule(words, meant.replace(weights=wrong), meant)
 
 
 def in_words(model: Transformer) -> str:

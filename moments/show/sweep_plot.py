@@ -57,7 +57,7 @@ BOUNDARIES = (
 """Colour, rim, width and dashes of lines over a map; one that lies on another leaves it seen."""
 
 
-class Boundary(NamedTuple):
+class LevelLine(NamedTuple):
     """A line over a map: where a quantity of the same two axes crosses a level.
 
     Attributes:
@@ -85,7 +85,7 @@ def plot_sweep(
     quantity: str,
     by: str | None,
     name: str | None,
-    lines: Iterable[Boundary],
+    lines: Iterable[LevelLine],
 ) -> Figure:
     """See `Sweep.plot`."""
     if quantity not in sweep.values:
@@ -188,7 +188,7 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Figure:
 
 
 def _maps(
-    sweep: Sweep, x: str, y: str, by: str | None, quantity: str, lines: tuple[Boundary, ...]
+    sweep: Sweep, x: str, y: str, by: str | None, quantity: str, lines: tuple[LevelLine, ...]
 ) -> Figure:
     values = _array(sweep, quantity, (by, x, y))
     panels = values if by is not None else values[None]
@@ -274,7 +274,7 @@ def _map(
     return mesh
 
 
-def _boundaries(ax: Panel, sweep: Sweep, x: str, y: str, lines: tuple[Boundary, ...]) -> None:
+def _boundaries(ax: Panel, sweep: Sweep, x: str, y: str, lines: tuple[LevelLine, ...]) -> None:
     """Rimmed lines, told apart by width and dashes and named in a legend."""
     if not lines:
         return

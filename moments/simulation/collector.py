@@ -92,9 +92,12 @@ class Collector:
             DomainError: `x` is not (batch, L, features), or holds inf or nan.
         """
         if not x.requires_grad:
-            raise MomentsError(f"{places[0]}: the tensor needs no gradient; unfreeze the module")
+            raise MomentsError(
+                f"{_words(places[0])}: no gradient reaches the tensor, which was made under "
+                "torch.no_grad() or detached: let it pass"
+            )
         if again := [place for place in places if place in self.signal]:
-            raise MomentsError(f"{again[0]} is passed twice in one forward pass")
+            raise MomentsError(f"{_words(again[0])} is passed twice in one forward pass")
         self.signal.update(dict.fromkeys(places, self._moments(x, places[0], "activation")))
 
         def on_gradient(gradient: Tensor) -> None:
@@ -120,7 +123,7 @@ class Collector:
             x = x[None] if self._batch_first else x[:, None]
         if x.ndim != 3:
             raise domain_error(
-                f"{place}",
+                _words(place),
                 tuple(x.shape),
                 "a (batch, tokens, features) tensor",
                 "map another tensor",
@@ -130,8 +133,12 @@ class Collector:
         self.sequences = len(x)
         moments = raw_moments(x, self._mask)
         if not np.isfinite(moments.square):
-            raise MomentsError(
-                f"layer {place[0]}, {place[1]}: the {kind} overflows {x.dtype}; "
-                "use float64, fewer layers or a scheme that keeps the variance"
-            )
+            remedy = "use float64, fewer layers or a scheme that keeps the variance"
+            if x.dtype in (torch.float16, torch.bfloat16):
+                remedy = "pass the module in single precision (module.float())"
+            raise MomentsError(f"{_words(place)}: the {kind} overflows {x.dtype}; {remedy}")
         return moments
+
+
+def _words(place: Place) -> str:
+    return f"layer {place[0]}, {place[1]}"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.composition import Chain, Component, Leaf, OfEntry, Pullback, forward
-from ..engine.layout import Layout
+from ..engine.layout import SequenceLayout
 from ..engine.state import Signal
 from ..errors import DomainError
 from ..transfer.attention.self_attention import Attention
@@ -103,7 +103,7 @@ MATRICES = {
 
 
 @dataclass(frozen=True)
-class Given(Leaf):
+class KnownOutput(Leaf):
     """Stands for components whose output is known already."""
 
     output: Signal
@@ -117,7 +117,7 @@ def _no_way_back(_: Any) -> Any:
     raise DomainError("a solver's walk goes forward only")
 
 
-class Block:
+class FreeBlock:
     """A chain of components with free matrices, entered by a signal.
 
     Args:
@@ -135,7 +135,7 @@ class Block:
         chain: Component,
         free: tuple[str, ...],
         signal: Signal,
-        layout: Layout,
+        layout: SequenceLayout,
         memory: Signal | None,
     ) -> None:
         self.name, self.free, self.layout = name, free, layout
@@ -214,7 +214,7 @@ class Block:
         return stage
 
 
-def average(layout: Layout, diagonal: Any) -> float:
+def average(layout: SequenceLayout, diagonal: Any) -> float:
     """Of a number per token: over the real ones."""
     if np.ndim(diagonal) == 0:
         return float(diagonal)

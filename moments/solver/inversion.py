@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine.composition import Component, Residual
-from ..engine.layout import Layout
+from ..engine.layout import SequenceLayout
 from ..engine.state import Signal
 from ..engine.trace import Point
 from ..errors import DomainError, domain_error
@@ -214,7 +214,7 @@ INSIDE = (".heads", ".projection", ".dropout", ".scale")
 class Numbers:
     """Variances of a layer's points, averaged over tokens."""
 
-    def __init__(self, points: list[Point], layout: Layout, memory: Signal | None) -> None:
+    def __init__(self, points: list[Point], layout: SequenceLayout, memory: Signal | None) -> None:
         self.points, self.layout, self.memory = points, layout, memory
 
     def at(self, site: str) -> Point:

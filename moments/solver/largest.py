@@ -131,7 +131,7 @@ def _check_any_depth(model: Transformer) -> None:
         raise domain_error("post_layers", model.post_layers, "0 for a model of any depth")
 
 
-class Reached(NamedTuple):
+class DepthReached(NamedTuple):
     """Where a search for the largest depth ended.
 
     Attributes:
@@ -152,7 +152,7 @@ class _Depths:
         self.goal, self.most, self.progress = goal, most, progress
         self.seen: list[float] = []
 
-    def walked(self, model: Transformer, inputs: Mapping[str, Any]) -> Reached:
+    def walked(self, model: Transformer, inputs: Mapping[str, Any]) -> DepthReached:
         """Layer by layer, to the first that breaks the bound."""
         stack, memory = entered(model.replace(layers=1), inputs)
         check_coverage(model, "refined")
@@ -171,11 +171,11 @@ class _Depths:
                 except (DomainError, OverflowError, ZeroDivisionError):
                     value = math.nan
                 if not value <= self.most:
-                    return Reached(1, value) if depth == 1 else Reached(depth - 1, kept)
+                    return DepthReached(1, value) if depth == 1 else DepthReached(depth - 1, kept)
                 kept = value
                 if depth & (depth - 1) == 0 and (ending := self._ending(depth, value)):
-                    return Reached(depth, value, ending)
-        return Reached(limit, kept, ", where the search ends")
+                    return DepthReached(depth, value, ending)
+        return DepthReached(limit, kept, ", where the search ends")
 
     def _of(self, variance: Any, covariance: Any) -> float:
         moments = {"variance": variance, "correlation": ratio_or_zero(covariance, variance)}
@@ -183,7 +183,7 @@ class _Depths:
 
     def predicted(
         self, model: Transformer, inputs: Mapping[str, Any], value: Callable[[Transformer], float]
-    ) -> Reached:
+    ) -> DepthReached:
         """By doubling, then halving; one more layer than the depth found breaks the bound."""
         limit = _limit(HELD_PAIRS, entered(model.replace(layers=1), inputs)[0].first.pairs)
 
@@ -192,11 +192,11 @@ class _Depths:
 
         low, kept = 1, at(1)
         if not kept <= self.most:
-            return Reached(1, kept)
+            return DepthReached(1, kept)
         broken = limit + 1
         while low < limit:
             if ending := self._ending(low, kept):
-                return Reached(low, kept, ending)
+                return DepthReached(low, kept, ending)
             high = min(2 * low, limit)
             found = at(high)
             if not found <= self.most:
@@ -210,7 +210,7 @@ class _Depths:
                 low, kept = middle, found
             else:
                 broken = middle
-        return Reached(low, kept, ", where the search ends" if low == limit else "")
+        return DepthReached(low, kept, ", where the search ends" if low == limit else "")
 
     def _ending(self, depth: int, value: float) -> str:
         """Note the value at a depth, twice the last one's; words where deeper ones keep the bound.

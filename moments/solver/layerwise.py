@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..engine.composition import Chain, Component, Parallel, Residual, forward
-from ..engine.layout import Layout
+from ..engine.layout import SequenceLayout
 from ..engine.program import (
     LIBRARY,
     NOT_REPLAYED,
@@ -42,7 +42,7 @@ from ..errors import DomainError
 from ..model.transformer import Transformer
 from ..prediction.stack import Stack
 from ..transfer.architecture import declare
-from .block import CLOSE, LIMIT, MATRICES, SECANTS, Block, Given, factor_for, flat, holds
+from .block import CLOSE, LIMIT, MATRICES, SECANTS, FreeBlock, KnownOutput, factor_for, flat, holds
 
 # --- many layers of one shape ---------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class Reached:
 def solve_blocks(
     model: Transformer,
     signal: Signal,
-    layout: Layout,
+    layout: SequenceLayout,
     free: tuple[str, ...],
     target: Target,
     of_sum: bool,
@@ -343,7 +343,7 @@ def solve_blocks(
 class _Walk:
     def __init__(
         self,
-        layout: Layout,
+        layout: SequenceLayout,
         free: tuple[str, ...],
         target: Target,
         of_sum: bool,
@@ -387,11 +387,13 @@ class _Walk:
             for matrix in block.free:
                 self.factors[matrix].append(factor)
                 self.met.add(matrix)
-        added = tuple(Given(block.propagated(f)) for block, f in zip(blocks, chosen, strict=True))
+        added = tuple(
+            KnownOutput(block.propagated(f)) for block, f in zip(blocks, chosen, strict=True)
+        )
         branch = added[0] if len(added) == 1 else Parallel(added)
         return dataclasses.replace(node, branch=branch)
 
-    def _blocks(self, node: Residual, signal: Signal) -> list[Block]:
+    def _blocks(self, node: Residual, signal: Signal) -> list[FreeBlock]:
         parts = flat(node.branch)
         every = tuple(name for names in MATRICES.values() for name in names)
         behind = itertools.takewhile(lambda part: not holds(part, every), reversed(parts))
@@ -406,17 +408,17 @@ class _Walk:
         entering = self._forward(Chain(parts[:-1]), signal)
         return [self._block(_named(branch), branch, entering) for branch in parts[-1].children]
 
-    def _block(self, name: str, chain: Component, signal: Signal) -> Block:
+    def _block(self, name: str, chain: Component, signal: Signal) -> FreeBlock:
         free = tuple(matrix for matrix in MATRICES[name] if matrix in self.free)
-        return Block(name, chain, free, signal, self.layout, self.memory)
+        return FreeBlock(name, chain, free, signal, self.layout, self.memory)
 
-    def _of_output(self, block: Block) -> float:
+    def _of_output(self, block: FreeBlock) -> float:
         wanted = self.target(self.layer, block.name)
         factor, reached = factor_for(block.output, wanted, len(block.free), block.ends)
         self._note(block.name, reached, wanted, abs(reached / wanted - 1) > 1e-9)
         return factor
 
-    def _of_sum(self, node: Residual, signal: Signal, blocks: list[Block]) -> float:
+    def _of_sum(self, node: Residual, signal: Signal, blocks: list[FreeBlock]) -> float:
         name = node.label.partition(".")[0]
         wanted = self.target(self.layer, name)
         kept = node.skip_scale**2 * float(self.layout.token_average(signal.kernel)[0])

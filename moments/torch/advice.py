@@ -31,7 +31,7 @@ BY_DEPTH = "1/sqrt(2 N) of all N layers"
 
 
 @dataclass(frozen=True)
-class Cause:
+class RoleCause:
     """Predicted variance in every layer of the role, and the sentence it stands for."""
 
     variances: tuple[float, ...]
@@ -109,7 +109,7 @@ def _redrawn(model: Transformer, by_head: bool) -> Transformer:
     return model.replace(weights=model.weights.replace(**changed))
 
 
-def by_layer(group: list[Measured], model: Transformer) -> Iterator[Cause]:
+def by_layer(group: list[Measured], model: Transformer) -> Iterator[RoleCause]:
     """Hypotheses that mean another factor in every layer, about all layers of one role."""
     total = model_of_stack(model, group[0].role.stack).layers
     layers = [m.role.layer for m in group]
@@ -121,7 +121,7 @@ def by_layer(group: list[Measured], model: Transformer) -> Iterator[Cause]:
         (-1, f"{BY_DEPTH} was applied for {BY_LAYER}"),
     ):
         variances = tuple(v * (total / n) ** power for v, n in zip(expected, layers, strict=True))
-        yield Cause(variances, f"{words} (N = {total})")
+        yield RoleCause(variances, f"{words} (N = {total})")
 
 
 def causes(
@@ -130,7 +130,7 @@ def causes(
     model: Transformer,
     described: Transformer | None,
     readings: Sequence[Convention] = (),
-) -> Iterator[Cause]:
+) -> Iterator[RoleCause]:
     """Hypotheses about one role, the more specific ones first.
 
     Args:
@@ -149,7 +149,9 @@ def causes(
     for reading in readings:
         if name in ("query", "key", "value"):
             read = model_of_stack(reading.model, stack)
-            yield Cause(tuple(getattr(read.layer_weights(n), name) for n in layers), reading.words)
+            yield RoleCause(
+                tuple(getattr(read.layer_weights(n), name) for n in layers), reading.words
+            )
     if name in MATRICES:
         alike: dict[tuple[float, ...], list[str]] = {}
         for other in MATRICES:
@@ -157,28 +159,32 @@ def causes(
                 variances = tuple(getattr(model.layer_weights(n), other) for n in layers)
                 alike.setdefault(variances, []).append(other)
         for variances, others in alike.items():
-            yield Cause(
+            yield RoleCause(
                 variances,
                 f"it is what the plan gives {' and '.join(others)}: {name} was skipped, or "
                 "took another's scale",
             )
         if described is not None:
             variances = tuple(getattr(described.layer_weights(n), name) for n in layers)
-            yield Cause(variances, "it is the framework's own initialisation, unscaled")
+            yield RoleCause(variances, "it is the framework's own initialisation, unscaled")
         for shift in (1, -1):
             if all(1 <= n + shift <= model.layers for n in layers):
                 variances = tuple(getattr(model.layer_weights(n + shift), name) for n in layers)
-                yield Cause(
+                yield RoleCause(
                     variances,
                     f"it is that of layer l {'+' if shift > 0 else '-'} 1: "
                     "layers are counted from another number",
                 )
     cut = truncated_variance(TRUNCATION)
-    yield Cause(scaled(cut), "a normal cut at two deviations without correcting its variance")
-    yield Cause(scaled(1 / cut), "a correction for truncation where nothing was cut")
-    yield Cause(scaled(cut**2), "a correction for truncation that went the wrong way")
-    yield Cause(tuple(v**2 for v in expected), "the variance was passed as a standard deviation")
-    yield Cause(tuple(v**0.5 for v in expected), "the standard deviation was used as a variance")
+    yield RoleCause(scaled(cut), "a normal cut at two deviations without correcting its variance")
+    yield RoleCause(scaled(1 / cut), "a correction for truncation where nothing was cut")
+    yield RoleCause(scaled(cut**2), "a correction for truncation that went the wrong way")
+    yield RoleCause(
+        tuple(v**2 for v in expected), "the variance was passed as a standard deviation"
+    )
+    yield RoleCause(
+        tuple(v**0.5 for v in expected), "the standard deviation was used as a variance"
+    )
     n = model.layers
     for factor, words in (
         (2.0, "1/N written for 1/(2N), or a factor 2 twice"),
@@ -194,7 +200,7 @@ def causes(
         (0.25, "a factor 1/4"),
     ):
         if factor != 1:
-            yield Cause(scaled(factor), f"{words} (N = {n})" if "N" in words else words)
+            yield RoleCause(scaled(factor), f"{words} (N = {n})" if "N" in words else words)
     for fans, words in (
         (lambda i, o: 1 / (3 * i), "torch's default 1/(3 fan_in)"),
         (lambda i, o: 2 / (i + o), "Xavier's 2/(fan_in + fan_out)"),
@@ -206,12 +212,12 @@ def causes(
         told = name in ("query", "key", "value") and words.startswith("Xavier's 2/") and readings
         if group[0].role.is_matrix and not told:
             variances = tuple(fans(m.role.fan_in, m.role.fan_out) for m in group)
-            yield Cause(variances, f"it is {words}")
-    yield Cause(tuple(0.02**2 for _ in group), "it is 0.02^2, as most language models draw")
+            yield RoleCause(variances, f"it is {words}")
+    yield RoleCause(tuple(0.02**2 for _ in group), "it is 0.02^2, as most language models draw")
     role = group[0].role
     if role.is_matrix and role.fan_in != role.fan_out:
         for factor in (role.fan_in / role.fan_out, role.fan_out / role.fan_in):
-            yield Cause(scaled(factor), "fan_in and fan_out are swapped")
+            yield RoleCause(scaled(factor), "fan_in and fan_out are swapped")
 
 
 FIT = 1e-3
@@ -287,7 +293,7 @@ class Advice(NamedTuple):
     reasons: dict[str, tuple[str, ...]]
 
 
-class Diagnosis(NamedTuple):
+class RoleDiagnosis(NamedTuple):
     """What is wrong with one role: where, by how much, and why."""
 
     name: str
@@ -305,7 +311,7 @@ class Diagnosis(NamedTuple):
         )
 
 
-def _with_common_cause(found: list[Diagnosis]) -> list[Diagnosis]:
+def _with_common_cause(found: list[RoleDiagnosis]) -> list[RoleDiagnosis]:
     """What fits every matrix is likelier than another cause for each."""
     matrices = [set(d.causes) for d in found if d.causes and d.name.split(".")[-1] in MATRICES]
     if len(matrices) < 3 or not (common := set.intersection(*matrices)):
@@ -313,9 +319,9 @@ def _with_common_cause(found: list[Diagnosis]) -> list[Diagnosis]:
     return [d._replace(causes=tuple(c for c in d.causes if c in common) or d.causes) for d in found]
 
 
-def _role_sentences(found: list[Diagnosis]) -> Iterator[str]:
+def _role_sentences(found: list[RoleDiagnosis]) -> Iterator[str]:
     """One each, or one together where the same cause holds in the same layers."""
-    together: dict[Any, list[Diagnosis]] = {}
+    together: dict[Any, list[RoleDiagnosis]] = {}
     for number, diagnosis in enumerate(found):
         shared = (diagnosis.where, diagnosis.causes[:SHOWN]) if diagnosis.causes else number
         together.setdefault(shared, []).append(diagnosis)
@@ -335,7 +341,7 @@ def _diagnosis(
     model: Transformer,
     described: Transformer | None,
     readings: Sequence[Convention],
-) -> Diagnosis:
+) -> RoleDiagnosis:
     name = group[0].role.full_name
     layers = model_of_stack(model, group[0].role.stack).layers
     zeros = [m for m in group if m.expected and m.entries.square == 0]
@@ -344,7 +350,7 @@ def _diagnosis(
         labels = ", ".join(m.role.label for m in zeros[:4])
         more = " ..." if len(zeros) > 4 else ""
         why = "a zero initialisation, or storage that was never filled"
-        return Diagnosis(name, where, 0.0, (), f"is zero{where} ({labels}{more}): {why}")
+        return RoleDiagnosis(name, where, 0.0, (), f"is zero{where} ({labels}{more}): {why}")
     bad = [m for m in group if m.expected and not _within(m, m.expected)] or group
     where = in_layers([m.role.layer for m in bad], layers)
     hypotheses = [(group, cause) for cause in by_layer(group, model)]
@@ -356,14 +362,14 @@ def _diagnosis(
     ]
     ranked = sorted(found, key=lambda pair: -min(pair[0], 0.05))
     words = tuple(dict.fromkeys(word for _, word in ranked))
-    return Diagnosis(name, where, _ratio(bad), words)
+    return RoleDiagnosis(name, where, _ratio(bad), words)
 
 
 def _within(m: Measured, variance: float) -> bool:
     return tail_probability(m.entries.square / variance, m.entries.spread) > 1e-4
 
 
-def _score(group: list[Measured], cause: Cause) -> float:
+def _score(group: list[Measured], cause: RoleCause) -> float:
     """Probability of the worst layer under the cause."""
     worst = 1.0
     for m, variance in zip(group, cause.variances, strict=True):

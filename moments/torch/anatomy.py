@@ -13,7 +13,8 @@ from ..model.huggingface import FAMILIES
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from ..prediction.draws import STREAM, WeightGradient
-from .dataflow import Reading, read
+from .checkpoints import is_meta
+from .dataflow import ModuleReading, read
 from .draft import unread
 from .hook_points import HookPoint, WeightPart, hook_points, points_of, weight_parts
 from .roles import ModuleRoles, roles_of
@@ -35,7 +36,7 @@ class Anatomy:
 
     found: ModuleRoles
     sites: tuple[HookPoint, ...] | None
-    reading: Reading | None = None
+    reading: ModuleReading | None = None
     given: bool = False
 
     def parts(self, module: nn.Module) -> list[tuple[WeightGradient, WeightPart]]:
@@ -120,9 +121,17 @@ def anatomy_of(
         names, sites: for a module of one's own, as in `roles_of`.
 
     Raises:
-        DomainError: a pattern of `names` that matches nothing, or an unknown role.
+        DomainError: a module on the meta device, a pattern of `names` that matches nothing, or an
+            unknown role.
         MomentsError: no family knows the module, and it could not be read.
     """
+    if is_meta(module):
+        name = next(name for name, p in module.named_parameters() if p.is_meta)
+        raise DomainError(
+            f"{name} of {type(module).__name__} is on the meta device, without entries: give the "
+            "module storage (to_empty(device='cpu')) and draw them; moments.torch.describe(module) "
+            "says what its own initialisation would give"
+        )
     given = None if sites is None else points_of(sites)
     if names is not None:
         return Anatomy(roles_of(module, names, given), given, given=given is not None)
@@ -153,7 +162,9 @@ def of_another_type(module: nn.Module) -> bool:
     return hasattr(config, "to_dict") and isinstance(kind, str) and kind not in FAMILIES
 
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Reading]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ModuleReading]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def forget(module: nn.Module) -> None:
@@ -161,7 +172,7 @@ def forget(module: nn.Module) -> None:
     _KNOWN.pop(module, None)
 
 
-def _read(module: nn.Module, batch: Any) -> Reading:
+def _read(module: nn.Module, batch: Any) -> ModuleReading:
     """A module's reading, kept as long as nothing of its structure changes."""
     mark = _structure(module)
     known = _KNOWN.get(module)

@@ -15,13 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import optional
-from .entries import Entries
+from .entries import EntryMoments
 from .findings import Finding
 from .roles import Role, block_of, tensors_of
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
 
 with optional("torch", "torch"):
     import torch
@@ -48,13 +44,13 @@ class WeightStatistics:
     """
 
     role: Role
-    entries: Entries
+    entries: EntryMoments
     spectral: float
     spectral_error: float
     stable_rank: float
 
     @classmethod
-    def of(cls, role: Role, block: Tensor, entries: Entries) -> WeightStatistics:
+    def of(cls, role: Role, block: Tensor, entries: EntryMoments) -> WeightStatistics:
         """Of a matrix, stored either way round, whose entries were looked at."""
         matrix = block.detach().float().reshape(-1, block.shape[-1])
         rows, columns = (math.sqrt(n) for n in matrix.shape)

@@ -21,7 +21,7 @@ from .advice import Advice, Convention, advise, conventions
 from .anatomy import anatomy_of
 from .architecture import resolve
 from .assumptions import Copies, copies, copy_findings, copy_notes
-from .entries import Entries
+from .entries import EntryMoments
 from .expectation import check_fits, scales_of
 from .findings import (
     Finding,
@@ -158,11 +158,11 @@ def audit(
     model, described = resolve(module, plan, names, declared, options)
     check_fits(model, found, described, placement=False)
     readings = conventions(plan, options, model)
-    return audit_read(Read.of(module, found, batch, model), model, described, readings)
+    return audit_read(AuditedModule.of(module, found, batch, model), model, described, readings)
 
 
 @dataclass(frozen=True)
-class Read:
+class AuditedModule:
     """What an audit sees of a module, whatever it is held against.
 
     Attributes:
@@ -177,7 +177,7 @@ class Read:
 
     module: nn.Module
     found: ModuleRoles
-    entries: tuple[tuple[Role, Entries], ...]
+    entries: tuple[tuple[Role, EntryMoments], ...]
     repeated: tuple[Copies, ...]
     probes: tuple[BlockProbe, ...]
     why: str
@@ -185,7 +185,7 @@ class Read:
     _slopes: dict[bool, Slope | None] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
-    def by_role(self) -> dict[Role, Entries]:
+    def by_role(self) -> dict[Role, EntryMoments]:
         """The same as a table."""
         return dict(self.entries)
 
@@ -198,7 +198,9 @@ class Read:
         return self._slopes.get(capped)
 
     @classmethod
-    def of(cls, module: nn.Module, found: ModuleRoles, batch: Any, model: Transformer) -> Read:
+    def of(
+        cls, module: nn.Module, found: ModuleRoles, batch: Any, model: Transformer
+    ) -> AuditedModule:
         """Read the tensors, and run the module once.
 
         Args:
@@ -212,7 +214,7 @@ class Read:
 
 
 def audit_read(
-    read: Read,
+    read: AuditedModule,
     model: Transformer,
     described: Transformer | None,
     readings: Sequence[Convention] = (),
@@ -249,7 +251,7 @@ def audit_read(
 
 def entries_of(
     module: nn.Module, found: ModuleRoles
-) -> tuple[tuple[tuple[Role, Entries], ...], tuple[Copies, ...]]:
+) -> tuple[tuple[tuple[Role, EntryMoments], ...], tuple[Copies, ...]]:
     """Every tensor's entries, and those that are another one's."""
     tensors = tensors_of(module)
     repeated = copies((role, block_of(tensors, role)) for role in found.roles)
@@ -259,7 +261,7 @@ def entries_of(
 
 
 def _weights(
-    entries: Iterable[tuple[Role, Entries]], repeated: Sequence[Copies], model: Transformer
+    entries: Iterable[tuple[Role, EntryMoments]], repeated: Sequence[Copies], model: Transformer
 ) -> tuple[list[Measured], list[Finding]]:
     """Every tensor beside its expectation, and what is wrong with them."""
     measured = measure_roles(model, entries)
@@ -288,7 +290,7 @@ def weight_advice(
     return advise(findings, measured, model, described, readings)
 
 
-def _logits(read: Read, model: Transformer) -> list[Finding]:
+def _logits(read: AuditedModule, model: Transformer) -> list[Finding]:
     """What multiplies the logits against the head's output scale."""
     path = logits_path(read.module, read.found)
     if path is None or model.head is None:
@@ -299,7 +301,7 @@ def _logits(read: Read, model: Transformer) -> list[Finding]:
 
 def _entries(
     module: nn.Module, role: Role, tensors: Mapping[str, Any], rows: Mapping[Any, int]
-) -> Entries:
+) -> EntryMoments:
     block = block_of(tensors, role)
     if role.name.endswith("norm.gain"):
         block = gain_of(module, role, block)
@@ -307,7 +309,7 @@ def _entries(
     if padding is not None and not bool(block[padding].any()):
         keep = [row for row in range(len(block)) if row != padding % len(block)]
         block = block[keep]
-    return Entries.of(block)
+    return EntryMoments.of(block)
 
 
 def _carried(model: Transformer) -> dict[tuple[int, str], float]:

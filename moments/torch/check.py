@@ -40,11 +40,11 @@ from ..show.health import (
     rules,
     stream_numbers,
 )
-from ..show.recognition import Reading, Weight, in_words, recognise
+from ..show.recognition import Weight, WeightRule, in_words, recognise
 from .advice import Advice, advise
 from .anatomy import Anatomy, anatomy_of, forget, of_another_type
 from .architecture import architecture_of, read_architecture
-from .audit import Read, audit_read
+from .audit import AuditedModule, audit_read
 from .batches import measured_gradient, measured_moments
 from .behaviour import behaviour
 from .checkpoints import load
@@ -170,7 +170,7 @@ class _Checking:
         read = at_length(read, self.measurement)
         if self.promised is not None:
             self.promised = at_length(self.promised, self.measurement)
-        self.tensors = Read.of(module, self.found, self.inputs.few, read)
+        self.tensors = AuditedModule.of(module, self.found, self.inputs.few, read)
         self.seen = behaviour(module, self.inputs.few)
         self.idle = tuple(self._unused())
         guess = self.parts.reading is None  # one pass tells what it adds up
@@ -304,7 +304,7 @@ class _Checking:
             read=self.inputs.words,
         )
 
-    def _meant(self) -> tuple[Reading, Transformer, list[str]]:
+    def _meant(self) -> tuple[WeightRule, Transformer, list[str]]:
         """What the weights seem to be, what they are held against, and remarks."""
         weights = [
             Weight(
@@ -621,7 +621,7 @@ class _Weights:
     def __init__(
         self,
         checking: _Checking,
-        reading: Reading,
+        reading: WeightRule,
         target: Transformer,
         advice: Advice,
         strict: bool,
@@ -978,7 +978,7 @@ def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transfor
     return model
 
 
-def _with_weights(model: Transformer, read: Read) -> Transformer:
+def _with_weights(model: Transformer, read: AuditedModule) -> Transformer:
     """An architecture with the variances that a module's matrices have."""
     assert model.weights is not None
     layers = range(1, model.layers + 1)

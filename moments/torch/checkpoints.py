@@ -16,10 +16,6 @@ from ..model.huggingface.config import read_config
 
 with optional("torch", "torch"):
     import torch
-    from torch import nn
-
-with optional("torch", "torch"):
-    import torch
     from torch import Tensor, nn
 
 

@@ -49,7 +49,7 @@ LARGE_GRADIENT = 100.0
 ten times what one draw does in a deep Post-LN stack."""
 
 
-class Row(NamedTuple):
+class LookRow(NamedTuple):
     """One number of one step.
 
     Attributes:
@@ -136,7 +136,7 @@ class Watch:
             raise domain_error("writer", type(writer).__name__, allowed)
         self.module, self.every, self.loss = module, every, loss
         self.writer, self.say = writer, say
-        self.rows: list[Row] = []
+        self.rows: list[LookRow] = []
         self.seconds, self.looks, self.steps = 0.0, 0, 0
         self._unwritten, self._words = 0, list[str]()
         self._parts = anatomy_of(module, batch)
@@ -315,17 +315,17 @@ class Watch:
         words: str = "",
     ) -> None:
         alarm = alarm or not math.isfinite(measured)
-        row = Row(
+        row = LookRow(
             self.steps, quantity, layer, parameter, measured, expected, low, high, bool(alarm)
         )
         self.rows.append(row)
         if words:
             self._words.append(f"step {self.steps}: {words}")
 
-    def _tell(self, rows: list[Row]) -> None:
+    def _tell(self, rows: list[LookRow]) -> None:
         """One line per quantity that is out of its band somewhere."""
         lines, self._words = self._words, []
-        groups: dict[str, list[Row]] = {}
+        groups: dict[str, list[LookRow]] = {}
         for row in rows:
             if row.alarm and row.quantity != "finite":
                 groups.setdefault(row.quantity, []).append(row)
@@ -368,13 +368,13 @@ class Watch:
     # --- what was seen ----------------------------------------------------------------------------
 
     @property
-    def alarms(self) -> tuple[Row, ...]:
+    def alarms(self) -> tuple[LookRow, ...]:
         """Rows out of their band."""
         return tuple(row for row in self.rows if row.alarm)
 
     def to_frame(self) -> pandas.DataFrame:
         """Every row: step, quantity, layer, parameter, measured, expected, low, high, alarm."""
-        return as_frame(self.rows, columns=Row._fields)
+        return as_frame(self.rows, columns=LookRow._fields)
 
     def __repr__(self) -> str:
         return (
@@ -383,7 +383,7 @@ class Watch:
         )
 
 
-def _departure(row: Row) -> float:
+def _departure(row: LookRow) -> float:
     """By how much a row is out, in powers of e."""
     if not (row.measured > 0 and row.expected > 0):
         return math.inf if not math.isfinite(row.measured) else row.measured

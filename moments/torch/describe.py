@@ -20,11 +20,11 @@ from ..model.weights import MATRICES, Biases
 from .anatomy import anatomy_of
 from .architecture import architecture_of
 from .assumptions import Copies, WeightStatistics, alignment_note, copy_notes, gain_notes, notes
-from .audit import Read, entries_of
+from .audit import AuditedModule, entries_of
 from .checkpoints import drawn, is_meta, load
-from .dataflow import Reading, read
+from .dataflow import ModuleReading, read
 from .dataflow.reading import fewest, one_or_all
-from .entries import Entries
+from .entries import EntryMoments
 from .expectation import check_fits, model_of_stack
 from .hook_points import ENCODER, HookPoint
 from .probe import BlockProbe, Slope
@@ -128,11 +128,11 @@ def describe(
         raise DomainError(
             "the module's architecture is not known: pass architecture=moments.Transformer(...)"
         )
-    return described_as(model, Read.of(module, found, batch, model), parts.sites)
+    return described_as(model, AuditedModule.of(module, found, batch, model), parts.sites)
 
 
 def described_as(
-    model: Transformer, read: Read, sites: Sequence[HookPoint] | None = None
+    model: Transformer, read: AuditedModule, sites: Sequence[HookPoint] | None = None
 ) -> Description:
     """A module of a known architecture, of which everything was read already.
 
@@ -219,7 +219,7 @@ class Description:
         return [f'"{pattern}": "{role}",' for pattern, role in lines.items()]
 
 
-def _of_reading(module: nn.Module, reading: Reading) -> Description:
+def _of_reading(module: nn.Module, reading: ModuleReading) -> Description:
     """What one pass told, with the assumptions of the theory that the weights break."""
     found = reading.roles
     entries, repeated = entries_of(module, found)
@@ -229,7 +229,7 @@ def _of_reading(module: nn.Module, reading: Reading) -> Description:
     return Description(module, reading.model, found, unplaced, reading.sites, reading.doubts)
 
 
-def unplaced_by(reading: Reading) -> tuple[str, ...]:
+def unplaced_by(reading: ModuleReading) -> tuple[str, ...]:
     """Why one pass gave no Transformer, and the parameters that it gave no role."""
     unknown = (f"{name}{NO_ROLE}" for name in reading.roles.unidentified)
     return (*reading.reasons, *unknown)
@@ -258,7 +258,7 @@ def weight_statistics(
     for role in found.roles:
         if role.is_matrix:
             block = block_of(tensors, role)
-            s = WeightStatistics.of(role, block, Entries.of(block))
+            s = WeightStatistics.of(role, block, EntryMoments.of(block))
             rows.append(
                 {
                     "layer": role.layer,
@@ -277,7 +277,7 @@ def weight_statistics(
 class _Reading:
     """Tensors and probed multipliers of a module, by stack."""
 
-    def __init__(self, read: Read, model: Transformer) -> None:
+    def __init__(self, read: AuditedModule, model: Transformer) -> None:
         self.read, self.model = read, model
 
     def stack(self, stack: str) -> Transformer:
@@ -395,7 +395,7 @@ class _Reading:
 def _broken(
     module: nn.Module,
     found: ModuleRoles,
-    entries: Mapping[Role, Entries],
+    entries: Mapping[Role, EntryMoments],
     repeated: Sequence[Copies],
 ) -> list[str]:
     """Assumptions of the theory that a module's entries break, in words."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MomentsError, domain_error, optional
-from .dataflow import Reading, read
+from .dataflow import ModuleReading, read
 from .roles import ModuleRoles, Role, tensors_of
 from .running import unwrapped
 
@@ -111,7 +111,7 @@ def unread(module: nn.Module, why: str) -> Draft:
     return Draft({}, (), tuple(_open(module, [n for n, _ in module.named_parameters()])), (why,))
 
 
-def _of_reading(module: nn.Module, reading: Reading) -> Draft:
+def _of_reading(module: nn.Module, reading: ModuleReading) -> Draft:
     names: dict[str, str] = {}
     missing, tensors = list(reading.roles.unidentified), tensors_of(module)
     mixed: list[str] = []
@@ -173,7 +173,7 @@ def _open(module: nn.Module, missing: Iterable[str]) -> Iterator[str]:
         yield row if len(alone) > 1 else f"{alone[0]} {shapes[alone[0]]}"
 
 
-def _sites(reading: Reading) -> Iterator[Site]:
+def _sites(reading: ModuleReading) -> Iterator[Site]:
     """Hook points, and where every block's last matrix gives what it gives."""
     known = set()
     for layer, site, path, side in reading.sites:

@@ -33,7 +33,7 @@ BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
-class Entries:
+class EntryMoments:
     """Moments of the entries of one matrix or vector.
 
     Attributes:
@@ -53,7 +53,7 @@ class Entries:
     zeros: float
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Entries:
+    def of(cls, tensor: Tensor) -> EntryMoments:
         """Of a tensor with at least one entry, in double precision."""
         flat = tensor.detach().reshape(-1)
         total = second = fourth = peak = 0.0

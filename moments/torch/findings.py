@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..show.expected import tail_probability
-from .entries import Entries
+from .entries import EntryMoments
 from .expectation import expected_variance, model_of_stack, scales_of
 from .probe import BlockProbe, Slope
 from .roles import ModuleRoles, Role
@@ -68,7 +68,7 @@ class Measured:
     """A role, its entries and what the model expects of their mean square."""
 
     role: Role
-    entries: Entries
+    entries: EntryMoments
     expected: float | None
 
 
@@ -356,6 +356,8 @@ def in_layers(layers: list[int], total: int) -> str:
     return f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
 
 
-def measure_roles(model: Transformer, tensors: Iterable[tuple[Role, Entries]]) -> list[Measured]:
+def measure_roles(
+    model: Transformer, tensors: Iterable[tuple[Role, EntryMoments]]
+) -> list[Measured]:
     """Every role beside its expectation."""
     return [Measured(role, entries, expected_variance(model, role)) for role, entries in tensors]

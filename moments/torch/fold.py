@@ -21,7 +21,7 @@ from ..model.transformer import Transformer
 from .anatomy import anatomy_of
 from .architecture import resolve
 from .expectation import Scales, check_fits, scales_of
-from .hook_points import Block
+from .hook_points import ModuleBranch
 from .logits import LogitFactor, logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .scales import FOLDED, ScaleRow, applied_scales, native_branch, remove_scales
@@ -149,7 +149,7 @@ class _Plan:
         for role in self.held:
             yield self._fill(block_of(self.tensors, role), 1.0)
 
-    def _norm(self, block: Block, entering: float, after: float) -> Iterable[Step]:
+    def _norm(self, block: ModuleBranch, entering: float, after: float) -> Iterable[Step]:
         """`entering`: its input is that of plain code times this."""
         assert block.norm is not None
         if block.norm in self.seen:
@@ -161,7 +161,7 @@ class _Plan:
             where = f"layer {block.layer}, {block.name}"
             yield from self._gain(block.layer, f"{block.name}.norm", after, where)
 
-    def _branch(self, block: Block, factor: float) -> Iterable[Step]:
+    def _branch(self, block: ModuleBranch, factor: float) -> Iterable[Step]:
         if factor == 1:
             return
         where = f"layer {block.layer}, {block.name}"

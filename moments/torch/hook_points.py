@@ -203,7 +203,7 @@ ENCODER = "encoder."
 BLOCKS = ("attention", "cross", "ffn")
 
 
-class Point(NamedTuple):
+class SubmoduleTensor(NamedTuple):
     """The first tensor going into, or coming out of, a submodule."""
 
     path: str
@@ -211,7 +211,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class ModuleBranch:
     """One residual branch.
 
     Attributes:
@@ -236,10 +236,10 @@ class Block:
     placement: str
     norm: str | None
     post_norm: str | None
-    stream: Point
-    raw: Point
-    branch: Point
-    total: Point
+    stream: SubmoduleTensor
+    raw: SubmoduleTensor
+    branch: SubmoduleTensor
+    total: SubmoduleTensor
     parallel: bool = False
 
     @property
@@ -248,7 +248,7 @@ class Block:
         return int(self.name == "ffn")
 
 
-def blocks_of(points: Iterable[HookPoint], absent: Container[str] = ()) -> tuple[Block, ...]:
+def blocks_of(points: Iterable[HookPoint], absent: Container[str] = ()) -> tuple[ModuleBranch, ...]:
     """The residual branches of a module in the order the signal passes them.
 
     Args:
@@ -258,11 +258,11 @@ def blocks_of(points: Iterable[HookPoint], absent: Container[str] = ()) -> tuple
     Raises:
         MomentsError: the points lack a site that places a branch.
     """
-    stacks: dict[str, dict[int, dict[str, Point]]] = {}
+    stacks: dict[str, dict[int, dict[str, SubmoduleTensor]]] = {}
     for point in points:
         stack = ENCODER if point.site.startswith(ENCODER) else ""
         sites = stacks.setdefault(stack, {}).setdefault(point.layer, {})
-        sites.setdefault(point.site.removeprefix(stack), Point(point.path, point.side))
+        sites.setdefault(point.site.removeprefix(stack), SubmoduleTensor(point.path, point.side))
     return tuple(
         block
         for stack, layers in stacks.items()
@@ -272,15 +272,15 @@ def blocks_of(points: Iterable[HookPoint], absent: Container[str] = ()) -> tuple
 
 
 def _layer_blocks(
-    stack: str, layer: int, sites: dict[str, Point], absent: Container[str]
-) -> list[Block]:
+    stack: str, layer: int, sites: dict[str, SubmoduleTensor], absent: Container[str]
+) -> list[ModuleBranch]:
     names = [name for name in BLOCKS if any(site.startswith(f"{name}.") for site in sites)]
     if not names:
         return []  # what follows the last layer
     if STREAM not in sites:
         raise MomentsError(f"no site '{STREAM}' in layer {layer}: map one to its output")
     parallel = len(names) > 1 and f"{names[0]}.sum" not in sites
-    entering = Point(sites[STREAM].path, "input")
+    entering = SubmoduleTensor(sites[STREAM].path, "input")
     blocks = []
     for name in names:
         norm = sites.get(f"{name}.norm") or (sites.get("attention.norm") if parallel else None)
@@ -289,10 +289,10 @@ def _layer_blocks(
         total = sites.get(f"{name}.sum", sites[STREAM])
         placement = _placement(post_norm, norm, total)
         if placement in ("pre", "sandwich") and norm is not None:
-            entering = Point(norm.path, "input")
+            entering = SubmoduleTensor(norm.path, "input")
         branch = _first(layer, sites, (f"{name}.post_norm", f"{name}.dropout", *_raw(name)))
         blocks.append(
-            Block(
+            ModuleBranch(
                 stack=stack,
                 layer=layer,
                 path=sites[STREAM].path,
@@ -312,19 +312,21 @@ def _layer_blocks(
     return blocks
 
 
-def _placement(post_norm: Point | None, norm: Point | None, total: Point) -> str:
+def _placement(
+    post_norm: SubmoduleTensor | None, norm: SubmoduleTensor | None, total: SubmoduleTensor
+) -> str:
     if norm is None:
         return "none"
     if post_norm is not None:
         return "sandwich"
-    return "post" if total == Point(norm.path, "input") else "pre"
+    return "post" if total == SubmoduleTensor(norm.path, "input") else "pre"
 
 
 def _raw(name: str) -> tuple[str, ...]:
     return ("ffn.out",) if name == "ffn" else (f"{name}.projection",)
 
 
-def _first(layer: int, sites: dict[str, Point], names: Iterable[str]) -> Point:
+def _first(layer: int, sites: dict[str, SubmoduleTensor], names: Iterable[str]) -> SubmoduleTensor:
     for site in names:
         if site in sites and sites[site].side == "output":
             return sites[site]

@@ -17,7 +17,7 @@ from ..model.weights import DISTRIBUTIONS
 from .anatomy import anatomy_of
 from .architecture import resolve
 from .expectation import Scales, check_fits, expected_variance, scales_of
-from .hook_points import Block
+from .hook_points import ModuleBranch
 from .logits import logit_factor
 from .probe import drops_behind
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
@@ -206,7 +206,7 @@ class _Fitted:
         scalings = factors(module, found, model, described)
         dropped = (model if described is None else described).dropout > 0
 
-        def drops() -> dict[Block, HeldDropout | None]:
+        def drops() -> dict[ModuleBranch, HeldDropout | None]:
             if not dropped:
                 return {}
             before = applied_scales(module)

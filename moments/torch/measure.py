@@ -19,7 +19,15 @@ from ..prediction.measurement import Measurement
 from ..transfer.head.targets import NO_TARGET
 from .anatomy import Measured, measured_parts
 from .hook_points import HookPoint, WeightPart, points_of
-from .running import first_tensor, in_mode, module_logits, module_loss, unwrapped, watch_tensor
+from .running import (
+    first_tensor,
+    in_mode,
+    module_logits,
+    module_loss,
+    thawed,
+    unwrapped,
+    watch_tensor,
+)
 
 with optional("torch", "torch"):
     import torch
@@ -53,7 +61,9 @@ def measure(
 ) -> Measurement:
     """Run a real module in training mode and measure every site, forward and backward.
 
-    The module is left as it was: its mode, its gradients and torch's random state are restored.
+    The module is left as it was: its mode, its gradients, what of it is frozen and torch's random
+    state are restored. Gradients pass frozen parameters, which have no weight gradients of their
+    own.
 
     Args:
         module: a Hugging Face module of a known family (see `moments.model.huggingface`), bare or
@@ -125,7 +135,7 @@ def _draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> 
         _add_labels(module, inputs)
     first = _batch_first(module)
     seen = {stack: Collector(_kept(inputs, stack, points), batch_first=first) for stack in _STACKS}
-    with in_mode(module, True), ExitStack() as hooks:
+    with in_mode(module, True), thawed(module), ExitStack() as hooks:
         for stack, collector in seen.items():
             hooks.enter_context(_watched(module, _of_stack(points, stack), collector))
         output = module(*inputs.positional, **inputs.named)

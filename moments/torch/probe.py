@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MomentsError, optional
-from .hook_points import Block, Point
+from .hook_points import ModuleBranch, SubmoduleTensor
 from .roles import ModuleRoles, roles_of
 from .running import in_mode, run, watch_tensor
 
@@ -54,7 +54,7 @@ class BlockProbe:
         unseen: paths of submodules that no tensor passed.
     """
 
-    block: Block
+    block: ModuleBranch
     skip: Slope | None
     branch: Slope | None
     norm_input: Slope | None
@@ -65,7 +65,7 @@ class BlockProbe:
 
 def probe(
     module: nn.Module,
-    blocks: tuple[Block, ...],
+    blocks: tuple[ModuleBranch, ...],
     batch: Any,
     *,
     epsilon: float = 0.0,
@@ -89,7 +89,9 @@ def probe(
     return [_measured(parts, block, blocks, seen, epsilon) for block in blocks]
 
 
-def drops_behind(module: nn.Module, blocks: tuple[Block, ...], batch: Any = None) -> set[Block]:
+def drops_behind(
+    module: nn.Module, blocks: tuple[ModuleBranch, ...], batch: Any = None
+) -> set[ModuleBranch]:
     """Blocks whose output passes dropout between its last hook and the sum.
 
     In training mode their sum is not lambda x + beta f. A block that cannot be run, or whose
@@ -180,16 +182,18 @@ class _Seen:
     """Tensors by what they are: (block, name) -> (entries,) in double precision."""
 
     def __init__(self) -> None:
-        self.tensors: dict[tuple[Block, str], Tensor] = {}
+        self.tensors: dict[tuple[ModuleBranch, str], Tensor] = {}
 
-    def keep(self, block: Block, name: str, tensor: Tensor) -> None:
+    def keep(self, block: ModuleBranch, name: str, tensor: Tensor) -> None:
         self.tensors[block, name] = tensor.detach().to(torch.float64, copy=True)
 
-    def get(self, block: Block, name: str) -> Tensor | None:
+    def get(self, block: ModuleBranch, name: str) -> Tensor | None:
         return self.tensors.get((block, name))
 
 
-def _watch(parts: dict[str, nn.Module], block: Block, seen: _Seen) -> Iterator[RemovableHandle]:
+def _watch(
+    parts: dict[str, nn.Module], block: ModuleBranch, seen: _Seen
+) -> Iterator[RemovableHandle]:
     """Hooks at every tensor that the regression needs.
 
     Own outputs are seen before other hooks change them (prepended), inputs of sums and of norms
@@ -204,21 +208,21 @@ def _watch(parts: dict[str, nn.Module], block: Block, seen: _Seen) -> Iterator[R
         yield watch_tensor(parts[block.norm], "input", keep)
 
 
-def _points(block: Block) -> dict[str, Point]:
+def _points(block: ModuleBranch) -> dict[str, SubmoduleTensor]:
     """Every tensor of a block by its name."""
     points = {"stream": block.stream, "raw": block.raw, "total": block.total}
     if block.norm is not None:
         points |= {
-            "norm before": Point(block.norm, "input"),
-            "norm output": Point(block.norm, "output"),
+            "norm before": SubmoduleTensor(block.norm, "input"),
+            "norm output": SubmoduleTensor(block.norm, "output"),
         }
     return points
 
 
 def _measured(
     parts: dict[str, nn.Module],
-    block: Block,
-    blocks: tuple[Block, ...],
+    block: ModuleBranch,
+    blocks: tuple[ModuleBranch, ...],
     seen: _Seen,
     epsilon: float,
 ) -> BlockProbe:

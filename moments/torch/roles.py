@@ -11,16 +11,14 @@ from ..errors import DomainError, domain_error, optional
 from ..model.weights import MATRICES
 from .hook_points import (
     ENCODER,
-    Block,
+    ModuleBranch,
     WeightPart,
     blocks_of,
     hook_points,
     points_of,
     weight_parts,
 )
-
-with optional("torch", "torch"):
-    from torch import Tensor, nn
+from .running import thawed
 
 with optional("torch", "torch"):
     import torch
@@ -99,7 +97,7 @@ class ModuleRoles:
     layers: int
     roles: tuple[Role, ...]
     unidentified: tuple[str, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[ModuleBranch, ...]
     scales: tuple[Role, ...] = ()
 
     def named(self, *names: str, stack: str = "") -> tuple[Role, ...]:
@@ -157,14 +155,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 def _by_family(module: nn.Module) -> list[tuple[int, WeightPart]]:
     """Parts that the module's family names; a frozen parameter has a role too."""
-    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
+    with thawed(module):
         rows = weight_parts(module)
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
     return [
         (row.layer, part._replace(weight=row.weight))
         for row, part in rows

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..errors import DomainError, MomentsError, optional
 
@@ -171,6 +170,20 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
+
+
+@contextmanager
+def thawed(module: nn.Module) -> Iterator[None]:
+    """With every parameter open to gradients, which frozen ones are not to the streams they make;
+    afterwards what was frozen is."""
+    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def watch_tensor(

@@ -15,26 +15,20 @@ from typing import Any, NamedTuple
 
 from ..errors import DomainError, MomentsError, optional
 from .expectation import Scales
-from .hook_points import Block, Point, Side
+from .hook_points import ModuleBranch, Side, SubmoduleTensor
 from .logits import LogitFactor
 from .probe import drops_behind
 from .running import first_tensor, with_first_tensor
 
 with optional("torch", "torch"):
-    from torch import nn
-    from torch.utils.hooks import RemovableHandle
-
-with optional("torch", "torch"):
     from torch import Tensor, nn
-
-with optional("torch", "torch"):
-    from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
 
 ATTRIBUTE = "moments_scales"
 """Where a module keeps its `AppliedScales`."""
 
-Drops = Callable[[], Mapping[Block, "HeldDropout | None"]]
+Drops = Callable[[], Mapping[ModuleBranch, "HeldDropout | None"]]
 
 FOLDED = "moments_folded"
 """Whether a module's scales are absorbed in its weights."""
@@ -70,7 +64,7 @@ class AppliedScales:
     rows: tuple[ScaleRow, ...]
     handles: list[RemovableHandle]
     logits: float = 1.0
-    dropouts: dict[Block, HeldDropout] = field(default_factory=dict)
+    dropouts: dict[ModuleBranch, HeldDropout] = field(default_factory=dict)
     holders: dict[str, nn.Module] = field(default_factory=dict, repr=False)
 
     def remove(self) -> None:
@@ -124,7 +118,7 @@ def remove_scales(module: nn.Module) -> None:
 
 def apply_scales(
     module: nn.Module,
-    blocks: Iterable[Block],
+    blocks: Iterable[ModuleBranch],
     scales: Mapping[str, Scales],
     *,
     drops: Drops,
@@ -178,10 +172,10 @@ def _place(part: nn.Module, side: str, hook: Any) -> RemovableHandle:
 
 def _rows(
     parts: dict[str, nn.Module],
-    blocks: list[Block],
+    blocks: list[ModuleBranch],
     scales: Mapping[str, Scales],
     held: set[tuple[int, int]],
-) -> dict[Block, ScaleRow]:
+) -> dict[ModuleBranch, ScaleRow]:
     """What is to be done to every block, decided before the first hook is placed."""
     rows = {}
     summed: set[str] = set()
@@ -201,8 +195,8 @@ def _rows(
 
 
 def _dropouts(
-    parts: dict[str, nn.Module], rows: Mapping[Block, ScaleRow], drops: Drops
-) -> dict[Block, HeldDropout]:
+    parts: dict[str, nn.Module], rows: Mapping[ModuleBranch, ScaleRow], drops: Drops
+) -> dict[ModuleBranch, HeldDropout]:
     """The dropouts that hooks must take over: behind a hook that adds x, only the sum may follow.
 
     Raises:
@@ -230,16 +224,16 @@ def _dropouts(
 
 
 def _hooks(
-    parts: dict[str, nn.Module], block: Block, row: ScaleRow, dropout: HeldDropout | None
-) -> list[tuple[Point, Any]]:
+    parts: dict[str, nn.Module], block: ModuleBranch, row: ScaleRow, dropout: HeldDropout | None
+) -> list[tuple[SubmoduleTensor, Any]]:
     """Of one block, in the order in which they must be placed.
 
     Hooks of one module run in that order: a norm's output is scaled before a Post-LN layer's
     stream is remembered, a norm's input behind a Pre-LN layer's.
     """
-    hooks: list[tuple[Point, Any]] = []
+    hooks: list[tuple[SubmoduleTensor, Any]] = []
     if row.norm_output != 1:
-        hooks.append((Point(_norm(block), "output"), ScaleOutput(row.norm_output)))
+        hooks.append((SubmoduleTensor(_norm(block), "output"), ScaleOutput(row.norm_output)))
     native = native_branch(parts[block.path])
     if (row.skip, row.branch) != (1.0, native) or dropout is not None:
         carried = Carried() if row.skip != 1 else None
@@ -248,7 +242,7 @@ def _hooks(
         drop_prob = 0.0 if dropout is None else dropout.drop_prob
         hooks.append((block.branch, ScaleBranch(row.skip, row.branch, native, carried, drop_prob)))
     if row.norm_input != 1:
-        hooks.append((Point(_norm(block), "input"), ScaleInput(row.norm_input)))
+        hooks.append((SubmoduleTensor(_norm(block), "input"), ScaleInput(row.norm_input)))
     return hooks
 
 
@@ -257,7 +251,7 @@ def native_branch(layer: nn.Module) -> float:
     return float(getattr(layer, "residual_multiplier", 1.0))
 
 
-def _norm(block: Block) -> str:
+def _norm(block: ModuleBranch) -> str:
     if block.norm is None:
         raise DomainError(f"layer {block.layer}, {block.name}: no norm that could be scaled")
     return block.norm
@@ -372,15 +366,15 @@ class HeldDropout(NamedTuple):
 
 
 def held_dropouts(
-    module: nn.Module, blocks: Iterable[Block], batch: Any
-) -> dict[Block, HeldDropout]:
+    module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
+) -> dict[ModuleBranch, HeldDropout]:
     """Of blocks whose output is dropped behind every hook: the number at which that happens.
 
     A number is the right one where the block's sum is exact once it is 0. Blocks for which none is
     found are left out; the module is left as it was.
     """
     parts = dict(module.named_modules())
-    found: dict[Block, HeldDropout] = {}
+    found: dict[ModuleBranch, HeldDropout] = {}
     open_blocks = {block: list(_candidates(parts, block)) for block in blocks}
     keys = dict.fromkeys(_key(b, held) for b, several in open_blocks.items() for held in several)
     for key in keys:
@@ -401,12 +395,12 @@ def held_dropouts(
     return found
 
 
-def _key(block: Block, held: HeldDropout) -> tuple[str, str]:
+def _key(block: ModuleBranch, held: HeldDropout) -> tuple[str, str]:
     """What is the same in all layers."""
     return held.path.removeprefix(block.path), held.name
 
 
-def _candidates(parts: dict[str, nn.Module], block: Block) -> Iterator[HeldDropout]:
+def _candidates(parts: dict[str, nn.Module], block: ModuleBranch) -> Iterator[HeldDropout]:
     """Probabilities that the block's submodules hold, its layer's first."""
     inner = block.branch.path.removeprefix(block.path).split(".")
     for depth in range(1, len(inner) + 1):

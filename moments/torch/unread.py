@@ -141,8 +141,9 @@ class NotRead(MomentsError):
 def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
     """The refusal of a module, with what is found in it all the same."""
     try:
-        call, tensors, given = called(module, batch)
-        found = [*_forgetting(recurrences(module, call, tensors)), *_random(module, given)]
+        run = called(module, batch)
+        found = [*_forgetting(recurrences(run.module, run.call, run.tensors))]
+        found += _random(module, run.given)
     except Exception:  # a refusal does not fail over what it could add
         found = []
     return NotRead(why, ranked(found))

@@ -11,7 +11,7 @@ from ...errors import MomentsError
 from ...formulas.checks import PROBABILITY, check_choice, check_in
 from ...grids.result import Sweep
 from ...model.transformer import Transformer
-from ...show.sweep_plot import Boundary
+from ...show.sweep_plot import LevelLine
 from .fixed_points import many_exponents, repeated
 from .frozen import RandomEnergy, random_energy
 
@@ -26,7 +26,7 @@ def boundaries(
     kinds: Sequence[str] = ("angle", "gradient", "entropy", "rank"),
     *,
     correlation: float = 0.9,
-) -> list[Boundary]:
+) -> list[LevelLine]:
     """Lines for `sweep.plot(x, y, lines=...)`, at the sweep's values of both axes.
 
     They are those of the model without dropout, which no theory of boundaries has, at the first
@@ -59,20 +59,20 @@ def boundaries(
             cache = _exponents(models)
         if kind == "angle":
             label = "tokens neither part nor meet (angle exponent 0, Cowsik et al.)"
-            found.append(Boundary(label, cache["angle"]))
+            found.append(LevelLine(label, cache["angle"]))
         elif kind == "gradient":
             label = "gradients neither grow nor shrink (gradient exponent 0, Cowsik et al.)"
-            found.append(Boundary(label, cache["gradient"]))
+            found.append(LevelLine(label, cache["gradient"]))
         elif kind == "entropy":
             label = "attention freezes at infinite length (Giorlandino and Goldt)"
-            found.append(Boundary(label, _each(sweep, models, given, x, y, _freezing)))
+            found.append(LevelLine(label, _each(sweep, models, given, x, y, _freezing)))
         elif kind == "rank":
             label = f"correlation {correlation:g} at infinite size (Giorlandino and Goldt)"
             values = _each(sweep, models, given, x, y, lambda r: float(r.correlation[-1]))
-            found.append(Boundary(label, values, correlation))
+            found.append(LevelLine(label, values, correlation))
         else:
             label = f"correlation {correlation:g}, predicted at this size"
-            found.append(Boundary(label, _predicted(sweep, x, y), correlation))
+            found.append(LevelLine(label, _predicted(sweep, x, y), correlation))
     return found
 
 

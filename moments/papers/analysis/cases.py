@@ -27,7 +27,7 @@ from .sun import angular_distance
 
 
 @dataclass(frozen=True)
-class Case(Result):
+class PaperCase(Result):
     """What a paper reports, and what is predicted for it.
 
     Attributes:
@@ -74,9 +74,9 @@ def limits(predictions: Iterable[Prediction]) -> tuple[str, ...]:
 class NamedCases(Result):
     """Cases by name."""
 
-    cases: Mapping[str, Case]
+    cases: Mapping[str, PaperCase]
 
-    def __getitem__(self, name: str) -> Case:
+    def __getitem__(self, name: str) -> PaperCase:
         if name not in self.cases:
             raise domain_error("case", name, f"one of {', '.join(self.cases)}")
         return self.cases[name]
@@ -120,7 +120,7 @@ def named_cases(names: Iterable[str] | None = None) -> NamedCases:
 _INPUT = {"correlation": 0.227 * 0.9, "grad_correlation": 0.0}
 
 
-def double_query_key(layers: int = 192) -> Case:
+def double_query_key(layers: int = 192) -> PaperCase:
     """Query and key weights at twice Xavier."""
     predicted: dict[str, float] = {}
     made = []
@@ -137,7 +137,7 @@ def double_query_key(layers: int = 192) -> Case:
             predicted[f"{norm}, {reading}: growth"] = growth[reading]
         for reading in ("variances", "deviations"):
             predicted[f"{norm}, {reading}: over Xavier's"] = growth[reading] / growth["Xavier"]
-    return Case(
+    return PaperCase(
         "double_query_key",
         kedia("3.3"),
         "query and key weights at 2 x Xavier make gradients explode 10,000-fold over 192 layers",
@@ -151,7 +151,7 @@ def double_query_key(layers: int = 192) -> Case:
     )
 
 
-def fan_out_weights() -> Case:
+def fan_out_weights() -> PaperCase:
     """1/fan_out against Xavier for queries, keys and values, without dropout."""
     predicted: dict[str, float] = {}
     series = {}
@@ -169,7 +169,7 @@ def fan_out_weights() -> Case:
             predicted[f"{norm}, {name}: stationary correlation"] = found.correlation
             predicted[f"{norm}, {name}: {found.kind} rate"] = found.rate
             series[f"{norm}, {name}"] = p.correlation
-    return Case(
+    return PaperCase(
         "fan_out_weights",
         kedia("Appendix F, on Noci et al. 2022"),
         "without dropout it is the weights of variance 1/fan_out that make tokens collapse",
@@ -189,7 +189,7 @@ def fan_out_weights() -> Case:
     )
 
 
-def small_branches() -> Case:
+def small_branches() -> PaperCase:
     """beta = 1/sqrt(N) and the skip connection's scale, against collapse without dropout."""
     layers = 192
     predicted, series = {}, {}
@@ -206,7 +206,7 @@ def small_branches() -> Case:
             p = expected(model, correlation=0.227)
             predicted[f"{norm}, {name}"] = float(p.correlation[-1])
             series[f"{norm}, {name}"] = p.correlation
-    return Case(
+    return PaperCase(
         "small_branches",
         kedia("3.4"),
         "beta^2 = 1/N keeps tokens apart without dropout; in Pre-LN lambda = 1 slows collapse down "
@@ -219,7 +219,7 @@ def small_branches() -> Case:
     )
 
 
-def relu_polynomial() -> Case:
+def relu_polynomial() -> PaperCase:
     """Figure 12: ReLU's correlation law beside 0.7 r + 0.3 r^2 and its least squares."""
     r = np.linspace(0.0, 1.0, 1001)
     exact = RELU.law("covariance", "published")(x_variance=1.0, x_correlation=r)
@@ -229,7 +229,7 @@ def relu_polynomial() -> Case:
     design = np.stack([r, r**2], axis=1)
     linear, square = np.linalg.lstsq(design, exact, rcond=None)[0]
     error = np.abs(fitted - exact)
-    return Case(
+    return PaperCase(
         "relu_polynomial",
         kedia("Figure 12 and Table 1"),
         "0.7 r + 0.3 r^2 fits the correlation that ReLU returns remarkably well",
@@ -313,7 +313,7 @@ def _angles(
     claim: str,
     verdict: str,
     models: Callable[[], Mapping[str, Transformer]],
-) -> Case:
+) -> PaperCase:
     predicted, series, made = {}, {}, []
     for title, model in models().items():
         p = read_words(model)
@@ -325,7 +325,7 @@ def _angles(
         predicted[f"{title}: layer {middle}"] = float(step[middle - 1])
         predicted[f"{title}: layer {model.layers}"] = float(step[-1])
         series[title] = found.matrix
-    return Case(
+    return PaperCase(
         name,
         Source(SUN, place),
         claim,
@@ -338,7 +338,7 @@ def _angles(
     )
 
 
-def angles_of_open_models() -> Case:
+def angles_of_open_models() -> PaperCase:
     """Figure 2, bottom: open models, here before training."""
     return _angles(
         "angles_of_open_models",
@@ -351,7 +351,7 @@ def angles_of_open_models() -> Case:
     )
 
 
-def angles_in_house() -> Case:
+def angles_in_house() -> PaperCase:
     """Figure 3, top: LLaMA-130M with either placement, here before training."""
     return _angles(
         "angles_in_house",
@@ -363,7 +363,7 @@ def angles_in_house() -> Case:
     )
 
 
-def angles_under_scaling() -> Case:
+def angles_under_scaling() -> PaperCase:
     """Figure 6, right: LayerNorm Scaling, here before training."""
     return _angles(
         "angles_under_scaling",
@@ -383,7 +383,7 @@ def _noci(place: str) -> Source:
     return Source(NOCI, place)
 
 
-def uniformity() -> Case:
+def uniformity() -> PaperCase:
     """Figure 7: attention's distance from uniform against d_k, at d_v = 100."""
     tokens = 50
     widths = (10, 30, 100, 300, 1000, 3000, 10000)
@@ -398,7 +398,7 @@ def uniformity() -> Case:
         found = expected(model).attention()["distance_to_uniform"].iloc[0]
         distances.append(float(found) / tokens)
     slope = np.polyfit(np.log(widths[-3:]), np.log(distances[-3:]), 1)[0]
-    return Case(
+    return PaperCase(
         "uniformity",
         _noci("Figure 7 and Theorem A.2"),
         "the squared distance of attention from uniform falls as d_k^-2",
@@ -411,7 +411,7 @@ def uniformity() -> Case:
     )
 
 
-def norm_growth() -> Case:
+def norm_growth() -> PaperCase:
     """Figure 11: mean squared norm of a linear network's stream, layers 1 to 10."""
     width, tokens, layers = 30, 20, 10
     closed = uniform_attention(layers, tokens, depth_scaled=False, d_model=width)
@@ -429,7 +429,7 @@ def norm_growth() -> Case:
         growth = p.variance / variance
         predicted[f"softmax, deviation {name}: growth"] = float(growth[-1])
         series[f"deviation {name}"] = growth
-    return Case(
+    return PaperCase(
         "norm_growth",
         _noci("Figure 11 and Lemma 3.3"),
         "uniform attention gives the mean norm at input deviation 1/sqrt(d), and not at 1",
@@ -445,7 +445,7 @@ def norm_growth() -> Case:
     )
 
 
-def query_value_ratio() -> Case:
+def query_value_ratio() -> PaperCase:
     """Figures 12 to 14: squared query over value gradients of one head."""
     names = ("d_model", "seq_len", "correlation", "deviation", "closed", "predicted")
     rows = []
@@ -472,7 +472,7 @@ def query_value_ratio() -> Case:
         f"deviation {s:g}: largest |log ratio|": float(gap[table["deviation"] == s].max())
         for s in (0.1, 0.5, 1.0)
     }
-    return Case(
+    return PaperCase(
         "query_value_ratio",
         _noci("Figures 12 to 14, equations 17 and 18"),
         "uniform attention predicts the gradients of queries and values, best for small inputs",
@@ -484,7 +484,7 @@ def query_value_ratio() -> Case:
     )
 
 
-def gradients_in_depth() -> Case:
+def gradients_in_depth() -> PaperCase:
     """Figures 3 and 9: query and value gradients of Table 2's network, Post-LN and Pre-LN."""
     predicted, series = {}, {}
     for norm in ("post", "pre"):
@@ -496,7 +496,7 @@ def gradients_in_depth() -> Case:
         predicted[f"{norm}: query / value, last layer"] = float(gap.ratio[-1])
         series[f"{norm}, correlation"] = p.correlation
         series[f"{norm}, query / value"] = gap.ratio
-    return Case(
+    return PaperCase(
         "gradients_in_depth",
         _noci("Figures 3 and 9, Table 2"),
         "query gradients vanish with depth in Post-LN; in Pre-LN correlation grows much slower",
@@ -508,7 +508,7 @@ def gradients_in_depth() -> Case:
     )
 
 
-def reversal() -> Case:
+def reversal() -> PaperCase:
     """C.1: five Post-LN layers, one head, twenty digits with sinusoidal positions."""
     width, tokens, digits = 16, 20, 10
     position = np.arange(tokens)
@@ -520,7 +520,7 @@ def reversal() -> Case:
     model = Transformer(5, width, 1, tokens, norm="post")
     p = expected(model, kernel=kernel)
     gap = gradient_gap(p)
-    return Case(
+    return PaperCase(
         "reversal",
         _noci("C.1 and Figure 6"),
         "tokens of a small Post-LN network collapse and its query gradients vanish",
@@ -537,7 +537,7 @@ def reversal() -> Case:
     )
 
 
-_ALL: Mapping[str, Callable[[], Case]] = {
+_ALL: Mapping[str, Callable[[], PaperCase]] = {
     case.__name__: case
     for case in (
         double_query_key,

@@ -17,7 +17,7 @@ from ...errors import domain_error
 from ...formulas.checks import CORRELATION, check_in
 from ...formulas.kedia_chain import CORRELATED_RESIDUAL
 from ...prediction.result import Prediction
-from .results import Block, Result, blocks
+from .results import ResidualAddition, Result, blocks
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def variance_recursion(
 
 
 def _forward(
-    parts: list[Block], variance: float, correlation: float, post: bool
+    parts: list[ResidualAddition], variance: float, correlation: float, post: bool
 ) -> tuple[list[float], list[float]]:
     """Signal variance that enters every block, and after its addition."""
     law = CORRELATED_RESIDUAL.law("variance")
@@ -145,7 +145,7 @@ def _forward(
 
 
 def _backward(
-    parts: list[Block],
+    parts: list[ResidualAddition],
     entering: list[float],
     totals: list[float],
     gradient: float,

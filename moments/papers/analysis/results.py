@@ -63,7 +63,7 @@ def expected(model: Transformer, **arguments: Any) -> Prediction:
 
 
 @dataclass(frozen=True)
-class Block:
+class ResidualAddition:
     """One residual addition: variances of the signal and of its gradient, averaged over tokens.
 
     Attributes:
@@ -96,7 +96,7 @@ class Block:
         return max(kept, 0.0) / (self.branch_square * self.grad_total)
 
 
-def blocks(prediction: Prediction) -> list[Block]:
+def blocks(prediction: Prediction) -> list[ResidualAddition]:
     """Every residual addition, from the input to the output; the mean over configurations.
 
     Raises:
@@ -114,7 +114,7 @@ def blocks(prediction: Prediction) -> list[Block]:
 
     if model.norm in ("b2t", "hybrid"):
         raise DomainError(f"norm = {model.norm!r} adds more than blocks to the stream")
-    found: list[Block] = []
+    found: list[ResidualAddition] = []
     before = (0, "stream")
     for layer in range(1, model.layers + 1):
         skips = model.by_block("skip_scale")[layer - 1] ** 2
@@ -126,7 +126,7 @@ def blocks(prediction: Prediction) -> list[Block]:
             after = (layer, last) if post or name == "ffn" else total
             sites = (before, total, after)
             found.append(
-                Block(
+                ResidualAddition(
                     layer,
                     name,
                     float(skips[column]),

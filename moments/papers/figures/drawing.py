@@ -17,7 +17,7 @@ import numpy as np
 from ...show.palette import MARKERS, PALE, SEQUENTIAL, SERIES, SOFT, typeset
 from ...show.plot import Picture, round_ticks, save
 from .catalogue import setup
-from .setup import HeatMap, Line, Panel, Setup
+from .setup import FigureLine, HeatMap, Panel, Setup
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,7 +81,7 @@ def draw(name: str, path: str | Path | None = None) -> Figure:
     return figure
 
 
-def _simulated(found: Setup) -> list[tuple[Line, str]]:
+def _simulated(found: Setup) -> list[tuple[FigureLine, str]]:
     """Lines that points belong over, and where they are stored."""
     return [
         (line, key(found.name, index, line.label))
@@ -187,7 +187,7 @@ def _shown(count: int, log: bool) -> np.ndarray:
     return np.arange(0, count, max(1, count // MOST_POINTS))
 
 
-def _points(ax: Axes, line: Line, where: str, color: str, panel: Panel) -> None:
+def _points(ax: Axes, line: FigureLine, where: str, color: str, panel: Panel) -> None:
     points = stored().get(where)
     if points is None:
         return

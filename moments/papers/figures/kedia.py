@@ -8,7 +8,7 @@ from typing import Any
 
 from ...formulas.references import kedia
 from ...model.transformer import Transformer
-from .setup import LAYER_NORM, TYPICAL_LAYER_NORM, Line, Panel, Setup
+from .setup import LAYER_NORM, TYPICAL_LAYER_NORM, FigureLine, Panel, Setup
 
 DROPOUT = 0.1
 CORRELATION = 0.227  # of tables in equal parts at 32,000 words and 256 tokens, before dropout
@@ -38,12 +38,14 @@ def scaled(norm: str) -> Transformer:
     return deep(norm).replace(seq_len=64).with_scheme("dslm", input_correlation=CORRELATION)
 
 
-def _both(label: str, model: Transformer, quantity: str, over: str = "") -> tuple[Line, ...]:
+def _both(label: str, model: Transformer, quantity: str, over: str = "") -> tuple[FigureLine, ...]:
     """Our line with points, and the paper's full forms."""
     printed = quantity.removesuffix("_typical")
     return (
-        Line(f"{label}refined", model, quantity, INPUT, over=over, seeds=2),
-        Line(f"{label}paper's forms", model, printed, INPUT, theory="published", points=False),
+        FigureLine(f"{label}refined", model, quantity, INPUT, over=over, seeds=2),
+        FigureLine(
+            f"{label}paper's forms", model, printed, INPUT, theory="published", points=False
+        ),
     )
 
 
@@ -55,8 +57,10 @@ def _deep(
     settings = DEEP
     if quantity != "variance":
         lines = (
-            Line("refined", deep(norm), LAYER_NORM, INPUT, over="last", seeds=2),
-            Line("typical draw", deep(norm), TYPICAL_LAYER_NORM, INPUT, over="last", points=False),
+            FigureLine("refined", deep(norm), LAYER_NORM, INPUT, over="last", seeds=2),
+            FigureLine(
+                "typical draw", deep(norm), TYPICAL_LAYER_NORM, INPUT, over="last", points=False
+            ),
         )
         last = f"{LAYER_NORM} (last: 1)"
         panels.append(Panel("", lines, x="layer", y=last, log=y, log_x=x))
@@ -68,7 +72,7 @@ def _conserved() -> Setup:
     panels = []
     for norm in ("pre", "post"):  # on top of each other in one panel they would hide each other
         model = scaled(norm)
-        norms = Line("refined", model, LAYER_NORM, INPUT, over="last", seeds=2)
+        norms = FigureLine("refined", model, LAYER_NORM, INPUT, over="last", seeds=2)
         title = f"{norm.title()}-LN"
         panels += [
             Panel(title, _both("", model, "variance"), y=STREAM),
@@ -83,13 +87,13 @@ def _conserved() -> Setup:
     return Setup("kedia-4", title, kedia("Figure 4"), settings, tuple(panels), columns=3)
 
 
-def _of_block(label: str, which: str, drop_prob: float, **changes: Any) -> Line:
+def _of_block(label: str, which: str, drop_prob: float, **changes: Any) -> FigureLine:
     """Correlation of one block's output against that of its input; the other block adds nothing."""
     scales = [[1.0, 0.0]] if which == "attention" else [[0.0, 1.0]]
     model = Transformer(
         1, 256, 4, 256, norm="none", dropout=drop_prob, branch_scale=scales, skip_scale=1.0
     )
-    return Line(label, model, "correlation", site=f"{which}.dropout", **changes)
+    return FigureLine(label, model, "correlation", site=f"{which}.dropout", **changes)
 
 
 def _correlations() -> Setup:
@@ -111,7 +115,7 @@ def _no_collapse() -> Setup:
         "DeepScaleLM": base.with_scheme("dslm", input_correlation=CORRELATION),
     }
     lines = tuple(
-        Line(name, model, "correlation", INPUT, seeds=2) for name, model in models.items()
+        FigureLine(name, model, "correlation", INPUT, seeds=2) for name, model in models.items()
     )
     title = "No rank collapse with Xavier weights and dropout"
     settings = (

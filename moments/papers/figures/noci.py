@@ -7,7 +7,7 @@ import math
 from ...formulas.law import Source
 from ...formulas.references import NOCI
 from ...model.transformer import Transformer
-from .setup import SQUARED_NORM, Line, Panel, Setup
+from .setup import SQUARED_NORM, FigureLine, Panel, Setup
 
 DEPTH = 32
 WHITE = {"correlation": 0.0}
@@ -26,13 +26,13 @@ def _norms() -> Setup:
     panels = (
         Panel(
             "",
-            tuple(Line(k, m, "variance", WHITE, over="first") for k, m in made.items()),
+            tuple(FigureLine(k, m, "variance", WHITE, over="first") for k, m in made.items()),
             y="squared norm of the sequence, over the input's",
             log=True,
         ),
         Panel(
             "",
-            tuple(Line(k, m, "correlation", WHITE) for k, m in made.items()),
+            tuple(FigureLine(k, m, "correlation", WHITE) for k, m in made.items()),
             y="token correlation",
         ),
     )
@@ -51,12 +51,12 @@ def _gradients() -> Setup:
     panels = (
         Panel(
             "",
-            (Line("stream", model, "correlation", inputs, seeds=50),),
+            (FigureLine("stream", model, "correlation", inputs, seeds=50),),
             y="token correlation",
         ),
         Panel(
             "",
-            tuple(Line(w, model, SQUARED_NORM + w, inputs, seeds=50) for w in weights),
+            tuple(FigureLine(w, model, SQUARED_NORM + w, inputs, seeds=50) for w in weights),
             x="layer",
             y="squared gradient norm",
             log=True,
@@ -81,7 +81,7 @@ def _activations() -> Setup:
                 DEPTH, 128, 1, 32, d_ff=128, norm=norm, activation=activation, branch_scale=gain
             )
             label = f"{norm.title()}-LN" + (", 1/sqrt(L)" if scaled else "")
-            lines.append(Line(label, model, "correlation", WHITE))
+            lines.append(FigureLine(label, model, "correlation", WHITE))
         panels.append(Panel(name, tuple(lines), y="token correlation"))
     settings = (
         "32 layers, d = d_ff = 128, one head, 32 tokens, white input and Xavier weights are ours"

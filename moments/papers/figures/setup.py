@@ -21,7 +21,7 @@ TYPICAL_LAYER_NORM = f"{LAYER_NORM}, typical draw"
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class FigureLine:
     """One quantity, along the depth of a model or against the input's correlation.
 
     Attributes:
@@ -83,7 +83,7 @@ class Panel:
     """
 
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[FigureLine, ...]
     x: str = "layer (0 enters layer 1)"
     y: str = ""
     log: bool = False
@@ -102,7 +102,7 @@ class HeatMap:
 
     title: str
     prediction: Callable[[], Prediction]
-    lines: tuple[Line, ...] = ()
+    lines: tuple[FigureLine, ...] = ()
 
     @functools.cached_property
     def predicted(self) -> Prediction:

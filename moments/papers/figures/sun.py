@@ -9,7 +9,7 @@ from ...formulas.law import Source
 from ...formulas.references import SUN
 from ...model.transformer import Transformer
 from ..analysis.cases import in_house, llama, open_models, read_words, scaled, text
-from .setup import HeatMap, Line, Panel, Setup
+from .setup import FigureLine, HeatMap, Panel, Setup
 
 LLAMA = (
     "LLaMA-130M: 12 layers, d_model 768, 12 heads, d_ff 2048, RMSNorm, SwiGLU, deviation .02, "
@@ -26,7 +26,9 @@ def _variances() -> Setup:
     }
     panel = Panel(
         "",
-        tuple(Line(name, model, "variance", inputs, seeds=2) for name, model in models.items()),
+        tuple(
+            FigureLine(name, model, "variance", inputs, seeds=2) for name, model in models.items()
+        ),
         y="variance of the stream",
         log=True,
     )

@@ -15,7 +15,7 @@ from ...formulas.law import THEORIES, Theory
 from ...prediction.predict import predict
 from ...prediction.result import Prediction
 from .grid import FACTORS, GRID, Configuration
-from .store import Stored, load
+from .store import StoredSimulation, load
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,7 +66,9 @@ def _beyond(error: Array, stderr: Array) -> Array:
     return np.maximum(error - 2 * stderr, 0.0)
 
 
-def by_layer(configuration: Configuration, prediction: Prediction, stored: Stored) -> pd.DataFrame:
+def by_layer(
+    configuration: Configuration, prediction: Prediction, stored: StoredSimulation
+) -> pd.DataFrame:
     """Every index of the stream: predicted, simulated, stderr and error of each quantity.
 
     Columns: layer, then for `grad`, `variance`, `correlation` and, where judged, `typical`: the
@@ -120,7 +122,7 @@ def _typical(configuration: Configuration, prediction: Prediction) -> Array | No
         return None
 
 
-def _profile(prediction: Prediction, stored: Stored) -> tuple[float, float]:
+def _profile(prediction: Prediction, stored: StoredSimulation) -> tuple[float, float]:
     """Mean error of the gradient variance by token, and the part beyond two standard errors."""
     tokens = prediction.token_grad_variance
     if tokens is None or not stored.profile:
@@ -135,7 +137,7 @@ def _profile(prediction: Prediction, stored: Stored) -> tuple[float, float]:
 
 
 def measure(
-    configuration: Configuration, prediction: Prediction, stored: Stored
+    configuration: Configuration, prediction: Prediction, stored: StoredSimulation
 ) -> dict[str, float]:
     """All MEASURES of one prediction, and `noise`, the mean relative stderr of `grad`."""
     frame = by_layer(configuration, prediction, stored)
@@ -157,7 +159,7 @@ def measure(
 def errors(
     theories: Sequence[Theory] = THEORIES,
     configurations: Iterable[Configuration] = GRID,
-    stored: Mapping[str, Stored] | None = None,
+    stored: Mapping[str, StoredSimulation] | None = None,
     progress: Callable[[Configuration], None] | None = None,
 ) -> pd.DataFrame:
     """Hold theories against the stored simulations: one row per configuration and theory.

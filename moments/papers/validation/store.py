@@ -28,7 +28,7 @@ KEPT = (*STREAM, "log_grad_variance")
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class StoredSimulation:
     """What was kept of one configuration's simulation.
 
     Attributes:
@@ -52,7 +52,7 @@ class Stored:
     @classmethod
     def from_measurement(
         cls, configuration: Configuration, measured: Measurement, seconds: float
-    ) -> Stored:
+    ) -> StoredSimulation:
         """Keep the stream's moments of a simulation."""
         values = {name: getattr(measured, name) for name in STREAM}
         stderr = {name: getattr(measured, f"{name}_stderr") for name in STREAM}
@@ -94,7 +94,7 @@ class Stored:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Stored:
+    def from_dict(cls, data: Mapping[str, Any]) -> StoredSimulation:
         """Read what `to_dict` wrote."""
 
         def arrays(name: str) -> dict[str, Array]:
@@ -120,7 +120,7 @@ def packaged() -> Path:
     return Path(str(files("moments") / "data" / "validation.json"))
 
 
-def load(path: Path | None = None) -> dict[str, Stored]:
+def load(path: Path | None = None) -> dict[str, StoredSimulation]:
     """Stored simulations by configuration name; None: those that come with the package.
 
     Raises:
@@ -134,13 +134,15 @@ def load(path: Path | None = None) -> dict[str, Stored]:
     if version != FORMAT_VERSION:
         raise domain_error("format_version", version, f"{FORMAT_VERSION}", "simulate again")
     try:
-        return {name: Stored.from_dict(entry) for name, entry in data["measurements"].items()}
+        return {
+            name: StoredSimulation.from_dict(entry) for name, entry in data["measurements"].items()
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         said = f"{type(error).__name__}: {error}"
         raise DomainError(f"{path} holds no simulations ({brief(said)})") from None
 
 
-def save(path: Path, stored: Mapping[str, Stored]) -> None:
+def save(path: Path, stored: Mapping[str, StoredSimulation]) -> None:
     """Write all simulations, a line each; a reader never sees half a file.
 
     Raises:
@@ -158,7 +160,7 @@ def save(path: Path, stored: Mapping[str, Stored]) -> None:
         )
 
 
-def add(path: Path, name: str, entry: Stored) -> dict[str, Stored]:
+def add(path: Path, name: str, entry: StoredSimulation) -> dict[str, StoredSimulation]:
     """Add one simulation to a file that other processes may be adding to.
 
     Of two entries of the same configuration the one with more seeds stays.
@@ -184,7 +186,7 @@ def simulate_one(
     seeds: int | None = None,
     seed: int = 0,
     device: str = "cpu",
-) -> Stored:
+) -> StoredSimulation:
     """Simulate one configuration, batch 1; None: its own number of seeds.
 
     `seed`, the digest and the device give the random numbers; configurations share none.
@@ -200,7 +202,7 @@ def simulate_one(
         seed=int(configuration.digest[:8], 16) + seed,
         device=device,
     )
-    return Stored.from_measurement(configuration, measured, time.perf_counter() - began)
+    return StoredSimulation.from_measurement(configuration, measured, time.perf_counter() - began)
 
 
 def run_grid(
@@ -210,7 +212,7 @@ def run_grid(
     seeds: int | None = None,
     device: str = "cpu",
     progress: Callable[[Configuration], None] | None = None,
-) -> dict[str, Stored]:
+) -> dict[str, StoredSimulation]:
     """Simulate what `path` does not hold yet, the cheapest first, saving after each one.
 
     An interrupted run continues where it stopped: an entry is kept if it is of the same

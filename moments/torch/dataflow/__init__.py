@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .reading import Reading, read
+from .reading import ModuleReading, read
 
-__all__ = ["Reading", "read"]
+__all__ = ["ModuleReading", "read"]

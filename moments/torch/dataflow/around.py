@@ -7,8 +7,8 @@ from typing import Any
 
 from ...errors import optional
 from .graph import Node, Ref
-from .stream import Chain, Stream
-from .units import Linear, Norm, close, named
+from .stream import StreamReader, SumChain
+from .units import LinearUnit, Norm, close, named
 
 with optional("torch", "torch"):
     import torch
@@ -32,7 +32,7 @@ class Before:
     """
 
     tables: dict[str, str] = field(default_factory=dict)
-    patch: Linear | None = None
+    patch: LinearUnit | None = None
     patch_size: int = 0
     scale: float = 1.0
     factors: dict[str, float] = field(default_factory=dict)
@@ -51,10 +51,10 @@ class Before:
 class After:
     """What follows the last layer."""
 
-    transform: Linear | None = None
+    transform: LinearUnit | None = None
     activation: str | None = None
     norm: Norm | None = None
-    matrix: Linear | None = None
+    matrix: LinearUnit | None = None
     scale: float = 1.0
     softcap: float | None = None
     dropout: float = 0.0
@@ -65,7 +65,7 @@ class After:
     doubts: list[str] = field(default_factory=list)
 
 
-def before(stream: Stream, chain: Chain) -> Before:
+def before(stream: StreamReader, chain: SumChain) -> Before:
     """Reads what makes the tensor that enters layer 1."""
     graph, read = stream.graph, stream.read
     start = chain.start
@@ -134,7 +134,7 @@ def _list(names: Any) -> str:
     return ", ".join(sorted(names))
 
 
-def _lookup(stream: Stream, node: Node) -> tuple[str, int, int] | None:
+def _lookup(stream: StreamReader, node: Node) -> tuple[str, int, int] | None:
     """A table's parameter, the indices, the rows."""
     graph = stream.graph
     if node.name not in _LOOKUPS:
@@ -154,7 +154,7 @@ def _refs(entry: Any) -> list[Ref]:
     return []
 
 
-def _role_of_lookup(stream: Stream, index: int, name: str, found: Before) -> str | None:
+def _role_of_lookup(stream: StreamReader, index: int, name: str, found: Before) -> str | None:
     ids = stream.graph.tensor(index)
     if ids.ndim >= 1 and ids.shape[-1] > 1:
         steps = ids.reshape(-1, ids.shape[-1]).diff(dim=-1)
@@ -167,7 +167,7 @@ def _role_of_lookup(stream: Stream, index: int, name: str, found: Before) -> str
     return "token" if stream.read.live(index) else None
 
 
-def _factor(stream: Stream, start: int, end: int) -> float | None:
+def _factor(stream: StreamReader, start: int, end: int) -> float | None:
     """What a value is multiplied by on its way to another one; None: it is not multiplied."""
     graph = stream.graph
     shape = graph.tensor(start).shape
@@ -182,7 +182,7 @@ def _factor(stream: Stream, start: int, end: int) -> float | None:
     return slope if close(moved, slope * wide.expand_as(moved)) else None
 
 
-def _norm(stream: Stream, found: Before, start: int, nodes: list[Node]) -> None:
+def _norm(stream: StreamReader, found: Before, start: int, nodes: list[Node]) -> None:
     """The norm of the sum, if there is one, and the dropout behind it."""
     graph, read = stream.graph, stream.read
     size = graph.tensor(start).shape
@@ -202,7 +202,7 @@ def _norm(stream: Stream, found: Before, start: int, nodes: list[Node]) -> None:
     found.dropout = drops[-1] if drops else 0.0
 
 
-def _constant(stream: Stream, found: Before, zeros: dict[int, Tensor], width: int) -> None:
+def _constant(stream: StreamReader, found: Before, zeros: dict[int, Tensor], width: int) -> None:
     """What is added that is no parameter."""
     if not zeros:
         return
@@ -217,7 +217,7 @@ def _constant(stream: Stream, found: Before, zeros: dict[int, Tensor], width: in
             )
 
 
-def after(stream: Stream, chain: Chain, others: list[Chain]) -> After:
+def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> After:
     """Reads what is made of the last layer's output."""
     graph, read = stream.graph, stream.read
     end, last = chain.end, chain.sums[-1].value
@@ -270,7 +270,7 @@ def after(stream: Stream, chain: Chain, others: list[Chain]) -> After:
     return found
 
 
-def _transform(stream: Stream, found: After, linear: Linear, matrix: Linear) -> None:
+def _transform(stream: StreamReader, found: After, linear: LinearUnit, matrix: LinearUnit) -> None:
     """A hidden layer: its activation, and the norm behind it."""
     graph, read = stream.graph, stream.read
     whole = graph.tensor(matrix.read).numel()
@@ -292,7 +292,7 @@ def _transform(stream: Stream, found: After, linear: Linear, matrix: Linear) -> 
         found.doubts.append(f"{_list(linear.params)}: a matrix behind the last layer")
 
 
-def _pool(stream: Stream, end: int, read: int) -> str | None:
+def _pool(stream: StreamReader, end: int, read: int) -> str | None:
     """ "first" or "mean" of a sequence's tokens; None: every token, or another choice."""
     graph = stream.graph
     tensor = graph.tensor(end)
@@ -307,7 +307,7 @@ def _pool(stream: Stream, end: int, read: int) -> str | None:
     return "mean" if abs(share * tensor.shape[1] - 1) < 0.2 else "other"
 
 
-def _logits(stream: Stream, found: After) -> None:
+def _logits(stream: StreamReader, found: After) -> None:
     """From the matrix to the logits, and whether a loss is taken of them."""
     graph, read = stream.graph, stream.read
     assert found.matrix is not None

@@ -55,6 +55,10 @@ PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"))
 SOFTMAX = ("_softmax", "_safe_softmax", "softmax")
 
 
+CHOICES = frozenset(("nonzero", "masked_select", "topk", "sort", "argsort", "_local_scalar_dense"))
+"""Operations whose outcome is places, or as long as numbers have it."""
+
+
 class Ref(NamedTuple):
     """A value in place of a tensor among the arguments of an operation."""
 
@@ -135,6 +139,8 @@ class Graph:
     def finish(self) -> None:
         """Who reads what, and what every operation rests on, as sets of bits."""
         ancestors = self._ancestors
+        for read in self.values:
+            read.consumers.clear()
         for node in self.nodes:
             bits = 1 << node.index
             for value in node.inputs:
@@ -170,6 +176,24 @@ class Graph:
                 found.append(node)
                 reached.update(o for o in node.outputs if o not in starts)
         return found if end in reached else []
+
+    def routed(self) -> str:
+        """The innermost submodule in which the numbers of a batch choose entries; "" where none
+        does."""
+        inside: dict[str, int] = {}
+        for path, side, value in self.boundaries:
+            made = self.values[value].producer
+            at = -1 if made is None else made
+            if side == "input":
+                inside[path] = at
+                continue
+            first = inside.pop(path, at)
+            if any(n.name in CHOICES and self._alive(n) for n in self.nodes[first + 1 : at + 1]):
+                return path
+        return ""
+
+    def _alive(self, node: Node) -> bool:
+        return any(self.values[v].live for v in node.inputs)
 
     def run(self, given: Mapping[int, Tensor], *wanted: int) -> list[Tensor]:
         """Values as they would be if others were what is `given`."""

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...errors import optional
-from ..hook_points import ENCODER, Block, HookPoint, Point, WeightPart
+from ..hook_points import ENCODER, HookPoint, ModuleBranch, SubmoduleTensor, WeightPart
 from ..roles import Role
 from .around import After, Before
 from .graph import VIEWS, Graph, filled
-from .stream import Block as Unit
-from .stream import Chain
-from .units import Linear, Norm
+from .stream import BranchUnit, SumChain
+from .units import LinearUnit, Norm
 
 with optional("torch", "torch"):
     import torch
@@ -61,7 +60,7 @@ class Roles:
             self.whole(stack, layer, f"{site}.bias", name)
 
     def linear(
-        self, stack: str, layer: int, name: str, linear: Linear, columns: Tensor | None = None
+        self, stack: str, layer: int, name: str, linear: LinearUnit, columns: Tensor | None = None
     ) -> None:
         """A matrix, or those of its columns that play a role, and its bias."""
         graph = self.graph
@@ -106,7 +105,7 @@ class Roles:
     def _leaf(self, name: str) -> Tensor:
         return next(v.tensor for v in self.graph.values if v.name == name)
 
-    def _entries(self, linear: Linear) -> tuple[str, int, Tensor, int] | None:
+    def _entries(self, linear: LinearUnit) -> tuple[str, int, Tensor, int] | None:
         """Parameter, its axis of features made, the place of every column there, features read."""
         graph = self.graph
         node = graph.nodes[linear.node]
@@ -124,7 +123,7 @@ class Roles:
             return name, axis, torch.arange(held.shape[axis]), held.shape[1 - axis]
         return self._traced(linear)
 
-    def _traced(self, linear: Linear) -> tuple[str, int, Tensor, int] | None:
+    def _traced(self, linear: LinearUnit) -> tuple[str, int, Tensor, int] | None:
         """The same for a matrix that is a part or another view of its parameter."""
         graph = self.graph
         node = graph.nodes[linear.node]
@@ -315,17 +314,19 @@ class Sites:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.at: dict[int, list[Point]] = {}
+        self.at: dict[int, list[SubmoduleTensor]] = {}
         counts: dict[tuple[str, str], set[int]] = {}
         seen = [b for b in graph.boundaries if graph.tensor(b.value).ndim in (2, 3)]
-        self.tokens = {Point(b.path, b.side) for b in seen if graph.tensor(b.value).ndim == 3}
+        self.tokens = {
+            SubmoduleTensor(b.path, b.side) for b in seen if graph.tensor(b.value).ndim == 3
+        }
         for path, side, value in seen:
             counts.setdefault((path, side), set()).add(self._same(value))
         for path, side, value in seen:
             if len(counts[path, side]) == 1:
                 points = self.at.setdefault(self._same(value), [])
-                if Point(path, side) not in points:
-                    points.append(Point(path, side))
+                if SubmoduleTensor(path, side) not in points:
+                    points.append(SubmoduleTensor(path, side))
 
     def _same(self, value: int) -> int:
         """The value that others are mere views of."""
@@ -337,16 +338,16 @@ class Sites:
             value = node.inputs[0]
         return value
 
-    def of(self, value: int) -> list[Point]:
+    def of(self, value: int) -> list[SubmoduleTensor]:
         return self.at.get(self._same(value), [])
 
-    def output(self, value: int) -> Point | None:
+    def output(self, value: int) -> SubmoduleTensor | None:
         """The innermost submodule that gives a value, else the first that takes it."""
         points = self.of(value)
         gives = [p for p in points if p.side == "output"]
         return next(iter([*gives, *points]), None)
 
-    def input(self, value: int) -> Point | None:
+    def input(self, value: int) -> SubmoduleTensor | None:
         points = self.of(value)
         takes = [p for p in points if p.side == "input"]
         return next(iter([*takes, *points]), None)
@@ -363,19 +364,19 @@ class Placed:
     """Hook points and residual branches of a module."""
 
     points: list[HookPoint] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[ModuleBranch] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
 
 def place(
-    sites: Sites, chain: Chain, layers: list[list[Unit]], stack: str, placements: list[str]
+    sites: Sites, chain: SumChain, layers: list[list[BranchUnit]], stack: str, placements: list[str]
 ) -> Placed:
     """The sites of one stack."""
     found = Placed()
     last_values = [_end_of(units) for units in layers]
     streams = _alike([sites.of(value) for value in last_values])
 
-    def add(layer: int, site: str, point: Point | None) -> None:
+    def add(layer: int, site: str, point: SubmoduleTensor | None) -> None:
         if point not in sites.tokens:
             found.missing.append(f"{stack}{site} of layer {layer}")
         else:
@@ -393,12 +394,14 @@ def place(
     return found
 
 
-def _end_of(units: list[Unit]) -> int:
+def _end_of(units: list[BranchUnit]) -> int:
     last = units[-1]
     return last.after.end if last.after is not None else last.sum.value
 
 
-def _entering(sites: Sites, chain: Chain, streams: list[Point | None]) -> Point | None:
+def _entering(
+    sites: Sites, chain: SumChain, streams: list[SubmoduleTensor | None]
+) -> SubmoduleTensor | None:
     """The first tensor of the stream: into the first layer where it is a submodule."""
     points = sites.of(chain.start)
     layer = streams[0].path if streams and streams[0] is not None else None
@@ -408,15 +411,15 @@ def _entering(sites: Sites, chain: Chain, streams: list[Point | None]) -> Point 
     return next((p for p in points if p.side == "output"), next(iter(points), None))
 
 
-def _alike(rows: list[list[Point]]) -> list[Point | None]:
+def _alike(rows: list[list[SubmoduleTensor]]) -> list[SubmoduleTensor | None]:
     """Of every layer's candidates the ones that sit alike in all layers, outermost first."""
 
-    def shape(point: Point) -> tuple[str, str]:
+    def shape(point: SubmoduleTensor) -> tuple[str, str]:
         return re.sub(r"\d+", "#", point.path), point.side
 
     outer = [[p for p in reversed(row) if p.side == "output"] + row for row in rows]
     common = set.intersection(*({shape(p) for p in row} for row in rows)) if rows else set()
-    found: list[Point | None] = []
+    found: list[SubmoduleTensor | None] = []
     for row in outer:
         match = [p for p in row if shape(p) in common and shape(p)[0].count("#")]
         found.append(next(iter([*match, *row]), None))
@@ -426,14 +429,14 @@ def _alike(rows: list[list[Point]]) -> list[Point | None]:
 def _unit(
     sites: Sites,
     found: Placed,
-    add: Callable[[int, str, Point], None],
+    add: Callable[[int, str, SubmoduleTensor], None],
     layer: int,
-    unit: Unit,
+    unit: BranchUnit,
     placement: str,
-    units: list[Unit],
+    units: list[BranchUnit],
 ) -> None:
     name = unit.name
-    rows: list[tuple[str, Point | None]] = []
+    rows: list[tuple[str, SubmoduleTensor | None]] = []
     if unit.before is not None:
         rows.append((f"{name}.norm", sites.output(unit.before.end)))
     if unit.attention is not None and unit.attention.output:
@@ -464,8 +467,13 @@ def _unit(
 
 
 def _blocks(
-    sites: Sites, stack: str, layer: int, units: list[Unit], placement: str, stream: Point
-) -> Iterable[Block]:
+    sites: Sites,
+    stack: str,
+    layer: int,
+    units: list[BranchUnit],
+    placement: str,
+    stream: SubmoduleTensor,
+) -> Iterable[ModuleBranch]:
     for unit in units:
         norm = unit.before or unit.after
         takes = sites.norm(norm) if norm is not None else None
@@ -479,7 +487,7 @@ def _blocks(
             return
         if raw.side != "output":
             return
-        yield Block(
+        yield ModuleBranch(
             stack=stack,
             layer=layer,
             path=stream.path,

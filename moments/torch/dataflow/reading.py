@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,19 +17,19 @@ from ...model.patches import PatchEmbedding
 from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
-from ..hook_points import ENCODER, HookPoint
-from ..hook_points import Block as Branch
-from ..roles import ModuleRoles, Role
+from ..hook_points import ENCODER, HookPoint, ModuleBranch
+from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
 from ..running import in_mode, padding_row
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
-from .stream import Block, Chain, Stream
+from .stream import BranchUnit, StreamReader, SumChain
 from .units import Norm, close
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
+    from torch.utils._pytree import tree_map
 
 TOKENS = 12
 """Tokens of the sequences that a module is run on; what lies farther apart is not seen."""
@@ -41,7 +42,7 @@ EXACT = 1e-4
 
 
 @dataclass(frozen=True)
-class Reading:
+class ModuleReading:
     """What the dataflow of a module tells.
 
     Attributes:
@@ -65,8 +66,11 @@ class Reading:
     odd: tuple[tuple[int, str], ...] = ()
 
 
-def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Reading:
+def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> ModuleReading:
     """Reads a module from one forward pass.
+
+    What is on another device, or in half precision, is read from a copy on the processor in single
+    precision: what a stretch computes is told by numbers, and half of them would not tell.
 
     Args:
         batch: what it reads, as in `moments.torch.measure`; a few tokens of it are used. None:
@@ -77,31 +81,113 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Re
     Raises:
         MomentsError: the module cannot be run, or no residual stream is found in it.
     """
-    graph, length, example = _recorded(module, batch)
+    near = _near_copy(module)
+    graph, length, example = _recorded(near, batch)
     far: list[int | None] = []
     if batch is not None and length is not None and length > TOKENS:
-        far = _far(module, batch)
+        far = _far(near, batch)
     try:
-        found = _Reading(module, graph, seq_len or length, far).reading()
+        found = _Reading(near, graph, seq_len or length, far).reading()
     except MomentsError:
         raise
     except Exception as error:  # the module's own operations, on numbers that it never saw
         said = f"{type(error).__name__}: {error}".splitlines()[0]
+        if routed := graph.routed():
+            said = f"{routed} chooses by its numbers which tokens go where, as experts are chosen"
         raise MomentsError(
             f"what {type(module).__name__} computes depends on its numbers in a way that could not "
             f"be followed ({said})"
         ) from error
-    return dataclasses.replace(found, example=example)
+    return dataclasses.replace(found, example=_as_read(example, module))
 
 
-def called(module: nn.Module, batch: Any) -> tuple[Callable[[], Any], dict[str, Tensor], Any]:
-    """A call of a module on what it is read from: the call, its tensors, and what is passed.
+class Call(NamedTuple):
+    """A call of a module on what it is read from.
+
+    Attributes:
+        module: what is called.
+        call: calls it.
+        tensors: what it is passed, by number.
+        given: the same as the module that is meant takes it.
+    """
+
+    module: nn.Module
+    call: Callable[[], Any]
+    tensors: dict[str, Tensor]
+    given: Any
+
+
+def called(module: nn.Module, batch: Any) -> Call:
+    """A call of a module on what it is read from.
 
     Raises:
         MomentsError: the module cannot be run.
     """
-    _, _, given = _recorded(module, batch)
-    return _caller(module, given), {f"{i}": t for i, t in enumerate(_tensors(given))}, given
+    near = _near_copy(module)
+    _, _, given = _recorded(near, batch)
+    tensors = {f"{i}": t for i, t in enumerate(_tensors(given))}
+    return Call(near, _caller(near, given), tensors, _as_read(given, module))
+
+
+# --- where it is read -----------------------------------------------------------------------------
+
+WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def _near_copy(module: nn.Module) -> nn.Module:
+    """The module itself where its numbers are near and precise; else a copy where they are.
+
+    Raises:
+        MomentsError: it cannot be copied.
+    """
+    parts = list(module.modules())
+    held = [*module.parameters(), *module.buffers()]
+    held += [v for part in parts for v in vars(part).values() if isinstance(v, Tensor)]
+    if all(_near_tensor(tensor) is tensor for tensor in held):
+        return module
+    memo: dict[int, Any] = {}
+    for tensor in held:
+        found = _near_tensor(tensor.detach())
+        learns = tensor.requires_grad and found.is_floating_point()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(found, requires_grad=learns) if is_parameter else found
+    try:
+        near = copy.deepcopy(module, memo)
+    except Exception as error:  # the module's own parts, which need not be made to be copied
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise MomentsError(
+            f"{type(module).__name__} is read from a copy on the processor in single precision, "
+            f"and cannot be copied ({said}): pass it as module.float().cpu()"
+        ) from error
+    for part in near.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, torch.device):
+                setattr(part, name, torch.device("cpu"))
+            elif isinstance(value, torch.dtype) and value.is_floating_point and value not in WIDE:
+                setattr(part, name, torch.float32)
+    return near
+
+
+def _near_tensor(tensor: Tensor) -> Tensor:
+    """On the processor, and no real number in less than single precision."""
+    half = tensor.is_floating_point() and tensor.dtype not in WIDE
+    return tensor.to("cpu", torch.float32) if half else tensor.to("cpu")
+
+
+def _near_batch(given: Any) -> Any:
+    """What is passed to a module, where its copy is."""
+    return tree_map(lambda t: _near_tensor(t) if isinstance(t, Tensor) else t, given)
+
+
+def _as_read(given: Any, module: nn.Module) -> Any:
+    """What was passed to a copy, in the module's own precision."""
+    kinds = {p.dtype for p in module.parameters() if p.is_floating_point()} - set(WIDE)
+    if not kinds:
+        return given
+    kind = next(iter(kinds))
+    return tree_map(
+        lambda t: t.to(kind) if isinstance(t, Tensor) and t.is_floating_point() else t, given
+    )
 
 
 # --- a pass ---------------------------------------------------------------------------------------
@@ -111,6 +197,7 @@ def _recorded(module: nn.Module, batch: Any) -> tuple[Graph, int | None, Any]:
     """The graph of a short pass, the tokens that the batch has, and what was passed."""
     errors = []
     for given, length in _cuts(batch) if batch is not None else _examples(module):
+        given = _near_batch(given)
         tensors = {f"{i}": t for i, t in enumerate(_tensors(given))}
         buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
         try:
@@ -250,7 +337,7 @@ def _far(module: nn.Module, batch: Any) -> list[int | None]:
     *_, (given, _) = _cuts(batch, rows=1)
     with in_mode(module, False):
         try:
-            return reaches(_caller(module, given))
+            return reaches(_caller(module, _near_batch(given)))
         except Exception:  # what ran on a few tokens of two sequences need not on one whole one
             return []
 
@@ -265,8 +352,8 @@ class _Stack:
     """One chain of the stream, its layers, and what stands around it."""
 
     prefix: str
-    chain: Chain
-    layers: list[list[Block]]
+    chain: SumChain
+    layers: list[list[BranchUnit]]
     placements: list[str]
     before: Before
     after: After
@@ -274,7 +361,7 @@ class _Stack:
 
 @dataclass
 class _Reading:
-    """Everything that is said of a module on the way to its `Reading`."""
+    """Everything that is said of a module on the way to its `ModuleReading`."""
 
     module: nn.Module
     graph: Graph
@@ -284,12 +371,12 @@ class _Reading:
     doubts: list[str] = field(default_factory=list)
     odd: list[tuple[int, str]] = field(default_factory=list)
 
-    def reading(self) -> Reading:
-        stream = self.stream = Stream(self.graph)
+    def reading(self) -> ModuleReading:
+        stream = self.stream = StreamReader(self.graph)
         if not stream.chains:
             raise MomentsError(
                 f"{type(self.module).__name__}: no attention beside a residual stream was found in "
-                "what it computes"
+                f"what it computes{_quantised(self.module)}"
             )
         chains = stream.chains
         if len(chains) > 2:  # whatever stands in them: what is read is the longest
@@ -300,6 +387,11 @@ class _Reading:
                 self.reasons.append("layers that share their weights")
                 chain.sums = chain.sums[:matrices]
             stream.fill(chain)
+        if stream.read.adapters:
+            names = ", ".join(gathered_names(stream.read.adapters))
+            self.doubts.append(
+                f"adapters that are zero, and add nothing yet, are left out ({names})"
+            )
         self.reasons += stream.doubts
         self.doubts += stream.notes
         self.tensors = dict(self.module.named_parameters())
@@ -307,7 +399,7 @@ class _Reading:
         roles = Roles(self.graph)
         sites = Sites(self.graph)
         points: list[HookPoint] = []
-        branches: list[Branch] = []
+        branches: list[ModuleBranch] = []
         for stack in stacks:
             self._claim(roles, stack)
             placed = place(sites, stack.chain, stack.layers, stack.prefix, stack.placements)
@@ -332,7 +424,7 @@ class _Reading:
         )
         self.values = _Variances(self.tensors, found)
         model = self._model(stacks)
-        return Reading(
+        return ModuleReading(
             model,
             module_roles,
             tuple(points),
@@ -343,7 +435,7 @@ class _Reading:
 
     # --- stacks ------------------------------------------------------------------------------
 
-    def _stacks(self, chains: list[Chain]) -> list[_Stack]:
+    def _stacks(self, chains: list[SumChain]) -> list[_Stack]:
         """The encoder's stack, if there are two, and the main one."""
         chains = [c for c in chains if len(c.blocks) >= 1]
         crossing = [c for c in chains if any(b.name == "cross" for b in c.blocks)]
@@ -369,7 +461,7 @@ class _Reading:
             self.doubts += found[-1].after.doubts
         return found
 
-    def _matrices(self, chain: Chain) -> list[set[str]]:
+    def _matrices(self, chain: SumChain) -> list[set[str]]:
         """Parameters of every sum's matrices, up to the first sum that only uses earlier ones.
 
         What follows is the same again, however often the module goes round.
@@ -383,7 +475,7 @@ class _Reading:
             found.append(names)
         return found
 
-    def _longest(self, chains: list[Chain]) -> list[Chain]:
+    def _longest(self, chains: list[SumChain]) -> list[SumChain]:
         """Of streams that no Transformer has the one of most sums; the rest is a reason.
 
         A stream of which one sum is all that another one does is not looked into.
@@ -402,9 +494,9 @@ class _Reading:
         scores = [len(row) if alone else 0 for row, alone in zip(rows, plain, strict=True)]
         return [chains[scores.index(max(scores))]]
 
-    def _layers(self, chain: Chain) -> list[list[Block]]:
+    def _layers(self, chain: SumChain) -> list[list[BranchUnit]]:
         """Blocks by layer: attention, perhaps cross-attention, a feed-forward block."""
-        layers: list[list[Block]] = []
+        layers: list[list[BranchUnit]] = []
         for block in chain.blocks:
             if not layers or _SUB.index(block.name) <= _SUB.index(layers[-1][-1].name):
                 layers.append([])
@@ -418,7 +510,7 @@ class _Reading:
             )
         return layers
 
-    def _placements(self, layers: list[list[Block]], read: Before) -> list[str]:
+    def _placements(self, layers: list[list[BranchUnit]], read: Before) -> list[str]:
         """Where the norms of every layer stand; few blocks without any are named, not believed."""
         bare = [
             (number, unit)
@@ -435,7 +527,7 @@ class _Reading:
         most = max((name for name in found if name), key=found.count, default="none")
         return [name or most for name in found]
 
-    def _placement(self, units: list[Block], read: Before) -> str:
+    def _placement(self, units: list[BranchUnit], read: Before) -> str:
         found = set()
         for unit in units:
             if self._begins_normed(unit, read) and any(u.before is not None for u in units):
@@ -461,7 +553,7 @@ class _Reading:
             )
         return min(found)
 
-    def _begins_normed(self, unit: Block, read: Before) -> bool:
+    def _begins_normed(self, unit: BranchUnit, read: Before) -> bool:
         """Whether a block without norms reads what the norm of the embedding gives."""
         if read.norm is None or unit.before or unit.behind or unit.after:
             return False
@@ -891,6 +983,22 @@ class _Reading:
         )
 
 
+def _quantised(module: nn.Module) -> str:
+    """A remark on parts that hold matrices as integers, whose products are of no parameter."""
+    found = []
+    for path, part in module.named_modules():
+        held = [t for t in part.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
+        matrices = [t for t in held if t.ndim > 1]
+        packed = hasattr(part, "_packed_params")  # torch's own quantised layers
+        counts = any(not t.is_floating_point() and t.dtype != torch.bool for t in matrices)
+        if not list(part.children()) and (packed or (counts and len(matrices) < 3)):
+            found.append(path.removesuffix("._packed_params"))
+    if not found:
+        return ""
+    names = ", ".join(dict.fromkeys(map(gathered_pattern, found)))
+    return f"; {names} hold matrices as integers: pass the module before it is quantised"
+
+
 def _of_sines(table: Tensor) -> bool:
     """Whether rows are sines and cosines of the original's frequencies, in whatever order."""
     rows = table.detach().double().reshape(-1, table.shape[-1])
@@ -961,4 +1069,4 @@ def fewest(values: np.ndarray) -> Any:
     return [tuple(float(v) for v in row) for row in values]
 
 
-__all__ = ["Reading", "read"]
+__all__ = ["ModuleReading", "read"]

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from ...errors import optional
 from ...model.positions import alibi_slopes
 from .graph import VIEWS, Graph, Node, reach_of
-from .units import Attention, Core, Fit, Linear, Norm, Reader, Rotation, close, named
+from .units import (
+    AttentionUnit,
+    Core,
+    Fit,
+    GraphReader,
+    LinearUnit,
+    Norm,
+    RotationUnit,
+    close,
+    named,
+)
 
 with optional("torch", "torch"):
     import torch
@@ -21,7 +31,7 @@ _SUMS = ("add", "addcmul", "lerp", "sub")
 
 
 @dataclass
-class Sum:
+class StreamSum:
     """skip_scale * stream + branch_scale * f, plus perhaps a second block's f."""
 
     index: int
@@ -35,8 +45,8 @@ class Sum:
 class Feed:
     """A feed-forward block."""
 
-    into: dict[str, list[tuple[Linear, Tensor]]]
-    output: Linear
+    into: dict[str, list[tuple[LinearUnit, Tensor]]]
+    output: LinearUnit
     activation: str | None
     gated: bool
     hidden: int
@@ -45,11 +55,11 @@ class Feed:
 
 
 @dataclass
-class Block:
+class BranchUnit:
     """One residual branch, recognised."""
 
     name: str
-    sum: Sum
+    sum: StreamSum
     stream: int
     tip: int
     raw: int
@@ -66,35 +76,35 @@ class Block:
     dropout: float = 0.0
     dropped: int | None = None
     parallel: bool = False
-    attention: Attention | None = None
+    attention: AttentionUnit | None = None
     core: Core | None = None
     feed: Feed | None = None
 
 
 @dataclass
-class Chain:
+class SumChain:
     """One stack's sums in order."""
 
     start: int
-    sums: list[Sum]
-    blocks: list[Block] = field(default_factory=list)
+    sums: list[StreamSum]
+    blocks: list[BranchUnit] = field(default_factory=list)
     final: Norm | None = None
     end: int = 0
 
 
-class Stream:
+class StreamReader:
     """Finds the sums of a graph, and reads what stands between them."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.read = Reader(graph)
+        self.read = GraphReader(graph)
         self.doubts: list[str] = []
         self.notes: list[str] = []
         self.chains = self._chains()
 
     # --- sums --------------------------------------------------------------------------------
 
-    def sums(self) -> list[Sum]:
+    def sums(self) -> list[StreamSum]:
         """Every addition of a value to what products make of that value."""
         found, inner = [], set()
         for node in reversed(self.graph.nodes):
@@ -109,7 +119,7 @@ class Stream:
                 if tips and all(self._branches(stream, tip) for tip in others):
                     inner |= used
                     near = self._nearest(terms[stream], stream, others)
-                    one = Sum(node.index, node.outputs[0], near, tuple(others), tips)
+                    one = StreamSum(node.index, node.outputs[0], near, tuple(others), tips)
                     found.append(one)
                     break
         return found[::-1]
@@ -167,7 +177,7 @@ class Stream:
 
     # --- chains ------------------------------------------------------------------------------
 
-    def _chains(self) -> list[Chain]:
+    def _chains(self) -> list[SumChain]:
         sums = self.sums()
         following: dict[int, int] = {}
         for place, one in enumerate(sums):
@@ -185,18 +195,18 @@ class Stream:
         found = []
         for line in chains.values():
             rows = [sums[p] for p in line]
-            chain = Chain(rows[0].stream, rows)
+            chain = SumChain(rows[0].stream, rows)
             if any(self._cores(s, t) for s in rows for t in s.tips):
                 found.append(chain)
         return sorted(found, key=lambda chain: chain.sums[0].index)
 
-    def _cores(self, one: Sum, tip: int) -> list[Core]:
+    def _cores(self, one: StreamSum, tip: int) -> list[Core]:
         nodes = {node.index for node in self.graph.path([one.stream], tip)}
         return [core for core in self.read.cores if core.softmax in nodes]
 
     # --- blocks ------------------------------------------------------------------------------
 
-    def fill(self, chain: Chain) -> None:
+    def fill(self, chain: SumChain) -> None:
         """Reads every block of a chain."""
         previous = chain.start
         for place, one in enumerate(chain.sums):
@@ -274,7 +284,7 @@ class Stream:
         second = self.read.norm_within(first.end, [v for v in sorted(found) if v > first.end])
         return [first, second or norm]
 
-    def _block(self, one: Sum, tip: int, end: int) -> Block:
+    def _block(self, one: StreamSum, tip: int, end: int) -> BranchUnit:
         cores = self._cores(one, tip)
         block = self._attention_block(one, tip, cores) if cores else self._feed_block(one, tip)
         link = self.norm(block.raw, end)
@@ -282,7 +292,7 @@ class Stream:
             block.behind = link[0]
         return block
 
-    def _before(self, block: Block, reads: list[int]) -> None:
+    def _before(self, block: BranchUnit, reads: list[int]) -> None:
         """The norm between the stream and what a block's matrices read."""
         links = {}
         for read in reads:
@@ -300,7 +310,7 @@ class Stream:
         elif isinstance(first, float):
             block.factor = first
 
-    def _scales(self, one: Sum, blocks: list[Block]) -> None:
+    def _scales(self, one: StreamSum, blocks: list[BranchUnit]) -> None:
         """lambda and beta of a sum, by running it on one term alone."""
         tips = {(b.behind.end if b.behind else b.raw): b for b in blocks}
         zeros = {v: torch.zeros_like(self.graph.tensor(v)) for v in (one.stream, *tips)}
@@ -336,12 +346,12 @@ class Stream:
 
     # --- feed-forward ------------------------------------------------------------------------
 
-    def _feed_block(self, one: Sum, tip: int) -> Block:
+    def _feed_block(self, one: StreamSum, tip: int) -> BranchUnit:
         graph, read = self.graph, self.read
         matrices = read.between(one.stream, tip)
         ins, outs = self._ends(matrices)
         output = outs[-1]
-        block = Block("ffn", one, one.stream, tip, output.made, ins[0].read)
+        block = BranchUnit("ffn", one, one.stream, tip, output.made, ins[0].read)
         self._before(block, [linear.read for linear in ins])
         if len(outs) != 1 or len(ins) > 2 or len(ins) + 1 != len(matrices) or output in ins:
             names = sorted({name for linear in matrices for name in linear.params})
@@ -350,7 +360,7 @@ class Stream:
             return block
         tails = [(linear, *tail) for linear in ins for tail in read.tails(linear, output.read)]
         starts = {value: read.draw(value) for _, value, _ in tails}
-        into: dict[str, list[tuple[Linear, Tensor]]] = {}
+        into: dict[str, list[tuple[LinearUnit, Tensor]]] = {}
         activation: str | None = None
         if len(starts) == 1:
             activation = read.activation(tails[0][1], output.read)
@@ -389,7 +399,7 @@ class Stream:
             return "a recurrence (state space or linear attention), of"
         return ""
 
-    def _ends(self, matrices: list[Linear]) -> tuple[list[Linear], list[Linear]]:
+    def _ends(self, matrices: list[LinearUnit]) -> tuple[list[LinearUnit], list[LinearUnit]]:
         """Of some products those that no other one feeds, and those that feed no other one."""
         rests = self.graph.rests_on
         ins = [
@@ -402,14 +412,14 @@ class Stream:
 
     # --- attention ---------------------------------------------------------------------------
 
-    def _attention_block(self, one: Sum, tip: int, cores: list[Core]) -> Block:
+    def _attention_block(self, one: StreamSum, tip: int, cores: list[Core]) -> BranchUnit:
         graph, read = self.graph, self.read
         stream = one.stream
         output = read.between(cores[0].mixed, tip)
         name = "attention" if graph.rests_on(cores[0].key, stream) else "cross"
         raw = output[-1].made if output else tip
-        block = Block(name, one, stream, tip, raw, stream, core=cores[0])
-        sides: dict[str, list[tuple[Linear, Tensor]]] = {}
+        block = BranchUnit(name, one, stream, tip, raw, stream, core=cores[0])
+        sides: dict[str, list[tuple[LinearUnit, Tensor]]] = {}
         reads: list[int] = []
         for core in cores:
             for role, operand in (("query", core.query), ("key", core.key), ("value", core.value)):
@@ -442,7 +452,7 @@ class Stream:
         entries = torch.cat([t.flatten() for t in given.values()]).double().sort().values
         return close(one.double().flatten().sort().values, entries)
 
-    def _projection(self, operand: int, core: Core) -> tuple[Linear, Tensor] | None:
+    def _projection(self, operand: int, core: Core) -> tuple[LinearUnit, Tensor] | None:
         """The matrix that makes queries, keys or values, and its columns that do."""
         graph, read = self.graph, self.read
         bits = graph.before(operand)
@@ -456,15 +466,15 @@ class Stream:
         return linear, torch.cat([c.flatten() for c in columns]).unique()
 
     def _attention(
-        self, cores: list[Core], sides: dict[str, list[tuple[Linear, Tensor]]], name: str
-    ) -> Attention:
+        self, cores: list[Core], sides: dict[str, list[tuple[LinearUnit, Tensor]]], name: str
+    ) -> AttentionUnit:
         graph, read = self.graph, self.read
         core = cores[0]
         d_head = graph.tensor(core.query).shape[-1]
         rows = {role: sum(len(c) for _, c in side) for role, side in sides.items()}
         heads = rows.get("query", d_head) // d_head
         kv_heads = rows.get("key", d_head) // d_head
-        found = Attention(heads, d_head, kv_heads, projections=sides)
+        found = AttentionUnit(heads, d_head, kv_heads, projections=sides)
         drops = read.dropouts(core.weights, core.mixed)
         found.dropout = drops[0][1] if drops else 0.0
         if "value" in sides and not self._values_whole(core, sides["value"]):
@@ -475,11 +485,10 @@ class Stream:
         return found
 
     def _logits(
-        self, core: Core, sides: dict[str, list[tuple[Linear, Tensor]]], found: Attention
+        self, core: Core, sides: dict[str, list[tuple[LinearUnit, Tensor]]], found: AttentionUnit
     ) -> None:
         """Norms and rotations of queries and keys, and what multiplies their product."""
         graph, read = self.graph, self.read
-        graph.nodes[core.product].outputs[0]
         scale = 1.0
         for role, operand in (("query", core.query), ("key", core.key)):
             linear, columns = next(
@@ -532,7 +541,7 @@ class Stream:
         multiplier = scale * slope
         found.temperature = 1 / (multiplier * math.sqrt(found.d_head)) if multiplier else 1.0
 
-    def _values_whole(self, core: Core, side: list[tuple[Linear, Tensor]]) -> bool:
+    def _values_whole(self, core: Core, side: list[tuple[LinearUnit, Tensor]]) -> bool:
         """Whether values are what their matrix makes, or a multiple of it."""
         for linear, _ in side:
             if self.graph.rests_on(core.value, self.graph.nodes[linear.node].outputs[0]):
@@ -572,8 +581,8 @@ class Stream:
         return None
 
     def _rotary(
-        self, core: Core, side: list[tuple[Linear, Tensor]], found: Attention
-    ) -> Rotation | None:
+        self, core: Core, side: list[tuple[LinearUnit, Tensor]], found: AttentionUnit
+    ) -> RotationUnit | None:
         """Whether, and how fast, queries turn with their position."""
         graph = self.graph
         start = self._made(side[0][0], core.query)
@@ -601,14 +610,14 @@ class Stream:
         turned = sorted((s for s in speeds if s > 0), reverse=True)
         pairs = turned[::2]
         if len(pairs) < 2:
-            return Rotation(len(turned) / d_head, 10000.0, 0.0) if pairs else None
+            return RotationUnit(len(turned) / d_head, 10000.0, 0.0) if pairs else None
         exponents = [2 * m / len(turned) for m in range(len(pairs))]
         base = float(f"{math.exp(-math.log(pairs[-1]) / exponents[-1]):.3g}")
         predicted = [base**-e for e in exponents]
         deviation = max(abs(p / q - 1) for p, q in zip(predicted, pairs, strict=True))
-        return Rotation(len(turned) / d_head, base, deviation)
+        return RotationUnit(len(turned) / d_head, base, deviation)
 
-    def _made(self, linear: Linear, end: int) -> int:
+    def _made(self, linear: LinearUnit, end: int) -> int:
         """A product's outcome on the way to a value, behind its bias where that lies there."""
         if self.graph.rests_on(end, linear.made):
             return linear.made
@@ -633,7 +642,7 @@ class Stream:
             return True
         return close(graph.run({start: 2 * x}, end)[0].double(), doubled * y.double())
 
-    def _mask(self, core: Core, found: Attention) -> None:
+    def _mask(self, core: Core, found: AttentionUnit) -> None:
         """Which keys a query sees, and what is added to its logits."""
         graph = self.graph
         zero = {core.query: torch.zeros_like(graph.tensor(core.query))}
@@ -663,7 +672,7 @@ class Stream:
             return None
         return str(names[0]), len(self.graph.tensor(leaves[0]))
 
-    def _alibi(self, bias: Tensor, found: Attention) -> bool | float:
+    def _alibi(self, bias: Tensor, found: AttentionUnit) -> bool | float:
         length = bias.shape[-1]
         places = torch.arange(length, dtype=torch.float64)
         distance = -(places[:, None] - places[None, :]).abs()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from ...errors import optional
 from ...formulas.activation import activation_names
-from .graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node, filled
+from .graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node, Ref, filled
 
 with optional("torch", "torch"):
     import torch
@@ -23,7 +23,7 @@ EXACT = 2e-3
 cancellation)."""
 
 
-class Linear(NamedTuple):
+class LinearUnit(NamedTuple):
     """One product of something that depends on the batch with something that does not.
 
     Attributes:
@@ -71,7 +71,7 @@ class Norm:
 
 
 @dataclass
-class Rotation:
+class RotationUnit:
     """Queries turned by their position."""
 
     fraction: float
@@ -94,7 +94,7 @@ class Core:
 
 
 @dataclass
-class Attention:
+class AttentionUnit:
     """What one attention computes; see `Transformer` for the fields."""
 
     heads: int
@@ -106,23 +106,24 @@ class Attention:
     alibi: bool | float = False
     relative: str | None = None
     buckets: int = 0
-    rotary: Rotation | None = None
+    rotary: RotationUnit | None = None
     qk_norm: Norm | None = None
     key_norm: Norm | None = None
     softcap: float | None = None
     dropout: float = 0.0
-    projections: dict[str, list[tuple[Linear, Tensor]]] = field(default_factory=dict)
-    output: list[Linear] = field(default_factory=list)
+    projections: dict[str, list[tuple[LinearUnit, Tensor]]] = field(default_factory=dict)
+    output: list[LinearUnit] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
 
 
-class Reader:
+class GraphReader:
     """A graph, and what its stretches compute."""
 
     def __init__(self, graph: Graph, seed: int = 0) -> None:
         self.graph = graph
         self.random = torch.Generator().manual_seed(seed)
         self._fits: dict[tuple[int, int, int | None], Fit | float | None] = {}
+        self.adapters = tuple(self._set_aside())
 
     # --- small words -------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class Reader:
     # --- linear maps -------------------------------------------------------------------------
 
     @cached_property
-    def linears(self) -> dict[int, Linear]:
+    def linears(self) -> dict[int, LinearUnit]:
         """Every product with a parameter, by the index of its operation."""
         found = {}
         for node in self.graph.nodes:
@@ -221,8 +222,46 @@ class Reader:
             biases = [v for v in node.inputs if v not in (alive[0], matrix)]
             biases = [v for v in biases if self.graph.values[v].params]
             made, more = self._with_bias(node.outputs[0])
-            found[node.index] = Linear(node.index, alive[0], made, matrix, params, (*biases, *more))
+            found[node.index] = LinearUnit(
+                node.index, alive[0], made, matrix, params, (*biases, *more)
+            )
         return found
+
+    def _set_aside(self) -> Iterator[str]:
+        """Takes adapters out of the graph that add nothing yet, and yields their parameters.
+
+        Two products through fewer features than the first reads or the second makes, whose second
+        matrix is zero, beside what they are added to (Hu et al. 2021, arXiv:2106.09685).
+        """
+        graph, linears = self.graph, self.linears
+        makers = {linear.made: linear for linear in linears.values()}
+        for second in list(linears.values()):
+            first = makers.get(self.up(second.read))
+            if first is None or bool(graph.tensor(second.matrix).any()):
+                continue
+            inner = graph.tensor(second.read).shape[-1]
+            if inner >= min(graph.tensor(v).shape[-1] for v in (first.read, second.made)):
+                continue
+            if (node := self._added(second.made)) is None:
+                continue
+            (kept,) = (v for v in node.inputs if self.up(v) != self.up(second.made))
+            node.name, node.func = "alias", torch.clone
+            node.args, node.kwargs, node.inputs = (Ref(kept),), {}, (kept,)
+            yield from (*first.params, *second.params)
+            del linears[first.node], linears[second.node]
+        graph.finish()
+
+    def _added(self, value: int) -> Node | None:
+        """The sum of two of which a value is one, behind views and factors."""
+        while len(users := self.graph.values[value].consumers) == 1:
+            node = self.graph.nodes[users[0]]
+            alive = [v for v in node.inputs if self.live(v)]
+            if node.name.rstrip("_") == "add" and len(alive) == len(node.inputs) == 2:
+                return node
+            if self.below(node, scaled=True) != value:
+                return None
+            value = node.outputs[0]
+        return None
 
     def _computed(self, matrix: int) -> bool:
         """Whether a constant is itself made by a product or looked up."""
@@ -259,13 +298,13 @@ class Reader:
             break
         return made, ()
 
-    def between(self, start: int, end: int) -> list[Linear]:
+    def between(self, start: int, end: int) -> list[LinearUnit]:
         """Products with parameters on the way from one value to another."""
         return [
             self.linears[n.index] for n in self.graph.path([start], end) if n.index in self.linears
         ]
 
-    def tails(self, linear: Linear, end: int) -> list[tuple[int, Tensor]]:
+    def tails(self, linear: LinearUnit, end: int) -> list[tuple[int, Tensor]]:
         """Where a product's outcome is first used for something on the way to a value, with the
         columns used there."""
         node = self.graph.nodes[linear.node]
@@ -296,7 +335,7 @@ class Reader:
         return list(found.items())
 
     def _passed(
-        self, user: Node, value: int, linear: Linear, columns: Tensor
+        self, user: Node, value: int, linear: LinearUnit, columns: Tensor
     ) -> list[tuple[int, Tensor]]:
         name = user.name.rstrip("_")
         if name in ("_to_copy", "alias", "detach", "clone", "contiguous"):

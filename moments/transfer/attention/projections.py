@@ -168,18 +168,18 @@ class Paths(NamedTuple):
     cross: Kernel
 
 
-class Rows(NamedTuple):
+class RowMoments(NamedTuple):
     """Of every row of attention: E sum a^2, and its logits' variance."""
 
     squares: Array
     logit_variance: Array
 
 
-def of_rows(output: Signal, shape: tuple[int, ...] = ()) -> Rows:
+def of_rows(output: Signal, shape: tuple[int, ...] = ()) -> RowMoments:
     """What an attention's output tells of its rows, by token in that shape."""
     assert output.diagnostics is not None
     found = (np.asarray(output.diagnostics[name]) for name in ("square_sum", "logit_variance"))
-    return Rows(*(one.reshape(shape) if shape else one for one in found))
+    return RowMoments(*(one.reshape(shape) if shape else one for one in found))
 
 
 def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, width: Any) -> Side:
@@ -289,7 +289,7 @@ def through(path: Kernel, side: Side, gradient_scale: Array) -> Kernel:
 
 
 def normalised_cross(
-    law: LogitLaw, rows: Rows, attention: Any, width: Any, received: Array, plain: Paths
+    law: LogitLaw, rows: RowMoments, attention: Any, width: Any, received: Array, plain: Paths
 ) -> Kernel:
     """Correlation of the value and key paths of normalised keys.
 
@@ -356,7 +356,7 @@ def projection_gradients(
     mixed: Kernel,
     received: Kernel,
     paths: ProjectionPaths,
-    rows: Rows,
+    rows: RowMoments,
 ) -> dict[str, Array]:
     """Expected squared gradient norms of the three projections, of their biases and norms.
 
@@ -436,7 +436,7 @@ def _freedom(leaf: Any) -> Any:
     return leaf.d_head - 1.0 if leaf.qk_norm == "layernorm" else leaf.d_head
 
 
-def _within_heads(kernel: Kernel, path: Kernel, rows: Rows) -> Kernel:
+def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
     """(1 - N^2)^2 dQ/dN of different rows."""
     size_i, other = kernel.over_tokens(kernel.diagonal)
     size = np.sqrt(size_i * other)

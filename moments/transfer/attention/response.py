@@ -24,6 +24,7 @@ See docs/theory/band.md, Saturation.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,9 +65,10 @@ from ...engine.response import (
     transposed,
 )
 from ...engine.state import Array, Kernel, Signal
+from ...engine.texts import TextClasses
 from ...engine.trace import Record
 from .kernels import exact_rows, position_attention
-from .kernels.position_attention import ClassLogits
+from .kernels.position_attention import ClassLogits, Words
 from .kernels.row_statistics import (
     ReferenceRow,
     RowStatistics,
@@ -303,12 +305,22 @@ def _by_token(kernel: Array, mask: Array, tau: float) -> tuple[RowStatistics, Ar
 def _on_classes(
     kernel: ClassMatrix, sight: Sight, tau: float
 ) -> tuple[RowStatistics, Matrix, Matrix]:
-    tokens = kernel.own, kernel.pairs
+    classes = kernel.classes
+    tokens, *alike = classes.told_apart(kernel.own, kernel.pairs)
     logits = ClassLogits(tokens, tokens, tokens, tau, sight)
+    if isinstance(classes, TextClasses):
+        (same,) = alike
+        counts = classes.share, classes.frequencies, classes.others
+        logits = logits._replace(words=Words(same, same, same, *counts))
     rows = position_attention.row_statistics(logits)
-    weights = position_attention.mean_attention(logits, rows)
-    squares = ClassMatrix.of_rows(weights**2, sight)
-    return rows, ClassMatrix.of_rows(weights, sight), squares
+    by_frequency = position_attention.attention_by_frequency(logits, rows)
+    portion = logits.mixture().frequencies.portion
+    weights, squares = (
+        ClassMatrix.of_rows(one @ portion, sight, classes)
+        for one in (by_frequency, by_frequency**2)
+    )
+    several = {f.name: classes.repeated(getattr(rows, f.name)) for f in dataclasses.fields(rows)}
+    return dataclasses.replace(rows, **several), weights, squares
 
 
 def _alike(kernel: ClassMatrix, tau: Array) -> tuple[RowStatistics, Matrix, Matrix]:

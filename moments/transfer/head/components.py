@@ -226,7 +226,7 @@ class Pool(Leaf):
         if not record.input.resolved:
             return _PooledAlike(self.kind, record.input.seq_len)
         if record.input.kernel.classes is not None:
-            return _PooledClasses(self.kind, record.input.kernel.classes.inside)
+            return _PooledClasses(self.kind, record.input.kernel.classes.of_one)
         return _Pooled(self.weights(record.input.kernel.pairs.shape[-1]))
 
     def weights(self, count: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.classes import DocumentClasses, PositionClasses
+from ...engine.classes import PositionClasses
 from ...engine.composition import Chain
 from ...engine.state import Array, Gradient, Kernel, Signal
 from ...engine.trace import Point, Record, Run
@@ -303,7 +303,7 @@ def _targets(
                 if token_ids is None
                 else position_text(head, vocab_size, counted, token_ids)
             )
-            if isinstance(counted, DocumentClasses) and counted is not classes:
+            if len(counted.ends) > len(classes.ends):
                 found = found.of_one(counted)
             return found.repeated(batch)
         return alike_targets(head, vocab_size, model.seq_len, batch)

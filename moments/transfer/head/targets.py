@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.classes import DocumentClasses, PositionClasses
+from ...engine.classes import PositionClasses
 from ...engine.state import Array
 from ...engine.texts import TextClasses
 from ...errors import DomainError, domain_error
@@ -46,15 +46,15 @@ class Targets:
     own: Array
     both_hit: Array
 
-    def of_one(self, classes: DocumentClasses) -> Targets:
+    def of_one(self, classes: PositionClasses) -> Targets:
         """Of one of several documents, on average."""
-        size, number = len(classes.one.nodes), len(classes.lengths)
-        each = {
-            name: value[(slice(0, size),) * np.ndim(value)]
-            for name, value in vars(self).items()
-            if name != "count"
-        }
-        return Targets(self.count / number, **each)
+        each = {}
+        for name, value in vars(self).items():
+            if np.ndim(value) == 1:
+                each[name], _ = classes.alone(value, 0.0 * self.same_token)
+            elif np.ndim(value) == 2:
+                _, each[name] = classes.alone(0.0 * self.active, value)
+        return Targets(self.count / len(classes.ends), **each)
 
     def repeated(self, batch: int) -> Targets:
         """The same, where the loss averages over `batch` times as many sequences."""

@@ -204,6 +204,47 @@ def bounded_exp(
     return found
 
 
+class Meeting(NamedTuple):
+    """How the words of two keys agree.
+
+    A cell may hold more of one word than words of its frequency make up of the text, and then more
+    of its tokens are as frequent. So the frequencies of two keys agree beyond chance in 1 - `free`
+    of pairs: no more than leaves no word negative, (1 - same) / (1 - portion) of every frequency.
+    Of a key's own cell of n tokens one is that key, and this holds of the n - 1 others.
+
+    Attributes:
+        same: (n, k) by frequency, of the keys that a key meets in a cell those of its word.
+        free: (n, k) of pairs of two cells, those whose frequencies do not depend on each other;
+            None: all.
+        own_free: (c, o) the same of two keys of one cell.
+    """
+
+    same: list[Array]
+    free: Array | None
+    own_free: Array
+
+    @classmethod
+    def of(cls, mixture: Mixture, own: tuple[slice, slice], counts: tuple[Array, Array]) -> Meeting:
+        """Args:
+        mixture: of kinds of pairs of keys.
+        own: keys of both among those of either.
+        counts: (c, o) tokens that either row sees of these.
+        """
+        share, frequencies = mixture.share, mixture.frequencies
+        assert share is not None
+        same = [np.minimum(level * share, 1.0) for level in frequencies.level[1:].tolist()]
+        first, *rest = (1.0 - frequencies.portion).tolist()
+        found = np.full(share.shape, 1.0 / max(first, 1e-300))
+        for one, others in zip(same, rest, strict=True):
+            np.minimum(found, (1.0 - one) / max(others, 1e-300), out=found)
+        of_cell = on_diagonal(found[None, own[0], own[1]])
+        others = 1.0 - 1.0 / np.maximum(np.minimum(*counts), 1.0)
+        own_free = np.minimum(of_cell * others, 1.0)
+        of_cell[...] = 1.0
+        free = None if found.min() >= 1.0 else np.minimum(found, 1.0)
+        return cls(same, free, own_free)
+
+
 class Maps(NamedTuple):
     """A law by the frequency of a key's word, as what takes values of keys to sums of them.
 
@@ -212,13 +253,16 @@ class Maps(NamedTuple):
 
     Attributes:
         pairs: (T, c, n, k) of two words, and what one word has beyond by its share of the other
-            tokens.
+            tokens; (T + 1, c, n, k) where frequencies agree, with what those of all have beyond.
         one, two: (T, c, o) of a token with itself beyond both, times its weight in either row.
+        agreeing: (2, c, o) of two words in one cell, those whose frequencies agree, times the
+            cell's weight in either row.
     """
 
     pairs: Array
     one: Array
     two: Array
+    agreeing: Array
 
 
 class Sums(NamedTuple):
@@ -231,6 +275,7 @@ class Sums(NamedTuple):
         one, two: (c, o) of one token, on keys of both.
         aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be, of
             keys of each frequency; of one kind they are 1, and not read.
+        meeting: of keys of two words and of one; None: of one kind.
     """
 
     mixture: Mixture
@@ -242,6 +287,26 @@ class Sums(NamedTuple):
     two: Array
     aims_first: Array
     aims_second: Array
+    meeting: Meeting | None
+
+    @classmethod
+    def of(
+        cls,
+        mixture: Mixture,
+        own: tuple[slice, slice],
+        weights: tuple[Array, Array],
+        of_one: tuple[Array, Array],
+        aims: tuple[Array, Array],
+    ) -> Sums:
+        """Args: as the attributes, of the first and of the second key."""
+        meeting = None
+        if mixture.share is not None:
+            counts = [
+                np.where(one > 0.0, whole[:, keys] / np.where(one > 0.0, one, 1.0), np.inf)
+                for whole, keys, one in zip(weights, own, of_one, strict=True)
+            ]
+            meeting = Meeting.of(mixture, own, (counts[0], counts[1]))
+        return cls(mixture, *own, *weights, *of_one, *aims, meeting)
 
     def at_own(self, pairs: Array) -> Array:
         """(c, o) entries of keys of both, to be written to."""
@@ -263,7 +328,7 @@ class Sums(NamedTuple):
             return self._scaled(law, left, right), left
         left, right = self._factors_by_frequency(self._maps_by_frequency(law), sweeps, begin)
         aims = np.where(left > 0.0, self._aims[0], 1.0)
-        return self._times(law, self._factored(left / aims, right)), left
+        return self._times(law, self._products((left / aims)[None], right[None])), left
 
     def balanced_with(
         self, law: Kinds, sweeps: int, directions: Sequence[Kinds]
@@ -285,7 +350,7 @@ class Sums(NamedTuple):
         maps = self._maps_by_frequency(law)
         aims = self._aims
         left, right = self._factors_by_frequency(maps, sweeps)
-        products = self._factored(left, right)
+        products = self._products(left[None], right[None])
         over_left, over_right = (
             one / np.where(aim > 0.0, aim, 1.0)
             for one, aim in zip((left, right), aims, strict=True)
@@ -309,7 +374,6 @@ class Sums(NamedTuple):
         tangents = []
         for k, direction in enumerate(directions):
             shifts = self._products(np.stack([left * u[k], left]), np.stack([right, right * v[k]]))
-            shifts[0][1][...] *= products[0][1] > 0.0
             tangent = []
             for whole, (_, pairs), (beside, along), factors, shift in zip(
                 wholes, law, direction, products, shifts, strict=True
@@ -326,40 +390,61 @@ class Sums(NamedTuple):
     # --- by the frequency of a key's word -------------------------------------------------------
 
     def _maps_by_frequency(self, law: Kinds) -> Maps:
-        frequencies, share = self.mixture.frequencies, self.mixture.share
+        assert self.meeting is not None
+        same, free, own_free = self.meeting
         often = [] if self.mixture.met is None else self.mixture.often
-        pairs, own = np.empty((len(law), *law[0][1].shape)), np.empty((len(law), *law[0][0].shape))
-        pairs[0], own[0] = law[0][1], law[0][0]
-        for kind, (alone, same) in enumerate(law[1:], start=1):
-            more = np.subtract(same, pairs[0], out=pairs[kind])
+        agreeing, others = free is not None, law[0][1]
+        pairs = np.empty((len(law) + agreeing, *others.shape))
+        own = np.empty((len(law), *law[0][0].shape))
+        pairs[0], own[0] = others, law[0][0]
+        for kind, (alone, together) in enumerate(law[1:], start=1):
+            more = np.subtract(together, others, out=pairs[kind + agreeing])
             whole = alone + self.at_own(more)
             if often:  # what stands at its place of another document, the more often of its word
                 whole = law[0][0] + often[kind - 1] * (whole - law[0][0])
-            more *= np.minimum(frequencies.level[kind] * share, 1.0)
+            more *= same[kind - 1]
             np.subtract(whole, self.at_own(more), out=own[kind])
-        return Maps(pairs, own * self.one, own * self.two)
+        beyond = self.at_own(others) * (1.0 - own_free)
+        if free is not None:
+            pairs[0] *= free
+            np.subtract(others, pairs[0], out=pairs[1])
+            pairs[2:] += pairs[1]
+        in_either = np.stack([self.first[:, self.own_first], self.second[:, self.own_second]])
+        return Maps(pairs, own * self.one, own * self.two, beyond * in_either)
 
     def _over_second(self, maps: Maps, values: Array) -> Array:
         """(..., T, c, n) of (..., T, c, k)."""
         total = self._summed(maps.pairs, self.second * values)
-        total[..., self.own_first] += maps.two * values[..., self.own_second]
+        given = values[..., self.own_second]
+        total[..., self.own_first] += maps.two * given + maps.agreeing[1] * self._beyond_mean(given)
         return total
 
     def _over_first(self, maps: Maps, values: Array) -> Array:
         """(..., T, c, k) of (..., T, c, n)."""
         total = self._summed(np.swapaxes(maps.pairs, -1, -2), self.first * values)
-        total[..., self.own_second] += maps.one * values[..., self.own_first]
+        given = values[..., self.own_first]
+        total[..., self.own_second] += maps.one * given + maps.agreeing[0] * self._beyond_mean(
+            given
+        )
         return total
+
+    def _beyond_mean(self, values: Array) -> Array:
+        """(..., T, c, o) less the mean over frequencies."""
+        mean = np.einsum("t,...tco->...co", self.mixture.frequencies.portion, values)
+        return np.asarray(values - mean[..., None, :, :])
 
     def _summed(self, pairs: Array, given: Array) -> Array:
         """Of values by their tokens: two words meet those of all frequencies, and one its own."""
-        first, *rest = self.mixture.frequencies.portion.tolist()
-        given[..., 0, :, :] *= first
-        for kind, portion in enumerate(rest, start=1):
-            given[..., 0, :, :] += portion * given[..., kind, :, :]
+        portions = self.mixture.frequencies.portion.tolist()
+        agreeing = len(pairs) > len(portions)
+        if agreeing:
+            given = np.concatenate([given[..., :1, :, :], given], axis=-3)
+        given[..., 0, :, :] *= portions[0]
+        for kind, portion in enumerate(portions[1:], start=1):
+            given[..., 0, :, :] += portion * given[..., kind + agreeing, :, :]
         total = np.asarray((pairs @ given[..., None])[..., 0])
         total[..., 1:, :, :] += total[..., :1, :, :]
-        return total
+        return total[..., agreeing:, :, :]
 
     @property
     def _aims(self) -> tuple[Array, Array]:
@@ -379,32 +464,38 @@ class Sums(NamedTuple):
     def _products(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
         """(c, o) and (c, n, k) of every kind: factors of one token, and their means over pairs,
         summed over those of (r, T, c, n) and (r, T, c, k)."""
-        frequencies, share = self.mixture.frequencies, self.mixture.share
-        assert share is not None
+        frequencies = self.mixture.frequencies
+        assert self.meeting is not None
 
         def outer(one: Array, two: Array) -> Array:
             if len(one) == 1:
                 return np.asarray(one[0, :, :, None] * two[0, :, None, :])
             return np.asarray(one.transpose(1, 2, 0) @ two.transpose(1, 0, 2))
 
+        same, free, own_free = self.meeting
         own = (left[..., self.own_first] * right[..., self.own_second]).sum(0)
         portion = frequencies.portion[:, None, None]
-        others = outer((left * portion).sum(1), (right * portion).sum(1))
-        found = [(own[0], others)]
-        for kind, part in enumerate(frequencies.of_pairs[1:], start=1):
+        means = (left * portion).sum(1), (right * portion).sum(1)
+        found = [(own[0], outer(*means))]
+        first, *rest = frequencies.portion.tolist()
+        for kind in range(1, len(own)):
             found.append((own[kind], outer(left[:, kind], right[:, kind])))
-            others -= (part * share) * found[-1][1]
-        others *= 1.0 / np.maximum(1.0 - share, LEAST_OTHERS)
+        # of two words: of any frequencies, and of those that agree, less those of one word
+        others = found[0][1]
+        agreed = np.asarray(first * outer(left[:, 0], right[:, 0]))
+        less, count = np.zeros_like(others), np.zeros_like(same[0])
+        for part, one, (_, both) in zip(rest, same, found[1:], strict=True):
+            agreed += part * both
+            less += (part * one) * both
+            count += part * one
+        inside = self.at_own(others)
+        inside += (1.0 - own_free) * (self.at_own(agreed) - inside)
+        if free is not None:
+            others += (1.0 - free) * (agreed - others)
+        others -= less
+        others *= 1.0 / np.maximum(1.0 - count, LEAST_OTHERS)
         if self.mixture.met is not None:
             return [(self.at_own(pairs).copy(), pairs) for _, pairs in found]
-        return found
-
-    def _factored(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
-        """Those of a law. Cells of few tokens may hold fewer pairs of two words than words that are
-        as frequent would, and then have none."""
-        found = self._products(left[None], right[None])
-        for factors in found[0]:
-            np.maximum(factors, 0.0, out=factors)
         return found
 
     def _times(self, law: Kinds, factors: list[tuple[Array, Array]]) -> Kinds:

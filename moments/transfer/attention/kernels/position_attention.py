@@ -89,6 +89,7 @@ class Tile:
         turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
             without rotary positions.
         still: (c, n, k) means of rho of two keys of the longer row; None likewise.
+        away: (c, n, k) root of the variance inside cells of what `turned` has the means of.
         begun: (c, o) ones where the keys of both rows have begun; None where all begin at once.
     """
 
@@ -104,6 +105,7 @@ class Tile:
     met_own: Array
     turned: tuple[Array, Array] | None
     still: Array | None
+    away: Array | None
     begun: Array | None
 
     def diagonal(self, pairs: Array) -> Array:
@@ -267,14 +269,25 @@ def _neighbours(sight: Sight, turning: Turning | None, before: tuple[int, ...]) 
         short = previous[rows]
         seen = np.flatnonzero(sight.seen[short].any(0))
         right = slice(min(keys.start, int(seen[0])), keys.stop)
-        turned = None
+        turned = away = None
         if turning is not None:
+            away = turning.away(long, short, right, right, False)
             together = turning.of_neighbours(len(long))
             between = turning.between(long, short, together, right, right)
             turned = between, (together @ turning.shares).real
             phases.append(together)
         tiles.append(
-            _tile(sight, slice(rows.start, rows.stop), long, short, right, right, turned, turning)
+            _tile(
+                sight,
+                slice(rows.start, rows.stop),
+                long,
+                short,
+                right,
+                right,
+                turned,
+                away,
+                turning,
+            )
         )
     every = np.arange(len(previous))
     return NeighbourRows(
@@ -295,6 +308,7 @@ def _tile(
     left: slice,
     right: slice,
     turned: tuple[Array, Array] | None,
+    away: Array | None,
     turning: Turning | None,
 ) -> Tile:
     start, stop = max(left.start, right.start), min(left.stop, right.stop)
@@ -312,7 +326,7 @@ def _tile(
     several = None if begun.all() else begun.astype(float)
     where = left, right, own, own_left, own_right
     still = None if turning is None else turning.within[long, left, right]
-    return Tile(pairs, long, short, *where, met, met_own, turned, still, several)
+    return Tile(pairs, long, short, *where, met, met_own, turned, still, away, several)
 
 
 @functools.lru_cache(maxsize=16)
@@ -334,8 +348,10 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 each = np.arange(rows1.start, rows1.stop)
                 long, short = np.concatenate([long, each]), np.concatenate([short, each])
                 alone = np.concatenate([alone, np.ones(len(each), bool)])
-            turned = None
+            turned = away = None
             if turning is not None:
+                away = turning.away(long, short, left, right, True)
+                away[alone] = turning.deviation[long[alone]][:, left, right]
                 together = turning.of_rows(long, short)
                 together[alone] = 1.0
                 between = turning.between(long, short, together, left, right)
@@ -343,7 +359,7 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 turned = between, (together @ turning.shares).real
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            tiles.append(_tile(sight, pairs, long, short, left, right, turned, turning))
+            tiles.append(_tile(sight, pairs, long, short, left, right, turned, away, turning))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
@@ -472,30 +488,36 @@ class ClassLogits(NamedTuple):
         if not isinstance(self.sight, FadingSight):
             return self
         held = self.sight.held
+        both = np.ix_(held, held)
 
         def parts(kernel: Matrix) -> Matrix:
             return kernel[0][held], kernel[1][np.ix_(held, held)]
 
-        keys = parts(self.keys)
-        values = keys if self.values is self.keys else parts(self.values)
-        across, words, repeats, turning = self.across, self.words, self.repeats, self.turning
-        both = np.ix_(held, held)
-        if across is not None:
-            varying = None if across.repeats is None else across.repeats[both]
-            across = Across(across.queries, parts(across.keys), parts(across.values), varying)
-        if words is not None:
-            met = None if words.met is None else words.met[held]
-            words = words._replace(
+        def of_words(words: Words | None) -> Words | None:
+            if words is None:
+                return None
+            return words._replace(
                 keys=parts(words.keys),
                 values=parts(words.values),
                 share=words.share[both],
-                met=met,
+                met=None if words.met is None else words.met[held],
+            )
+
+        keys = parts(self.keys)
+        values = keys if self.values is self.keys else parts(self.values)
+        across, repeats, turning = self.across, self.repeats, self.turning
+        if across is not None:
+            across = across._replace(
+                keys=parts(across.keys),
+                values=parts(across.values),
+                repeats=None if across.repeats is None else across.repeats[both],
+                words=of_words(across.words),
             )
         return self._replace(
             keys=keys,
             values=values,
             across=across,
-            words=words,
+            words=of_words(self.words),
             repeats=None if repeats is None else repeats[both],
             turning=None if turning is None else turning.of_parts(held),
         )
@@ -526,7 +548,7 @@ class ClassLogits(NamedTuple):
         """(P, P, P) roots of their variance inside cells."""
         if self.turning is None:
             return None
-        return [np.abs(pairs) * self.turning.deviation for pairs in self.key_kinds]
+        return [pairs * self.turning.deviation for pairs in self.key_kinds]
 
     def among(self, rows: slice, keys: slice) -> tuple[list[Array], list[Array] | None]:
         """(n, k, k) of both, for some rows and keys."""
@@ -535,7 +557,7 @@ class ClassLogits(NamedTuple):
             shape = rows.stop - rows.start, *several[0].shape
             return [np.broadcast_to(pairs, shape) for pairs in several], None
         where = rows, keys, keys
-        away = [np.abs(pairs) * self.turning.deviation[where] for pairs in several]
+        away = [pairs * self.turning.deviation[where] for pairs in several]
         return [pairs * self.turning.within[where] for pairs in several], away
 
     def averaged(self, function: Callable[[Array], Array]) -> tuple[Array, Array]:
@@ -559,6 +581,16 @@ class ClassLogits(NamedTuple):
         shares = zip(*self.turning.rule, strict=True)
         logs = (z * size + np.log(w) for z, w in shares)
         return np.asarray(functools.reduce(np.logaddexp, logs))
+
+    def leaning(self, deviation: Array, factor: Array) -> Array:
+        """Mean of rho over its mean, in units of its deviation, weighed by such an e^x."""
+        assert self.turning is not None
+        size = factor * deviation
+        logs = [z * size + np.log(w) for z, w in zip(*self.turning.rule, strict=True)]
+        total = functools.reduce(np.logaddexp, logs)
+        return np.asarray(
+            sum(z * np.exp(log - total) for z, log in zip(self.turning.rule[0], logs, strict=True))
+        )
 
 
 class Paths(NamedTuple):
@@ -754,7 +786,7 @@ class PositionAttention:
         step, last = np.full(len(keys), 0.5), None
         balance = None
         every, aims, sent = slice(0, len(own)), self._by_frequency[of, among], keys * weights
-        sums = Sums(mixture, every, every, sent, sent, weights, weights, aims, aims)
+        sums = Sums.of(mixture, (every, every), (sent, sent), (weights, weights), (aims, aims))
         for _ in range(ITERATIONS):
             # (1 - A) C (1 - A)^T, of every part A = (found, inside): `product` twice, in place
             projected = []
@@ -934,6 +966,7 @@ class PositionAttention:
         if turning is not None:
             slope = slope * self._over_offsets(turn, bare, nodes)
         self._slope = slope
+        along = factor
         exponents: list[Kinds] = moved
         factors: Array | None = factor
         if turning is not None:
@@ -951,7 +984,7 @@ class PositionAttention:
                 sums,
                 (one,) if logits.aligned else (one, last),
                 (two, None if factors is None else factors[tile.pairs]),
-                factor[tile.pairs],
+                along[tile.pairs],
                 slope[tile.pairs],
             )
             for tile, sums, one, last, two in zip(
@@ -1023,23 +1056,25 @@ class PositionAttention:
             tile, sums: of pairs, and over their keys.
             directions: the projected kernel, and where they are not its the values'.
             exponent: of the law, as a matrix and what multiplies it; None: nothing does.
-            factor: (c,) of the exponent in the kernel, for a row with itself.
+            factor: (c,) of the exponent in the kernel as rows turn it.
             slope: (c,) its derivative in the correlation.
         """
-        logits = self.logits
-        long, alone, away = tile.long, self._pairs.alone[tile.pairs], None
-        if logits.turning is not None and sums.mixture.met is None and alone.any():
-            away = [np.zeros_like(one) for _, one in directions[0]]
-            rows = slice(int(long[alone][0]), int(long[alone][-1]) + 1)
-            _, inside = logits.among(rows, tile.left)
-            assert inside is not None
-            kinds = zip(sums.mixture.values, away, self._moving, strict=True)
-            for kind, of_kind, moving in kinds:
-                where = _moved(inside[kind], moving[rows, tile.left])[long[alone] - rows.start]
-                of_kind[alone] = logits.log_mean(where, factor[alone, None, None])
+        logits, varying, leaning = self.logits, None, None
+        if tile.away is not None:
+            varying, leaning = [], []
+            _, of_kinds = self._between_keys(tile)
+            kinds = zip(sums.mixture.values, self._moving, directions[0], strict=True)
+            for kind, moving, (_, between) in kinds:
+                away = of_kinds[kind] * tile.away
+                away *= moving[tile.long, tile.left][:, :, None]
+                away *= moving[tile.short, tile.right][:, None, :]
+                varying.append(logits.log_mean(away, factor[:, None, None]))
+                # what the law weighs by is what moves it
+                leaning.append(logits.leaning(away, factor[:, None, None]))
+                between += away * leaning[-1]
         law, times = exponent
         times = None if times is None else times[:, None, None]
-        law = bounded_exp(law, tile.diagonal, times, away)
+        law = bounded_exp(law, tile.diagonal, times, varying)
         for own, pairs in law:
             own *= tile.met_own
             pairs *= tile.met
@@ -1051,22 +1086,24 @@ class PositionAttention:
             for direction in directions
         ]
         joint, tangents = sums.balanced_with(law, JOINT_SWEEPS, sloped)
-        return _Laws(joint, tangents[0], tangents[-1])
+        return _Laws(joint, tangents[0], tangents[-1], leaning)
 
     def _sums_of(self, tile: Tile) -> Sums:
         sight, weights = self.logits.sight, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         # keys that the other row does not see lack what that row's own terms add
-        return Sums(
+        return Sums.of(
             self._mixture(tile),
-            tile.own_left,
-            tile.own_right,
-            sight.split[short, long, left] * weights[long, left],
-            sight.split[long, short, right] * weights[short, right],
-            weights[long, tile.own] * self._shared(tile, long, short, tile.own),
-            weights[short, tile.own] * self._shared(tile, short, long, tile.own),
-            self._by_frequency[long, left],
-            self._by_frequency[short, right],
+            (tile.own_left, tile.own_right),
+            (
+                sight.split[short, long, left] * weights[long, left],
+                sight.split[long, short, right] * weights[short, right],
+            ),
+            (
+                weights[long, tile.own] * self._shared(tile, long, short, tile.own),
+                weights[short, tile.own] * self._shared(tile, short, long, tile.own),
+            ),
+            (self._by_frequency[long, left], self._by_frequency[short, right]),
         )
 
     def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
@@ -1127,7 +1164,7 @@ class PositionAttention:
     def _gather(self, of: int) -> Array:
         """(C,) of the joint laws or of their derivatives in the correlation."""
         laws = zip(self._traces, self._laws, strict=True)
-        return np.concatenate([_gathered(trace, law[of]) for trace, law in laws])
+        return np.concatenate([_gathered(trace, (law.joint, law.slope)[of]) for trace, law in laws])
 
     def _repeated(self, variance: Array) -> Array:
         """(C,) what the derivative in the correlation gathers besides where covariances of two
@@ -1362,11 +1399,21 @@ class PositionAttention:
             return [_in_single(own, joint, both), _in_single(beside, keyed, both)]
         of_keys, of_rows = tile.turned
         assert tile.still is not None
+        turned, still = (self._turned(tile, laws, means) for means in (of_keys, tile.still))
         return [
             _in_single(own, joint, both),
-            _in_single(beside * of_rows[:, None], keyed, both * of_keys),
-            _in_single(beside, keyed, both * tile.still),
+            _in_single(beside * of_rows[:, None], mixture.alike(turned), both),
+            _in_single(beside, mixture.alike(still), both),
         ]
+
+    def _turned(self, tile: Tile, laws: _Laws, means: Array) -> list[Array]:
+        """(c, n, k) of each kind, the law along the values times rho of two keys."""
+        found = [pairs * means for _, pairs in laws.keyed]
+        if laws.leaning is None or tile.away is None:
+            return found
+        for turned, (_, pairs), leaning in zip(found, laws.keyed, laws.leaning, strict=True):
+            turned += pairs * tile.away * leaning
+        return found
 
     def _before_each(self, tile: Tile) -> tuple[Array, Array]:
         """(c, n, k) and (c, o) how often and by what weights rows and the ones before them, in
@@ -1645,8 +1692,9 @@ def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
 
 class _Laws(NamedTuple):
     """Of pairs of rows: the joint law, its derivative in the correlation, and that along the
-    values."""
+    values; and of rows with themselves by how much rho inside cells is more where the law is."""
 
     joint: Kinds
     slope: Kinds
     keyed: Kinds
+    leaning: list[Array] | None

@@ -100,6 +100,8 @@ class Turning:
     _same: Array
     _rows: tuple[Phases, Array, Array]
     _speed: Array
+    _rows_at: tuple[Array, Array]
+    _keys_at: tuple[Array, Array]
 
     @classmethod
     def of(cls, sight: Sight, frequencies: Array, shares: Array) -> Turning:
@@ -116,6 +118,7 @@ class Turning:
             keys=self.keys[:, held],
             _mass=self._mass[:, held],
             _same=self._same[two],
+            _keys_at=(self._keys_at[0][:, held], self._keys_at[1][:, held]),
         )
 
     def of_rows(self, long: Indices, short: Indices) -> Phases:
@@ -126,6 +129,39 @@ class Turning:
         found = sums[long] * sums[short].conj() - same[:, None]
         found /= np.where(usable, pairs - same, 1.0)[:, None]
         return np.asarray(np.where(usable[:, None], found, np.exp(1j * self._speed)))
+
+    @functools.cached_property
+    def _deviations(self) -> tuple[Array, Array]:
+        """(s,) deviations of an offset, and (s, 2 L) the roots of rho's variance about a mean one:
+        both Gaussian, by cosine transforms of what is even."""
+        from scipy.fft import dct  # takes a tenth of a second
+
+        count = 2 * int(self._rows_at[0].max()) + 2
+        sizes = 2.0 ** np.arange(-1.0, np.log2(count))
+        rho = turned_means(count, self._speed, self.shares).real
+        waves = np.pi * np.arange(count) / (count - 1)
+        both = dct(np.stack([rho, rho**2]), 1)
+        found = []
+        for size in sizes:
+            mean, square = dct(both * np.exp(-0.5 * (waves * size) ** 2), 1) / (2.0 * (count - 1))
+            found.append(np.sqrt(np.maximum(square - mean**2, 0.0)))
+        return sizes, np.stack(found)
+
+    def away(self, long: Indices, short: Indices, left: slice, right: slice, rows: bool) -> Array:
+        """(C, n, k) root of the variance of rho(j' - j - (i' - i)) inside the cells of two rows and
+        a key of each; `rows`: whether rows vary, or follow one another."""
+        (places, varying), (keys, inside) = self._rows_at, self._keys_at
+        apart = places[long] - places[short] if rows else np.ones(len(long))
+        size = varying[long] + varying[short] if rows else np.zeros(len(long))
+        mean = keys[short][:, None, right] - keys[long][:, left, None] + apart[:, None, None]
+        whole = inside[short][:, None, right] + inside[long][:, left, None] + size[:, None, None]
+        sizes, roots = self._deviations
+        level = np.log2(np.maximum(np.sqrt(whole) / sizes[0], 1e-9))
+        lower = np.clip(np.floor(level), 0, len(sizes) - 2).astype(np.intp)
+        share = np.clip(level - lower, 0.0, 1.0)
+        where = np.minimum(np.abs(mean).round().astype(np.intp), roots.shape[1] - 1)
+        found = (1.0 - share) * roots[lower, where] + share * roots[lower + 1, where]
+        return np.asarray(np.where(whole > 0.0, found, 0.0))
 
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different positions of two cells: by what their means weigh,
@@ -211,7 +247,7 @@ def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, 
     rows = hats.sums(0, sight.classes.length)
     ending = not isinstance(sight.classes, BothSides)
     varying = hats.deviation(share, ending), hats.rule(share), hats.deviation(share, False)[0] ** 2
-    return Turning(within, *varying, keys, share, mass, same, rows, speed)
+    return Turning(within, *varying, keys, share, mass, same, rows, speed, *hats.places(ending))
 
 
 class Hats:
@@ -264,6 +300,22 @@ class Hats:
         logs, at = np.log(places), np.log(nodes[cell])
         hats = np.interp(logs, np.log([max(low, 0.5), nodes[cell], high]), [0.0, 1.0, 0.0])
         return places, np.where(logs == at, 1.0, hats)
+
+    def places(self, ending: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Mean and variance of positions in a cell: (P,) of rows, and (P, P) [row, key] of keys."""
+        size = len(self._nodes)
+
+        def moments(cell: int, behind: bool) -> tuple[float, float]:
+            places, weight = self._sample(cell, behind)
+            mean = float(weight @ places / weight.sum())
+            return mean, float(weight @ (places - mean) ** 2 / weight.sum())
+
+        mean, variance = np.array([moments(cell, True) for cell in range(size)]).T
+        keys = np.tile(mean, (size, 1)), np.tile(variance, (size, 1))
+        if ending:
+            for cell in range(size):
+                keys[0][cell, cell], keys[1][cell, cell] = moments(cell, False)
+        return (mean, variance), keys
 
     def _table(self, share: Array) -> Array:
         """(L,) rho of every offset."""
@@ -327,6 +379,11 @@ class OneHat(Hats):
         length = int(self._nodes[-1])
         phases = turned_sums(np.ones((1, length)), 1, self._speed)
         return phases, np.array([float(length)]), np.array([[float(length)]])
+
+    def places(self, ending: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        length = float(self._nodes[-1])
+        mean, variance = np.array([0.5 * (length + 1.0)]), np.array([(length**2 - 1.0) / 12.0])
+        return (mean, variance), (mean[None], variance[None])
 
     def _spread(self, share: Array) -> tuple[Array, Array, float]:
         """rho of every offset about its mean over pairs, their shares, and its deviation."""
