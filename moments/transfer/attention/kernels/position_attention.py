@@ -72,7 +72,7 @@ TILE = 12
 
 
 MOST_ROWS = 24
-"""Rows whose laws with themselves are found together: fewer calls than tile by tile. All go on until
+"""Rows whose laws with themselves are found together: fewer calls than by tiles. All go on until
 the last one settles, which moves correlations by 3e-7 at most."""
 
 
