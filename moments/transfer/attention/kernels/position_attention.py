@@ -582,15 +582,17 @@ class ClassLogits(NamedTuple):
         logs = (z * size + np.log(w) for z, w in shares)
         return np.asarray(functools.reduce(np.logaddexp, logs))
 
-    def leaning(self, deviation: Array, factor: Array) -> Array:
-        """Mean of rho over its mean, in units of its deviation, weighed by such an e^x."""
+    def leaning(self, deviation: Array, factor: Array) -> tuple[Array, Array]:
+        """`log_mean`, and the mean of rho over its mean, in units of its deviation, weighed by such
+        an e^x."""
         assert self.turning is not None
-        size = factor * deviation
-        logs = [z * size + np.log(w) for z, w in zip(*self.turning.rule, strict=True)]
-        total = functools.reduce(np.logaddexp, logs)
-        return np.asarray(
-            sum(z * np.exp(log - total) for z, log in zip(self.turning.rule[0], logs, strict=True))
-        )
+        size, rule = factor * deviation, self.turning.rule
+        logs = [z * size + np.log(w) for z, w in zip(*rule, strict=True)]
+        top = functools.reduce(np.maximum, logs)
+        weights = [np.exp(np.subtract(log, top, out=log), out=log) for log in logs]
+        total = np.asarray(sum(weights))
+        moved = np.asarray(sum(z * weight for z, weight in zip(rule[0], weights, strict=True)))
+        return top + np.log(total), moved / total
 
 
 class Paths(NamedTuple):
@@ -1064,14 +1066,17 @@ class PositionAttention:
             varying, leaning = [], []
             _, of_kinds = self._between_keys(tile)
             kinds = zip(sums.mixture.values, self._moving, directions[0], strict=True)
-            for kind, moving, (_, between) in kinds:
+            turned = []
+            for kind, moving, (beside, between) in kinds:
                 away = of_kinds[kind] * tile.away
                 away *= moving[tile.long, tile.left][:, :, None]
                 away *= moving[tile.short, tile.right][:, None, :]
-                varying.append(logits.log_mean(away, factor[:, None, None]))
+                mean, leans = logits.leaning(away, factor[:, None, None])
+                varying.append(mean)
                 # what the law weighs by is what moves it
-                leaning.append(logits.leaning(away, factor[:, None, None]))
-                between += away * leaning[-1]
+                leaning.append(leans)
+                turned.append((beside, between + away * leans))
+            directions = (turned, *directions[1:])
         law, times = exponent
         times = None if times is None else times[:, None, None]
         law = bounded_exp(law, tile.diagonal, times, varying)
