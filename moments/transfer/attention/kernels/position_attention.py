@@ -705,7 +705,11 @@ class PositionAttention:
             counts = kernels.words.counts(self.logits.sight.keys)
             of_words = zip(several, counts, strict=True)
             found._response = [mean, *(RowMaps.of(m.own, m.pairs, n) for m, n in of_words)]
-        if pairs is not self._pairs or kernels.keys is not self._kernels.keys:
+        alike = all(
+            getattr(kernels, name) is getattr(self._kernels, name)
+            for name in ("keys", "values", "words")
+        )
+        if not alike or pairs is not self._pairs or found._response is not self._response:
             found._project()
         found._joint_laws()
         found._forward()
