@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DomainError
+from ..formulas.checks import check_count
 from .base import (
     CsvOption,
     JsonOption,
@@ -83,6 +84,8 @@ def compare(
 
     if model is None:
         raise DomainError("no MODEL given: name a preset or a config.json")
+    for name, value, least in (("seeds", seeds, 1), ("batch", batch, 1), ("seed", seed, 0)):
+        check_count(name, value, least=least)  # before a module is built
     config = _config(model, layers)
     declared, data = _declared(config, seq_len, batch, seed)
     check_coverage(declared, theory.value)

@@ -515,11 +515,13 @@ class _Checking:
 
     def _slips(self) -> Iterator[tuple[float, str]]:
         """What a known slip multiplies q k by, beside 1/sqrt(d_head)."""
-        d_head, heads = float(self.described.d_head or 1), float(self.described.heads)
+        d_head, d_model = float(self.described.d_head or 1), float(self.described.d_model)
+        same = ", which is sqrt(d_model)," if d_head**2 == d_model else ","
+        whole = f"q k is divided by d_head (as muP does){same} not by its root"
         for square, words in (
             (d_head, "the division by sqrt(d_head) is missing"),
-            (1 / d_head, "q k is divided by d_head (as muP does), not by its root"),
-            (1 / heads, "q k is divided by sqrt(d_model), not by sqrt(d_head)"),
+            (1 / d_head, whole),
+            (d_head / d_model, "q k is divided by sqrt(d_model), not by sqrt(d_head)"),
         ):
             if abs(math.sqrt(square) - 1) > NEAR:
                 yield math.sqrt(square), words

@@ -108,8 +108,10 @@ def variance_notes(logit_variance: Array) -> tuple[str, ...]:
         return ()
     text = (
         f"the logit variance {largest:.3g} is beyond {LOGIT_VARIANCE_NOTED:g}: attention all but "
-        "picks one token, by the law of the largest logits (gradients of a layer within 5 % for "
-        "tokens alike, within a factor of 1.6 where their variances differ by 10)"
+        "picks one token, by the law of the largest logits (at logit variances of 16 to 94 what a "
+        "layer sends back was measured 1 to 9 % low at d_model 512 and more, 3 to 15 % at 256, 11 "
+        "to 35 % at 64, tokens alike; off by up to a factor of 1.6 where their variances differ by "
+        "10)"
     )
     if largest > LOGIT_VARIANCE_MAX:
         lost = (largest / LOGIT_VARIANCE_MAX) ** 0.5
