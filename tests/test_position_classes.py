@@ -89,6 +89,22 @@ def test_sums_over_positions(length: int, power: float, shift: float) -> None:
     np.testing.assert_allclose(classes.count.sum(), length, rtol=1e-9)
 
 
+@pytest.mark.parametrize("length", [600, 8192, 131072])
+def test_nodes_that_widen_backwards(length: int) -> None:
+    """Sums over positions of what is smooth in log position, with fewer nodes; steps grow."""
+    fine = PositionClasses.of(length, per_octave=1.0)
+    classes = PositionClasses.of(length, per_octave=1.25, widening=0.05)
+    assert len(classes.nodes) < len(fine.nodes)
+    steps = np.diff(np.log(classes.nodes[classes.nodes > 20][:-1]))
+    assert np.all(np.diff(steps) < 0.01)
+    every = np.arange(1, length + 1)
+    sums = np.cumsum((every + 8.0) ** -0.5)
+    found = classes.seen().keys @ (classes.nodes + 8.0) ** -0.5
+    np.testing.assert_allclose(found, sums[classes.nodes - 1], rtol=5e-3)
+    np.testing.assert_allclose(found[-4:], sums[classes.nodes[-4:] - 1], rtol=2e-4)
+    np.testing.assert_allclose(classes.count.sum(), length, rtol=1e-9)
+
+
 def test_gradients_that_fall_by_orders_of_magnitude_from_position_to_position() -> None:
     """What 36 layers under Post-LN send to the first token is 1e7 times the second's, 1e16 the
     last's: between nodes none of it may reach the others."""

@@ -14,6 +14,7 @@ import moments
 from moments.engine.classes import ClassMatrix, PositionClasses, documents_on, one_class
 from moments.engine.texts import Frequencies, TextClasses, text_classes, zipf_classes
 from moments.transfer.attention.kernels.class_laws import Mixture, Sums
+from moments.transfer.attention.kernels.position_attention import PositionAttention
 
 LENGTH = 264
 
@@ -143,6 +144,23 @@ def test_texts_word_by_word(
             np.abs(p.correlation - by_token.correlation).max() for p in (by_means, by_word)
         )
         assert away > 3 * left
+
+
+def test_rows_that_meet_twice_share_what_they_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if projected anew for rows of one word: no law writes over what the next one needs."""
+    model = moments.preset("llama-3-8b").replace(layers=1, seq_len=1024)
+    shared, laws = predicted(model), PositionAttention._joint_laws
+
+    def anew(self: PositionAttention) -> None:
+        self._project()
+        laws(self)
+
+    monkeypatch.setattr(PositionAttention, "_joint_laws", anew)
+    alone = predicted(model)
+    for name in ("variance", "correlation", "grad_variance", "grad_correlation"):
+        np.testing.assert_allclose(getattr(shared, name), getattr(alone, name), rtol=1e-12)
+    squares = (one.weight_gradients()["squared_norm"] for one in (shared, alone))
+    np.testing.assert_allclose(*squares, rtol=1e-12)
 
 
 def test_pairs_of_two_texts_are_counted_by_word() -> None:

@@ -73,10 +73,14 @@ class PositionClasses:
         exact: int = EXACT,
         per_octave: float = PER_OCTAVE,
         per_window: float | None = None,
+        widening: float = 0.0,
     ) -> PositionClasses:
         """Nodes for a sequence: its first `exact` positions, then `per_octave` for a doubling, and
-        no fewer than `per_window` for a window; None: as many as its windows allow."""
+        no fewer than `per_window` for a window; None: as many as its windows allow. Without
+        windows, where steps widen by a part each, `per_octave` is of the last positions."""
         if window is None or window >= length:
+            if widening > 0.0:
+                return _widening(int(length), float(per_octave), float(widening))
             return _spaced(int(length), float(length), int(exact), float(per_octave))
         if per_window is None:
             per_window = PER_WINDOW if length <= FEW_WINDOWS * window else LEAST_PER_WINDOW
@@ -317,6 +321,18 @@ def _spaced(length: int, step: float, exact: int, per_octave: float) -> Position
     steps = exact * np.exp(logs * (np.log((length - 1) / exact) / logs[-1]))
     nodes = {*range(1, exact + 1), *np.round(steps).astype(int).tolist(), length}
     return PositionClasses(length, np.array(sorted(nodes), np.intp))
+
+
+@functools.lru_cache(maxsize=16)
+def _widening(length: int, per_octave: float, widening: float) -> PositionClasses:
+    """Nodes whose steps in log position grow by a factor each, from the last one backwards: sums
+    over tokens count a cell by its tokens, most of which are in the last ones, and with them goes
+    what means over cells lose of keys that turn inside."""
+    octaves = np.log2(length - 1)
+    steps = max(round(np.log1p(widening * octaves * per_octave) / np.log1p(widening)), 1)
+    away = np.expm1(np.arange(steps + 1) * np.log1p(widening))
+    places = np.round((length - 1) * 2.0 ** (-octaves * away / away[-1])).astype(int)
+    return PositionClasses(length, np.array(sorted({1, *places.tolist(), length}), np.intp))
 
 
 @dataclass(frozen=True, eq=False)
