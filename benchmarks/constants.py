@@ -405,7 +405,7 @@ _BELOW = """
 
 Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/projections.py::LOGIT_VARIANCE_NOTED`,
-`moments/transfer/attention/layers.py::PENALTY_NOTED`,
+`moments/transfer/attention/layers.py::PENALTY_NOTED`, `moments/prediction/predict.py::COPIES`,
 `moments/transfer/attention/projections.py::CAP_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/head/output.py::_PEAKED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,

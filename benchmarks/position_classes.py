@@ -286,12 +286,6 @@ BATCHES = {
             {"model_type": "gemma", "head_dim": 64} | STRONG | {"tie_word_embeddings": True},
             {"token_ids": by_zipf(2, 288)},
         ),
-        (
-            "BLOOM, tied, on 2 texts of 288",
-            {"model_type": "bloom", "hidden_size": 256, "n_layer": 2, "n_head": 4}
-            | {"vocab_size": 32000, "initializer_range": 0.06},
-            {"token_ids": by_zipf(2, 288)},
-        ),
     )
 }
 HALVED = {

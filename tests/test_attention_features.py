@@ -9,6 +9,7 @@ import pytest
 from attention_sampling import Layer, sample
 from numpy.typing import NDArray
 
+import moments
 from moments.engine.classes import PositionClasses, few_points
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.errors import DomainError
@@ -272,6 +273,21 @@ def test_values_and_normalised_keys(d_head: int, r: float, common: float, causal
             mean, error = truth[of]
             assert abs(one - mean) < 3 * error + 0.25 * abs(mean), (of, one, mean, error)
     np.testing.assert_allclose(answers[0], answers[-1], rtol=0.05)
+
+
+@pytest.mark.parametrize("given", ["documents", "text"])
+@pytest.mark.filterwarnings("ignore::moments.errors.ValidityWarning")
+def test_normalised_keys_on_classes_of_documents_and_texts(given: str) -> None:
+    """What values and keys share is averaged over the rows of one document, on any classes."""
+    length = 264 if given == "text" else 96
+    tables = {"embedding": moments.Embedding(60, 0.02), "head": moments.Head()}
+    model = moments.Transformer(1, 64, 4, length, causal=True, qk_norm="rmsnorm", **tables)
+    told: dict[str, Any] = {"document_ids": np.repeat([0, 1, 2], 32)}
+    if given == "text":
+        told = {"token_ids": np.random.default_rng(0).zipf(1.3, length) % 60}
+    found, exact = (moments.predict(model, tokens=tokens, **told) for tokens in (None, True))
+    assert "classes" in found.resolution
+    np.testing.assert_allclose(found.grad_variance, exact.grad_variance, rtol=0.02)
 
 
 def test_a_memory_is_attended_to_as_own_tokens_are() -> None:

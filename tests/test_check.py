@@ -28,6 +28,8 @@ from typer.testing import CliRunner  # noqa: E402
 
 from moments.cli import app  # noqa: E402
 
+nn = torch.nn
+
 SMALL = {"n_layer": 2, "n_embd": 48, "block_size": 16}
 
 
@@ -272,7 +274,10 @@ def test_a_module_of_logits_alone_and_torchs_encoder() -> None:
     bare = moments.check(build(Config(**SMALL, loss=False, tied=False, init="torch"), 2))
     assert bare.healthy, str(bare)
     assert bare.scheme.startswith("torch's default for nn.Linear")
-    assert bare.comparison.measurement.loss == pytest.approx(math.log(101), rel=0.1)
+    seen = bare.comparison.measurement.loss
+    assert seen == pytest.approx(math.log(101), rel=0.1)
+    assert bare.comparison.prediction.loss == pytest.approx(seen, rel=0.05)
+    assert not any("head" in words for words in bare.unchecked)
     copied = moments.check(encoder(2, 48, 96))
     assert [f.kind for f in copied.findings] == ["copied layers"]
     assert "a loss (none in the module, and none was passed)" in copied.unchecked
@@ -344,6 +349,69 @@ def test_what_a_declaration_cannot_be_trained_with_is_found(
     intended = model if kind == "no final norm" else None
     found = moments.check(model.replace(**changes), scheme=intended)
     assert kind in {f.kind for f in found.findings}, str(found)
+
+
+def test_a_loss_is_told_as_it_was_measured() -> None:
+    """And judged by what these weights expect, where one draw does not contradict it."""
+    module = Scaled(4, 16, 0.25)
+    nn.init.normal_(module.head.weight, std=0.8)
+    report = moments.check(module)
+    assert report.comparison is not None
+    measured, expected = (
+        one.loss for one in (report.comparison.measurement, report.comparison.prediction)
+    )
+    (found,) = (f for f in report.findings if f.kind == "initial loss")
+    assert found.measured == measured != expected
+    assert f"the first loss is {measured:.3g}," in found.reason
+    assert report.table().count("…") == 0
+
+
+class Scaled(nn.Module):
+    """A Pre-LN decoder of heads of any width, whose logits are q k times a factor."""
+
+    def __init__(self, heads: int, d_head: int, factor: float, width: int = 64) -> None:
+        super().__init__()
+        self.heads, self.factor = heads, factor
+        self.table, self.head = nn.Embedding(101, width), nn.Linear(width, 101, bias=False)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(5))
+        self.inward = nn.ModuleList(nn.Linear(width, 3 * heads * d_head) for _ in range(2))
+        self.outward = nn.ModuleList(nn.Linear(heads * d_head, width) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(2))
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.1)
+            elif "bias" in name:
+                nn.init.zeros_(parameter)
+
+    def forward(self, ids: Any) -> Any:
+        x = self.table(ids)
+        for n in range(2):
+            parts = self.inward[n](self.norms[2 * n](x)).chunk(3, -1)
+            q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in parts)
+            given = nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.factor
+            )
+            x = x + self.outward[n](given.transpose(1, 2).flatten(2))
+            x = x + self.down[n](torch.relu(self.up[n](self.norms[2 * n + 1](x))))
+        return self.head(self.norms[4](x))
+
+
+@pytest.mark.parametrize(
+    ("heads", "d_head", "factor", "said"),
+    [
+        (2, 16, 16**-0.5, None),
+        (2, 16, 64**-0.5, "divided by sqrt(d_model), not by"),
+        (4, 16, 16**-1.0, "divided by d_head (as muP does), not by"),
+        (8, 8, 8**-1.0, "divided by d_head (as muP does), which is sqrt(d_model), not by"),
+    ],
+)
+def test_slips_of_the_logits_scale(
+    heads: int, d_head: int, factor: float, said: str | None
+) -> None:
+    torch.manual_seed(0)
+    found = moments.check(Scaled(heads, d_head, factor)).findings
+    assert [said in f.reason for f in found] == ([] if said is None else [True])
 
 
 # --- the command ----------------------------------------------------------------------------------

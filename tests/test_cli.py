@@ -543,13 +543,19 @@ def test_a_sweep_is_that_of_the_library(tmp_path: Path) -> None:
 
 
 def test_lines_over_a_map_of_the_command(tmp_path: Path) -> None:
-    picture = tmp_path / "a.svg"
-    run(
-        *(*GRID, "--theory", "published", "--axis", "layers=1,2", "--axis", "dropout=0,0.1"),
-        *("--x", "dropout", "--y", "layers", "--quantity", "correlation"),
-        *("--line", "entropy", "--line", "rank", "--plot", str(picture)),
-    )
-    assert "<svg" in picture.read_text(encoding="utf-8")
+    drawn = {}
+    for lines in ((), ("entropy",), ("entropy", "rank")):
+        picture = tmp_path / f"{len(lines)}.svg"
+        run(
+            *(*GRID, "--theory", "published", "--axis", "layers=1,2", "--axis", "dropout=0,0.1"),
+            *("--x", "dropout", "--y", "layers", "--quantity", "correlation"),
+            *(word for name in lines for word in ("--line", name)),
+            *("--plot", str(picture)),
+        )
+        drawn[lines] = picture.read_text(encoding="utf-8")
+    for words, names in (("attention freezes", "entropy"), ("at infinite size", "rank")):
+        for lines, text in drawn.items():
+            assert (words in text) == (names in lines), (words, lines)
 
 
 def test_values_of_axes() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import moments
 from moments.cli import app
-from moments.show.comparison import last_gradient
+from moments.prediction.measurement import last_grad_kernel
 from moments.show.expected import allowed_outside, over_draws, signal_log_variance
 from moments.show.verdict import judge
 
@@ -110,7 +110,7 @@ def test_measurement_survives_json(measured: moments.Measurement) -> None:
 
 
 def test_last_gradient_has_the_measured_moments(measured: moments.Measurement) -> None:
-    kernel = last_gradient(measured)
+    kernel = last_grad_kernel(measured)
     length = len(kernel)
     assert np.trace(kernel) / length == pytest.approx(measured.grad_variance[-1], rel=1e-6)
     pairs = (kernel.sum() - np.trace(kernel)) / (length * (length - 1))
@@ -379,7 +379,7 @@ def test_real_modules_on_real_text(config: dict[str, object]) -> None:
 
     measurement, ids = measure_config(config, seq_len=48, batch=2, seeds=10, seed=2)
     model = moments.from_huggingface(config, seq_len=48)
-    prediction = moments.predict(model, token_ids=ids, grad_kernel=last_gradient(measurement))
+    prediction = moments.predict(model, token_ids=ids, grad_kernel=last_grad_kernel(measurement))
     frame = moments.compare(prediction, measurement).to_frame()
     frame["beyond"] = np.maximum(
         frame.error.abs()

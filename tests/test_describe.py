@@ -139,10 +139,16 @@ def test_gains_of_final_norms_are_read_back():
 
 
 def test_a_description_predicts():
+    """What the module shows on a text, whose draws of the weights are the one it has."""
     torch.manual_seed(0)
-    found = describe(gpt2()).model
-    p = moments.predict(found.replace(seq_len=8))
-    assert np.isfinite(p.variance).all()
+    module = gpt2()
+    found = describe(module).model
+    ids = np.random.default_rng(0).integers(3, 101, (8, 16))
+    p = moments.predict(found, token_ids=ids)
+    seen = moments.torch.measure(module, {"input_ids": torch.tensor(ids)}, seeds=2)
+    np.testing.assert_allclose(p.variance, seen.variance, rtol=0.05)
+    np.testing.assert_allclose(p.grad_variance, seen.grad_variance, rtol=0.1)
+    assert p.loss == pytest.approx(seen.loss, rel=0.01)
 
 
 # --- broken assumptions ---------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import moments
 from moments.formulas.activation import activation_laws
-from moments.step.change import Change, Overlaps
+from moments.step.change import Change, Overlaps, behind_a_matrix, between, scattering
 from moments.step.change import correlated as related
 from moments.step.draws import Draws
 from moments.step.elementwise import Pairs, activated
@@ -41,6 +41,7 @@ from moments.step.rules import (
 )
 from moments.step.search import transfer, zipf_text
 from moments.step.several import Updates
+from moments.step.sites import Reading
 from moments.torch import measure_step
 from moments.torch.batches import inputs_of
 from moments.torch.huggingface_modules import build_module, module_batch, text_batch
@@ -275,6 +276,51 @@ def test_sizes_under_sgd_are_squared_gradient_norms(prediction: moments.Predicti
         assert found.to_numpy() == pytest.approx(norms.xs(name, level="weight"), rel=2e-3)
 
 
+def test_a_matrix_behind_muon_s_step() -> None:
+    """Muon's step of W1 seen behind W2, whose gradient is W2^T delta: draws, against P draw by draw
+    and against its mean. The square of the step itself is that of the draws' P, exactly."""
+    tokens, n, m, d, draws = 12, 40, 48, 32, 60
+    rng = np.random.default_rng(1)
+    root = np.diag(0.7 ** np.arange(tokens)) + 0.2 * np.linalg.cholesky(correlated(tokens, 2))
+    squares = []
+    read, entering, leaving = np.zeros((3, draws, tokens, tokens))
+    for k in range(draws):
+        x = rng.standard_normal((tokens, n))
+        second = rng.standard_normal((d, m)) / m**0.5
+        below = root @ rng.standard_normal((tokens, d))
+        delta = below @ second
+        moved = x @ orthogonal(delta.T @ x).T @ second.T
+        squares.append((moved * moved).mean())
+        read[k], entering[k], leaving[k] = (one @ one.T / one.shape[1] for one in (x, delta, below))
+    gradients = entering.mean(0), leaving.mean(0)
+    kernel = read.mean(0)
+    spectrum = Spectrum.of(kernel, gradients[0])
+    found = effect(spectrum, "muon", spectrum.root.lower, kernel, n, m, sides=Sides(read, entering))
+    own = dataclasses.replace(Change.of(found.coherent, found.drawn), total=found.total)
+    carried = own.times(1.0)  # W2's entries have the variance 1/m
+    plain = own.total + between(own.coherent, gradients[1], own.coherent)
+    behind = behind_a_matrix(own, carried, gradients, (entering, leaving), (m, d))
+    met = between(behind.coherent, gradients[1], behind.coherent)
+    met = met + scattering(behind, behind, gradients[1], leaving - leaving.mean(0))
+    seen = np.mean(squares)
+    assert np.trace(behind.total + met) / tokens == pytest.approx(seen, rel=0.03)
+    assert abs(np.trace(plain) / tokens / seen - 1) > 0.06
+    same = Spectrum.of(np.eye(tokens), gradients[0])
+    steady = effect(
+        same,
+        "muon",
+        same.root.lower,
+        np.eye(tokens),
+        n,
+        m,
+        sides=Sides(0 * read + np.eye(tokens), entering),
+    )
+    own = Change.of(steady.coherent, steady.drawn)
+    every = between(own.coherent, gradients[0], own.coherent)
+    every = every + scattering(own, own, gradients[0], steady.received)
+    assert every == pytest.approx(same.orthogonal(n, m).kernel, rel=1e-6, abs=1e-9)
+
+
 def test_muon_s_step_by_draws() -> None:
     """Of given draws its size, kernel, slope and alignment are those of Jordan's iteration on each,
     of one step and of two whose gradients weigh the tokens otherwise; features that are a map of
@@ -316,8 +362,8 @@ def test_muon_s_step_by_draws() -> None:
 def test_drawn_heads_send_what_autograd_does() -> None:
     tokens, d_head, shared, sharing = 5, 4, 2, 3
     kernel, rng = correlated(tokens, 1), np.random.default_rng(4)
-    seen = np.tril(rng.random((tokens, tokens)) + 0.1)
-    seen /= seen.sum(1, keepdims=True)
+    seen = np.tril(rng.random((shared * sharing, tokens, tokens)) + 0.1)
+    seen /= seen.sum(-1, keepdims=True)
     frequencies, positions = np.array([0.7]), np.arange(tokens, dtype=float)
     heads = Heads(kernel, kernel, seen, 2.5, d_head, shared, sharing, 0.0, frequencies, positions)
     q, k, v, delta = (
@@ -345,8 +391,6 @@ def test_drawn_heads_send_what_autograd_does() -> None:
 def test_draws_scatter_as_real_modules_do(batch: Any) -> None:
     """The cosine of two tokens that a layer reads: its mean is the kernel's, its variance over
     draws that of modules, which the first layers' blocks have raised above 1/width."""
-    from moments.step.sites import Reading
-
     config = GPT2 | {"n_layer": 3, "initializer_range": 0.1}
     model = moments.from_huggingface(config, seq_len=16)
     with warnings.catch_warnings():
@@ -377,6 +421,43 @@ def test_draws_scatter_as_real_modules_do(batch: Any) -> None:
         assert there[0] == pytest.approx(there[1], rel=0.15)
         scatter[layer] = there[1]
     assert scatter[3] > 1.3 * scatter[1]
+
+
+def test_draws_go_back_through_the_matrix_they_came_by(prediction: moments.Prediction) -> None:
+    """W^T delta meets what W read as delta meets W x, exactly, and has the kernel that it has of
+    real matrices."""
+    rng, (tokens, n, m) = np.random.default_rng(0), (12, 32, 24)
+    draws = Draws(Reading.of(prediction), 400, {}, {}, {}, np.random.default_rng(1), iter(()))
+    root = np.linalg.cholesky(correlated(tokens, 3))
+    x, delta = ((root @ rng.standard_normal((400, tokens, k))).astype(np.float32) for k in (n, m))
+    y, back = draws.behind(x, m, 0.5)
+    sent = back(delta)
+    assert sent @ np.swapaxes(x, 1, 2) == pytest.approx(delta @ np.swapaxes(y, 1, 2), abs=1e-2)
+    weights = rng.standard_normal((400, m, n)) * 0.5**0.5
+    real = delta @ weights
+    kernels = [(one @ np.swapaxes(one, 1, 2)).mean(0) / n for one in (sent, real)]
+    assert kernels[0] == pytest.approx(kernels[1], abs=0.05 * np.abs(kernels[1]).max())
+
+
+def test_heads_lose_what_each_loses_with_the_distance() -> None:
+    """ALiBi's, eight heads by four nodes: rows of the step's attention are softmaxes of the
+    penalties (Press et al. 2022), and carry values by every head's own."""
+    config = {"model_type": "bloom", "vocab_size": 64, "hidden_size": 64, "n_layer": 1, "n_head": 8}
+    model = moments.from_huggingface(config | {"initializer_range": 1e-3}, seq_len=12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        step = Stepping.of(moments.predict(model, token_ids=np.arange(24).reshape(2, 12)))
+        step.after("sgd", 1e-3)
+    rows = next(iter(step.reading._rows.values()))
+    distance = np.subtract.outer(np.arange(12), np.arange(12)).astype(float)
+    tokens = correlated(24, 5)
+    carried = np.zeros_like(tokens)
+    for head, found in enumerate(rows.weights):
+        logits = np.where(distance >= 0, -(0.5 ** (head + 1)) * distance, -np.inf)
+        weights = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        assert found == pytest.approx(np.kron(np.eye(2), weights), abs=1e-3)
+        carried += found @ tokens @ found.T / 8
+    assert rows._both(tokens) == pytest.approx(carried, rel=1e-9)
 
 
 def test_a_gain_s_step() -> None:
@@ -831,23 +912,26 @@ def test_stored_batches_are_one() -> None:
     assert all(len(batches) == 1 for batches in read.values())
 
 
-@pytest.mark.parametrize("kind", ["family", "held", "fresh"])
+@pytest.mark.parametrize("kind", ["family", "held", "fresh", "last"])
 def test_every_stored_module(kind: str) -> None:
-    """Beyond twice the standard error, at every rate: loss within 5 %, alignment within .02 and
-    sizes under Adam within 3 %; under SGD and Muon nearly all sizes are."""
+    """Beyond twice the standard error, at every rate: loss within 5 %, the stream's change below .3
+    within 10 %, sizes within 3 % and alignment within .02."""
     import first_step_page as pages
 
     stored = benchmark().stored()
     found = list(pages.rows(stored, kind))
-    assert len(found) > 40
+    assert len(found) > 30
     for parts, rate, measured, predicted in found:
         assert pages.beyond(measured, predicted) <= 0.05, (parts, rate)
     errors = pages.errors(stored, kind)
-    assert max(errors["alignment"]) < (0.02, "")
-    assert max(errors["update"]) < (0.03, "")
-    sizes = [error <= 0.03 for error, _ in errors["update of SGD and Muon"]]
-    assert len(sizes) > 400
-    assert np.mean(sizes) > 0.96
+    for what, bound in (
+        ("stream", 0.1),
+        ("alignment", 0.02),
+        ("update", 0.03),
+        ("update of SGD and Muon", 0.03),
+    ):
+        assert len(errors[what]) > 25
+        assert max(errors[what]) < (bound, "")
 
 
 def test_stored_widths_are_flat_under_mup_alone() -> None:

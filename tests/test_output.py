@@ -11,6 +11,7 @@ import mpmath as mp
 import numpy as np
 import pytest
 import torch
+from scipy import special
 from torch import Tensor
 from torch.nn import functional
 
@@ -505,6 +506,13 @@ def test_heads_of_large_logits_have_finite_moments(head: Head) -> None:
     assert np.isfinite(numbers).all()
     assert numbers.min() > 0
     assert np.isfinite(found.grad_variance_band).all()
+    if not head.tied:  # what a target's logit lacks to the largest of all, which is independent
+        size = math.sqrt(768 * 1e10)
+        x = np.linspace(-9.0, 9.0, 40_001)
+        below = special.ndtr(x) ** 50_257
+        largest = float(np.trapezoid((x > 0) - below, x))
+        assert found.logit_variance == pytest.approx(size**2, rel=1e-6)
+        assert found.loss == pytest.approx(size * largest, rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::moments.errors.ValidityWarning")

@@ -265,12 +265,28 @@ def test_scale_invariance_takes_a_direction_from_the_gradient() -> None:
     # without the direction taken they are 2.7 and 4.9 % too large
 
 
-@pytest.mark.parametrize("correlation", [-0.1, 0.0, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize("temperature", [0.2, 0.4, 0.6])
-def test_sharp_attention_in_narrow_heads_is_finite(temperature: float, correlation: float) -> None:
+@pytest.mark.parametrize("correlation", [-0.1, 0.3, 1.0])
+@pytest.mark.parametrize("temperature", [0.2, 0.6])
+def test_sharp_attention_in_narrow_heads(temperature: float, correlation: float) -> None:
+    """Against draws: without a note gradients within 5 %, with one low by 11 to 35 % a layer."""
     model = small(d_model=64, seq_len=8, layers=3, temperature=temperature)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", moments.ValidityWarning)
-        prediction = moments.predict(model, correlation=correlation)
-    assert np.all(np.isfinite(prediction.grad_variance))
-    assert np.all(prediction.grad_variance > 0)
+        found = moments.predict(model, correlation=correlation)
+    drawn = moments.simulate(
+        model,
+        variance=1.0,
+        correlation=correlation,
+        grad_variance=1.0,
+        grad_correlation=0.0,
+        seeds=12,
+        batch=4,
+        seed=1,
+    )
+    forward = np.abs(found.variance / drawn.variance - 1)
+    assert np.all(forward < 0.03 + 3 * drawn.variance_stderr / drawn.variance)
+    ratio = found.grad_variance / drawn.grad_variance
+    error = 3 * drawn.grad_variance_stderr / drawn.grad_variance
+    low = 0.65 ** np.arange(3, -1, -1) if found.warnings else 0.95
+    assert np.all(ratio > low - error), ratio
+    assert np.all(ratio < 1.05 + error), ratio

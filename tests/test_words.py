@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moments
-from moments.engine.classes import PositionClasses, documents_on, one_class
+from moments.engine.classes import ClassMatrix, PositionClasses, documents_on, one_class
 from moments.engine.texts import Frequencies, TextClasses, text_classes, zipf_classes
 from moments.transfer.attention.kernels.class_laws import Mixture, Sums
 from moments.transfer.attention.kernels.position_attention import PositionAttention
@@ -84,6 +84,13 @@ def test_a_text_word_by_word(model: moments.Transformer) -> None:
         "key.bias", level="weight", errors="ignore"
     )
     assert ratio.to_numpy() == pytest.approx(1.0, abs=0.1)
+    np.testing.assert_allclose(deviation(by_word), deviation(by_token), rtol=0.08)
+
+
+def deviation(found: moments.Prediction) -> np.ndarray:
+    """Of one draw."""
+    low, high = found.grad_variance_band
+    return np.asarray(np.log(high / low))
 
 
 TEXTS = np.stack([zipf_text(seed, length=LENGTH) for seed in (3, 4)])
@@ -130,6 +137,7 @@ def test_texts_word_by_word(
     ratio = (one / other).drop("key.bias", level="weight", errors="ignore")
     assert ratio.to_numpy() == pytest.approx(1.0, abs=0.06 + 0.09 * alike)
     if name == "two texts":
+        np.testing.assert_allclose(deviation(by_word), deviation(by_token), rtol=0.08)
         monkeypatch.setattr("moments.prediction.stack.by_word", lambda *_: False)
         by_means = predicted(short, **given)
         away, left = (
@@ -175,6 +183,20 @@ def test_pairs_of_two_texts_are_counted_by_word() -> None:
     np.testing.assert_allclose(classes.sum_of_pairs(found), hit.sum(), rtol=3e-3)
     both = classes.sum_of_pairs(found * classes.one_word)
     np.testing.assert_allclose(both, (hit & same).sum(), rtol=2e-2)
+
+
+def test_a_text_that_begins_with_one_word_again_and_again() -> None:
+    """First rows that read one word alone: as by token where they are few, refused where many."""
+    text = zipf_text(5)
+    text[0] = text[1]
+    by_token, by_word = (predicted(llama(), token_ids=text, tokens=kind) for kind in (True, None))
+    assert isinstance(by_word.layout.classes, TextClasses)
+    np.testing.assert_allclose(by_word.variance, by_token.variance, rtol=1e-2)
+    np.testing.assert_allclose(by_word.grad_variance, by_token.grad_variance, rtol=2.5e-2)
+    np.testing.assert_allclose(by_word.correlation, by_token.correlation, atol=6e-3)
+    text[: LENGTH // 2] = text[2]
+    with pytest.raises(moments.DomainError, match=r"token_ids = .*tokens=True"):
+        predicted(llama(), token_ids=text)
 
 
 def test_zipfs_law_is_a_text_by_it() -> None:
@@ -267,6 +289,37 @@ def test_a_law_is_scaled_as_if_token_by_token() -> None:
     for kind, which in enumerate((~repeated, repeated)):
         single = found[kind][0] + found[kind][1][:, :, 0]
         assert single.item() == pytest.approx(alone[which].mean(), rel=1e-6)
+
+
+def test_matrices_of_words_multiply_as_by_token() -> None:
+    """`ClassMatrix` of words that are all as frequent, in one class: products, sums and traces of
+    matrices over every token, up to one token in the sums over cells."""
+    words, often = 40, 25
+    ids = np.repeat(np.arange(words), often)
+    length = len(ids)
+    classes = text_classes(one_class(length), ids)
+    one_word = ids[:, None] == ids[None, :]
+    off = ~np.eye(length, dtype=bool)
+    rng = np.random.default_rng(3)
+    dense, found = [], []
+    for _ in range(2):
+        own, others, same = rng.uniform(0.5, 1.0, 3)
+        same /= often
+        others /= length
+        dense.append(np.where(one_word, same, others) * off + np.diag(np.full(length, own)))
+        kinds = classes.of_kinds(np.full((1, 1), others), np.full((1, 1), same))
+        found.append(ClassMatrix(np.full(2, own), kinds, classes))
+    both, product = dense[0] @ dense[1], found[0] @ found[1]
+    others, same = (part.item() for part in classes.kinds(product.pairs))
+    assert same == pytest.approx(both[one_word & off].mean(), rel=2e-3)
+    assert others == pytest.approx(both[~one_word].mean(), rel=2e-2)
+    assert product.own[0] == pytest.approx(np.diag(both).mean(), rel=2e-3)
+    assert product.total() == pytest.approx(both.sum(), rel=1e-2)
+    assert product.trace() == pytest.approx(np.trace(both), rel=2e-3)
+    column = rng.normal(size=1)
+    np.testing.assert_allclose(
+        (found[0] @ np.repeat(column, 2)[:, None])[0, 0], (dense[0] @ np.full(length, column))[0]
+    )
 
 
 def test_parts_multiply_by_themselves() -> None:

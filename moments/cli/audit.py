@@ -20,9 +20,9 @@ from .base import (
     OneScheme,
     SchemeOption,
     app,
+    escaped,
     no_preset,
     out,
-    plain,
     scheme_options,
     stored_model,
     write_csv,
@@ -99,7 +99,7 @@ def audit(
         }
         print(json.dumps(data, indent=2, allow_nan=False))
     else:
-        out.print(plain(str(report)), soft_wrap=True)
+        out.print(escaped(str(report)), soft_wrap=True)
     if not report.passed:
         raise typer.Exit(1)
 

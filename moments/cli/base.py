@@ -265,10 +265,10 @@ def _line(text: str) -> str:
     """One printable line, words that are longer than any name cut in their middle."""
     words = (word if len(word) <= 240 else f"{word[:120]}...{word[-40:]}" for word in text.split())
     line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(words))
-    return plain(line if len(line) <= 2400 else f"{line[:2000]} ... {line[-300:]}")
+    return escaped(line if len(line) <= 2400 else f"{line[:2000]} ... {line[-300:]}")
 
 
-def plain(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that brackets do not turn into colours."""
     from rich.markup import escape
 

@@ -22,9 +22,9 @@ from .base import (
     app,
     complete_scheme,
     declared,
+    escaped,
     no_preset,
     out,
-    plain,
     writable,
     write_csv,
     write_plot,
@@ -84,7 +84,7 @@ def check(
     if as_json:
         print(report.to_json())
     else:
-        out.print(plain(str(report)), soft_wrap=True)
+        out.print(escaped(str(report)), soft_wrap=True)
     if not report.healthy:
         raise typer.Exit(1)
 

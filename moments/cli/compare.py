@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DomainError
+from ..formulas.checks import check_count
 from .base import (
     CsvOption,
     JsonOption,
@@ -20,10 +21,10 @@ from .base import (
     TheoryName,
     TheoryOption,
     app,
+    escaped,
     named,
     no_preset,
     out,
-    plain,
     write_csv,
     write_plot,
 )
@@ -83,6 +84,8 @@ def compare(
 
     if model is None:
         raise DomainError("no MODEL given: name a preset or a config.json")
+    for name, value, least in (("seeds", seeds, 1), ("batch", batch, 1), ("seed", seed, 0)):
+        check_count(name, value, least=least)  # before a module is built
     config = _config(model, layers)
     declared, data = _declared(config, seq_len, batch, seed)
     check_coverage(declared, theory.value)
@@ -115,7 +118,7 @@ def compare(
     else:
         from ..show.report import comparison_tables, summary_table
 
-        out.print(plain(comparison.verdict()))
+        out.print(escaped(comparison.verdict()))
         out.print(summary_table(comparison), *comparison_tables(comparison))
         if plot is not None:
             out.print(f"picture: {plot}")

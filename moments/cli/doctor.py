@@ -24,8 +24,8 @@ from .base import (
     SeqLenOption,
     app,
     declared,
+    escaped,
     out,
-    plain,
     scheme_options,
 )
 
@@ -49,13 +49,13 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 def _say(found: dict[str, Any]) -> None:
-    out.print(f"moments {found['moments']}, Python {found['python']}, {plain(found['platform'])}")
-    out.print(f"in {plain(found['path'])}", soft_wrap=True)
+    out.print(f"moments {found['moments']}, Python {found['python']}, {escaped(found['platform'])}")
+    out.print(f"in {escaped(found['path'])}", soft_wrap=True)
     for package in found["core"]:
         out.print(f"  {_mark(package)}", soft_wrap=True)
     for name, extra in found["extras"].items():
         state = "found" if extra["ok"] else f'not complete: pip install "{DISTRIBUTION}[{name}]"'
-        out.print(f"extra [bold]{name}[/]: {plain(state)}", soft_wrap=True)
+        out.print(f"extra [bold]{name}[/]: {escaped(state)}", soft_wrap=True)
         for package in extra["packages"]:
             out.print(f"  {_mark(package)}", soft_wrap=True)
     out.print(f"devices: {', '.join(found['devices'])}")
@@ -63,7 +63,7 @@ def _say(found: dict[str, Any]) -> None:
 
 def _mark(package: dict[str, Any]) -> str:
     version = package["version"] or "missing"
-    return plain(
+    return escaped(
         f"{'+' if package['ok'] else '-'} {package['name']} {version} ({package['needs']})"
     )
 
@@ -165,7 +165,7 @@ def model(
     if as_json:
         print(json.dumps(described.to_dict(), indent=2, allow_nan=False))
     else:
-        out.print(plain(str(described)), soft_wrap=True)
+        out.print(escaped(str(described)), soft_wrap=True)
 
 
 @app.command(examples=("schema", "schema predict > predict.schema.json"))

@@ -17,10 +17,10 @@ from .base import (
     SomeSchemes,
     app,
     declared,
+    escaped,
     named,
     note,
     out,
-    plain,
     shortened,
     steps,
     with_input,
@@ -92,8 +92,8 @@ def report(
         }
         print(json.dumps(said, indent=2))
     else:
-        out.print(plain(growth(found.prediction)), soft_wrap=True)
-        out.print(f"page: {plain(str(output))}", soft_wrap=True)
+        out.print(escaped(growth(found.prediction)), soft_wrap=True)
+        out.print(f"page: {escaped(str(output))}", soft_wrap=True)
 
 
 @app.command(

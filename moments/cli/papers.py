@@ -20,9 +20,9 @@ from .base import (
     SeqLenOption,
     SomeSchemes,
     app,
+    escaped,
     named,
     out,
-    plain,
     scheme_options,
     with_input,
     write_csv,
@@ -67,7 +67,7 @@ def compare_schemes(
         said = {"format": 1, "schemes": records, "left_out": dict(found.left_out)}
         print(json.dumps(said, indent=2))
     else:
-        out.print(plain(str(found)), soft_wrap=True)
+        out.print(escaped(str(found)), soft_wrap=True)
 
 
 @app.command(
@@ -101,6 +101,6 @@ def figures(
             row["picture"] = str(path)
         if not as_json:
             words = f"{row['name']:9} {row['title']}" if names else f"picture: {path}"
-            out.print(plain(words), soft_wrap=True)
+            out.print(escaped(words), soft_wrap=True)
     if as_json:
         print(json.dumps(listed, indent=2))

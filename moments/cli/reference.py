@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .base import JsonOption, TheoryName, TheoryOption, app, out, plain
+from .base import JsonOption, TheoryName, TheoryOption, app, escaped, out
 
 
 @app.command(examples=("schemes", "schemes --json"))
@@ -30,10 +30,10 @@ def schemes(as_json: JsonOption = False) -> None:
         return
     for scheme in every():
         options = ", ".join(f"{name}={value!r}" for name, value in scheme.options.items())
-        out.print(f"[bold]{scheme.name}[/]  {plain(scheme.title)}")
-        out.print(f"  sets {', '.join(scheme.sets)}; {plain(str(scheme.source))}")
+        out.print(f"[bold]{scheme.name}[/]  {escaped(scheme.title)}")
+        out.print(f"  sets {', '.join(scheme.sets)}; {escaped(str(scheme.source))}")
         if options:
-            out.print(f"  options: {plain(options)}")
+            out.print(f"  options: {escaped(options)}")
 
 
 @app.command(
@@ -78,10 +78,10 @@ def formulas(
         return
     out.print(f"[bold]{record.title}[/], theory {theory.value}")
     for quantity, law in laws.items():
-        out.print(f"\n[bold]{quantity}[/]  [dim]{law.status}; {plain(str(law.source))}[/]")
-        out.print(f"  {plain(law.latex() if latex else str(law.expr))}")
+        out.print(f"\n[bold]{quantity}[/]  [dim]{law.status}; {escaped(str(law.source))}[/]")
+        out.print(f"  {escaped(law.latex() if latex else str(law.expr))}")
         if law.note:
-            out.print(f"[dim]note: {plain(law.note)}[/]")
+            out.print(f"[dim]note: {escaped(law.note)}[/]")
 
 
 def _law_entry(law: Any) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from .base import (
     TheoryName,
     TheoryOption,
     app,
+    escaped,
     named,
     note,
     out,
-    plain,
     scheme_options,
     with_input,
     write_csv,
@@ -109,9 +109,9 @@ def solve(
     if as_json:
         print(plan.to_json())
     else:
-        out.print(plain(str(plan)), soft_wrap=True)
+        out.print(escaped(str(plan)), soft_wrap=True)
         if formulas and plan.formula:
-            out.print(plain(str(plan.inversion())), soft_wrap=True)
+            out.print(escaped(str(plan.inversion())), soft_wrap=True)
         elif formulas:
             note(_without_formulas(plan.objective))
     if not plan.feasible:
@@ -172,4 +172,4 @@ def explain(
     elif latex:
         print(explanation.latex())
     else:
-        out.print(plain(str(explanation)), soft_wrap=True)
+        out.print(escaped(str(explanation)), soft_wrap=True)

@@ -26,9 +26,9 @@ from .base import (
     TheoryOption,
     app,
     declared,
+    escaped,
     named,
     out,
-    plain,
     write_csv,
     write_plot,
 )
@@ -177,7 +177,7 @@ def sweep(
         }
         print(json.dumps(data, indent=2, allow_nan=False))
     else:
-        out.print(plain(str(found)), soft_wrap=True)
+        out.print(escaped(str(found)), soft_wrap=True)
 
 
 def _processes(jobs: int) -> concurrent.futures.Executor:

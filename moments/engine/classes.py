@@ -1041,12 +1041,16 @@ class ClassMatrix:
         own: (..., nodes) entries of a token with itself.
         pairs: (..., nodes, nodes) of two different tokens.
         classes: the positions, those of a text's words, or one class of tokens alike.
+        crowded: (..., P, P) of rows of attention, what two keys of one word get together over what
+            two others do: they crowd each other. None: no such rows, or no words.
     """
 
     __array_ufunc__ = None
-    __slots__ = ("_apart", "_counted", "_mean", "classes", "own", "pairs")
+    __slots__ = ("_apart", "_counted", "_mean", "classes", "crowded", "own", "pairs")
 
-    def __init__(self, own: Array, pairs: Array, classes: PositionClasses) -> None:
+    def __init__(
+        self, own: Array, pairs: Array, classes: PositionClasses, crowded: Array | None = None
+    ) -> None:
         entries, matrix = own.shape, pairs.shape
         if entries != matrix[:-1] or matrix[-1] != matrix[-2]:
             shape, size = np.broadcast_shapes(entries[:-1], matrix[:-2]), matrix[-1]
@@ -1055,10 +1059,13 @@ class ClassMatrix:
         self.own, self.pairs, self.classes = own, pairs, classes
         self._apart: Array | None = None
         self._mean: Array | None = None
+        self.crowded = crowded
         self._counted: Array | None = None
 
     @classmethod
-    def of_rows(cls, rows: Array, sight: Sight, classes: PositionClasses) -> ClassMatrix:
+    def of_rows(
+        cls, rows: Array, sight: Sight, classes: PositionClasses, crowded: Array | None = None
+    ) -> ClassMatrix:
         """Of what rows give to one key of a class that they see, (..., P, P)."""
         count, inside = sight.classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
         pairs, seen = rows * sight.keys / count, np.diagonal(sight.keys)
@@ -1067,7 +1074,7 @@ class ClassMatrix:
         index = np.arange(len(count))
         pairs[..., index, index] = np.where(several, inside * beside, inside * seen / count)
         own = np.where(several, inside, pairs[..., index, index])
-        return cls(*classes.everywhere((own, pairs)), classes)
+        return cls(*classes.everywhere((own, pairs)), classes, crowded)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -1078,7 +1085,8 @@ class ClassMatrix:
         return int(self.pairs.size)
 
     def astype(self, kind: Any) -> ClassMatrix:
-        return ClassMatrix(self.own.astype(kind), self.pairs.astype(kind), self.classes)
+        crowded = None if self.crowded is None else self.crowded.astype(kind)
+        return ClassMatrix(self.own.astype(kind), self.pairs.astype(kind), self.classes, crowded)
 
     def transposed(self) -> ClassMatrix:
         return ClassMatrix(self.own, np.swapaxes(self.pairs, -1, -2), self.classes)

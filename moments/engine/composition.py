@@ -31,7 +31,7 @@ from .directions import (
 )
 from .fluctuation import OverlapWalk, UnsharedOverlap, summed, unshared_variance
 from .layout import Padding
-from .response import Around, Elementwise, Response, Sequence, Sublayer, Sum
+from .response import Around, Elementwise, Response, Sequence, Sublayer, Sum, sum_of
 from .state import Array, Fluctuation, Gradient, Kernel, Repeats, Signal, ratio_or_zero
 from .trace import Record, Run
 
@@ -858,14 +858,6 @@ def _merged(gradient: Gradient, kept: Kernel, sent: Kernel, scale_free: bool) ->
 def square(scale: Any) -> Any:
     """Of an amplitude."""
     return scale * scale
-
-
-def sum_of(kernels: list[Kernel]) -> Kernel:
-    """Of kernels, at least one."""
-    total = kernels[0]
-    for kernel in kernels[1:]:
-        total = total + kernel
-    return total
 
 
 def _first_norm(parts: tuple[Component, ...]) -> Any | None:

@@ -187,8 +187,9 @@ def stacked(matrices: Several[Matrix], axis: Any = np.concatenate) -> Matrix:
     """Matrices one after the other along their first axis, or along a new one by np.stack."""
     first = matrices[0]
     if isinstance(first, ClassMatrix):
-        own = axis([one.own for one in matrices])
-        return ClassMatrix(own, axis([one.pairs for one in matrices]), first.classes)
+        own, pairs = axis([one.own for one in matrices]), axis([one.pairs for one in matrices])
+        crowded = None if first.crowded is None else axis([one.crowded for one in matrices])
+        return ClassMatrix(own, pairs, first.classes, crowded)
     return axis(matrices)
 
 
@@ -199,7 +200,8 @@ def present(matrix: Matrix) -> bool:
     return bool(np.any(matrix))
 
 
-def sum_of(matrices: Several[Matrix]) -> Matrix:
+def sum_of(matrices: Several[Any]) -> Any:
+    """Of matrices or kernels, at least one."""
     found = matrices[0]
     for one in matrices[1:]:
         found = found + one

@@ -140,6 +140,21 @@ class TextClasses(TwiceClasses):
         """`share` in one document and in two, own parts being those of pairs at one place."""
         return self.one.blocks(np.zeros(self.size), self.share)
 
+    @functools.cached_property
+    def most_of_a_cell(self) -> float:
+        """What of a cell's tokens can be of one word, by its frequency in the text: as often as it,
+        its tokens' share is the most that all pairs of one word have, and at most 1."""
+        return 1.0 / max(float(self.frequencies.level.max()), 1.0)
+
+    @functools.cached_property
+    def crowded(self) -> float:
+        """Mean over rows of how many pairs of their keys are of one word beyond that."""
+        inside, size = self.one.inside, len(self.one.inside.nodes)
+        beyond = np.maximum(self.share[:size, :size] - self.most_of_a_cell, 0.0)
+        keys = inside.seen().keys
+        keys = keys / keys.sum(1, keepdims=True)
+        return float(inside.mean(np.einsum("pq,qr,pr->p", keys, beyond, keys)))
+
     def repeated(self, values: Array) -> Array:
         return self._twice(self.one.repeated(values))
 
@@ -199,12 +214,21 @@ class TextClasses(TwiceClasses):
         return self._over_words(pairs)
 
     def with_kinds(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
-        """By parts: what a token has with itself beyond two words stands by itself."""
+        """By parts: what a token has with itself beyond two words stands by itself. Rows of
+        attention give two keys of one word less, be they met from the left, X = w C w^T, or from
+        the right, w^T R w."""
         (own, pairs), share, count = product, self.share, self.inside.count
         (first, left), (second, right) = (self._beyond(matrix) for matrix in (one, other))
         often = float(self.frequencies.of_pairs[1:] @ self.others)
         beyond = first[..., :, None] * right + left * second[..., None, :]
         beyond = beyond + left @ ((often * count)[:, None] * right)
+        if one.crowded is not None:
+            less = ((one.crowded - 1.0) * one.mean) @ (count[:, None] * share * right)
+            own, pairs = own + diagonal(less), pairs + less
+        if other.crowded is not None:
+            given = count[:, None] * other.mean
+            root = np.sqrt((given * other.crowded).sum(-2) / given.sum(-2))
+            beyond = beyond + (root[..., :, None] * root[..., None, :] - 1.0) * pairs
         others = pairs - share * beyond
         # Of a token with itself the other one is of its word for both, or for neither.
         spread = share * (1.0 - share) * (count - np.eye(len(count)))

@@ -42,7 +42,7 @@ class Alike(NamedTuple):
         length = trace.entering.seq_len
         if trace.entering.resolved:
             passing = [
-                (_of_signal(signal), Gradient(averaged(gradient.kernel, length), length))
+                (_of_signal(signal), Gradient(averaged_tokens(gradient.kernel, length), length))
                 for signal, gradient in passing
             ]
             memory = None if memory is None else _of_signal(memory)
@@ -97,11 +97,11 @@ def across_sequences(
         variances: of a token, before every part.
     """
     embedded = trace.embedding is not None
-    entering = averaged(trace.entering.kernel, trace.entering.seq_len)
+    entering = averaged_tokens(trace.entering.kernel, trace.entering.seq_len)
     overlap = entering.pairs if embedded else 0.0 * entering.pairs
     width, memory = trace.entering.width, None
     if trace.memory is not None:
-        read = averaged(trace.memory.second_moment(), trace.memory.seq_len)
+        read = averaged_tokens(trace.memory.second_moment(), trace.memory.seq_len)
         memory = Kernel(read.diagonal, read.pairs * float(embedded))
     sublayers = [sublayer for layer in layers for sublayer in layer.body.in_order()]
     found = [overlap]
@@ -144,7 +144,7 @@ def _on_last_axis(field: str, numbers: tuple[Any, ...]) -> Any:
     return numbers[0] if len(set(numbers)) == 1 else np.array(numbers)
 
 
-def averaged(kernel: Kernel, seq_len: int) -> Kernel:
+def averaged_tokens(kernel: Kernel, seq_len: int) -> Kernel:
     """Of tokens alike: averages over those of one sequence."""
     if not kernel.resolved:
         return kernel
@@ -157,5 +157,5 @@ def averaged(kernel: Kernel, seq_len: int) -> Kernel:
 
 
 def _of_signal(signal: Signal) -> Signal:
-    kernel = averaged(signal.second_moment(), signal.seq_len)
+    kernel = averaged_tokens(signal.second_moment(), signal.seq_len)
     return Signal(kernel, signal.seq_len, width=signal.width, fluctuation=Fluctuation.fixed(kernel))

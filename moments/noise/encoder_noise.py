@@ -51,9 +51,9 @@ from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Trace
 from ..transfer.attention.kernels.exact_rows import AlikeRows
 from ..transfer.attention.projections import logit_law
-from .alike import Alike, averaged, stacked
+from .alike import Alike, averaged_tokens, stacked
 from .band import End, Fresh, shared
-from .network import AllAtOnce, Group, Inflow, Network, times
+from .network import AllAtOnce, Group, Inflow, Network, matrix_times
 
 STEP = 1e-5
 """Relative step of the one-sided differences, whose error is of this order."""
@@ -137,7 +137,7 @@ class DecoderTop:
             reading = [one for one in record.leaves() if one.memory is not None]
             sent += [(group, _of_part(record, reading[0], of_memory)) for _ in reading[:1]]
         whole = np.add.reduce([one.added.sum(-2) for _, one in sent])
-        last = times(of_memory.back, whole[:3])
+        last = matrix_times(of_memory.back, whole[:3])
         gradient, size = last[0] @ modes.average, whole[0] @ modes.average
         walk = AllAtOnce(groups)
         overlaps = shared(layers, self.trace, walk, batch)
@@ -203,7 +203,7 @@ class _Reading(NamedTuple):
         cls, read: Chain, signal: Signal, modes: Modes, batch: float, shape: tuple[int, ...]
     ) -> _Reading:
         """Of what stands between that signal and the memory."""
-        base = np.broadcast_to(modes.of(averaged(signal.kernel, modes.seq_len)), (*shape, 2))
+        base = np.broadcast_to(modes.of(averaged_tokens(signal.kernel, modes.seq_len)), (*shape, 2))
         axes = (1,) * (base.ndim - 1)
         steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
         kernel = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
@@ -244,7 +244,7 @@ def _of_part(record: Record, reading: Record, of_memory: _Reading) -> _Sent:
     returned = np.asarray(scale)[..., None, None] * np.moveaxis(sent, 0, -1)
     query_tokens = _first(read.input.kernel)
     noise = _noise(attention, returned[0], received, query_tokens, of_memory, modes)
-    return _Sent(returned[0], times(returned, received), base, noise)
+    return _Sent(returned[0], matrix_times(returned, received), base, noise)
 
 
 def _noise(
@@ -261,7 +261,7 @@ def _noise(
     stage = returned * (2 / inner * received**2 / modes.count)[..., None, :]
     noise = stage @ transposed(returned)
     direct = np.stack(
-        [times(returned, received)[..., 0], returned[..., 1, 1] * received[..., 1]], axis=-1
+        [matrix_times(returned, received)[..., 0], returned[..., 1, 1] * received[..., 1]], axis=-1
     )
     noise = noise + (2 * direct**2 / width / of_memory.modes.count)[..., None] * np.eye(2)
     tokens = _first(of_memory.memory.second_moment())
@@ -292,7 +292,7 @@ def _covariance(
     for group, one in sent:
         modes = Modes(group.sublayer.sent.classes.length)
         weights, over = units[..., None, :], size[..., None, None]
-        to_gradient = modes.sensitivity(times(transposed(one.returned), weights))
+        to_gradient = modes.sensitivity(matrix_times(transposed(one.returned), weights))
         share = (weights * one.added[0] / over).sum(-1)
         change = (one.added[3:] - one.added[0]) / (STEP * over)
         by_mode = np.moveaxis((weights * change[:, None]).sum(-1), 0, -1)
@@ -340,12 +340,12 @@ class OfModes:
         mean = _means(sensitivity @ self.received, self.modes.seq_len)
         split = np.stack([mean, total(sensitivity * self.received) - mean], axis=-1)
         weights = ratio(split, self._relative(self.received))
-        noise = (weights * times(self.covariance, weights)).sum(-1)
+        noise = (weights * matrix_times(self.covariance, weights)).sum(-1)
         return GradientAdjoint(sensitivity, weights, noise, 0.0 * noise)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         # of x_j = dm_j/m_j, with the modes m of the tokens averaged over sequences
-        per_mode = times(transposed(self.response), exposure)
+        per_mode = matrix_times(transposed(self.response), exposure)
         count = count_of(self.kernel)
         size = trace_of(self.kernel) / count
         per_mode = ratio(per_mode, self._relative(self.kernel) * size[..., None])

@@ -218,7 +218,7 @@ class AllAtOnce:
                 share = share + begun.share
             before.append(at)
             if k < len(self._sent):
-                at = times(self._gradient[k], at)
+                at = matrix_times(self._gradient[k], at)
         found = []
         for group in self.groups:
             sensitivity = _matrix(_gathered(group, before), top.classes)
@@ -235,7 +235,7 @@ class AllAtOnce:
         at, behind = _numbers(last), [np.zeros(0)] * len(self._sent)
         for k in range(len(self._sent) - 1, -1, -1):
             behind[k] = at
-            at = times(self._signal[k], at) + exposed[k]
+            at = matrix_times(self._signal[k], at) + exposed[k]
             if self._inflow is not None and k + 1 in self._inflow:
                 at = at + self._inflow[k + 1].exposure
         found = []
@@ -273,7 +273,7 @@ def _gathered(group: Group, by_place: Sequence[Array]) -> Array:
     return np.stack([by_place[k] for k in group.places], axis=-2)
 
 
-def times(matrix: Array, vector: Array) -> Array:
+def matrix_times(matrix: Array, vector: Array) -> Array:
     return (matrix @ vector[..., None])[..., 0]
 
 

@@ -277,7 +277,7 @@ def _with_error(value: float, stderr: float) -> str:
     return f"{value:.5g}" if math.isnan(stderr) else f"{value:.5g} +- {stderr:.2g}"
 
 
-def last_gradient(measurement: Measurement) -> np.ndarray:
+def last_grad_kernel(measurement: Measurement) -> np.ndarray:
     """The measured gradient at the last layer as an (L, L) kernel, for `predict(grad_kernel)`.
 
     Variances by token, and the mean covariance shared in proportion to the tokens' deviations.

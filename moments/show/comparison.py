@@ -13,7 +13,7 @@ from ..errors import DomainError
 from ..files import as_frame
 from ..formulas.checks import NONNEGATIVE, check_in
 from ..noise.band import NORMAL_95
-from ..prediction.measurement import Measurement, last_gradient
+from ..prediction.measurement import Measurement
 from ..prediction.result import Prediction
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["QUANTITIES", "Comparison", "compare", "last_gradient"]
+__all__ = ["QUANTITIES", "Comparison", "compare"]
 
 QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
 

@@ -225,7 +225,7 @@ class CheckReport:
 
     def table(self) -> str:
         """The numbers as text."""
-        return render(_table(self.numbers))
+        return render(_table(self.numbers), TABLE_WIDTH)
 
     def to_html(self) -> str:
         """The whole report as one HTML file, its pictures inside it."""
@@ -275,6 +275,7 @@ def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 WIDTH = 110
+TABLE_WIDTH = 240  # parameter names stay whole
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
@@ -284,7 +285,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 def _table(numbers: Sequence[Number]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("", "number", "parameter"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for name in ("measured", "expected", "95 % of draws"):
         table.add_column(name, justify="right", no_wrap=True)
     for n in numbers:
@@ -404,10 +405,11 @@ def _loss(seen: Seen) -> Found:
     if source.loss is None or vocab is None or model.head is None:
         return
     loss, uniform = float(source.loss), math.log(vocab)
+    judged = loss
     if seen.prediction.loss is not None:
         scatter = float(seen.prediction.loss_stderr or 0.0)
-        loss = float(settled(seen, loss, float(seen.prediction.loss), scatter))
-    if loss - uniform <= LOSS:
+        judged = float(settled(seen, loss, float(seen.prediction.loss), scatter))
+    if judged - uniform <= LOSS:
         return
     logits = source.logit_variance
     of = "token" if model.head.tied else "head"
@@ -416,7 +418,7 @@ def _loss(seen: Seen) -> Found:
     told = "" if logits is None else f"; logits have a mean square of {float(logits):.3g}, not 1"
     told += ", and the head is the token table itself" if model.head.tied else ""
     yield Trouble(
-        "error" if loss > 2 * uniform else "warning",
+        "error" if judged > 2 * uniform else "warning",
         "initial loss",
         names,
         (),

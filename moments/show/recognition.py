@@ -140,7 +140,7 @@ def recognise(
             return best
     assert best is not None
     if best.share < 0.5:
-        for reading in _published(plain(model), SLOW):
+        for reading in _published(without_biases(model), SLOW):
             read = _held(reading, weights)
             best = read if len(read.explained) > len(best.explained) else best
     return best
@@ -149,7 +149,7 @@ def recognise(
 def _readings(
     weights: Sequence[Weight], model: Transformer, promised: Transformer | None, by: str
 ) -> Iterator[WeightRule]:
-    base = plain(model)
+    base = without_biases(model)
     if promised is not None:
         words = f"the initialisation that its {by} promises ({in_words(promised)})"
         yield WeightRule(words, promised)
@@ -171,7 +171,7 @@ def _readings(
     yield from _fused(weights, base)
 
 
-def plain(model: Transformer) -> Transformer:
+def without_biases(model: Transformer) -> Transformer:
     """The architecture without the biases that it was found with."""
     biases = model.biases
     if biases is not None:

@@ -31,6 +31,18 @@ def render(table: Table, width: int = 120) -> str:
     return buffer.getvalue().rstrip()
 
 
+def headed(title: str, caption: str | None = None) -> Table:
+    """An empty table under its title."""
+    return Table(
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+
+
 def number(value: float) -> str:
     """Four significant digits, scientific only where it helps."""
     return f"{value:.4g}"
@@ -51,16 +63,12 @@ def prediction_table(prediction: Prediction) -> Table:
     if prediction.variance.ndim > 1:
         return _batch_table(prediction)
     model = prediction.model
-    table = Table(
+    table = headed(
         title=(
             f"{model.layers} layers, {model.norm} norm, theory {prediction.theory}, "
             f"{prediction.resolution}"
         ),
         caption=_caption(prediction),
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
     )
     table.add_column("layer", justify="right")
     for name in STREAM_QUANTITIES:
@@ -114,13 +122,9 @@ def _inside(comparison: Comparison) -> Any:
 
 
 def _outputs_table(outputs: Any) -> Table:
-    table = Table(
+    table = headed(
         title="at the output",
         caption="deviations: measured from predicted, in units of the scatter expected",
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
     )
     table.add_column("")
     for name in ("predicted", "measured", "error", "deviations"):
@@ -144,14 +148,10 @@ def _measured(value: float, stderr: float | None, digits: int = 3) -> str:
 
 
 def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table:
-    table = Table(
+    table = headed(
         title=title,
         caption="measured ± one standard error over seeds; error of the prediction, of "
         "correlations absolute; * out of its 95 % band",
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
     )
     table.add_column("layer", justify="right")
     for name in quantities:
@@ -190,12 +190,7 @@ def _error(quantity: str, error: float) -> str:
 
 def summary_table(comparison: Comparison) -> Table:
     """Errors per quantity, over the stream and over all sites inside the layers."""
-    table = Table(
-        title="mean, median and largest error; mean of what exceeds two standard errors",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    table = headed("mean, median and largest error; mean of what exceeds two standard errors")
     for name in ("points", "quantity"):
         table.add_column(name, no_wrap=True)
     for name in ("mean", "median", "max", "excess", "R²"):

@@ -6,29 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..errors import DomainError
 from ..files import as_frame
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
-from .report import number, render
+from .report import headed, number, render
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-
-def _empty(title: str, caption: str | None = None) -> Table:
-    return Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
 
 
 def first_step_text(step: FirstStep) -> str:
@@ -38,7 +26,7 @@ def first_step_text(step: FirstStep) -> str:
 
 def first_step_table(step: FirstStep) -> Table:
     """The stream layer by layer, and the loss."""
-    table = _empty(
+    table = headed(
         f"first step of {step.optimizer} at learning rate {step.learning_rate:g}: loss "
         f"{step.loss_before:.4g} to {step.loss:.4g}",
         f"index 0 enters layer 1; relative change: E |dh|^2/E |h|^2 before the step\n"
@@ -109,7 +97,7 @@ class StepComparison:
 
     def table(self) -> str:
         """Loss and summary as text."""
-        outputs = _empty(
+        outputs = headed(
             f"first step of {self.step.optimizer} at {self.step.learning_rate:g}: "
             f"{self.measurement.source}, {self.measurement.seeds} draws"
         )
@@ -117,7 +105,7 @@ class StepComparison:
             outputs.add_column(head, justify="right")
         for quantity, *cells, error in self.outputs().to_numpy().tolist():
             outputs.add_row(quantity, *map(number, cells), f"{100 * error:+.1f} %")
-        summary = _empty("errors over sites and parameters (relative; alignment absolute)")
+        summary = headed("errors over sites and parameters (relative; alignment absolute)")
         for head in ("quantity", "mean", "median", "max", "beyond 2 s.e."):
             summary.add_column(head, justify="right")
         for quantity, *errors in self.summary().to_numpy().tolist():

@@ -108,38 +108,32 @@ def plot_first_step(
     return figure
 
 
+def _drawable(frame: Any, column: str, key: str, quantity: str) -> Any:
+    found = frame[(frame[column] == key) & np.isfinite(frame[quantity])]
+    return found if quantity == "alignment" else found[found[quantity] > 0]
+
+
 def _line(
     ax: Axes, frame: Any, column: str, key: str, quantity: str, style: tuple[str, str]
 ) -> None:
-    found = frame[(frame[column] == key) & np.isfinite(frame[quantity])]
-    if quantity != "alignment":
-        found = found[found[quantity] > 0]
+    found, (color, marker) = _drawable(frame, column, key, quantity), style
     if len(found):
-        ax.plot(
-            found["layer"],
-            found[quantity],
-            color=style[0],
-            marker=style[1],
-            markersize=4,
-            linewidth=1.4,
-            label=key,
-        )
+        of_line: dict[str, Any] = {"markersize": 4, "linewidth": 1.4, "label": key}
+        ax.plot(found["layer"], found[quantity], color=color, marker=marker, **of_line)
 
 
 def _marks(
     ax: Axes, frame: Any, column: str, key: str, quantity: str, style: tuple[str, str]
 ) -> None:
-    found = frame[(frame[column] == key) & np.isfinite(frame[quantity])]
-    if quantity != "alignment":
-        found = found[found[quantity] > 0]
+    found, (color, marker) = _drawable(frame, column, key, quantity), style
     if len(found):
         ax.errorbar(
             found["layer"],
             found[quantity],
             yerr=2 * np.nan_to_num(found[f"{quantity}_stderr"].to_numpy(float)),
-            color=style[0],
+            color=color,
             ecolor=MEASURED,
-            marker=style[1],
+            marker=marker,
             markersize=8,
             markerfacecolor="none",
             linestyle="none",

@@ -16,7 +16,7 @@ import numpy as np
 from ..engine.composition import forward
 from ..engine.state import ratio_or_zero
 from ..errors import DomainError, domain_error
-from ..formulas.checks import check_in
+from ..formulas.checks import check_number
 from ..model.transformer import Transformer
 from ..prediction.result import Prediction
 from ..transfer.architecture import check_coverage, declare_layer
@@ -57,10 +57,10 @@ def largest(
     Raises:
         DomainError: no such bound, or a model whose depth is written into its fields.
     """
-    if not isinstance(bound, list | tuple) or len(bound) != 2 or bound[0] not in GOALS:
+    if not isinstance(bound, list | tuple) or len(bound) != 2 or bound[0] not in tuple(GOALS):
         raise domain_error("bound", bound, f"(goal, most), goal one of {', '.join(GOALS)}")
-    goal, most = GOALS[bound[0]], float(bound[1])
-    check_in(f"bound on {goal.name}", most, goal.allowed)
+    goal = GOALS[bound[0]]
+    most = check_number(f"bound on {goal.name}", bound[1], goal.allowed)
     title = f"largest {objective.removeprefix('largest_')} with {goal.title} at most {most:g}"
 
     def value(candidate: Transformer) -> float:

@@ -61,7 +61,7 @@ class Plan(Shown):
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        set_field(self, "inputs", plain(self.inputs))
+        set_field(self, "inputs", as_lists(self.inputs))
 
     @property
     def formula(self) -> str:
@@ -232,12 +232,12 @@ def shown(value: Any) -> str:
     return ", ".join(f"{v:.6g}" for v in value)
 
 
-def plain(value: Any) -> Any:
+def as_lists(value: Any) -> Any:
     """Arrays and tuples as lists, as JSON has them."""
     if isinstance(value, Mapping):
-        return {name: plain(entry) for name, entry in value.items() if entry is not None}
+        return {name: as_lists(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
+        return [as_lists(entry) for entry in value]
     return value

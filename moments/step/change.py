@@ -92,6 +92,48 @@ def conserved(
     return dataclasses.replace(after, drawn=grown * (after.coherent + after.drawn) - after.coherent)
 
 
+def behind_a_matrix(
+    before: Change,
+    after: Change,
+    gradients: tuple[Array, Array],
+    received: tuple[Array, Array],
+    shape: tuple[float, float],
+) -> Change:
+    """Behind an (m, n) matrix W that alone reads a tensor, with what draws tell of P.
+
+    As delta_x = W^T delta_y, the overlaps u_t.delta_s are the same on both sides. So the part of
+    W u along delta_y has the kernel Z D_y^+ Z^T, Z = (n/m) P D_x, in every draw; and W is as if
+    drawn anew only across delta_y, in m less its rank of m directions.
+
+    Args:
+        before, after: the change of x; and that of y, as if W were independent.
+        gradients: D of both.
+        received: (N, T, T) draws of these.
+        shape: n and m.
+    """
+    if before.drawn is None or not before.coherent.any():
+        return after
+    (n, m), (entering, leaving) = shape, received
+    step = before.coherent + before.drawn
+    sent = step @ entering
+    inverse = np.linalg.pinv(leaving, _FLAT, hermitian=True)
+    rank = np.trace(leaving @ inverse, axis1=1, axis2=2)[:, None, None]
+    less = (rank / m * (sent @ np.swapaxes(step, 1, 2))).mean(0)
+    less = less * (np.trace(after.coherent) / np.trace(before.coherent))
+    found = conserved(
+        before, after, gradients, (entering - entering.mean(0), leaving - leaving.mean(0))
+    )
+    assert found.drawn is not None
+    carried = found.coherent + found.drawn
+    along = (n / m) ** 2 * sent @ inverse @ np.swapaxes(sent, 1, 2)
+    more = (along - carried @ leaving @ np.swapaxes(carried, 1, 2)).mean(0)
+    return dataclasses.replace(found, total=after.total - less + more)
+
+
+_FLAT = 1e-5
+"""Share of the largest eigenvalue of one draw's D below which single precision has lost it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Nonlinear:
     """V of one write."""

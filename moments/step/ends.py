@@ -111,10 +111,12 @@ class Entered:
     Attributes:
         change: of that sum.
         effects: of every table: its step at learning rate 1.
+        along: (T, T) A of u_t = -sum_s A_ts x_s + ..., x the stream that a tied head reads.
     """
 
     change: Change
     effects: tuple[tuple[str, Effect], ...]
+    along: Array
 
 
 def _row_blocks(reading: Reading, words: Words, tied: Array) -> Array:
@@ -196,6 +198,7 @@ def entered(
     count, d = len(gradient), float(reading.model.d_model)
     nothing = np.zeros((count, count))
     coherent, overlap, total = nothing.copy(), nothing.copy(), nothing.copy()
+    along = nothing
     effects: list[tuple[str, Effect]] = []
     tables, rule = stream.tables, optimizer.others
     before = "" if main else ENCODER
@@ -250,9 +253,9 @@ def entered(
         if main and headed and i == 0 and np.any(reading.readout.carried):
             # the row also moves along what the head reads, x_r of the tokens that it predicts
             k = np.asarray(reading.readout.carried) + np.zeros(count)
-            read = (k / amplitude)[:, None] * stream.before
             sent_to = reading.readout.scale * words.sent[:, words.read].T
-            overlap -= rates[i] * amplitude * ((moved * sent_to) @ read)
+            along = rates[i] * (moved * sent_to) * k
+            overlap -= along @ stream.before
     for (i, j), covariance in grams.items():
         if rule != "sgd":
             covariance = _of_signs(covariance, deviations[i], noises[i], deviations[j], noises[j])
@@ -267,7 +270,7 @@ def entered(
         coherent, total = coherent + change.coherent, total + change.total
         effects.append((name, found))
     overlap -= coherent @ tied.T
-    return Entered(Change(coherent, overlap, total, nothing), tuple(effects))
+    return Entered(Change(coherent, overlap, total, nothing), tuple(effects), along)
 
 
 def _of_signs(

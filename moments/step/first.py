@@ -56,7 +56,7 @@ class Stepped:
         for prefix, stream in streams:
             walk.prefix, walk.tied = prefix, tied if stream is reading.main else 0 * stream.before
             first = entered(reading, words, optimizer, rate, stream, walk.tied)
-            width = float(model.d_model)
+            walk.along, width = first.along, float(model.d_model)
             site = Site(-1, 0, "tables", None, stream.before, stream.received, width)
             change: Change = first.change
             change, site = walk.through(stream.embedding, change, site, points)

@@ -29,6 +29,7 @@ from .change import (
     Change,
     Nonlinear,
     Overlaps,
+    behind_a_matrix,
     between,
     conserved,
     joined,
@@ -105,6 +106,7 @@ class Walk:
         rate: its learning rate.
         tied: E h_t delta_s along the stream's identity path.
         reading: every site, in order, and what all rates share.
+        along: of the tables' step, what it has of the stream (`ends.Entered`).
         prefix: of the names of parameters in the stream that is walked.
         memory: what an encoder's last tokens do, and where they are.
         moved: by the index of a site, its updated tensor in terms of the old one, and its kernel.
@@ -116,6 +118,7 @@ class Walk:
     rate: float
     tied: Array
     reading: Reading
+    along: Any = 0.0
     prefix: str = ""
     memory: tuple[Change, Site] | None = None
     sites: list[SiteStep] = field(default_factory=list)
@@ -176,6 +179,11 @@ class Walk:
         size = np.sqrt(np.diag(leaving.kernel))
         here = (scales[0] * first + scales[1] * self.response) / np.outer(size, size)
         self.overlaps = None
+        if np.any(self.along):
+            # tables of a tied head move along what the branch gives too
+            given = leaving.kernel - scales[0] * entering.kernel
+            both = both - scales[1] * self.along @ branch.overlap.T
+            found = dataclasses.replace(found, overlap=found.overlap - self.along @ given)
         found = dataclasses.replace(
             found, total=found.total + both + both.T, scattered=here * found.scattered
         )
@@ -317,7 +325,7 @@ class Walk:
         # W delta_x = W W^T delta_y: the coherent part appears as if W were independent, and once
         # more as a mean, beside which the matrix's own stands
         if writes:
-            carried = self._passed(carried, change, entering, gradient, (layer, name), shape)
+            carried = self._behind(carried, change, entering, gradient, (layer, name), shape)
         own = rate * found.coherent
         by_draw = None if found.drawn is None else rate * found.drawn
         half = None if carried.drawn is None else carried.drawn / 2
@@ -341,7 +349,7 @@ class Walk:
         drawn = joined(carried.drawn, by_draw)
         return Change(carried.coherent + own, carried.overlap, total, scattered, beyond, drawn)
 
-    def _passed(
+    def _behind(
         self,
         carried: Change,
         change: Change,
@@ -350,31 +358,16 @@ class Walk:
         key: tuple[int, str],
         shape: tuple[float, float],
     ) -> Change:
-        """Behind a matrix that alone reads a site, by draws.
-
-        delta_x = W^T delta_y keeps the overlaps u_t.delta_s of a change, so that P follows from
-        one draw's D of both; and of the coherent part only what W has across its delta_y is
-        independent.
-        """
+        """`behind_a_matrix`, where draws are known."""
         draws = Draws.shared(self.reading) if self.optimizer.rule == "muon" else None
-        if draws is None or change.drawn is None or carried.drawn is None:
+        if draws is None:
             return carried
         before, after = draws.scaled(entering.index, entering.gradient), draws.scaled(key, gradient)
-        if before is None or after is None or not change.coherent.any():
+        if before is None or after is None:
             return carried
-        (n, m), step = shape, change.coherent + change.drawn
-        sent = step @ before
-        inverse = np.linalg.pinv(after, _FLAT, hermitian=True)
-        rank = np.trace(after @ inverse, axis1=1, axis2=2)
-        along = (rank[:, None, None] / m * (sent @ np.swapaxes(step, 1, 2))).mean(0)
-        scale = float(np.trace(carried.coherent) / np.trace(change.coherent))
-        sides = before - before.mean(0), after - after.mean(0)
-        found = conserved(change, carried, (entering.gradient, gradient), sides)
-        assert found.drawn is not None
-        both = found.coherent + found.drawn
-        exact = (n / m) ** 2 * sent @ inverse @ np.swapaxes(sent, 1, 2)
-        more = (exact - both @ after @ np.swapaxes(both, 1, 2)).mean(0)
-        return dataclasses.replace(found, total=carried.total - scale * along + more)
+        return behind_a_matrix(
+            change, carried, (entering.gradient, gradient), (before, after), shape
+        )
 
     def _moved(self, change: Change, entering: Site) -> tuple[Array, Array]:
         """The updated input in terms of the old one, and its kernel."""
@@ -589,10 +582,6 @@ class Walk:
     def pool(self, leaf: Pool, change: Change, entering: Site, leaving: Site) -> Change:
         weights = leaf.weights(len(entering.kernel))
         return change.each(lambda part: weights @ part @ weights.T)
-
-
-_FLAT = 1e-5
-"""Share of the largest eigenvalue of one draw's D below which single precision has lost it."""
 
 
 def _rows_of(units: Neurons, place: int, spectrum: Spectrum) -> Signs:

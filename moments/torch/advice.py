@@ -109,7 +109,7 @@ def _redrawn(model: Transformer, by_head: bool) -> Transformer:
     return model.replace(weights=model.weights.replace(**changed))
 
 
-def by_layer(group: list[Measured], model: Transformer) -> Iterator[RoleCause]:
+def causes_by_layer(group: list[Measured], model: Transformer) -> Iterator[RoleCause]:
     """Hypotheses that mean another factor in every layer, about all layers of one role."""
     total = model_of_stack(model, group[0].role.stack).layers
     layers = [m.role.layer for m in group]
@@ -353,7 +353,7 @@ def _diagnosis(
         return RoleDiagnosis(name, where, 0.0, (), f"is zero{where} ({labels}{more}): {why}")
     bad = [m for m in group if m.expected and not _within(m, m.expected)] or group
     where = in_layers([m.role.layer for m in bad], layers)
-    hypotheses = [(group, cause) for cause in by_layer(group, model)]
+    hypotheses = [(group, cause) for cause in causes_by_layer(group, model)]
     hypotheses += [(bad, cause) for cause in causes(bad, groups, model, described, readings)]
     found = [
         (score, cause.words)

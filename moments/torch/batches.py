@@ -12,7 +12,7 @@ from ..engine.layout import restarted
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
-from ..prediction.measurement import Measurement, last_gradient
+from ..prediction.measurement import Measurement, last_grad_kernel
 from ..prediction.predict import positional
 
 NO_TARGET = -100
@@ -95,7 +95,7 @@ def measured_gradient(
     """The gradient that entered the last layer, by token where the prediction is."""
     by_token = any(name in inputs for name in ("token_ids", "pixels", "kernel"))
     if by_token or positional(model):
-        return {"grad_kernel": last_gradient(measurement)}
+        return {"grad_kernel": last_grad_kernel(measurement)}
     least = -1 / max(measurement.seq_len - 1, 1)
     return {
         "grad_variance": float(measurement.grad_variance[-1]),

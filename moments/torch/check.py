@@ -27,7 +27,7 @@ from ..model.embedding import Embedding
 from ..model.head import Head
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
-from ..prediction.measurement import Measurement, last_gradient
+from ..prediction.measurement import Measurement, last_grad_kernel
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.differences import Case
@@ -266,7 +266,7 @@ class _Checking:
         case = found[0].apply(case)
         given = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
         if len(given) < len(case.inputs):
-            given["grad_kernel"] = last_gradient(self.measurement)
+            given["grad_kernel"] = last_grad_kernel(self.measurement)
         return dataclasses.replace(case, inputs=given)
 
     # --- what is found ----------------------------------------------------------------------------
@@ -515,11 +515,13 @@ class _Checking:
 
     def _slips(self) -> Iterator[tuple[float, str]]:
         """What a known slip multiplies q k by, beside 1/sqrt(d_head)."""
-        d_head, heads = float(self.described.d_head or 1), float(self.described.heads)
+        d_head, d_model = float(self.described.d_head or 1), float(self.described.d_model)
+        same = ", which is sqrt(d_model)," if d_head**2 == d_model else ","
+        whole = f"q k is divided by d_head (as muP does){same} not by its root"
         for square, words in (
             (d_head, "the division by sqrt(d_head) is missing"),
-            (1 / d_head, "q k is divided by d_head (as muP does), not by its root"),
-            (1 / heads, "q k is divided by sqrt(d_model), not by sqrt(d_head)"),
+            (1 / d_head, whole),
+            (d_head / d_model, "q k is divided by sqrt(d_model), not by sqrt(d_head)"),
         ):
             if abs(math.sqrt(square) - 1) > NEAR:
                 yield math.sqrt(square), words
@@ -728,10 +730,7 @@ class _Weights:
         return Trouble(
             "warning",
             "wrong variance",
-            gathered_names([f.parameter for f in offenders]),
-            tuple(sorted({f.layer for f in offenders if f.layer})),
-            worst.measured,
-            worst.expected,
+            *_stated(offenders, worst),
             sentence,
             f"draw them as {in_words(self.target)}, or mend the names that your init matches",
         )
@@ -759,10 +758,7 @@ class _Weights:
         return Trouble(
             severity,
             "wrong variance",
-            gathered_names([f.parameter for f in group]),
-            layers,
-            worst.measured,
-            worst.expected,
+            *_stated(group, worst),
             f"{', '.join(roles)}{where}: {ratio:.3g} times the variance of "
             f"{self._target_words()}{said}{kind}",
             f"draw with std {math.sqrt(worst.expected):.3g}"
@@ -800,10 +796,7 @@ class _Weights:
         return Trouble(
             "warning" if severe else "note",
             "biases",
-            gathered_names([f.parameter for g in groups.values() for f in g]),
-            tuple(sorted({f.layer for g in groups.values() for f in g if f.layer})),
-            worst.measured,
-            worst.expected,
+            *_stated([f for g in groups.values() for f in g], worst),
             f"biases have a variance of {worst.measured:.3g}, not {worst.expected:.3g}{left}; at "
             f"{role} that is {100 * shares[role]:.2g} % of what a normalised input makes",
             "nn.init.zeros_(linear.bias)",
@@ -817,10 +810,7 @@ class _Weights:
         yield Trouble(
             "warning",
             "norm gain",
-            gathered_names([f.parameter for f in offenders]),
-            tuple(sorted({f.layer for f in offenders if f.layer})),
-            worst.measured,
-            worst.expected,
+            *_stated(offenders, worst),
             f"{worst.quantity} of {worst.role} is {worst.measured:.3g} instead of "
             f"{worst.expected:.3g} (root mean square): an initialiser that runs over all "
             "parameters draws gains and biases of norms too",
@@ -901,10 +891,7 @@ class _Weights:
         return Trouble(
             "warning",
             "mean not zero",
-            gathered_names([f.parameter for f in group]),
-            tuple(sorted({f.layer for f in group if f.layer})),
-            worst.measured,
-            0.0,
+            *_stated(group, worst),
             f"entries of {role} have a mean of {worst.measured:.3g}, which no draw about zero has",
             "draw entries symmetric about 0 (uniform from -a to a)",
         )
@@ -943,6 +930,15 @@ _SCALES = {
 
 
 # --- the module as it stands ----------------------------------------------------------------------
+
+
+def _stated(
+    group: list[Finding], worst: Finding
+) -> tuple[tuple[str, ...], tuple[int, ...], float, float]:
+    """Of findings, as a Trouble states them: parameters, layers, and the worst one's numbers."""
+    layers = sorted({f.layer for f in group if f.layer})
+    names = gathered_names([f.parameter for f in group])
+    return names, tuple(layers), worst.measured, worst.expected
 
 
 def promised_by(module: nn.Module) -> Transformer | None:

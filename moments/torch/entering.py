@@ -13,7 +13,15 @@ from ..prediction.draws import STREAM
 from .anatomy import measured_parts
 from .batches import shifted_left
 from .hook_points import points_of
-from .running import in_mode, module_logits, module_loss, on_device, run, watch_tensor
+from .running import (
+    first_tensor,
+    in_mode,
+    module_logits,
+    module_loss,
+    on_device,
+    run,
+    watch_tensor,
+)
 
 with optional("torch", "torch"):
     import torch
@@ -85,17 +93,21 @@ def targets_read(
     Of the arrays in the batch, as they are and shifted by one, that whose mean cross-entropy with
     the module's logits is its loss; None where there is none.
     """
-    if not isinstance(batch, Mapping) or (output := _evaluated(module, batch, [])) is None:
+    if (output := _evaluated(module, batch, [])) is None:
         return None
-    tensors = {name: on_device(value, None) for name, value in batch.items()}
-    logits = module_logits(output)
-    value = module_loss(output) if loss is None else loss(output, tensors)
-    if logits is None or value is None or logits.shape[:2] != ids.shape:
+    alone = not isinstance(batch, Mapping)
+    given = {"": batch} if alone else batch
+    tensors = {name: on_device(value, None) for name, value in given.items()}
+    logits, value = module_logits(output), module_loss(output)
+    if loss is not None:
+        value = loss(output, tensors[""] if alone else tensors)
+        logits = first_tensor(output) if logits is None else logits
+    if logits is None or value is None or logits.ndim != 3 or logits.shape[:2] != ids.shape:
         return None
-    for given in tensors.values():
-        if not isinstance(given, Tensor) or given.shape != ids.shape or given.is_floating_point():
+    for one in tensors.values():
+        if not isinstance(one, Tensor) or one.shape != ids.shape or one.is_floating_point():
             continue
-        labels = given.cpu().numpy().astype(np.int64)
+        labels = one.cpu().numpy().astype(np.int64)
         for targets in (labels, shifted_left(labels)):
             if targets.max() >= logits.shape[-1] or not np.any(targets >= 0):
                 continue

@@ -22,7 +22,7 @@ from .anatomy import anatomy_of
 from .architecture import resolve
 from .expectation import Scales, check_fits, scales_of
 from .hook_points import ModuleBranch
-from .logits import LogitFactor, logit_factor
+from .logit_factor import LogitFactor, logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .scales import FOLDED, ScaleRow, applied_scales, native_branch, remove_scales
 

@@ -18,7 +18,7 @@ from .anatomy import anatomy_of
 from .architecture import resolve
 from .expectation import Scales, check_fits, expected_variance, scales_of
 from .hook_points import ModuleBranch
-from .logits import logit_factor
+from .logit_factor import logit_factor
 from .probe import drops_behind
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_row, unwrapped

@@ -163,9 +163,10 @@ def on_device(value: Any, device: torch.device | None) -> Any:
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     """With or without dropout; afterwards modes and torch's random state are what they were."""
     modes = {part: part.training for part in module.modules()}
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     module.train(training)
     try:
-        with torch.random.fork_rng(devices=[]), eager():
+        with torch.random.fork_rng(devices=devices), eager():
             yield
     finally:
         for part, mode in modes.items():

@@ -237,9 +237,6 @@ class GrowthExponents(Result):
             "fitted exponents of depth beside the printed orders"
         )
 
-    def _rows(self) -> list[Mapping[str, Any]]:
-        return list(self.rows)
-
 
 def growth_exponents(
     model: Transformer,

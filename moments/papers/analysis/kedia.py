@@ -260,9 +260,6 @@ class TradeOff(Result):
     def heading(self) -> str:
         return f"stability and expressivity at {self.model.layers} layers, theory {self.theory}"
 
-    def _rows(self) -> list[Mapping[str, Any]]:
-        return list(self.rows)
-
 
 def trade_off(
     model: Transformer,
@@ -374,9 +371,6 @@ class ComputeTable(Result):
             f"constant N d^2: parameters and forward compute per token, {self.seq_len} tokens, "
             f"vocabulary {self.vocab_size}; matrix products only"
         )
-
-    def _rows(self) -> list[Mapping[str, Any]]:
-        return list(self.rows)
 
 
 def compute_table(

@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 
 
 class Result(Shown, abc.ABC):
-    """Base of the results. `heading` is one line; `_rows` the table."""
+    """Base of the results. `heading` is one line; the table is `rows`, or what `_rows` makes."""
+
+    rows: tuple[Mapping[str, Any], ...]
 
     @property
     @abc.abstractmethod
     def heading(self) -> str:
         """One line that says what was found."""
 
-    @abc.abstractmethod
     def _rows(self) -> list[Mapping[str, Any]]:
         """The table, row by row."""
+        return list(self.rows)
 
     def to_frame(self) -> pd.DataFrame:
         """The result as a table."""

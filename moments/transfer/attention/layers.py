@@ -439,6 +439,8 @@ class ClassLayer:
             queries, keys, values = kernels
             at_one_place = met if found else None
             words = classes.frequencies, counts, at_one_place
+            # beyond it no words of that frequency are left: `prediction.stack` refuses many such
+            share = np.minimum(share, classes.most_of_a_cell)
             found.append(Words(queries, keys, values, share, *words))
         return [*found, None]
 

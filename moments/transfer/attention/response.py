@@ -315,10 +315,12 @@ def _on_classes(
     rows = position_attention.row_statistics(logits)
     by_frequency = position_attention.attention_by_frequency(logits, rows)
     portion = logits.mixture().frequencies.portion
-    weights, squares = (
-        ClassMatrix.of_rows(one @ portion, sight, classes)
-        for one in (by_frequency, by_frequency**2)
-    )
+    mean, crowded = by_frequency @ portion, None
+    if isinstance(classes, TextClasses):
+        relative = ratio(by_frequency[..., 1:], mean[..., None])
+        crowded = relative**2 @ classes.frequencies.of_pairs[1:]
+    weights = ClassMatrix.of_rows(mean, sight, classes, crowded)
+    squares = ClassMatrix.of_rows(by_frequency**2 @ portion, sight, classes)
     several = {f.name: classes.repeated(getattr(rows, f.name)) for f in dataclasses.fields(rows)}
     return dataclasses.replace(rows, **several), weights, squares
 
@@ -347,7 +349,10 @@ def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:
     found = stacked(fields, np.stack)
     if isinstance(found, ClassMatrix):
         own = found.own.reshape(*axes, *found.own.shape[1:])
-        return ClassMatrix(own, found.pairs.reshape(*axes, *found.shape[1:]), found.classes)
+        pairs, crowded = found.pairs.reshape(*axes, *found.shape[1:]), found.crowded
+        if crowded is not None:
+            crowded = crowded.reshape(*axes, *crowded.shape[1:])
+        return ClassMatrix(own, pairs, found.classes, crowded)
     return found.reshape(*axes, *found.shape[1:])
 
 

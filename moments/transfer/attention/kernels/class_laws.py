@@ -217,11 +217,13 @@ class Meeting(NamedTuple):
         free: (n, k) of pairs of two cells, those whose frequencies do not depend on each other;
             None: all.
         own_free: (c, o) the same of two keys of one cell.
+        of_others: (n, k) one over the part of pairs that are of two words.
     """
 
     same: list[Array]
     free: Array | None
     own_free: Array
+    of_others: Array
 
     @classmethod
     def of(cls, mixture: Mixture, own: tuple[slice, slice], counts: tuple[Array, Array]) -> Meeting:
@@ -242,7 +244,8 @@ class Meeting(NamedTuple):
         own_free = np.minimum(of_cell * others, 1.0)
         of_cell[...] = 1.0
         free = None if found.min() >= 1.0 else np.minimum(found, 1.0)
-        return cls(same, free, own_free)
+        alike: Any = sum(p * one for p, one in zip(frequencies.portion[1:], same, strict=True))
+        return cls(same, free, own_free, 1.0 / np.maximum(1.0 - alike, LEAST_OTHERS))
 
 
 class Maps(NamedTuple):
@@ -254,15 +257,13 @@ class Maps(NamedTuple):
     Attributes:
         pairs: (T, c, n, k) of two words, and what one word has beyond by its share of the other
             tokens; (T + 1, c, n, k) where frequencies agree, with what those of all have beyond.
-        one, two: (T, c, o) of a token with itself beyond both, times its weight in either row.
-        agreeing: (2, c, o) of two words in one cell, those whose frequencies agree, times the
-            cell's weight in either row.
+        one, two: (T, c, o) of a token with itself beyond both, times its weight in either row; and
+            of two words in one cell where their frequencies agree, times the cell's weight.
     """
 
     pairs: Array
     one: Array
     two: Array
-    agreeing: Array
 
 
 class Sums(NamedTuple):
@@ -391,7 +392,7 @@ class Sums(NamedTuple):
 
     def _maps_by_frequency(self, law: Kinds) -> Maps:
         assert self.meeting is not None
-        same, free, own_free = self.meeting
+        same, free, own_free, _ = self.meeting
         often = [] if self.mixture.met is None else self.mixture.often
         agreeing, others = free is not None, law[0][1]
         pairs = np.empty((len(law) + agreeing, *others.shape))
@@ -404,34 +405,28 @@ class Sums(NamedTuple):
                 whole = law[0][0] + often[kind - 1] * (whole - law[0][0])
             more *= same[kind - 1]
             np.subtract(whole, self.at_own(more), out=own[kind])
-        beyond = self.at_own(others) * (1.0 - own_free)
         if free is not None:
             pairs[0] *= free
             np.subtract(others, pairs[0], out=pairs[1])
             pairs[2:] += pairs[1]
-        in_either = np.stack([self.first[:, self.own_first], self.second[:, self.own_second]])
-        return Maps(pairs, own * self.one, own * self.two, beyond * in_either)
+        of_cell = self.at_own(pairs[0])
+        agreeing_own = of_cell * (1.0 - own_free)
+        of_cell -= agreeing_own
+        one = own * self.one + agreeing_own * self.first[:, self.own_first]
+        two = own * self.two + agreeing_own * self.second[:, self.own_second]
+        return Maps(pairs, one, two)
 
     def _over_second(self, maps: Maps, values: Array) -> Array:
         """(..., T, c, n) of (..., T, c, k)."""
         total = self._summed(maps.pairs, self.second * values)
-        given = values[..., self.own_second]
-        total[..., self.own_first] += maps.two * given + maps.agreeing[1] * self._beyond_mean(given)
+        total[..., self.own_first] += maps.two * values[..., self.own_second]
         return total
 
     def _over_first(self, maps: Maps, values: Array) -> Array:
         """(..., T, c, k) of (..., T, c, n)."""
         total = self._summed(np.swapaxes(maps.pairs, -1, -2), self.first * values)
-        given = values[..., self.own_first]
-        total[..., self.own_second] += maps.one * given + maps.agreeing[0] * self._beyond_mean(
-            given
-        )
+        total[..., self.own_second] += maps.one * values[..., self.own_first]
         return total
-
-    def _beyond_mean(self, values: Array) -> Array:
-        """(..., T, c, o) less the mean over frequencies."""
-        mean = np.einsum("t,...tco->...co", self.mixture.frequencies.portion, values)
-        return np.asarray(values - mean[..., None, :, :])
 
     def _summed(self, pairs: Array, given: Array) -> Array:
         """Of values by their tokens: two words meet those of all frequencies, and one its own."""
@@ -472,7 +467,7 @@ class Sums(NamedTuple):
                 return np.asarray(one[0, :, :, None] * two[0, :, None, :])
             return np.asarray(one.transpose(1, 2, 0) @ two.transpose(1, 0, 2))
 
-        same, free, own_free = self.meeting
+        same, free, own_free, of_others = self.meeting
         own = (left[..., self.own_first] * right[..., self.own_second]).sum(0)
         portion = frequencies.portion[:, None, None]
         means = (left * portion).sum(1), (right * portion).sum(1)
@@ -482,18 +477,16 @@ class Sums(NamedTuple):
             found.append((own[kind], outer(left[:, kind], right[:, kind])))
         # of two words: of any frequencies, and of those that agree, less those of one word
         others = found[0][1]
-        agreed = np.asarray(first * outer(left[:, 0], right[:, 0]))
-        less, count = np.zeros_like(others), np.zeros_like(same[0])
-        for part, one, (_, both) in zip(rest, same, found[1:], strict=True):
-            agreed += part * both
-            less += (part * one) * both
-            count += part * one
-        inside = self.at_own(others)
-        inside += (1.0 - own_free) * (self.at_own(agreed) - inside)
         if free is not None:
+            agreed = first * outer(left[:, 0], right[:, 0])
+            for part, (_, both) in zip(rest, found[1:], strict=True):
+                agreed += part * both
             others += (1.0 - free) * (agreed - others)
-        others -= less
-        others *= 1.0 / np.maximum(1.0 - count, LEAST_OTHERS)
+        of_cell = self.at_own(others)
+        of_cell += (1.0 - own_free) * (np.tensordot(frequencies.portion, own, 1) - of_cell)
+        for part, one, (_, both) in zip(rest, same, found[1:], strict=True):
+            others -= (part * one) * both
+        others *= of_others
         if self.mixture.met is not None:
             return [(self.at_own(pairs).copy(), pairs) for _, pairs in found]
         return found

@@ -51,7 +51,7 @@ from .joint_laws import (
     sharpening,
     single,
 )
-from .relative_positions import FadingSight, Turning
+from .relative_positions import FadingSight, Rule, Turning
 from .row_statistics import (
     RowStatistics,
     annealed_moments,
@@ -90,6 +90,7 @@ class Tile:
             without rotary positions.
         still: (c, n, k) means of rho of two keys of the longer row; None likewise.
         away: (c, n, k) root of the variance inside cells of what `turned` has the means of.
+        rule: of its distribution.
         begun: (c, o) ones where the keys of both rows have begun; None where all begin at once.
     """
 
@@ -106,6 +107,7 @@ class Tile:
     turned: tuple[Array, Array] | None
     still: Array | None
     away: Array | None
+    rule: Rule
     begun: Array | None
 
     def diagonal(self, pairs: Array) -> Array:
@@ -308,7 +310,7 @@ def _tile(
     left: slice,
     right: slice,
     turned: tuple[Array, Array] | None,
-    away: Array | None,
+    varying: tuple[Array, Rule] | None,
     turning: Turning | None,
 ) -> Tile:
     start, stop = max(left.start, right.start), min(left.stop, right.stop)
@@ -326,7 +328,8 @@ def _tile(
     several = None if begun.all() else begun.astype(float)
     where = left, right, own, own_left, own_right
     still = None if turning is None else turning.within[long, left, right]
-    return Tile(pairs, long, short, *where, met, met_own, turned, still, away, several)
+    away, rule = varying or (None, [])
+    return Tile(pairs, long, short, *where, met, met_own, turned, still, away, rule, several)
 
 
 @functools.lru_cache(maxsize=16)
@@ -351,7 +354,11 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
             turned = away = None
             if turning is not None:
                 away = turning.away(long, short, left, right, True)
-                away[alone] = turning.deviation[long[alone]][:, left, right]
+                itself = long[alone], left, right
+                away[0][alone] = turning.deviation[itself]
+                for (z, w), (own_z, own_w) in zip(away[1], turning.rule_at(itself), strict=True):
+                    if np.ndim(z):
+                        z[alone], w[alone] = own_z, own_w
                 together = turning.of_rows(long, short)
                 together[alone] = 1.0
                 between = turning.between(long, short, together, left, right)
@@ -566,33 +573,11 @@ class ClassLogits(NamedTuple):
         if deviation is None:
             return own, self.mixture().mean([function(middle) for middle in within])
         assert self.turning is not None
-        shares = list(zip(*self.turning.rule, strict=True))
         kinds = [
-            np.asarray(sum(w * function(middle + z * away) for z, w in shares))
+            np.asarray(sum(w * function(middle + z * away) for z, w in self.turning.rule))
             for middle, away in zip(within, deviation, strict=True)
         ]
         return own, self.mixture().mean(kinds)
-
-    def log_mean(self, deviation: Array | None, factor: Array) -> Array | None:
-        """log E e^x of an exponent that varies inside cells as rho does."""
-        if self.turning is None or deviation is None:
-            return None
-        size = factor * deviation
-        shares = zip(*self.turning.rule, strict=True)
-        logs = (z * size + np.log(w) for z, w in shares)
-        return np.asarray(functools.reduce(np.logaddexp, logs))
-
-    def leaning(self, deviation: Array, factor: Array) -> tuple[Array, Array]:
-        """`log_mean`, and the mean of rho over its mean, in units of its deviation, weighed by such
-        an e^x."""
-        assert self.turning is not None
-        size, rule = factor * deviation, self.turning.rule
-        logs = [z * size + np.log(w) for z, w in zip(*rule, strict=True)]
-        top = functools.reduce(np.maximum, logs)
-        weights = [np.exp(np.subtract(log, top, out=log), out=log) for log in logs]
-        total = np.asarray(sum(weights))
-        moved = np.asarray(sum(z * weight for z, weight in zip(rule[0], weights, strict=True)))
-        return top + np.log(total), moved / total
 
 
 class Paths(NamedTuple):
@@ -780,7 +765,10 @@ class PositionAttention:
             beside = np.where(seen, prior * (alone - diagonal(of_kinds[kind])) / total, 0.0)
             found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        aways = None if away is None else [logits.log_mean(away[kind], exponent) for kind in spread]
+        rule: Rule = []
+        if logits.turning is not None:
+            rule = logits.turning.rule_at((of, among, among))
+        aways = None if away is None else [log_mean(rule, exponent * away[kind]) for kind in spread]
         varying = None if away is None else [_varying(keys, away[kind]) for kind in spread]
         together: list[Array] = []
         parts = mixture.parts_of([own], within, diagonal)
@@ -820,7 +808,7 @@ class PositionAttention:
                 for (whole, _), one in zip(projected, together, strict=True):
                     whole -= 2.0 * one
                 aways = [
-                    logits.log_mean(_moved(away[kind], response), exponent)
+                    log_mean(rule, exponent * _moved(away[kind], response))
                     for kind, response in zip(
                         spread, _of_other_keys(mixture, responses), strict=True
                     )
@@ -1065,9 +1053,9 @@ class PositionAttention:
             factor: (c,) of the exponent in the kernel as rows turn it.
             slope: (c,) its derivative in the correlation.
         """
-        logits, varying, leaning = self.logits, None, None
+        varying, leans = None, None
         if tile.away is not None:
-            varying, leaning = [], []
+            varying, leans = [], []
             _, of_kinds = self._between_keys(tile)
             kinds = zip(sums.mixture.values, self._moving, directions[0], strict=True)
             turned = []
@@ -1075,11 +1063,11 @@ class PositionAttention:
                 away = of_kinds[kind] * tile.away
                 away *= moving[tile.long, tile.left][:, :, None]
                 away *= moving[tile.short, tile.right][:, None, :]
-                mean, leans = logits.leaning(away, factor[:, None, None])
+                mean, moved = leaning(tile.rule, factor[:, None, None] * away)
                 varying.append(mean)
                 # what the law weighs by is what moves it
-                leaning.append(leans)
-                turned.append((beside, between + away * leans))
+                leans.append(moved)
+                turned.append((beside, between + away * moved))
             directions = (turned, *directions[1:])
         law, times = exponent
         times = None if times is None else times[:, None, None]
@@ -1095,7 +1083,7 @@ class PositionAttention:
             for direction in directions
         ]
         joint, tangents = sums.balanced_with(law, JOINT_SWEEPS, sloped)
-        return _Laws(joint, tangents[0], tangents[-1], leaning)
+        return _Laws(joint, tangents[0], tangents[-1], leans)
 
     def _sums_of(self, tile: Tile) -> Sums:
         sight, weights = self.logits.sight, self.weights
@@ -1547,6 +1535,23 @@ class ClassHeads:
         return found
 
 
+def log_mean(rule: Rule, size: Array) -> Array:
+    """log E e^x of an exponent of that deviation, which varies inside cells as rho does."""
+    logs = (z * size + np.log(w) for z, w in rule)
+    return np.asarray(functools.reduce(np.logaddexp, logs))
+
+
+def leaning(rule: Rule, size: Array) -> tuple[Array, Array]:
+    """`log_mean`, and the mean of rho over its mean, in units of its deviation, weighed by such an
+    e^x."""
+    logs = [z * size + np.log(w) for z, w in rule]
+    top = functools.reduce(np.maximum, logs)
+    weights = [np.exp(log - top) for log in logs]
+    total: Any = sum(weights)
+    moved: Any = sum(z * weight for (z, _), weight in zip(rule, weights, strict=True))
+    return np.asarray(top + np.log(total)), np.asarray(moved / total)
+
+
 def row_statistics(logits: ClassLogits) -> RowStatistics:
     """Of every node as a row."""
     keys, temperature, own = logits.sight.keys, logits.queries[0], logits.keys[0]
@@ -1586,8 +1591,8 @@ def _crowd(logits: ClassLogits, rows: RowStatistics, level: float = 1.0) -> tupl
     raised = pull[:, None, None]
     kinds = [np.exp(raised * (one - top)) for one in within]
     for number, one in enumerate(away or ()):
-        varying = logits.log_mean(one, raised)
-        assert varying is not None
+        assert logits.turning is not None
+        varying = log_mean(logits.turning.rule, raised * one)
         kinds[number] = kinds[number] * np.exp(np.minimum(varying, EXPONENT_MAX))
     of_pairs = logits.mixture().mean(kinds, level)
     of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
