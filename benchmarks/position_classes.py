@@ -351,9 +351,14 @@ def halved(model: Any) -> dict[str, Any]:
     of = PositionClasses.of
 
     def finer(
-        length: int, window: int | None = None, per_octave: float = PER_OCTAVE, **_: Any
+        length: int,
+        window: int | None = None,
+        per_octave: float = PER_OCTAVE,
+        widening: float = 0.0,
+        **_: Any,
     ) -> PositionClasses:
-        return of(length, window, per_octave=2.0 * per_octave, per_window=8.0)
+        steps = {"per_octave": 2.0 * per_octave, "widening": 0.5 * widening}
+        return of(length, window, per_window=8.0, **steps)
 
     PositionClasses.of = staticmethod(finer)  # type: ignore[method-assign, assignment]
     try:

@@ -381,10 +381,10 @@ queries and keys 9 %; with 1.5: 1e-4, 3e-4, 4e-3, 1 %, 5 %; with 2: 1e-4, 3e-4, 
 LAST_PER_OCTAVE, WIDENING = 1.25, 0.05
 """Nodes for the last doubling of the position where Zipf's law stands for an unknown text and rows
 see all before them, and by what part every step before it is longer than the next. Llama-3-8B, 4
-layers, against 4 nodes, at 8192 tokens (14 nodes, and 16 with 1 throughout): variance 2e-4,
-correlation 5e-4, mean gradient 6e-3, those of weights 2 % at most and of queries and keys 8 %, with
-1 throughout 2e-4, 4e-4, 7e-3, 2.4 and 9 %. At 2048 (13, and 14): 6e-5, 2e-4, 3e-3, .7 and 1.5 %,
-with 1 throughout 7e-5, 2e-4, 4e-3, 1 and 1.8 %."""
+layers, against 3 nodes, at 8192 tokens (14 nodes, and 16 with 1 throughout): variance 1e-4,
+correlation 3e-4, mean gradient 2e-3, those of weights 1.2 % at most and of queries and keys 6 %,
+with 1 throughout 1.5e-4, 3e-4, 2e-3, 1.7 and 8 %. At 2048 (13, and 14): 8e-5, 1e-4, 1.3e-3, .6 and
+1.2 %, with 1 throughout 9e-5, 2e-4, 1.7e-3, 1 and 1.5 %."""
 
 LEAST_FOUND = 0.005
 """Probability that a tied head gives the token that is read, from which a token and the next are

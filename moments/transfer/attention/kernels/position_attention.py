@@ -1063,11 +1063,11 @@ class PositionAttention:
                 away = of_kinds[kind] * tile.away
                 away *= moving[tile.long, tile.left][:, :, None]
                 away *= moving[tile.short, tile.right][:, None, :]
-                size = factor[:, None, None] * away
-                varying.append(log_mean(tile.rule, size))
+                mean, moved = leaning(tile.rule, factor[:, None, None] * away)
+                varying.append(mean)
                 # what the law weighs by is what moves it
-                leans.append(leaning(tile.rule, size))
-                turned.append((beside, between + away * leans[-1]))
+                leans.append(moved)
+                turned.append((beside, between + away * moved))
             directions = (turned, *directions[1:])
         law, times = exponent
         times = None if times is None else times[:, None, None]
@@ -1541,11 +1541,15 @@ def log_mean(rule: Rule, size: Array) -> Array:
     return np.asarray(functools.reduce(np.logaddexp, logs))
 
 
-def leaning(rule: Rule, size: Array) -> Array:
-    """Mean of rho over its mean, in units of its deviation, weighed by such an e^x."""
+def leaning(rule: Rule, size: Array) -> tuple[Array, Array]:
+    """`log_mean`, and the mean of rho over its mean, in units of its deviation, weighed by such an
+    e^x."""
     logs = [z * size + np.log(w) for z, w in rule]
-    total = functools.reduce(np.logaddexp, logs)
-    return np.asarray(sum(z * np.exp(log - total) for (z, _), log in zip(rule, logs, strict=True)))
+    top = functools.reduce(np.maximum, logs)
+    weights = [np.exp(log - top) for log in logs]
+    total: Any = sum(weights)
+    moved: Any = sum(z * weight for (z, _), weight in zip(rule, weights, strict=True))
+    return np.asarray(top + np.log(total)), np.asarray(moved / total)
 
 
 def row_statistics(logits: ClassLogits) -> RowStatistics:
