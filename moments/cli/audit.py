@@ -142,12 +142,10 @@ def _promised(module: Any) -> Transformer:
     Raises:
         DomainError: neither says anything.
     """
-    import torch
-
     from ..torch.architecture import architecture_of
     from ..torch.running import unwrapped
 
-    if not isinstance(module, torch.nn.Module):
+    if not hasattr(module, "named_modules"):
         raise domain_error("MODULE", type(module).__name__, "an nn.Module")
     with contextlib.suppress(MomentsError):
         if (found := architecture_of(unwrapped(module))) is not None:
