@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DomainError, MomentsError, brief, domain_error
+from ..errors import DomainError, brief, domain_error
 from ..files import read_object
 from .base import (
     CsvOption,
@@ -142,14 +141,13 @@ def _promised(module: Any) -> Transformer:
     Raises:
         DomainError: neither says anything.
     """
-    from ..torch.architecture import architecture_of
-    from ..torch.running import unwrapped
+    from ..torch.check import promised_by
+    from ..torch.running import is_module, unwrapped
 
-    if not hasattr(module, "named_modules"):
+    if not is_module(module):
         raise domain_error("MODULE", type(module).__name__, "an nn.Module")
-    with contextlib.suppress(MomentsError):
-        if (found := architecture_of(unwrapped(module))) is not None:
-            return found
+    if (found := promised_by(unwrapped(module))) is not None:
+        return found
     raise DomainError(
         f"nothing in {type(module).__name__} says how it is meant to be drawn: pass --scheme or "
         "--plan; `moments check` says what its weights look like"

@@ -35,6 +35,11 @@ _WRAPPERS = (
 )
 
 
+def is_module(value: object) -> bool:
+    """Whether it is an nn.Module, for those who do without torch."""
+    return isinstance(value, nn.Module)
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside torch.compile, DataParallel, DistributedDataParallel, FSDP.
 
