@@ -643,6 +643,7 @@ class PositionAttention:
         self._together, self._moving = np.zeros((2, kinds, *self.weights.shape))
         self._response = self._self_response()
         self._project()
+        self._nodes: Nodes | None = None
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
         own, inside = logits.mixture().mean_of(self._alone)
@@ -942,11 +943,15 @@ class PositionAttention:
         bare = pairs.joined(np.clip(own / temperature, -1.0, 1.0), bare)
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
         lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
-        nodes = nodes_for(lowest, float(rows.theta.max()))
-        unshared, by_mean = rows.unshared_fraction, rows.unshared_by_mean
-        self._calibration = calibration = calibrate(
-            rows.theta, rows.keys, unshared, by_mean, nodes, self._widths, between_nodes=True
-        )
+        nodes = self._nodes
+        if nodes is None or lowest.min() < nodes.low:
+            self._nodes = nodes = nodes_for(lowest, float(rows.theta.max()))
+            unshared, by_mean = rows.unshared_fraction, rows.unshared_by_mean
+            self._calibration = calibrate(
+                rows.theta, rows.keys, unshared, by_mean, nodes, self._widths, between_nodes=True
+            )
+        # else rows of one word, which are more alike: their correlations lie among these
+        calibration = self._calibration
         gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
         self._exponent_slope = exponent @ nodes.slopes[:, 0]
