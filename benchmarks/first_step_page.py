@@ -283,8 +283,8 @@ def timing(data: dict[str, Any]) -> str:
     if found is None:
         return ""
     return (
-        "## Time\n\nGPT-2 small (12 layers of width 768), dropout set to 0, 2 x 128 tokens (with its "
-        "own dropout of .1 a step takes about twice as long), processor time on one "
+        "## Time\n\nGPT-2 small (12 layers of width 768), dropout set to 0, 2 x 128 tokens (with "
+        "its own dropout of .1 a step takes about twice as long), processor time on one "
         f"core of a shared machine, least of {found['repeats']}: "
         f"`predict` {found['predict']:.1f} s, `after` {found['after']:.1f} s (between "
         f"{found['after']:.1f} and {found['slowest']:.1f} s by what else ran), at every further "
