@@ -283,11 +283,11 @@ def timing(data: dict[str, Any]) -> str:
     if found is None:
         return ""
     return (
-        "## Time\n\nGPT-2 small (12 layers of width 768), dropout set to 0, 2 x 128 tokens (with "
-        "its own dropout of .1 a step takes about twice as long), processor time on one "
+        "## Time\n\nGPT-2 small (12 layers of width 768), 2 x 128 tokens, processor time on one "
         f"core of a shared machine, least of {found['repeats']}: "
         f"`predict` {found['predict']:.1f} s, `after` {found['after']:.1f} s (between "
-        f"{found['after']:.1f} and {found['slowest']:.1f} s by what else ran), at every further "
+        f"{found['after']:.1f} and {found['slowest']:.1f} s by what else ran; it predicts the text token by token first, "
+        "some 4 s of them), at every further "
         f"rate {found['again']:.1f} s. One real step of one draw of the weights takes "
         f"{found['measured']:.0f} s.\n\n"
     )
