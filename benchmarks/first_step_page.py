@@ -286,8 +286,8 @@ def timing(data: dict[str, Any]) -> str:
         "## Time\n\nGPT-2 small (12 layers of width 768), 2 x 128 tokens, processor time on one "
         f"core of a shared machine, least of {found['repeats']}: "
         f"`predict` {found['predict']:.1f} s, `after` {found['after']:.1f} s (between "
-        f"{found['after']:.1f} and {found['slowest']:.1f} s by what else ran; it predicts the text token by token first, "
-        "some 4 s of them), at every further "
+        f"{found['after']:.1f} and {found['slowest']:.1f} s by what else ran; it predicts the "
+        "text token by token first, some 4 s of them), at every further "
         f"rate {found['again']:.1f} s. One real step of one draw of the weights takes "
         f"{found['measured']:.0f} s.\n\n"
     )

@@ -116,7 +116,7 @@ def behind_a_matrix(
     (n, m), (entering, leaving) = shape, received
     step = before.coherent + before.drawn
     sent = step @ entering
-    inverse = np.linalg.pinv(leaving, _FLAT, hermitian=True)
+    inverse = np.linalg.pinv(leaving, SINGLE_PRECISION, hermitian=True)
     rank = np.trace(leaving @ inverse, axis1=1, axis2=2)[:, None, None]
     less = (rank / m * (sent @ np.swapaxes(step, 1, 2))).mean(0)
     less = less * (np.trace(after.coherent) / np.trace(before.coherent))
@@ -130,8 +130,9 @@ def behind_a_matrix(
     return dataclasses.replace(found, total=after.total - less + more)
 
 
-_FLAT = 1e-5
-"""Share of the largest eigenvalue of one draw's D below which single precision has lost it."""
+SINGLE_PRECISION = 1e-5
+"""Share of the largest eigenvalue of one draw's overlaps below which single precision has lost one:
+some hundred times its rounding."""
 
 
 @dataclass(frozen=True, eq=False)

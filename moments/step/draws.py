@@ -29,7 +29,7 @@ from ..transfer.elementary import Activation, Dropout, Linear, Scale
 from ..transfer.gated import GatedLinear
 from ..transfer.head.components import Pool
 from ..transfer.normalization import FiniteNormalization
-from .change import Array
+from .change import SINGLE_PRECISION, Array
 from .ends import Words
 from .heads import Heads
 from .rules import Root, Sides
@@ -396,12 +396,9 @@ class _Read:
     @functools.cached_property
     def inverse(self) -> Features:
         """(x x^T)^+."""
-        found = np.linalg.pinv(self.overlaps, _SPANNED, hermitian=True)
+        found = np.linalg.pinv(self.overlaps, SINGLE_PRECISION, hermitian=True)
         return np.asarray(found / self.features.shape[2], np.float32)
 
-
-_SPANNED = 1e-5
-"""Share of the largest eigenvalue of x x^T below which single precision has lost it."""
 
 _ROWS = 128
 """Rows of a step by which its alignment is told."""

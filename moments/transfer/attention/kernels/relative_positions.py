@@ -206,7 +206,8 @@ class Turning:
 
 
 MOST_SKEWED = 4.0
-"""Bound of what is a number next to nothing over another."""
+"""Bound of what may be a number next to nothing over another. Chosen; 2 and 16 move Llama's and
+Mistral's layers at 2048 and 4096 tokens by no 1e-8."""
 
 
 def skewness(cube: Array, root: Array) -> Array:
