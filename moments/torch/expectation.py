@@ -138,10 +138,7 @@ class Scales:
 
 def scales_of(model: Transformer) -> dict[str, Scales]:
     """The scales of every stack."""
-    found = {"": Scales.of(model)}
-    if model.encoder is not None:
-        found[ENCODER] = Scales.of(model.encoder)
-    return found
+    return {stack: Scales.of(of_stack) for stack, of_stack in stacks_in(model).items()}
 
 
 def expected_variance(model: Transformer, role: Role) -> float | None:
@@ -168,6 +165,11 @@ def expected_variance(model: Transformer, role: Role) -> float | None:
     if role.name in _VECTORS:
         return _positive(model, *_VECTORS[role.name]) or 0.0
     return 0.0 if kind == "bias" else None
+
+
+def stacks_in(model: Transformer) -> dict[str, Transformer]:
+    """The model, and its encoder, by the prefix of their names."""
+    return {"": model} if model.encoder is None else {"": model, ENCODER: model.encoder}
 
 
 def model_of_stack(model: Transformer, stack: str) -> Transformer:
