@@ -18,7 +18,6 @@ import numpy as np
 from ..errors import (
     DomainError,
     MomentsError,
-    domain_error,
     listed,
     optional,
     without_warnings,
@@ -47,7 +46,7 @@ from .architecture import architecture_of, read_architecture
 from .audit import AuditedModule, audit_read
 from .batches import measured_gradient, measured_moments
 from .behaviour import behaviour
-from .checkpoints import load
+from .checkpoints import opened
 from .describe import NO_ROLE, describe, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, tokens_entering
 from .entering import first_stream, ids_read, sees_ahead
@@ -65,7 +64,7 @@ from .roles import (
     gathered_pattern,
     tensors_of,
 )
-from .running import first_tensor, in_mode, module_loss, run, unwrapped
+from .running import first_tensor, in_mode, module_loss, run
 from .text import mask_tokens
 from .unread import not_read
 
@@ -124,12 +123,7 @@ def check_module(
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read, or that cannot be run.
     """
-    if isinstance(module, str | os.PathLike):
-        module = load(module)
-    module = unwrapped(module)
-    if not isinstance(module, nn.Module):
-        raise domain_error("module", type(module).__name__, "an nn.Module or a checkpoint's path")
-    return _Checking(module, batch, scheme, loss).report()
+    return _Checking(opened(module), batch, scheme, loss).report()
 
 
 class _Inputs(NamedTuple):

@@ -27,7 +27,7 @@ from .describe import describe
 from .diagnose import Text, at_length, case_of
 from .measure import measure
 from .roles import Role, block_of, tensors_of
-from .running import unwrapped
+from .running import own_module
 
 with optional("torch", "torch"):
     import torch
@@ -127,9 +127,7 @@ class Watch:
         writer: Any = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        module = unwrapped(module)
-        if not isinstance(module, nn.Module):
-            raise domain_error("module", type(module).__name__, "an nn.Module")
+        module = own_module(module)
         check_count("every", every)
         if writer is not None and not (hasattr(writer, "add_scalar") or hasattr(writer, "log")):
             allowed = "a SummaryWriter (add_scalar) or a run of Weights & Biases (log)"

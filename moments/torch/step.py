@@ -22,8 +22,8 @@ from ..step.first import OPTIMIZERS, named_optimizer
 from ..step.measured import Place, StepDraw, StepMeasurement
 from ..step.rules import group_of
 from .hook_points import hook_points, weight_parts
-from .measure import Loss, _add_labels, _built, _objective, _tensors
-from .running import in_mode, module_logits, unwrapped, watch_tensor
+from .measure import Loss, _add_labels, _objective, _tensors
+from .running import built, in_mode, module_logits, watch_tensor
 
 with optional("torch", "torch"):
     import torch
@@ -90,8 +90,7 @@ def measure_step(
     source = ""
     for draw in range(seeds):
         with torch.random.fork_rng():
-            target = module if isinstance(module, nn.Module) else _built(module, seed + draw)
-            target = unwrapped(target)
+            target = built(module, seed + draw)
             state = int(np.random.SeedSequence((seed, draw)).generate_state(1)[0])
             shares = [batch] if steps == 1 else _shares(batch, steps)
             runs = [_Run(target, share, loss, state + k) for k, share in enumerate(shares)]
