@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 from .activation import GELU, GELU_TANH, IDENTITY, RELU, SIGMOID, SILU
-from .law import ComponentLaws, Law, derived
+from .law import ComponentLaws, Law, Substituted, derived
 
 _SOURCE = derived("second moments of independent centred factors multiply; checked by quadrature")
 
@@ -35,18 +35,9 @@ def gated(base: ComponentLaws, name: str | None = None, title: str | None = None
     def law(formula: Any) -> Law:
         return Law(formula, _SOURCE, limits=of["covariance"].limits)
 
-    slope_square, slope = of["grad_variance"].formula, of["grad_covariance"].formula
-
-    def pulled(
-        m: Any,
-        x_variance: Any,
-        x_other_variance: Any,
-        x_correlation: Any,
-        factor_covariance: Any,
-        grad_covariance: Any,
-    ) -> Any:
-        sent = slope(m, x_variance, x_other_variance, x_correlation, grad_covariance)
-        return sent * factor_covariance
+    def times(factor: str, quantity: str) -> Law:
+        of_base = of[quantity].formula
+        return law(Substituted(lambda m, of, by: of * by, of=of_base, by=factor))
 
     return ComponentLaws(
         name or f"gated_{base.name}",
@@ -62,12 +53,8 @@ def gated(base: ComponentLaws, name: str | None = None, title: str | None = None
                     moment(m, x_variance, x_other_variance, x_correlation) * factor_covariance
                 )
             ),
-            "grad_variance": law(
-                lambda m, x_variance, factor_variance, grad_variance: (
-                    slope_square(m, x_variance, grad_variance) * factor_variance
-                )
-            ),
-            "grad_covariance": law(pulled),
+            "grad_variance": times("factor_variance", "grad_variance"),
+            "grad_covariance": times("factor_covariance", "grad_covariance"),
             "grad_factor": law(
                 lambda m, x_variance, grad_variance: square(m, x_variance) * grad_variance
             ),
