@@ -2,22 +2,14 @@
 
 Under a causal mask, tokens that are alike but for their position have a kernel D(i) for a token and
 K(i, j) for two of them, both smooth in the logarithms of their positions. They are held at nodes
-x_1 = 1 < ... < x_P = L, dense at the start and log-spaced beyond; K at (p, p) is the value between
-two neighbours near x_p. Sums over tokens are sums over nodes with counts,
+x_1 = 1 < ... < x_P = L; K at (p, p) is the value between two neighbours near x_p. Sums over tokens
+are sums over nodes with counts,
 
     sum_{j <= x_p} f(j) = sum_q keys[p, q] f(x_q),
 
 those of the interpolant of f that is cubic in log j between its nearest nodes, all of them on the
-summed side of x_p: f may jump there. The last position is by itself, since it has no next token to
-predict: no cell before it is interpolated from it. A sum over rows i >= x_q, whose terms fall like
-i^-k because attention's weights do, interpolates i^k f(i).
-
-A matrix over keys has a part of each key's own beside the smooth one, X = (a, B), and products
-close over the counts N of the inner key:
-
-    (a, B)(a', B') = (a a', a B' + B a' + B N B').
-
-With every position a node all counts are 1 and nothing is approximated.
+summed side of x_p; a sum over rows i >= x_q interpolates i^k f(i). A matrix over keys has a part of
+each key's own beside the smooth one, X = (a, B), and products close over the counts (`product`).
 
 See docs/theory/state.md, Classes of positions.
 """
