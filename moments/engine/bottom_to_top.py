@@ -20,7 +20,7 @@ import numpy as np
 
 from .composition import Carry, Component, Residual, Solve, square
 from .directions import isotropic, orthogonal_parts
-from .fluctuation import OverlapWalk, UnsharedOverlap, followed
+from .fluctuation import followed
 from .response import (
     SINGLE,
     Around,
@@ -98,13 +98,6 @@ class BottomToTop(Component):
         carried = DoubleSum.of(self, record.input, record.children).carried
         carried = around.by_token(carried, record.input.kernel).astype(SINGLE)
         return bypassed((sublayers[0], sublayers[1], sublayers[2]), carried, around.kernels(record))
-
-    def unshared_overlap(
-        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
-    ) -> UnsharedOverlap:
-        for child in record.children:
-            at = walk.through(child, at)
-        return at
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         inner = amplitude

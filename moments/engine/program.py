@@ -574,26 +574,7 @@ def site_variances(record: Record) -> dict[str, Any]:
 def built(value: tuple[Any, Any]) -> Any:
     """The state of a structure and its numbers."""
     structure, numbers = value
-    return _constructor(structure)(numbers)
-
-
-@functools.lru_cache(maxsize=256)
-def _constructor(structure: Any) -> Callable[..., Any]:
-    """`put_together` of one structure, from a tuple of numbers."""
-    text = _Text([], set(), False)
-    count = itertools.count()
-
-    def of(part: Any) -> str:
-        if part is float:
-            return f"n[{next(count)}]"
-        if not (isinstance(part, tuple) and part and isinstance(part[0], type)):
-            return text.name(part)
-        kind, *rest = part
-        if kind is tuple:
-            return f"({''.join(f'{of(one)},' for one in rest)})"
-        return f"{text.name(kind)}({','.join(f'{name}={of(one)}' for name, one in rest)})"
-
-    return text.function("put", ["n"], [], of(structure))
+    return put_together(structure, iter(numbers))
 
 
 @functools.lru_cache(maxsize=64)
@@ -644,7 +625,7 @@ def replayed(stack: Component, signal: Signal) -> Record | None:
         passage.up(layers)
         return Replayed(stack, passage.signals, passage=passage)
 
-    return None if signal.resolved else LIBRARY.tried(replay)
+    return LIBRARY.tried(replay)
 
 
 class Walked(NamedTuple):

@@ -243,7 +243,7 @@ class Stack:
         signal = self.enter()
         self.run.reached.append(Point(0, "stream", signal))
         stack = self.declaration()
-        self._layers = replayed(stack, signal) if self._may_replay() else None
+        self._layers = replayed(stack, signal) if self._may_replay(signal) else None
         if self._layers is None:
             self._layers = stack.propagate(signal, self.run)
         return self._layers.output
@@ -252,12 +252,13 @@ class Stack:
         """Its layers as components."""
         return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
 
-    def _may_replay(self) -> bool:
+    def _may_replay(self, signal: Signal) -> bool:
         """Whether what passes between layers is all that `prediction` asks of them: one of no norms
         has notes on what passes inside, and a head may want to know."""
         model = self.model
         return (
             self.theory == "refined"
+            and not signal.resolved
             and model.norm != "none"
             and model.head is None
             and model.encoder is None
