@@ -1175,7 +1175,7 @@ def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any
         labels = torch.randint(vocab, (OWN, length), generator=generator)
         return {"input_ids": ids, "labels": labels} if task else {**given, "input_ids": ids}
     if task == "masked" and _takes(module, "labels"):
-        read, labels = mask_tokens(ids.numpy(), vocab)
+        read, labels = mask_tokens(ids.cpu().numpy(), vocab)
         return {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
     return {"input_ids": ids}
 
@@ -1252,7 +1252,7 @@ def _with_labels(module: nn.Module, batch: Any) -> Any:
         return {**batch, "labels": torch.randint(config.num_labels, (count,), generator=generator)}
     if name.endswith("ForMaskedLM") and ids is not None:
         rows = torch.as_tensor(ids)
-        read, labels = mask_tokens(rows.numpy(), int(rows.max()) + 1)
+        read, labels = mask_tokens(rows.cpu().numpy(), int(rows.max()) + 1)
         changed = {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
         return {**batch, **changed}
     return batch if ids is None else {**batch, "labels": ids}
