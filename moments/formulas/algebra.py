@@ -327,18 +327,15 @@ class Keeping(SimpleNamespace):
         return Keeping, ()
 
 
-def _elementwise(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(math, name)
-    return function
-
+# What every number system has under these names.
+_ELEMENTARY = ("sqrt", "exp", "expm1", "log", "log1p", "asin", "atan", "tanh")
 
 # The same functions on single floats: ten times faster than numpy on scalars.
 FLOAT = SimpleNamespace(
     **{
         **vars(NUMPY),
         "scalar": True,
-        **{name: _elementwise(name) for name in ("sqrt", "exp", "expm1", "log", "log1p")},
-        **{name: _elementwise(name) for name in ("asin", "atan", "tanh")},
+        **{name: getattr(math, name) for name in _ELEMENTARY},
         "expect": lambda function, variance: float(_expect_float(function, variance)),
         "expect_pair": lambda function, variance, other, r: float(
             _expect_pair_float(function, variance, other, r)
@@ -380,16 +377,9 @@ def mpmath_namespace() -> SimpleNamespace:
         )
 
     vars(this).update(
+        {name: getattr(mp, name) for name in _ELEMENTARY},
         # `pi` must follow the precision in force, so it is an mpmath constant, not a number.
         pi=mp.pi,
-        sqrt=mp.sqrt,
-        exp=mp.exp,
-        expm1=mp.expm1,
-        log=mp.log,
-        log1p=mp.log1p,
-        asin=mp.asin,
-        atan=mp.atan,
-        tanh=mp.tanh,
         ratio=lambda a, b: mp.mpf(a) / b,
         harmonic=lambda n, order: (
             mp.harmonic(n) if order == 1 else mp.zeta(order) - mp.zeta(order, n + 1)
@@ -426,15 +416,10 @@ def sympy_namespace() -> SimpleNamespace:
         )
 
     vars(this).update(
+        {name: getattr(sp, name) for name in _ELEMENTARY if hasattr(sp, name)},
         pi=sp.pi,
-        sqrt=sp.sqrt,
-        exp=sp.exp,
         expm1=lambda x: sp.exp(x) - 1,
-        log=sp.log,
         log1p=lambda x: sp.log(1 + x),
-        asin=sp.asin,
-        atan=sp.atan,
-        tanh=sp.tanh,
         ratio=sp.Rational,
         harmonic=sp.harmonic,
         normal_cdf=lambda z: (1 + sp.erf(z / sp.sqrt(2))) / 2,
@@ -663,14 +648,10 @@ FUNCTIONS: dict[str, _Function] = {
     "copysign": _Function(math.copysign, np.copysign, "copysign({},{})"),
     "isinf": _Function(math.isinf, np.isinf, "isinf({})"),
     "isfinite": _Function(math.isfinite, np.isfinite, "isfinite({})"),
-    "sqrt": _Function(math.sqrt, np.sqrt, "sqrt({})"),
-    "exp": _Function(math.exp, np.exp, "exp({})"),
-    "expm1": _Function(math.expm1, np.expm1, "expm1({})"),
-    "log": _Function(math.log, np.log, "log({})"),
-    "log1p": _Function(math.log1p, np.log1p, "log1p({})"),
-    "asin": _Function(math.asin, np.arcsin, "asin({})"),
-    "atan": _Function(math.atan, np.arctan, "atan({})"),
-    "tanh": _Function(math.tanh, np.tanh, "tanh({})"),
+    **{
+        name: _Function(getattr(FLOAT, name), getattr(NUMPY, name), f"{name}({{}})")
+        for name in _ELEMENTARY
+    },
 }
 _UFUNCS = {name: name for name in FUNCTIONS} | {
     "arcsin": "asin",
@@ -760,10 +741,7 @@ def _by_quadrature(name: str) -> Any:
 RECORDED = SimpleNamespace(
     **{
         **vars(FLOAT),
-        **{
-            name: functools.partial(apply, name)
-            for name in ("sqrt", "exp", "expm1", "log", "log1p", "asin", "atan", "tanh")
-        },
+        **{name: functools.partial(apply, name) for name in _ELEMENTARY},
         "normal_cdf": whole(lambda x: float(NUMPY.normal_cdf(x)), NUMPY.normal_cdf),
         "expect": _by_quadrature("expect"),
         "expect_pair": _by_quadrature("expect_pair"),
