@@ -452,7 +452,7 @@ class Operation(NamedTuple):
 class Line(NamedTuple):
     """An operand that is the result of an operation."""
 
-    index: int  # type: ignore[assignment]
+    place: int
 
 
 class Guard(NamedTuple):
