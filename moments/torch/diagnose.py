@@ -32,7 +32,7 @@ from .hook_points import ENCODER
 from .measure import measure
 from .probe import probe_or_why
 from .roles import block_of, tensors_of
-from .running import built
+from .running import at_hand, built
 
 with optional("torch", "torch"):
     import torch
@@ -97,6 +97,7 @@ def diagnose(
     sites = None if sites is None else list(sites)
     fixed = isinstance(module, nn.Module)
     target = built(module, seed)
+    batch = at_hand(batch)
     parts = None if names is not None or sites is not None else anatomy_of(target, batch)
     if progress is None:
         progress = _large(target, batch, seeds)

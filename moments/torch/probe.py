@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import MomentsError, optional
 from .hook_points import ModuleBranch, SubmoduleTensor
 from .roles import ModuleRoles, roles_of
-from .running import in_mode, run, watch_tensor
+from .running import in_mode, made_at_hand, run, watch_tensor
 
 with optional("torch", "torch"):
     import torch
@@ -109,6 +109,7 @@ def drops_behind(
     }
 
 
+@made_at_hand
 def default_batch(module: nn.Module, found: ModuleRoles | None = None) -> Any:
     """Random input for a module that says what it takes; None where it does not.
 

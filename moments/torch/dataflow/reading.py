@@ -19,7 +19,7 @@ from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
 from ..hook_points import ENCODER, HookPoint, ModuleBranch
 from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
-from ..running import in_mode, padding_row
+from ..running import in_mode, made_at_hand, padding_row
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
@@ -66,6 +66,7 @@ class ModuleReading:
     odd: tuple[tuple[int, str], ...] = ()
 
 
+@made_at_hand
 def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> ModuleReading:
     """Reads a module from one forward pass.
 
@@ -117,6 +118,7 @@ class Call(NamedTuple):
     given: Any
 
 
+@made_at_hand
 def called(module: nn.Module, batch: Any) -> Call:
     """A call of a module on what it is read from.
 
