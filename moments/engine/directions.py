@@ -2,15 +2,8 @@
 
 Everything below a normalisation ignores its input's scale: the gradient there has no component
 along the signal (`Gradient.radial` 0), and falls as the signal's squared norm rises
-(`Gradient.norm_response` 1). Both reach into the branches of a residual sum x = a + b, by the
-addend's share of |x|^2 (`Gradient.at_addend`), and down the stream. For T, B the parts of the skip
-connection and of a normalised branch in |x|^2, q the skip connection's share of the gradient below,
-
-    radial    q (B + T radial)
-    response  T response + 1 - q
-
-since the branch returns nothing along its input, and divides by its norm. Below a branch of degree
-1 that holds no norm, x.g is what u.g is at the sum: radial q/T.
+(`Gradient.norm_response` 1). Both reach into the branches of a residual sum by the addend's share
+of its square (`Gradient.at_addend`), and down the stream (`composition.Residual`).
 
 Where features are normalised in groups or head by head, norms fluctuate too much to expand: the
 cosine of two Gaussian vectors of few features and the inverses of their norms are taken exactly.
@@ -244,15 +237,12 @@ def orthogonal_parts(
 ) -> tuple[Kernel, Kernel]:
     """What scale invariance takes from the two parts of a gradient, to order 1/d.
 
-    The gradient g at u = x + M x is orthogonal to u, so that x.M^T g = -x.g: along x the branch
-    returns what cancels the skip connection, instead of a part of its own. The branch loses one
-    direction in d, of which its matrices have left `sent.radial`. The skip connection loses
-    E (x.g)^2 = share |g|^2/d, `share` being the branch's part of |u|^2, the square of the sine
-    between x and u. Of a gradient that keeps the share `radial` of its component along u, both lose
-    1 - radial of that. Two tokens' directions overlap by r: a covariance loses 2 - r^2 of them.
-    Exact in this order where the branch has degree 1, acts on every token alone and has the same
-    gain both ways. Attention returns to a token what others send: its branch loses the direction of
-    the tokens' average, common to all, and the skip connection only what gradients share.
+    Along x, which enters u = x + M x, the branch returns what cancels the skip connection. The
+    branch loses one direction in d, of which its matrices have left `sent.radial`, the skip
+    connection `share` of one, the branch's part of |u|^2; of a gradient that keeps `radial` of its
+    component along u both lose the rest. Exact in this order where the branch has degree 1, acts on
+    every token alone and has the same gain both ways; one that mixes tokens loses the direction of
+    their average, and the skip connection what gradients share.
     """
     width, lost = signal.width, 1.0 - gradient.radial
     both = 1.0 if mixing else 2 - signal.correlation() ** 2

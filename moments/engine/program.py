@@ -176,37 +176,36 @@ class Program:
         self._used: set[int] | None = None  # by the ways back that are recorded
         self._backs: list[_Recording] = []
         self._aheads: dict[bool, _Ahead] = {}
-        self._readings: dict[tuple[Reader, bool], _Reading] = {}
+        self._readings: dict[Reader, _Reading] = {}
 
     def ahead(self, many: bool) -> _Ahead:
         """The forward function, for arrays where there are many configurations."""
-        if many not in self._aheads:
-            self._aheads[many] = self._written(many)
-        return self._aheads[many]
-
-    def _written(self, many: bool) -> _Ahead:
-        wanted = [v.line.index for v in self._leaving if type(v) is Recorded]
-        lines = self._tape.operations
+        if (found := self._aheads.get(many)) is not None:
+            return found
         kept = range(self._split) if self._used is None else sorted(self._used)
-        needed = _needed(lines, [*wanted, *kept, *(g.line.index for g in self._guards)])
-        text = _Text(lines, needed, many, [*wanted, *kept])
-        body = text.statements(0, self._split, self._guards)
-        values = f"({text.tuple_of(self._leaving)}),({''.join(f'x{k},' for k in kept)})"
-        function = text.function("ahead", self._entering, body, values)
-        return _Ahead(function, tuple(kept))
+        held = [Line(place) for place in kept]
+        function = self._function(held, self._guards, self._split, many)
+        found = self._aheads[many] = _Ahead(function, tuple(kept))
+        return found
 
-    def reading(self, read: Reader, many: bool) -> _Reading:
+    def _function(
+        self, beside: list[Any], guards: list[Guard], stop: int, many: bool
+    ) -> Callable[..., Any]:
+        """Of what enters, what leaves and what is told beside it."""
+        lines, wanted = self._tape.operations, _places([*self._leaving, *beside])
+        text = _Text(lines, _needed(lines, [*wanted, *_places(guards)]), many, wanted)
+        body = text.statements(0, stop, guards)
+        result = f"({text.tuple_of(self._leaving)}),({text.tuple_of(beside)})"
+        return text.function("ahead", self._entering, body, result)
+
+    def reading(self, read: Reader) -> _Reading:
         """The forward function that also tells what `read` finds in the layer's record.
 
         Raises:
             Unrecordable: what it finds is no number.
         """
-        found = self._readings.get((read, many))
-        if found is None:
-            found = self._readings[read, many] = self._read(read, many)
-        return found
-
-    def _read(self, read: Reader, many: bool) -> _Reading:
+        if (found := self._readings.get(read)) is not None:
+            return found
         tape = self._tape
         tape.guards, tape.held = [], {}
         told = read(self._record)
@@ -214,13 +213,9 @@ class Program:
         if any(taken_apart(one, values) is not float for one in told.values()):
             raise Unrecordable("what is read is no number")
         guards = [*self._guards, *tape.guards]
-        leaving = [*self._leaving, *values]
-        wanted = [v.line.index for v in leaving if type(v) is Recorded]
-        needed = _needed(tape.operations, [*wanted, *(g.line.index for g in guards)])
-        text = _Text(tape.operations, needed, many, wanted)
-        body = text.statements(0, len(tape.operations), guards)
-        result = f"({text.tuple_of(self._leaving)}),({text.tuple_of(values)})"
-        return _Reading(text.function("read", self._entering, body, result), tuple(told))
+        function = self._function(values, guards, len(tape.operations), False)
+        found = self._readings[read] = _Reading(function, tuple(told))
+        return found
 
     def again(self, entering: list[float]) -> Program:
         """The same operations on other numbers that enter, parameters first.
@@ -285,17 +280,13 @@ class _Recording:
         gradient = put_together(structure, iter(self._arriving))
         self.below = taken_apart(program._record.backward(gradient).gradient_sent, self._leaving)
         self._stop, self._guards = len(tape.operations), list(tape.guards)
-        wanted = self._wanted = [v.line.index for v in self._leaving if type(v) is Recorded]
-        self._needed = _needed(tape.operations, [*wanted, *(g.line.index for g in self._guards)])
+        self._wanted = _places(self._leaving)
+        ends = [*self._wanted, *_places(self._guards)]
+        self._needed = _needed(tape.operations, ends)
         own = range(self._start, self._stop)
-        self.used = {
-            one.index
-            for index in self._needed.intersection(own)
-            for one in tape.operations[index].operands
-            if type(one) is Line and one.index < program._split
-        }
-        self.used |= {index for index in wanted if index < program._split}
-        self.used |= {g.line.index for g in self._guards if g.line.index < program._split}
+        met = (tape.operations[place].operands for place in self._needed.intersection(own))
+        ends += [one.place for operands in met for one in operands if type(one) is Line]
+        self.used = {place for place in ends if place < program._split}
         self._texts: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
 
     def written(self, ahead: _Ahead, many: bool) -> Callable[..., Any]:
@@ -468,7 +459,7 @@ class Library:
         """
         programs = self.programs(layer.shape, self.shape(entering.structure))
         program, reading, leaving, found = _forward(
-            programs, layer, entering.structure, entering.numbers, _reading_of(read)
+            programs, layer, entering.structure, entering.numbers, lambda one: one.reading(read)
         )
         return Told(program.output, leaving, dict(zip(reading.names, found, strict=True)))
 
@@ -561,11 +552,6 @@ NOT_REPLAYED = (Unrecordable, Mixed, ArithmeticError, ValueError)
 """What the plain passes are for: they compute what can be computed, and say what is wrong."""
 
 
-@functools.cache
-def _reading_of(read: Reader) -> Callable[[Program], _Reading]:
-    return lambda program: program.reading(read, False)
-
-
 def site_variances(record: Record) -> dict[str, Any]:
     """Of every site in a layer, tokens alike."""
     return {one.component.label: one.output.kernel.diagonal for one in record.sites()}
@@ -574,26 +560,7 @@ def site_variances(record: Record) -> dict[str, Any]:
 def built(value: tuple[Any, Any]) -> Any:
     """The state of a structure and its numbers."""
     structure, numbers = value
-    return _constructor(structure)(numbers)
-
-
-@functools.lru_cache(maxsize=256)
-def _constructor(structure: Any) -> Callable[..., Any]:
-    """`put_together` of one structure, from a tuple of numbers."""
-    text = _Text([], set(), False)
-    count = itertools.count()
-
-    def of(part: Any) -> str:
-        if part is float:
-            return f"n[{next(count)}]"
-        if not (isinstance(part, tuple) and part and isinstance(part[0], type)):
-            return text.name(part)
-        kind, *rest = part
-        if kind is tuple:
-            return f"({''.join(f'{of(one)},' for one in rest)})"
-        return f"{text.name(kind)}({','.join(f'{name}={of(one)}' for name, one in rest)})"
-
-    return text.function("put", ["n"], [], of(structure))
+    return put_together(structure, iter(numbers))
 
 
 @functools.lru_cache(maxsize=64)
@@ -644,7 +611,7 @@ def replayed(stack: Component, signal: Signal) -> Record | None:
         passage.up(layers)
         return Replayed(stack, passage.signals, passage=passage)
 
-    return None if signal.resolved else LIBRARY.tried(replay)
+    return LIBRARY.tried(replay)
 
 
 class Walked(NamedTuple):
@@ -745,6 +712,11 @@ def _uniform(condition: Any) -> bool:
 # --- from a tape to functions ---------------------------------------------------------------------
 
 
+def _places(held: Iterable[Any]) -> list[int]:
+    """On the tape, of lines, recorded numbers and guards; plain numbers have none."""
+    return [getattr(one, "line", one).place for one in held if type(one) is not float]
+
+
 def _needed(lines: list[Operation], wanted: list[int]) -> set[int]:
     """The lines that those wanted stand on."""
     found: set[int] = set()
@@ -753,7 +725,7 @@ def _needed(lines: list[Operation], wanted: list[int]) -> set[int]:
         index = todo.pop()
         if index not in found:
             found.add(index)
-            todo += [one.index for one in lines[index].operands if type(one) is Line]
+            todo += [one.place for one in lines[index].operands if type(one) is Line]
     return found
 
 
@@ -775,7 +747,7 @@ class _Text:
         if type(one) is Recorded:
             one = one.line
         if type(one) is Line:
-            return f"x{one.index}"
+            return f"x{one.place}"
         if type(one) is float:
             return f"({one!r})"
         key = f"c{len(self.environment)}"
@@ -812,10 +784,10 @@ class _Text:
     def _last_uses(self, start: int, stop: int, guards: list[Guard]) -> dict[int, list[int]]:
         """The lines of this stretch that nothing needs behind an operation: arrays that are let go
         leave their memory, which is near, to the next."""
-        used = {g.line.index: g.after for g in guards}
+        used = {g.line.place: g.after for g in guards}
         for index in range(start, stop):
             if index in self.needed:
-                lines = (one.index for one in self.lines[index].operands if type(one) is Line)
+                lines = (one.place for one in self.lines[index].operands if type(one) is Line)
                 used |= {line: max(index, used.get(line, 0)) for line in lines}
         found: dict[int, list[int]] = {}
         for line, at in used.items():

@@ -9,22 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from .checks import Interval
-from .law import ComponentLaws, Law, derived
+from .law import ComponentLaws, Law, Substituted, derived
 from .references import kedia
 
 _TABLE_TWO = "Table 2's blocks: long sequences, correlated tokens"
 
 
-def _layer_variance(m: Any, attention_gain: Any, ffn_gain: Any, correlation: Any) -> Any:
-    return attention_gain * correlation + ffn_gain
-
-
-def _exponent(
-    m: Any, attention_gain: Any, ffn_gain: Any, x_correlation: Any, grad_correlation: Any
-) -> Any:
-    return _layer_variance(m, attention_gain, ffn_gain, grad_correlation) / _layer_variance(
-        m, attention_gain, ffn_gain, x_correlation
-    )
+def _layer_variance(m: Any, attention_gain: Any, ffn_gain: Any, x_correlation: Any) -> Any:
+    return attention_gain * x_correlation + ffn_gain
 
 
 def _stable_correlation(m: Any, attention_gain: Any, ffn_gain: Any, drop_prob: Any) -> Any:
@@ -51,15 +43,17 @@ PRE_LN_CHAIN = ComponentLaws(
     "Pre-LN stack of Table 2's blocks",
     {
         "variance_growth": Law(
-            lambda m, attention_gain, ffn_gain, x_correlation: _layer_variance(
-                m, attention_gain, ffn_gain, x_correlation
-            ),
+            _layer_variance,
             kedia("E.1.1: what one layer adds to the variance"),
             "asymptotic",
             note=_TABLE_TWO,
         ),
         "grad_exponent": Law(
-            _exponent,
+            Substituted(
+                lambda m, above, below: above / below,
+                above=Substituted(_layer_variance, x_correlation="grad_correlation"),
+                below=_layer_variance,
+            ),
             kedia("E.1.2: C_g; the gradient falls as (N/n)^C_g"),
             "asymptotic",
             note=_TABLE_TWO,
@@ -124,10 +118,6 @@ POST_LN_CHAIN = ComponentLaws(
 )
 
 
-def _dslm_growth(m: Any, skip_square: Any, branch_square: Any, gradient_ratio: Any) -> Any:
-    return skip_square + branch_square * gradient_ratio
-
-
 DSLM_CHAIN = ComponentLaws(
     "dslm_chain",
     "Stack of DeepScaleLM layers, lambda^2 + beta^2 = 1 and beta^2 = k/N^alpha",
@@ -144,7 +134,9 @@ DSLM_CHAIN = ComponentLaws(
             note="the section prints the ratio of the variances upside down",
         ),
         "grad_growth": Law(
-            _dslm_growth,
+            lambda m, skip_square, branch_square, gradient_ratio: (
+                skip_square + branch_square * gradient_ratio
+            ),
             kedia("E.3.2 and E.4.2: the factor of one layer on the gradient"),
             "asymptotic",
             note=_TABLE_TWO,
@@ -201,13 +193,17 @@ DSLM_CHAIN = ComponentLaws(
 )
 
 
-def _mixed(m: Any, skip: Any, variance: Any, branch: Any, added: Any, correlation: Any) -> Any:
+def _mixed(
+    m: Any,
+    skip_square: Any,
+    branch_square: Any,
+    x_variance: Any,
+    branch_variance: Any,
+    branch_correlation: Any,
+) -> Any:
     """Variance of lambda x + beta b where x and b correlate."""
-    return (
-        skip * variance
-        + branch * added
-        + 2 * correlation * m.sqrt(skip * branch * variance * added)
-    )
+    kept, added = skip_square * x_variance, branch_square * branch_variance
+    return kept + added + 2 * branch_correlation * m.sqrt(kept * added)
 
 
 # Training correlates blocks with the stream; at initialisation both correlations are 0.
@@ -216,24 +212,16 @@ CORRELATED_RESIDUAL = ComponentLaws(
     "Residual addition whose branch correlates with the stream",
     {
         "variance": Law(
-            lambda m, skip_square, branch_square, x_variance, branch_variance, branch_correlation: (
-                _mixed(
-                    m, skip_square, x_variance, branch_square, branch_variance, branch_correlation
-                )
-            ),
+            _mixed,
             derived("variance of a sum"),
             note="Sun et al. (21) leave out the 2; Kedia et al. 3.5 and E.5.1 state it in words",
         ),
         "grad_variance": Law(
-            lambda m, skip_square, branch_square, grad_variance, grad_branch_variance, grad_branch_correlation: (  # noqa: E501
-                _mixed(
-                    m,
-                    skip_square,
-                    grad_variance,
-                    branch_square,
-                    grad_branch_variance,
-                    grad_branch_correlation,
-                )
+            Substituted(
+                _mixed,
+                x_variance="grad_variance",
+                branch_variance="grad_branch_variance",
+                branch_correlation="grad_branch_correlation",
             ),
             derived("variance of a sum"),
             note="Kedia et al. E.6.2 state it in words",

@@ -6,7 +6,7 @@ from typing import Any
 
 from .activation import TANH
 from .checks import Interval
-from .law import ComponentLaws, Law, derived
+from .law import ComponentLaws, Law, Substituted, derived
 from .references import kedia
 
 
@@ -156,45 +156,22 @@ def _dyt_laws() -> dict[str, Law]:
         "alpha": Interval(0.0, 1.0, open_lower=True),
     }
 
-    def law(formula: Any) -> Law:
+    def of_product(m: Any, alpha: Any, v: Any) -> Any:
+        return alpha**2 * v
+
+    def law(quantity: str) -> Law:
+        formula = Substituted(
+            tanh[quantity].formula,
+            x_variance=Substituted(of_product, v="x_variance"),
+            x_other_variance=Substituted(of_product, v="x_other_variance"),
+        )
+        if quantity.startswith("grad_"):
+            formula = Substituted(of_product, v=formula)
         return Law(formula, source, limits=limits)
 
-    return {
-        "mean": Law(lambda m: 0, derived("an odd function of a symmetric input")),
-        "variance": law(
-            lambda m, x_variance, alpha: tanh["variance"].formula(m, alpha**2 * x_variance)
-        ),
-        "covariance": law(
-            lambda m, x_variance, x_other_variance, x_correlation, alpha: tanh[
-                "covariance"
-            ].formula(m, alpha**2 * x_variance, alpha**2 * x_other_variance, x_correlation)
-        ),
-        "hidden_covariance": law(
-            lambda m, x_variance, x_hidden_correlation, alpha: tanh["hidden_covariance"].formula(
-                m, alpha**2 * x_variance, x_hidden_correlation
-            )
-        ),
-        "grad_variance": law(
-            lambda m, x_variance, alpha, grad_variance: (
-                alpha**2 * tanh["grad_variance"].formula(m, alpha**2 * x_variance, grad_variance)
-            )
-        ),
-        "grad_covariance": law(
-            lambda m, x_variance, x_other_variance, x_correlation, alpha, grad_covariance: (
-                alpha**2
-                * tanh["grad_covariance"].formula(
-                    m,
-                    alpha**2 * x_variance,
-                    alpha**2 * x_other_variance,
-                    x_correlation,
-                    grad_covariance,
-                )
-            )
-        ),
-        "kurtosis": law(
-            lambda m, x_variance, alpha: tanh["kurtosis"].formula(m, alpha**2 * x_variance)
-        ),
-    }
+    scaled = ("variance", "covariance", "hidden_covariance", "grad_variance", "grad_covariance")
+    centred = {"mean": Law(lambda m: 0, derived("an odd function of a symmetric input"))}
+    return centred | {quantity: law(quantity) for quantity in (*scaled, "kurtosis")}
 
 
 DYT = ComponentLaws("dyt", "Dynamic Tanh, tanh(alpha x)", _dyt_laws())

@@ -16,18 +16,24 @@ from __future__ import annotations
 from typing import Any
 
 from .checks import Interval
-from .law import ComponentLaws, Law, Source
+from .law import ComponentLaws, Law, Source, Substituted
 from .references import kedia
 
 
-def _published_variance(m: Any, seq_len: Any, v: Any, r: Any) -> Any:
-    unshared = v * (1 - r)
+def _published_variance(m: Any, seq_len: Any, x_variance: Any, x_correlation: Any) -> Any:
+    unshared = x_variance * (1 - x_correlation)
     finite = unshared * seq_len / (seq_len - 1)
     return m.expm1(finite) * m.exp(2 * finite) / ((seq_len - 1) * m.exp(unshared) + 1) ** 2
 
 
-def _simplified_variance(m: Any, seq_len: Any, v: Any, r: Any) -> Any:
-    return m.expm1((1 - r) * v) / seq_len**2
+def _simplified_variance(m: Any, seq_len: Any, x_variance: Any, x_correlation: Any) -> Any:
+    return m.expm1((1 - x_correlation) * x_variance) / seq_len**2
+
+
+def _pulled(variance: Any) -> Substituted:
+    return Substituted(
+        lambda m, seq_len, of, grad_variance: (of + 1 / seq_len**2) * grad_variance, of=variance
+    )
 
 
 SOFTMAX = ComponentLaws(
@@ -36,18 +42,13 @@ SOFTMAX = ComponentLaws(
     {"mean": Law(lambda m, seq_len: 1 / seq_len, kedia("A.7 and Table 15"))},
     published={
         "variance": Law(
-            lambda m, seq_len, x_variance, x_correlation: _published_variance(
-                m, seq_len, x_variance, x_correlation
-            ),
+            _published_variance,
             kedia("A.7 and Table 16"),
             "asymptotic",
             note="log-normal denominator; 6 % high at logit variance 1, L = 300",
         ),
         "grad_variance": Law(
-            lambda m, seq_len, x_variance, x_correlation, grad_variance: (
-                (_published_variance(m, seq_len, x_variance, x_correlation) + 1 / seq_len**2)
-                * grad_variance
-            ),
+            _pulled(_published_variance),
             kedia("A.7 and Table 17"),
             "asymptotic",
             note="large L, gradients uncorrelated; correlated ones need a factor 1 - r_g",
@@ -55,18 +56,13 @@ SOFTMAX = ComponentLaws(
     },
     simplified={
         "variance": Law(
-            lambda m, seq_len, x_variance, x_correlation: _simplified_variance(
-                m, seq_len, x_variance, x_correlation
-            ),
+            _simplified_variance,
             kedia("A.7, Table 1"),
             "asymptotic",
             note="large L",
         ),
         "grad_variance": Law(
-            lambda m, seq_len, x_variance, x_correlation, grad_variance: (
-                (_simplified_variance(m, seq_len, x_variance, x_correlation) + 1 / seq_len**2)
-                * grad_variance
-            ),
+            _pulled(_simplified_variance),
             kedia("A.7, Table 1"),
             "asymptotic",
             note="large L, gradients uncorrelated",

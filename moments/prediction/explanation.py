@@ -21,6 +21,7 @@ from ..formulas.checks import check_count
 from ..formulas.gated import gated
 from ..formulas.kedia_chain import CORRELATED_RESIDUAL
 from ..formulas.law import Law, Theory
+from ..formulas.registry import component, components
 from ..model.transformer import Transformer
 from .predict import predict
 
@@ -202,21 +203,8 @@ class Log:
         self.steps.append(Step(site, way, *names, law, values, float(law.of(values))))
 
 
-# What the registry calls the gated forms of activations.
-GATED = {
-    "silu": "swiglu",
-    "gelu": "geglu",
-    "gelu_tanh": "geglu_tanh",
-    "relu": "reglu",
-    "sigmoid": "glu",
-    "identity": "bilinear",
-}
-
-
 def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
     """Where the registry has each law, by its formula."""
-    from ..formulas.registry import component, components
-
     found: dict[Formula, tuple[str, str]] = {}
     for name in components():
         for theory in ("simplified", "published", "refined"):
@@ -224,8 +212,7 @@ def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
                 found.setdefault(law.formula, (name, quantity))
     if model.gated:
         product = gated(activation_laws(model.activation))
-        name = GATED.get(model.activation, product.name)
-        found |= {law.formula: (name, q) for q, law in product.under("refined").items()}
+        found |= {law.formula: (product.name, q) for q, law in product.under("refined").items()}
     return found
 
 
