@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from .entries import EntryMoments
 from .expectation import OUTSIDE, check_fits, model_of_stack
 from .hook_points import ENCODER, HookPoint
 from .probe import BlockProbe, Slope
-from .roles import ModuleRoles, Role, block_of, gain_of, roles_of, tensors_of
+from .roles import ModuleRoles, Role, block_of, gain_of, layer_pattern, roles_of, tensors_of
 
 with optional("torch", "torch"):
     from torch import nn
@@ -192,11 +191,8 @@ class Description:
         lines: dict[str, str] = {}
         for name, roles in self.roles.items():
             role = "+".join(dict.fromkeys(r.full_name for r in roles)) or "?"
-            layers = {r.layer for r in roles if 1 <= r.layer <= self.found.layers}
-            pattern = name
-            if layers:  # the first number of a name that counts layers
-                pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "{layer}", name, count=1)
-            lines.setdefault(pattern, role)
+            layered = any(1 <= r.layer <= self.found.layers for r in roles)
+            lines.setdefault(layer_pattern(name) if layered else name, role)
         return [f'"{pattern}": "{role}",' for pattern, role in lines.items()]
 
 
