@@ -42,7 +42,7 @@ from ..show.health import (
 from ..show.recognition import Weight, WeightRule, in_words, recognise
 from .advice import SCALE_WORDS, Advice, advise
 from .anatomy import Anatomy, anatomy_of, forget, of_another_type
-from .architecture import architecture_of, read_architecture
+from .architecture import promised_by, read_architecture
 from .audit import AuditedModule, audit_read
 from .batches import measured_gradient, measured_moments
 from .behaviour import behaviour
@@ -904,14 +904,6 @@ def _stated(
     layers = sorted({f.layer for f in group if f.layer})
     names = gathered_names([f.parameter for f in group])
     return names, tuple(layers), worst.measured, worst.expected
-
-
-def promised_by(module: nn.Module) -> Transformer | None:
-    """What the module's config, or torch's own class, says of its initialisation."""
-    try:
-        return architecture_of(module)
-    except MomentsError:
-        return None
 
 
 def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transformer:
