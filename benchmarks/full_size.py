@@ -234,7 +234,7 @@ def _twin(layers: int, norm: str, scheme: str, seeds: int) -> Case:
 
 
 def _step(name: str, config: Mapping[str, Any], optimizer: str, rates: tuple[float, ...]) -> Case:
-    seeds = 12 if "GPT" in name else 6
+    seeds = 48 if "GPT" in name else 24
     return Case(
         f"{name}, 2 x 128 tokens, step of {optimizer}",
         seeds,
@@ -269,9 +269,9 @@ CASES = [
         seq_len=512,
         tokens=True,
     ),
-    Case("BERT large, one text", 12, config=_preset("bert-large"), seq_len=512, alike=True),
-    Case("RoBERTa large, one text", 8, config=_preset("roberta-large"), seq_len=512, alike=True),
-    Case("T5 large, one text", 8, config=_preset("t5-large"), seq_len=512, alike=True),
+    Case("BERT large, one text", 12, config=_preset("bert-large"), seq_len=512),
+    Case("RoBERTa large, one text", 8, config=_preset("roberta-large"), seq_len=512),
+    Case("T5 large, one text", 8, config=_preset("t5-large"), seq_len=512),
     Case("ViT large, one picture", 16, config=_preset("vit-large")),
     Case("Llama 3 8B, twin", 4, "twin", _preset("llama-3-8b"), seq_len=8192),
     Case("GPT-2, 1024 tokens", 32, config=_preset("gpt2"), seq_len=1024),
@@ -291,8 +291,8 @@ CASES = [
         "GPT-2, band", 200, config=_preset("gpt2"), seq_len=128, batch=2, tokens=True, samples=True
     ),
     _twin(192, "post", "dslm", 12),
-    _twin(768, "pre", "dslm", 4),
-    _twin(1000, "pre", "lns", 3),
+    _twin(768, "pre", "dslm", 8),
+    _twin(1000, "pre", "lns", 6),
     Case(
         "Llama 3 8B, twin, Gaussian tokens",
         3,
@@ -318,8 +318,8 @@ CASES = [
     _step("GPT-2", _preset("gpt2"), "muon", MUON),
     _step("Llama of 16 layers", LLAMA_1B, "sgd", SGD),
     _step("Llama of 16 layers", LLAMA_1B, "muon", MUON),
-    _twin(192, "pre", "dslm", 8),
-    _twin(192, "pre", "xavier", 8),
+    _twin(192, "pre", "dslm", 12),
+    _twin(192, "pre", "xavier", 12),
     _twin(192, "post", "xavier", 12),
     _twin(768, "post", "dslm", 4),
     Case("Llama 3 8B, 10 layers", 8, config=_preset("llama-3-8b", 10), seq_len=8192),

@@ -99,11 +99,11 @@ class Trouble:
     severity: str
     kind: str
     parameters: tuple[str, ...]
-    layers: tuple[int, ...]
-    measured: float
-    expected: float
-    reason: str
-    mend: str
+    layers: tuple[int, ...] = ()
+    measured: float = math.nan
+    expected: float = math.nan
+    reason: str = ""
+    mend: str = ""
 
     def __str__(self) -> str:
         where = f" in {', '.join(self.parameters)}" if self.parameters else ""

@@ -428,15 +428,18 @@ def _nonzero(group: list[Measured]) -> bool:
     return all(m.entries.square > 0 and m.expected for m in group)
 
 
+SCALE_WORDS = {
+    "skip_scale": "the skip multiplier lambda",
+    "branch_scale": "the residual multiplier beta",
+    "norm_output_scale": "the norm's output scale",
+    "norm_input_scale": "the norm's input scale",
+    "output_scale": "the factor on the logits",
+}
+"""Quantities of findings about multipliers, in words."""
+
+
 def _scale_sentences(failed: list[Finding], model: Transformer) -> Iterator[str]:
-    names = {
-        "skip_scale": "the skip multiplier lambda",
-        "branch_scale": "the residual multiplier beta",
-        "norm_output_scale": "the norm's output scale",
-        "norm_input_scale": "the norm's input scale",
-        "output_scale": "the factor on the logits",
-    }
-    for quantity, words in names.items():
+    for quantity, words in SCALE_WORDS.items():
         told: dict[tuple[str, str], list[str]] = {}
         for stack in ("", ENCODER):
             rows = [

@@ -263,4 +263,4 @@ def copy_findings(found: Iterable[Copies]) -> Iterator[Finding]:
         for role in group.roles[1:]:
             note = f"equal, entry by entry, to {first.label}"
             base = (role.layer, role.full_name, role.label, "correlation with another layer")
-            yield Finding(*base, 0.0, 1.0, 0.0, 0.0, False, note)
+            yield Finding(*base, 0.0, 1.0, False, note)

@@ -18,7 +18,6 @@ import numpy as np
 from ..errors import (
     DomainError,
     MomentsError,
-    domain_error,
     listed,
     optional,
     without_warnings,
@@ -41,13 +40,13 @@ from ..show.health import (
     stream_numbers,
 )
 from ..show.recognition import Weight, WeightRule, in_words, recognise
-from .advice import Advice, advise
+from .advice import SCALE_WORDS, Advice, advise
 from .anatomy import Anatomy, anatomy_of, forget, of_another_type
 from .architecture import architecture_of, read_architecture
 from .audit import AuditedModule, audit_read
 from .batches import measured_gradient, measured_moments
 from .behaviour import behaviour
-from .checkpoints import load
+from .checkpoints import opened
 from .describe import NO_ROLE, describe, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, tokens_entering
 from .entering import first_stream, ids_read, sees_ahead
@@ -58,16 +57,15 @@ from .measure import measure, needs_labels
 from .probe import default_batch
 from .roles import (
     ModuleRoles,
-    Role,
     block_of,
     gathered,
     gathered_names,
     gathered_pattern,
     tensors_of,
 )
-from .running import first_tensor, in_mode, module_loss, run, unwrapped
+from .running import first_tensor, in_mode, module_loss, run
 from .text import mask_tokens
-from .unread import not_read
+from .unread import not_read, random_outcome
 
 with optional("torch", "torch"):
     import torch
@@ -124,12 +122,7 @@ def check_module(
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read, or that cannot be run.
     """
-    if isinstance(module, str | os.PathLike):
-        module = load(module)
-    module = unwrapped(module)
-    if not isinstance(module, nn.Module):
-        raise domain_error("module", type(module).__name__, "an nn.Module or a checkpoint's path")
-    return _Checking(module, batch, scheme, loss).report()
+    return _Checking(opened(module), batch, scheme, loss).report()
 
 
 class _Inputs(NamedTuple):
@@ -272,23 +265,25 @@ class _Checking:
     # --- what is found ----------------------------------------------------------------------------
 
     def report(self) -> CheckReport:
-        reading, target, told = self._meant()
+        reading, target, remarks = self._meant()
         audited = audit_read(self.tensors, target, self.promised)
         measured = measure_roles(target, self.tensors.entries)
         advice = advise(list(audited.findings), measured, target, self.promised)
         strict = self.scheme is not None or self.promised is not None
         weights = _Weights(self, reading, target, advice, strict)
-        offenders = [f for f in audited.offenders if self.random is None or f.quantity not in _SUMS]
-        offenders = [f for f in offenders if not self._passed_by(f)]
-        offenders = [f for f in offenders if f.quantity != "temperature"]
-        troubles, notes = list(weights.troubles(offenders)), [*told, *weights.notes]
+        told = {"temperature"} if self.random is None else {"temperature", *_SUMS}
+        offenders = [
+            f for f in audited.offenders if f.quantity not in told and not self._passed_by(f)
+        ]
+        troubles, notes = list(weights.troubles(offenders)), [*remarks, *weights.notes]
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
         meant = target if strict else None
         seen = Seen(self.comparison.prediction, self.comparison, self.names, meant, dtype)
         more, said = rules(seen)
         troubles += [*self._behaviour(), *self._attention(audited.findings), *more]
         troubles += self._mismatch(bool(troubles))
-        notes += [*said, *self._kept_notes()]
+        # Of what describing it said, copies are a finding already.
+        notes += [*said, *(note for note in self.notes if "hold the same entries" not in note)]
         numbers = (*stream_numbers(self.comparison.prediction, self.comparison), *weights.numbers)
         return CheckReport(
             source=type(self.module).__name__,
@@ -325,14 +320,10 @@ class _Checking:
             target = _outside(target, self.architecture)
             return reading, target, []
         if self.promised is not None:
-            whole = not reading.left and reading.published and reading.model != self.promised
-            if whole:
-                return (
-                    reading,
-                    reading.model,
-                    [f"its weights are not those that its {self.promised_by} promises"],
-                )
-            return reading, self.promised, []
+            if reading.left or not reading.published or reading.model == self.promised:
+                return reading, self.promised, []
+            told = f"its weights are not those that its {self.promised_by} promises"
+            return reading, reading.model, [told]
         if reading.share < 0.5:
             return reading, self.described, []
         return reading, reading.meant or reading.model, []
@@ -352,38 +343,22 @@ class _Checking:
                 "warning",
                 "never used",
                 gathered_names(named),
-                (),
-                0.0,
-                math.nan,
-                f"{pattern if len(paths) > 1 else paths[0]} is declared and never run: its "
+                measured=0.0,
+                reason=f"{pattern if len(paths) > 1 else paths[0]} is declared and never run: its "
                 "parameters get no gradient",
-                "call it in forward, or delete it",
+                mend="call it in forward, or delete it",
             )
-        random = self.random
-        if random is not None:
-            yield Trouble(
-                "error",
-                "dropout left on",
-                (random,),
-                (),
-                math.nan,
-                math.nan,
-                f"in evaluation mode two runs of one input differ, first in what {random} gives: "
-                "dropout, or another draw, acts where it should not",
-                "pass training=self.training to functional.dropout (dropout_p = p if "
-                "self.training else 0 to scaled_dot_product_attention), or use nn.Dropout",
-            )
+        yield from random_outcome(self.random)
         head = self.described.head
         if self.ahead and head is not None and head.loss == "causal":
             yield Trouble(
                 "error",
                 "tokens see later ones",
                 self._of("query", "key")[:2],
-                (),
-                math.nan,
-                math.nan,
-                "a token's output changes with a later token, and the loss is the next token's",
-                "mask attention: is_causal=True, or -inf above the diagonal before the softmax",
+                reason="a token's output changes with a later token, and the loss is the next "
+                "token's",
+                mend="mask attention: is_causal=True, or -inf above the diagonal before the "
+                "softmax",
             )
         yield from self._odd()
 
@@ -471,11 +446,9 @@ class _Checking:
                 "softmax over the wrong axis",
                 self._of("query", "key", layers=wrong),
                 wrong,
-                math.nan,
-                math.nan,
-                "attention weights are normalised over queries, not over keys: rows do not sum to "
-                "1, and a mask does not hide what it should",
-                "softmax(..., dim=-1)",
+                reason="attention weights are normalised over queries, not over keys: rows do not "
+                "sum to 1, and a mask does not hide what it should",
+                mend="softmax(..., dim=-1)",
             )
         groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for stack, layer, factor in self._factors(audited):
@@ -590,10 +563,6 @@ class _Checking:
         found = sorted(self.found.roles, key=lambda role: role.layer)
         named = [r for name in roles for r in found if r.full_name == name]
         return gathered([r for r in named if not layers or r.layer in layers])
-
-    def _kept_notes(self) -> list[str]:
-        """What describing it said, but for what is a finding already."""
-        return [note for note in self.notes if "hold the same entries" not in note]
 
     def _unchecked(self, audited: Sequence[str]) -> tuple[str, ...]:
         strict = self.scheme is not None or self.promised is not None
@@ -812,9 +781,8 @@ class _Weights:
             "norm gain",
             *_stated(offenders, worst),
             f"{worst.quantity} of {worst.role} is {worst.measured:.3g} instead of "
-            f"{worst.expected:.3g} (root mean square): an initialiser that runs over all "
-            "parameters draws gains and biases of norms too",
-            "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)",
+            f"{worst.expected:.3g} (root mean square): {_GAINS}",
+            _LEAVE_NORMS,
         )
 
     def _drawn_gains(self) -> Iterator[Trouble]:
@@ -839,9 +807,8 @@ class _Weights:
             math.sqrt(entries.square),
             1.0,
             f"gains of norms are entries about 0 with a root mean square of "
-            f"{math.sqrt(entries.square):.3g}, not about 1: an initialiser that runs over all "
-            "parameters draws gains and biases of norms too",
-            "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)",
+            f"{math.sqrt(entries.square):.3g}, not about 1: {_GAINS}",
+            _LEAVE_NORMS,
         )
 
     def _scale(self, kind: str, role: str, group: list[Finding]) -> Trouble:
@@ -915,15 +882,13 @@ class _Weights:
         return words
 
 
+_GAINS = "an initialiser that runs over all parameters draws gains and biases of norms too"
+_LEAVE_NORMS = "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)"
 _VECTORS = ("gain", "mean square")
 _KINDS = {"unexplained share of the sum": "norm placement"}
 _SUMS = ("norm placement", "unexplained share of the sum")
 _SCALES = {
-    "skip_scale": "the skip multiplier lambda",
-    "branch_scale": "the residual multiplier beta",
-    "norm_output_scale": "the norm's output scale",
-    "norm_input_scale": "the norm's input scale",
-    "output_scale": "the factor on the logits",
+    **SCALE_WORDS,
     "norm placement": "the norm",
     "unexplained share of the sum": "the sum",
 }
@@ -986,10 +951,8 @@ def _with_weights(model: Transformer, read: AuditedModule) -> Transformer:
 
 def _names(found: ModuleRoles) -> dict[str, tuple[str, ...]]:
     """Role -> names of its tensors, layers gathered."""
-    groups: dict[str, list[Role]] = {}
-    for role in found.roles:
-        groups.setdefault(role.full_name, []).append(role)
-    return {name: gathered(group) for name, group in groups.items()}
+    names = dict.fromkeys(role.full_name for role in found.roles)
+    return {name: gathered([r for r in found.roles if r.full_name == name]) for name in names}
 
 
 def _shown(group: Sequence[Any]) -> str:
@@ -998,11 +961,9 @@ def _shown(group: Sequence[Any]) -> str:
 
 def _outside(target: Transformer, read: Transformer) -> Transformer:
     """A plan that is silent on embedding and head, with those that the module has."""
-    changes: dict[str, Any] = {}
-    for name in ("embedding", "head"):
-        if getattr(target, name) is None and getattr(read, name) is not None:
-            changes[name] = getattr(read, name)
-    return target.replace(**changes) if changes else target
+    return target.replace(
+        embedding=target.embedding or read.embedding, head=target.head or read.head
+    )
 
 
 def whole(

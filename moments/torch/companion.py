@@ -27,7 +27,7 @@ from .describe import describe
 from .diagnose import Text, at_length, case_of
 from .measure import measure
 from .roles import Role, block_of, tensors_of
-from .running import unwrapped
+from .running import own_module
 
 with optional("torch", "torch"):
     import torch
@@ -73,17 +73,8 @@ class LookRow(NamedTuple):
     alarm: bool
 
 
-def watch(
-    module: nn.Module,
-    optimizer: Any = None,
-    *,
-    batch: Any = None,
-    every: int = 100,
-    loss: Callable[[Any, Any], Any] | None = None,
-    writer: Any = None,
-    say: Callable[[str], None] | None = None,
-) -> Watch:
-    """Hold a training run against predictions, at step 0 and every so many steps.
+class Watch:
+    """A training run held against predictions, at step 0 and every so many steps.
 
     Args:
         module: as of `moments.check`; compiled and data-parallel ones are watched as what they
@@ -97,23 +88,16 @@ def watch(
             (anything with `log`); None: rows are kept in the frame alone.
         say: takes one line per alarm; None: a ValidityWarning each.
 
-    Returns:
-        A Watch: `to_frame()`, `alarms`, `seconds`, `remove()`; also a context manager.
-
-    Raises:
-        DomainError: not an nn.Module, or `every` below 1.
-        MomentsError: a module that cannot be read.
-    """
-    return Watch(module, optimizer, batch=batch, every=every, loss=loss, writer=writer, say=say)
-
-
-class Watch:
-    """A run under watch; see `watch`.
-
     Attributes:
         rows: everything seen.
         seconds: spent on looking, over all looks.
         looks: how many there were.
+
+    Also a context manager, which takes its hooks off at the end.
+
+    Raises:
+        DomainError: not an nn.Module, or `every` below 1.
+        MomentsError: a module that cannot be read.
     """
 
     def __init__(
@@ -127,9 +111,7 @@ class Watch:
         writer: Any = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        module = unwrapped(module)
-        if not isinstance(module, nn.Module):
-            raise domain_error("module", type(module).__name__, "an nn.Module")
+        module = own_module(module)
         check_count("every", every)
         if writer is not None and not (hasattr(writer, "add_scalar") or hasattr(writer, "log")):
             allowed = "a SummaryWriter (add_scalar) or a run of Weights & Biases (log)"
@@ -381,6 +363,9 @@ class Watch:
             f"Watch({type(self.module).__name__}: {self.looks} looks in {self.steps} steps, "
             f"{len(self.alarms)} alarms, {self.seconds:.1f} s)"
         )
+
+
+watch = Watch
 
 
 def _departure(row: LookRow) -> float:

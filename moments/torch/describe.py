@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DomainError, ValidityWarning, domain_error, optional
+from ..errors import DomainError, ValidityWarning, optional
 from ..files import as_frame
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
@@ -21,15 +21,14 @@ from .anatomy import anatomy_of
 from .architecture import architecture_of
 from .assumptions import Copies, WeightStatistics, alignment_note, copy_notes, gain_notes, notes
 from .audit import AuditedModule, entries_of
-from .checkpoints import drawn, is_meta, load
+from .checkpoints import drawn, is_meta, opened
 from .dataflow import ModuleReading, read
 from .dataflow.reading import fewest, one_or_all
 from .entries import EntryMoments
-from .expectation import check_fits, model_of_stack
+from .expectation import OUTSIDE, check_fits, model_of_stack
 from .hook_points import ENCODER, HookPoint
 from .probe import BlockProbe, Slope
 from .roles import ModuleRoles, Role, block_of, gain_of, roles_of, tensors_of
-from .running import unwrapped
 
 with optional("torch", "torch"):
     from torch import nn
@@ -42,20 +41,6 @@ EXACT = 1e-4
 
 NO_ROLE = ": no role is known"
 """What is said of a parameter that could not be placed."""
-
-_TABLES = {
-    "token": "token_variance",
-    "position": "position_variance",
-    "segment": "segment_variance",
-    "patch": "patch_variance",
-    "class": "class_variance",
-    "patch.bias": "bias_variance",
-}
-_HEAD = {
-    "head": "weight_variance",
-    "head.transform": "transform_variance",
-    "head.transform.bias": "transform_bias_variance",
-}
 
 
 def describe(
@@ -97,11 +82,7 @@ def describe(
             singular values, query and key that are not independent, gains that differ between
             features.
     """
-    if isinstance(module, str | os.PathLike):
-        module = load(module)
-    module = unwrapped(module)
-    if not isinstance(module, nn.Module):
-        raise domain_error("module", type(module).__name__, "an nn.Module or a checkpoint's path")
+    module = opened(module)
     if is_meta(module):
         module, lost = drawn(module)
         described = describe(
@@ -360,17 +341,14 @@ class _Reading:
         self, model: Transformer, stack: str, roles: Mapping[tuple[int, str], Role]
     ) -> dict[str, Any]:
         changes: dict[str, Any] = {}
-        for field, layer, table in (
-            ("embedding", 0, _TABLES),
-            ("head", model.layers + 1, _HEAD),
-        ):
+        for field, layer in (("embedding", 0), ("head", model.layers + 1)):
             part = getattr(model, field)
             if part is None:
                 continue
             values = {
                 name: self._square(roles[layer, role])
-                for role, name in table.items()
-                if (layer, role) in roles and getattr(part, name, None) is not None
+                for role, (of, name) in OUTSIDE.items()
+                if of == field and (layer, role) in roles and getattr(part, name, None) is not None
             }
             after = roles.get((layer, "final.norm.gain"))
             if field == "head" and part.norm and after is not None:

@@ -32,7 +32,7 @@ from .hook_points import ENCODER
 from .measure import measure
 from .probe import probe_or_why
 from .roles import block_of, tensors_of
-from .running import unwrapped
+from .running import built
 
 with optional("torch", "torch"):
     import torch
@@ -96,7 +96,7 @@ def diagnose(
     """
     sites = None if sites is None else list(sites)
     fixed = isinstance(module, nn.Module)
-    target = unwrapped(module if isinstance(module, nn.Module) else module(seed))
+    target = built(module, seed)
     parts = None if names is not None or sites is not None else anatomy_of(target, batch)
     if progress is None:
         progress = _large(target, batch, seeds)
@@ -145,7 +145,7 @@ def diagnose(
 
             def again() -> Measurement:
                 if not isinstance(module, nn.Module):
-                    return measured(lambda draw: shuffle(unwrapped(module(draw)), repeated, draw))
+                    return measured(lambda draw: shuffle(built(module, draw), repeated, draw))
                 with shuffled(target, repeated, seed):
                     return measured(module)
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import MomentsError, domain_error, optional
+from ..errors import MomentsError, optional
 from .dataflow import ModuleReading, read
 from .roles import ModuleRoles, Role, tensors_of
-from .running import unwrapped
+from .running import own_module
 
 with optional("torch", "torch"):
     from torch import nn
@@ -96,9 +96,7 @@ def draft(module: nn.Module, batch: Any = None) -> Draft:
     Raises:
         DomainError: not an nn.Module.
     """
-    module = unwrapped(module)
-    if not isinstance(module, nn.Module):
-        raise domain_error("module", type(module).__name__, "an nn.Module")
+    module = own_module(module)
     try:
         reading = read(module, batch)
     except MomentsError as error:

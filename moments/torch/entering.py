@@ -14,6 +14,7 @@ from .anatomy import measured_parts
 from .batches import shifted_left
 from .hook_points import points_of
 from .running import (
+    batch_first,
     first_tensor,
     in_mode,
     module_logits,
@@ -52,7 +53,7 @@ def sees_ahead(
 
     None where that cannot be told: a module of pictures, two stacks, one token.
     """
-    changed = _changed(batch, _batch_first(module), ids)
+    changed = _changed(batch, batch_first(module), ids)
     if changed is None:
         return None
     one, other = (_stream(module, given, sites, layers) for given in (batch, changed))
@@ -173,9 +174,5 @@ def _stream(
     _evaluated(module, batch, [watch_tensor(part, point.side, seen.append)])
     if not seen or seen[0].ndim != 3:
         return None
-    tensor = seen[0] if _batch_first(module) else seen[0].transpose(0, 1)
+    tensor = seen[0] if batch_first(module) else seen[0].transpose(0, 1)
     return np.asarray(tensor.detach().double().cpu().numpy())
-
-
-def _batch_first(module: nn.Module) -> bool:
-    return all(p.batch_first for p in module.modules() if isinstance(p, nn.MultiheadAttention))

@@ -18,9 +18,8 @@ from typing import Any
 
 from ..errors import DomainError, domain_error, optional
 from ..model.transformer import Transformer
-from .anatomy import anatomy_of
-from .architecture import resolve
-from .expectation import Scales, check_fits, scales_of
+from .architecture import fitted
+from .expectation import Scales, scales_of
 from .hook_points import ModuleBranch
 from .logit_factor import LogitFactor, logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
@@ -61,14 +60,10 @@ def fold(
             size irrelevant, no gain to hold a factor), or the module was folded before; nothing is
             changed then.
     """
-    if not isinstance(module, nn.Module):
-        raise domain_error("module", type(module).__name__, "an nn.Module")
     if getattr(module, FOLDED, False):
         raise DomainError("the module was folded before: fold a copy of the unfolded one")
-    parts = anatomy_of(module, None, names, sites)
-    found, declared = parts.found, architecture or parts.architecture()
-    model, described = resolve(module, plan, names, declared)
-    check_fits(model, found, described)
+    module, parts, model, described = fitted(module, plan, names, sites, architecture)
+    found = parts.found
     if not found.blocks:
         raise DomainError("sites are needed: where the module's sums and norms sit is not known")
     logits = logit_factor(module, found, model, described)

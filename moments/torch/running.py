@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, optional
+from ..errors import DomainError, MomentsError, domain_error, optional
 
 with optional("torch", "torch"):
     import torch
@@ -38,6 +38,27 @@ _WRAPPERS = (
 def is_module(value: object) -> bool:
     """Whether it is an nn.Module, for those who do without torch."""
     return isinstance(value, nn.Module)
+
+
+def own_module(module: Any, allowed: str = "an nn.Module") -> nn.Module:
+    """A module, `unwrapped`.
+
+    Raises:
+        DomainError: it is none, or its parameters are shards.
+    """
+    module = unwrapped(module)
+    if not isinstance(module, nn.Module):
+        raise domain_error("module", type(module).__name__, allowed)
+    return module
+
+
+def built(module: Any, seed: int) -> nn.Module:
+    """A module, or what a factory makes of a seed, `unwrapped`."""
+    if not isinstance(module, nn.Module):
+        if not callable(module):
+            raise domain_error("module", type(module).__name__, "an nn.Module or factory(seed)")
+        return own_module(module(seed), "a factory that returns an nn.Module")
+    return unwrapped(module)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -211,6 +232,11 @@ def watch_tensor(
         keep(first_tensor(output))
 
     return part.register_forward_hook(after, prepend=first)
+
+
+def batch_first(module: nn.Module) -> bool:
+    """Whether sequences come before their tokens."""
+    return all(p.batch_first for p in module.modules() if isinstance(p, nn.MultiheadAttention))
 
 
 # --- where it runs --------------------------------------------------------------------------------

@@ -406,7 +406,7 @@ class _Reading:
             points += placed.points + self._points_around(sites, stack)
             if len(placed.blocks) == sum(len(layer) for layer in stack.layers):
                 branches += placed.blocks
-            if any(site.startswith(f"{stack.prefix}stream") for site in placed.missing):
+            if not placed.streams:
                 self.doubts.append(
                     "no submodule gives the stream of every layer: it cannot be measured by hooks"
                 )
@@ -557,7 +557,7 @@ class _Reading:
         """Whether a block without norms reads what the norm of the embedding gives."""
         if read.norm is None or unit.before or unit.behind or unit.after:
             return False
-        return self.stream.read.fit(read.norm.end, unit.stream) == 1.0
+        return self.stream.read.fit(read.norm.end, unit.sum.stream) == 1.0
 
     # --- roles -------------------------------------------------------------------------------
 

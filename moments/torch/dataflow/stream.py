@@ -17,6 +17,8 @@ from .units import (
     Norm,
     RotationUnit,
     close,
+    multiple,
+    multiple_or_cap,
     named,
 )
 
@@ -49,7 +51,6 @@ class Feed:
     output: LinearUnit
     activation: str | None
     gated: bool
-    hidden: int
     d_ff: int
     dropout: float
 
@@ -60,8 +61,6 @@ class BranchUnit:
 
     name: str
     sum: StreamSum
-    stream: int
-    tip: int
     raw: int
     read: int
     before: Norm | None = None
@@ -69,7 +68,6 @@ class BranchUnit:
     behind: Norm | None = None
     after: Norm | None = None
     after_factor: float = 1.0
-    total: int = 0
     skip: float = 1.0
     branch: float = 1.0
     scale_params: tuple[str, ...] = ()
@@ -116,7 +114,7 @@ class StreamReader:
             for stream in terms:
                 others = [t for t in terms if t != stream]
                 tips = tuple(terms[t] for t in others)
-                if tips and all(self._branches(stream, tip) for tip in others):
+                if tips and all(self.read.between(stream, tip) for tip in others):
                     inner |= used
                     near = self._nearest(terms[stream], stream, others)
                     one = StreamSum(node.index, node.outputs[0], near, tuple(others), tips)
@@ -172,9 +170,6 @@ class StreamReader:
             assert below is not None
             value = below
 
-    def _branches(self, stream: int, tip: int) -> bool:
-        return bool(self.read.between(stream, tip))
-
     # --- chains ------------------------------------------------------------------------------
 
     def _chains(self) -> list[SumChain]:
@@ -228,8 +223,6 @@ class StreamReader:
                         f"what stands between sums {place} and {place + 1} of the stream is no norm"
                     )
             previous = one.value
-            for block in blocks:
-                block.total = one.stream
             chain.blocks += blocks
         norms = self._norms_after(previous)
         afters = [b.after is not None for b in chain.blocks[:-1] if not b.parallel]
@@ -297,7 +290,7 @@ class StreamReader:
         links = {}
         for read in reads:
             root = self.read.up(read, scaled=False)
-            links[root] = self.norm(block.stream, root)
+            links[root] = self.norm(block.sum.stream, root)
         kinds = list(links.values())
         block.read = next(iter(links))
         if any(kind is None for kind in kinds):
@@ -321,8 +314,8 @@ class StreamReader:
             x = row.to(base.dtype).expand(shape).contiguous()  # whatever the order of the tokens
             (made,) = self.graph.run(zeros | {value: x}, one.value)
             made, row = (made - base).double().reshape(-1, shape[-1]), row.double()
-            slope = float((made * row).sum() / (len(made) * row.square().sum()))
-            if not close(made, slope * row.expand_as(made)):
+            slope = multiple(row.expand_as(made), made)
+            if slope is None:
                 gains = made[0] / row
                 slope = float(gains.square().mean().sqrt())
                 if not close(made, (gains * row).expand_as(made)):
@@ -351,7 +344,7 @@ class StreamReader:
         matrices = read.between(one.stream, tip)
         ins, outs = self._ends(matrices)
         output = outs[-1]
-        block = BranchUnit("ffn", one, one.stream, tip, output.made, ins[0].read)
+        block = BranchUnit("ffn", one, output.made, ins[0].read)
         self._before(block, [linear.read for linear in ins])
         if len(outs) != 1 or len(ins) > 2 or len(ins) + 1 != len(matrices) or output in ins:
             names = sorted({name for linear in matrices for name in linear.params})
@@ -382,7 +375,6 @@ class StreamReader:
             output,
             activation,
             gated=len(starts) > 1,
-            hidden=read.up(output.read, scaled=False),
             d_ff=graph.tensor(output.read).shape[-1],
             dropout=drops[0][1] if drops else 0.0,
         )
@@ -418,7 +410,7 @@ class StreamReader:
         output = read.between(cores[0].mixed, tip)
         name = "attention" if graph.rests_on(cores[0].key, stream) else "cross"
         raw = output[-1].made if output else tip
-        block = BranchUnit(name, one, stream, tip, raw, stream, core=cores[0])
+        block = BranchUnit(name, one, raw, stream, core=cores[0])
         sides: dict[str, list[tuple[LinearUnit, Tensor]]] = {}
         reads: list[int] = []
         for core in cores:
@@ -524,21 +516,15 @@ class StreamReader:
             return
         dots = dots.reshape(z.shape)
         there = torch.isfinite(base) & (base > HIDDEN)
-        moved = (z - base).double()[there]
-        dots = dots[there]
-        slope = float((moved * dots).sum() / dots.square().sum())
-        if not close(moved, slope * dots):
-            small = 1e-3
-            (z1,) = graph.run({core.query: small * q, core.key: k}, core.logits)
-            moved1 = (z1 - base).double()[there]
-            slope = float((moved1 * dots).sum() / (small * dots.square().sum()))
-            (big,) = graph.run({core.query: 1e6 * q, core.key: k}, core.logits)
-            cap = float((big - base)[there].abs().max())
-            if close(moved, cap * torch.tanh(slope * dots / cap)):
-                found.softcap = float(f"{cap:.5g}")
-            else:
-                found.doubts.append("logits are not a multiple of queries times keys")
-        multiplier = scale * slope
+
+        def moved(size: float) -> Tensor:
+            (z,) = graph.run({core.query: size * q, core.key: k}, core.logits)
+            return (z - base)[there]
+
+        slope, found.softcap = multiple_or_cap(dots[there], moved)
+        if slope is None:
+            found.doubts.append("logits are not a multiple of queries times keys")
+        multiplier = scale * (slope or 0.0)
         found.temperature = 1 / (multiplier * math.sqrt(found.d_head)) if multiplier else 1.0
 
     def _values_whole(self, core: Core, side: list[tuple[LinearUnit, Tensor]]) -> bool:
