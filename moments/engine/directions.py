@@ -188,15 +188,13 @@ def shared_persistence(
     blocks = common.reshape(*leading, count // length, length, count // length, length)
     own = np.einsum("...bibj->...bij", blocks)
     sizes = np.broadcast_to(above.diagonal, (*leading, count)).reshape(*own.shape[:-1])
+    received = sizes.sum(-1, keepdims=True) + 0.0 * sizes
     if documents is not None:
         together = one_document(documents) + 0.0
-        received = np.einsum("...bi,bij->...bj", sizes, together)
-        fallen = sizes * np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
-        found = np.einsum("...bi,...bij->...bj", fallen, own * together)
-        return ratio_or_zero(found, received).reshape(*leading, count)
-    shares = ratio_or_zero(sizes, sizes.sum(-1, keepdims=True) + 0.0 * sizes)
-    falls = np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
-    return np.einsum("...bi,...bij->...bj", shares * falls, own).reshape(*leading, count)
+        received, own = np.einsum("...bi,bij->...bj", sizes, together), own * together
+    fallen = sizes * np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
+    found = np.einsum("...bi,...bij->...bj", fallen, own)
+    return ratio_or_zero(found, received).reshape(*leading, count)
 
 
 def relative_spread(signal: Signal, features: bool = True) -> tuple[Array, Array]:
