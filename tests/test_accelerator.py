@@ -36,8 +36,8 @@ def test_a_gpu_changes_no_verdict(family: str, precision: torch.dtype) -> None:
         diagnosed = moments.diagnose(module, batch)
         measured = moments.torch.measure(lambda _, drawn=module: drawn, batch, seeds=1)
         said[where] = (
-            moments.check(module, batch).verdict,
-            labels_are_made.verdict,
+            moments.check(module, batch).verdict(),
+            labels_are_made.verdict(),
             audited.passed,
             diagnosed.expected,
         )
