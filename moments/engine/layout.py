@@ -202,22 +202,26 @@ class SequenceLayout:
 
     def average(self, values: Array) -> Array:
         """Over the tokens that do not pad, of (..., L) numbers by token; one for all stays."""
+        if np.ndim(values) and self.classes is not None:
+            return self.classes.mean(np.asarray(values))
+        return self._by_token(values)
+
+    def _by_token(self, values: Array) -> Array:
         if np.ndim(values) == 0:
             return values
-        if self.classes is not None:
-            return self.classes.mean(np.asarray(values))
         tokens, numbers = self.by_sequence(values), self.numbers
         axes = (-1,) if self.sequences == 1 else (-2, -1)
         # Behind a pooling head every token is one sequence's.
         if numbers is None or numbers.shape[-1] != np.shape(tokens)[-1]:
             return np.mean(tokens, axes)
-        real = np.reshape(numbers > 0, (-1, numbers.shape[-1])) + 0.0
-        return (tokens * real[: self.sequences]).sum(axes) / real[: self.sequences].sum()
+        real = np.atleast_2d(numbers > 0) + 0.0
+        real = real[0] if self.sequences == 1 else real
+        return (tokens * real).sum(axes) / real.sum()
 
     def _mean(self, signal: Signal) -> Array:
         if not signal.resolved or signal.kernel.classes is not None:
             return signal.kernel.average(signal.mean)
-        return self.average(signal.mean)
+        return self._by_token(signal.mean)
 
     def by_sequence(self, diagonal: Array) -> Array:
         """(..., sequences, L) from (..., sequences L); (..., L) of only one."""

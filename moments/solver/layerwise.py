@@ -1,10 +1,7 @@
 """Inversion block by block: weight variances that give every block's output a chosen variance.
 
-The forward pass of a layer does not depend on later ones, so that one walk solves all: at every
-residual addition the block's weights are scaled until its output (or the sum) has its target, and
-the walk goes on with what they give. A block's output variance is proportional to the variances of
-its value and output matrices, of feed-forward matrices behind the activation, and of those before
-an activation of degree 1; elsewhere a bracketed root finds the factor.
+One walk solves all: at every residual addition the block's weights are scaled until its output (or
+the sum) has its target, and the walk goes on with what they give.
 
 Layers like one that was solved in plain are walked on its program. One replay tells what every
 block of a layer comes to, so that the factors of all of them are sought at once, from those of the
