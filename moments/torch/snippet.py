@@ -189,8 +189,7 @@ def _variance(model: Transformer, role: str) -> float | list[float]:
     if role.endswith(".bias") and role.removesuffix(".bias") in MATRICES:
         variance = _biases(model).get(role.removesuffix(".bias"))
         return 0.0 if variance is None else variance
-    tables = {"token": "token_variance", "position": "position_variance"}
-    variance = getattr(model.embedding, tables.get(role, f"{role}_variance"), None)
+    variance = getattr(model.embedding, f"{role}_variance", None)
     if variance is None:
         allowed = f"one of {', '.join(MATRICES)}, or a table of the plan's embedding"
         raise domain_error("names: role", role, allowed)
