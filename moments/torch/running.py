@@ -175,7 +175,8 @@ def run(module: nn.Module, batch: Any) -> Any:
     with torch.no_grad():
         if isinstance(batch, Mapping):
             return module(**{name: on_device(value, device) for name, value in batch.items()})
-        return module(on_device(batch, device))
+        given = batch if isinstance(batch, tuple) else (batch,)
+        return module(*(on_device(value, device) for value in given))
 
 
 def on_device(value: Any, device: torch.device | None) -> Any:
