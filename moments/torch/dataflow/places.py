@@ -288,14 +288,11 @@ class Sites:
 
     def output(self, value: int) -> SubmoduleTensor | None:
         """The innermost submodule that gives a value, else the first that takes it."""
-        points = self.of(value)
-        gives = [p for p in points if p.side == "output"]
-        return next(iter([*gives, *points]), None)
+        return next(iter(sorted(self.of(value), key=lambda point: point.side == "input")), None)
 
     def input(self, value: int) -> SubmoduleTensor | None:
-        points = self.of(value)
-        takes = [p for p in points if p.side == "input"]
-        return next(iter([*takes, *points]), None)
+        """The first submodule that takes a value, else the innermost that gives it."""
+        return next(iter(sorted(self.of(value), key=lambda point: point.side == "output")), None)
 
     def norm(self, norm: Norm) -> str | None:
         """The submodule that is a norm."""
