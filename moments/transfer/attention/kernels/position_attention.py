@@ -1383,25 +1383,30 @@ class PositionAttention:
         alike = alike * sent[long, tile.own] * sent[short, tile.own]
         if self._neighbouring:
             both, alike = self._before_each(tile)
-        elif alone.any():  # a row with itself instead of with its neighbour
+        of_values = of_keys = both, alike
+        if not self._neighbouring and self.logits.turning is None and self.logits.words is None:
+            bent = sight.bent[long, short][:, None]
+            of_values = both * bent[..., None], alike * bent
+        if not self._neighbouring and alone.any():  # a row with itself instead of its neighbour
             rows = long[alone]
             once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
             once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
             twice_met = (sight.later_own[left][:, rows] * weights[rows, left].T ** 2).T
-            both[alone], alike[alone] = once, twice_met
-            both[beside] -= once
-            alike[beside] -= twice_met
+            for both, alike in {id(of_path): of_path for of_path in (of_values, of_keys)}.values():
+                both[alone], alike[alone] = once, twice_met
+                both[beside] -= once
+                alike[beside] -= twice_met
         mixture, found = self._mixture(tile), []
-        for law in (laws.joint, laws.keyed):
+        for law, (_, alike) in ((laws.joint, of_values), (laws.keyed, of_keys)):
             of_tokens, mean = mixture.mean_of(law, tile.diagonal)
             whole = (of_tokens + tile.diagonal(mean)) * alike
             found.append((whole, mixture.alike([pairs for _, pairs in law])))
         (own, joint), (beside, keyed) = found
         if tile.turned is None:
-            return [_in_single(own, joint, both), _in_single(beside, keyed, both)]
-        of_keys, of_rows = tile.turned
+            return [_in_single(own, joint, of_values[0]), _in_single(beside, keyed, of_keys[0])]
+        rho, of_rows = tile.turned
         assert tile.still is not None
-        turned, still = (self._turned(tile, laws, means) for means in (of_keys, tile.still))
+        turned, still = (self._turned(tile, laws, means) for means in (rho, tile.still))
         return [
             _in_single(own, joint, both),
             _in_single(beside * of_rows[:, None], mixture.alike(turned), both),
