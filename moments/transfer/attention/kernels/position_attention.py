@@ -39,6 +39,7 @@ from ....engine.state import ratio_or_zero
 from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
 from . import exact_rows
+from .attention import Heads
 from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import MARGINAL_SWEEPS, fixed_norms, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
@@ -1494,26 +1495,13 @@ class PositionAttention:
             total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
 
 
-class ClassHeads:
-    """Moments of one head drawn at random, with the interface of `PositionAttention`; see
-    `attention.HeadAverage`."""
+class ClassHeads(Heads):
+    """Of `PositionAttention`, where its layers differ in what they see."""
 
     def __init__(self, layers: Sequence[PositionAttention], shares: Array, sight: Sight) -> None:
         """`sight`: without what tells heads apart."""
-        self._layers, self._shares, self._sight = list(layers), list(shares), sight
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self._mean([getattr(layer, name) for layer in self._layers])
-
-    def _mean(self, values: Sequence[Any]) -> Any:
-        if values[0] is None:
-            return None
-        if isinstance(values[0], tuple):
-            found = [self._mean(column) for column in zip(*values, strict=True)]
-            return type(values[0])(*found) if hasattr(values[0], "_fields") else tuple(found)
-        return sum(share * value for share, value in zip(self._shares, values, strict=True))
+        super().__init__(layers, shares)
+        self._sight = sight
 
     @property
     def weights(self) -> Array:
@@ -1531,18 +1519,6 @@ class ClassHeads:
     def beside(self) -> ClassHeads | None:
         there = [layer.beside for layer in self._layers if layer.beside is not None]
         return ClassHeads(there, np.array(self._shares), self._sight) if there else None
-
-    @property
-    def beyond_tables(self) -> NDArray[np.bool_]:
-        return np.asarray(np.any([layer.beyond_tables for layer in self._layers], axis=0))
-
-    def mean_output(self) -> Matrix:
-        found: Matrix = self._mean([layer.mean_output() for layer in self._layers])
-        return found
-
-    def backward(self, own: Array, pairs: Array) -> Paths:
-        found: Paths = self._mean([layer.backward(own, pairs) for layer in self._layers])
-        return found
 
 
 def log_mean(rule: Rule, size: Array) -> Array:
