@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,9 +54,9 @@ class Rows:
         gradients: D at queries, keys and values, before any rotation.
         received: D at the heads.
         sizes: variance of queries, keys and values over that of the tokens.
-        grown: squared norms of the three's gradients over those that mean overlaps give: a gradient
-            at keys is made of queries and values, whose overlaps are those of the tokens that keys
-            read.
+        grown: by name, the three's gradients' squared norms over those that mean overlaps give: a
+            gradient at keys is made of queries and values, whose overlaps are those of the tokens
+            that keys read.
         heads: by draws, what their coherent changes do.
         sequences: that the tokens are, none of which sees another.
     """
@@ -70,7 +71,7 @@ class Rows:
     gradients: Three
     received: Array
     sizes: Three
-    grown: Three
+    grown: Callable[[str], float]
     heads: Heads
     sequences: int = 1
 

@@ -438,18 +438,17 @@ class Walk:
         width = float(leaf.heads * leaf.d_head)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         moved = []
-        for name, (tokens, at), m, gradient, grown in zip(
+        for name, (tokens, at), m, gradient in zip(
             ("query", "key", "value"),
             (own, memory, memory),
             (width, shared, shared),
             rows.gradients,
-            rows.grown,
             strict=True,
         ):
             variance, full = max(float(getattr(leaf, name)), 1e-60), leaf.prefix + name
             n = float(leaf.d_model if name == "query" else leaf.memory_width)
             if self.optimizer.rule != "sign":
-                gradient = gradient * grown
+                gradient = gradient * rows.grown(name)
             found = self.matrix(full, tokens, at, gradient, leaving.layer, (n, m), variance)
             there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
             if there and name != "key":  # a bias common to all keys cancels in the softmax
