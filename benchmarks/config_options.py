@@ -9,7 +9,9 @@ moments over the unchanged one's, is known better than either.
     python benchmarks/config_options.py measure [--kinds bert t5] [--seeds 24]
     python benchmarks/config_options.py compare [--kinds bert t5]
     python benchmarks/config_options.py page                      # docs/config-options.md
+    python benchmarks/config_options.py defaults [--kinds bert]   # what a missing entry means
 
+`defaults` takes what transformers' config classes say of the entries that a reader reads.
 `measure` keeps to benchmarks/data/config_options, one file per family. `page` also writes what each
 changed entry changes in the declaration, to which a test holds the readers.
 """
@@ -510,9 +512,33 @@ def print_comparison(kinds: list[str]) -> None:
         print(f"{kind}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
+DEFAULTS = Path(moments.__file__).parent / "model/huggingface/defaults.json"
+
+
+def write_defaults(kinds: Collection[str]) -> None:
+    """What transformers' classes say of the stored entries; of a new kind, of all that are read."""
+    from transformers import AutoConfig
+
+    stored = json.loads(DEFAULTS.read_text())
+    for kind in kinds:
+        said = AutoConfig.for_model(kind).to_dict()
+        known = stored.get(kind)
+        if known is None:
+            entries = Entries(said, kind, {})
+            FAMILIES[kind].read(entries, None)
+            known = {name: said.get(name) for name in sorted(entries.read - {"model_type"})}
+        # A null is what the class makes of other entries; of an object what is read is kept.
+        found = {name: was if said.get(name) is None else said[name] for name, was in known.items()}
+        for name, was in known.items():
+            if isinstance(was, dict) and isinstance(found[name], dict):
+                found[name] = {key: found[name][key] for key in was}
+        stored[kind] = {name: value for name, value in found.items() if value is not None}
+    DEFAULTS.write_text(json.dumps(stored, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=("measure", "compare", "page"))
+    parser.add_argument("action", choices=("measure", "compare", "page", "defaults"))
     parser.add_argument("--kinds", nargs="*", default=[])
     parser.add_argument("--seeds", type=int, default=16)
     parser.add_argument("--only", nargs="*", default=[], help="changes, as the page has them")
@@ -523,6 +549,8 @@ def main() -> None:
             measure_kind(kind, given.seeds, given.only)
     elif given.action == "compare":
         print_comparison(kinds)
+    elif given.action == "defaults":
+        write_defaults(kinds)
     else:
         from config_options_page import write_page
 

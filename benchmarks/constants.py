@@ -15,6 +15,7 @@ import argparse
 import functools
 import importlib
 import json
+import math
 import os
 import pkgutil
 import sys
@@ -76,6 +77,7 @@ def _of_hottest(rows: Any) -> float:
 
 
 BY_TOKEN = ("text", "rotary", "distances")
+CLASSES = ("long", "long rotary", "no text", "long text")
 TABLE = (
     Constant(f"{KERNELS}.joint_laws", "EXPONENT_MAX", (30.0, 80.0), "range", ("hot", "text")),
     Constant(f"{KERNELS}.joint_laws", "TOLERANCE", (2e-3, 2e-5), "precision", BY_TOKEN),
@@ -122,6 +124,11 @@ TABLE = (
     Constant(
         f"{KERNELS}.relative_positions", "LEAST_PAIRS", (1e-3, 1e-9), "range", ("long rotary",)
     ),
+    Constant(f"{KERNELS}.position_attention", "MOST_ROWS", (8, 96), "precision", CLASSES),
+    Constant(f"{KERNELS}.position_attention", "WARM_SWEEPS", (1, 4), "precision", CLASSES),
+    Constant(f"{KERNELS}.position_attention", "LEAST_STEP", (0.25, 0.6), "precision", CLASSES),
+    Constant("prediction.predict", "LAST_PER_OCTAVE", (1.0, 2.0), "precision", ("no text",)),
+    Constant("prediction.predict", "WIDENING", (0.0, 0.1), "precision", ("no text",)),
     Constant("transfer.attention.response", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
     Constant("transfer.attention.response", "_softened", (_of_hottest,), "guess", ("hot",)),
     Constant("transfer.attention.response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
@@ -149,7 +156,12 @@ WORDS = {
 
 # --- models ---------------------------------------------------------------------------------------
 
-TEXT = np.random.default_rng(0).zipf(1.3, size=32) % 200
+
+def _words(*shape: int) -> np.ndarray:
+    return np.asarray(np.random.default_rng(0).zipf(1.3, size=shape) % 200)
+
+
+TEXT = _words(32)
 
 
 def _plain(**changes: Any) -> moments.Transformer:
@@ -225,6 +237,10 @@ MODELS: dict[str, Callable[[], Any]] = {
         document_ids=np.repeat([0, 1], [80, 48]),
     ),
     "long": lambda: moments.predict(_plain(causal=True, seq_len=1024), correlation=0.3),
+    "no text": lambda: moments.predict(_plain(causal=True, seq_len=2048, **_head())),
+    "long text": lambda: moments.predict(
+        _plain(causal=True, seq_len=512, **_head()), token_ids=_words(512)
+    ),
     "peaked": lambda: moments.predict(_plain(**_head(weight_variance=0.016)), token_ids=TEXT),
 }
 DESCRIBED = {
@@ -245,15 +261,21 @@ DESCRIBED = {
     "fading": "ALiBi of 8 heads, 512 tokens on classes",
     "one class": "rotary without a mask, 256 tokens alike",
     "packed": "rows of two documents, 128 tokens on classes",
+    "no text": "2048 tokens of an unknown text on classes, a head",
+    "long text": "512 tokens of a text on classes, a head",
     "peaked": "a head of logit variance 2",
 }
 
 
 def predicted(model: str) -> dict[str, np.ndarray]:
     """What a model is predicted to be, by quantity."""
+    return _quantities(MODELS[model])
+
+
+def _quantities(make: Callable[[], moments.Prediction]) -> dict[str, np.ndarray]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        p = MODELS[model]()
+        p = make()
         frame = p.weight_gradients()
         low, high = p.grad_variance_band
     return {
@@ -263,6 +285,75 @@ def predicted(model: str) -> dict[str, np.ndarray]:
         "weight gradients": frame.squared_norm.to_numpy(),
         "deviation": np.log(high / low)[:-1] / (2 * 1.96),
     }
+
+
+# --- edges: from where on something is refused or noted -------------------------------------------
+
+
+class Edge(NamedTuple):
+    """A limit of what classes of positions resolve, and texts on either side of it.
+
+    Attributes:
+        module, name: as of `Constant`.
+        texts: each of which is predicted on classes, whatever the limit says, and by token.
+        measure: what the limit is one of, from the classes of a text.
+        model: in words.
+    """
+
+    module: str
+    name: str
+    texts: tuple[np.ndarray, ...]
+    measure: Callable[[Any], float]
+    model: str
+
+
+def _repeating(first: int) -> np.ndarray:
+    """A text whose first words are one."""
+    found = _words(320)
+    found[:first] = found[0]
+    return found
+
+
+def _copied(share: float) -> np.ndarray:
+    """Two texts that agree at a share of their places, beside where they do by chance."""
+    found = _words(2, 288)
+    same = np.random.default_rng(1).random(288) < share
+    found[1, same] = found[0, same]
+    return found
+
+
+EDGES = (
+    Edge(
+        "prediction.stack",
+        "MOST_CROWDED",
+        tuple(map(_repeating, (1, 3, 4, 6, 12))),
+        lambda classes: float(classes.crowded),
+        "320 tokens, the first 1, 3, 4, 6, 12 one word",
+    ),
+    Edge(
+        "prediction.predict",
+        "COPIES",
+        tuple(map(_copied, (0.0, 0.25, 0.5, 1.0))),
+        lambda classes: float(np.mean(classes.shares[1][0])),
+        "two of 288 tokens",
+    ),
+)
+
+
+def measured_edge(edge: Edge) -> dict[str, Any]:
+    """Error of classes against every token by itself, by the value that the limit is one of."""
+    found = {}
+    for text in edge.texts:
+        model = _plain(causal=True, seq_len=text.shape[-1], **_head())
+        with changed(edge, math.inf):
+            on_classes = _quantities(lambda: moments.predict(model, token_ids=text))  # noqa: B023
+            classes = moments.predict(model, token_ids=text).layout.classes
+        by_token = _quantities(lambda: moments.predict(model, token_ids=text, tokens=True))  # noqa: B023
+        found[f"{edge.measure(classes):.2g}"] = {
+            quantity: difference(on_classes[quantity], value, quantity == "correlation")
+            for quantity, value in by_token.items()
+        }
+    return found
 
 
 # --- change one number ----------------------------------------------------------------------------
@@ -283,7 +374,7 @@ def _forget(modules: list[Any]) -> None:
 
 
 @contextmanager
-def changed(constant: Constant, value: Any) -> Iterator[None]:
+def changed(constant: Constant | Edge, value: Any) -> Iterator[None]:
     """With the constant at another value, in every module that has it by name."""
     modules = _everything()
     home = sys.modules[f"moments.{constant.module}"]
@@ -343,11 +434,14 @@ def main() -> None:
         return
     stored = json.loads(DATA.read_text()) if given.only and DATA.exists() else {}
     wanted = [c for c in TABLE if not given.only or given.only in f"{c.module}.{c.name}"]
+    edges = [c for c in EDGES if not given.only or given.only in f"{c.module}.{c.name}"]
     base = {model: predicted(model) for model in {m: 0 for c in wanted for m in c.models}}
-    for constant in wanted:
-        stored[f"{constant.module}.{constant.name}"] = measured(constant, base)
+    for constant in [*wanted, *edges]:
+        stored[f"{constant.module}.{constant.name}"] = (
+            measured_edge(constant) if isinstance(constant, Edge) else measured(constant, base)
+        )
         print(constant.name, file=sys.stderr, flush=True)
-        order = [f"{c.module}.{c.name}" for c in TABLE]
+        order = [f"{c.module}.{c.name}" for c in (*TABLE, *EDGES)]
         stored = {name: stored[name] for name in order if name in stored}
         DATA.write_text(json.dumps(stored, indent=1) + "\n")
 
@@ -366,12 +460,17 @@ def page() -> str:
         for constant in (c for c in TABLE if c.why == kind):
             lines += _rows(constant, stored[f"{constant.module}.{constant.name}"])
         lines.append("")
-    lines += ["## Models", ""]
+    lines += ["## Limits", "", *_LIMITS.strip().splitlines(), ""]
+    lines += ["| limit | value | at | " + " | ".join(QUANTITIES) + " | text |"]
+    lines += ["| --- | --- | --- | " + "--- | " * len(QUANTITIES) + "--- |"]
+    for edge in EDGES:
+        lines += _rows(edge, stored[f"{edge.module}.{edge.name}"])
+    lines += ["", "## Models", ""]
     lines += [f"* {name}: {words}" for name, words in DESCRIBED.items()]
     return "\n".join(lines) + "\n" + _BELOW
 
 
-def _rows(constant: Constant, found: dict[str, Any]) -> Iterator[str]:
+def _rows(constant: Constant | Edge, found: dict[str, Any]) -> Iterator[str]:
     home = importlib.import_module(f"moments.{constant.module}")
     value = getattr(home, constant.name)
     shown = "see there" if callable(value) else f"{value:g}"
@@ -379,7 +478,8 @@ def _rows(constant: Constant, found: dict[str, Any]) -> Iterator[str]:
     for other, changes in found.items():
         other = "another form" if callable(value) else other
         cells = [_printed(changes[quantity]) for quantity in QUANTITIES]
-        row = [place, shown, other, *cells, ", ".join(constant.models)]
+        seen = constant.model if isinstance(constant, Edge) else ", ".join(constant.models)
+        row = [place, shown, other, *cells, seen]
         yield "| " + " | ".join(row) + " |"
         place = shown = ""
 
@@ -400,12 +500,20 @@ stand together in [softmax statistics](softmax.md); nodes of position with their
 in `moments/engine/classes.py`. Zeros mean that no model here reaches the edge.
 """
 
+_LIMITS = """
+From where on a text is refused on classes of positions (`MOST_CROWDED`: the pairs of a row's keys
+that are of one word beyond what its frequency in the text allows) or said to be one of copies
+(`COPIES`: the share of places at which two texts hold one word). Two causal layers of width 128
+with a head, predicted on classes whatever the limit says: their difference from every token by
+itself.
+"""
+
 _BELOW = """
 ## Numbers that move no prediction
 
 Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/projections.py::LOGIT_VARIANCE_NOTED`,
-`moments/transfer/attention/layers.py::PENALTY_NOTED`, `moments/prediction/predict.py::COPIES`,
+`moments/transfer/attention/layers.py::PENALTY_NOTED`,
 `moments/transfer/attention/projections.py::CAP_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/head/output.py::_PEAKED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,

@@ -271,13 +271,13 @@ def test_a_cut_file_is_gone_on_with(tmp_path: Path, monkeypatch: Any) -> None:
         run._Work, "rows", lambda self, piece: (computed.extend(piece), original(self, piece))[1]
     )
     again = moments.sweep(PRE, AXES, path=path, profile=True)
-    assert len(computed) == 3
+    assert len(computed) == 1 + 3  # one of those that are there is tried again
     assert moments.Sweep.load(path).to_frame().equals(again.to_frame())
     for name in STREAM:
         # What went together then may go alone now.
         assert np.allclose(again.stream[name], whole.stream[name], rtol=1e-8, equal_nan=True)
     assert moments.sweep(PRE, AXES, path=path, profile=True).to_frame().equals(again.to_frame())
-    assert len(computed) == 3
+    assert len(computed) == 1 + 3
     assert path.read_bytes().count(b"\n") == 7
 
 
@@ -300,6 +300,45 @@ def test_another_sweep_in_the_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(moments.DomainError, match=f"another sweep: {words}"):
             moments.sweep(model, axes, path=path, **given)  # type: ignore[arg-type]
     assert path.read_bytes() == kept
+
+
+@pytest.mark.parametrize("version", ["0.0.9", None])
+def test_a_file_of_another_version_is_not_gone_on_with(tmp_path: Path, version: str | None) -> None:
+    path = tmp_path / "sweep.jsonl"
+    moments.sweep(PRE, AXES, path=path)
+    first, *rest = path.read_text().splitlines()
+    header = json.loads(first)
+    assert header.pop("version") == moments.__version__
+    header |= {} if version is None else {"version": version}
+    for there in (rest, rest[:2]):  # whole, and cut short
+        path.write_text("\n".join([json.dumps(header), *there, ""]))
+        kept = path.read_bytes()
+        said = "a version that kept no number" if version is None else r"moments '0\.0\.9'"
+        with pytest.raises(moments.DomainError, match=f"predictions of {said}.*name a new file"):
+            moments.sweep(PRE, AXES, path=path)
+        assert path.read_bytes() == kept
+        with pytest.warns(moments.ValidityWarning, match=f"predictions of {said}"):
+            held = moments.Sweep.load(path)
+        assert held.done.sum() == len(there)
+
+
+def test_what_a_file_holds_is_what_is_predicted(tmp_path: Path) -> None:
+    """A copy of the package may change without its version."""
+    path = tmp_path / "sweep.jsonl"
+    moments.sweep(PRE, AXES, path=path)
+    lines = path.read_text().splitlines()[:3]
+    row = json.loads(lines[1])
+    for changed in (
+        row | {"values": row["values"] | {"variance": row["values"]["variance"] * (1 + 1e-6)}},
+        {"index": row["index"], "refused": "it is not covered"},
+    ):
+        path.write_text("\n".join([lines[0], json.dumps(changed), lines[2], ""]))
+        kept = path.read_bytes()
+        with pytest.raises(
+            moments.DomainError, match=r"another prediction of layers 1, weights.query 0\.001"
+        ):
+            moments.sweep(PRE, AXES, path=path)
+        assert path.read_bytes() == kept
 
 
 @pytest.mark.parametrize("text", ["hello", "[1, 2]\n", '{"format": "other"}\n', "{}\n"])

@@ -36,7 +36,8 @@ def names(path: str) -> set[str]:
             if isinstance(node, ast.ClassDef):
                 collect(node.body, f"{prefix}{node.name}.")
             if isinstance(node, ast.Assign):
-                found.update(prefix + t.id for t in node.targets if isinstance(t, ast.Name))
+                several = [getattr(t, "elts", (t,)) for t in node.targets]
+                found.update(prefix + t.id for ts in several for t in ts if isinstance(t, ast.Name))
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found.add(prefix + node.target.id)
 
@@ -140,7 +141,7 @@ def test_the_page_of_constants_has_the_code_s_values() -> None:
     constants = importlib.import_module("constants")
     assert text("docs/theory/constants.md") == constants.page()
     stored = json.loads(text("benchmarks/data/constants.json"))
-    assert set(stored) == {f"{c.module}.{c.name}" for c in constants.TABLE}
+    assert set(stored) == {f"{c.module}.{c.name}" for c in (*constants.TABLE, *constants.EDGES)}
 
 
 # Modules of the refined theory whose formulas are no laws.

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DomainError, domain_error, optional, unknown_name
+from ..errors import DomainError, ValidityWarning, domain_error, optional, unknown_name
 from ..files import Shown, as_frame
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from .axes import Axes
-from .store import Row, read
+from .store import Row, of_another_version, read
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,8 +82,13 @@ class Sweep(Shown):
         Raises:
             DomainError: no such file, or not a sweep's; or its model was made by a function, which
                 only the same call of `sweep` has.
+
+        Warns:
+            ValidityWarning: another version of the package predicted them.
         """
         header, rows = read(path)
+        if note := of_another_version(header):
+            warnings.warn(f"{path} holds {note}", ValidityWarning, stacklevel=2)
         if "made of" in header["model"]:
             raise DomainError(
                 f"path: the models of {path} were made by a function: call sweep again with it"

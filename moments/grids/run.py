@@ -84,7 +84,8 @@ def sweep(
         executor: any of concurrent.futures, or of Dask (`Client.get_executor()`): pieces of work
             are sent there; None: here.
         path: a file that results are appended to as they come, and read from: a sweep that was
-            killed goes on where it was, and one that differs is refused.
+            killed goes on where it was, and one that differs, or is of another version of the
+            package, is refused.
         profile: whether to keep every layer, not only the ends.
         progress: whether to show a bar on standard error; None: in a terminal.
         inputs: further arguments of `predict`, the same for all.
@@ -116,6 +117,8 @@ def sweep(
             found.add(rows)
         missing = found.missing()
         stack.enter_context(without_warnings())
+        if store is not None and missing:
+            work.check_again(store.path, rows)
         advance = stack.enter_context(_bar(grid.size, grid.size - len(missing), progress))
         for more in _results(work, missing, executor):
             if store is not None:
@@ -153,6 +156,23 @@ class _Work:
     def _made(self) -> Iterator[tuple[Value, ...]]:
 
         return itertools.product(*(self.axes.values[name] for name in self.axes.made))
+
+    def check_again(self, path: Any, rows: Sequence[Row]) -> None:
+        """Predict the first of a file's results once more: a copy of the package that was changed
+        and has the same version predicts otherwise too.
+
+        Raises:
+            DomainError: it is not what the file holds.
+        """
+        for row in rows[:1]:
+            values = next(itertools.islice(self.axes.points(), row.index, None))
+            ((now,),) = self.rows([(row.index, values)])
+            if now.refused != row.refused or not _same(now, row):
+                at = ", ".join(f"{n} {v}" for n, v in zip(self.axes.names, values, strict=True))
+                raise DomainError(
+                    f"path: {path} holds another prediction of {at} than this copy of the package "
+                    "makes: name a new file, or remove this one"
+                )
 
     def pieces(self, missing: Sequence[int], spread: bool) -> Iterator[Piece]:
         """Indices and values of as many as go together; of fewer, to `spread` them."""

@@ -1,5 +1,8 @@
 """The file that a sweep appends to: one line of JSON that says which sweep, then one a result.
 
+The first line keeps the version of the package too: another one may predict otherwise, and does not
+go on with the file.
+
 A line is written whole by one call and reaches the disk before the next batch is asked for; what a
 process that died left of a line is cut off by the next. The file is locked while a sweep writes, so
 that two never write the same one.
@@ -106,7 +109,7 @@ def opened(
         if found is None:
             os.ftruncate(handle, 0)
             store = Store(file, handle)
-            line = json.dumps({"format": FORMAT, **header}, allow_nan=False) + "\n"
+            line = json.dumps({**_written(), **header}, allow_nan=False) + "\n"
             os.write(handle, line.encode())
         else:
             _check_same(file, found, header)
@@ -173,13 +176,34 @@ def _read(file: Path) -> tuple[int, dict[str, Any] | None, list[Row]]:
     return whole, header, rows
 
 
+def _written() -> dict[str, Any]:
+    """What a header says of who writes it."""
+    from .. import __version__
+
+    return {"format": FORMAT, "version": __version__}
+
+
+def of_another_version(header: Mapping[str, Any]) -> str:
+    """Whose predictions a file holds where they are not this version's, in words; else ""."""
+    here, there = _written()["version"], header.get("version")
+    if there == here:
+        return ""
+    whose = "a version that kept no number" if there is None else f"moments {brief(there)}"
+    return f"predictions of {whose}, and those of {here} may be others"
+
+
 def _foreign(file: Path) -> DomainError:
     return DomainError(f"path: {file} holds something else: name a new file")
 
 
 def _check_same(file: Path, found: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-    """Raise where a file holds another sweep, and say what differs."""
-    wanted = json.loads(json.dumps({"format": FORMAT, **header}))
+    """Raise where a file holds another sweep, or another version's, and say what differs."""
+    wanted = json.loads(json.dumps({**_written(), **header}))
+    if note := of_another_version(found):
+        raise DomainError(
+            f"path: {file} holds {note}: name a new file or remove this one, or go on with the "
+            "version that began it; moments.Sweep.load reads what it holds"
+        )
     for name in sorted({*found, *wanted}):
         if found.get(name) != wanted.get(name):
             where = _difference(found.get(name), wanted.get(name))

@@ -269,7 +269,7 @@ def _noise(
     own = law.keys.kernel.diagonal - law.keys.kernel.pairs
     # Squared weights are those of doubled logits, of four times their variance.
     theta = np.maximum(4 * law.scale * law.queries.kernel.diagonal * own, 0.0)
-    squares = AlikeRows(of_memory.modes.seq_len).single(theta).sum_square
+    squares = AlikeRows.of(of_memory.modes.seq_len).rows(theta).sum_square
     share = 2 / attention.heads * (squares + 1 / width)
     noise[..., 1, 1] += share * (returned[..., 1, 0] * received[..., 0]) ** 2
     return noise

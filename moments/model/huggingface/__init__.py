@@ -2,6 +2,8 @@
 
 entries          reading a config and naming what is left unread
 family, sizes    what a family is, with the heads that most share; its architecture at another size
+defaults.json    what entries that are left out mean, from the config classes themselves
+                 (`python benchmarks/config_options.py defaults --kinds KIND`)
 layout           tables of paths inside a module
 bert, gpt, parallel, llama, t5, vit: one group of families each, configs first, modules below
 bart             encoders with decoders whose modules are measured, and whose configs are not read
@@ -9,6 +11,10 @@ encoder          torch's own encoder
 """
 
 from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
 
 from . import bart, bert, encoder, gpt, llama, parallel, t5, vit
 from .family import Family
@@ -19,114 +25,62 @@ __all__ = ["FAMILIES", "LAYOUTS", "NEAREST", "REFUSED", "Family", "Layout"]
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
 _PLACES = (encoder, bart, bert, gpt, parallel, llama, t5, vit)
 
+_DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 FAMILIES: dict[str, Family] = {
-    kind: family for group in _GROUPS for kind, family in group.FAMILIES.items()
+    kind: dataclasses.replace(family, defaults=_DEFAULTS.get(kind, {}))
+    for group in _GROUPS
+    for kind, family in group.FAMILIES.items()
 }
 """`model_type` -> family."""
 
 LAYOUTS: tuple[Layout, ...] = tuple(layout for group in _PLACES for layout in group.LAYOUTS)
 """Kinds of layers; where several recognise a layer, the one that names most of it holds."""
 
-_EXPERTS = "a mixture of experts"
-_STATES = "a state-space layer"
-_BEHIND = "a norm behind every block and none before it"
-_SPEECH = "a convolution over sound"
-_TURNED = "rotary positions in some layers only"
-_BASES = "rotary positions of two bases"
-_VISION = "pictures and text in one model"
-
-REFUSED: dict[str, str] = {
-    "albert": "one layer's weights shared by all layers",
-    "bart": "cross-attention in a Post-LN decoder with a position table of its own",
-    "big_bird": "sparse attention",
-    "clip": _VISION,
-    "cohere2": _TURNED,
-    "convnext": "convolutions",
-    "dbrx": _EXPERTS,
-    "deberta": "logits of relative positions",
-    "deepseek_v2": _EXPERTS,
-    "deepseek_v3": _EXPERTS,
-    "exaone4": _BEHIND,
-    "falcon_h1": _STATES,
-    "falcon_mamba": _STATES,
-    "funnel": "a stack that pools its tokens",
-    "gemma3": _VISION,
-    "gemma3_text": _BASES,
-    "gemma3n": "several streams side by side",
-    "gpt_oss": _EXPERTS,
-    "granitemoe": _EXPERTS,
-    "jamba": _EXPERTS,
-    "led": "sparse attention",
-    "llama4": _EXPERTS,
-    "llama4_text": _EXPERTS,
-    "longformer": "sparse attention",
-    "longt5": "sparse attention",
-    "mamba": _STATES,
-    "mamba2": _STATES,
-    "minimax": _EXPERTS,
-    "mixtral": _EXPERTS,
-    "mobilebert": "bottlenecks around every block",
-    "modernbert": "a first layer without its norm, and rotary positions of two bases",
-    "olmo2": _BEHIND,
-    "olmo3": _BEHIND,
-    "olmoe": _EXPERTS,
-    "phimoe": _EXPERTS,
-    "qwen2_moe": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
-    "qwen3_next": _EXPERTS,
-    "recurrent_gemma": "a recurrent layer",
-    "reformer": "hashed attention",
-    "rwkv": "a recurrent layer",
-    "smollm3": _TURNED,
-    "swin": "windows of patches that shift between layers",
-    "switch_transformers": _EXPERTS,
-    "wav2vec2": _SPEECH,
-    "whisper": _SPEECH,
-    "xlnet": "attention of two streams",
-    "zamba": _STATES,
+_BEYOND = {
+    "one layer's weights shared by all layers": "albert",
+    "cross-attention in a Post-LN decoder with a position table of its own": "bart",
+    "sparse attention": "big_bird led longformer longt5",
+    "pictures and text in one model": "clip gemma3",
+    "convolutions": "convnext",
+    "logits of relative positions": "deberta",
+    "a mixture of experts": "dbrx deepseek_v2 deepseek_v3 gpt_oss granitemoe jamba llama4 "
+    "llama4_text minimax mixtral olmoe phimoe qwen2_moe qwen3_moe qwen3_next switch_transformers",
+    "a norm behind every block and none before it": "exaone4 olmo2 olmo3",
+    "a state-space layer": "falcon_h1 falcon_mamba mamba mamba2 zamba",
+    "a stack that pools its tokens": "funnel",
+    "rotary positions of two bases": "gemma3_text",
+    "rotary positions in some layers only": "cohere2 smollm3",
+    "several streams side by side": "gemma3n",
+    "bottlenecks around every block": "mobilebert",
+    "a first layer without its norm, and rotary positions of two bases": "modernbert",
+    "a recurrent layer": "recurrent_gemma rwkv",
+    "hashed attention": "reformer",
+    "windows of patches that shift between layers": "swin",
+    "a convolution over sound": "wav2vec2 whisper",
+    "attention of two streams": "xlnet",
 }
+REFUSED = {kind: feature for feature, kinds in _BEYOND.items() for kind in kinds.split()}
 """Known model types, and the feature that no Transformer can express."""
 
-NEAREST: dict[str, str] = {
-    **dict.fromkeys(("blenderbot", "m2m_100", "marian", "mbart", "pegasus"), "t5"),
-    "bart": "bert",
-    "beit": "vit",
-    "biogpt": "opt",
-    "codegen": "gptj",
-    "cohere2": "cohere",
-    "ctrl": "gpt2",
-    "data2vec-text": "roberta",
-    "deberta": "bert",
-    "deit": "vit",
-    "dinov2": "vit",
-    "exaone4": "qwen3",
-    "gemma3": "gemma2",
-    "gemma3_text": "gemma2",
-    "glm": "llama",
-    "glm4": "gemma2",
-    "gpt-sw3": "gpt2",
-    "gpt_bigcode": "gpt2",
-    "gpt_neox_japanese": "gpt_neox",
-    "helium": "llama",
-    "layoutlm": "bert",
-    "longt5": "t5",
-    "megatron-bert": "bert",
-    "modernbert": "bert",
-    "mpnet": "bert",
-    "mpt": "bloom",
-    "nemotron": "starcoder2",
-    "olmo2": "olmo",
-    "olmo3": "olmo",
-    "openai-gpt": "gpt2",
-    "persimmon": "stablelm",
-    "rembert": "bert",
-    "roberta-prelayernorm": "roberta",
-    "roformer": "bert",
-    "seed_oss": "llama",
-    "smollm3": "llama",
-    "umt5": "mt5",
-    "vit_mae": "vit",
-    "xglm": "opt",
-    "xlm-roberta-xl": "xlm-roberta",
+_RELATIVES = {
+    "bert": "bart deberta layoutlm megatron-bert modernbert mpnet rembert roformer",
+    "bloom": "mpt",
+    "cohere": "cohere2",
+    "gemma2": "gemma3 gemma3_text glm4",
+    "gpt2": "ctrl gpt-sw3 gpt_bigcode openai-gpt",
+    "gpt_neox": "gpt_neox_japanese",
+    "gptj": "codegen",
+    "llama": "glm helium seed_oss smollm3",
+    "mt5": "umt5",
+    "olmo": "olmo2 olmo3",
+    "opt": "biogpt xglm",
+    "qwen3": "exaone4",
+    "roberta": "data2vec-text roberta-prelayernorm",
+    "stablelm": "persimmon",
+    "starcoder2": "nemotron",
+    "t5": "blenderbot longt5 m2m_100 marian mbart pegasus",
+    "vit": "beit deit dinov2 vit_mae",
+    "xlm-roberta": "xlm-roberta-xl",
 }
+NEAREST = {kind: family for family, kinds in _RELATIVES.items() for kind in kinds.split()}
 """Model types that are not read -> the family here that is built most like them."""

@@ -10,23 +10,6 @@ from .entries import Entries
 from .family import Family, declared, masked_head
 from .layout import Layout, Site, attention, feed_forward, matrices, projections
 
-_DEFAULTS = {
-    "pad_token_id": 0,
-    "vocab_size": 30522,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "initializer_range": 0.02,
-    "layer_norm_eps": 1e-12,
-}
-_OFFSET_DEFAULTS = _DEFAULTS | {"pad_token_id": 1}
-
 
 def _read(
     read: Entries, seq_len: int, epsilon: float, *, segments: bool, hidden: str | None = None
@@ -155,65 +138,24 @@ def _deberta(read: Entries, seq_len: int | None) -> Transformer:
 
 
 FAMILIES = {
-    "bert": Family(_bert, "BertForMaskedLM", "masked", _DEFAULTS),
-    "electra": Family(
-        _electra,
-        "ElectraForMaskedLM",
-        "masked",
-        _DEFAULTS
-        | {
-            "embedding_size": 128,
-            "hidden_size": 256,
-            "num_attention_heads": 4,
-            "intermediate_size": 1024,
-        },
-    ),
+    "bert": Family(_bert, "BertForMaskedLM", "masked"),
+    "electra": Family(_electra, "ElectraForMaskedLM", "masked"),
     "ernie": Family(
-        _bert,
-        "ErnieForMaskedLM",
-        "masked",
-        _DEFAULTS,
-        {"use_task_id": False, "task_type_vocab_size": ...},
+        _bert, "ErnieForMaskedLM", "masked", {"use_task_id": False, "task_type_vocab_size": ...}
     ),
-    "roberta": Family(
-        _roberta, "RobertaForMaskedLM", "masked", _OFFSET_DEFAULTS | {"vocab_size": 50265}
-    ),
-    "camembert": Family(_roberta, "CamembertForMaskedLM", "masked", _OFFSET_DEFAULTS),
-    "xlm-roberta": Family(_roberta, "XLMRobertaForMaskedLM", "masked", _OFFSET_DEFAULTS),
+    "roberta": Family(_roberta, "RobertaForMaskedLM", "masked"),
+    "camembert": Family(_roberta, "CamembertForMaskedLM", "masked"),
+    "xlm-roberta": Family(_roberta, "XLMRobertaForMaskedLM", "masked"),
     "distilbert": Family(
         _distilbert,
         "DistilBertForMaskedLM",
         "masked",
-        {
-            "vocab_size": 30522,
-            "max_position_embeddings": 512,
-            "n_layers": 6,
-            "n_heads": 12,
-            "dim": 768,
-            "hidden_dim": 3072,
-            "dropout": 0.1,
-            "attention_dropout": 0.1,
-            "activation": "gelu",
-            "initializer_range": 0.02,
-            "pad_token_id": 0,
-        },
         {"qa_dropout": ..., "seq_classif_dropout": ..., "tie_weights_": True},
     ),
     "deberta-v2": Family(
         _deberta,
         "DebertaV2ForMaskedLM",
         "masked",
-        _DEFAULTS
-        | {
-            "vocab_size": 128100,
-            "hidden_size": 1536,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 24,
-            "intermediate_size": 6144,
-            "type_vocab_size": 0,
-            "layer_norm_eps": 1e-7,
-            "position_biased_input": True,
-        },
         {"legacy": ..., "conv_act": ..., "conv_groups": ...},
     ),
 }

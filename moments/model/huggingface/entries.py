@@ -34,90 +34,29 @@ ACTIVATIONS = {
     "linear": "identity",
 }
 
-# Entries that say nothing about the moments at initialisation: identities, files, generation,
-# cache, precision, and tasks other than the family's own.
-IRRELEVANT = frozenset(
-    (
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_commit_hash",
-        "_name_or_path",
-        "_num_labels",
-        "_output_attentions",
-        "architectures",
-        "attn_implementation",
-        "auto_map",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "classifier_activation",
-        "classifier_dropout",
-        "classifier_dropout_prob",
-        "cls_token_id",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "dtype",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "eos_token_id",
-        "exponential_decay_length_penalty",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "gradient_checkpointing",
-        "id2label",
-        "label2id",
-        "length_penalty",
-        "mask_token_id",
-        "max_length",
-        "min_length",
-        "model_type",
-        "name_or_path",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_labels",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_past",
-        "output_scores",
-        "pad_token_id",
-        "pooler_dropout",
-        "pooler_hidden_act",
-        "pooler_hidden_size",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "slow_but_exact",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_last_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers_version",
-        "typical_p",
-        "use_bfloat16",
-        "use_cache",
-    )
-)
+# Entries that say nothing about the moments at initialisation, by what they are about.
+_SILENT = {
+    "identities and files": "_commit_hash _name_or_path architectures auto_map model_type "
+    "name_or_path tokenizer_class transformers_version",
+    "outputs, cache, precision, speed": "_attn_implementation _attn_implementation_internal "
+    "_output_attentions attn_implementation dtype gradient_checkpointing output_attentions "
+    "output_hidden_states output_past pretraining_tp return_dict slow_but_exact torch_dtype "
+    "torchscript use_bfloat16 use_cache",
+    "special tokens": "bos_token_id cls_token_id decoder_start_token_id eos_token_id "
+    "mask_token_id pad_token_id sep_token_id",
+    "generation": "bad_words_ids begin_suppress_tokens diversity_penalty do_sample "
+    "early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty "
+    "forced_bos_token_id forced_eos_token_id length_penalty max_length min_length "
+    "no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores prefix "
+    "remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens "
+    "task_specific_params temperature top_k top_p typical_p",
+    "tasks other than the family's own": "_num_labels classifier_activation classifier_dropout "
+    "classifier_dropout_prob finetuning_task id2label label2id num_labels pooler_dropout "
+    "pooler_hidden_act pooler_hidden_size problem_type summary_activation summary_first_dropout "
+    "summary_last_dropout summary_proj_to_labels summary_type summary_use_proj tf_legacy_loss "
+    "tie_encoder_decoder",
+}
+IRRELEVANT = frozenset(name for names in _SILENT.values() for name in names.split())
 
 # What every config may hold, with the value at which it changes nothing.
 USUAL: Mapping[str, Any] = {

@@ -23,16 +23,16 @@ class Family:
         read: from entries and a sequence length to the declaration.
         module: name of the transformers class with its head.
         task: what it is trained on: "causal", "masked", "translation" or "images".
-        defaults: entries of its config class.
         usual: entries that are not modelled, with the value at which they change nothing (... where
             none does).
+        defaults: what its config class means by entries that are left out (`defaults.json`).
     """
 
     read: Reader
     module: str
     task: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
     usual: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def declare(
         self, given: Mapping[str, Any], seq_len: int | None

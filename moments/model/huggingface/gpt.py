@@ -123,83 +123,16 @@ def _bloom(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-_GPT2 = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "activation_function": "gelu_new",
-    "resid_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-    "layer_norm_epsilon": 1e-5,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": True,
-}
 FAMILIES = {
     "gpt2": Family(
-        _gpt2, "GPT2LMHeadModel", "causal", _GPT2, {"reorder_and_upcast_attn": ..., "n_ctx": ...}
+        _gpt2, "GPT2LMHeadModel", "causal", {"reorder_and_upcast_attn": ..., "n_ctx": ...}
     ),
-    "gpt_neo": Family(
-        _gpt_neo,
-        "GPTNeoForCausalLM",
-        "causal",
-        {
-            "vocab_size": 50257,
-            "max_position_embeddings": 2048,
-            "hidden_size": 2048,
-            "num_layers": 24,
-            "num_heads": 16,
-            "window_size": 256,
-            "activation_function": "gelu_new",
-            "resid_dropout": 0.0,
-            "embed_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "layer_norm_epsilon": 1e-5,
-            "initializer_range": 0.02,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "opt": Family(
-        _opt,
-        "OPTForCausalLM",
-        "causal",
-        {
-            "vocab_size": 50272,
-            "hidden_size": 768,
-            "num_hidden_layers": 12,
-            "ffn_dim": 3072,
-            "max_position_embeddings": 2048,
-            "do_layer_norm_before": True,
-            "dropout": 0.1,
-            "attention_dropout": 0.0,
-            "num_attention_heads": 12,
-            "activation_function": "relu",
-            "init_std": 0.02,
-            "pad_token_id": 1,
-            "enable_bias": True,
-            "layer_norm_elementwise_affine": True,
-            "tie_word_embeddings": True,
-        },
-        {"layerdrop": 0.0, "activation_dropout": 0.0},
-    ),
+    "gpt_neo": Family(_gpt_neo, "GPTNeoForCausalLM", "causal"),
+    "opt": Family(_opt, "OPTForCausalLM", "causal", {"layerdrop": 0.0, "activation_dropout": 0.0}),
     "bloom": Family(
         _bloom,
         "BloomForCausalLM",
         "causal",
-        {
-            "vocab_size": 250880,
-            "hidden_size": 64,
-            "n_layer": 2,
-            "n_head": 8,
-            "layer_norm_epsilon": 1e-5,
-            "initializer_range": 0.02,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "seq_length": 2048,
-            "tie_word_embeddings": True,
-        },
         {
             "attention_softmax_in_fp32": ...,
             "bias_dropout_fusion": ...,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from ..transformer import Transformer
@@ -136,84 +135,6 @@ def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-}
-_QWEN = _LLAMA | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-}
-_GEMMA = _LLAMA | {
-    "vocab_size": 256000,
-    "hidden_size": 3072,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "pad_token_id": 0,
-}
-
-
-def _causal(
-    read: Callable[[Entries, int | None], Transformer], module: str, defaults: dict[str, Any]
-) -> Family:
-    return Family(read, f"{module}ForCausalLM", "causal", defaults)
-
-
-FAMILIES = {
-    "llama": _causal(_llama, "Llama", _LLAMA),
-    "mistral": _causal(
-        _mistral,
-        "Mistral",
-        _LLAMA
-        | {
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
-    ),
-    "qwen2": _causal(_qwen2, "Qwen2", _QWEN | {"sliding_window": 4096}),
-    "qwen3": _causal(_qwen3, "Qwen3", _QWEN | {"sliding_window": 4096, "head_dim": 128}),
-    "gemma": _causal(_gemma, "Gemma", _GEMMA),
-    "gemma2": _causal(
-        _gemma2,
-        "Gemma2",
-        _GEMMA
-        | {
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-        },
-    ),
-}
-
-
 # --- further relatives: Phi-3, StarCoder2, StableLM, OLMo, Cohere, Granite ------------------------
 
 
@@ -299,93 +220,25 @@ def _granite(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-FAMILIES |= {
+FAMILIES = {
+    "llama": Family(_llama, "LlamaForCausalLM", "causal"),
+    "mistral": Family(_mistral, "MistralForCausalLM", "causal"),
+    "qwen2": Family(_qwen2, "Qwen2ForCausalLM", "causal"),
+    "qwen3": Family(_qwen3, "Qwen3ForCausalLM", "causal"),
+    "gemma": Family(_gemma, "GemmaForCausalLM", "causal"),
+    "gemma2": Family(_gemma2, "Gemma2ForCausalLM", "causal"),
     "phi3": Family(
         _phi3,
         "Phi3ForCausalLM",
         "causal",
-        _LLAMA
-        | {
-            "vocab_size": 32064,
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "resid_pdrop": 0.0,
-            "pad_token_id": 32000,
-            "rope_parameters": {"partial_rotary_factor": 1.0},
-        },
         # embd_pdrop is read by no line of the module.
         {"embd_pdrop": ..., "original_max_position_embeddings": ...},
     ),
-    "starcoder2": _causal(
-        _starcoder2,
-        "Starcoder2",
-        _LLAMA
-        | {
-            "vocab_size": 49152,
-            "hidden_size": 3072,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 24,
-            "num_key_value_heads": 2,
-            "hidden_act": "gelu_pytorch_tanh",
-            "max_position_embeddings": 4096,
-            "initializer_range": 0.018042,
-            "norm_epsilon": 1e-5,
-            "residual_dropout": 0.0,
-            "embedding_dropout": 0.0,
-            "use_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "stablelm": _causal(
-        _stablelm,
-        "StableLm",
-        _LLAMA
-        | {
-            "vocab_size": 50304,
-            "intermediate_size": 6912,
-            "hidden_size": 2560,
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 4096,
-            "layer_norm_eps": 1e-5,
-            "rope_parameters": {"partial_rotary_factor": 0.25},
-            "use_qkv_bias": False,
-            "use_parallel_residual": False,
-            "hidden_dropout": 0.0,
-        },
-    ),
-    "olmo": _causal(_olmo, "Olmo", _LLAMA | {"vocab_size": 50304, "pad_token_id": 1}),
-    "cohere": _causal(
-        _cohere,
-        "Cohere",
-        _LLAMA
-        | {
-            "vocab_size": 256000,
-            "hidden_size": 8192,
-            "intermediate_size": 22528,
-            "logit_scale": 0.0625,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 64,
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "rope_parameters": {"rope_theta": 500000.0},
-            "tie_word_embeddings": True,
-            "pad_token_id": 0,
-        },
-    ),
-    "granite": _causal(
-        _granite,
-        "Granite",
-        _LLAMA
-        | {
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-        },
-    ),
+    "starcoder2": Family(_starcoder2, "Starcoder2ForCausalLM", "causal"),
+    "stablelm": Family(_stablelm, "StableLmForCausalLM", "causal"),
+    "olmo": Family(_olmo, "OlmoForCausalLM", "causal"),
+    "cohere": Family(_cohere, "CohereForCausalLM", "causal"),
+    "granite": Family(_granite, "GraniteForCausalLM", "causal"),
 }
 
 

@@ -100,38 +100,10 @@ def _feed_forward(read: Entries) -> tuple[str, bool]:
     return ACTIVATIONS[name], kind == "gated"
 
 
-_T5: dict[str, Any] = {
-    "vocab_size": 32128,
-    "d_model": 512,
-    "d_kv": 64,
-    "d_ff": 2048,
-    "num_layers": 6,
-    "num_heads": 8,
-    "relative_attention_num_buckets": 32,
-    "relative_attention_max_distance": 128,
-    "dropout_rate": 0.1,
-    "layer_norm_epsilon": 1e-6,
-    "initializer_factor": 1.0,
-    "feed_forward_proj": "relu",
-    "n_positions": 512,
-}
 _USUAL = {"is_encoder_decoder": True}
 FAMILIES = {
-    "t5": Family(_t5, "T5ForConditionalGeneration", "translation", _T5, _USUAL),
-    "mt5": Family(
-        _t5,
-        "MT5ForConditionalGeneration",
-        "translation",
-        _T5
-        | {
-            "vocab_size": 250112,
-            "d_ff": 1024,
-            "num_layers": 8,
-            "num_heads": 6,
-            "feed_forward_proj": "gated-gelu",
-        },
-        _USUAL,
-    ),
+    "t5": Family(_t5, "T5ForConditionalGeneration", "translation", _USUAL),
+    "mt5": Family(_t5, "MT5ForConditionalGeneration", "translation", _USUAL),
 }
 
 

@@ -60,11 +60,6 @@ class AttentionStatistics:
     valid: Any
 
 
-@functools.lru_cache(maxsize=256)
-def _rows(seq_len: int) -> AlikeRows:
-    return AlikeRows(seq_len)
-
-
 class _Rule(NamedTuple):
     """Gauss nodes of one chi-square over its mean, and of two independent ones."""
 
@@ -196,20 +191,20 @@ def attention_statistics(
     norms = _norms(correlation, d_model, d_head, norm_spread, deficit)
     plus, minus = (1 + r) / 2 * norms.total, (1 - r) / 2 * norms.difference
     row_theta, pair_theta, psi = theta * norms.row, theta * (plus + minus), theta * (plus - minus)
-    rows = _rows(seq_len)
+    rows = AlikeRows.of(seq_len)
     # Fourth cumulant -6/(D+2) of a coordinate on a sphere in D dimensions.
     dimension = 1 / (deficit * (1 - correlation) ** 2 + STIFFNESS_LEAST) + 2
-    keys = key_corrections(rows.single, theta[..., 0], dimension, CORRECTED_MAX)
+    keys = key_corrections(rows.rows, theta[..., 0], dimension, CORRECTED_MAX)
     keys_of_nodes = keys._replace(dimension=_lift(keys.dimension), share=_lift(keys.share))
     seen = keys_of_nodes.covariance(
         np.concatenate([row_theta, pair_theta, pair_theta], -1),
         np.concatenate([row_theta, pair_theta, psi], -1),
     )
     single_count, pair_count = row_theta.shape[-1], psi.shape[-1]
-    single = rows.single(seen[..., :single_count])
+    single = rows.rows(seen[..., :single_count])
     seen_theta, seen_psi = seen[..., single_count:-pair_count], seen[..., -pair_count:]
     cosine = np.divide(seen_psi, seen_theta, out=np.ones_like(psi), where=seen_theta > 0)
-    pair = rows.pair(seen_theta, np.minimum(np.maximum(cosine, -1.0), 1.0))
+    pair = rows.pairs(seen_theta, seq_len, np.minimum(np.maximum(cosine, -1.0), 1.0))
     # Averages over the norms: of each statistic, and of each times its logit (co)variance's factor.
     row = _averages(single, norms.row_weights, norms.row)
     both = _averages(pair, norms.pair_weights, psi)
