@@ -11,6 +11,42 @@ benchmarks/data/band_draws.json, some three minutes on one core.
 
 Half an hour on one core at 120 draws each. Binomial standard error of a share of 95 % at 120
 draws: 2 %.
+
+What was found. Predicted over simulated deviation at layers 0 to 5 of 6, 800 draws each (standard
+error 2.6 %; d = 64, 12 tokens, dropout .1):
+
+    Pre-LN, correlation .3                    .99 1.00 1.00 1.00  .98 1.02
+    Pre-LN, correlation .05                  1.01 1.01 1.06 1.07 1.05 1.04
+    Post-LN, .1, temperature .6               .99 1.02 1.03 1.05 1.08 1.05
+    bottom-to-top, .3                         .99  .98  .99 1.00 1.00 1.00
+    GELU without norms, .3                    .91  .91  .94  .95  .98 1.03
+
+600 draws at d = 128 (8 layers Pre-LN, 64 tokens of correlation .2) deviate at layers 0 to 3 by
+.172 .131 .092 .061, of which 3 % is statistical error; predicted are .180 .141 .096 .064. 400 draws
+of four sequences (6 bottom-to-top layers, d = 96, 12 tokens) deviate by .173 (.006) at the input,
+predicted is .159.
+
+Share of 100 draws inside the 95 % band, at the input and above the last layer, and the measured
+deviation over the predicted one at both (standard errors .03 and .07), at d = 64 to 96, 16 to 40
+tokens:
+
+    bottom-to-top, 8 layers               .95  .94   1.00   .98
+    hybrid, 8 layers                      .94  .94    .97   .98
+    10 layers of width 64, batch 16       .94  .96   1.07  1.15
+    24 layers scaled, Post-LN, batch 4    .93  .95   1.02  1.07
+    head, next tokens, 6 layers, Pre-LN   .98  .93    .87  1.04     Post-LN   .95  .99    .94   .93
+    tied, 8 layers, Pre-LN                .97  .97    .87   .88     Post-LN   .95  .96    .94   .98
+    three texts at once, 6, Pre-LN        .97  .94    .96  1.06
+    masked, tokens alike, 10, Pre-LN      .93  .96   1.01   .96     Post-LN   .97 1.00    .95   .79
+    masked tokens of a text, 6, Pre-LN    .89  .90   1.30  1.23     BERT, 5   .94  .96   1.03   .85
+    4 classes, 5, Pre-LN: first token     .92  .92   1.20  1.26     mean      .95  .95   1.13  1.11
+    encoder, 4, of a decoder, 5: Pre-LN   .90  .95   1.05  1.02     Post-LN   .93  .92   1.01  1.11
+    encoder, 4, of a decoder with a head  .89  .95   1.16  1.05
+
+600 draws of an encoder of 2 layers below a decoder of 3 with a head, two texts at once, deviate by
+.278 at its input (3 %), predicted is .265; of one text by .336 and .311. Causal rows of parallel
+and rotary, bottom-to-top and hybrid layers were taken with earlier attention maps by token: 60
+draws had shares of .93 to .97 and ratios of .93 to 1.12.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ def straight(program: programs.Program) -> tuple[Callable[..., int], Any, int]:
     """The way up as a function of numbers, of what its one whole operation gives and of an array
     that takes what it keeps; that operation, with its operands' values; and how many it keeps."""
     ahead, tape = program.ahead(False), program._tape
-    leaving = [v.line.index for v in program._leaving if type(v) is programs.Recorded]
+    leaving = [v.line.place for v in program._leaving if type(v) is programs.Recorded]
     wanted = sorted({*leaving, *ahead.kept})
     guards = program._guards
-    needed = programs._needed(tape.operations, [*wanted, *(g.line.index for g in guards)])
+    needed = programs._needed(tape.operations, [*wanted, *(g.line.place for g in guards)])
     (whole,) = (k for k in sorted(needed) if tape.operations[k].name == "whole")
     text = programs._Text(tape.operations, needed, False, wanted)
     body = text.statements(0, program._split, guards)

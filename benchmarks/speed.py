@@ -486,9 +486,9 @@ most. So there are none. (`python benchmarks/replayed.py`.)
 
 
 def draw(found: dict[str, Any]) -> None:
-    from moments.show.plot import Picture, save
+    from moments.show.plot import Picture, dress, save
 
-    figure = Picture(figsize=(11, 4.0), layout="constrained")
+    figure = Picture(11, 4.0)
     panels = figure.subplots(1, 3, sharey=True)
     styles = (("o-", "#1b6ca8"), ("s--", "#c8553d"))
     for ax, what in zip(panels, ("layers", "tokens", "configurations"), strict=True):
@@ -496,8 +496,7 @@ def draw(found: dict[str, Any]) -> None:
         for (style, color), (name, points) in zip(styles, mine.items(), strict=False):
             ax.loglog(*zip(*points, strict=True), style, color=color, label=name.partition(", ")[2])
         ax.set_xlabel(what)
-        ax.grid(alpha=0.25, linewidth=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
+        dress(ax)
         ax.legend(frameon=False, fontsize=9)
     panels[0].set_ylabel("processor seconds, one thread")
     cost = found["rivals"]["real GPT-2, 8 seeds, 2 x 128 tokens, both ways"]["rival"]
@@ -513,12 +512,10 @@ def draw(found: dict[str, Any]) -> None:
         color="#666666",
     )
     where = found["machine"]
-    figure.suptitle(
+    figure.head(
         f"what a prediction costs: d_model 256, 4 heads ({where['cpu']}, load "
         f"{where['load at the start']})",
-        x=0.01,
-        ha="left",
-        fontsize=11,
+        11,
     )
     save(figure, PICTURE)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from html import escape
 from pathlib import Path
@@ -105,6 +106,14 @@ def parse_json(text: str | bytes, name: str) -> Any:
         if not level:
             return found
     raise domain_error(name, text[:40], deep)
+
+
+def finite(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """A row with null for numbers that JSON has no word for."""
+    return {
+        str(name): None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
 
 
 def read_object(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from moments.model.huggingface.sizes import sized_config
-from moments.torch.huggingface_modules import build_module
+from moments.torch import measure
+from moments.torch.huggingface_modules import build_module, text_batch
 
 
 def family_module(
@@ -16,6 +18,13 @@ def family_module(
     """A Hugging Face module of a family, with its own head; `changes` are entries of its config."""
     config = sized_config(kind, layers, width, vocab_size=vocab_size, seq_len=32)
     return build_module(config | changes, seed)
+
+
+def measured(config: Any, seq_len: int, seeds: int, **options: Any) -> tuple[Any, Any]:
+    """A config's module on text, with fresh weights in every draw, and the ids that it read."""
+    data = text_batch(config, seq_len=seq_len, seed=options.get("seed", 0))
+    build = functools.partial(build_module, config)
+    return measure(build, data, seeds=seeds, **options), data["input_ids"]
 
 
 def encoder(

@@ -42,7 +42,7 @@ from moments.noise.loss_noise import (
     mean_square,
 )
 from moments.noise.network import Network, OneByOne
-from moments.prediction.inputs import gaussian
+from moments.prediction.stack import gaussian
 from moments.transfer.architecture import declare
 from moments.transfer.attention.kernels import KernelAttention
 from moments.transfer.attention.response import AttentionResponse

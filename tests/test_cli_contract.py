@@ -17,9 +17,9 @@ import typer.main
 from typer.testing import CliRunner
 
 import moments
-from moments.cli import app, doctor
+from moments.cli import app, reference
 from moments.cli.base import PANELS, _complete_model, complete_scheme, out
-from moments.cli.doctor import schemas
+from moments.cli.reference import schemas
 
 ROOT = Path(__file__).parent.parent
 RUNNER = CliRunner()
@@ -225,7 +225,7 @@ def test_doctor_finds_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(package["ok"] for package in found["core"])
     assert any(device.startswith("cpu") for device in found["devices"])
     lines = ["numpy>=2.0", "no-such-package>=1", 'torch>=99; extra == "torch"']
-    monkeypatch.setattr(doctor, "_requirements", lambda: lines)
+    monkeypatch.setattr(reference, "_requirements", lambda: lines)
     monkeypatch.setattr(out, "width", 200)
     said = run("doctor", status=1).stdout
     assert "- no-such-package missing (>=1)" in said
@@ -233,6 +233,6 @@ def test_doctor_finds_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_versions_are_compared_as_numbers() -> None:
-    assert doctor._parts("2.10.1") > doctor._parts("2.9")
-    assert doctor._parts("2.13.0+cpu") >= doctor._parts("2.13")
-    assert doctor._parts("3") == doctor._parts("3.0.0")
+    assert reference._parts("2.10.1") > reference._parts("2.9")
+    assert reference._parts("2.13.0+cpu") >= reference._parts("2.13")
+    assert reference._parts("3") == reference._parts("3.0.0")

@@ -375,9 +375,9 @@ GPT2 = {
 def test_real_modules_on_real_text(config: dict[str, object]) -> None:
     """What the configs declare is what the modules do, beyond three standard errors."""
     pytest.importorskip("transformers")
-    from moments.torch.huggingface_modules import measure_config
+    from small_modules import measured
 
-    measurement, ids = measure_config(config, seq_len=48, batch=2, seeds=10, seed=2)
+    measurement, ids = measured(config, 48, 10, seed=2)
     model = moments.from_huggingface(config, seq_len=48)
     prediction = moments.predict(model, token_ids=ids, grad_kernel=last_grad_kernel(measurement))
     frame = moments.compare(prediction, measurement).to_frame()

@@ -21,7 +21,7 @@ from moments.engine.state import Gradient, Kernel
 from moments.formulas.activation import RELU, SILU
 from moments.formulas.linear import LINEAR
 from moments.formulas.normalization import RMSNORM
-from moments.prediction.inputs import gaussian
+from moments.prediction.stack import gaussian
 from moments.transfer.attention.self_attention import SelfAttention
 from moments.transfer.elementary import Activation, Linear
 from moments.transfer.gated import GatedLinear

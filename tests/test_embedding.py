@@ -17,7 +17,7 @@ from moments.errors import DomainError
 from moments.formulas.normalization import LAYERNORM
 from moments.model.embedding import Embedding
 from moments.model.patches import PatchEmbedding
-from moments.prediction.inputs import gaussian
+from moments.prediction.stack import gaussian
 from moments.transfer.embedding import (
     embedded_alike,
     embedding_gradients,

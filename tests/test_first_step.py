@@ -45,7 +45,7 @@ from moments.step.sites import Reading
 from moments.torch import measure_step
 from moments.torch.batches import inputs_of
 from moments.torch.huggingface_modules import build_module, module_batch, text_batch
-from moments.torch.step import _made
+from moments.torch.step import Lion
 
 GPT2 = {
     "model_type": "gpt2",
@@ -668,7 +668,7 @@ def test_a_sum_of_steps_is_torch_s() -> None:
             Updates("sgd", 3, momentum=0.8, nesterov=True),
             lambda p: torch.optim.SGD(p, 1.0, 0.8, nesterov=True),
         ),
-        (Updates("lion", 3, (0.9, 0.99)), lambda p: _made("lion", {})(torch.nn.Module(), p, 1.0)),
+        (Updates("lion", 3, (0.9, 0.99)), lambda p: Lion(p, 1.0)),
     ):
         weight = torch.nn.Parameter(torch.zeros(50, dtype=torch.double))
         optimizer = make([weight])
@@ -755,6 +755,32 @@ def test_measure_step_is_torch_s_own_and_leaves_the_module(batch: Any) -> None:
     assert named.slope == pytest.approx(-norms, rel=1e-3)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())
+    with pytest.raises(moments.DomainError, match="amsgrad"):
+        measure_step(module, batch, "adam", 1e-4, amsgrad=True)
+    with pytest.raises(moments.DomainError, match="adamw"):  # torch's Adam adds it to the gradient
+        measure_step(module, batch, "adam", 1e-4, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), [("sgd", 0.1), ("adam", 1e-3), ("muon", 1e-3)])
+def test_a_users_own_module_steps_as_predicted(optimizer: str, rate: float) -> None:
+    """Read from its dataflow, its queries, keys and values in one matrix; bound: three standard
+    errors and a percent."""
+    import nano_gpt
+
+    config = nano_gpt.Config(n_layer=2, dropout=0.0, n_embd=64, block_size=24)
+    read = nano_gpt.text(config, batch=2)
+
+    def module(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return nano_gpt.GPT(config)
+
+    measured = measure_step(module, read, optimizer, rate, seeds=8)
+    assert isinstance(measured, moments.StepMeasurement)
+    model = moments.torch.describe(module(0)).model
+    ids, targets = (read[name].numpy() for name in ("idx", "targets"))
+    found = moments.predict(model, token_ids=ids, targets=targets).after(optimizer, rate)
+    allowed = 3 * measured.loss_change_stderr + 0.01 * abs(measured.loss_change)
+    assert found.loss_change == pytest.approx(measured.loss_change, abs=allowed)
 
 
 # --- what users hold -----------------------------------------------------------------------------

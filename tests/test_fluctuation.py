@@ -18,7 +18,7 @@ from moments.engine.trace import Record
 from moments.formulas.activation import activation_laws
 from moments.formulas.linear import LINEAR, SCALE
 from moments.formulas.normalization import RMSNORM
-from moments.prediction.inputs import alike, gaussian
+from moments.prediction.stack import alike, gaussian
 from moments.transfer.attention.self_attention import SelfAttention
 from moments.transfer.elementary import Activation, Linear, Scale
 from moments.transfer.gated import GatedLinear

@@ -8,13 +8,14 @@ from moments import DomainError, MomentsError
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import small_modules  # noqa: E402
+
 from moments import torch as measured_by  # noqa: E402
 from moments.model.huggingface.sizes import sized_config  # noqa: E402
 from moments.torch.hook_points import hook_points  # noqa: E402
 from moments.torch.huggingface_modules import (  # noqa: E402
     build_module,
     image_batch,
-    measure_config,
     module_batch,
     text_batch,
 )
@@ -69,7 +70,7 @@ def without_dropout(module):
 
 @CONFIGS
 def test_every_site_is_found(config):
-    measured, ids = measure_config(config, seq_len=SEQ_LEN, seeds=2)
+    measured, ids = small_modules.measured(config, SEQ_LEN, 2)
     frame = measured.to_frame()
     for layer in (1, 2):
         assert set(frame[frame["layer"] == layer]["site"]) == LAYER_SITES
@@ -211,7 +212,7 @@ def test_sites_hold_the_tensors_they_name(config):
 
 @CONFIGS
 def test_embedding_variance_is_the_sum_of_the_tables(config):
-    measured, _ = measure_config(config, seq_len=SEQ_LEN, seeds=16)
+    measured, _ = small_modules.measured(config, SEQ_LEN, 16)
     row = measured.to_frame().query("site == 'embedding.sum'").iloc[0]
     tables = 3 if config is BERT else 2
     assert row["variance_stderr"] < 0.03 * row["variance"]

@@ -23,8 +23,8 @@ from moments.formulas.head import CROSS_ENTROPY
 from moments.model.embedding import Embedding
 from moments.model.head import Head
 from moments.model.transformer import Transformer
-from moments.prediction.inputs import gaussian
 from moments.prediction.predict import predict
+from moments.prediction.stack import gaussian
 from moments.transfer.architecture import declare
 from moments.transfer.embedding import embedded_alike, joint_kernel
 from moments.transfer.head.components import head_chain

@@ -19,7 +19,7 @@ from moments.formulas.activation import activation_laws
 from moments.formulas.linear import DROPOUT, LINEAR
 from moments.formulas.normalization import LAYERNORM, RMSNORM
 from moments.noise.overlap import stack_overlaps
-from moments.prediction.inputs import alike, gaussian
+from moments.prediction.stack import alike, gaussian
 from moments.transfer.attention.response import averaging_elasticity, uniform_rows, unshared_spread
 from moments.transfer.attention.self_attention import SelfAttention
 from moments.transfer.elementary import Activation, Dropout, Linear

@@ -27,7 +27,7 @@ from moments.formulas.activation import (
 )
 from moments.formulas.linear import BIASED_LINEAR, DROPOUT, LINEAR
 from moments.formulas.normalization import LAYERNORM, RMSNORM
-from moments.prediction.inputs import gaussian
+from moments.prediction.stack import gaussian
 from moments.transfer.elementary import Dropout, Linear
 from moments.transfer.gated import GatedLinear
 from moments.transfer.normalization import DynamicTanh, FiniteNormalization

@@ -16,7 +16,7 @@ from moments.engine.state import Gradient, Kernel, Signal
 from moments.errors import DomainError
 from moments.formulas.activation import GELU, IDENTITY, RELU
 from moments.formulas.linear import DROPOUT, LINEAR, SCALE
-from moments.prediction.inputs import gaussian
+from moments.prediction.stack import gaussian
 from moments.transfer.elementary import Activation, Dropout, Linear, Scale
 
 STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")

@@ -18,7 +18,7 @@ from moments.engine.state import Fluctuation, Gradient, Kernel
 from moments.formulas.linear import LINEAR
 from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS
 from moments.formulas.normalization import LAYERNORM
-from moments.prediction.inputs import alike, gaussian
+from moments.prediction.stack import alike, gaussian
 from moments.transfer.elementary import Linear
 from moments.transfer.normalization import FiniteNormalization
 

@@ -9,27 +9,7 @@ from typing import Any
 
 from . import base
 
-MODULES = {
-    "predict": "predict",
-    "explain": "solve",
-    "compare-schemes": "papers",
-    "report": "pages",
-    "explore": "pages",
-    "sweep": "sweep",
-    "first-step": "first_step",
-    "check": "check",
-    "compare": "compare",
-    "audit": "audit",
-    "solve": "solve",
-    "schemes": "reference",
-    "formulas": "reference",
-    "figures": "papers",
-    "validate": "validate",
-    "model": "doctor",
-    "schema": "doctor",
-    "doctor": "doctor",
-}
-"""Where each command stands."""
+MODULES = {name: module for names in base.PANELS.values() for name, module in names.items()}
 
 
 def main() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
@@ -20,103 +22,36 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ..errors import DomainError, MomentsError, ValidityWarning, brief, domain_error
-from ..files import parse_json, read_toml
+from ..files import parse_json, read_toml, replacing
 
 if TYPE_CHECKING:
     from ..model.transformer import Transformer
 
 
-QuietOption = Annotated[
-    bool,
-    typer.Option(
-        "--quiet",
-        "-q",
-        help="No notes, warnings or progress on standard error; errors are still said.",
-    ),
-]
-
-
 PANELS = {
-    "Predict and look": (
-        "predict",
-        "explain",
-        "compare-schemes",
-        "report",
-        "explore",
-        "sweep",
-        "first-step",
-    ),
-    "Check what you have": ("check", "compare", "audit"),
-    "Initialise": ("solve", "schemes"),
-    "Formulas and their accuracy": ("formulas", "figures", "validate"),
-    "Files and installation": ("model", "schema", "doctor"),
+    "Predict and look": {
+        "predict": "predict",
+        "explain": "predict",
+        "compare-schemes": "sweep",
+        "report": "pages",
+        "explore": "pages",
+        "sweep": "sweep",
+        "first-step": "predict",
+    },
+    "Check what you have": {"check": "check", "compare": "check", "audit": "check"},
+    "Initialise": {"solve": "predict", "schemes": "reference"},
+    "Formulas and their accuracy": {
+        "formulas": "reference",
+        "figures": "papers",
+        "validate": "papers",
+    },
+    "Files and installation": {
+        "model": "reference",
+        "schema": "reference",
+        "doctor": "reference",
+    },
 }
-"""Commands as the help lists them."""
-
-
-class _Listed(TyperGroup):
-    """Commands in the order of `PANELS`."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        listed = [name for names in PANELS.values() for name in names]
-        return sorted(super().list_commands(ctx), key=listed.index)
-
-
-class Application(typer.Typer):
-    """Commands that can be told to keep quiet, and whose help ends with examples."""
-
-    def command(  # type: ignore[override]
-        self, name: str | None = None, *, examples: Sequence[str] = (), **kwargs: Any
-    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """As of Typer; `examples` are command lines without the leading "moments"."""
-        epilog = "\n\n".join(["Examples:", *(f"  moments {line}" for line in examples)])
-        of_typer = super().command
-
-        def add(function: Callable[..., None]) -> Callable[..., None]:
-            known = name or function.__name__.replace("_", "-")
-            (panel,) = (title for title, names in PANELS.items() if known in names)
-            register = of_typer(
-                name, epilog=epilog if examples else None, rich_help_panel=panel, **kwargs
-            )
-            register(_quietable(function))
-            return function
-
-        return add
-
-
-def _quietable(function: Callable[..., None]) -> Callable[..., None]:
-    """A command with --quiet: its standard error goes nowhere, and `main` says errors after it."""
-
-    @functools.wraps(function)
-    def run(*, quiet: bool, **options: Any) -> None:
-        with contextlib.ExitStack() as stack:
-            if quiet:
-                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-                stack.enter_context(contextlib.redirect_stderr(nowhere))
-            function(**options)
-
-    hints = get_type_hints(function, include_extras=True) | {"quiet": QuietOption}
-    given = inspect.signature(function).parameters.values()
-    last = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False)
-    parameters = [p.replace(annotation=hints[p.name]) for p in (*given, last)]
-    command: Any = run
-    command.__signature__, command.__annotations__ = inspect.Signature(parameters), hints
-    return run
-
-
-app = Application(
-    cls=_Listed,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Closed-form signal propagation in transformers at initialisation.",
-    epilog="Start with:\n\n  moments predict bert-base\n\n  moments explore\n\n"
-    "  moments COMMAND --help, whose examples can be copied",
-)
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
-
-# The parser's own base error: typer exports its subclasses, from click or from a copy of it.
-_ParserError: Any = typer.BadParameter.__mro__[2]
+"""Commands as the help lists them, and the module here in which each stands."""
 
 
 class TheoryName(StrEnum):
@@ -176,6 +111,16 @@ SchemeOption = Annotated[
     ),
 ]
 TheoryOption = Annotated[TheoryName, typer.Option(help="Which formulas to use.")]
+InputVariance = Annotated[float | None, typer.Option("--variance", help="Of what enters layer 1.")]
+InputCorrelation = Annotated[float | None, typer.Option("--correlation", help="Of its tokens.")]
+QuietOption = Annotated[
+    bool,
+    typer.Option(
+        "--quiet",
+        "-q",
+        help="No notes, warnings or progress on standard error; errors are still said.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
@@ -207,6 +152,142 @@ PlotOption = Annotated[
         callback=writable,
     ),
 ]
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command found; each way to show it is made only where it is asked for.
+
+    Attributes:
+        said: makes what is printed: a text, several rich tables and marked-up lines, or None where
+            it prints itself.
+        data: makes what --json prints: JSON as text, or what is to become it.
+        frame: makes the rows that --csv writes.
+        figure: makes the picture that --plot writes.
+        passed: whether what was to be checked holds; else the exit status is 1.
+    """
+
+    said: Callable[[], Any]
+    data: Callable[[], Any]
+    frame: Callable[[], Any] = dict
+    figure: Callable[[], Any] = dict
+    passed: bool = True
+
+    def show(
+        self, as_json: bool = False, csv: Path | None = None, plot: Path | None = None
+    ) -> None:
+        """Write and print what was asked for.
+
+        Raises:
+            typer.Exit: it did not pass.
+        """
+        if csv is not None:
+            with replacing(csv) as partial:
+                self.frame().to_csv(partial, index=False)
+        if plot is not None:
+            write_plot(self.figure(), plot)
+        if as_json:
+            data = self.data()
+            print(data if isinstance(data, str) else json.dumps(data, indent=2, allow_nan=False))
+        elif isinstance(said := self.said(), str):
+            out.print(escaped(said), soft_wrap=True)
+        else:
+            for each in said or ():
+                out.print(each)
+        if not self.passed:
+            raise typer.Exit(1)
+
+
+_WAYS: dict[str, tuple[Any, Any]] = {
+    "as_json": (JsonOption, False),
+    "csv": (CsvOption, None),
+    "plot": (PlotOption, None),
+}
+"""Parameters of `Answer.show`: the options they are, and their defaults."""
+
+
+class _Listed(TyperGroup):
+    """Commands in the order of `PANELS`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        listed = [name for names in PANELS.values() for name in names]
+        return sorted(super().list_commands(ctx), key=listed.index)
+
+
+class Application(typer.Typer):
+    """Commands that can be told to keep quiet, and whose help ends with examples."""
+
+    def command(  # type: ignore[override]
+        self,
+        name: str | None = None,
+        *,
+        examples: Sequence[str] = (),
+        ways: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> Callable[[Callable[..., Answer | None]], Callable[..., Answer | None]]:
+        """As of Typer; `examples` are command lines without the leading "moments", and `ways` the
+        options in which the command's `Answer` is shown."""
+        epilog = "\n\n".join(["Examples:", *(f"  moments {line}" for line in examples)])
+        of_typer = super().command
+
+        def add(function: Callable[..., Answer | None]) -> Callable[..., Answer | None]:
+            known = name or function.__name__.replace("_", "-")
+            (panel,) = (title for title, names in PANELS.items() if known in names)
+            register = of_typer(
+                name, epilog=epilog if examples else None, rich_help_panel=panel, **kwargs
+            )
+            register(_framed(function, ways))
+            return function
+
+        return add
+
+
+def _framed(function: Callable[..., Answer | None], ways: Sequence[str]) -> Callable[..., None]:
+    """A command with the options in which its answer is shown, and with --quiet: its standard error
+    goes nowhere, and `main` says errors after it."""
+    own = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def run(*, quiet: bool, **options: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            if quiet:
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.enter_context(contextlib.redirect_stderr(nowhere))
+            answer = function(**{name: value for name, value in options.items() if name in own})
+            if answer is not None:
+                answer.show(**{name: options[name] for name in ways})
+
+    hints = get_type_hints(function, include_extras=True)
+    added = {name: _WAYS[name] for name in ways if name not in own} | {
+        "quiet": (QuietOption, False)
+    }
+    parameters = [p.replace(annotation=hints[p.name]) for p in own.values()]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+        for name, (option, default) in added.items()
+    ]
+    command: Any = run
+    command.__signature__ = inspect.Signature(parameters)
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+app = Application(
+    cls=_Listed,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Closed-form signal propagation in transformers at initialisation.",
+    epilog="Start with:\n\n  moments predict bert-base\n\n  moments explore\n\n"
+    "  moments COMMAND --help, whose examples can be copied",
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+# The parser's own base error: typer exports its subclasses, from click or from a copy of it.
+_ParserError: Any = typer.BadParameter.__mro__[2]
 
 
 def main() -> None:
@@ -445,14 +526,6 @@ def scheme_options(given: list[str] | None) -> dict[str, Any]:
         except ValueError:
             found[name] = value
     return found
-
-
-def write_csv(frame: Any, path: Path) -> None:
-    """A table as CSV, whole or not at all."""
-    from ..files import replacing
-
-    with replacing(path) as partial:
-        frame.to_csv(partial, index=False)
 
 
 def write_plot(figure: Any, path: Path) -> None:

@@ -1,34 +1,168 @@
-"""`moments check`: whether a model is in order at initialisation, for people and for CI."""
+"""A model beside what it should be: `moments check`, `audit` and `compare`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DomainError, MomentsError, brief, refused
-from ..files import replacing
+from ..errors import DomainError, MomentsError, brief, domain_error, refused
+from ..files import finite, read_object, replacing
+from ..formulas.checks import check_count
 from .base import (
-    CsvOption,
+    Answer,
     JsonOption,
+    LayersOption,
+    ModelArgument,
+    OneScheme,
     PlotOption,
+    SchemeOption,
     SeqLenOption,
+    TheoryName,
+    TheoryOption,
     app,
     complete_scheme,
     declared,
     escaped,
+    named,
     no_preset,
-    out,
+    scheme_options,
+    stored_model,
     writable,
-    write_csv,
     write_plot,
 )
+
+if TYPE_CHECKING:
+    from ..model.transformer import Transformer
+    from ..prediction.measurement import Measurement
+
+# --- audit ----------------------------------------------------------------------------------------
+
+
+@app.command(
+    examples=(
+        "audit checkpoint/",
+        "audit checkpoint/ --scheme dslm",
+        "audit train.py:build --scheme scaled-init",
+        "audit model.safetensors --plan plan.json --csv tensors.csv",
+        "audit bert-tiny --seed 3",
+    ),
+    ways=("as_json", "csv"),
+)
+def audit(
+    module: Annotated[
+        str,
+        typer.Argument(
+            help="FILE.py:NAME, where NAME is a module or gives one (or a module and a batch) when "
+            "called; or a checkpoint's folder or .safetensors file with config.json beside it; or "
+            "a preset or config.json, whose module is then drawn afresh.",
+            show_default=False,
+        ),
+    ],
+    scheme: OneScheme = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="A plan or model as JSON, as `moments solve --json` prints it."),
+    ] = None,
+    layers: LayersOption = None,
+    option: SchemeOption = None,
+    seed: Annotated[int, typer.Option(help="Of a fresh module's weights.")] = 0,
+) -> Answer:
+    """Check a module's weights, gains and residual multipliers against a scheme or plan.
+
+    Without either, against the initialisation that its own config promises. Exit status 1 where
+    the audit fails.
+    """
+    from ..scheme.registry import scheme as known
+    from ..torch.audit import audit as run
+
+    if scheme is not None and plan is not None:
+        raise DomainError("--scheme and --plan both say what is right: give one")
+    options = scheme_options(option)
+    if options and scheme is None:
+        raise DomainError("--option is a scheme's: give its --scheme too")
+    if scheme is not None:
+        known(scheme)
+    # What is wrong with a plan is said before a module is built, which may take minutes.
+    wanted: Any = scheme if plan is None else _planned(plan)
+    target, batch = _module(module, layers, seed)
+    expected = _promised(target) if wanted is None else wanted
+    with running(module):
+        report = run(target, expected, batch=batch, options=options or None)
+
+    def data() -> dict[str, Any]:
+        lists = ("advice", "unchecked", "unidentified", "undeclared")
+        return {
+            "format": 1,
+            "passed": report.passed,
+            "source": report.source,
+            **{name: list(getattr(report, name)) for name in lists},
+            "findings": [finite(row) for row in report.to_frame().to_dict("records")],
+        }
+
+    return Answer(said=lambda: str(report), data=data, frame=report.to_frame, passed=report.passed)
+
+
+def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
+    """A module, and what its author runs it on where they say so."""
+    from ..model.presets import preset
+    from ..torch.checkpoints import load
+    from ..torch.huggingface_modules import build_module
+
+    refuse_pickle("MODULE", name)
+    path, (file, colon, inside) = Path(name), name.rpartition(":")
+    own = bool(colon) and file.endswith(".py")
+    if name in preset.names():
+        return build_module(preset.config(name), seed, layers=layers), None
+    stored = _stored(name)
+    if stored or own:
+        if layers is not None:
+            raise DomainError("--layers is for a module drawn afresh: this one has its own")
+        return made(file, inside, "MODULE") if own else (load(path), None)
+    if path.suffix == ".py":
+        raise DomainError(f"MODULE = {brief(name)}: say what in it: {name}:NAME")
+    if os.path.exists(path):
+        return build_module(name, seed, layers=layers), None
+    raise no_preset("MODULE", name, "FILE.py:NAME, a checkpoint, a config nor a preset")
+
+
+def _promised(module: Any) -> Transformer:
+    """What a module's own config promises, or torch's own class.
+
+    Raises:
+        DomainError: neither says anything.
+    """
+    from ..torch.architecture import promised_by
+    from ..torch.running import is_module, unwrapped
+
+    if not is_module(module):
+        raise domain_error("MODULE", type(module).__name__, "an nn.Module")
+    if (found := promised_by(unwrapped(module))) is not None:
+        return found
+    raise DomainError(
+        f"nothing in {type(module).__name__} says how it is meant to be drawn: pass --scheme or "
+        "--plan; `moments check` says what its weights look like"
+    )
+
+
+def _planned(plan: Path) -> Transformer:
+    """The model of a plan's JSON."""
+    entries = read_object(plan, "--plan", "a plan or model as JSON")
+    try:
+        return stored_model(entries)[0]
+    except DomainError as error:
+        raise DomainError(f"--plan {plan}: not a plan or model: {error}") from None
+
+
+# --- check ----------------------------------------------------------------------------------------
 
 HtmlOption = Annotated[
     Path | None,
@@ -44,7 +178,8 @@ HtmlOption = Annotated[
         "check config.json --seq-len 256",
         "check checkpoint/ --scheme dslm --html health.html",
         "check bert-base --json --quiet",
-    )
+    ),
+    ways=("as_json", "csv", "plot"),
 )
 def check(
     subject: Annotated[
@@ -63,30 +198,24 @@ def check(
         ),
     ] = None,
     seq_len: SeqLenOption = None,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
     html: HtmlOption = None,
-    plot: PlotOption = None,
-) -> None:
+) -> Answer:
     """Check a model before it is trained: its scheme, growth, gradients, first loss, number range.
 
     A config is judged by its predictions alone. Exit status 1 where there are findings, 2 where it
     cannot be read.
     """
     report = _checked(subject, scheme, seq_len)
-    if csv is not None:
-        write_csv(report.to_frame(), csv)
     if html is not None:
         with replacing(html) as partial:
             Path(partial).write_text(report.to_html(), encoding="utf-8")
-    if plot is not None:
-        write_plot(report.plot(), plot)
-    if as_json:
-        print(report.to_json())
-    else:
-        out.print(escaped(str(report)), soft_wrap=True)
-    if not report.healthy:
-        raise typer.Exit(1)
+    return Answer(
+        said=lambda: str(report),
+        data=report.to_json,
+        frame=report.to_frame,
+        figure=report.plot,
+        passed=report.healthy,
+    )
 
 
 def _checked(subject: str, scheme: str | None, seq_len: int | None) -> Any:
@@ -177,3 +306,160 @@ def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
     if isinstance(found, tuple) and len(found) == 2:
         return found
     return found, None
+
+
+# --- compare --------------------------------------------------------------------------------------
+
+SEQ_LEN = 128
+
+
+@app.command(
+    examples=(
+        "compare bert-base",
+        "compare config.json --seq-len 64 --seeds 8 --plot mine.pdf",
+        "compare gpt2 --layers 4 --theory published --json",
+        "compare bert-tiny --max-error 0.05 --quiet",
+    ),
+    ways=("as_json", "csv"),
+)
+def compare(
+    model: ModelArgument = None,
+    layers: LayersOption = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help=f"Tokens per sequence of a text; {SEQ_LEN} unless given.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences or pictures per seed.")] = 2,
+    seeds: Annotated[int, typer.Option(help="Draws of the weights.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
+    theory: TheoryOption = TheoryName.refined,
+    measured_gradient: Annotated[
+        bool,
+        typer.Option(
+            "--measured-gradient",
+            help="Start the backward pass from the gradient measured at the last layer, "
+            "not from the predicted loss.",
+        ),
+    ] = False,
+    max_error: Annotated[
+        float | None,
+        typer.Option(help="Exit 1 if the stream's mean forward-variance error exceeds this."),
+    ] = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+    picture: Annotated[bool, typer.Option(help="Draw the picture.")] = True,
+) -> Answer:
+    """Predict a model, measure the real module on real input, and put both side by side.
+
+    The module is a randomly initialised Hugging Face model built from the same config; it reads
+    English text or pictures and its own loss is differentiated. Where the theory covers the head,
+    loss and gradients are predicted absolutely; else the gradient measured at the last layer is
+    where the prediction's backward pass starts.
+    """
+    from ..prediction.predict import predict as run
+    from ..show.comparison import compare as put_beside
+    from ..show.report import comparison_tables, summary_table
+    from ..transfer.architecture import check_coverage
+
+    if model is None:
+        raise DomainError("no MODEL given: name a preset or a config.json")
+    for name, value, least in (("seeds", seeds, 1), ("batch", batch, 1), ("seed", seed, 0)):
+        check_count(name, value, least=least)  # before a module is built
+    config = _config_at(model, layers)
+    described, read = _described(config, seq_len, batch, seed)
+    check_coverage(described, theory.value)
+    measurement = _measured(config, read, seeds, seed)
+    given = _given(described, read, measurement, theory.value, measured_gradient)
+    prediction = run(described, theory=theory.value, progress=True, **given)
+    comparison = put_beside(prediction, measurement)
+    summary = comparison.summary()
+    if plot is None and picture and not as_json:
+        plot = Path(f"{Path(model).stem}-compare.png")
+    if plot is not None:
+        write_plot(comparison.plot(named(model)), plot)
+
+    def said() -> tuple[Any, ...]:
+        drawn = () if plot is None else (f"picture: {plot}",)
+        tables = (summary_table(comparison), *comparison_tables(comparison))
+        return escaped(comparison.verdict()), *tables, *drawn
+
+    def data() -> dict[str, Any]:
+        frames = {
+            "summary": summary,
+            "points": comparison.points(),
+            "outputs": comparison.outputs(),
+            "weight_gradients": comparison.weight_gradients(),
+        }
+        return {
+            "format": 1,
+            "prediction": json.loads(prediction.to_json()),
+            "measurement": json.loads(measurement.to_json()),
+            "verdict": comparison.verdict(),
+            **{name: json.loads(f.to_json(orient="records")) for name, f in frames.items()},
+        }
+
+    stream = summary[(summary["points"] == "stream") & (summary["quantity"] == "variance")]
+    passed = max_error is None or float(stream["mean"].iloc[0]) <= max_error
+    return Answer(said=said, data=data, frame=comparison.to_frame, passed=passed)
+
+
+def _config_at(name: str, layers: int | None) -> dict[str, Any]:
+    """The entries of a preset's or a file's config, at another depth where one is given."""
+    from ..model.huggingface.config import read_config
+    from ..model.huggingface.sizes import at_depth
+    from ..model.presets import preset
+
+    known = name in preset.names()
+    if not known and not os.path.exists(name) and not name.endswith(".json"):
+        raise no_preset("MODEL", name)
+    entries = dict(preset.config(name)) if known else read_config(name)
+    return entries if layers is None else at_depth(entries, layers)
+
+
+def _described(
+    config: dict[str, Any], seq_len: int | None, batch: int, seed: int
+) -> tuple[Transformer, dict[str, Any]]:
+    """The declaration of a config, and what its module reads."""
+    from ..model.huggingface.config import family, from_huggingface
+    from ..torch.huggingface_modules import module_batch
+
+    if family(config.get("model_type")).task == "images":
+        if seq_len is not None:
+            raise DomainError("--seq-len is for a model that reads text: leave it out")
+    else:
+        seq_len = SEQ_LEN if seq_len is None else seq_len
+    data = module_batch(config, seq_len=seq_len, batch=batch, seed=seed)
+    return from_huggingface(config, seq_len=seq_len), data
+
+
+def _measured(config: dict[str, Any], data: Any, seeds: int, seed: int) -> Measurement:
+    from ..torch.huggingface_modules import build_module
+    from ..torch.measure import measure
+
+    build = functools.partial(build_module, config)
+    return measure(build, data, seeds=seeds, seed=seed, progress=True)
+
+
+def _given(
+    declared: Transformer,
+    data: dict[str, Any],
+    measurement: Measurement,
+    theory: str,
+    measured: bool,
+) -> dict[str, Any]:
+    """What `predict` is told of the input and of the gradient."""
+    from ..torch.batches import inputs_of, measured_gradient
+
+    given = inputs_of(declared, data)
+    refined = theory == "refined"
+    if not refined:
+        given.pop("tokens", None)
+    has_loss = declared.head is not None and declared.head.loss is not None
+    if has_loss and refined and measurement.loss is not None and not measured:
+        return given
+    given.pop("targets", None)
+    if refined:
+        return given | measured_gradient(declared, measurement, given)
+    return given | {
+        "grad_variance": float(measurement.grad_variance[-1]),
+        "grad_correlation": float(measurement.grad_correlation[-1]),
+    }

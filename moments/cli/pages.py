@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,14 +9,15 @@ import typer
 
 from ..errors import DomainError
 from .base import (
-    JsonOption,
+    Answer,
+    InputCorrelation,
+    InputVariance,
     LayersOption,
     ModelArgument,
     SeqLenOption,
     SomeSchemes,
     app,
     declared,
-    escaped,
     named,
     note,
     out,
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
         "report config.json --seq-len 256 -o mine.html",
         "report gpt2 --scheme dslm --scheme admin -o two.html",
         "report gpt2 --no-schemes -o quick.html",
-    )
+    ),
+    ways=("as_json",),
 )
 def report(
     model: ModelArgument = None,
@@ -48,12 +49,11 @@ def report(
     ] = Path("report.html"),
     layers: LayersOption = None,
     seq_len: SeqLenOption = None,
-    variance: Annotated[float | None, typer.Option(help="Of what enters layer 1.")] = None,
-    correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
+    variance: InputVariance = None,
+    correlation: InputCorrelation = None,
     scheme: SomeSchemes = None,
     schemes: Annotated[bool, typer.Option(help="Compare with published schemes.")] = True,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Write one self-contained page about a model: growth, gradients, schemes, what to cite.
 
     The page needs no network, follows the reader's light or dark setting, and prints.
@@ -81,19 +81,18 @@ def report(
         found = make(described, name=named(model), schemes=chosen, step=step, **inputs)
         advance(before)
     found.save(output)
-    if as_json:
-        said = {
+    verdict = growth(found.prediction)
+    return Answer(
+        said=lambda: f"{verdict}\npage: {output}",
+        data=lambda: {
             "format": 1,
             "page": str(output),
             "model": described.to_dict(),
-            "verdict": growth(found.prediction),
+            "verdict": verdict,
             "warnings": list(found.prediction.warnings),
             "schemes": [] if found.schemes is None else list(found.schemes.predictions),
-        }
-        print(json.dumps(said, indent=2))
-    else:
-        out.print(escaped(growth(found.prediction)), soft_wrap=True)
-        out.print(f"page: {escaped(str(output))}", soft_wrap=True)
+        },
+    )
 
 
 @app.command(

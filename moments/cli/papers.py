@@ -1,77 +1,22 @@
-"""`moments compare-schemes` and `moments figures`: schemes side by side, the papers' pictures."""
+"""What the papers hold: `moments figures`, and the theories against simulations, `validate`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import DomainError
 from ..formulas.checks import check_choice
-from .base import (
-    CsvOption,
-    JsonOption,
-    LayersOption,
-    ModelArgument,
-    PlotOption,
-    SchemeOption,
-    SeqLenOption,
-    SomeSchemes,
-    app,
-    escaped,
-    named,
-    out,
-    scheme_options,
-    with_input,
-    write_csv,
-    write_plot,
-)
-
-
-@app.command(
-    "compare-schemes",
-    examples=(
-        "compare-schemes bert-base --plot schemes.svg",
-        "compare-schemes config.json --layers 96 --scheme dslm --scheme deepnorm",
-        "compare-schemes bert-base --json > schemes.json",
-    ),
-)
-def compare_schemes(
-    model: ModelArgument = None,
-    layers: LayersOption = None,
-    seq_len: SeqLenOption = None,
-    scheme: SomeSchemes = None,
-    option: SchemeOption = None,
-    variance: Annotated[float | None, typer.Option(help="Of what enters layer 1.")] = None,
-    correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
-    plot: PlotOption = None,
-) -> None:
-    """What every scheme does to one model: growth, gradients, correlation, in one table."""
-    from ..show.scheme_table import compare_schemes as run
-
-    described, inputs = with_input(model, layers, seq_len, variance, correlation)
-    found = run(described, scheme or None, options=scheme_options(option), **inputs)
-    if not found.predictions:
-        reasons = "; ".join(dict.fromkeys(found.left_out.values()))
-        raise DomainError(f"no scheme could be applied: {reasons}")
-    if csv is not None:
-        write_csv(found.to_frame(), csv)
-    if plot is not None:
-        write_plot(found.plot(named(model)), plot)
-    if as_json:
-        records = json.loads(found.to_frame().to_json(orient="records"))
-        said = {"format": 1, "schemes": records, "left_out": dict(found.left_out)}
-        print(json.dumps(said, indent=2))
-    else:
-        out.print(escaped(str(found)), soft_wrap=True)
+from .base import Answer, TheoryName, app, escaped, out, steps
 
 
 @app.command(
     examples=("figures --list", "figures kedia-3", "figures --format pdf --folder papers"),
+    ways=("as_json",),
 )
 def figures(
     name: Annotated[str | None, typer.Argument(help="Which; left out: all.")] = None,
@@ -80,8 +25,7 @@ def figures(
         str, typer.Option("--format", help="What they are written as: png, svg or pdf.")
     ] = "png",
     names: Annotated[bool, typer.Option("--list", help="List them instead.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Redraw the papers' figures from predictions, with simulated points over them."""
     from ..papers.figures import draw, setup
     from ..papers.figures import names as every
@@ -94,13 +38,97 @@ def figures(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DomainError(f"--folder {folder}: {error.strerror}") from None
-    for row in listed:
-        path = folder / f"{row['name']}.{ending.removeprefix('.')}"
-        if not names:
-            draw(row["name"], path)
-            row["picture"] = str(path)
-        if not as_json:
-            words = f"{row['name']:9} {row['title']}" if names else f"picture: {path}"
+
+    def drawn() -> Iterator[dict[str, str]]:
+        for row in listed:
+            path = folder / f"{row['name']}.{ending.removeprefix('.')}"
+            if not names:
+                draw(row["name"], path)
+            yield row if names else row | {"picture": str(path)}
+
+    def said() -> None:
+        for row in drawn():
+            words = f"{row['name']:9} {row['title']}" if names else f"picture: {row['picture']}"
             out.print(escaped(words), soft_wrap=True)
-    if as_json:
-        print(json.dumps(listed, indent=2))
+
+    return Answer(said=said, data=lambda: list(drawn()))
+
+
+@app.command(
+    examples=(
+        "validate --subset quick",
+        "validate --theory refined --plot errors.svg --csv errors.csv",
+        "validate --subset 'post-causal-*' --max-error 0.3",
+        "validate --subset quick --run --data mine.json",
+    ),
+    ways=("as_json", "csv", "plot"),
+)
+def validate(
+    subset: Annotated[
+        str,
+        typer.Option(help="all, baselines, array, quick, or a pattern such as 'post-causal-*'."),
+    ] = "all",
+    theory: Annotated[
+        list[TheoryName] | None,
+        typer.Option(help="Which formulas; may be repeated. Left out: all.", show_default=False),
+    ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Simulate first, continuing what --data holds.")
+    ] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Simulations to read, or with --run to write (default: validation.json here); "
+            "without it, those that come with the package.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Where --run simulates, such as cpu or cuda.")
+    ] = "cpu",
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            help="Exit 1 if the refined gradient variance of some run is off by more, as the mean "
+            "|log| beyond two standard errors, or has no value."
+        ),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the whole page.")] = False,
+) -> Answer:
+    """Hold the theories against simulations of a fixed grid of whole models."""
+    from ..formulas.law import THEORIES
+    from ..papers.validation.errors import by_class, errors
+    from ..papers.validation.grid import subset as find
+    from ..papers.validation.report import class_tables, page, plot_errors
+    from ..papers.validation.store import load, run_grid
+
+    configurations = find(subset)
+    theories = [t for t in THEORIES if t in {name.value for name in theory or TheoryName}]
+    if max_error is not None and "refined" not in theories:
+        raise DomainError("--max-error judges the refined theory: add --theory refined")
+    held = None if run else load(data)
+    if held is None:
+        data = Path("validation.json") if data is None else data
+        with steps("simulating", sum(c.cost * c.seeds for c in configurations)) as advance:
+            held = run_grid(
+                configurations,
+                data,
+                device=device,
+                progress=lambda c: advance(c.cost * c.seeds),
+            )
+    with steps(f"predicting {len(configurations)} models", len(configurations)) as advance:
+        frame = errors(theories, configurations, held, lambda c: advance(1))
+
+    def records() -> dict[str, Any]:
+        tables = {"runs": frame, "classes": by_class(frame)}
+        rows = {name: json.loads(t.to_json(orient="records")) for name, t in tables.items()}
+        return {"format": 1, **rows}
+
+    refined = frame.loc[frame["theory"] == "refined", "grad_beyond"]
+    return Answer(
+        said=lambda: print(page(frame), end="") if markdown else class_tables(frame),
+        data=records,
+        frame=lambda: frame,
+        figure=lambda: plot_errors(frame),
+        passed=max_error is None or bool((refined <= max_error).all()),
+    )

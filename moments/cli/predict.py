@@ -1,19 +1,20 @@
-"""`moments predict`."""
+"""One model's numbers: `moments predict`, `solve`, `explain` and `first-step`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
 import typer
 
-from ..errors import DomainError
+from ..errors import DomainError, domain_error
 from .base import (
-    CsvOption,
-    JsonOption,
+    Answer,
+    InputCorrelation,
+    InputVariance,
     LayersOption,
     ModelArgument,
     OneScheme,
-    PlotOption,
     SchemeOption,
     SeqLenOption,
     TheoryName,
@@ -21,13 +22,14 @@ from .base import (
     app,
     declared,
     err,
+    escaped,
     named,
+    note,
     out,
     pictures,
     scheme_options,
     shortened,
-    write_csv,
-    write_plot,
+    with_input,
 )
 
 
@@ -38,7 +40,8 @@ from .base import (
         "predict gpt2 --layers 48 --scheme dslm --json > deep.json",
         "predict --layers 24 --d-model 512 --heads 8 --seq-len 128 --norm post --correlation 0.2",
         "predict bert-base --theory published --csv points.csv",
-    )
+    ),
+    ways=("as_json", "csv", "plot"),
 )
 def predict(
     model: ModelArgument = None,
@@ -55,19 +58,17 @@ def predict(
     ] = None,
     dropout: Annotated[float | None, typer.Option(help="Probability of dropping.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Causal mask.")] = None,
-    variance: Annotated[float | None, typer.Option(help="Of what enters layer 1.")] = None,
-    correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
+    variance: InputVariance = None,
+    correlation: InputCorrelation = None,
     grad_variance: Annotated[float | None, typer.Option(help="At the last layer.")] = None,
     grad_correlation: Annotated[float | None, typer.Option(help="At the last layer.")] = None,
     scheme: OneScheme = None,
     option: SchemeOption = None,
     theory: TheoryOption = TheoryName.refined,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
-    plot: PlotOption = None,
-) -> None:
+) -> Answer:
     """Predict every layer's variance, token correlation and gradient moments."""
     from ..prediction.predict import predict as run
+    from ..show.report import prediction_table
 
     described, known = declared(
         model,
@@ -105,13 +106,214 @@ def predict(
         inputs["pixels"] = pictures(described, variance, correlation)
     progress = err.is_terminal and described.causal and described.seq_len > 128
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
-    if csv is not None:
-        write_csv(prediction.to_frame(), csv)
-    if plot is not None:
-        write_plot(prediction.plot(named(model)), plot)
-    if as_json:
-        print(prediction.to_json())
-        return
-    from ..show.report import prediction_table
+    return Answer(
+        said=lambda: (prediction_table(prediction),),
+        data=prediction.to_json,
+        frame=prediction.to_frame,
+        figure=lambda: prediction.plot(named(model)),
+    )
 
-    out.print(prediction_table(prediction))
+
+@app.command(
+    examples=(
+        "solve bert-base --objective dslm --json > plan.json",
+        "solve bert-base --layers 96 --objective block_variance --target 1",
+        "solve bert-base --objective gradient_ratio --target 0.8 --free branch_scale",
+        "solve bert-base --objective largest_depth --bound final_correlation=0.9",
+        "solve bert-base --objective block_variance --formulas --plot plan.svg",
+    ),
+    ways=("as_json", "csv", "plot"),
+)
+def solve(
+    model: ModelArgument = None,
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--objective",
+            "--scheme",
+            help="A scheme (`moments schemes`), or stream_variance, block_variance, "
+            "final_variance, gradient_ratio, final_correlation, query_value_balance, "
+            "query_value_balance_per_layer, flat_gradient, largest_k, largest_depth.",
+        ),
+    ] = "dslm",
+    target: Annotated[float, typer.Option(help="The wanted value.")] = 1.0,
+    free: Annotated[
+        list[str] | None,
+        typer.Option(help="What to solve for; may be repeated.", show_default=False),
+    ] = None,
+    goal: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="OBJECTIVE=TARGET, such as final_variance=2; repeated, solved together.",
+            show_default=False,
+        ),
+    ] = None,
+    bound: Annotated[
+        str | None,
+        typer.Option(help="Of the largest: GOAL=MOST, such as final_correlation=0.9."),
+    ] = None,
+    layers: LayersOption = None,
+    seq_len: SeqLenOption = None,
+    variance: InputVariance = None,
+    correlation: InputCorrelation = None,
+    option: SchemeOption = None,
+    tolerance: Annotated[float, typer.Option(help="Of the residual, relative.")] = 1e-9,
+    formulas: Annotated[
+        bool, typer.Option("--formulas", help="Show the laws inverted in layer 1.")
+    ] = False,
+) -> Answer:
+    """Solve for weight variances and scales; exit 1 where the target is infeasible."""
+    from ..scheme import schemes
+    from ..scheme.plan import solve as run
+
+    options = scheme_options(option)
+    if options and objective not in [scheme.name for scheme in schemes()]:
+        raise DomainError("--option is a scheme's: name one as --objective")
+    described, inputs = with_input(model, layers, seq_len, variance, correlation)
+    plan = run(
+        described,
+        [_named(text, "goal") for text in goal] if goal else objective,
+        target=target,
+        free=free or None,
+        bound=None if bound is None else _named(bound, "bound"),
+        tolerance=tolerance,
+        options=options or None,
+        progress=True,
+        **inputs,
+    )
+
+    def said() -> None:
+        out.print(escaped(str(plan)), soft_wrap=True)
+        if formulas and plan.formula:
+            out.print(escaped(str(plan.inversion())), soft_wrap=True)
+        elif formulas:
+            note(_without_formulas(plan.objective))
+
+    return Answer(
+        said=said,
+        data=plan.to_json,
+        frame=plan.to_frame,
+        figure=lambda: plan.plot(named(model)),
+        passed=plan.feasible,
+    )
+
+
+def _without_formulas(objective: str) -> str:
+    """Why a plan shows no inverted laws, and where its numbers come from."""
+    from ..scheme import schemes
+    from ..solver.layerwise import LAYERWISE
+
+    sources = {scheme.name: scheme.source for scheme in schemes()}
+    if objective in sources:
+        why = f"{objective} is a scheme, whose constants are those of {sources[objective]}"
+    else:
+        why = f"{objective} is searched for over predictions of the whole model"
+    return f"{why}: laws are inverted by --objective {' or '.join(LAYERWISE)} alone"
+
+
+def _named(text: str, option: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    try:
+        return name, float(number)
+    except ValueError:
+        allowed = "OBJECTIVE=NUMBER, such as final_correlation=0.9"
+        raise domain_error(option, text, allowed) from None
+
+
+@app.command(
+    examples=(
+        "explain bert-base --layer 7",
+        "explain config.json --layer 1 --latex",
+        "explain bert-base --layer 12 --csv steps.csv",
+    ),
+    ways=("as_json", "csv"),
+)
+def explain(
+    model: ModelArgument = None,
+    layer: Annotated[int, typer.Option(help="Which layer, from 1.")] = 1,
+    layers: LayersOption = None,
+    seq_len: SeqLenOption = None,
+    variance: InputVariance = None,
+    correlation: InputCorrelation = None,
+    theory: TheoryOption = TheoryName.refined,
+    latex: Annotated[bool, typer.Option("--latex", help="Print LaTeX.")] = False,
+) -> Answer:
+    """One layer law by law: the formulas, the numbers in them, and where each comes from."""
+    from ..prediction.explanation import explain as run
+
+    described, inputs = with_input(model, layers, seq_len, variance, correlation)
+    explanation = run(described, layer, theory=theory.value, **inputs)
+    return Answer(
+        said=lambda: print(explanation.latex()) if latex else str(explanation),
+        data=lambda: json.loads(explanation.to_frame().to_json(orient="records")),
+        frame=explanation.to_frame,
+    )
+
+
+@app.command(
+    "first-step",
+    examples=(
+        "first-step gpt2 --seq-len 64 --lr 1e-4",
+        "first-step gpt2 --layers 4 --seq-len 32 --bound 0.3 --by-group",
+        "first-step config.json --optimizer muon --lr 2e-3 --plot step.png",
+    ),
+    ways=("as_json", "csv", "plot"),
+)
+def first_step(
+    model: ModelArgument = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, adam, adamw, lion, sign or muon.")] = "adam",
+    learning_rate: Annotated[
+        float | None,
+        typer.Option("--learning-rate", "--lr", help="Of the step; else the one of --bound."),
+    ] = None,
+    bound: Annotated[
+        float, typer.Option(help="Without --lr: the stream's largest relative change.")
+    ] = 0.1,
+    weight_decay: Annotated[float, typer.Option(help="Of every parameter.")] = 0.0,
+    layers: LayersOption = None,
+    seq_len: SeqLenOption = None,
+    sequences: Annotated[int, typer.Option(help="Of text by Zipf's law.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of that text.")] = 0,
+    steps: Annotated[
+        int, typer.Option(help="Of the optimizer, each on its share of the sequences.")
+    ] = 1,
+    by_group: Annotated[
+        bool, typer.Option(help="Without --lr: also the rate of every group alone.")
+    ] = False,
+) -> Answer:
+    """Predict the first step of an optimizer: loss, the stream's change, every matrix's step."""
+    from ..prediction.predict import predict
+    from ..show.step import first_step_table
+    from ..step.search import learning_rate as search
+    from ..step.search import zipf_batch
+
+    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
+    if known:
+        raise DomainError("a plan knows moments of its input and no text: give its model alone")
+    described = shortened(described, seq_len)
+    pixels = pictures(described, None, None)
+    if pixels is not None:
+        prediction = predict(described, pixels=pixels, targets=[0] * len(pixels))
+    else:
+        if not hasattr(described.embedding, "vocab_size"):
+            raise DomainError("a first step reads a text: declare an embedding with a token table")
+        prediction = predict(described, **zipf_batch(described, sequences, seed))
+    options: dict[str, Any] = {"weight_decay": weight_decay} if weight_decay else {}
+    if steps != 1:
+        options["steps"] = steps
+    groups: dict[str, float] = {}
+    if learning_rate is None:
+        found = search(prediction, optimizer, bound=bound, groups=by_group, **options)
+        step, groups = found.step, dict(found.by_group)
+        for warning in step.warnings:
+            note(warning)
+    else:
+        step = prediction.after(optimizer, learning_rate, **options)
+    by = {name: rate if rate < float("inf") else None for name, rate in groups.items()}
+    told = (f"{name} alone: learning rate {rate:.3g}" for name, rate in groups.items())
+    return Answer(
+        said=lambda: (first_step_table(step), *told),
+        data=lambda: step.to_dict() | {"by_group": by},
+        frame=step.to_frame,
+        figure=lambda: step.plot(named(model)),
+    )

@@ -1,4 +1,4 @@
-"""`moments sweep`: a grid of predictions, as a table and as a picture."""
+"""Many configurations of a model: `moments sweep` and `compare-schemes`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from ..errors import DomainError, brief, domain_error, unknown_name
 from ..files import parse_json
 from ..formulas.checks import check_choice
 from .base import (
-    CsvOption,
-    JsonOption,
+    Answer,
+    InputCorrelation,
+    InputVariance,
     LayersOption,
     ModelArgument,
     PlotOption,
+    SchemeOption,
     SeqLenOption,
+    SomeSchemes,
     TheoryName,
     TheoryOption,
     app,
     declared,
-    escaped,
     named,
-    out,
-    write_csv,
-    write_plot,
+    scheme_options,
+    with_input,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ MOST_VALUES = 100_000
         "--line entropy --line rank --line correlation --plot phases.svg",
         "sweep bert-base --axis layers=range:1:96 --axis theory=refined,published "
         "--path grid.jsonl --json > grid.json",
-    )
+    ),
+    ways=("as_json", "csv", "plot"),
 )
 def sweep(
     model: ModelArgument = None,
@@ -68,8 +70,8 @@ def sweep(
     d_model: Annotated[int | None, typer.Option(help="Width of the stream.")] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
     seq_len: SeqLenOption = None,
-    variance: Annotated[float | None, typer.Option(help="Of what enters layer 1.")] = None,
-    correlation: Annotated[float | None, typer.Option(help="Of its tokens.")] = None,
+    variance: InputVariance = None,
+    correlation: InputCorrelation = None,
     theory: TheoryOption = TheoryName.refined,
     quantity: Annotated[
         str, typer.Option(help="What is drawn; a wrong name lists all.")
@@ -100,10 +102,8 @@ def sweep(
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that share the work.", min=1)] = 1,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
     plot: PlotOption = None,
-) -> None:
+) -> Answer:
     """Predict a grid of configurations: any field of the model, its schemes, and its input.
 
     An axis is a field (layers, dropout, norm), a part's field (weights.query, embedding.scale,
@@ -161,23 +161,27 @@ def sweep(
             profile=profile,
             **inputs,
         )
-    if csv is not None:
-        write_csv(found.to_frame(by_layer=profile), csv)
-    if plot is not None:
+
+    def figure() -> Any:
         lines = boundaries(found, x, y, line) if x and y and line else ()
-        write_plot(found.plot(x, y, quantity, by=by, name=named(model), lines=lines), plot)
-    if as_json:
+        return found.plot(x, y, quantity, by=by, name=named(model), lines=lines)
+
+    def data() -> dict[str, Any]:
         rows = found.to_frame(by_layer=profile).to_json(orient="records", double_precision=15)
-        data = {
+        return {
             "format": 1,
             "axes": {name: list(values) for name, values in found.axes.values.items()},
             "theory": found.theory,
             "inputs": dict(found.inputs),
             "rows": json.loads(rows),
         }
-        print(json.dumps(data, indent=2, allow_nan=False))
-    else:
-        out.print(escaped(str(found)), soft_wrap=True)
+
+    return Answer(
+        said=lambda: str(found),
+        data=data,
+        frame=lambda: found.to_frame(by_layer=profile),
+        figure=figure,
+    )
 
 
 def _processes(jobs: int) -> concurrent.futures.Executor:
@@ -273,3 +277,42 @@ def _value(spelled: str, text: str) -> Any:
         raise
     except ValueError:
         return spelled
+
+
+@app.command(
+    "compare-schemes",
+    examples=(
+        "compare-schemes bert-base --plot schemes.svg",
+        "compare-schemes config.json --layers 96 --scheme dslm --scheme deepnorm",
+        "compare-schemes bert-base --json > schemes.json",
+    ),
+    ways=("as_json", "csv", "plot"),
+)
+def compare_schemes(
+    model: ModelArgument = None,
+    layers: LayersOption = None,
+    seq_len: SeqLenOption = None,
+    scheme: SomeSchemes = None,
+    option: SchemeOption = None,
+    variance: InputVariance = None,
+    correlation: InputCorrelation = None,
+) -> Answer:
+    """What every scheme does to one model: growth, gradients, correlation, in one table."""
+    from ..show.scheme_table import compare_schemes as run
+
+    described, inputs = with_input(model, layers, seq_len, variance, correlation)
+    found = run(described, scheme or None, options=scheme_options(option), **inputs)
+    if not found.predictions:
+        reasons = "; ".join(dict.fromkeys(found.left_out.values()))
+        raise DomainError(f"no scheme could be applied: {reasons}")
+
+    def data() -> dict[str, Any]:
+        records = json.loads(found.to_frame().to_json(orient="records"))
+        return {"format": 1, "schemes": records, "left_out": dict(found.left_out)}
+
+    return Answer(
+        said=lambda: str(found),
+        data=data,
+        frame=found.to_frame,
+        figure=lambda: found.plot(named(model)),
+    )

@@ -2,16 +2,12 @@
 
     s = k x + A(x),    y = s/|s|,    u = k' y + F(y),    out = u + x
 
-Of u, k' y is x with amplitude a = k k'/deviation of s, and what attention added. Derived here, to
-order 1/width, for an x that a normalisation left (every layer's but the first). With g the gradient
-at `out`, of which a share 1 - radial of the component along `out` is missing, and D = a X,
+Of u, k' y is x with amplitude a = k k'/deviation of s, and what attention added. Derived to order
+1/width, for an x that a normalisation left (every layer's but the first): what the gradient g at
+`out` has along any two of its parts, a share 1 - radial of the component along `out` missing. A
+normalised s is orthogonal to what it returns, so that x.g_x = x.g.
 
-    E (p.g)(q.g) = (p.q - (1 - radial) (p.out)(q.out)/|out|^2) |g|^2/width
-
-for any two of its parts. A normalised s is orthogonal to what it returns, so that of the gradient
-g_x at x, x.g_x = x.g.
-
-See docs/theory/gradients.md.
+See docs/theory/gradients.md, A second connection (B2T).
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import numpy as np
 
 from .composition import Carry, Component, Residual, Solve, square
 from .directions import isotropic, orthogonal_parts
-from .fluctuation import OverlapWalk, UnsharedOverlap, followed
+from .fluctuation import followed
 from .response import (
     SINGLE,
     Around,
@@ -102,13 +98,6 @@ class BottomToTop(Component):
         carried = DoubleSum.of(self, record.input, record.children).carried
         carried = around.by_token(carried, record.input.kernel).astype(SINGLE)
         return bypassed((sublayers[0], sublayers[1], sublayers[2]), carried, around.kernels(record))
-
-    def unshared_overlap(
-        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
-    ) -> UnsharedOverlap:
-        for child in record.children:
-            at = walk.through(child, at)
-        return at
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         inner = amplitude
@@ -420,7 +409,7 @@ def bypassed(
     """The whole layer but its last normalisation as one part.
 
     Args:
-        parts: residual connection, normalisation, residual connection.
+        sublayers: residual connection, normalisation, residual connection.
         carried: (..., L) a.
         kernels: of the signal that enters and leaves, of the gradient sent and received.
     """

@@ -2,22 +2,14 @@
 
 Under a causal mask, tokens that are alike but for their position have a kernel D(i) for a token and
 K(i, j) for two of them, both smooth in the logarithms of their positions. They are held at nodes
-x_1 = 1 < ... < x_P = L, dense at the start and log-spaced beyond; K at (p, p) is the value between
-two neighbours near x_p. Sums over tokens are sums over nodes with counts,
+x_1 = 1 < ... < x_P = L; K at (p, p) is the value between two neighbours near x_p. Sums over tokens
+are sums over nodes with counts,
 
     sum_{j <= x_p} f(j) = sum_q keys[p, q] f(x_q),
 
 those of the interpolant of f that is cubic in log j between its nearest nodes, all of them on the
-summed side of x_p: f may jump there. The last position is by itself, since it has no next token to
-predict: no cell before it is interpolated from it. A sum over rows i >= x_q, whose terms fall like
-i^-k because attention's weights do, interpolates i^k f(i).
-
-A matrix over keys has a part of each key's own beside the smooth one, X = (a, B), and products
-close over the counts N of the inner key:
-
-    (a, B)(a', B') = (a a', a B' + B a' + B N B').
-
-With every position a node all counts are 1 and nothing is approximated.
+summed side of x_p; a sum over rows i >= x_q interpolates i^k f(i). A matrix over keys has a part of
+each key's own beside the smooth one, X = (a, B), and products close over the counts (`product`).
 
 See docs/theory/state.md, Classes of positions.
 """
@@ -27,7 +19,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -810,18 +802,18 @@ class Sight:
 
     classes: PositionClasses
     window: int
-    starts: NDArray[np.intp] = field(init=False)
-    ends: NDArray[np.intp] = field(init=False)
-    size: Array = field(init=False)
-    keys: Array = field(init=False)
-    shared: Array = field(init=False)
-    split: Array = field(init=False)
-    rows: Array = field(init=False)
-    sending: Array = field(init=False)
-    later: Array = field(init=False)
-    later_own: Array = field(init=False)
-    seen: NDArray[np.bool_] = field(init=False)
-    begins: NDArray[np.intp] = field(init=False)
+    starts: NDArray[np.intp]
+    ends: NDArray[np.intp]
+    size: Array
+    keys: Array
+    shared: Array
+    split: Array
+    rows: Array
+    sending: Array
+    later: Array
+    later_own: Array
+    seen: NDArray[np.bool_]
+    begins: NDArray[np.intp]
 
     @functools.cached_property
     def met_before(self) -> Array:
@@ -844,7 +836,8 @@ class Sight:
         """
         nodes, last = self.classes.nodes, len(self.classes.nodes) - 1
         found = np.ones((last + 1, last + 1))
-        if type(self) is not Sight or self.window < self.classes.length:
+        one_sided = type(self.classes) is PositionClasses
+        if not one_sided or self.window < self.classes.length:
             return found
         sums, end = _Sums(nodes, self.window), int(nodes[-1])
         across = sums(0, end, 0, last, 1)
@@ -855,103 +848,105 @@ class Sight:
             found[:, p] += beyond
         return found
 
-    def __post_init__(self) -> None:
-        nodes, total, reach = self.classes.nodes, len(self.classes.nodes), self.window
-        starts = np.maximum(nodes - reach, 0)
-        first = np.searchsorted(nodes, starts, "right")  # of a row's keys
-        last = np.searchsorted(nodes, nodes + reach) - 1  # of the rows that see a key
-        sums = _Sums(nodes, reach)
-        keys, rows = np.zeros((total, total)), np.zeros((total, total))
-        shared, split, later, sending = (np.zeros((total,) * 3) for _ in range(4))
-        for p in range(total):
-            split[p, p] = keys[p] = sums(starts[p], nodes[p], 0, p)
-            rows[p] = sending[p, p] = sums(nodes[p] - 1, nodes[p] + reach - 1, p, last[p], 1)
-            for s in range(p + 1):
-                both = shared[p, s] = shared[s, p] = sums(starts[p], nodes[s], first[p], s)
-                seeing = sums(nodes[p] - 1, nodes[s] + reach - 1, p, last[s], 2)
-                later[p, s] = later[s, p] = seeing
-                if s == p:
-                    shared[p, p] = keys[p]
-                else:
-                    behind = max(nodes[s], starts[p]), nodes[p], max(s + 1, first[p]), p
-                    split[s, p] = both + sums(*behind)
-                    before = starts[s], min(nodes[s], starts[p]), first[s], min(s, first[p] - 1)
-                    alone = before[0] < before[1] and before[2] > before[3]  # no node among them
-                    split[p, s] = keys[s] if alone else both + sums(*before)
-                    begin, end = int(nodes[p]) - 1, int(nodes[s]) + reach - 1
-                    sending[s, p], sending[p, s] = rows[s], rows[p]
-                    if begin < end:  # rows that see both
-                        together = sums(begin, end, p, last[s], 1)
-                        sending[s, p] = sums(nodes[s] - 1, begin, s, p - 1, 1) + together
-                        if last[s] < last[p]:  # else no node is among the rest
-                            rest = sums(end, nodes[p] + reach - 1, last[s] + 1, last[p], 1)
-                            sending[p, s] = together + rest
-        found = {"starts": starts, "ends": nodes, "begins": first, "keys": keys}
-        found["size"] = np.minimum(nodes, reach).astype(float)
-        found |= {"shared": shared, "split": split, "rows": rows, "sending": sending}
-        found |= {"later": later, "later_own": diagonal(np.swapaxes(later, 0, 2)).T}
-        for name, value in (found | {"seen": keys != 0.0}).items():
-            object.__setattr__(self, name, value)
 
-
-class _Everything(Sight):
-    """Of one class."""
-
-    def __post_init__(self) -> None:
-        size = float(self.classes.length)
-        found = {"starts": np.zeros(1, np.intp), "ends": self.classes.nodes}
-        found |= {"begins": np.zeros(1, np.intp), "size": np.array([size])}
-        found |= {name: np.full((1, 1), size) for name in ("keys", "rows", "later_own")}
-        cubes = "shared", "split", "sending", "later"
-        found |= {name: np.full((1, 1, 1), size) for name in cubes}
-        for name, value in (found | {"seen": np.ones((1, 1), bool)}).items():
-            object.__setattr__(self, name, value)
-
-
-class _AroundRows(Sight):
-    """Of rows that see both sides: nothing jumps at a node, since no row ends there."""
-
-    def __post_init__(self) -> None:
-        nodes, total, reach = self.classes.nodes, len(self.classes.nodes), self.window
-        length, last = self.classes.length, len(self.classes.nodes) - 1
-        starts, ends = np.maximum(nodes - reach, 0), np.minimum(nodes + reach - 1, length)
-
-        def size(place: Any) -> Any:
-            return np.minimum(place + reach - 1.0, length) - np.maximum(place - reach, 0.0)
-
-        sums = _Sums(nodes, reach, size)
-        found = {"starts": starts, "ends": ends, "size": size(nodes.astype(float))}
-        spans = list(zip(starts.tolist(), ends.tolist(), strict=True))
-        keys, rows = (
-            np.array([sums(low, high, 0, last, power) for low, high in spans]) for power in (0, 1)
-        )
-        shared, later = (np.zeros((total,) * 3) for _ in range(2))
-        for p, s in np.ndindex(total, total):
-            low, high = max(spans[p][0], spans[s][0]), min(spans[p][1], spans[s][1])
-            shared[p, s] = sums(low, high, 0, last)
-            later[p, s] = sums(low, high, 0, last, 2)
-        split = np.broadcast_to(keys, (total, total, total))
-        found |= {"keys": keys, "shared": shared, "split": split, "rows": rows, "later": later}
-        found["sending"] = np.broadcast_to(rows[:, None], (total, total, total))
-        found |= {"begins": np.zeros(total, np.intp)}
-        found["later_own"] = diagonal(np.swapaxes(later, 0, 2)).T
-        for name, value in (found | {"seen": keys != 0.0}).items():
-            object.__setattr__(self, name, value)
+def _sight(
+    classes: PositionClasses, window: int, keys: Array, later: Array, **others: Any
+) -> Sight:
+    own = diagonal(np.swapaxes(later, 0, 2)).T
+    return Sight(classes, window, keys=keys, later=later, later_own=own, seen=keys != 0.0, **others)
 
 
 @functools.lru_cache(maxsize=16)
-def _seen_both(classes: BothSides, window: int) -> Sight:
-    return _AroundRows(classes, window)
+def _seen(classes: PositionClasses, reach: int) -> Sight:
+    nodes, total = classes.nodes, len(classes.nodes)
+    starts = np.maximum(nodes - reach, 0)
+    first = np.searchsorted(nodes, starts, "right")  # of a row's keys
+    last = np.searchsorted(nodes, nodes + reach) - 1  # of the rows that see a key
+    sums = _Sums(nodes, reach)
+    keys, rows = np.zeros((total, total)), np.zeros((total, total))
+    shared, split, later, sending = (np.zeros((total,) * 3) for _ in range(4))
+    for p in range(total):
+        split[p, p] = keys[p] = sums(starts[p], nodes[p], 0, p)
+        rows[p] = sending[p, p] = sums(nodes[p] - 1, nodes[p] + reach - 1, p, last[p], 1)
+        for s in range(p + 1):
+            both = shared[p, s] = shared[s, p] = sums(starts[p], nodes[s], first[p], s)
+            seeing = sums(nodes[p] - 1, nodes[s] + reach - 1, p, last[s], 2)
+            later[p, s] = later[s, p] = seeing
+            if s == p:
+                shared[p, p] = keys[p]
+            else:
+                behind = max(nodes[s], starts[p]), nodes[p], max(s + 1, first[p]), p
+                split[s, p] = both + sums(*behind)
+                before = starts[s], min(nodes[s], starts[p]), first[s], min(s, first[p] - 1)
+                alone = before[0] < before[1] and before[2] > before[3]  # no node among them
+                split[p, s] = keys[s] if alone else both + sums(*before)
+                begin, end = int(nodes[p]) - 1, int(nodes[s]) + reach - 1
+                sending[s, p], sending[p, s] = rows[s], rows[p]
+                if begin < end:  # rows that see both
+                    together = sums(begin, end, p, last[s], 1)
+                    sending[s, p] = sums(nodes[s] - 1, begin, s, p - 1, 1) + together
+                    if last[s] < last[p]:  # else no node is among the rest
+                        rest = sums(end, nodes[p] + reach - 1, last[s] + 1, last[p], 1)
+                        sending[p, s] = together + rest
+    return _sight(
+        classes,
+        reach,
+        keys,
+        later,
+        starts=starts,
+        ends=nodes,
+        begins=first,
+        size=np.minimum(nodes, reach).astype(float),
+        shared=shared,
+        split=split,
+        rows=rows,
+        sending=sending,
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def _everything(classes: OneClass) -> Sight:
-    return _Everything(classes, classes.length)
+    """Of one class."""
+    size, none = float(classes.length), np.zeros(1, np.intp)
+    pairs, cubes = np.full((1, 1), size), np.full((1, 1, 1), size)
+    held = {"shared": cubes, "split": cubes, "sending": cubes, "rows": pairs}
+    held |= {"starts": none, "begins": none, "ends": classes.nodes, "size": np.array([size])}
+    return _sight(classes, classes.length, pairs, cubes, **held)
 
 
 @functools.lru_cache(maxsize=16)
-def _seen(classes: PositionClasses, window: int) -> Sight:
-    return Sight(classes, window)
+def _seen_both(classes: BothSides, reach: int) -> Sight:
+    """Of rows that see both sides: nothing jumps at a node, since no row ends there."""
+    nodes, total, length = classes.nodes, len(classes.nodes), classes.length
+    starts, ends = np.maximum(nodes - reach, 0), np.minimum(nodes + reach - 1, length)
+
+    def size(place: Any) -> Any:
+        return np.minimum(place + reach - 1.0, length) - np.maximum(place - reach, 0.0)
+
+    sums, last = _Sums(nodes, reach, size), total - 1
+    spans = list(zip(starts.tolist(), ends.tolist(), strict=True))
+    keys, rows = (
+        np.array([sums(low, high, 0, last, power) for low, high in spans]) for power in (0, 1)
+    )
+    shared, later = (np.zeros((total,) * 3) for _ in range(2))
+    for p, s in np.ndindex(total, total):
+        low, high = max(spans[p][0], spans[s][0]), min(spans[p][1], spans[s][1])
+        shared[p, s] = sums(low, high, 0, last)
+        later[p, s] = sums(low, high, 0, last, 2)
+    return _sight(
+        classes,
+        reach,
+        keys,
+        later,
+        starts=starts,
+        ends=ends,
+        begins=np.zeros(total, np.intp),
+        size=size(nodes.astype(float)),
+        shared=shared,
+        split=np.broadcast_to(keys, (total, total, total)),
+        rows=rows,
+        sending=np.broadcast_to(rows[:, None], (total, total, total)),
+    )
 
 
 class _Sums:

@@ -111,6 +111,8 @@ class Component(abc.ABC):
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
         """What it does to how much the overlap of what tokens have of their own varies."""
+        for child in record.children:
+            at = walk.through(child, at)
         return at
 
     def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry | None:
@@ -145,7 +147,6 @@ class Component(abc.ABC):
         """The same where it is what a layer is made of, with the noise that it adds."""
         return around.whole(record)
 
-    @abc.abstractmethod
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         """Two tokens of different sequences at the output.
 
@@ -154,6 +155,9 @@ class Component(abc.ABC):
             memory: variance of what cross-attention reads, and covariance between sequences; None:
                 its sequences share nothing.
         """
+        for child in self.children:
+            signal = child.two_sequences(signal, memory)
+        return signal
 
     @property
     def self_attention(self) -> Any | None:
@@ -258,15 +262,15 @@ class Component(abc.ABC):
 
     # --- what a gradient through it depends on ---------------------------------------------------
 
-    @property
+    @functools.cached_property
     def mixes_tokens(self) -> bool:
         """Whether tokens receive what others send."""
-        return False
+        return any(child.mixes_tokens for child in self.children)
 
-    @property
+    @functools.cached_property
     def normalises(self) -> bool:
         """Whether the output ignores the input's scale."""
-        return False
+        return any(child.normalises for child in self.children)
 
     @property
     def rescales(self) -> bool:
@@ -281,7 +285,8 @@ class Component(abc.ABC):
     @property
     def grouped_norm(self) -> Any | None:
         """The normalisation that it begins with, where it is one in groups of features."""
-        return None
+        first = next((child for child in self.children if child.normalises), None)
+        return None if first is None else first.grouped_norm
 
     @property
     def padding(self) -> Padding | None:
@@ -465,11 +470,6 @@ class Chain(Component):
             found = [one + path for one in found for path in child.paths()]
         return found
 
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        for part in self.components:
-            signal = part.two_sequences(signal, memory)
-        return signal
-
     def response(self, record: Record, around: Around) -> Response:
         return Sequence(tuple(one.component.response(one, around) for one in record.children))
 
@@ -481,21 +481,9 @@ class Chain(Component):
             )
         return found
 
-    @functools.cached_property
-    def mixes_tokens(self) -> bool:
-        return any(part.mixes_tokens for part in self.components)
-
-    @functools.cached_property
-    def normalises(self) -> bool:
-        return any(part.normalises for part in self.components)
-
     @property
     def splits(self) -> bool:
         return self.components[-1].splits
-
-    @property
-    def grouped_norm(self) -> Any | None:
-        return _first_norm(self.components)
 
 
 @dataclass(frozen=True)
@@ -563,21 +551,9 @@ class Parallel(Component):
     def paths(self) -> tuple[Chain, ...]:
         return tuple(path for branch in self.branches for path in branch.paths())
 
-    @functools.cached_property
-    def mixes_tokens(self) -> bool:
-        return any(branch.mixes_tokens for branch in self.branches)
-
-    @functools.cached_property
-    def normalises(self) -> bool:
-        return any(branch.normalises for branch in self.branches)
-
     @property
     def splits(self) -> bool:
         return True
-
-    @property
-    def grouped_norm(self) -> Any | None:
-        return _first_norm(self.branches)
 
 
 @dataclass(frozen=True)
@@ -754,16 +730,8 @@ class Layer(Component):
         run.layer_done()
         return record.completed(gradient, done.gradient_sent, (done,))
 
-    def unshared_overlap(
-        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
-    ) -> UnsharedOverlap:
-        return walk.through(record.children[0], at)
-
     def carried(self, record: Record, amplitude: Array) -> Array:
         return self.body.carried(record.children[0], amplitude)
-
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        return self.body.two_sequences(signal, memory)
 
 
 def forward(
@@ -858,10 +826,3 @@ def _merged(gradient: Gradient, kept: Kernel, sent: Kernel, scale_free: bool) ->
 def square(scale: Any) -> Any:
     """Of an amplitude."""
     return scale * scale
-
-
-def _first_norm(parts: tuple[Component, ...]) -> Any | None:
-    for part in parts:
-        if part.normalises:
-            return part.grouped_norm
-    return None

@@ -7,33 +7,11 @@ o_ij = x_i.x_j/width has mean C_ij and, over draws of the weights before, covari
 by matrices of its own, the residual sum adds fluctuations up, attention averages them. They are
 closed as those of a Wishart matrix,
 
-    Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2,
+    Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2,    Y = y o y,
 
 with y = sqrt(2/width) C for Gaussian features. Where all tokens share a part whose size varies
 otherwise than what each has of its own, y is no multiple of C, and the closure still gives the
 variance of o_ij as it is; Cov(o_ij, |x_i|^2/width) = y_ii y_ij comes within 6 percent.
-
-    residual sum        Y = Y_T + Y_B + K + K' + 4 T o B/width, K what branch and stream share
-    parallel branches   the same, K what both follow of the stream
-    linear map          gain^2 Y + 2 B o B/width
-    attention           (W y W')^2, and (W y)_ji^2 shared
-    normalisation       Y over the squared norms
-
-Y o = y^2 throughout. The squared norms themselves (`Fluctuation.norms`) differ in one thing: where
-a normalisation has fixed those of the tokens, what attention averages is
-
-    d o_kl - C_kl (d q_k/C_kk + d q_l/C_ll)/2,       q_k = o_kk,
-
-and a common part of all tokens then varies by less. Y leaves that out, since it is not so between
-tokens that share little, and enters it for each pair in `overlap_variance`.
-
-Two things come of it. A correlation behind a normalisation is E o_ij/sqrt(q_i q_j)
-(`laws.normalization`), and a gated unit's covariance, in proportion to o^2 at small o, is a mean
-over o. Left out: what varies because attention weights do, and how overlaps move where a unit is
-even in them.
-
-How much the overlap of what two tokens have of their own varies is followed through the records:
-`moments.noise.overlap` derives it, and every component says what it does by `unshared_overlap`.
 
 See docs/theory/norms.md, Realised overlaps.
 
@@ -138,11 +116,7 @@ def scaled_shared(signal: Signal, gain: Array, of_norms: Array | None = None) ->
 
 
 def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
-    """Behind a linear map whose output is of that gain.
-
-    Given x, y is Gaussian with covariance gain C + bias: overlaps follow those of x and add their
-    own, 2 B o B/width.
-    """
+    """Behind a linear map whose output is of that gain: 2 B o B/width is its own."""
     assert signal.fluctuation is not None
     moment, added = output.second_moment(), 2 / output.width
     squared, square = moment * moment, gain * gain
@@ -202,11 +176,8 @@ def _of_branches(
     """What two branches share, of overlaps and of squared norms, from what both share with where
     they began.
 
-    A unit of a token answers to its own overlaps: B'_jj = b x_jj, so that of the other branch, be
-    it attention, Cov(B_ii, B'_jj) = b Cov(B_ii, x_jj). With k_ij = Cov(h_ii, B_jj)/h_i, k' and k_x
-    likewise, and Y of x,
-
-        Cov(B_ii, B'_jj) = k'_ij/k_x,ij (Y_ij/k_x,ji) k_ji.
+    With k_ij = Cov(h_ii, B_jj)/h_i, k' and k_x likewise, and Y of x, a unit answering to its own
+    token alone, Cov(B_ii, B'_jj) = k'_ij/k_x,ij (Y_ij/k_x,ji) k_ji.
     """
     assert source.fluctuation is not None
     overlaps = source.fluctuation.overlaps
@@ -383,9 +354,6 @@ def normalised(
 
 def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> Fluctuation:
     """Behind a function of independent entries.
-
-    Its features fluctuate by themselves; what the input's overlaps had beyond independence passes
-    on, in proportion where a squared norm does (exact for functions of degree 1).
 
     Args:
         signal, output: before and behind.

@@ -1,21 +1,17 @@
 """Positions on classes of which a token and the one before it are told apart from their cell.
 
-A causal head's target is the token that is read next. Where the head is tied its row is in what the
-next token reads, so that gradients of a token and the next have in common what no other two of
-their cells have; and what two tokens share may depend on how near they are. So a kernel has
+A causal head's target is the token that is read next, whose row a tied head has in what the next
+token reads; and what two tokens share may depend on how near they are. So a kernel has
 
     [[K, N], [N^T, K']],    of tokens and of the ones before them,
 
 K of any two positions, smooth as in `classes.PositionClasses`, (x_p, x_p - 1) on the diagonal of N
-and K' at (x_p - 1, x_p - 1) on its own; the rest is not read. Every entrywise map thus meets
-neighbours by itself. Sums over pairs count K for all of them and correct the L - 1 neighbours,
+and K' at (x_p - 1, x_p - 1) on its own; the rest is not read. Sums over pairs count K for all of
+them and correct the L - 1 neighbours,
 
-    sum_ij f(i, j) = sum of K + sum_i [N(i, i - 1) - K(i, i - 1)] + the same turned,
+    sum_ij f(i, j) = sum of K + sum_i [N(i, i - 1) - K(i, i - 1)] + the same turned.
 
-which is how attention sends a gradient, too: the smooth part by all pairs of rows, the rest by rows
-that follow one another. What attends to tokens takes the mean of a cell, neighbours included.
-
-See docs/theory/state.md, Classes of positions.
+See docs/theory/state.md, Neighbours.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
     return None
 
 
-def taken_apart(value: Any, numbers: list[Any], axes: bool = False) -> Any:
+def flattened(value: Any, numbers: list[Any], axes: bool = False) -> Any:
     """The structure of a state or a declaration, hashable; its numbers are appended.
 
     A number is a float, or an array (B,) of one for each of B configurations; with `axes` an array
@@ -59,11 +59,11 @@ def taken_apart(value: Any, numbers: list[Any], axes: bool = False) -> Any:
         raise Unrecordable("tokens told apart")
     names = _fields(kind)
     if names is not None:
-        return (kind, *[(name, taken_apart(getattr(value, name), numbers, axes)) for name in names])
+        return (kind, *[(name, flattened(getattr(value, name), numbers, axes)) for name in names])
     if kind is tuple:
-        return (tuple, *[taken_apart(one, numbers, axes) for one in value])
+        return (tuple, *[flattened(one, numbers, axes) for one in value])
     if kind is dict:
-        return (dict, *[(name, taken_apart(one, numbers, axes)) for name, one in value.items()])
+        return (dict, *[(name, flattened(one, numbers, axes)) for name, one in value.items()])
     if isinstance(value, np.floating):
         numbers.append(float(value))
         return float
@@ -72,7 +72,7 @@ def taken_apart(value: Any, numbers: list[Any], axes: bool = False) -> Any:
     return value
 
 
-def put_together(structure: Any, numbers: Iterator[Any]) -> Any:
+def unflattened(structure: Any, numbers: Iterator[Any]) -> Any:
     """The value of that structure with those numbers."""
     if structure is float:
         return next(numbers)
@@ -80,8 +80,8 @@ def put_together(structure: Any, numbers: Iterator[Any]) -> Any:
         return structure
     kind, *rest = structure
     if kind is tuple:
-        return tuple(put_together(one, numbers) for one in rest)
-    return kind(**{name: put_together(one, numbers) for name, one in rest})
+        return tuple(unflattened(one, numbers) for one in rest)
+    return kind(**{name: unflattened(one, numbers) for name, one in rest})
 
 
 @functools.lru_cache(maxsize=512)
@@ -111,12 +111,12 @@ def joined(values: Sequence[Any], join: Callable[[str, tuple[Any, ...]], Any]) -
         Unlike: they differ in more than numbers.
     """
     numbers: list[list[Any]] = [[] for _ in values]
-    structure, *others = (taken_apart(*one, True) for one in zip(values, numbers, strict=True))
+    structure, *others = (flattened(*one, True) for one in zip(values, numbers, strict=True))
     for other in others:
         if other != structure:
             raise Unlike(f"{structure!r} is not {other!r}")
     columns = zip(fields_of(structure), zip(*numbers, strict=True), strict=True)
-    return put_together(structure, (join(*column) for column in columns))
+    return unflattened(structure, (join(*column) for column in columns))
 
 
 class Mixed(Exception):
@@ -165,62 +165,57 @@ class Program:
         self._tape = tape = Tape()
         self._entering = [tape.input(v) for v in (*parameters, *numbers)]
         inputs = iter(self._entering)
-        component = put_together(layer, inputs)
-        self._record = component.propagate(put_together(signal, inputs), Run())
+        component = unflattened(layer, inputs)
+        self._record = component.propagate(unflattened(signal, inputs), Run())
         output = self._record.output
         if any(one.output.notes for one in self._record.walk()):
             raise Unrecordable("the layer has something to say of these numbers")
         self._leaving: list[Any] = []
-        self.output = taken_apart(output, self._leaving)
+        self.output = flattened(output, self._leaving)
         self._split, self._guards = len(tape.operations), list(tape.guards)
         self._used: set[int] | None = None  # by the ways back that are recorded
         self._backs: list[_Recording] = []
         self._aheads: dict[bool, _Ahead] = {}
-        self._readings: dict[tuple[Reader, bool], _Reading] = {}
+        self._readings: dict[Reader, _Reading] = {}
 
     def ahead(self, many: bool) -> _Ahead:
         """The forward function, for arrays where there are many configurations."""
-        if many not in self._aheads:
-            self._aheads[many] = self._written(many)
-        return self._aheads[many]
-
-    def _written(self, many: bool) -> _Ahead:
-        wanted = [v.line.index for v in self._leaving if type(v) is Recorded]
-        lines = self._tape.operations
+        if (found := self._aheads.get(many)) is not None:
+            return found
         kept = range(self._split) if self._used is None else sorted(self._used)
-        needed = _needed(lines, [*wanted, *kept, *(g.line.index for g in self._guards)])
-        text = _Text(lines, needed, many, [*wanted, *kept])
-        body = text.statements(0, self._split, self._guards)
-        values = f"({text.tuple_of(self._leaving)}),({''.join(f'x{k},' for k in kept)})"
-        function = text.function("ahead", self._entering, body, values)
-        return _Ahead(function, tuple(kept))
+        held = [Line(place) for place in kept]
+        function = self._function(held, self._guards, self._split, many)
+        found = self._aheads[many] = _Ahead(function, tuple(kept))
+        return found
 
-    def reading(self, read: Reader, many: bool) -> _Reading:
+    def _function(
+        self, beside: list[Any], guards: list[Guard], stop: int, many: bool
+    ) -> Callable[..., Any]:
+        """Of what enters, what leaves and what is told beside it."""
+        lines, wanted = self._tape.operations, _places([*self._leaving, *beside])
+        text = _Text(lines, _needed(lines, [*wanted, *_places(guards)]), many, wanted)
+        body = text.statements(0, stop, guards)
+        result = f"({text.tuple_of(self._leaving)}),({text.tuple_of(beside)})"
+        return text.function("ahead", self._entering, body, result)
+
+    def reading(self, read: Reader) -> _Reading:
         """The forward function that also tells what `read` finds in the layer's record.
 
         Raises:
             Unrecordable: what it finds is no number.
         """
-        found = self._readings.get((read, many))
-        if found is None:
-            found = self._readings[read, many] = self._read(read, many)
-        return found
-
-    def _read(self, read: Reader, many: bool) -> _Reading:
+        if (found := self._readings.get(read)) is not None:
+            return found
         tape = self._tape
         tape.guards, tape.held = [], {}
-        told = read(self._record)
+        numbers = read(self._record)
         values: list[Any] = []
-        if any(taken_apart(one, values) is not float for one in told.values()):
+        if any(flattened(one, values) is not float for one in numbers.values()):
             raise Unrecordable("what is read is no number")
         guards = [*self._guards, *tape.guards]
-        leaving = [*self._leaving, *values]
-        wanted = [v.line.index for v in leaving if type(v) is Recorded]
-        needed = _needed(tape.operations, [*wanted, *(g.line.index for g in guards)])
-        text = _Text(tape.operations, needed, many, wanted)
-        body = text.statements(0, len(tape.operations), guards)
-        result = f"({text.tuple_of(self._leaving)}),({text.tuple_of(values)})"
-        return _Reading(text.function("read", self._entering, body, result), tuple(told))
+        function = self._function(values, guards, len(tape.operations), False)
+        found = self._readings[read] = _Reading(function, tuple(numbers))
+        return found
 
     def again(self, entering: list[float]) -> Program:
         """The same operations on other numbers that enter, parameters first.
@@ -282,20 +277,16 @@ class _Recording:
         self.structure, self._start = structure, len(tape.operations)
         self._arriving = [tape.input(v) for v in numbers]
         self._leaving: list[Any] = []
-        gradient = put_together(structure, iter(self._arriving))
-        self.below = taken_apart(program._record.backward(gradient).gradient_sent, self._leaving)
+        gradient = unflattened(structure, iter(self._arriving))
+        self.below = flattened(program._record.backward(gradient).gradient_sent, self._leaving)
         self._stop, self._guards = len(tape.operations), list(tape.guards)
-        wanted = self._wanted = [v.line.index for v in self._leaving if type(v) is Recorded]
-        self._needed = _needed(tape.operations, [*wanted, *(g.line.index for g in self._guards)])
+        self._wanted = _places(self._leaving)
+        ends = [*self._wanted, *_places(self._guards)]
+        self._needed = _needed(tape.operations, ends)
         own = range(self._start, self._stop)
-        self.used = {
-            one.index
-            for index in self._needed.intersection(own)
-            for one in tape.operations[index].operands
-            if type(one) is Line and one.index < program._split
-        }
-        self.used |= {index for index in wanted if index < program._split}
-        self.used |= {g.line.index for g in self._guards if g.line.index < program._split}
+        met = (tape.operations[place].operands for place in self._needed.intersection(own))
+        ends += [one.place for operands in met for one in operands if type(one) is Line]
+        self.used = {place for place in ends if place < program._split}
         self._texts: dict[tuple[bool, tuple[int, ...]], Callable[..., Any]] = {}
 
     def written(self, ahead: _Ahead, many: bool) -> Callable[..., Any]:
@@ -331,13 +322,13 @@ class Passage:
 
     def __init__(self, library: Library, signal: Signal) -> None:
         numbers: list[Any] = []
-        structure = taken_apart(signal, numbers)
+        structure = flattened(signal, numbers)
         self._library, self.signals = library, [(structure, tuple(numbers))]
         self._steps: list[Step] = []
         sizes = [v.size for v in numbers if isinstance(v, np.ndarray)]
         self.many, self.configurations = bool(sizes), max(sizes, default=1)
 
-    def up(self, layers: Iterable[Apart]) -> None:
+    def up(self, layers: Iterable[FlatLayer]) -> None:
         """Raises:
         Unrecordable: a layer cannot be written as a program, or has something to say.
         Mixed: configurations take different branches.
@@ -363,7 +354,7 @@ class Passage:
             Unrecordable, Mixed: as `up`.
         """
         numbers: Any = []
-        structure = taken_apart(gradient, numbers)
+        structure = flattened(gradient, numbers)
         found = [(structure, tuple(numbers))]
         for step in reversed(self._steps):
             structure, numbers = step.program.backward(step, structure, found[-1][1], self.many)
@@ -371,7 +362,7 @@ class Passage:
         return found[::-1]
 
 
-class Apart(NamedTuple):
+class FlatLayer(NamedTuple):
     """A layer's structure, its number in the library, and its numbers."""
 
     structure: Any
@@ -380,7 +371,7 @@ class Apart(NamedTuple):
     many: bool
 
 
-class Told(NamedTuple):
+class LayerReading(NamedTuple):
     """Structure and numbers of what leaves a layer, and what was read of what passed inside."""
 
     structure: Any
@@ -417,32 +408,32 @@ class Library:
             del self._programs[next(iter(self._programs))]
         return found
 
-    def apart(self, layers: Iterable[Component]) -> list[Apart]:
+    def flat(self, layers: Iterable[Component]) -> list[FlatLayer]:
         """The layers' bodies, of which equal ones are one object.
 
         Raises:
             Unrecordable: a layer holds arrays with other axes than configurations.
         """
-        known: dict[int, Apart] = {}
-        found: list[Apart] = []
+        known: dict[int, FlatLayer] = {}
+        found: list[FlatLayer] = []
         for layer in layers:
             if id(layer) not in known:
-                known[id(layer)] = self._apart(layer, found[-1] if found else None)
+                known[id(layer)] = self._flat(layer, found[-1] if found else None)
             found.append(known[id(layer)])
         return found
 
-    def _apart(self, layer: Component, before: Apart | None) -> Apart:
+    def _flat(self, layer: Component, before: FlatLayer | None) -> FlatLayer:
         """A layer's body, which may have the structure of the one before."""
         if before is not None:
-            numbers = _taker(before.structure)(layer)
+            numbers = _flattener(before.structure)(layer)
             if numbers is not None:
                 return before._replace(numbers=numbers, many=False)
         own: list[Any] = []
-        structure = taken_apart(layer, own)
+        structure = flattened(layer, own)
         many = any(isinstance(v, np.ndarray) for v in own)
-        return Apart(structure, self.shape(structure), own, many)
+        return FlatLayer(structure, self.shape(structure), own, many)
 
-    def worth(self, layers: Sequence[Apart], configurations: int = 1) -> bool:
+    def worth(self, layers: Sequence[FlatLayer], configurations: int = 1) -> bool:
         """Whether so many layers of these shapes were met that writing programs pays."""
         for layer in layers:
             met = 1 + configurations // AS_LONG
@@ -460,7 +451,7 @@ class Library:
         finally:
             self.busy.release()
 
-    def step(self, layer: Apart, entering: Told, read: Reader) -> Told:
+    def step(self, layer: FlatLayer, entering: LayerReading, read: Reader) -> LayerReading:
         """One layer up.
 
         Raises:
@@ -468,9 +459,9 @@ class Library:
         """
         programs = self.programs(layer.shape, self.shape(entering.structure))
         program, reading, leaving, found = _forward(
-            programs, layer, entering.structure, entering.numbers, _reading_of(read)
+            programs, layer, entering.structure, entering.numbers, lambda one: one.reading(read)
         )
-        return Told(program.output, leaving, dict(zip(reading.names, found, strict=True)))
+        return LayerReading(program.output, leaving, dict(zip(reading.names, found, strict=True)))
 
 
 WORTH = 64
@@ -561,11 +552,6 @@ NOT_REPLAYED = (Unrecordable, Mixed, ArithmeticError, ValueError)
 """What the plain passes are for: they compute what can be computed, and say what is wrong."""
 
 
-@functools.cache
-def _reading_of(read: Reader) -> Callable[[Program], _Reading]:
-    return lambda program: program.reading(read, False)
-
-
 def site_variances(record: Record) -> dict[str, Any]:
     """Of every site in a layer, tokens alike."""
     return {one.component.label: one.output.kernel.diagonal for one in record.sites()}
@@ -574,31 +560,12 @@ def site_variances(record: Record) -> dict[str, Any]:
 def built(value: tuple[Any, Any]) -> Any:
     """The state of a structure and its numbers."""
     structure, numbers = value
-    return _constructor(structure)(numbers)
-
-
-@functools.lru_cache(maxsize=256)
-def _constructor(structure: Any) -> Callable[..., Any]:
-    """`put_together` of one structure, from a tuple of numbers."""
-    text = _Text([], set(), False)
-    count = itertools.count()
-
-    def of(part: Any) -> str:
-        if part is float:
-            return f"n[{next(count)}]"
-        if not (isinstance(part, tuple) and part and isinstance(part[0], type)):
-            return text.name(part)
-        kind, *rest = part
-        if kind is tuple:
-            return f"({''.join(f'{of(one)},' for one in rest)})"
-        return f"{text.name(kind)}({','.join(f'{name}={of(one)}' for name, one in rest)})"
-
-    return text.function("put", ["n"], [], of(structure))
+    return unflattened(structure, iter(numbers))
 
 
 @functools.lru_cache(maxsize=64)
-def _taker(structure: Any) -> Callable[[Any], list[float] | None]:
-    """`taken_apart` of what may have this structure, with a float for every number: its numbers, or
+def _flattener(structure: Any) -> Callable[[Any], list[float] | None]:
+    """`flattened` of what may have this structure, with a float for every number: its numbers, or
     None where it has another."""
     text, count = _Text([], set(), False), itertools.count()
     body: list[str] = []
@@ -637,24 +604,24 @@ def replayed(stack: Component, signal: Signal) -> Record | None:
     """The record of a signal's way up through a chain of layers; None where the plain way is."""
 
     def replay() -> Record | None:
-        layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
+        layers = LIBRARY.flat([layer.children[0] for layer in stack.children])
         passage = Passage(LIBRARY, signal)
         if not LIBRARY.worth(layers, passage.configurations):
             return None
         passage.up(layers)
         return Replayed(stack, passage.signals, passage=passage)
 
-    return None if signal.resolved else LIBRARY.tried(replay)
+    return LIBRARY.tried(replay)
 
 
 class Walked(NamedTuple):
-    """A layer that was stepped through, what entered, and what was told."""
+    """A layer that was stepped through, what entered, and what was read."""
 
-    layer: Apart
-    entering: Told
-    leaving: Told
+    layer: FlatLayer
+    entering: LayerReading
+    leaving: LayerReading
 
-    def again(self, layer: Apart, entering: Told) -> bool:
+    def again(self, layer: FlatLayer, entering: LayerReading) -> bool:
         """Whether that layer, so entered, is the same: then so is what it tells."""
         return (
             self.layer.shape == layer.shape
@@ -664,9 +631,9 @@ class Walked(NamedTuple):
         )
 
 
-def told(
+def layer_readings(
     stack: Component, signal: Signal, read: Reader, walked: Mapping[int, Walked] | None = None
-) -> list[Told] | None:
+) -> list[LayerReading] | None:
     """What `read` finds in the layers of a chain on a signal's way up; None where they are not
     replayed.
 
@@ -674,18 +641,18 @@ def told(
         stack: the chain.
         signal: what enters it.
         read: of every layer's record.
-        walked: by place in the chain, layers of which `read` was told before: those that are the
+        walked: by place in the chain, layers of which `read` has read before: those that are the
             same are not stepped through again.
     """
     known = walked or {}
 
-    def replay() -> list[Told] | None:
-        layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
+    def replay() -> list[LayerReading] | None:
+        layers = LIBRARY.flat([layer.children[0] for layer in stack.children])
         if not LIBRARY.worth(layers):
             return None
         numbers: list[Any] = []
-        structure = taken_apart(signal, numbers)
-        found = [Told(structure, tuple(numbers), {})]
+        structure = flattened(signal, numbers)
+        found = [LayerReading(structure, tuple(numbers), {})]
         for place, layer in enumerate(layers):
             before = known.get(place)
             if before is not None and before.again(layer, found[-1]):
@@ -704,7 +671,7 @@ def _first(numbers: Iterable[Any]) -> list[float]:
 
 def _forward(
     programs: list[Program],
-    layer: Apart,
+    layer: FlatLayer,
     signal: Any,
     numbers: Any,
     of: Callable[[Program], Any],
@@ -745,6 +712,11 @@ def _uniform(condition: Any) -> bool:
 # --- from a tape to functions ---------------------------------------------------------------------
 
 
+def _places(held: Iterable[Any]) -> list[int]:
+    """On the tape, of lines, recorded numbers and guards; plain numbers have none."""
+    return [getattr(one, "line", one).place for one in held if type(one) is not float]
+
+
 def _needed(lines: list[Operation], wanted: list[int]) -> set[int]:
     """The lines that those wanted stand on."""
     found: set[int] = set()
@@ -753,7 +725,7 @@ def _needed(lines: list[Operation], wanted: list[int]) -> set[int]:
         index = todo.pop()
         if index not in found:
             found.add(index)
-            todo += [one.index for one in lines[index].operands if type(one) is Line]
+            todo += [one.place for one in lines[index].operands if type(one) is Line]
     return found
 
 
@@ -775,7 +747,7 @@ class _Text:
         if type(one) is Recorded:
             one = one.line
         if type(one) is Line:
-            return f"x{one.index}"
+            return f"x{one.place}"
         if type(one) is float:
             return f"({one!r})"
         key = f"c{len(self.environment)}"
@@ -812,10 +784,10 @@ class _Text:
     def _last_uses(self, start: int, stop: int, guards: list[Guard]) -> dict[int, list[int]]:
         """The lines of this stretch that nothing needs behind an operation: arrays that are let go
         leave their memory, which is near, to the next."""
-        used = {g.line.index: g.after for g in guards}
+        used = {g.line.place: g.after for g in guards}
         for index in range(start, stop):
             if index in self.needed:
-                lines = (one.index for one in self.lines[index].operands if type(one) is Line)
+                lines = (one.place for one in self.lines[index].operands if type(one) is Line)
                 used |= {line: max(index, used.get(line, 0)) for line in lines}
         found: dict[int, list[int]] = {}
         for line, at in used.items():

@@ -1,26 +1,17 @@
 """Positions of a text on classes, where two tokens of two cells are the same word or two.
 
-Tokens of one row of the embedding's table begin alike, and where logits are strong rows look at all
-of them: their weights multiply, as no mean over a cell tells. So what two tokens have in common
-takes two values,
+Where logits are strong all keys of one word draw the same attention, and no mean over a cell tells
+the product of two. So what two tokens have in common takes two values,
 
     [[K, S], [S, .]],    of two different words, and of one,
 
-where cells share a word in s of their pairs of tokens. Every entrywise map meets both by
-itself; sums over pairs count K by 1 - s and S by s. A matrix M over tokens that does so,
-
-    M_jl = K + (S - K) e_jl,    e_jl = 1 where j and l are one word,
-
-has means over cells (1 - s) K + s S, which multiply as matrices of `classes` do, and beside them
-what tokens of one word have beyond others: sum_l e_jl e_lk = n_j e_jk with n_j the tokens of that
-word in the cell, so that excesses multiply by themselves, D D' = n (S - K)(S' - K') with n, of the
-words that pairs are of, in place of a cell's count. What frequent words have beyond rarer ones in
+where cells share a word in s of their pairs of tokens: sums over pairs count K by 1 - s and S by s.
+A matrix over tokens that does so has means over cells (1 - s) K + s S, which multiply as those of
+`classes` do, and beside them what tokens of one word have beyond others, which multiplies by itself
+and by the number n of that word's tokens in the cell. What frequent words have beyond rarer ones in
 these sums is left out.
 
-Two documents share words, too: `one` may be classes of several, whose K and S are blocks inside and
-across them. A document's own matrices then meet what two share, by that document's counts n.
-
-See docs/theory/state.md, Classes of positions.
+See docs/theory/state.md, Words.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DomainError, domain_error
-from .algebra import FLOAT, NUMPY, RECORDED, LogSeries, whole
+from .algebra import FLOAT, NUMPY, RECORDED, LogSeries, hermite_coefficients, mehler, whole
 from .checks import Interval
 from .law import ComponentLaws, Law, Source, derived
 from .references import CHO, kedia
@@ -498,7 +498,6 @@ MISH = by_quadrature(
 Function = Callable[[np.ndarray], np.ndarray]
 
 NODES = 4096
-_ORDERS = 400
 
 
 @functools.cache
@@ -509,17 +508,6 @@ def grid(count: int = NODES) -> tuple[np.ndarray, np.ndarray]:
     return nodes, weights / weights.sum()
 
 
-@functools.cache
-def _rows() -> np.ndarray:
-    """Weighted orthonormal Hermite polynomials at the nodes, one row each."""
-    nodes, weights = grid()
-    rows = np.empty((_ORDERS, nodes.size))
-    rows[0], rows[1] = 1.0, nodes
-    for a in range(1, _ORDERS - 1):
-        rows[a + 1] = (nodes * rows[a] - np.sqrt(a) * rows[a - 1]) / np.sqrt(a + 1)
-    return np.asarray(rows * weights)
-
-
 def _values(function: Function, variance: Any) -> np.ndarray:
     scale = np.sqrt(np.asarray(variance, dtype=float))[..., None]
     return np.asarray(function(scale * grid()[0]), dtype=float)
@@ -527,31 +515,6 @@ def _values(function: Function, variance: Any) -> np.ndarray:
 
 def _single(function: Function, power: int, variance: Any) -> Any:
     return _values(function, variance) ** power @ grid()[1]
-
-
-def _pair(function: Function, variance: Any, other: Any, correlation: Any) -> Any:
-    """E f(x) f(x') = sum_a r^a f_a(v) f_a(v').
-
-    What the orders left out hold is known at r = 1 and r = -1; it enters at the first of them.
-    """
-    r = np.asarray(correlation, dtype=float)
-    first, even, odd = _coefficients(function, variance)
-    second, other_even, other_odd = _coefficients(function, other)
-    total = np.sqrt(even * other_even) + np.sign(r) * np.sqrt(odd * other_odd)
-    for a in range(_ORDERS - 1, -1, -1):
-        total = total * r + first[..., a] * second[..., a]
-    return total
-
-
-def _coefficients(function: Function, variance: Any) -> tuple[np.ndarray, Any, Any]:
-    values, weights = _values(function, variance), grid()[1]
-    orders = values @ _rows().T
-    mirrored = values[..., ::-1]
-    left = [
-        np.maximum(half**2 @ weights - (orders[..., parity::2] ** 2).sum(-1), 0.0)
-        for parity, half in enumerate(((values + mirrored) / 2, (values - mirrored) / 2))
-    ]
-    return orders, left[0], left[1]
 
 
 def _formula(name: str, function: Function) -> Single:
@@ -586,7 +549,11 @@ def sampled(
         if np.ndim(r) == 0 and r == 1 and v is other:
             value = _single(of, 2, v)
         else:
-            value = _pair(of, v, other, r)
+            one, two = (
+                hermite_coefficients(lambda _, x: of(x), np.asarray(one), grid, NODES)
+                for one in (v, other)
+            )
+            value = mehler(one, two, r)
         return value if np.ndim(value) else float(value)
 
     def aligned(m: Any, v: Any) -> Any:

@@ -79,9 +79,9 @@ def _grid_for(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.lru_cache(maxsize=8)
-def _hermite_rows(half: int) -> np.ndarray:
+def _hermite_rows(rule: Callable[[int], tuple[np.ndarray, np.ndarray]], size: int) -> np.ndarray:
     """Weighted orthonormal Hermite polynomials He_a/sqrt(a!) at the nodes, one row each."""
-    nodes, weights = _normal_grid(half)
+    nodes, weights = rule(size)
     rows = np.empty((_ORDERS, nodes.size))
     rows[0], rows[1] = 1.0, nodes
     for a in range(1, _ORDERS - 1):
@@ -168,8 +168,8 @@ def _hermite_series(function: Formula) -> LogSeries:
     """Hermite coefficients, and the squared sums of those left out, behind one another."""
 
     def values(variance: np.ndarray) -> np.ndarray:
-        nodes, weights = _grid_for(variance)
-        found = _integrated(function, variance, nodes, weights, _hermite_rows(nodes.size // 2))
+        half = _grid_for(variance)[0].size // 2
+        found = hermite_coefficients(function, variance, _normal_grid, half)
         return np.concatenate([found.orders, found.even[:, None], found.odd[:, None]], axis=1)
 
     return LogSeries(values)
@@ -189,33 +189,48 @@ def _expect_float(function: Formula, variance: Any) -> Any:
 
 
 def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation: Any) -> Any:
-    """Mehler: E f(x) f(x') = sum_a r^a f_a(v) f_a(v'), f_a the Hermite coefficients.
-
-    What the orders left out hold is known at r = 1 and r = -1, where the sums are E f(x)^2 and
-    E f(x) f(-x); it enters at the first order left out, which is exact at both ends.
-    """
     v, w = np.asarray(variance, dtype=float), np.asarray(other, dtype=float)
     if variance is other and np.ndim(correlation) == 0 and correlation == 1:
         if LogSeries.serves(v):
             return _square_series(function)(v.ravel()).reshape(v.shape)
         return _expect_float(lambda m, x: function(m, x) ** 2, v)
-    nodes, weights = _grid_for(np.maximum(v.max(), w.max()))
-    rows = _hermite_rows(nodes.size // 2)
+    half = _grid_for(np.maximum(v.max(), w.max()))[0].size // 2
     if v.ndim == w.ndim == np.ndim(correlation) == 0:
-        one = _scalar_coefficients(function, float(v), nodes.size // 2)
-        two = _scalar_coefficients(function, float(w), nodes.size // 2)
-        return _mehler_scalar(one, two, float(correlation))
-    first = _coefficients(function, v, nodes, weights, rows)
+        one = _scalar_coefficients(function, float(v), half)
+        return mehler(one, _scalar_coefficients(function, float(w), half), correlation)
+    first = _coefficients(function, v, half)
     if v.size == w.size and np.array_equal(v.ravel(), w.ravel()):
         # The usual pair of tokens: one list of variances, along rows and along columns.
-        second = _Coefficients(
+        second = Coefficients(
             first.orders.reshape(*w.shape, -1),
             first.even.reshape(w.shape),
             first.odd.reshape(w.shape),
         )
     else:
-        second = _coefficients(function, w, nodes, weights, rows)
+        second = _coefficients(function, w, half)
+    return mehler(first, second, correlation)
+
+
+class Coefficients(NamedTuple):
+    """Hermite coefficients (..., orders) and the squared sum of those left out, by parity (...)."""
+
+    orders: np.ndarray
+    even: np.ndarray
+    odd: np.ndarray
+
+
+def mehler(first: Coefficients, second: Coefficients, correlation: Any) -> Any:
+    """E f(x) f(x') = sum_a r^a f_a(v) f_a(v'), f_a the Hermite coefficients.
+
+    What the orders left out hold is known at r = 1 and r = -1, where the sums are E f(x)^2 and
+    E f(x) f(-x); it enters at the first order left out, which is exact at both ends.
+    """
     r = np.asarray(correlation, dtype=float)
+    shape = np.broadcast_shapes(first.even.shape, second.even.shape, r.shape)
+    left_out = np.sqrt(first.even * second.even) + np.sign(r) * np.sqrt(first.odd * second.odd)
+    if not shape:
+        powers = float(r) ** np.arange(_ORDERS + 1)
+        return powers[:-1] @ (first.orders * second.orders) + left_out * powers[-1]
     size = np.abs(first.orders).reshape(-1, _ORDERS).max(0)
     # Products of coefficients enter, times a power of r, so those below 1e-9 of what counts leave
     # less than rounding does.
@@ -224,9 +239,7 @@ def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation
     orders = 1 + int(kept[-1])
     total = 0.0 * r
     if orders >= _ORDERS - 1:  # one parity may vanish
-        orders = _ORDERS
-        total = np.sqrt(first.even * second.even) + np.sign(r) * np.sqrt(first.odd * second.odd)
-    shape = np.broadcast_shapes(v.shape, w.shape, r.shape)
+        orders, total = _ORDERS, left_out
     left, right = (
         np.moveaxis(one.orders[..., :orders], -1, 0).reshape(
             orders, *(1,) * (len(shape) - one.even.ndim), *one.even.shape
@@ -243,53 +256,39 @@ def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation
     return total
 
 
-def _mehler_scalar(first: _Coefficients, second: _Coefficients, r: float) -> Any:
-    """The sum of `_expect_pair_float` for one pair, and what the orders left out hold."""
-    left = math.sqrt(first.even * second.even)
-    left += math.copysign(math.sqrt(first.odd * second.odd), r) if r else 0.0
-    powers = r ** np.arange(_ORDERS + 1)
-    return powers[:-1] @ (first.orders * second.orders) + left * powers[-1]
-
-
 @functools.lru_cache(maxsize=256)
-def _scalar_coefficients(function: Formula, variance: float, half: int) -> _Coefficients:
-    nodes, weights = _normal_grid(half)
-    return _coefficients(function, np.asarray(variance), nodes, weights, _hermite_rows(half))
+def _scalar_coefficients(function: Formula, variance: float, half: int) -> Coefficients:
+    return hermite_coefficients(function, np.asarray(variance), _normal_grid, half)
 
 
-class _Coefficients(NamedTuple):
-    """Hermite coefficients (..., orders) and the squared sum of those left out, by parity (...)."""
-
-    orders: np.ndarray
-    even: np.ndarray
-    odd: np.ndarray
-
-
-def _coefficients(
-    function: Formula, v: np.ndarray, nodes: np.ndarray, weights: np.ndarray, rows: np.ndarray
-) -> _Coefficients:
+def _coefficients(function: Formula, v: np.ndarray, half: int) -> Coefficients:
     v, where = _distinct(v)
     if LogSeries.serves(v):
         both = _hermite_series(function)(v.ravel()).reshape(*v.shape, -1)
         left = np.maximum(both[..., -2:], 0.0)
-        found = _Coefficients(both[..., :-2], left[..., 0], left[..., 1])
+        found = Coefficients(both[..., :-2], left[..., 0], left[..., 1])
     else:
-        found = _integrated(function, v, nodes, weights, rows)
-    return found if where is None else _Coefficients(*(part[where] for part in found))
+        found = hermite_coefficients(function, v, _normal_grid, half)
+    return found if where is None else Coefficients(*(part[where] for part in found))
 
 
-def _integrated(
-    function: Formula, v: np.ndarray, nodes: np.ndarray, weights: np.ndarray, rows: np.ndarray
-) -> _Coefficients:
+def hermite_coefficients(
+    function: Formula,
+    v: np.ndarray,
+    rule: Callable[[int], tuple[np.ndarray, np.ndarray]],
+    size: int,
+) -> Coefficients:
+    """Those of a function of a Gaussian of variance v, by the rule's nodes and weights."""
+    nodes, weights = rule(size)
     values = function(NUMPY, np.sqrt(v)[..., None] * nodes) + 0.0 * nodes
-    orders = values @ rows.T
+    orders = values @ _hermite_rows(rule, size).T
     mirrored = values[..., ::-1]
     halves = ((values + mirrored) / 2, (values - mirrored) / 2)
     left = [
         np.maximum(half**2 @ weights - (orders[..., parity::2] ** 2).sum(-1), 0.0)
         for parity, half in enumerate(halves)
     ]
-    return _Coefficients(orders, *left)
+    return Coefficients(orders, *left)
 
 
 def _normal_cdf_float(x: Any) -> Any:
@@ -328,18 +327,15 @@ class Keeping(SimpleNamespace):
         return Keeping, ()
 
 
-def _elementwise(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(math, name)
-    return function
-
+# What every number system has under these names.
+_ELEMENTARY = ("sqrt", "exp", "expm1", "log", "log1p", "asin", "atan", "tanh")
 
 # The same functions on single floats: ten times faster than numpy on scalars.
 FLOAT = SimpleNamespace(
     **{
         **vars(NUMPY),
         "scalar": True,
-        **{name: _elementwise(name) for name in ("sqrt", "exp", "expm1", "log", "log1p")},
-        **{name: _elementwise(name) for name in ("asin", "atan", "tanh")},
+        **{name: getattr(math, name) for name in _ELEMENTARY},
         "expect": lambda function, variance: float(_expect_float(function, variance)),
         "expect_pair": lambda function, variance, other, r: float(
             _expect_pair_float(function, variance, other, r)
@@ -381,16 +377,9 @@ def mpmath_namespace() -> SimpleNamespace:
         )
 
     vars(this).update(
+        {name: getattr(mp, name) for name in _ELEMENTARY},
         # `pi` must follow the precision in force, so it is an mpmath constant, not a number.
         pi=mp.pi,
-        sqrt=mp.sqrt,
-        exp=mp.exp,
-        expm1=mp.expm1,
-        log=mp.log,
-        log1p=mp.log1p,
-        asin=mp.asin,
-        atan=mp.atan,
-        tanh=mp.tanh,
         ratio=lambda a, b: mp.mpf(a) / b,
         harmonic=lambda n, order: (
             mp.harmonic(n) if order == 1 else mp.zeta(order) - mp.zeta(order, n + 1)
@@ -427,15 +416,10 @@ def sympy_namespace() -> SimpleNamespace:
         )
 
     vars(this).update(
+        {name: getattr(sp, name) for name in _ELEMENTARY if hasattr(sp, name)},
         pi=sp.pi,
-        sqrt=sp.sqrt,
-        exp=sp.exp,
         expm1=lambda x: sp.exp(x) - 1,
-        log=sp.log,
         log1p=lambda x: sp.log(1 + x),
-        asin=sp.asin,
-        atan=sp.atan,
-        tanh=sp.tanh,
         ratio=sp.Rational,
         harmonic=sp.harmonic,
         normal_cdf=lambda z: (1 + sp.erf(z / sp.sqrt(2))) / 2,
@@ -468,7 +452,7 @@ class Operation(NamedTuple):
 class Line(NamedTuple):
     """An operand that is the result of an operation."""
 
-    index: int  # type: ignore[assignment]
+    place: int
 
 
 class Guard(NamedTuple):
@@ -664,14 +648,10 @@ FUNCTIONS: dict[str, _Function] = {
     "copysign": _Function(math.copysign, np.copysign, "copysign({},{})"),
     "isinf": _Function(math.isinf, np.isinf, "isinf({})"),
     "isfinite": _Function(math.isfinite, np.isfinite, "isfinite({})"),
-    "sqrt": _Function(math.sqrt, np.sqrt, "sqrt({})"),
-    "exp": _Function(math.exp, np.exp, "exp({})"),
-    "expm1": _Function(math.expm1, np.expm1, "expm1({})"),
-    "log": _Function(math.log, np.log, "log({})"),
-    "log1p": _Function(math.log1p, np.log1p, "log1p({})"),
-    "asin": _Function(math.asin, np.arcsin, "asin({})"),
-    "atan": _Function(math.atan, np.arctan, "atan({})"),
-    "tanh": _Function(math.tanh, np.tanh, "tanh({})"),
+    **{
+        name: _Function(getattr(FLOAT, name), getattr(NUMPY, name), f"{name}({{}})")
+        for name in _ELEMENTARY
+    },
 }
 _UFUNCS = {name: name for name in FUNCTIONS} | {
     "arcsin": "asin",
@@ -761,10 +741,7 @@ def _by_quadrature(name: str) -> Any:
 RECORDED = SimpleNamespace(
     **{
         **vars(FLOAT),
-        **{
-            name: functools.partial(apply, name)
-            for name in ("sqrt", "exp", "expm1", "log", "log1p", "asin", "atan", "tanh")
-        },
+        **{name: functools.partial(apply, name) for name in _ELEMENTARY},
         "normal_cdf": whole(lambda x: float(NUMPY.normal_cdf(x)), NUMPY.normal_cdf),
         "expect": _by_quadrature("expect"),
         "expect_pair": _by_quadrature("expect_pair"),

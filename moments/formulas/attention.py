@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .law import ComponentLaws, Law, derived
+from .law import ComponentLaws, Law, Substituted, asymptotic, derived
 from .references import kedia
 
 # --- tokens alike, complete: value, query and key paths, finite L, d and d_k ----------------------
@@ -257,7 +257,7 @@ def _returned_covariance(
 
 
 def _law(formula: Any, note: str = _ORDER) -> Law:
-    return Law(formula, _PROOF, "asymptotic", note=note)
+    return asymptotic(formula, _PROOF, note)
 
 
 # Per unit of the input's variance, and per unit of the value path's gain.
@@ -296,11 +296,11 @@ WITH_VALUE: dict[str, Law] = {
 
 # --- as published ---------------------------------------------------------------------------------
 
-_FORWARD_NOTE = (
+FORWARD_NOTE = (
     "large L and d; log-normal attention weights; dropout of the common part left out "
     "(-2.9 % at L = 50, r = .9, p = .6)"
 )
-_BACKWARD_NOTE = (
+BACKWARD_NOTE = (
     "value path under uniform attention only: the query and key paths left out cost a factor of "
     "3 to 10 in deep Post-LN models, more under a causal mask"
 )
@@ -343,7 +343,7 @@ def _average_covariance(
     return x_variance * (x_correlation + (2 * unshared**2 * theta + unshared) / seq_len)
 
 
-def _value_path_variance(
+def value_path_variance(
     m: Any, seq_len: Any, drop_prob: Any, grad_variance: Any, grad_covariance: Any
 ) -> Any:
     """Variance of sum_i a_ij g_i."""
@@ -351,7 +351,7 @@ def _value_path_variance(
     return (grad_variance + (seq_len - 1) * grad_covariance * kept) / (seq_len * kept)
 
 
-def _value_path_covariance(m: Any, seq_len: Any, grad_variance: Any, grad_covariance: Any) -> Any:
+def value_path_covariance(m: Any, seq_len: Any, grad_variance: Any, grad_covariance: Any) -> Any:
     return (grad_variance + (seq_len - 1) * grad_covariance) / seq_len
 
 
@@ -364,90 +364,65 @@ ATTENTION_WITHOUT_VALUE = ComponentLaws(
     },
     refined=AVERAGE,
     published={
-        "variance": Law(
+        "variance": asymptotic(
             _average_variance,
             kedia("A.8 and Table 16, SHA"),
-            "asymptotic",
-            note=_FORWARD_NOTE + "; the table's factor d_in is a misprint",
+            FORWARD_NOTE + "; the table's factor d_in is a misprint",
         ),
-        "covariance": Law(
+        "covariance": asymptotic(
             _average_covariance,
             kedia("A.8 and Table 18, SHA"),
-            "asymptotic",
-            note=_FORWARD_NOTE + "; the table's factor d_in is a misprint",
+            FORWARD_NOTE + "; the table's factor d_in is a misprint",
         ),
-        "grad_variance": Law(
-            _value_path_variance,
+        "grad_variance": asymptotic(
+            value_path_variance,
             kedia("A.8 and Table 17, SHA"),
-            "asymptotic",
-            note=_BACKWARD_NOTE + "; the table's d_in and (1-p)^2 are misprints",
+            BACKWARD_NOTE + "; the table's d_in and (1-p)^2 are misprints",
         ),
-        "grad_covariance": Law(
-            _value_path_covariance,
+        "grad_covariance": asymptotic(
+            value_path_covariance,
             kedia("A.8 and Table 20, SHA"),
-            "asymptotic",
-            note=_BACKWARD_NOTE + "; the table's factor d_in is a misprint",
+            BACKWARD_NOTE + "; the table's factor d_in is a misprint",
         ),
     },
     simplified={
-        "variance": Law(
+        "variance": asymptotic(
             lambda m, x_variance, x_correlation: x_correlation * x_variance,
             kedia("Table 1, SHA"),
-            "asymptotic",
-            note="uniform attention over many tokens",
+            "uniform attention over many tokens",
         ),
-        "covariance": Law(
+        "covariance": asymptotic(
             lambda m, x_variance, x_correlation: x_correlation * x_variance,
             kedia("Table 1, SHA: output correlation 1"),
-            "asymptotic",
-            note="uniform attention over many tokens",
+            "uniform attention over many tokens",
         ),
-        "grad_variance": Law(
+        "grad_variance": asymptotic(
             lambda m, grad_covariance: grad_covariance,
             kedia("Table 1, SHA"),
-            "asymptotic",
-            note="uniform attention over many tokens",
+            "uniform attention over many tokens",
         ),
-        "grad_covariance": Law(
+        "grad_covariance": asymptotic(
             lambda m, grad_covariance: grad_covariance,
             kedia("Table 1, SHA: gradient correlation 1"),
-            "asymptotic",
-            note="uniform attention over many tokens",
+            "uniform attention over many tokens",
         ),
     },
 )
 
 
-def _attention_variance(
-    m: Any,
-    value: Any,
-    d_model: Any,
-    seq_len: Any,
-    query: Any,
-    key: Any,
-    drop_prob: Any,
-    x_variance: Any,
-    x_correlation: Any,
-) -> Any:
-    return (
-        d_model
-        * value
-        * _average_variance(m, d_model, seq_len, query, key, drop_prob, x_variance, x_correlation)
-    )
+def _with_value(average: Any) -> Substituted:
+    """Behind the value projection."""
+    return Substituted(lambda m, value, d_model, of: d_model * value * of, of=average)
 
 
-def _attention_covariance(
-    m: Any,
-    value: Any,
-    d_model: Any,
-    seq_len: Any,
-    query: Any,
-    key: Any,
-    x_variance: Any,
-    x_correlation: Any,
-) -> Any:
-    average = _average_covariance(m, d_model, seq_len, query, key, x_variance, x_correlation)
-    return d_model * value * average
+attention_variance, attention_covariance = map(
+    _with_value, (_average_variance, _average_covariance)
+)
+
+
+def _returned(through_values: Any) -> Substituted:
+    """Before the value projection."""
+    return Substituted(lambda m, value, fan_out, of: fan_out * value * of, of=through_values)
 
 
 # Heads share the input and have independent weights: each carries the moments of one head, and
@@ -462,25 +437,11 @@ ATTENTION = ComponentLaws(
     },
     refined=WITH_VALUE,
     published={
-        "variance": Law(_attention_variance, kedia("A.8"), "asymptotic", note=_FORWARD_NOTE),
-        "covariance": Law(_attention_covariance, kedia("A.8"), "asymptotic", note=_FORWARD_NOTE),
-        "grad_variance": Law(
-            lambda m, value, fan_out, seq_len, drop_prob, grad_variance, grad_covariance: (
-                fan_out
-                * value
-                * _value_path_variance(m, seq_len, drop_prob, grad_variance, grad_covariance)
-            ),
-            kedia("A.8"),
-            "asymptotic",
-            note=_BACKWARD_NOTE,
-        ),
-        "grad_covariance": Law(
-            lambda m, value, fan_out, seq_len, grad_variance, grad_covariance: (
-                fan_out * value * _value_path_covariance(m, seq_len, grad_variance, grad_covariance)
-            ),
-            kedia("A.8"),
-            "asymptotic",
-            note=_BACKWARD_NOTE,
+        "variance": asymptotic(attention_variance, kedia("A.8"), FORWARD_NOTE),
+        "covariance": asymptotic(attention_covariance, kedia("A.8"), FORWARD_NOTE),
+        "grad_variance": asymptotic(_returned(value_path_variance), kedia("A.8"), BACKWARD_NOTE),
+        "grad_covariance": asymptotic(
+            _returned(value_path_covariance), kedia("A.8"), BACKWARD_NOTE
         ),
     },
 )

@@ -10,15 +10,15 @@ from typing import Any
 
 from .activation import relu_moment, relu_slope
 from .attention import (
-    _BACKWARD_NOTE,
-    _FORWARD_NOTE,
-    _attention_covariance,
-    _attention_variance,
-    _value_path_covariance,
-    _value_path_variance,
+    BACKWARD_NOTE,
+    FORWARD_NOTE,
+    attention_covariance,
+    attention_variance,
+    value_path_covariance,
+    value_path_variance,
 )
 from .checks import Interval
-from .law import ComponentLaws, Law
+from .law import ComponentLaws, Law, Substituted, asymptotic
 from .references import kedia
 
 _UNIFORM = "uniform attention over many correlated tokens; no source term where r or r_g is 0"
@@ -29,55 +29,9 @@ _KEPT_CORRELATION = (
 )
 
 
-def _block_variance(
-    m: Any,
-    output: Any,
-    value: Any,
-    d_model: Any,
-    seq_len: Any,
-    query: Any,
-    key: Any,
-    drop_prob: Any,
-    attention_drop_prob: Any,
-    x_variance: Any,
-    x_correlation: Any,
-) -> Any:
-    heads = _attention_variance(
-        m, value, d_model, seq_len, query, key, attention_drop_prob, x_variance, x_correlation
-    )
-    return d_model * output * heads / (1 - drop_prob)
-
-
-def _block_covariance(
-    m: Any,
-    output: Any,
-    value: Any,
-    d_model: Any,
-    seq_len: Any,
-    query: Any,
-    key: Any,
-    x_variance: Any,
-    x_correlation: Any,
-) -> Any:
-    heads = _attention_covariance(m, value, d_model, seq_len, query, key, x_variance, x_correlation)
-    return d_model * output * heads
-
-
-def _block_value_path_variance(
-    m: Any,
-    output: Any,
-    value: Any,
-    d_model: Any,
-    seq_len: Any,
-    drop_prob: Any,
-    attention_drop_prob: Any,
-    grad_variance: Any,
-    grad_covariance: Any,
-) -> Any:
-    gain = d_model**2 * output * value / (1 - drop_prob)
-    return gain * _value_path_variance(
-        m, seq_len, attention_drop_prob, grad_variance, grad_covariance
-    )
+def _one_dropout(through: Any) -> Substituted:
+    """Of attention, whose dropout has a probability of its own."""
+    return Substituted(through, drop_prob="attention_drop_prob")
 
 
 ATTENTION_BLOCK = ComponentLaws(
@@ -88,90 +42,89 @@ ATTENTION_BLOCK = ComponentLaws(
         "hidden_covariance": Law(lambda m: 0, kedia("Table 19")),
     },
     published={
-        "variance": Law(
-            _block_variance, kedia("B.1 and Table 16"), "asymptotic", note=_FORWARD_NOTE
+        "variance": asymptotic(
+            Substituted(
+                lambda m, output, heads, d_model, drop_prob: (
+                    d_model * output * heads / (1 - drop_prob)
+                ),
+                heads=_one_dropout(attention_variance),
+            ),
+            kedia("B.1 and Table 16"),
+            FORWARD_NOTE,
         ),
-        "covariance": Law(
-            _block_covariance, kedia("B.1 and Table 18"), "asymptotic", note=_FORWARD_NOTE
+        "covariance": asymptotic(
+            Substituted(
+                lambda m, output, heads, d_model: d_model * output * heads,
+                heads=attention_covariance,
+            ),
+            kedia("B.1 and Table 18"),
+            FORWARD_NOTE,
         ),
-        "grad_variance": Law(
-            _block_value_path_variance,
+        "grad_variance": asymptotic(
+            Substituted(
+                lambda m, output, value, d_model, sent, drop_prob: (
+                    d_model**2 * output * value * sent / (1 - drop_prob)
+                ),
+                sent=_one_dropout(value_path_variance),
+            ),
             kedia("B.1 and Table 17"),
-            "asymptotic",
-            note=_BACKWARD_NOTE + _KEPT_CORRELATION,
+            BACKWARD_NOTE + _KEPT_CORRELATION,
         ),
-        "grad_covariance": Law(
-            lambda m, output, value, d_model, seq_len, grad_variance, grad_covariance: (
-                d_model**2
-                * output
-                * value
-                * _value_path_covariance(m, seq_len, grad_variance, grad_covariance)
+        "grad_covariance": asymptotic(
+            Substituted(
+                lambda m, output, value, d_model, sent: d_model**2 * output * value * sent,
+                sent=value_path_covariance,
             ),
             kedia("B.1 and Table 20"),
-            "asymptotic",
-            note=_BACKWARD_NOTE + _KEPT_CORRELATION,
+            BACKWARD_NOTE + _KEPT_CORRELATION,
         ),
     },
     simplified={
-        "variance": Law(
+        "variance": asymptotic(
             lambda m, d_model, output, value, drop_prob, x_variance, x_correlation: (
                 d_model**2 * output * value * x_variance * x_correlation / (1 - drop_prob)
             ),
             kedia("Table 2"),
-            "asymptotic",
-            note=_UNIFORM,
+            _UNIFORM,
             limits={"x_correlation": Interval(0.0, 1.0)},
         ),
-        "covariance": Law(
+        "covariance": asymptotic(
             lambda m, d_model, output, value, x_variance, x_correlation: (
                 d_model**2 * output * value * x_variance * x_correlation
             ),
             kedia("Table 2: output correlation 1 - p"),
-            "asymptotic",
-            note=_UNIFORM,
+            _UNIFORM,
             limits={"x_correlation": Interval(0.0, 1.0)},
         ),
-        "grad_variance": Law(
+        "grad_variance": asymptotic(
             lambda m, d_model, output, value, drop_prob, grad_covariance: (
                 d_model**2 * output * value * grad_covariance / (1 - drop_prob)
             ),
             kedia("Table 2"),
-            "asymptotic",
-            note=_UNIFORM,
+            _UNIFORM,
         ),
-        "grad_covariance": Law(
+        "grad_covariance": asymptotic(
             lambda m, d_model, output, value, grad_covariance: (
                 d_model**2 * output * value * grad_covariance
             ),
             kedia("Table 2: gradient correlation 1 - p"),
-            "asymptotic",
-            note=_UNIFORM,
+            _UNIFORM,
         ),
     },
 )
 
 
-def _ffn_gain(d_model: Any, d_ff: Any, ffn_in: Any, ffn_out: Any) -> Any:
-    return d_model * d_ff * ffn_in * ffn_out
+def _ffn(formula: Any) -> Substituted:
+    """Of both matrices' gain."""
+    return Substituted(
+        formula,
+        gain=lambda m, d_model, d_ff, ffn_in, ffn_out: d_model * d_ff * ffn_in * ffn_out,
+    )
 
 
-def _polynomial_correlation(m: Any, r: Any) -> Any:
-    return 1 / m.pi + r / 2 + (m.ratio(1, 2) - 1 / m.pi) * r**2
-
-
-def _ffn_value_path_covariance(
-    m: Any,
-    d_model: Any,
-    d_ff: Any,
-    ffn_in: Any,
-    ffn_out: Any,
-    x_variance: Any,
-    x_other_variance: Any,
-    x_correlation: Any,
-    grad_covariance: Any,
-) -> Any:
-    slope = relu_slope(m, x_variance, x_other_variance, x_correlation)
-    return _ffn_gain(d_model, d_ff, ffn_in, ffn_out) * slope * grad_covariance
+def _pair(formula: Any) -> Substituted:
+    """Of two tokens behind the first matrix."""
+    return _ffn(Substituted(formula, v="x_variance", other="x_other_variance", r="x_correlation"))
 
 
 FFN_BLOCK = ComponentLaws(
@@ -181,37 +134,38 @@ FFN_BLOCK = ComponentLaws(
         "mean": Law(lambda m: 0, kedia("B.2 and Table 15")),
         "hidden_covariance": Law(lambda m: 0, kedia("Table 19")),
         "variance": Law(
-            lambda m, d_model, d_ff, ffn_in, ffn_out, drop_prob, x_variance: (
-                _ffn_gain(d_model, d_ff, ffn_in, ffn_out) / 2 * x_variance / (1 - drop_prob)
-            ),
+            _ffn(lambda m, gain, drop_prob, x_variance: gain / 2 * x_variance / (1 - drop_prob)),
             kedia("B.2 and Table 16, at d_ff = 4 d"),
         ),
         "covariance": Law(
-            lambda m, d_model, d_ff, ffn_in, ffn_out, x_variance, x_other_variance, x_correlation: (
-                _ffn_gain(d_model, d_ff, ffn_in, ffn_out)
-                * relu_moment(m, x_variance, x_other_variance, x_correlation)
-            ),
+            _pair(lambda m, gain, v, other, r: gain * relu_moment(m, v, other, r)),
             kedia("B.2 and Table 18, at d_ff = 4 d"),
             note="the table prints 4 d for 4 d^2",
         ),
         "grad_variance": Law(
-            lambda m, d_model, d_ff, ffn_in, ffn_out, drop_prob, grad_variance: (
-                _ffn_gain(d_model, d_ff, ffn_in, ffn_out) / 2 * grad_variance / (1 - drop_prob)
+            _ffn(
+                lambda m, gain, drop_prob, grad_variance: gain / 2 * grad_variance / (1 - drop_prob)
             ),
             kedia("B.2 and Table 17, at d_ff = 4 d"),
         ),
         "grad_covariance": Law(
-            _ffn_value_path_covariance,
+            _pair(
+                lambda m, gain, v, other, r, grad_covariance: (
+                    gain * relu_slope(m, v, other, r) * grad_covariance
+                )
+            ),
             kedia("B.2 and Table 20, at d_ff = 4 d"),
         ),
     },
     simplified={
         "covariance": Law(
-            lambda m, d_model, d_ff, ffn_in, ffn_out, x_variance, x_correlation: (
-                _ffn_gain(d_model, d_ff, ffn_in, ffn_out)
-                / 2
-                * x_variance
-                * _polynomial_correlation(m, x_correlation)
+            _ffn(
+                lambda m, gain, x_variance, x_correlation: (
+                    gain
+                    / 2
+                    * x_variance
+                    * (1 / m.pi + x_correlation / 2 + (m.ratio(1, 2) - 1 / m.pi) * x_correlation**2)
+                )
             ),
             kedia("Table 2: the polynomial times 1 - p"),
             "fitted",

@@ -9,14 +9,24 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .activation import GELU, GELU_TANH, IDENTITY, RELU, SIGMOID, SILU
-from .law import ComponentLaws, Law, derived
+from .activation import ACTIVATION_LAWS
+from .law import ComponentLaws, Law, Substituted, derived
 
 _SOURCE = derived("second moments of independent centred factors multiply; checked by quadrature")
 
 
+_KNOWN = {
+    "silu": ("swiglu", "SwiGLU, SiLU(a) u"),
+    "gelu": ("geglu", "GeGLU, GeLU(a) u, erf form"),
+    "gelu_tanh": ("geglu_tanh", "GeGLU, GeLU(a) u, tanh form"),
+    "relu": ("reglu", "ReGLU, ReLU(a) u"),
+    "sigmoid": ("glu", "GLU, sigmoid(a) u"),
+    "identity": ("bilinear", "Bilinear unit, a u"),
+}
+
+
 @functools.cache
-def gated(base: ComponentLaws, name: str | None = None, title: str | None = None) -> ComponentLaws:
+def gated(base: ComponentLaws) -> ComponentLaws:
     """Laws of f(a) u for the activation f of `base`.
 
     The input of a law is the gate's pre-activation a, Gaussian and centred; the factor's moments
@@ -35,22 +45,12 @@ def gated(base: ComponentLaws, name: str | None = None, title: str | None = None
     def law(formula: Any) -> Law:
         return Law(formula, _SOURCE, limits=of["covariance"].limits)
 
-    slope_square, slope = of["grad_variance"].formula, of["grad_covariance"].formula
-
-    def pulled(
-        m: Any,
-        x_variance: Any,
-        x_other_variance: Any,
-        x_correlation: Any,
-        factor_covariance: Any,
-        grad_covariance: Any,
-    ) -> Any:
-        sent = slope(m, x_variance, x_other_variance, x_correlation, grad_covariance)
-        return sent * factor_covariance
+    def times(factor: str, quantity: str) -> Law:
+        of_base = of[quantity].formula
+        return law(Substituted(lambda m, of, by: of * by, of=of_base, by=factor))
 
     return ComponentLaws(
-        name or f"gated_{base.name}",
-        title or f"Gated unit: f(a) u, f = {base.title}",
+        *_KNOWN.get(base.name, (f"gated_{base.name}", f"Gated unit: f(a) u, f = {base.title}")),
         {
             "mean": Law(lambda m: 0, _SOURCE),
             "hidden_covariance": Law(lambda m: 0, _SOURCE),
@@ -62,12 +62,8 @@ def gated(base: ComponentLaws, name: str | None = None, title: str | None = None
                     moment(m, x_variance, x_other_variance, x_correlation) * factor_covariance
                 )
             ),
-            "grad_variance": law(
-                lambda m, x_variance, factor_variance, grad_variance: (
-                    slope_square(m, x_variance, grad_variance) * factor_variance
-                )
-            ),
-            "grad_covariance": law(pulled),
+            "grad_variance": times("factor_variance", "grad_variance"),
+            "grad_covariance": times("factor_covariance", "grad_covariance"),
             "grad_factor": law(
                 lambda m, x_variance, grad_variance: square(m, x_variance) * grad_variance
             ),
@@ -81,9 +77,4 @@ def gated(base: ComponentLaws, name: str | None = None, title: str | None = None
     )
 
 
-SWIGLU = gated(SILU, "swiglu", "SwiGLU, SiLU(a) u")
-GEGLU = gated(GELU, "geglu", "GeGLU, GeLU(a) u, erf form")
-GEGLU_TANH = gated(GELU_TANH, "geglu_tanh", "GeGLU, GeLU(a) u, tanh form")
-REGLU = gated(RELU, "reglu", "ReGLU, ReLU(a) u")
-GLU = gated(SIGMOID, "glu", "GLU, sigmoid(a) u")
-BILINEAR = gated(IDENTITY, "bilinear", "Bilinear unit, a u")
+GATED = tuple(gated(ACTIVATION_LAWS[name]) for name in _KNOWN)

@@ -9,22 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from .checks import Interval
-from .law import ComponentLaws, Law, derived
+from .law import ComponentLaws, Law, Substituted, asymptotic, derived
 from .references import kedia
 
 _TABLE_TWO = "Table 2's blocks: long sequences, correlated tokens"
 
 
-def _layer_variance(m: Any, attention_gain: Any, ffn_gain: Any, correlation: Any) -> Any:
-    return attention_gain * correlation + ffn_gain
-
-
-def _exponent(
-    m: Any, attention_gain: Any, ffn_gain: Any, x_correlation: Any, grad_correlation: Any
-) -> Any:
-    return _layer_variance(m, attention_gain, ffn_gain, grad_correlation) / _layer_variance(
-        m, attention_gain, ffn_gain, x_correlation
-    )
+def _layer_variance(m: Any, attention_gain: Any, ffn_gain: Any, x_correlation: Any) -> Any:
+    return attention_gain * x_correlation + ffn_gain
 
 
 def _stable_correlation(m: Any, attention_gain: Any, ffn_gain: Any, drop_prob: Any) -> Any:
@@ -50,19 +42,17 @@ PRE_LN_CHAIN = ComponentLaws(
     "pre_ln_chain",
     "Pre-LN stack of Table 2's blocks",
     {
-        "variance_growth": Law(
-            lambda m, attention_gain, ffn_gain, x_correlation: _layer_variance(
-                m, attention_gain, ffn_gain, x_correlation
-            ),
-            kedia("E.1.1: what one layer adds to the variance"),
-            "asymptotic",
-            note=_TABLE_TWO,
+        "variance_growth": asymptotic(
+            _layer_variance, kedia("E.1.1: what one layer adds to the variance"), _TABLE_TWO
         ),
-        "grad_exponent": Law(
-            _exponent,
+        "grad_exponent": asymptotic(
+            Substituted(
+                lambda m, above, below: above / below,
+                above=Substituted(_layer_variance, x_correlation="grad_correlation"),
+                below=_layer_variance,
+            ),
             kedia("E.1.2: C_g; the gradient falls as (N/n)^C_g"),
-            "asymptotic",
-            note=_TABLE_TWO,
+            _TABLE_TWO,
         ),
         "grad_exponent_lower": Law(
             lambda m, attention_gain, ffn_gain: ffn_gain / (attention_gain + ffn_gain),
@@ -80,21 +70,19 @@ PRE_LN_CHAIN = ComponentLaws(
             "fitted",
             note="Table 2's polynomial; attention weighed by C_1, as at r = 1",
         ),
-        "grad_correlation": Law(
+        "grad_correlation": asymptotic(
             _stable_grad_correlation,
             kedia("F, solved: its equation is linear in r_g"),
-            "asymptotic",
-            note="attention weighed by C_1, as at r_g = 1",
+            "attention weighed by C_1, as at r_g = 1",
             limits=_POSITIVE_CORRELATION,
         ),
-        "correlation_rate": Law(
+        "correlation_rate": asymptotic(
             lambda m, attention_gain, ffn_gain: attention_gain / (attention_gain + ffn_gain),
             derived(
                 "without dropout: 1 - r falls as layer^-rate, since blocks' mixed correlation has "
                 "slope C_2/(C_1 + C_2) at 1"
             ),
-            "asymptotic",
-            note="many layers",
+            "many layers",
         ),
     },
 )
@@ -103,29 +91,23 @@ POST_LN_CHAIN = ComponentLaws(
     "post_ln_chain",
     "Post-LN stack of Table 2's blocks",
     {
-        "grad_growth": Law(
+        "grad_growth": asymptotic(
             lambda m, attention_gain, x_correlation, grad_correlation: (
                 (1 + attention_gain * grad_correlation) / (1 + attention_gain * x_correlation)
             ),
             kedia("E.2.2: C_5, the factor of one layer on the gradient"),
-            "asymptotic",
-            note=_TABLE_TWO + "; r leaves the layer below, r_g meets the attention",
+            _TABLE_TWO + "; r leaves the layer below, r_g meets the attention",
         ),
-        "correlation_rate": Law(
+        "correlation_rate": asymptotic(
             lambda m, attention_gain: 1 / (1 + attention_gain),
             derived(
                 "without dropout, slope of one layer's map at r = 1: attention returns tokens "
                 "alike, and the feed-forward block's slope there is 1"
             ),
-            "asymptotic",
-            note=_TABLE_TWO,
+            _TABLE_TWO,
         ),
     },
 )
-
-
-def _dslm_growth(m: Any, skip_square: Any, branch_square: Any, gradient_ratio: Any) -> Any:
-    return skip_square + branch_square * gradient_ratio
 
 
 DSLM_CHAIN = ComponentLaws(
@@ -143,71 +125,69 @@ DSLM_CHAIN = ComponentLaws(
             kedia("4.6, after Davis et al. 2021: N sigma_block^2 / sigma_skip^2"),
             note="the section prints the ratio of the variances upside down",
         ),
-        "grad_growth": Law(
-            _dslm_growth,
+        "grad_growth": asymptotic(
+            lambda m, skip_square, branch_square, gradient_ratio: (
+                skip_square + branch_square * gradient_ratio
+            ),
             kedia("E.3.2 and E.4.2: the factor of one layer on the gradient"),
-            "asymptotic",
-            note=_TABLE_TWO,
+            _TABLE_TWO,
         ),
-        "grad_bound": Law(
+        "grad_bound": asymptotic(
             lambda m, branch_constant, gradient_ratio: m.exp(
                 branch_constant * (gradient_ratio - 1)
             ),
             kedia("E.3.2, with beta^2 = k/N where the section writes 1/N"),
-            "asymptotic",
-            note="many layers, alpha = 1",
+            "many layers, alpha = 1",
         ),
-        "simplified_variance_lower": Law(
+        "simplified_variance_lower": asymptotic(
             lambda m, branch_constant: (1 + m.exp(-2 * branch_constant)) / 2,
             kedia("E.5.1, equation 6, at k = 2"),
-            "asymptotic",
-            note="simplified initialisation, r = 0; many layers, alpha = 1, input variance 1",
+            "simplified initialisation, r = 0; many layers, alpha = 1, input variance 1",
         ),
-        "simplified_variance_upper": Law(
+        "simplified_variance_upper": asymptotic(
             lambda m, branch_constant: (3 + m.exp(-2 * branch_constant)) / 4,
             kedia("E.5.1, equation 6, at k = 2"),
-            "asymptotic",
-            note="simplified initialisation, r = 1; many layers, alpha = 1, input variance 1",
+            "simplified initialisation, r = 1; many layers, alpha = 1, input variance 1",
         ),
-        "simplified_grad_lower": Law(
+        "simplified_grad_lower": asymptotic(
             lambda m, branch_constant: m.exp(-2 * branch_constant),
             kedia("E.5.2: through the skip connections alone"),
-            "asymptotic",
-            note="many layers, alpha = 1",
+            "many layers, alpha = 1",
         ),
-        "simplified_grad_upper": Law(
+        "simplified_grad_upper": asymptotic(
             lambda m, branch_constant, gradient_ratio: m.exp(branch_constant * gradient_ratio),
             kedia("E.5.2, from its premise that the variance stays above 1/2"),
-            "asymptotic",
-            note="many layers, alpha = 1; the section prints 2 C_6 + 2 for 2 C_6 at k = 2",
+            "many layers, alpha = 1; the section prints 2 C_6 + 2 for 2 C_6 at k = 2",
         ),
-        "simplified_post_grad_growth": Law(
+        "simplified_post_grad_growth": asymptotic(
             lambda m, branch_square, x_correlation, grad_correlation: (
                 1 + branch_square / 2 * (grad_correlation - x_correlation)
             ),
             kedia("E.6.2, equation 7"),
-            "asymptotic",
-            note="small beta^2",
+            "small beta^2",
         ),
-        "fall": Law(
+        "fall": asymptotic(
             lambda m, branch_constant, branch_exponent, layers: m.exp(
                 -2 * branch_constant * layers ** (1 - branch_exponent)
             ),
             kedia("Appendix G: (1 - beta^2)^(2 N), what skip connections alone keep"),
-            "asymptotic",
-            note="small beta^2; the appendix prints a growing exponential",
+            "small beta^2; the appendix prints a growing exponential",
         ),
     },
 )
 
 
-def _mixed(m: Any, skip: Any, variance: Any, branch: Any, added: Any, correlation: Any) -> Any:
+def _mixed(
+    m: Any,
+    skip_square: Any,
+    branch_square: Any,
+    x_variance: Any,
+    branch_variance: Any,
+    branch_correlation: Any,
+) -> Any:
     """Variance of lambda x + beta b where x and b correlate."""
-    return (
-        skip * variance
-        + branch * added
-        + 2 * correlation * m.sqrt(skip * branch * variance * added)
-    )
+    kept, added = skip_square * x_variance, branch_square * branch_variance
+    return kept + added + 2 * branch_correlation * m.sqrt(kept * added)
 
 
 # Training correlates blocks with the stream; at initialisation both correlations are 0.
@@ -216,24 +196,16 @@ CORRELATED_RESIDUAL = ComponentLaws(
     "Residual addition whose branch correlates with the stream",
     {
         "variance": Law(
-            lambda m, skip_square, branch_square, x_variance, branch_variance, branch_correlation: (
-                _mixed(
-                    m, skip_square, x_variance, branch_square, branch_variance, branch_correlation
-                )
-            ),
+            _mixed,
             derived("variance of a sum"),
             note="Sun et al. (21) leave out the 2; Kedia et al. 3.5 and E.5.1 state it in words",
         ),
         "grad_variance": Law(
-            lambda m, skip_square, branch_square, grad_variance, grad_branch_variance, grad_branch_correlation: (  # noqa: E501
-                _mixed(
-                    m,
-                    skip_square,
-                    grad_variance,
-                    branch_square,
-                    grad_branch_variance,
-                    grad_branch_correlation,
-                )
+            Substituted(
+                _mixed,
+                x_variance="grad_variance",
+                branch_variance="grad_branch_variance",
+                branch_correlation="grad_branch_correlation",
             ),
             derived("variance of a sum"),
             note="Kedia et al. E.6.2 state it in words",

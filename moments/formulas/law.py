@@ -75,6 +75,42 @@ def derived(place: str) -> Source:
     return Source("derived here", place)
 
 
+def symbols_of(formula: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the symbols that a formula contains, in its own order."""
+    return tuple(inspect.signature(formula).parameters)[1:]
+
+
+class Substituted:
+    """A formula in some of whose symbols' places others stand, or formulas of others.
+
+    >>> square = Substituted(lambda m, side, height: side * height, height="side")
+    >>> symbols_of(square), square(NUMPY, 3.0)
+    (('side',), 9.0)
+    """
+
+    def __init__(self, formula: Callable[..., Any], **places: str | Callable[..., Any]) -> None:
+        inner = [places.get(name, name) for name in symbols_of(formula)]
+        held = [(one,) if isinstance(one, str) else symbols_of(one) for one in inner]
+        names = list(dict.fromkeys(name for some in held for name in some))
+        at = [tuple(map(names.index, some)) for some in held]
+        self._formula = formula
+        self._places = [
+            (None if isinstance(one, str) else one, where)
+            for one, where in zip(inner, at, strict=True)
+        ]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, kind) for name in ("m", *names)]
+        )
+
+    def __call__(self, m: Any, *values: Any) -> Any:
+        arguments = [
+            values[where[0]] if inner is None else inner(m, *[values[k] for k in where])
+            for inner, where in self._places
+        ]
+        return self._formula(m, *arguments)
+
+
 @dataclass(frozen=True)
 class Law:
     """One formula.
@@ -105,7 +141,7 @@ class Law:
     @functools.cached_property
     def arguments(self) -> tuple[str, ...]:
         """Names of the symbols the formula contains, in its own order."""
-        return tuple(inspect.signature(self.formula).parameters)[1:]
+        return symbols_of(self.formula)
 
     @functools.cached_property
     def pick(self) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
@@ -211,6 +247,16 @@ class Law:
 
     def __repr__(self) -> str:
         return f"Law({self.expr}, status={self.status!r}, source='{self.source}')"
+
+
+def asymptotic(
+    formula: Callable[..., Any],
+    source: Source,
+    note: str,
+    limits: Mapping[str, Interval] | None = None,
+) -> Law:
+    """A law that holds to leading order in the quantity that `note` names."""
+    return Law(formula, source, "asymptotic", limits or {}, note)
 
 
 @dataclass(frozen=True, eq=False)

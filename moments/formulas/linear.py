@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .law import ComponentLaws, Law, derived
+from .law import ComponentLaws, Law, Substituted, derived
 from .references import kedia
 
 
@@ -23,21 +23,6 @@ def _pair_through(
 ) -> Any:
     covariance = x_correlation * m.sqrt(x_variance * x_other_variance)
     return fan_in * weight_variance * (covariance + x_mean * x_other_mean)
-
-
-def _pair_through_biased(
-    m: Any,
-    fan_in: Any,
-    weight_variance: Any,
-    x_variance: Any,
-    x_other_variance: Any,
-    x_correlation: Any,
-    x_mean: Any,
-    x_other_mean: Any,
-    bias_variance: Any,
-) -> Any:
-    tokens = (x_variance, x_other_variance, x_correlation, x_mean, x_other_mean)
-    return _pair_through(m, fan_in, weight_variance, *tokens) + bias_variance
 
 
 # y_o = sum_i w_oi x_i: features of y are independent given x, so E y y' = d_in s E x x'.
@@ -75,19 +60,20 @@ LINEAR = ComponentLaws(
 # The bias is one draw for all tokens: it adds to variance and covariance alike.
 _BIAS = derived("a bias is independent of the weights and common to all tokens")
 
+
+def _biased(quantity: str) -> Law:
+    unbiased = LINEAR.law(quantity).formula
+    return Law(Substituted(lambda m, of, bias_variance: of + bias_variance, of=unbiased), _BIAS)
+
+
 BIASED_LINEAR = ComponentLaws(
     "biased_linear",
     "Linear layer with a bias of random entries",
     {
         **LINEAR.laws,
         "mean": Law(lambda m: 0, _BIAS),
-        "variance": Law(
-            lambda m, fan_in, weight_variance, x_variance, x_mean, bias_variance: (
-                fan_in * weight_variance * (x_variance + x_mean**2) + bias_variance
-            ),
-            _BIAS,
-        ),
-        "covariance": Law(_pair_through_biased, _BIAS),
+        "variance": _biased("variance"),
+        "covariance": _biased("covariance"),
         "hidden_covariance": Law(lambda m: 0, _BIAS),
         "kurtosis": Law(
             lambda m: 3, derived("Gaussian weights and bias: given the input, a Gaussian output")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .law import ComponentLaws, Law, Source, derived
+from .law import ComponentLaws, Law, Source, Substituted, asymptotic, derived
 from .references import NOCI
 
 _UNIFORM = "uniform attention: logit variance small, r well away from 1 for the ratio to matter"
@@ -34,20 +34,16 @@ UNIFORM_ATTENTION_GRADIENTS = ComponentLaws(
     "uniform_attention_gradients",
     "Query and value gradients of one head under uniform attention",
     {
-        "value_gradient": Law(
-            _value_norm, Source(NOCI, "Theorem 3.2, values"), "asymptotic", note=_UNIFORM
-        ),
-        "query_gradient": Law(
-            _query_norm, Source(NOCI, "Theorem 3.2, queries"), "asymptotic", note=_UNIFORM
-        ),
-        "inverse_temperature_square": Law(
-            lambda m, d_model, seq_len, x_variance, x_correlation: (
-                _value_norm(m, d_model, seq_len, x_variance, x_correlation)
-                / _query_norm(m, d_model, seq_len, x_variance, x_correlation)
+        "value_gradient": asymptotic(_value_norm, Source(NOCI, "Theorem 3.2, values"), _UNIFORM),
+        "query_gradient": asymptotic(_query_norm, Source(NOCI, "Theorem 3.2, queries"), _UNIFORM),
+        "inverse_temperature_square": asymptotic(
+            Substituted(
+                lambda m, of_value, of_query: of_value / of_query,
+                of_value=_value_norm,
+                of_query=_query_norm,
             ),
             Source(NOCI, "Appendix C.3: the factor on the logits that makes both norms equal"),
-            "asymptotic",
-            note=_UNIFORM,
+            _UNIFORM,
         ),
     },
 )
@@ -58,23 +54,34 @@ def _common_share(m: Any, seq_len: Any, x_correlation: Any) -> Any:
     return (1 + (seq_len - 1) * x_correlation) / seq_len
 
 
-def _norm_after(
-    m: Any,
-    attention_factor: Any,
-    ffn_factor: Any,
-    seq_len: Any,
-    x_variance: Any,
-    x_correlation: Any,
-) -> Any:
-    """Variance once uniform attention has multiplied inner products by `attention_factor`."""
-    share = _common_share(m, seq_len, x_correlation)
-    return x_variance * ffn_factor * (1 + (attention_factor - 1) * share)
+def _norm_after(m: Any, attention: Any, ffn: Any, x_variance: Any, share: Any) -> Any:
+    """Variance once uniform attention has multiplied inner products by a factor."""
+    return x_variance * ffn * (1 + (attention - 1) * share)
 
 
-def _correlation_after(m: Any, attention_factor: Any, seq_len: Any, x_correlation: Any) -> Any:
-    share = _common_share(m, seq_len, x_correlation)
-    grown = attention_factor * share / (1 + (attention_factor - 1) * share)
+def _correlation_after(m: Any, attention: Any, share: Any, seq_len: Any) -> Any:
+    grown = attention * share / (1 + (attention - 1) * share)
     return (seq_len * grown - 1) / (seq_len - 1)
+
+
+def _after_layers(formula: Any) -> Substituted:
+    return Substituted(
+        formula,
+        attention=lambda m, attention_branch_square, layers: (
+            (1 + attention_branch_square) ** layers
+        ),
+        ffn=lambda m, ffn_branch_square, layers: (1 + ffn_branch_square) ** layers,
+        share=_common_share,
+    )
+
+
+def _after_many(formula: Any) -> Substituted:
+    return Substituted(
+        formula,
+        attention=lambda m, attention_depth_constant: m.exp(attention_depth_constant),
+        ffn=lambda m, ffn_depth_constant: m.exp(ffn_depth_constant),
+        share=_common_share,
+    )
 
 
 _LINEAR = "uniform attention and identity activation"
@@ -84,63 +91,34 @@ UNIFORM_ATTENTION_STACK = ComponentLaws(
     "Linear stack of uniform attention and feed-forward blocks without normalisation",
     {
         "inner_product_growth": Law(
-            lambda m, attention_branch_square, ffn_branch_square, layers: (
-                (1 + ffn_branch_square) ** layers * (1 + attention_branch_square) ** layers
-            ),
+            _after_layers(lambda m, attention, ffn: ffn * attention),
             Source(NOCI, "Lemma 3.2, equation 10"),
             note=_LINEAR,
         ),
-        "inner_product_limit": Law(
-            lambda m, attention_depth_constant, ffn_depth_constant: m.exp(
-                attention_depth_constant + ffn_depth_constant
-            ),
+        "inner_product_limit": asymptotic(
+            _after_many(lambda m, attention, ffn: attention * ffn),
             Source(NOCI, "Lemma 3.2, equation 11"),
-            "asymptotic",
-            note=_LINEAR + "; many layers",
+            _LINEAR + "; many layers",
         ),
         "variance": Law(
-            lambda m, attention_branch_square, ffn_branch_square, layers, seq_len, x_variance, x_correlation: (  # noqa: E501
-                _norm_after(
-                    m,
-                    (1 + attention_branch_square) ** layers,
-                    (1 + ffn_branch_square) ** layers,
-                    seq_len,
-                    x_variance,
-                    x_correlation,
-                )
-            ),
+            _after_layers(_norm_after),
             Source(NOCI, "Lemma 3.3, equation 12, for tokens alike; its sum is geometric"),
             note=_LINEAR,
         ),
-        "variance_limit": Law(
-            lambda m, attention_depth_constant, ffn_depth_constant, seq_len, x_variance, x_correlation: (  # noqa: E501
-                _norm_after(
-                    m,
-                    m.exp(attention_depth_constant),
-                    m.exp(ffn_depth_constant),
-                    seq_len,
-                    x_variance,
-                    x_correlation,
-                )
-            ),
+        "variance_limit": asymptotic(
+            _after_many(_norm_after),
             Source(NOCI, "Lemma 3.3, equation 13, for tokens alike"),
-            "asymptotic",
-            note=_LINEAR + "; many layers",
+            _LINEAR + "; many layers",
         ),
         "correlation": Law(
-            lambda m, attention_branch_square, layers, seq_len, x_correlation: _correlation_after(
-                m, (1 + attention_branch_square) ** layers, seq_len, x_correlation
-            ),
+            _after_layers(_correlation_after),
             Source(NOCI, "A.4, from Lemmas 3.2 and 3.3"),
             note=_LINEAR + "; tokens of one norm",
         ),
-        "correlation_limit": Law(
-            lambda m, attention_depth_constant, seq_len, x_correlation: _correlation_after(
-                m, m.exp(attention_depth_constant), seq_len, x_correlation
-            ),
+        "correlation_limit": asymptotic(
+            _after_many(_correlation_after),
             Source(NOCI, "Theorem 3.3, equation 15"),
-            "asymptotic",
-            note=_LINEAR + "; many layers",
+            _LINEAR + "; many layers",
         ),
     },
 )

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..engine.composition import Layer
-from ..engine.program import fields_of, joined, taken_apart
+from ..engine.layout import SequenceLayout
+from ..engine.program import fields_of, flattened, joined
 from ..engine.response import Around, Sublayer, matrix_of, trace_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Run, Trace
@@ -125,7 +126,7 @@ def structure(value: Any) -> Any:
     which numbers vanish, since 0 often says that there is nothing. Where two tokens share nothing,
     or a gradient does not answer to norms, it is a number like others: sweeps hold both at once."""
     numbers: list[Any] = []
-    found = taken_apart(value, numbers, axes=True)
+    found = flattened(value, numbers, axes=True)
     pairs = zip(fields_of(found), numbers, strict=True)
     return found, tuple(name in _EITHER or not np.any(number) for name, number in pairs)
 
@@ -148,12 +149,9 @@ def averaged_tokens(kernel: Kernel, seq_len: int) -> Kernel:
     """Of tokens alike: averages over those of one sequence."""
     if not kernel.resolved:
         return kernel
-    count = kernel.pairs.shape[-1]
-    if kernel.resolved is True and count > seq_len > 1:
-        each = np.arange(count).reshape(-1, seq_len)
-        blocks = [kernel.pairs[..., rows[:, None], rows] for rows in each]
-        kernel = Kernel.of_matrix(np.mean(blocks, axis=0))
-    return Kernel(kernel.mean_diagonal(), kernel.mean_pairs())
+    several = kernel.resolved is True and seq_len > 1
+    sequences = kernel.pairs.shape[-1] // seq_len if several else 1
+    return Kernel(*SequenceLayout(sequences).token_average(kernel))
 
 
 def _of_signal(signal: Signal) -> Signal:

@@ -2,29 +2,17 @@
 
 Let y be the gradient variance at one point of the stream over its mean. It is linear in the
 realised gradient kernels above, with sensitivities Lambda, and to first order it depends on all
-realised signal kernels, with sensitivities Gamma (`response`). A random matrix adds to a kernel
-what Wishart matrices have: at a residual addition of carried T and added B, of independent
-directions,
-
-    Var sum(Lambda o dG) = (4 tr(Lambda T Lambda B) + kappa tr(Lambda B Lambda B)) / d,
-
-and the same for the signal with Gamma. Under a causal mask the gradient gathers on few tokens:
-tr(Lambda B Lambda B)/(tr Lambda B)^2 is the share of one among them. All parts above a point add
-the first kind, all parts of the network the second.
-
-Realised directions that on average share nothing still overlap at random. The second moment of
-that overlap, q over the product of the two variances, starts at 1/d and grows by (2 T B + kappa
-B^2/2)/d at an addition, T and B as shares of their sum. The branch carries it with a part h of its
-gain on one direction, which adds
-
-    (4 tr(Lambda T) h tr(Lambda B) + kappa (h tr(Lambda B))^2) q / d,
-
-the floor under what tokens and sequences that share the weights can average out.
+realised signal kernels, with sensitivities Gamma (`response`). All parts above a point add what
+their matrices make of the first, all parts of the network of the second; and where directions share
+nothing on average, their random overlap q is the floor under what tokens and sequences that share
+the weights can average out.
 
 Tokens alike are one class of all (`classes.ClassMatrix`): a sensitivity is then two numbers, what a
 part does to it a matrix of two by two, and parts of one structure are met at once (`alike`).
 
 See docs/theory/band.md, What fluctuates.
+
+See docs/theory/band.md, The floor.
 """
 
 from __future__ import annotations
@@ -63,7 +51,7 @@ class Group(NamedTuple):
     """Parts of one structure, whose numbers have them on a last axis; or one alone, without it.
 
     Attributes:
-        part: or parts.
+        sublayer: what it does, or they do.
         places: where in the network they are.
         several: whether there is that axis.
     """

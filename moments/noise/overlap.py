@@ -1,36 +1,12 @@
 """How much two tokens' overlap x_a.x_b/d varies over draws, beyond independent features.
 
-Gaussian features have overlaps o of covariance
+The gradients of queries and keys sum o_ab^2 over L^2 pairs of tokens, whose mean overlap may be 0,
+beside L terms C_aa: there 1/d is followed as one number nu, the relative variance of the overlap of
+what two tokens have of their own. What a component does to it says its `unshared_overlap`.
 
-    Cov(o_ab, o_cd) = (C_ac C_bd + C_ad C_bc)/d.
-
-One over d, little as it is, meets L^2 pairs of tokens where their mean, C_ab, is 0 beside L terms
-C_aa: the gradients of queries and keys sum o_ab^2 over keys, and so gain L/d relative to that.
-A network's features are not independent: it moves the overlaps it is given, and a residual sum adds
-them up with their sign. Here the 1/d is followed as one number, the relative variance nu of the
-overlap of what two tokens have of their own. With T the skip connection's and B the branch's own
-variance of a token, and e the relative response of the branch's overlap to the stream's,
-
-    linear map          nu + 1/width
-    activation          e^2 (nu - 1/width) + 1/width
-    dropout             (nu u^2 + (u'^2 - u^2)/width)/u'^2, own variance u before and u' after
-    normalisation       nu: what the norms of two tokens do to C_ab is no overlap of their own
-    attention           nu + 1/width of the values + e_q^2 (2/width + 1/(keys heads)); e = e_q + e_a
-    residual sum        (nu T^2 + nu_b B^2 + 2 (e nu + 1/width) T B)/(T + B)^2
-
-since the branch is turned at random, E (t_a.b_b)^2 = d T B. An activation's e is the slope of its
-covariance law times own variance in over own variance out (Price). So is attention's e_q: rows
-differ because their queries do, and two outputs' overlap moves with that of the tokens that ask by
-what the query path sends back. In each head these differences pass through two matrices of d_head
-columns and a sum over keys, whence the third term. Beside it e_a is as far as averages meet their
-own tokens, of rows taken uniform. Left out: how features that two tokens share crowd activations
-(up to 1/width more, for tokens all but equal). Three Post-LN layers of width 64 on 32 tokens have,
-behind each block, nu = .0196, .0235, .0255, .0304, .0314, .0371 (standard error .0003); here .0193,
-.0236, .0257, .0304, .0313, .0365, and without e_q .0162, .0208, .0202, .0252, .0246, .0301.
-
-Tokens of fixed norm share a part whose size is one number a draw, and leave the rest to each: own
-variance then varies as a whole (`unshared_spread`), and squared norms of query and key gradients,
-which hold it twice, are its mean square.
+Three Post-LN layers of width 64 on 32 tokens have, behind each block, nu = .0196, .0235, .0255,
+.0304, .0314, .0371 (standard error .0003); here .0193, .0236, .0257, .0304, .0313, .0365, and
+without what attention's queries add .0162, .0208, .0202, .0252, .0246, .0301.
 
 nu is one number for all pairs of tokens. In six layers of width 128 on a text of 2 x 64 tokens,
 overlaps vary by 1, 1.3, 1.6, 1.8, 2.0, 2.1 over d in GPT-2 (here 1, 1.4, 1.7, 1.9, 2.1, 2.3) and
@@ -38,21 +14,11 @@ by 1 to 2.8 in Llama at deviation .02 (2.6). There causal averages fill the stre
 of their own lies in few directions whose sizes vary by more (up to 6/d), and squared query and key
 norms stay 2 to 6 percent low (standard error 4 a layer); docs/real-modules.md has every family.
 
-Between two tokens of realised overlap o, hidden units have the covariance F(o) and send the
-gradient G b(o) back to them (Price). The gradients of the matrices before and behind, and of the
-gain of a norm before, sum o b(o) and F(o) over pairs of tokens, whose mean is not that at E o:
-gated units have both in proportion to o^2, so that L^2 pairs gain Var(o). The mean is taken of the
-two values at E o +- sqrt(Var o), exact to third order in o. Var o_ab is what the forward pass found
-(`fluctuation`); where it followed none, nu (C_aa C_bb + C_ab^2), and nu C_aa C_bb (1 - r^2)^2 where
-tokens have a fixed norm. A gated unit's kernels are such means already, an activation's are at E o.
-
-A gain's gradient sums x_ak x_bk g_ak g_bk feature by feature, and what a unit sends back has a part
-along the tokens. With K(o, |x_a|^2/d, |x_b|^2/d) the covariance of hidden units,
-
-    d^2 sum_k x_ak x_bk (d/dx_ak) (d/dx_bk) K = d^2 o b + (K_oo + 4 K_qq) sum_k x_ak^2 x_bk^2 + ...
-
-where sum_k is d (C_aa C_bb + 2 C_ab^2) and b = d K_o. An entrywise function has 4 K_qq = K_oo; of a
-gated unit's K_oo that is the smaller part, left out.
+Around a unit of realised overlap o, hidden units have the covariance F(o) and send the gradient
+G b(o) back. The gradients of the matrices before and behind, and of the gain of a norm before, sum
+o b(o) and F(o) over pairs: the mean is taken of the two values at E o +- sqrt(Var o), exact to
+third order in o. Var o_ab is what the forward pass found (`fluctuation`); where it followed none,
+nu (C_aa C_bb + C_ab^2), and nu C_aa C_bb (1 - r^2)^2 where tokens have a fixed norm.
 
 See docs/theory/norms.md, Overlaps of what tokens have of their own.
 """

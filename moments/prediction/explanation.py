@@ -21,6 +21,7 @@ from ..formulas.checks import check_count
 from ..formulas.gated import gated
 from ..formulas.kedia_chain import CORRELATED_RESIDUAL
 from ..formulas.law import Law, Theory
+from ..formulas.registry import component, components
 from ..model.transformer import Transformer
 from .predict import predict
 
@@ -139,12 +140,7 @@ class Log:
         self.steps.append(Step(*self._where, *names, law, picked, average(result)))
 
     def _of_tokens(self, value: Any) -> float:
-        if np.ndim(value) == 0:
-            return float(value)
-        diagonal, classes = np.ravel(value), self.layout.classes
-        if classes is not None:
-            return float(classes.mean(diagonal))
-        return float(self.layout.token_average(Kernel.of_matrix(np.diag(diagonal)))[0])
+        return float(self.layout.average(np.ravel(value) if np.ndim(value) else value))
 
     def _of_pairs(self, value: Any) -> float:
         """Over pairs of different tokens of a sequence."""
@@ -202,21 +198,8 @@ class Log:
         self.steps.append(Step(site, way, *names, law, values, float(law.of(values))))
 
 
-# What the registry calls the gated forms of activations.
-GATED = {
-    "silu": "swiglu",
-    "gelu": "geglu",
-    "gelu_tanh": "geglu_tanh",
-    "relu": "reglu",
-    "sigmoid": "glu",
-    "identity": "bilinear",
-}
-
-
 def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
     """Where the registry has each law, by its formula."""
-    from ..formulas.registry import component, components
-
     found: dict[Formula, tuple[str, str]] = {}
     for name in components():
         for theory in ("simplified", "published", "refined"):
@@ -224,8 +207,7 @@ def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
                 found.setdefault(law.formula, (name, quantity))
     if model.gated:
         product = gated(activation_laws(model.activation))
-        name = GATED.get(model.activation, product.name)
-        found |= {law.formula: (name, q) for q, law in product.under("refined").items()}
+        found |= {law.formula: (product.name, q) for q, law in product.under("refined").items()}
     return found
 
 

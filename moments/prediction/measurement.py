@@ -143,35 +143,28 @@ class Measurement:
             weight_rows.append(
                 weight._asdict() | {"squared_norm": norm.value, "squared_norm_stderr": norm.stderr}
             )
-        token_variance, token_variance_stderr = by_token(lambda draw: draw.signal)
-        token_grad_variance, token_grad_variance_stderr = by_token(lambda draw: draw.gradient)
         read = [draw.encoder for draw in draws if draw.encoder is not None]
         encoder = None
         if read:
             encoder = cls.from_draws(read, batch=batch, source=f"the encoder of {source}")
-        loss, loss_stderr = scalar([draw.loss for draw in draws])
-        logit_variance, logit_variance_stderr = scalar([draw.logit_variance for draw in draws])
         sampled = ("variance", "correlation", "grad_variance", "grad_correlation")
+        found: dict[str, tuple[Any, Any]] = {
+            name: (array(name, "value"), array(name, "stderr"))
+            for name in (*sampled, "grad_variance_typical")
+        }
+        found["token_variance"] = by_token(lambda draw: draw.signal)
+        found["token_grad_variance"] = by_token(lambda draw: draw.gradient)
+        found["loss"] = scalar([draw.loss for draw in draws])
+        found["logit_variance"] = scalar([draw.logit_variance for draw in draws])
         return cls(
             layers=layers,
-            seq_len=token_variance.shape[1],
+            seq_len=found["token_variance"][0].shape[1],
             seeds=len(draws),
             batch=batch,
             source=source,
-            **{
-                f"{name}{suffix}": array(name, part)
-                for name in (*sampled, "grad_variance_typical")
-                for suffix, part in (("", "value"), ("_stderr", "stderr"))
-            },
-            token_variance=token_variance,
-            token_variance_stderr=token_variance_stderr,
-            token_grad_variance=token_grad_variance,
-            token_grad_variance_stderr=token_grad_variance_stderr,
+            **{name: value for name, (value, _) in found.items()},
+            **{f"{name}_stderr": stderr for name, (_, stderr) in found.items()},
             samples={name: array(name, "samples").T for name in sampled},
-            loss=loss,
-            loss_stderr=loss_stderr,
-            logit_variance=logit_variance,
-            logit_variance_stderr=logit_variance_stderr,
             site_rows=tuple(rows),
             weight_gradient_rows=tuple(weight_rows),
             encoder=encoder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings as _warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,6 @@ from ..model.transformer import Transformer
 from ..transfer.architecture import declare, declare_output
 from ..transfer.head.output import OutputMoments
 from .gate import computing
-from .inputs import configurations, given_shape
 from .result import Prediction
 from .stack import (
     LONGEST_TEXT,
@@ -39,24 +39,17 @@ from .stack import (
     Outcome,
     Stack,
     by_word,
+    configurations,
     document_spans,
     faint,
+    given_shape,
     head_top,
     last_gradient,
 )
 
 SoFar = Callable[[], np.ndarray]
 
-INPUTS = (
-    "variance",
-    "correlation",
-    "token_ids",
-    "segment_ids",
-    "pixels",
-    "kernel",
-    "attention_mask",
-    "document_ids",
-)
+INPUTS = tuple(field.name for field in dataclasses.fields(Inputs))
 
 
 def predict(

@@ -136,7 +136,7 @@ class Prediction:
         It is that of `batch` sequences which share the weights. Resolved by token it follows the
         token kernels themselves, but for a decoder as its encoder meets it, whose tokens are taken
         alike. What one draw makes of a head's loss is in it, and of what a decoder sends to its
-        encoder; what it covers of simulated draws is in `moments.noise.band`.
+        encoder; docs/theory/band.md has what it covers of simulated draws.
 
         Warns:
             ValidityWarning: where fluctuations are too large to follow.

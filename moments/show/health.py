@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import MomentsError, domain_error, listed, without_warnings
-from ..files import as_frame
+from ..files import as_frame, finite
 from ..model.huggingface.config import from_huggingface
 from ..model.patches import PatchEmbedding
 from ..model.presets import preset
@@ -99,11 +99,11 @@ class Trouble:
     severity: str
     kind: str
     parameters: tuple[str, ...]
-    layers: tuple[int, ...]
-    measured: float
-    expected: float
-    reason: str
-    mend: str
+    layers: tuple[int, ...] = ()
+    measured: float = math.nan
+    expected: float = math.nan
+    reason: str = ""
+    mend: str = ""
 
     def __str__(self) -> str:
         where = f" in {', '.join(self.parameters)}" if self.parameters else ""
@@ -246,11 +246,11 @@ class CheckReport:
             "healthy": self.healthy,
             "verdict": self.verdict(),
             "scheme": self.scheme,
-            "findings": [_finite(dataclasses.asdict(f)) for f in self.findings],
+            "findings": [finite(dataclasses.asdict(f)) for f in self.findings],
             "notes": list(self.notes),
             "unchecked": list(self.unchecked),
             "read": self.read,
-            "numbers": [_finite(n._asdict()) for n in self.numbers],
+            "numbers": [finite(n._asdict()) for n in self.numbers],
         }
         return json.dumps(data, indent=2, allow_nan=False)
 
@@ -264,14 +264,6 @@ class CheckReport:
 
 def _ratio(above: float, below: float) -> float:
     return float(above / below) if below else math.nan
-
-
-def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers that JSON has no word for as null."""
-    return {
-        name: None if isinstance(v, float) and not math.isfinite(v) else v
-        for name, v in row.items()
-    }
 
 
 WIDTH = 110

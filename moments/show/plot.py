@@ -39,7 +39,18 @@ ENDINGS = (".png", ".svg", ".pdf")
 
 
 class Picture(Figure):
-    """A figure that a notebook shows without any plotting backend being set up."""
+    """A figure in the manner of all, which a notebook shows without any plotting backend."""
+
+    def __init__(self, width: float, height: float) -> None:
+        super().__init__(figsize=(width, height), layout="constrained")
+
+    def head(self, title: str, size: float = 12) -> None:
+        """A title over all of it."""
+        self.suptitle(title, x=0.01, ha="left", fontsize=size)
+
+    def below(self, words: str, size: float = 8.5) -> None:
+        """What it says, in words under it."""
+        self.supxlabel(words, x=0.01, ha="left", fontsize=size, color=SOFT)
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -83,8 +94,9 @@ def round_ticks(ax: Axes) -> None:
     ax.yaxis.set_minor_locator(NullLocator())
 
 
-def along_layers(ax: Axes) -> None:
+def along_layers(ax: Axes, label: str = "layer") -> None:
     """Ticks at whole layers."""
+    ax.set_xlabel(label)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -92,32 +104,23 @@ def _color(quantity: str) -> str:
     return GRADIENT if quantity.startswith("grad") else SIGNAL
 
 
-def _panels(title: str) -> tuple[Figure, dict[str, Axes]]:
-    figure = Picture(figsize=(9.5, 6.2), layout="constrained")
+def _panels(title: str) -> tuple[Picture, dict[str, Axes]]:
+    figure = Picture(9.5, 6.2)
     grid = figure.subplots(2, 2, sharex=True)
     axes = dict(zip(STREAM_QUANTITIES, grid.ravel(), strict=True))
     for quantity, ax in axes.items():
-        _dress(ax, TITLES[quantity])
+        dress(ax, TITLES[quantity])
     for ax in grid[1]:
-        _by_layer(ax)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+        along_layers(ax, "layer (0 enters layer 1)")
+    figure.head(title)
     return figure, axes
 
 
-def _dress(ax: Axes, title: str) -> None:
-    ax.set_title(title, loc="left", fontsize=10.5)
+def dress(ax: Axes, title: str = "", size: float = 10.5) -> None:
+    """A panel in the manner of all: a light grid, no frame, its title on the left."""
+    ax.set_title(title, loc="left", fontsize=size)
     ax.grid(alpha=0.25, linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
-
-
-def _by_layer(ax: Axes) -> None:
-    ax.set_xlabel("layer (0 enters layer 1)")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _below(figure: Figure, words: str) -> None:
-    """What the picture says, in words under it."""
-    figure.supxlabel(words, x=0.01, ha="left", fontsize=8.5, color=SOFT)
 
 
 def _scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
@@ -161,7 +164,7 @@ def _shade_band(ax: Axes, quantity: str, band: Expected) -> str:
 def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
     """Four panels along the depth, `name` in the title; one line per configuration."""
     figure, axes = _panels(_describe(prediction, name))
-    _below(figure, growth(prediction))
+    figure.below(growth(prediction))
     layers = np.arange(prediction.model.layers + 1)
     bands = one_draw(prediction)
     for quantity, ax in axes.items():
@@ -179,7 +182,7 @@ def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
 
 def plot_comparison(
     comparison: Comparison, name: str | None = None, found: Prediction | None = None
-) -> Figure:
+) -> Picture:
     """Prediction as lines, measurement as points with bars of two standard errors.
 
     The variances' bands are where 95 % of measurements of as many draws are expected, or what the
@@ -188,7 +191,7 @@ def plot_comparison(
     """
     prediction, measurement = comparison.prediction, comparison.measurement
     figure, axes = _panels(_describe(prediction, name) + _losses(comparison))
-    _below(figure, textwrap.fill(comparison.verdict(), 150))
+    figure.below(textwrap.fill(comparison.verdict(), 150))
     layers = np.arange(prediction.model.layers + 1)
     for quantity, ax in axes.items():
         curve = getattr(prediction, quantity)
@@ -251,14 +254,14 @@ def plot_diagnosis(diagnosis: Diagnosis, name: str | None = None) -> Figure:
     words += [f"{number}. {cause}" for number, cause in enumerate(likely[:3], start=1)]
     if len(likely) > 3:
         words[-1] += f" (and {len(likely) - 3} more)"
-    _below(figure, "\n".join(textwrap.fill(line, 150) for line in words))
+    figure.below("\n".join(textwrap.fill(line, 150) for line in words))
     return figure
 
 
 def plot_plan(plan: Plan, name: str | None = None) -> Figure:
     """Weight variances and scales layer by layer, and the prediction of the model they make."""
     model = plan.model
-    figure = Picture(figsize=(9.5, 6.2), layout="constrained")
+    figure = Picture(9.5, 6.2)
     axes = figure.subplots(2, 2, sharex=True).ravel()
     frame = plan.to_frame()
     layers = frame["layer"].to_numpy()
@@ -278,19 +281,19 @@ def plot_plan(plan: Plan, name: str | None = None) -> Figure:
     titles = ["variance of the weights", r"residual scales $\lambda$ (skip) and $\beta$ (branch)"]
     titles += ["signal variance, predicted", "gradient variance, predicted"]
     for ax, title in zip(axes, titles, strict=True):
-        _dress(ax, title)
+        dress(ax, title)
     for ax in axes[2:]:
-        _by_layer(ax)
+        along_layers(ax, "layer (0 enters layer 1)")
     title = f"{called(model, name)}, {model.layers} layers: {plan.title or plan.objective}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-    _below(figure, textwrap.fill(plan.state, 150))
+    figure.head(title)
+    figure.below(textwrap.fill(plan.state, 150))
     return figure
 
 
 def plot_change(before: Prediction, after: Prediction, title: str) -> Figure:
     """Two predictions of one model along the depth: as it is in grey, and changed."""
     figure, axes = _panels(title)
-    _below(figure, f"as it is: {growth(before)}\nchanged: {growth(after)}")
+    figure.below(f"as it is: {growth(before)}\nchanged: {growth(after)}")
     for quantity, ax in axes.items():
         curves = []
         for found, color, dash, label in (

@@ -13,8 +13,8 @@ from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from ..scheme import Scheme
 from ..scheme.registry import scheme
-from .palette import DASHES, PALE, SERIES, SOFT
-from .plot import Picture, called, plot_change, round_ticks
+from .palette import DASHES, PALE, SERIES
+from .plot import Picture, along_layers, called, dress, plot_change, round_ticks
 from .scheme_table import SchemeComparison, scheme_model
 
 if TYPE_CHECKING:
@@ -53,11 +53,9 @@ def rows(names: list[str]) -> list[tuple[str, list[str]]]:
 
 def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figure:
     """Every scheme along the depth; those of other rows in grey, for comparison."""
-    from matplotlib.ticker import MaxNLocator
-
     parts = rows(list(comparison.predictions))
     curves = {one: _curves(found) for one, found in comparison.predictions.items()}
-    figure = Picture(figsize=(12.5, 2.5 * len(parts) + 0.7), layout="constrained")
+    figure = Picture(12.5, 2.5 * len(parts) + 0.7)
     axes = figure.subplots(len(parts), 3, sharex=True, sharey="col", squeeze=False)
     for line, (title, names) in zip(axes, parts, strict=True):
         for ax, quantity in zip(line, QUANTITIES, strict=True):
@@ -67,26 +65,19 @@ def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figur
     for ax, quantity in zip(axes[0], QUANTITIES, strict=True):
         ax.set_title(TITLES[quantity], loc="left", fontsize=10.5)
     for ax in axes[-1]:
-        ax.set_xlabel("layer (0 enters layer 1)")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        along_layers(ax, "layer (0 enters layer 1)")
     for column, quantity in enumerate(QUANTITIES):
         _scale(axes[0, column], quantity, [c[quantity] for c in curves.values()])
     model = comparison.model
-    figure.suptitle(
+    figure.head(
         f"{called(model, name)}, {len(curves)} schemes: {model.layers} layers, "
         f"d_model {model.d_model}, {model.seq_len} tokens, {model.activation}, "
-        f"dropout {model.dropout:g}",
-        x=0.01,
-        ha="left",
-        fontsize=12,
+        f"dropout {model.dropout:g}"
     )
-    figure.supxlabel(
+    figure.below(
         "Predictions at initialisation, each scheme at its authors' placement. "
         "Grey: the schemes of the other rows; a line that leaves a panel is off its scale.",
-        x=0.01,
-        ha="left",
-        fontsize=9,
-        color=SOFT,
+        9,
     )
     return figure
 
@@ -119,8 +110,7 @@ def _panel(ax: Axes, quantity: str, names: list[str], curves: dict[str, Any]) ->
         # Later lines are thinner and dashed, so that one that covers another shows both.
         width = 2.4 - 0.2 * names.index(name)
         ax.plot(curves[name][quantity], color=color, linestyle=dash, linewidth=width, label=name)
-    ax.grid(alpha=0.25, linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
+    dress(ax)
 
 
 def _scale(ax: Axes, quantity: str, curves: list[np.ndarray]) -> None:

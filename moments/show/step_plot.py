@@ -9,7 +9,7 @@ import numpy as np
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
 from .palette import BLACK, BLUE, GREEN, GREY, MEASURED, ORANGE, PURPLE, SKY, VERMILION
-from .plot import Picture, along_layers, round_ticks
+from .plot import Picture, along_layers, dress, round_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ def plot_first_step(
         name: the model's, for the title.
         measured: a module's step at the same rate.
     """
-    figure = Picture(figsize=(12.5, 4.4), layout="constrained")
+    figure = Picture(12.5, 4.4)
     axes = figure.subplots(1, 3)
     sites, weights = step.to_frame(), step.weights()
     seen = None if measured is None else measured.to_frame()
@@ -73,11 +73,8 @@ def plot_first_step(
         "alignment exponent (½ random, 1 full)",
     )
     for ax, title in zip(axes, titles, strict=True):
-        ax.set_title(title, loc="left", fontsize=10)
-        ax.set_xlabel("layer")
+        dress(ax, title, 10)
         along_layers(ax)
-        ax.grid(alpha=0.25, linewidth=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
     for ax in axes[:2]:
         if any(np.all(np.asarray(line.get_ydata()) > 0) for line in ax.get_lines()):
             ax.set_yscale("log")
@@ -97,13 +94,10 @@ def plot_first_step(
             frameon=False,
         )
     called = f"{name}: first" if name else "First"
-    figure.suptitle(
+    figure.head(
         f"{called} step of {step.optimizer} at learning rate {step.learning_rate:g}; loss "
         f"{step.loss_before:.3f} to {step.loss:.3f}"
-        + ("" if measured is None else f", measured {measured.loss:.3f}"),
-        x=0.01,
-        ha="left",
-        fontsize=12,
+        + ("" if measured is None else f", measured {measured.loss:.3f}")
     )
     return figure
 

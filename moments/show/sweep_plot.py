@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import DomainError, domain_error, unknown_name
 from . import palette
 from .chart import shown, ticks
-from .plot import Picture
+from .plot import Picture, dress
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Panel
@@ -103,9 +103,9 @@ def plot_sweep(
     note = _note(sweep)
     if note and drawn:  # whose names stand below
         title, note = f"{title}\n{note}", ""
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.head(title, 11)
     if note:
-        figure.supxlabel(note, x=0.01, ha="left", fontsize=8.5, color="#444444")
+        figure.below(note)
     return figure
 
 
@@ -142,24 +142,24 @@ def _chosen(
     return x, y, by
 
 
-def _array(sweep: Sweep, quantity: str, order: Iterable[str | None]) -> np.ndarray:
-    """A quantity with its axes in this order, the others at their single value."""
+def _array(sweep: Sweep, values: np.ndarray, order: Iterable[str | None]) -> np.ndarray:
+    """Values of the grid with its axes in this order, the others at their single value."""
     names = list(sweep.axes.values)
     wanted = [axis for axis in order if axis is not None]
     rest = [names.index(axis) for axis in names if axis not in wanted]
-    values = np.transpose(sweep.values[quantity], [*map(names.index, wanted), *rest])
+    values = np.transpose(values, [*map(names.index, wanted), *rest])
     return values.reshape(values.shape[: len(wanted)])
 
 
 # --- lines ----------------------------------------------------------------------------------------
 
 
-def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Figure:
+def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Picture:
     import matplotlib as mpl
 
-    figure = Picture(figsize=(7.2, 4.6), layout="constrained")
+    figure = Picture(7.2, 4.6)
     ax = figure.subplots()
-    values = _array(sweep, quantity, (x, by))
+    values = _array(sweep, sweep.values[quantity], (x, by))
     curves = values.T if by is not None else values[None]
     places = _places(sweep.axes.values[x])
     colors = mpl.colormaps[palette.SEQUENTIAL](np.linspace(0.0, 0.85, len(curves)))
@@ -177,8 +177,7 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Figure:
         ax.set_ylim(min(0.0, 1.1 * low), max(min(1.02, 1.2 * high), 0.05))
     if quantity.endswith("growth"):
         ax.axhline(1.0, color="#888888", linewidth=0.8, zorder=0)
-    ax.grid(alpha=0.25, linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
+    dress(ax)
     if by is not None:
         ax.legend(title=axis_title(by), frameon=False, fontsize=9, title_fontsize=9)
     return figure
@@ -189,17 +188,19 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Figure:
 
 def _maps(
     sweep: Sweep, x: str, y: str, by: str | None, quantity: str, lines: tuple[LevelLine, ...]
-) -> Figure:
-    values = _array(sweep, quantity, (by, x, y))
+) -> Picture:
+    values = _array(sweep, sweep.values[quantity], (by, x, y))
     panels = values if by is not None else values[None]
     count = len(panels)
     across = min(count, 3)
     down = math.ceil(count / across)
-    size = (7.4, 5.2) if count == 1 else (1.6 + 3.3 * across, 1.5 + 3.0 * down)
-    figure = Picture(figsize=size, layout="constrained")
+    figure = Picture(*((7.4, 5.2) if count == 1 else (1.6 + 3.3 * across, 1.5 + 3.0 * down)))
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     colors = _colors(quantity, values)
-    flags = {name: _flags(sweep, notes, (by, x, y)) for name, notes in _notes(sweep).items()}
+    flags = {
+        name: _array(sweep, _flags(sweep, notes), (by, x, y))
+        for name, notes in (("warnings", sweep.warnings), ("refused", sweep.refused))
+    }
     mesh: Any = None
     for i, ax in enumerate(grid.ravel()):
         if i >= count:
@@ -403,18 +404,10 @@ def _value(value: Any) -> str:
     return f"{value:.4g}"
 
 
-def _notes(sweep: Sweep) -> dict[str, Mapping[int, Any]]:
-    return {"warnings": sweep.warnings, "refused": sweep.refused}
-
-
-def _flags(sweep: Sweep, notes: Mapping[int, Any], order: Iterable[str | None]) -> np.ndarray:
+def _flags(sweep: Sweep, notes: Mapping[int, Any]) -> np.ndarray:
     flat = np.zeros(sweep.axes.size, dtype=bool)
     flat[list(notes)] = True
-    names = list(sweep.axes.values)
-    wanted = [axis for axis in order if axis is not None]
-    rest = [names.index(axis) for axis in names if axis not in wanted]
-    found = np.transpose(flat.reshape(sweep.axes.shape), [*map(names.index, wanted), *rest])
-    return found.reshape(found.shape[: len(wanted)])
+    return flat.reshape(sweep.axes.shape)
 
 
 def _title(sweep: Sweep, name: str | None, varied: set[str | None]) -> str:

@@ -14,7 +14,7 @@ from ..engine.layout import check_documents
 from ..errors import DomainError, domain_error
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
-from ..prediction.inputs import check_moments
+from ..prediction.stack import check_moments
 from ..transfer.embedding import check_ids
 from ..transfer.head.targets import NO_TARGET
 from ..transfer.images import check_pixels

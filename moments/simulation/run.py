@@ -9,8 +9,8 @@ from typing import Any
 from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
 from ..model.transformer import Transformer
-from ..prediction.inputs import check_moments
 from ..prediction.measurement import Measurement
+from ..prediction.stack import check_moments
 
 with optional("torch", "torch"):
     import torch

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from ..errors import DomainError, MomentsError, optional, without_warnings
 from ..model.head import Head
 from ..model.huggingface.config import from_huggingface
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
-from .expectation import model_of
+from .anatomy import Anatomy, anatomy_of
+from .expectation import check_fits, model_of
 from .hook_points import ENCODER, stacks_of
 from .roles import roles_of, tensors_of
+from .running import own_module
 
 with optional("torch", "torch"):
     from torch import nn
@@ -23,19 +25,45 @@ SEQ_LEN = 128
 _ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 
 
-def resolve(
-    module: nn.Module,
+class Fitted(NamedTuple):
+    """A module, and a plan that fits it.
+
+    Attributes:
+        module: unwrapped.
+        parts: of it.
+        model: what the plan means for it.
+        described: its own architecture, where known.
+    """
+
+    module: nn.Module
+    parts: Anatomy
+    model: Transformer
+    described: Transformer | None
+
+
+def fitted(
+    module: Any,
     plan: Any,
     names: Mapping[str, str] | None,
+    sites: Iterable[Any] | None,
     architecture: Transformer | None,
     options: Mapping[str, Any] | None = None,
-) -> tuple[Transformer, Transformer | None]:
-    """The model that a plan means for a module, and the module's own architecture where known.
+    batch: Any = None,
+    *,
+    placement: bool = True,
+) -> Fitted:
+    """A plan upon a module; the arguments are those of `initialize`.
+
+    Args:
+        placement: whether norms must sit where the plan has them.
 
     Raises:
-        DomainError: no plan, or a scheme for a module whose architecture is not known.
+        DomainError: no module, no plan, a scheme for a module whose architecture is not known, or
+            a plan of another architecture.
     """
-    described = architecture
+    module = own_module(module)
+    parts = anatomy_of(module, batch, names, sites)
+    described = architecture or parts.architecture()
     if described is None and names is None:
         try:
             described = architecture_of(module)
@@ -44,7 +72,9 @@ def resolve(
                 raise
     if described is None and names is None and isinstance(plan, str):
         described = read_architecture(module)
-    return model_of(plan, described, options), described
+    model = model_of(plan, described, options)
+    check_fits(model, parts.found, described, placement=placement)
+    return Fitted(module, parts, model, described)
 
 
 def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
@@ -88,6 +118,14 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
     read = _of_torch(encoder, seq_len, together=both)
     read = read.replace(head=Head(norm=normed, loss=None))
     return _of_torch(main, seq_len, together=both).replace(encoder=read, causal=True)
+
+
+def promised_by(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
+    """What the module's config, or torch's own class, says of its initialisation."""
+    try:
+        return architecture_of(module, seq_len)
+    except MomentsError:
+        return None
 
 
 _HEADS = ("n_head", "num_heads", "n_heads", "num_attention_heads", "heads", "nhead")

@@ -232,7 +232,9 @@ def shuffle(module: nn.Module, found: Iterable[Copies], seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     for block in _copied(module, found):
         entries = block.reshape(-1).clone()
-        order = torch.randperm(entries.numel(), generator=generator).to(entries.device)
+        order = torch.randperm(entries.numel(), generator=generator, device="cpu").to(
+            entries.device
+        )
         block.copy_(entries[order].reshape(block.shape))
     return module
 
@@ -263,4 +265,4 @@ def copy_findings(found: Iterable[Copies]) -> Iterator[Finding]:
         for role in group.roles[1:]:
             note = f"equal, entry by entry, to {first.label}"
             base = (role.layer, role.full_name, role.label, "correlation with another layer")
-            yield Finding(*base, 0.0, 1.0, 0.0, 0.0, False, note)
+            yield Finding(*base, 0.0, 1.0, False, note)

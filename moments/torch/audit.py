@@ -13,16 +13,15 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import domain_error, optional
+from ..errors import optional
 from ..files import as_frame
 from ..model.transformer import Transformer
 from ..show.report import number, render
 from .advice import Advice, Convention, advise, conventions
-from .anatomy import anatomy_of
-from .architecture import resolve
+from .architecture import fitted
 from .assumptions import Copies, copies, copy_findings, copy_notes
 from .entries import EntryMoments
-from .expectation import check_fits, scales_of
+from .expectation import scales_of
 from .findings import (
     Finding,
     Measured,
@@ -34,10 +33,9 @@ from .findings import (
     unprobed_findings,
     variance_findings,
 )
-from .logit_factor import logits_path, measured_scale
-from .probe import BlockProbe, Slope, default_batch, probe_or_why
+from .probe import BlockProbe, Slope, default_batch, logits_path, measured_scale, probe_or_why
 from .roles import ModuleRoles, Role, block_of, gain_of, tensors_of
-from .running import padding_rows, unwrapped
+from .running import padding_rows
 from .scales import FOLDED
 from .temperature import temperature_findings
 
@@ -149,16 +147,13 @@ def audit(
         DomainError: a plan of another depth, width or number of heads.
         MomentsError: the module is of no known family and `names` is None.
     """
-    module = unwrapped(module)
-    if not isinstance(module, nn.Module):
-        raise domain_error("module", type(module).__name__, "an nn.Module")
-    parts = anatomy_of(module, batch, names, sites)
-    found, declared = parts.found, architecture or parts.architecture()
+    module, parts, model, described = fitted(
+        module, plan, names, sites, architecture, options, batch, placement=False
+    )
     batch = parts.example if batch is None else batch
-    model, described = resolve(module, plan, names, declared, options)
-    check_fits(model, found, described, placement=False)
     readings = conventions(plan, options, model)
-    return audit_read(AuditedModule.of(module, found, batch, model), model, described, readings)
+    read = AuditedModule.of(module, parts.found, batch, model)
+    return audit_read(read, model, described, readings)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..prediction.measurement import Measurement, last_grad_kernel
 from ..prediction.predict import positional
-
-NO_TARGET = -100
+from ..transfer.head.targets import NO_TARGET
 
 
 def shifted_right(labels: np.ndarray, start: int = 0) -> np.ndarray:
@@ -82,11 +81,8 @@ def _text(ids: Any, mask: Any, segments: Any) -> dict[str, Any]:
 
 def measured_moments(measurement: Measurement) -> dict[str, Any]:
     """The tensor that entered layer 1, tokens alike: its variance and token correlation."""
-    least = -1 / max(measurement.seq_len - 1, 1)
-    return {
-        "variance": float(measurement.variance[0]),
-        "correlation": float(np.clip(measurement.correlation[0], least, 1.0)),
-    }
+    correlation = _possible(measurement.correlation[0], measurement)
+    return {"variance": float(measurement.variance[0]), "correlation": correlation}
 
 
 def measured_gradient(
@@ -96,11 +92,13 @@ def measured_gradient(
     by_token = any(name in inputs for name in ("token_ids", "pixels", "kernel"))
     if by_token or positional(model):
         return {"grad_kernel": last_grad_kernel(measurement)}
-    least = -1 / max(measurement.seq_len - 1, 1)
-    return {
-        "grad_variance": float(measurement.grad_variance[-1]),
-        "grad_correlation": float(np.clip(measurement.grad_correlation[-1], least, 1.0)),
-    }
+    correlation = _possible(measurement.grad_correlation[-1], measurement)
+    return {"grad_variance": float(measurement.grad_variance[-1]), "grad_correlation": correlation}
+
+
+def _possible(correlation: float, measurement: Measurement) -> float:
+    """Of so many tokens, what sampling may have put outside of that range."""
+    return float(np.clip(correlation, -1 / max(measurement.seq_len - 1, 1), 1.0))
 
 
 def measured_dropout(measurement: Measurement) -> tuple[float, float] | None:

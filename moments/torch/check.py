@@ -18,7 +18,6 @@ import numpy as np
 from ..errors import (
     DomainError,
     MomentsError,
-    domain_error,
     listed,
     optional,
     without_warnings,
@@ -41,13 +40,13 @@ from ..show.health import (
     stream_numbers,
 )
 from ..show.recognition import Weight, WeightRule, in_words, recognise
-from .advice import Advice, advise
+from .advice import SCALE_WORDS, Advice, advise
 from .anatomy import Anatomy, anatomy_of, forget, of_another_type
-from .architecture import architecture_of, read_architecture
+from .architecture import promised_by, read_architecture
 from .audit import AuditedModule, audit_read
 from .batches import measured_gradient, measured_moments
 from .behaviour import behaviour
-from .checkpoints import load
+from .checkpoints import opened
 from .describe import NO_ROLE, describe, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, tokens_entering
 from .entering import first_stream, ids_read, sees_ahead
@@ -58,16 +57,15 @@ from .measure import measure, needs_labels
 from .probe import default_batch
 from .roles import (
     ModuleRoles,
-    Role,
     block_of,
     gathered,
     gathered_names,
     gathered_pattern,
     tensors_of,
 )
-from .running import first_tensor, in_mode, module_loss, run, unwrapped
+from .running import at_hand, first_tensor, in_mode, made_at_hand, module_loss, run
 from .text import mask_tokens
-from .unread import not_read
+from .unread import not_read, random_outcome
 
 with optional("torch", "torch"):
     import torch
@@ -124,12 +122,7 @@ def check_module(
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read, or that cannot be run.
     """
-    if isinstance(module, str | os.PathLike):
-        module = load(module)
-    module = unwrapped(module)
-    if not isinstance(module, nn.Module):
-        raise domain_error("module", type(module).__name__, "an nn.Module or a checkpoint's path")
-    return _Checking(module, batch, scheme, loss).report()
+    return _Checking(opened(module), at_hand(batch), scheme, loss).report()
 
 
 class _Inputs(NamedTuple):
@@ -272,23 +265,25 @@ class _Checking:
     # --- what is found ----------------------------------------------------------------------------
 
     def report(self) -> CheckReport:
-        reading, target, told = self._meant()
+        reading, target, remarks = self._meant()
         audited = audit_read(self.tensors, target, self.promised)
         measured = measure_roles(target, self.tensors.entries)
         advice = advise(list(audited.findings), measured, target, self.promised)
         strict = self.scheme is not None or self.promised is not None
         weights = _Weights(self, reading, target, advice, strict)
-        offenders = [f for f in audited.offenders if self.random is None or f.quantity not in _SUMS]
-        offenders = [f for f in offenders if not self._passed_by(f)]
-        offenders = [f for f in offenders if f.quantity != "temperature"]
-        troubles, notes = list(weights.troubles(offenders)), [*told, *weights.notes]
+        told = {"temperature"} if self.random is None else {"temperature", *_SUMS}
+        offenders = [
+            f for f in audited.offenders if f.quantity not in told and not self._passed_by(f)
+        ]
+        troubles, notes = list(weights.troubles(offenders)), [*remarks, *weights.notes]
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
         meant = target if strict else None
         seen = Seen(self.comparison.prediction, self.comparison, self.names, meant, dtype)
         more, said = rules(seen)
         troubles += [*self._behaviour(), *self._attention(audited.findings), *more]
         troubles += self._mismatch(bool(troubles))
-        notes += [*said, *self._kept_notes()]
+        # Of what describing it said, copies are a finding already.
+        notes += [*said, *(note for note in self.notes if "hold the same entries" not in note)]
         numbers = (*stream_numbers(self.comparison.prediction, self.comparison), *weights.numbers)
         return CheckReport(
             source=type(self.module).__name__,
@@ -325,14 +320,10 @@ class _Checking:
             target = _outside(target, self.architecture)
             return reading, target, []
         if self.promised is not None:
-            whole = not reading.left and reading.published and reading.model != self.promised
-            if whole:
-                return (
-                    reading,
-                    reading.model,
-                    [f"its weights are not those that its {self.promised_by} promises"],
-                )
-            return reading, self.promised, []
+            if reading.left or not reading.published or reading.model == self.promised:
+                return reading, self.promised, []
+            told = f"its weights are not those that its {self.promised_by} promises"
+            return reading, reading.model, [told]
         if reading.share < 0.5:
             return reading, self.described, []
         return reading, reading.meant or reading.model, []
@@ -352,38 +343,22 @@ class _Checking:
                 "warning",
                 "never used",
                 gathered_names(named),
-                (),
-                0.0,
-                math.nan,
-                f"{pattern if len(paths) > 1 else paths[0]} is declared and never run: its "
+                measured=0.0,
+                reason=f"{pattern if len(paths) > 1 else paths[0]} is declared and never run: its "
                 "parameters get no gradient",
-                "call it in forward, or delete it",
+                mend="call it in forward, or delete it",
             )
-        random = self.random
-        if random is not None:
-            yield Trouble(
-                "error",
-                "dropout left on",
-                (random,),
-                (),
-                math.nan,
-                math.nan,
-                f"in evaluation mode two runs of one input differ, first in what {random} gives: "
-                "dropout, or another draw, acts where it should not",
-                "pass training=self.training to functional.dropout (dropout_p = p if "
-                "self.training else 0 to scaled_dot_product_attention), or use nn.Dropout",
-            )
+        yield from random_outcome(self.random)
         head = self.described.head
         if self.ahead and head is not None and head.loss == "causal":
             yield Trouble(
                 "error",
                 "tokens see later ones",
                 self._of("query", "key")[:2],
-                (),
-                math.nan,
-                math.nan,
-                "a token's output changes with a later token, and the loss is the next token's",
-                "mask attention: is_causal=True, or -inf above the diagonal before the softmax",
+                reason="a token's output changes with a later token, and the loss is the next "
+                "token's",
+                mend="mask attention: is_causal=True, or -inf above the diagonal before the "
+                "softmax",
             )
         yield from self._odd()
 
@@ -471,11 +446,9 @@ class _Checking:
                 "softmax over the wrong axis",
                 self._of("query", "key", layers=wrong),
                 wrong,
-                math.nan,
-                math.nan,
-                "attention weights are normalised over queries, not over keys: rows do not sum to "
-                "1, and a mask does not hide what it should",
-                "softmax(..., dim=-1)",
+                reason="attention weights are normalised over queries, not over keys: rows do not "
+                "sum to 1, and a mask does not hide what it should",
+                mend="softmax(..., dim=-1)",
             )
         groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for stack, layer, factor in self._factors(audited):
@@ -590,10 +563,6 @@ class _Checking:
         found = sorted(self.found.roles, key=lambda role: role.layer)
         named = [r for name in roles for r in found if r.full_name == name]
         return gathered([r for r in named if not layers or r.layer in layers])
-
-    def _kept_notes(self) -> list[str]:
-        """What describing it said, but for what is a finding already."""
-        return [note for note in self.notes if "hold the same entries" not in note]
 
     def _unchecked(self, audited: Sequence[str]) -> tuple[str, ...]:
         strict = self.scheme is not None or self.promised is not None
@@ -812,9 +781,8 @@ class _Weights:
             "norm gain",
             *_stated(offenders, worst),
             f"{worst.quantity} of {worst.role} is {worst.measured:.3g} instead of "
-            f"{worst.expected:.3g} (root mean square): an initialiser that runs over all "
-            "parameters draws gains and biases of norms too",
-            "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)",
+            f"{worst.expected:.3g} (root mean square): {_GAINS}",
+            _LEAVE_NORMS,
         )
 
     def _drawn_gains(self) -> Iterator[Trouble]:
@@ -839,9 +807,8 @@ class _Weights:
             math.sqrt(entries.square),
             1.0,
             f"gains of norms are entries about 0 with a root mean square of "
-            f"{math.sqrt(entries.square):.3g}, not about 1: an initialiser that runs over all "
-            "parameters draws gains and biases of norms too",
-            "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)",
+            f"{math.sqrt(entries.square):.3g}, not about 1: {_GAINS}",
+            _LEAVE_NORMS,
         )
 
     def _scale(self, kind: str, role: str, group: list[Finding]) -> Trouble:
@@ -915,15 +882,13 @@ class _Weights:
         return words
 
 
+_GAINS = "an initialiser that runs over all parameters draws gains and biases of norms too"
+_LEAVE_NORMS = "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)"
 _VECTORS = ("gain", "mean square")
 _KINDS = {"unexplained share of the sum": "norm placement"}
 _SUMS = ("norm placement", "unexplained share of the sum")
 _SCALES = {
-    "skip_scale": "the skip multiplier lambda",
-    "branch_scale": "the residual multiplier beta",
-    "norm_output_scale": "the norm's output scale",
-    "norm_input_scale": "the norm's input scale",
-    "output_scale": "the factor on the logits",
+    **SCALE_WORDS,
     "norm placement": "the norm",
     "unexplained share of the sum": "the sum",
 }
@@ -939,14 +904,6 @@ def _stated(
     layers = sorted({f.layer for f in group if f.layer})
     names = gathered_names([f.parameter for f in group])
     return names, tuple(layers), worst.measured, worst.expected
-
-
-def promised_by(module: nn.Module) -> Transformer | None:
-    """What the module's config, or torch's own class, says of its initialisation."""
-    try:
-        return architecture_of(module)
-    except MomentsError:
-        return None
 
 
 def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transformer:
@@ -986,10 +943,8 @@ def _with_weights(model: Transformer, read: AuditedModule) -> Transformer:
 
 def _names(found: ModuleRoles) -> dict[str, tuple[str, ...]]:
     """Role -> names of its tensors, layers gathered."""
-    groups: dict[str, list[Role]] = {}
-    for role in found.roles:
-        groups.setdefault(role.full_name, []).append(role)
-    return {name: gathered(group) for name, group in groups.items()}
+    names = dict.fromkeys(role.full_name for role in found.roles)
+    return {name: gathered([r for r in found.roles if r.full_name == name]) for name in names}
 
 
 def _shown(group: Sequence[Any]) -> str:
@@ -998,11 +953,9 @@ def _shown(group: Sequence[Any]) -> str:
 
 def _outside(target: Transformer, read: Transformer) -> Transformer:
     """A plan that is silent on embedding and head, with those that the module has."""
-    changes: dict[str, Any] = {}
-    for name in ("embedding", "head"):
-        if getattr(target, name) is None and getattr(read, name) is not None:
-            changes[name] = getattr(read, name)
-    return target.replace(**changes) if changes else target
+    return target.replace(
+        embedding=target.embedding or read.embedding, head=target.head or read.head
+    )
 
 
 def whole(
@@ -1151,6 +1104,7 @@ def _shape(batch: Any) -> str:
     return f"{count} sequence{'s' * (count > 1)} of {length} tokens"
 
 
+@made_at_hand
 def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any:
     """Random input, with what the module is trained on."""
     given = default_batch(module, found)
@@ -1158,11 +1112,9 @@ def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any
     task = None if model.head is None else model.head.loss
     if isinstance(given, Mapping) and "pixel_values" in given:
         classes = getattr(getattr(module, "config", None), "num_labels", None)
-        if task == "classification" and classes:
-            count = len(given["pixel_values"])
-            labels = torch.randint(classes, (count,), generator=generator)
-            return {**given, "labels": labels}
-        return given
+        if task != "classification" or not classes:
+            return given
+        return _classified(given, classes, generator)
     token = found.named("token") or found.named("token", stack="encoder.")
     if not token or (isinstance(given, Mapping) and "input_ids" not in given):
         return given
@@ -1174,10 +1126,16 @@ def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any
     if model.encoder is not None:
         labels = torch.randint(vocab, (OWN, length), generator=generator)
         return {"input_ids": ids, "labels": labels} if task else {**given, "input_ids": ids}
-    if task == "masked" and _takes(module, "labels"):
-        read, labels = mask_tokens(ids.cpu().numpy(), vocab)
+    if task == "masked" and "labels" in _arguments(module):
+        read, labels = mask_tokens(ids.numpy(), vocab)
         return {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
     return {"input_ids": ids}
+
+
+def _classified(batch: Mapping[str, Any], classes: int, generator: torch.Generator) -> Any:
+    """Pictures with random labels."""
+    count = len(batch["pixel_values"])
+    return {**batch, "labels": torch.randint(classes, (count,), generator=generator)}
 
 
 def _length(module: nn.Module, found: ModuleRoles) -> int:
@@ -1194,8 +1152,8 @@ def _length(module: nn.Module, found: ModuleRoles) -> int:
     return max(4, min(rows))
 
 
-def _takes(module: nn.Module, name: str) -> bool:
-    return name in inspect.signature(module.forward).parameters
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
 
 
 def _cropped(batch: Any, sequences: int, tokens: int) -> Any:
@@ -1203,56 +1161,50 @@ def _cropped(batch: Any, sequences: int, tokens: int) -> Any:
     if not isinstance(batch, Mapping):
         return batch[:sequences, :tokens] if _ids(batch) else batch
     shapes = {np.shape(v) for v in batch.values() if np.ndim(v)}
-    texts = all(np.ndim(v) == 2 and not _real(v) for v in batch.values() if v is not None)
+    texts = all(_ids(v) for v in batch.values() if v is not None)
     if not batch or not texts or len(shapes) != 1:
         return batch
     return {name: v if v is None else v[:sequences, :tokens] for name, v in batch.items()}
 
 
 def _ids(value: Any) -> bool:
-    return np.ndim(value) == 2 and not _real(value)
+    return np.ndim(value) == 2 and not torch.as_tensor(value).is_floating_point()
 
 
-def _real(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return bool(value.is_floating_point())
-    return bool(np.asarray(value).dtype.kind == "f")
+def _configured(module: nn.Module) -> bool:
+    """Whether its arguments are Hugging Face's."""
+    return hasattr(getattr(module, "config", None), "to_dict")
 
 
 def _with_targets(module: nn.Module, batch: Any) -> Any:
     """Token ids alone, for a module that takes what to predict beside them."""
-    if hasattr(getattr(module, "config", None), "to_dict") or not _ids_alone(batch):
+    arguments = _arguments(module)
+    name = next((n for n in TARGETS if n in arguments[1:]), None)
+    if name is None or _configured(module) or not _ids_alone(batch):
         return batch
-    parameters = list(inspect.signature(module.forward).parameters)
-    name = next((n for n in TARGETS if n in parameters[1:]), None)
-    if name is None:
-        return batch
-    if isinstance(batch, Mapping):
-        first, ids = next(iter(batch.items()))
-    else:
-        first, ids = parameters[0], batch
-    ids = torch.as_tensor(ids)
+    given = batch if isinstance(batch, Mapping) else {arguments[0]: batch}
+    ((first, ids),) = ((first, torch.as_tensor(ids)) for first, ids in given.items())
     return {first: ids[:, :-1], name: ids[:, 1:]}
 
 
+@made_at_hand
 def _with_labels(module: nn.Module, batch: Any) -> Any:
     """Labels for a Hugging Face module that makes none of its own."""
     config: Any = getattr(module, "config", None)
-    name = type(module).__name__
-    if not needs_labels(name) or not hasattr(config, "to_dict") or not _takes(module, "labels"):
+    name, arguments = type(module).__name__, _arguments(module)
+    if not needs_labels(name) or not _configured(module) or "labels" not in arguments:
         return batch
     if not isinstance(batch, Mapping):
-        batch = {next(iter(inspect.signature(module.forward).parameters)): batch}
+        batch = {arguments[0]: batch}
     ids = batch.get("decoder_input_ids", batch.get("input_ids"))
     if "labels" in batch:
         return batch
     if name.endswith("ForImageClassification") and "pixel_values" in batch:
-        count = len(batch["pixel_values"])
         generator = torch.Generator().manual_seed(0)
-        return {**batch, "labels": torch.randint(config.num_labels, (count,), generator=generator)}
+        return _classified(batch, config.num_labels, generator)
     if name.endswith("ForMaskedLM") and ids is not None:
         rows = torch.as_tensor(ids)
-        read, labels = mask_tokens(rows.cpu().numpy(), int(rows.max()) + 1)
+        read, labels = mask_tokens(rows.numpy(), int(rows.max()) + 1)
         changed = {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
         return {**batch, **changed}
     return batch if ids is None else {**batch, "labels": ids}
@@ -1267,7 +1219,7 @@ def _ids_alone(batch: Any) -> bool:
 def _next_token(module: nn.Module, batch: Any, found: ModuleRoles) -> Loss | None:
     """The cross-entropy of the next token, for a module that gives logits and no loss."""
     token = found.named("token")
-    if not token or not _ids_alone(batch) or hasattr(getattr(module, "config", None), "to_dict"):
+    if not token or not _ids_alone(batch) or _configured(module):
         return None
     vocab = len(tensors_of(module)[token[0].parameter])
     ids = torch.as_tensor(next(iter(batch.values())) if isinstance(batch, Mapping) else batch)

@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import DomainError, ValidityWarning, brief, domain_error, optional, refused
 from ..files import read_object
 from ..model.huggingface.config import read_config
+from .running import own_module
 
 with optional("torch", "torch"):
     import torch
@@ -64,6 +65,12 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
         )
     built: nn.Module = module
     return built
+
+
+def opened(module: nn.Module | str | os.PathLike[str]) -> nn.Module:
+    """A module, `unwrapped`, or that of a checkpoint's path."""
+    given = load(module) if isinstance(module, str | os.PathLike) else module
+    return own_module(given, "an nn.Module or a checkpoint's path")
 
 
 def _class(entries: dict[str, Any], usual: str, config: Any) -> Any:

@@ -14,8 +14,11 @@ from .anatomy import measured_parts
 from .batches import shifted_left
 from .hook_points import points_of
 from .running import (
+    batch_first,
+    device_of,
     first_tensor,
     in_mode,
+    made_at_hand,
     module_logits,
     module_loss,
     on_device,
@@ -52,7 +55,7 @@ def sees_ahead(
 
     None where that cannot be told: a module of pictures, two stacks, one token.
     """
-    changed = _changed(batch, _batch_first(module), ids)
+    changed = _changed(batch, batch_first(module), ids)
     if changed is None:
         return None
     one, other = (_stream(module, given, sites, layers) for given in (batch, changed))
@@ -97,7 +100,8 @@ def targets_read(
         return None
     alone = not isinstance(batch, Mapping)
     given = {"": batch} if alone else batch
-    tensors = {name: on_device(value, None) for name, value in given.items()}
+    device = device_of(module)
+    tensors = {name: on_device(value, device) for name, value in given.items()}
     logits, value = module_logits(output), module_loss(output)
     if loss is not None:
         value = loss(output, tensors[""] if alone else tensors)
@@ -141,6 +145,7 @@ def _changed(batch: Any, batch_first: bool, ids: np.ndarray | None) -> Any:
     return None if name is None else {**batch, name: _another(batch[name], batch_first)}
 
 
+@made_at_hand
 def _another(tokens: Any, batch_first: bool) -> Tensor:
     """(B, L) ids or (B, L, features), or (L, B, features)."""
     given = torch.as_tensor(tokens).clone()
@@ -173,9 +178,5 @@ def _stream(
     _evaluated(module, batch, [watch_tensor(part, point.side, seen.append)])
     if not seen or seen[0].ndim != 3:
         return None
-    tensor = seen[0] if _batch_first(module) else seen[0].transpose(0, 1)
+    tensor = seen[0] if batch_first(module) else seen[0].transpose(0, 1)
     return np.asarray(tensor.detach().double().cpu().numpy())
-
-
-def _batch_first(module: nn.Module) -> bool:
-    return all(p.batch_first for p in module.modules() if isinstance(p, nn.MultiheadAttention))

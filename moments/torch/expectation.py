@@ -16,7 +16,7 @@ from ..scheme.registry import scheme
 from .hook_points import ENCODER
 from .roles import ModuleRoles, Role
 
-_OUTSIDE = {
+OUTSIDE = {
     "token": ("embedding", "token_variance"),
     "position": ("embedding", "position_variance"),
     "segment": ("embedding", "segment_variance"),
@@ -25,13 +25,10 @@ _OUTSIDE = {
     "relative_bias": ("relative_bias", "variance"),
     "head": ("head", "weight_variance"),
     "head.transform": ("head", "transform_variance"),
-}
-"""Role -> field of the model, and where the variance is in it."""
-
-_VECTORS = {
     "patch.bias": ("embedding", "bias_variance"),
     "head.transform.bias": ("head", "transform_bias_variance"),
 }
+"""Role -> field of the model, and where the variance is in it."""
 
 
 def model_of(
@@ -138,10 +135,7 @@ class Scales:
 
 def scales_of(model: Transformer) -> dict[str, Scales]:
     """The scales of every stack."""
-    found = {"": Scales.of(model)}
-    if model.encoder is not None:
-        found[ENCODER] = Scales.of(model.encoder)
-    return found
+    return {stack: Scales.of(of_stack) for stack, of_stack in stacks_in(model).items()}
 
 
 def expected_variance(model: Transformer, role: Role) -> float | None:
@@ -160,14 +154,20 @@ def expected_variance(model: Transformer, role: Role) -> float | None:
         if role.name in ("attention.norm.gain", "cross.norm.gain", "ffn.norm.gain"):
             column = int(matrix.startswith("ffn"))
             return float(model.norm_gains[role.layer - 1, column]) ** 2
-    if role.name in _OUTSIDE:
-        return _positive(model, *_OUTSIDE[role.name])
+    if role.name in OUTSIDE:
+        part, name = OUTSIDE[role.name]
+        # A table that the model does not declare has variance 0 or none: nothing is said of it.
+        variance = getattr(getattr(model, part), name, None)
+        return float(variance) if variance else 0.0 if kind == "bias" else None
     if kind == "gain":
         after = role.name == "final.norm.gain" and model.head is not None
         return float(model.head.norm_gain) ** 2 if after else 1.0
-    if role.name in _VECTORS:
-        return _positive(model, *_VECTORS[role.name]) or 0.0
     return 0.0 if kind == "bias" else None
+
+
+def stacks_in(model: Transformer) -> dict[str, Transformer]:
+    """The model, and its encoder, by the prefix of their names."""
+    return {"": model} if model.encoder is None else {"": model, ENCODER: model.encoder}
 
 
 def model_of_stack(model: Transformer, stack: str) -> Transformer:
@@ -177,12 +177,6 @@ def model_of_stack(model: Transformer, stack: str) -> Transformer:
     if model.encoder is None:
         raise DomainError("the module has an encoder beside its main stack, the plan has none")
     return model.encoder
-
-
-def _positive(model: Transformer, part: str, name: str) -> float | None:
-    """A table that the model does not declare has variance 0 or none: nothing is said of it."""
-    variance = getattr(getattr(model, part), name, None)
-    return float(variance) if variance else None
 
 
 def check_fits(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..show.expected import tail_probability
 from .entries import EntryMoments
-from .expectation import expected_variance, model_of_stack, scales_of
+from .expectation import expected_variance, model_of_stack, scales_of, stacks_in
 from .probe import BlockProbe, Slope
 from .roles import ModuleRoles, Role
 
@@ -31,10 +34,11 @@ class Finding:
         parameter: the tensor, or the submodule of a sum or norm.
         quantity: "variance", "mean", "gain", "skip_scale", "branch_scale", "norm_output_scale", ...
         expected, measured: numbers.
-        stderr: sampling error of the measured number if the module is right.
-        probability: of a deviation this large in a right module; 0 where there is no chance in it.
         passed: None where it could not be checked.
         note: why not, or what the entries look like.
+        stderr: sampling error of the measured number if the module is right.
+        chance: probability of a deviation this large in a right module; None where there is no
+            chance in it.
     """
 
     layer: int
@@ -43,10 +47,15 @@ class Finding:
     quantity: str
     expected: float
     measured: float
-    stderr: float
-    probability: float
     passed: bool | None
     note: str = ""
+    stderr: float = 0.0
+    chance: float | None = None
+
+    @property
+    def probability(self) -> float:
+        """Of a deviation this large in a right module; 0 or 1 where there is no chance in it."""
+        return float(self.passed is not False) if self.chance is None else self.chance
 
     @property
     def ratio(self) -> float:
@@ -70,6 +79,19 @@ class Measured:
     role: Role
     entries: EntryMoments
     expected: float | None
+
+    def finding(
+        self,
+        quantity: str,
+        expected: float,
+        measured: float,
+        passed: bool,
+        note: str,
+        **chance: Any,
+    ) -> Finding:
+        """A check of these entries."""
+        of = self.role.layer, self.role.full_name, self.role.label
+        return Finding(*of, quantity, expected, measured, passed, note, **chance)
 
 
 def threshold(checks: int) -> float:
@@ -106,16 +128,16 @@ def _is_drawn(m: Measured) -> bool:
 
 def _variance(m: Measured, limit: float) -> Finding:
     expected, found = float(m.expected or 0.0), m.entries
-    base = (m.role.layer, m.role.full_name, m.role.label, "variance", expected, found.square)
+    base = "variance", expected, found.square
     if not math.isfinite(found.square):
-        return Finding(*base, math.nan, 0.0, False, "entries are not finite")
+        return m.finding(*base, False, "entries are not finite", stderr=math.nan)
     if expected == 0:
-        return Finding(*base, 0.0, float(found.square == 0), found.square == 0, found.distribution)
+        return m.finding(*base, found.square == 0, found.distribution)
     if found.square == 0:
-        return Finding(*base, 0.0, 0.0, False, "every entry is 0")
-    probability = tail_probability(found.square / expected, found.spread)
+        return m.finding(*base, False, "every entry is 0")
+    chance = tail_probability(found.square / expected, found.spread)
     stderr = expected * found.spread
-    return Finding(*base, stderr, probability, probability >= limit, found.distribution)
+    return m.finding(*base, chance >= limit, found.distribution, stderr=stderr, chance=chance)
 
 
 def _mean(m: Measured, limit: float) -> Finding | None:
@@ -124,19 +146,9 @@ def _mean(m: Measured, limit: float) -> Finding | None:
     if not m.expected or not found.square or not math.isfinite(found.square):
         return None
     stderr = math.sqrt(found.square / found.count)
-    probability = math.erfc(abs(found.mean) / stderr / math.sqrt(2))
-    return Finding(
-        m.role.layer,
-        m.role.full_name,
-        m.role.label,
-        "mean",
-        0.0,
-        found.mean,
-        stderr,
-        probability,
-        probability >= limit,
-        found.distribution,
-    )
+    chance = math.erfc(abs(found.mean) / stderr / math.sqrt(2))
+    base = "mean", 0.0, found.mean, chance >= limit, found.distribution
+    return m.finding(*base, stderr=stderr, chance=chance)
 
 
 def _pooled(group: list[Measured], limit: float) -> Finding | None:
@@ -148,20 +160,11 @@ def _pooled(group: list[Measured], limit: float) -> Finding | None:
     ratio = sum(m.entries.count * m.entries.square / float(m.expected or 1) for m in usable) / count
     variance = sum((m.entries.count * m.entries.spread) ** 2 for m in usable) / count**2
     spread = math.sqrt(variance)
-    probability = tail_probability(ratio, spread)
+    chance = tail_probability(ratio, spread)
     first, last = usable[0].role, usable[-1].role
-    return Finding(
-        0,
-        first.full_name,
-        f"{first.label} ... {last.label}",
-        "variance over its expectation",
-        1.0,
-        ratio,
-        spread,
-        probability,
-        probability >= limit,
-        f"{len(usable)} layers together",
-    )
+    of = 0, first.full_name, f"{first.label} ... {last.label}", "variance over its expectation"
+    note = f"{len(usable)} layers together"
+    return Finding(*of, 1.0, ratio, chance >= limit, note, spread, chance)
 
 
 def norm_findings(
@@ -184,17 +187,7 @@ def norm_findings(
             if abs(value - expected * factor) <= SLACK * expected:
                 expected *= factor
         passed = abs(value - expected) <= SLACK * max(expected, 0.0) + 1e-12
-        yield Finding(
-            m.role.layer,
-            m.role.full_name,
-            m.role.label,
-            quantity,
-            expected,
-            value,
-            0.0,
-            float(passed),
-            passed,
-        )
+        yield m.finding(quantity, expected, value, passed, "")
 
 
 def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator[Finding]:
@@ -204,73 +197,43 @@ def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator
         block = p.block
         stack = model_of_stack(model, block.stack)
         skip, branch, entering, output = scales[block.stack].at(block.layer, block.column)
-        where = f"{block.stack}{block.name} sum"
+        own = f"{block.stack}{block.name}"
+        of = block.layer, f"{own} sum", block.path
         wanted = stack.placements[block.layer - 1]
-        place = 1.0 if wanted == block.placement else 0.0
-        if not place:
+        if wanted != block.placement:
             note = f"the norm sits {block.placement!r}, the plan wants {wanted!r}"
-            yield Finding(
-                block.layer, where, block.path, "norm placement", 1, 0, 0, 0.0, False, note
-            )
+            yield Finding(*of, "norm placement", 1, 0, False, note)
         if p.unseen:
             names = ", ".join(path or "the module itself" for path in p.unseen)
             note = f"no tensor passes {names}: its code goes another way"
-            yield Finding(
-                block.layer, where, block.path, "norm placement", 1, 0, 0, 0.0, False, note
-            )
+            yield Finding(*of, "norm placement", 1, 0, False, note)
             continue
         if p.skip is not None and not p.skip.unexplained < 0.02:
             note = "not lambda x + beta f: norms or sums sit elsewhere than in this family"
-            yield Finding(
-                block.layer,
-                where,
-                block.path,
-                "unexplained share of the sum",
-                0.0,
-                p.skip.unexplained,
-                0.0,
-                0.0,
-                False,
-                note,
-            )
+            share = p.skip.unexplained
+            yield Finding(*of, "unexplained share of the sum", 0.0, share, False, note)
             continue
-        for quantity, slope, target in (
-            ("skip_scale", p.skip, skip),
-            ("branch_scale", p.branch, branch),
-        ):
-            path = block.branch.path if quantity == "branch_scale" else block.path
-            yield slope_finding(
-                block.layer, block.stack + block.name, path, quantity, slope, target
-            )
+        yield slope_finding(block.layer, own, block.path, "skip_scale", p.skip, skip)
+        yield slope_finding(block.layer, own, block.branch.path, "branch_scale", p.branch, branch)
         if block.norm is not None and block.placement == wanted:
             output *= float(stack.norm_gains[block.layer - 1, block.column])
-            norm = f"{block.stack}{block.name}.norm"
-            yield slope_finding(
-                block.layer, norm, block.norm, "norm_output_scale", p.norm_output, output
-            )
+            norm = block.layer, f"{own}.norm", block.norm
+            yield slope_finding(*norm, "norm_output_scale", p.norm_output, output)
             if entering != 1 or (p.norm_input is not None and abs(p.norm_input.value - 1) > SLACK):
-                yield slope_finding(
-                    block.layer,
-                    norm,
-                    block.norm,
-                    "norm_input_scale",
-                    p.norm_input,
-                    entering,
-                )
+                yield slope_finding(*norm, "norm_input_scale", p.norm_input, entering)
 
 
 def slope_finding(
     layer: int, role: str, path: str, quantity: str, slope: Slope | None, expected: float
 ) -> Finding:
     """A probed multiplier against the one that is wanted."""
+    of = layer, role, path
     if slope is None:
         note = "what it multiplies is 0 throughout, so that it cannot be measured"
-        return Finding(layer, role, path, quantity, expected, math.nan, math.nan, 1.0, None, note)
+        return Finding(*of, quantity, expected, math.nan, None, note, math.nan)
     error = abs(slope.value - expected)
     passed = error <= SLACK * abs(expected) + 6 * slope.stderr + 1e-9
-    return Finding(
-        layer, role, path, quantity, expected, slope.value, slope.stderr, float(passed), passed
-    )
+    return Finding(*of, quantity, expected, slope.value, passed, stderr=slope.stderr)
 
 
 def unprobed_findings(model: Transformer, why: str) -> Iterator[Finding]:
@@ -278,11 +241,10 @@ def unprobed_findings(model: Transformer, why: str) -> Iterator[Finding]:
     note = f"not checked: {why}"
     for stack, scales in scales_of(model).items():
         for quantity, values in vars(scales).items():
-            for layer, row in enumerate(values, start=1):
-                for block, target in zip(("attention", "ffn"), row, strict=True):
-                    if target != 1:
-                        base = (layer, stack + block, "", f"{quantity}_scale", float(target))
-                        yield Finding(*base, math.nan, 0.0, 0.0, False, note)
+            for (row, column), target in np.ndenumerate(values):
+                if target != 1:
+                    of = row + 1, stack + ("attention", "ffn")[column], "", f"{quantity}_scale"
+                    yield Finding(*of, float(target), math.nan, False, note)
 
 
 def unchecked(
@@ -302,8 +264,7 @@ def unchecked(
     """
     seen = {(p.block.stack, p.block.layer, p.block.name) for p in probes}
     words = list(_unprobed(model, seen, why))
-    for stack in scales_of(model):
-        stack_model = model_of_stack(model, stack)
+    for stack, stack_model in stacks_in(model).items():
         there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
         for name in MATRICES:
             cross, gate = name.startswith("cross_"), name == "gate"
@@ -329,8 +290,7 @@ def _unprobed(
     model: Transformer, probed: Container[tuple[str, int, str]], why: str
 ) -> Iterator[str]:
     """Blocks whose sums and norms were not measured."""
-    for stack in scales_of(model):
-        stack_model = model_of_stack(model, stack)
+    for stack, stack_model in stacks_in(model).items():
         names = (
             ("attention", "ffn") if stack_model.encoder is None else ("attention", "cross", "ffn")
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -13,8 +12,6 @@ from ..formulas.checks import check_count
 from ..model.huggingface.config import family, read_config
 from ..model.huggingface.family import Family
 from ..model.huggingface.sizes import at_depth
-from ..prediction.measurement import Measurement
-from .measure import measure
 from .text import Ids, mask_tokens, tokenize
 
 with optional("hf", "torch", "transformers"):
@@ -157,30 +154,3 @@ def module_batch(
     if seq_len is None:
         raise domain_error("seq_len", None, "given for a family that reads text")
     return text_batch(config, seq_len=seq_len, batch=batch, seed=seed)
-
-
-def measure_config(
-    config: Any,
-    *,
-    layers: int | None = None,
-    seq_len: int | None = None,
-    batch: int = 2,
-    seeds: int = 4,
-    seed: int = 0,
-    progress: bool = False,
-) -> tuple[Measurement, Any]:
-    """Measure a config's module on text or pictures, with fresh weights in every draw.
-
-    The text and its corruption follow `seed` and stay the same from draw to draw.
-
-    Returns:
-        The measurement, and the ids (B, L) or pictures that the embedding read.
-
-    Raises:
-        DomainError: as `build_module` and `text_batch`.
-        MomentsError: an extra is not installed.
-    """
-    data = module_batch(config, seq_len=seq_len, batch=batch, seed=seed)
-    build = functools.partial(build_module, config, layers=layers)
-    measurement = measure(build, data, seeds=seeds, seed=seed, progress=progress)
-    return measurement, data.get("input_ids", data.get("pixel_values"))

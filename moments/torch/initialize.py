@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DomainError, domain_error, optional
+from ..errors import DomainError, optional
 from ..files import as_frame
 from ..formulas.checks import check_choice, check_count
 from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
-from .anatomy import anatomy_of
-from .architecture import resolve
-from .expectation import Scales, check_fits, expected_variance, scales_of
+from .architecture import Fitted, fitted
+from .expectation import Scales, expected_variance, scales_of
 from .hook_points import ModuleBranch
-from .logit_factor import logit_factor
-from .probe import drops_behind
+from .probe import drops_behind, logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
-from .running import padding_row, unwrapped
+from .running import padding_row
 from .scales import FOLDED, AppliedScales, HeldDropout, applied_scales, apply_scales, held_dropouts
 from .temperature import factors
 
@@ -107,16 +105,15 @@ def initialize(
         MomentsError: the module is of no known family and `names` is None.
     """
     check_count("seed", seed, least=0)
-    module = unwrapped(module)
-    fitted = _Fitted.of(module, plan, names, sites, architecture, options, batch)
-    found, model = fitted.found, fitted.model
+    of = _fitted(module, plan, names, sites, architecture, options, batch)
+    module, found, model = of.module, of.parts.found, of.model
     chosen = (
         (model.weights and model.weights.distribution) if distribution is None else distribution
     )
     check_choice("distribution", chosen, DISTRIBUTIONS)
     tensors = tensors_of(module)
     blocks = {role: block_of(tensors, role) for role in (*found.roles, *found.scales)}
-    applied = fitted.attach(module, batch)
+    applied = _attached(of, batch)
     scales = scales_of(model)[""]
     rows = []
     with torch.no_grad():
@@ -159,69 +156,54 @@ def attach(
         DomainError: as `initialize`, or the module was folded: its weights carry the scales.
         MomentsError: the module is of no known family and `names` is None.
     """
-    module = unwrapped(module)
-    fitted = _Fitted.of(module, plan, names, sites, architecture, options, batch)
-    if getattr(module, FOLDED, False):
+    of = _fitted(module, plan, names, sites, architecture, options, batch)
+    if getattr(of.module, FOLDED, False):
         raise DomainError("the module was folded: its weights carry the scales already")
-    return fitted.attach(module, batch)
+    return _attached(of, batch)
 
 
-@dataclass(frozen=True)
-class _Fitted:
-    """A plan that fits a module, and what is known of the module itself."""
+def _fitted(
+    module: nn.Module,
+    plan: Any,
+    names: Mapping[str, str] | None,
+    sites: Iterable[Any] | None,
+    architecture: Transformer | None,
+    options: Mapping[str, Any] | None,
+    batch: Any,
+) -> Fitted:
+    if not getattr(plan, "feasible", True):
+        raise DomainError(
+            f"{plan.title} is not feasible (nearest value {plan.nearest:.6g}): solve for "
+            "another target, or pass plan.model to take the nearest model all the same"
+        )
+    return fitted(module, plan, names, sites, architecture, options, batch)
 
-    found: ModuleRoles
-    model: Transformer
-    described: Transformer | None
 
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        plan: Any,
-        names: Mapping[str, str] | None,
-        sites: Iterable[Any] | None,
-        architecture: Transformer | None,
-        options: Mapping[str, Any] | None,
-        batch: Any = None,
-    ) -> _Fitted:
-        if not isinstance(module, nn.Module):
-            raise domain_error("module", type(module).__name__, "an nn.Module")
-        if not getattr(plan, "feasible", True):
-            raise DomainError(
-                f"{plan.title} is not feasible (nearest value {plan.nearest:.6g}): solve for "
-                "another target, or pass plan.model to take the nearest model all the same"
-            )
-        parts = anatomy_of(module, batch, names, sites)
-        found, declared = parts.found, architecture or parts.architecture()
-        model, described = resolve(module, plan, names, declared, options)
-        check_fits(model, found, described)
-        return cls(found, model, described)
+def _attached(of: Fitted, batch: Any) -> AppliedScales | None:
+    """Hooks and temperatures, decided before the first is placed."""
+    module, parts, model, described = of
+    found = parts.found
+    stacks = scales_of(model)
+    held = _check_scales(found, stacks[""])
+    scalings = factors(module, found, model, described)
+    dropped = (model if described is None else described).dropout > 0
 
-    def attach(self, module: nn.Module, batch: Any) -> AppliedScales | None:
-        """Hooks and temperatures, decided before the first is placed."""
-        found, model, described = self.found, self.model, self.described
-        stacks = scales_of(model)
-        held = _check_scales(found, stacks[""])
-        scalings = factors(module, found, model, described)
-        dropped = (model if described is None else described).dropout > 0
+    def drops() -> dict[ModuleBranch, HeldDropout | None]:
+        if not dropped:
+            return {}
+        before = applied_scales(module)
+        known = {} if before is None else before.dropouts
+        behind = drops_behind(module, found.blocks, batch)
+        known = known | held_dropouts(module, behind - set(known), batch)
+        return {block: known.get(block) for block in behind}
 
-        def drops() -> dict[ModuleBranch, HeldDropout | None]:
-            if not dropped:
-                return {}
-            before = applied_scales(module)
-            known = {} if before is None else before.dropouts
-            behind = drops_behind(module, found.blocks, batch)
-            known = known | held_dropouts(module, behind - set(known), batch)
-            return {block: known.get(block) for block in behind}
-
-        logits = logit_factor(module, found, model, described)
-        applied = apply_scales(module, found.blocks, stacks, drops=drops, held=held, logits=logits)
-        if hasattr(module, FOLDED):
-            delattr(module, FOLDED)
-        for part, scaling in scalings:
-            part.scaling = scaling
-        return applied
+    logits = logit_factor(module, found, model, described)
+    applied = apply_scales(module, found.blocks, stacks, drops=drops, held=held, logits=logits)
+    if hasattr(module, FOLDED):
+        delattr(module, FOLDED)
+    for part, scaling in scalings:
+        part.scaling = scaling
+    return applied
 
 
 def _write(

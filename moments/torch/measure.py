@@ -20,12 +20,14 @@ from ..transfer.head.targets import NO_TARGET
 from .anatomy import Measured, measured_parts
 from .hook_points import HookPoint, WeightPart, points_of
 from .running import (
+    batch_first,
+    built,
+    device_of,
     first_tensor,
     in_mode,
     module_logits,
     module_loss,
     thawed,
-    unwrapped,
     watch_tensor,
 )
 
@@ -105,8 +107,7 @@ def measure(
     parts: Measured | None = None
     for draw in range(seeds):
         with torch.random.fork_rng():
-            target = module if isinstance(module, nn.Module) else _built(module, seed + draw)
-            target = unwrapped(target)
+            target = built(module, seed + draw)
             state = np.random.SeedSequence((seed, draw)).generate_state(1)[0]
             torch.manual_seed(int(state))
             parts = measured_parts(target, batch, given) if parts is None else parts
@@ -118,22 +119,13 @@ def measure(
     return Measurement.from_draws(draws, batch=size, source=name)
 
 
-def _built(factory: Callable[[int], nn.Module], seed: int) -> nn.Module:
-    if not callable(factory):
-        raise domain_error("module", type(factory).__name__, "an nn.Module or factory(seed)")
-    module = factory(seed)
-    if not isinstance(module, nn.Module):
-        raise domain_error("module", type(module).__name__, "a factory that returns an nn.Module")
-    return module
-
-
 def _draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> tuple[Draw, int]:
     """One pass forward and backward, and the number of sequences it held."""
     points, weights = parts
     inputs = _tensors(module, batch)
     if loss is None:
         _add_labels(module, inputs)
-    first = _batch_first(module)
+    first = batch_first(module)
     seen = {stack: Collector(_kept(inputs, stack, points), batch_first=first) for stack in _STACKS}
     with in_mode(module, True), thawed(module), ExitStack() as hooks:
         for stack, collector in seen.items():
@@ -221,8 +213,7 @@ class _Inputs:
 
 def _tensors(module: nn.Module, batch: Any) -> _Inputs:
     """The batch on the module's device; what is real-valued, masks excepted, gets a gradient."""
-    parameter = next(module.parameters(), None)
-    device = None if parameter is None else parameter.device
+    device = device_of(module)
 
     def tensor(value: Any, name: str) -> Any:
         if not isinstance(value, Tensor | np.ndarray | list):
@@ -323,9 +314,3 @@ def _kept(inputs: _Inputs, stack: str, points: Iterable[HookPoint]) -> Tensor | 
     if isinstance(padding, Tensor):
         return ~padding if padding.dtype == torch.bool else padding == 0
     return None
-
-
-def _batch_first(module: nn.Module) -> bool:
-    return all(
-        part.batch_first for part in module.modules() if isinstance(part, nn.MultiheadAttention)
-    )

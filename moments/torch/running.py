@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, optional
+from ..errors import DomainError, MomentsError, domain_error, optional
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
+
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 
 # --- what is around it ----------------------------------------------------------------------------
@@ -38,6 +43,27 @@ _WRAPPERS = (
 def is_module(value: object) -> bool:
     """Whether it is an nn.Module, for those who do without torch."""
     return isinstance(value, nn.Module)
+
+
+def own_module(module: Any, allowed: str = "an nn.Module") -> nn.Module:
+    """A module, `unwrapped`.
+
+    Raises:
+        DomainError: it is none, or its parameters are shards.
+    """
+    module = unwrapped(module)
+    if not isinstance(module, nn.Module):
+        raise domain_error("module", type(module).__name__, allowed)
+    return module
+
+
+def built(module: Any, seed: int) -> nn.Module:
+    """A module, or what a factory makes of a seed, `unwrapped`."""
+    if not isinstance(module, nn.Module):
+        if not callable(module):
+            raise domain_error("module", type(module).__name__, "an nn.Module or factory(seed)")
+        return own_module(module(seed), "a factory that returns an nn.Module")
+    return unwrapped(module)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -149,12 +175,17 @@ def padding_rows(module: nn.Module) -> dict[Tensor, int]:
 
 def run(module: nn.Module, batch: Any) -> Any:
     """What a module makes of a batch, on its own device and without a graph."""
-    parameter = next(module.parameters(), None)
-    device = None if parameter is None else parameter.device
+    device = device_of(module)
     with torch.no_grad():
         if isinstance(batch, Mapping):
             return module(**{name: on_device(value, device) for name, value in batch.items()})
-        return module(on_device(batch, device))
+        given = batch if isinstance(batch, tuple) else (batch,)
+        return module(*(on_device(value, device) for value in given))
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    """Where its first parameter lies."""
+    return next((parameter.device for parameter in module.parameters()), None)
 
 
 def on_device(value: Any, device: torch.device | None) -> Any:
@@ -162,6 +193,24 @@ def on_device(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, Tensor | np.ndarray | list):
         return torch.as_tensor(value, device=device)
     return value
+
+
+def at_hand(batch: Any) -> Any:
+    """A batch to be looked at, on the processor; whatever runs a module brings it there."""
+    if isinstance(batch, Mapping):
+        return {name: at_hand(value) for name, value in batch.items()}
+    return batch.detach().cpu() if isinstance(batch, Tensor) else batch
+
+
+def made_at_hand(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """With what the function makes on the processor, whatever torch's default device."""
+
+    @functools.wraps(make)
+    def made(*positional: _Given.args, **named: _Given.kwargs) -> _Made:
+        with torch.device("cpu"):
+            return make(*positional, **named)
+
+    return made
 
 
 @contextmanager
@@ -211,6 +260,11 @@ def watch_tensor(
         keep(first_tensor(output))
 
     return part.register_forward_hook(after, prepend=first)
+
+
+def batch_first(module: nn.Module) -> bool:
+    """Whether sequences come before their tokens."""
+    return all(p.batch_first for p in module.modules() if isinstance(p, nn.MultiheadAttention))
 
 
 # --- where it runs --------------------------------------------------------------------------------

@@ -20,9 +20,8 @@ import numpy as np
 from ..errors import DomainError, optional
 from ..model.transformer import Transformer
 from .behaviour import logits_with_itself
-from .expectation import model_of_stack
+from .expectation import model_of_stack, stacks_in
 from .findings import SLACK, Finding
-from .hook_points import ENCODER
 from .roles import ModuleRoles, Role, block_of, tensors_of
 from .running import watch_tensor
 
@@ -49,19 +48,16 @@ def factors(
         DomainError: the temperatures differ from the module's own and cannot be set.
     """
     changes = []
-    for stack, wanted in _models(model):
-        temperatures = _own(stack, described, wanted)
-        for layer, _, holder, current in _temperatures(module, found, stack, wanted, temperatures):
-            temperature = float(wanted.temperatures[layer - 1])
-            if np.isclose(current, temperature, rtol=1e-6):
-                continue
-            if holder is None:
-                raise DomainError(
-                    f"{stack}layer {layer}: the plan's temperature {temperature:g} has no place in "
-                    "this module, whose attention has no attribute 'scaling'; divide the query "
-                    "weights' variance by its square instead"
-                )
-            changes.append((holder, 1 / (float(wanted.d_head or 1) ** 0.5 * temperature)))
+    for role, temperature, holder, current in _temperatures(module, found, model, described):
+        if np.isclose(current, temperature, rtol=1e-6):
+            continue
+        if holder is None:
+            raise DomainError(
+                f"{role.stack}layer {role.layer}: the plan's temperature {temperature:g} has no "
+                "place in this module, whose attention has no attribute 'scaling'; divide the "
+                "query weights' variance by its square instead"
+            )
+        changes.append((holder, 1 / (_width(model, role) * temperature)))
     return changes
 
 
@@ -84,22 +80,16 @@ def temperature_findings(
     seen = np.full(model.layers, np.nan)
     if batch is not None and model.encoder is None and model.qk_norm is None:
         seen = _measured(module, found, model, batch)
-    for stack, wanted in _models(model):
-        temperatures = _own(stack, described, wanted)
-        for layer, label, holder, current in _temperatures(
-            module, found, stack, wanted, temperatures
-        ):
-            expected, slack = float(wanted.temperatures[layer - 1]), SAME
-            if not stack and np.isfinite(seen[layer - 1]):
-                current, slack = float(seen[layer - 1]), SLACK
-            elif holder is None and not told:
-                note = "no attribute 'scaling' tells it, and logits are not q k times a factor"
-                base = (layer, f"{stack}attention", label, "temperature", expected, math.nan)
-                yield Finding(*base, math.nan, 1.0, None, note)
-                continue
-            passed = bool(np.isclose(current, expected, rtol=slack))
-            base = (layer, f"{stack}attention", label, "temperature", expected, current)
-            yield Finding(*base, 0.0, float(passed), passed)
+    for role, expected, holder, current in _temperatures(module, found, model, described):
+        base = (role.layer, f"{role.stack}attention", role.label, "temperature", expected)
+        slack = SAME
+        if not role.stack and np.isfinite(seen[role.layer - 1]):
+            current, slack = float(seen[role.layer - 1]), SLACK
+        elif holder is None and not told:
+            note = "no attribute 'scaling' tells it, and logits are not q k times a factor"
+            yield Finding(*base, math.nan, None, note, math.nan)
+            continue
+        yield Finding(*base, current, bool(np.isclose(current, expected, rtol=slack)))
 
 
 def _measured(module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any) -> np.ndarray:
@@ -193,31 +183,25 @@ def _beside_places(rows: Tensor) -> Tensor:
     return level - (level * places).mean(-1, keepdim=True) * places
 
 
-def _models(model: Transformer) -> list[tuple[str, Transformer]]:
-    return [("", model)] if model.encoder is None else [("", model), (ENCODER, model.encoder)]
-
-
-def _own(stack: str, described: Transformer | None, model: Transformer) -> np.ndarray:
-    """Of the module's code: as its architecture says, else sqrt(d_head) alone."""
-    return (
-        np.ones(model.layers)
-        if described is None
-        else model_of_stack(described, stack).temperatures
-    )
-
-
 def _temperatures(
-    module: nn.Module, found: ModuleRoles, stack: str, model: Transformer, temperatures: np.ndarray
-) -> Iterator[tuple[int, str, nn.Module | None, float]]:
-    """Layer, query matrix, the module nearest to it that has a numeric `scaling`, temperature."""
-    for role in found.named("query", stack=stack):
-        path, holder = role.parameter, None
-        while holder is None and (path := path.rpartition(".")[0]):
-            part = module.get_submodule(path)
-            if isinstance(getattr(part, "scaling", None), float):
-                holder = part
-        if holder is None:
-            yield role.layer, role.label, None, float(temperatures[role.layer - 1])
-        else:
-            width = float(model.d_head or 1) ** 0.5
-            yield role.layer, role.label, holder, 1 / (width * float(holder.scaling))
+    module: nn.Module, found: ModuleRoles, model: Transformer, described: Transformer | None
+) -> Iterator[tuple[Role, float, nn.Module | None, float]]:
+    """Query matrix, temperature of the model, the module nearest to the matrix that has a numeric
+    `scaling`, and the temperature there; else the architecture's own, else that of sqrt(d_head)."""
+    for stack, wanted in stacks_in(model).items():
+        own = None if described is None else model_of_stack(described, stack)
+        for role in found.named("query", stack=stack):
+            path, holder = role.parameter, None
+            while holder is None and (path := path.rpartition(".")[0]):
+                part = module.get_submodule(path)
+                if isinstance(getattr(part, "scaling", None), float):
+                    holder = part
+            current = 1.0 if own is None else float(own.temperatures[role.layer - 1])
+            if holder is not None:
+                current = 1 / (_width(model, role) * float(holder.scaling))
+            yield role, float(wanted.temperatures[role.layer - 1]), holder, current
+
+
+def _width(model: Transformer, role: Role) -> float:
+    """sqrt(d_head)."""
+    return math.sqrt(model_of_stack(model, role.stack).d_head or 1)

@@ -9,7 +9,6 @@ tokens; a bias b of ones or zeros gives steps near 1 and a state that is gone at
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -143,7 +142,7 @@ def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
     try:
         run = called(module, batch)
         found = [*_forgetting(recurrences(run.module, run.call, run.tensors))]
-        found += _random(module, run.given)
+        found += random_outcome(behaviour(module, run.given).random)
     except Exception:  # a refusal does not fail over what it could add
         found = []
     return NotRead(why, ranked(found))
@@ -171,16 +170,15 @@ def _forgetting(found: list[Recurrence]) -> Iterator[Trouble]:
     )
 
 
-def _random(module: nn.Module, given: Any) -> Iterator[Trouble]:
-    path = behaviour(module, given).random
+def random_outcome(path: str | None) -> Iterator[Trouble]:
+    """What is wrong where runs in evaluation mode differ, first in what a submodule gives."""
     if path is not None:
         yield Trouble(
             "error",
             "dropout left on",
             (path,),
-            (),
-            math.nan,
-            math.nan,
-            f"in evaluation mode two runs of one input differ, first in what {path} gives",
-            "pass training=self.training to functional.dropout, or use nn.Dropout",
+            reason="in evaluation mode two runs of one input differ, first in what "
+            f"{path} gives: dropout, or another draw, acts where it should not",
+            mend="pass training=self.training to functional.dropout (dropout_p = p if "
+            "self.training else 0 to scaled_dot_product_attention), or use nn.Dropout",
         )

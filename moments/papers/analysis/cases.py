@@ -55,7 +55,7 @@ class PaperCase(Result):
         lines = [f"{self.name} ({self.source}): {self.claim}. {self.verdict}", *self.notes]
         return "\n".join(lines)
 
-    def _rows(self) -> list[Mapping[str, Any]]:
+    def _table(self) -> list[Mapping[str, Any]]:
         return [
             {"quantity": name, "predicted": value, "claimed": self.claimed.get(name)}
             for name, value in self.predicted.items()
@@ -85,7 +85,7 @@ class NamedCases(Result):
     def heading(self) -> str:
         return "named cases: settings, claims and predictions"
 
-    def _rows(self) -> list[Mapping[str, Any]]:
+    def _table(self) -> list[Mapping[str, Any]]:
         return [
             {
                 "case": name,

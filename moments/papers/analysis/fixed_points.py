@@ -168,21 +168,11 @@ class FixedPoints(Result):
         end = "rank collapse" if self.collapses else "no rank collapse"
         return f"{end}: correlation tends to {self.correlation:.4g}, {how}"
 
-    def _rows(self) -> list[Mapping[str, Any]]:
-        return [
-            {
-                "quantity": "correlation",
-                "predicted": self.correlation,
-                "closed form": self.closed_correlation,
-            },
-            {
-                "quantity": "grad_correlation",
-                "predicted": self.grad_correlation,
-                "closed form": self.closed_grad_correlation,
-            },
-            {"quantity": "variance", "predicted": self.variance, "closed form": None},
-            {"quantity": f"{self.kind} rate", "predicted": self.rate, "closed form": None},
-        ]
+    def _table(self) -> dict[str, Any]:
+        names = ("correlation", "grad_correlation", "variance", f"{self.kind} rate")
+        predicted = (self.correlation, self.grad_correlation, self.variance, self.rate)
+        closed = (self.closed_correlation, self.closed_grad_correlation, None, None)
+        return {"quantity": names, "predicted": predicted, "closed form": closed}
 
 
 def correlation_fixed_points(
@@ -340,7 +330,7 @@ class Exponents(Result):
             f"{self.correlation:.4g}"
         )
 
-    def _rows(self) -> list[Mapping[str, Any]]:
+    def _table(self) -> list[Mapping[str, Any]]:
         names = ("angle", "gradient", "correlation", "variance")
         return [{"quantity": name, "value": getattr(self, name)} for name in names]
 

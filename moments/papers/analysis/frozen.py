@@ -8,7 +8,6 @@ order of 1/width and 1/log(length), which `moments.predict` has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,19 +57,14 @@ class RandomEnergy(Result):
             f"{self.correlation[-1]:.3g}; attention frozen in {frozen} of {len(self.frozen)} layers"
         )
 
-    def _rows(self) -> list[Mapping[str, Any]]:
-        rows: list[Mapping[str, Any]] = []
-        for layer in range(len(self.variance)):
-            row: dict[str, Any] = {
-                "layer": layer,
-                "variance": float(self.variance[layer]),
-                "correlation": float(self.correlation[layer]),
-            }
-            if layer:
-                row["logit variance"] = float(self.logit_variance[layer - 1])
-                row["participation"] = float(self.participation[layer - 1])
-            rows.append(row)
-        return rows
+    def _table(self) -> dict[str, np.ndarray]:
+        return {
+            "layer": np.arange(len(self.variance)),
+            "variance": self.variance,
+            "correlation": self.correlation,
+            "logit variance": np.append(np.nan, self.logit_variance),
+            "participation": np.append(np.nan, self.participation),
+        }
 
 
 def random_energy(

@@ -137,11 +137,10 @@ class GrowthLaws(Result):
     def heading(self) -> str:
         return f"growth with depth, {self.model.norm} norm, theory {self.theory}"
 
-    def _rows(self) -> list[Mapping[str, Any]]:
-        return [
-            {"quantity": name, "closed form": self.closed[name], "predicted": self.predicted[name]}
-            for name in self.closed
-        ]
+    def _table(self) -> dict[str, Any]:
+        names = list(self.closed)
+        columns = {"closed form": self.closed, "predicted": self.predicted}
+        return {"quantity": names} | {c: [v[n] for n in names] for c, v in columns.items()}
 
 
 def growth_laws(

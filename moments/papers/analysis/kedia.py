@@ -89,7 +89,7 @@ class DslmBounds(Result):
             f"C_6 from {low:.3g} to {high:.3g}"
         )
 
-    def _rows(self) -> list[Mapping[str, Any]]:
+    def _table(self) -> list[Mapping[str, Any]]:
         return [
             {
                 "quantity": name,
@@ -228,11 +228,9 @@ class Sensitivity(Result):
             f"N beta^2 = {self.closed:.4g}"
         )
 
-    def _rows(self) -> list[Mapping[str, Any]]:
-        return [
-            {"layer": n, "attention": float(attention), "ffn": float(ffn)}
-            for n, (attention, ffn) in enumerate(self.blocks, 1)
-        ]
+    def _table(self) -> dict[str, np.ndarray]:
+        layers = np.arange(1, len(self.blocks) + 1)
+        return {"layer": layers, "attention": self.blocks[:, 0], "ffn": self.blocks[:, 1]}
 
 
 def sensitivity(prediction: Prediction) -> Sensitivity:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -51,8 +49,9 @@ class UniformAttention(Result):
             f"{self.correlation[-1]:.4g} (limit {self.correlation_limit:.4g})"
         )
 
-    def _rows(self) -> list[Mapping[str, Any]]:
+    def _table(self) -> dict[str, np.ndarray]:
         columns = {
+            "layer": np.arange(len(self.variance)),
             "inner products": self.inner_products,
             "variance": self.variance,
             "correlation": self.correlation,
@@ -60,10 +59,7 @@ class UniformAttention(Result):
         if self.predicted_variance is not None and self.predicted_correlation is not None:
             columns["variance, engine"] = self.predicted_variance
             columns["correlation, engine"] = self.predicted_correlation
-        return [
-            {"layer": n, **{name: float(values[n]) for name, values in columns.items()}}
-            for n in range(len(self.variance))
-        ]
+        return columns
 
 
 def uniform_attention(
@@ -186,18 +182,13 @@ class GradientGap(Result):
             f"layer {len(self.ratio)}"
         )
 
-    def _rows(self) -> list[Mapping[str, Any]]:
-        return [
-            {
-                "layer": n,
-                "query / value": float(a),
-                "uniform attention": float(b),
-                "temperature": float(tau),
-            }
-            for n, (a, b, tau) in enumerate(
-                zip(self.ratio, self.uniform_ratio, self.temperature, strict=True), 1
-            )
-        ]
+    def _table(self) -> dict[str, np.ndarray]:
+        return {
+            "layer": np.arange(1, len(self.ratio) + 1),
+            "query / value": self.ratio,
+            "uniform attention": self.uniform_ratio,
+            "temperature": self.temperature,
+        }
 
 
 def gradient_gap(prediction: Prediction) -> GradientGap:

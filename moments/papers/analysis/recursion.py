@@ -7,9 +7,7 @@ Kedia et al.'s 3.5, E.5 and E.6): one number each for the signal and the gradien
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -49,17 +47,14 @@ class VarianceRecursion(Result):
             "the input"
         )
 
-    def _rows(self) -> list[Mapping[str, Any]]:
-        columns = {
+    def _table(self) -> dict[str, np.ndarray]:
+        return {
+            "layer": np.arange(len(self.variance)),
             "variance": self.variance,
             "variance, uncorrelated": self.prediction.variance,
             "grad_variance": self.grad_variance,
             "grad_variance, uncorrelated": self.prediction.grad_variance,
         }
-        return [
-            {"layer": n, **{name: float(values[n]) for name, values in columns.items()}}
-            for n in range(len(self.variance))
-        ]
 
 
 def variance_recursion(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Result(Shown, abc.ABC):
-    """Base of the results. `heading` is one line; the table is `rows`, or what `_rows` makes."""
+    """Base of the results. `heading` is one line; the table is `rows`, or what `_table` makes."""
 
     rows: tuple[Mapping[str, Any], ...]
 
@@ -30,13 +30,13 @@ class Result(Shown, abc.ABC):
     def heading(self) -> str:
         """One line that says what was found."""
 
-    def _rows(self) -> list[Mapping[str, Any]]:
-        """The table, row by row."""
-        return list(self.rows)
+    def _table(self) -> Any:
+        """Rows, or columns by name."""
+        return self.rows
 
     def to_frame(self) -> pd.DataFrame:
         """The result as a table."""
-        return as_frame([dict(row) for row in self._rows()])
+        return as_frame(self._table())
 
     def __str__(self) -> str:
         shown = self.to_frame().to_string(index=False, float_format=lambda v: f"{v:.4g}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -43,18 +42,15 @@ class JacobianBounds(Result):
         shown = ", ".join(f"{name} {value:.4g}" for name, value in self.constants.items())
         return f"logarithms of Jacobian bounds; {shown}"
 
-    def _rows(self) -> list[Mapping[str, Any]]:
-        columns = {
+    def _table(self) -> dict[str, np.ndarray]:
+        return {
+            "layer": np.arange(len(self.corrected)),
             "variance": self.prediction.variance,
             "log bound": self.corrected,
             "log bound, printed": self.printed,
             "log query bound": self.query,
             "log gain, predicted": self.predicted,
         }
-        return [
-            {"layer": n, **{name: float(values[n]) for name, values in columns.items()}}
-            for n in range(len(self.corrected))
-        ]
 
 
 def jacobian_bounds(
@@ -174,13 +170,10 @@ class AngularDistance(Result):
             f"output, {self.prediction.model.norm} norm"
         )
 
-    def _rows(self) -> list[Mapping[str, Any]]:
-        matrix, count = self.matrix, len(self.cosine)
-        return [
-            {"layer": first, "steps": last - first, "angular_distance": float(matrix[first, last])}
-            for first in range(count)
-            for last in range(first + 1, count)
-        ]
+    def _table(self) -> dict[str, np.ndarray]:
+        first, last = np.triu_indices(len(self.cosine), 1)
+        distances = self.matrix[first, last]
+        return {"layer": first, "steps": last - first, "angular_distance": distances}
 
 
 def angular_distance(prediction: Prediction, branch_correlation: float = 0.0) -> AngularDistance:

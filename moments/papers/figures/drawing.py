@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...show.palette import MARKERS, PALE, SEQUENTIAL, SERIES, SOFT, typeset
-from ...show.plot import Picture, round_ticks, save
+from ...show.palette import MARKERS, PALE, SEQUENTIAL, SERIES, typeset
+from ...show.plot import Picture, dress, round_ticks, save
 from .catalogue import setup
 from .setup import FigureLine, HeatMap, Panel, Setup
 
@@ -58,9 +58,7 @@ def draw(name: str, path: str | Path | None = None) -> Figure:
     count = found.columns or len(found.panels)
     lines = -(-len(found.panels) // count)
     width = 4.0 if isinstance(found.panels[0], HeatMap) else 5.2
-    figure = Picture(
-        figsize=(max(1.2 + width * count, 6.4), 0.8 + 4.0 * lines), layout="constrained"
-    )
+    figure = Picture(max(1.2 + width * count, 6.4), 0.8 + 4.0 * lines)
     for index, panel in enumerate(found.panels):
         ax = figure.add_subplot(lines, count, index + 1)
         if isinstance(panel, HeatMap):
@@ -72,10 +70,10 @@ def draw(name: str, path: str | Path | None = None) -> Figure:
             _panel(ax, found, index, panel)
     for column in range(count if lines > 1 else 0):
         _alike(figure.axes[column::count])
-    figure.suptitle(f"{found.title}\n{found.source}", x=0.01, ha="left", fontsize=11)
+    figure.head(f"{found.title}\n{found.source}", 11)
     text = ". ".join((found.settings, *_about_points(found)))
     wrapped = textwrap.fill(text, int(15 * figure.get_figwidth()))
-    figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=8, color=SOFT)
+    figure.below(wrapped, 8)
     if path is not None:
         save(figure, path, dpi=120)
     return figure
@@ -161,11 +159,9 @@ def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
         drawn.set(**style)
         if line.points:
             _points(ax, line, key(found.name, index, line.label), color, panel)
-    ax.set_title(panel.title, loc="left", fontsize=10)
+    dress(ax, panel.title, 10)
     ax.set_xlabel(panel.x)
     ax.set_ylabel(panel.y)
-    ax.grid(alpha=0.25, linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
     if panel.log_x:
         ax.set_xscale("symlog", linthresh=1, linscale=0.4)
         ax.set_xlim(left=0)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ...formulas.law import THEORIES
 from ...show.palette import BLACK, BLUE, GREY, VERMILION
+from ...show.report import headed
 from .errors import CLASS, MEASURES, by_class, worst
 from .grid import ARRAY, BASELINES, FACTORIAL, FACTORS
 
@@ -86,15 +87,8 @@ def class_tables(frame: pd.DataFrame, keys: Sequence[str] = CLASS) -> tuple[Tabl
 def _class_table(
     classes: pd.DataFrame, keys: Sequence[str], title: str, names: Sequence[str], caption: str
 ) -> Table:
-    table = Table(
-        title=f"errors of the theories against simulations: {title}",
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    table = headed(f"errors of the theories against simulations: {title}", caption)
+    table.box, table.padding = SIMPLE, (0, 1, 0, 0)
     for name in ("models", "theory"):
         table.add_column(name, no_wrap=True)
     heads = {"grad": "|log|", "typical": "typical", "profile": "profile"}
@@ -115,10 +109,10 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
 
     Errors below the floor are drawn on it; crosses along the top are runs that gave no numbers.
     """
-    from matplotlib.figure import Figure
+    from ...show.plot import Picture, dress
 
     floor, roof = 3e-3, 300.0
-    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    figure = Picture(10, 6.4)
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     depths = sorted(frame["layers"].unique())
     classes = [(norm, mask) for norm in ("pre", "post") for mask in ("full", "causal")]
@@ -147,9 +141,7 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
         ax.set_yscale("log")
         ax.set_ylim(floor * 0.8, roof * 1.4)
         ax.set_xticks(range(len(depths)), [str(n) for n in depths])
-        ax.set_title(f"{norm.capitalize()}-LN, {mask} attention", loc="left", fontsize=10.5)
-        ax.grid(alpha=0.25, linewidth=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
+        dress(ax, f"{norm.capitalize()}-LN, {mask} attention")
     for ax in panels[1]:
         ax.set_xlabel("layers")
     for ax in panels[:, 0]:
@@ -158,7 +150,7 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
     panels[0, 0].legend(frameon=False, fontsize=9, markerscale=0.8, loc=(0.0, 0.7), ncols=2)
     models = len(frame) // frame["theory"].nunique()
     title = f"Gradient variance of {models} simulated models: error of each theory"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    figure.head(title)
     return figure
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...errors import optional
 from .graph import Node, Ref
 from .stream import StreamReader, SumChain
-from .units import LinearUnit, Norm, close, named
+from .units import LinearUnit, Norm, multiple, multiple_or_cap
 
 with optional("torch", "torch"):
     import torch
@@ -40,7 +40,6 @@ class Before:
     norm: Norm | None = None
     dropout: float = 0.0
     total: int = 0
-    ids: int | None = None
     offset: int = 0
     shape: tuple[int, ...] = ()
     given: bool = False
@@ -59,8 +58,6 @@ class After:
     softcap: float | None = None
     dropout: float = 0.0
     pool: str | None = None
-    logits: int | None = None
-    loss: bool = False
     labels: int = 0
     doubts: list[str] = field(default_factory=list)
 
@@ -74,8 +71,7 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
     if value.producer is None:
         found.given = True
         return found
-    bits = graph.before(start)
-    nodes = [node for node in graph.nodes if bits >> node.index & 1]
+    nodes = graph.makers(start)
     width = graph.tensor(start).shape[-1]
     looked = [row for node in nodes if (row := _lookup(stream, node)) is not None]
     looked = [row for row in looked if graph.tensor(row[2]).shape[-1] == width or read.live(row[2])]
@@ -93,7 +89,7 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
         zeros[made] = torch.zeros_like(graph.tensor(made))
         factor = _factor(stream, made, found.total) or 1.0
         if role == "token":
-            found.ids, found.scale = index, factor
+            found.scale = factor
         elif abs(factor - 1) > 1e-4:
             found.factors[role] = factor
     used = {name for name, _, _ in looked}
@@ -177,9 +173,7 @@ def _factor(stream: StreamReader, start: int, end: int) -> float | None:
     if made.shape[-1] != shape[-1]:
         return None
     moved = (made - base).double().reshape(-1, shape[-1])
-    wide = row.double()
-    slope = float((moved * wide).sum() / (len(moved) * wide.square().sum()))
-    return slope if close(moved, slope * wide.expand_as(moved)) else None
+    return multiple(row.double().expand_as(moved), moved)
 
 
 def _norm(stream: StreamReader, found: Before, start: int, nodes: list[Node]) -> None:
@@ -308,7 +302,7 @@ def _pool(stream: StreamReader, end: int, read: int) -> str | None:
 
 
 def _logits(stream: StreamReader, found: After) -> None:
-    """From the matrix to the logits, and whether a loss is taken of them."""
+    """From the matrix to the logits."""
     graph, read = stream.graph, stream.read
     assert found.matrix is not None
     made = found.matrix.made
@@ -318,33 +312,20 @@ def _logits(stream: StreamReader, found: After) -> None:
         value = waiting.pop(0)
         for index in graph.values[value].consumers:
             node = graph.nodes[index]
-            if node.name == "_log_softmax":
-                found.loss = True
-            elif node.name.rstrip("_") in ("mul", "div", "tanh", "_to_copy") and read.live(
-                node.outputs[0]
-            ):
-                if graph.tensor(node.outputs[0]).numel() == graph.tensor(made).numel():
-                    end = node.outputs[0]
+            name, output = node.name.rstrip("_"), next(iter(node.outputs), made)
+            if name in ("mul", "div", "tanh", "_to_copy") and read.live(output):
+                if graph.tensor(output).numel() == graph.tensor(made).numel():
+                    end = output
                     waiting.append(end)
-            elif node.name in ("view", "_unsafe_view", "clone", "alias"):
-                waiting.append(node.outputs[0])
-    found.logits = end
+            elif name in ("view", "_unsafe_view", "clone", "alias"):
+                waiting.append(output)
     if end == made:
         return
     x = 30 * read.draw(made)
-    y = graph.run({made: x}, end)[0].reshape(x.shape)
-    slope = float((x.double() * y.double()).sum() / x.double().square().sum())
-    if close(y.double(), slope * x.double()):
-        found.scale *= slope
-        return
-    small = graph.run({made: 1e-4 * x}, end)[0].reshape(x.shape)
-    slope = 1e4 * float((x.double() * small.double()).sum() / x.double().square().sum())
-    (big,) = graph.run({made: 1e6 * x}, end)
-    cap = float(big.abs().max())
-    if close(y.double(), cap * torch.tanh(slope * x.double() / cap)):
-        found.softcap, found.scale = float(f"{cap:.5g}"), found.scale * slope
-    else:
+    slope, found.softcap = multiple_or_cap(
+        x.double(), lambda size: graph.run({made: size * x}, end)[0].reshape(x.shape)
+    )
+    if slope is None:
         found.doubts.append("what is made of the logits is neither a factor nor a cap")
-
-
-__all__ = ["After", "Before", "after", "before", "named"]
+    else:
+        found.scale *= slope

@@ -155,6 +155,20 @@ class Graph:
         index = self.values[value].producer
         return 0 if index is None else self._ancestors[index]
 
+    def makers(self, value: int) -> list[Node]:
+        """The operations that a value rests on, in order."""
+        bits, found = self.before(value), []
+        while bits:
+            found.append(self.nodes[(bits & -bits).bit_length() - 1])
+            bits &= bits - 1
+        return found
+
+    def leaves(self, value: int) -> list[int]:
+        """What a value rests on that no operation made; the value itself where none made it."""
+        made = self.makers(value)
+        read = dict.fromkeys(v for node in made for v in node.inputs)
+        return [v for v in read if self.values[v].producer is None] if made else [value]
+
     def rests_on(self, value: int, other: int) -> bool:
         """Whether `other` is an ancestor of a value, or the value itself."""
         made = self.values[other].producer

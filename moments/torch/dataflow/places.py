@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ...errors import optional
-from ..hook_points import ENCODER, HookPoint, ModuleBranch, SubmoduleTensor, WeightPart
+from ...prediction.draws import STREAM
+from ..hook_points import HookPoint, ModuleBranch, SubmoduleTensor, WeightPart
 from ..roles import Role
-from .around import After, Before
 from .graph import VIEWS, Graph, filled
 from .stream import BranchUnit, SumChain
 from .units import LinearUnit, Norm
@@ -20,6 +20,9 @@ with optional("torch", "torch"):
 
 MOST = 1 << 25
 """Entries of a matrix beyond which only its plain forms are followed, entry by entry."""
+
+_SAME = ("_to_copy", "alias", "detach", "clone", "lift_fresh")
+"""Operations that keep every entry where it is."""
 
 
 @dataclass
@@ -63,9 +66,6 @@ class Roles:
         self, stack: str, layer: int, name: str, linear: LinearUnit, columns: Tensor | None = None
     ) -> None:
         """A matrix, or those of its columns that play a role, and its bias."""
-        graph = self.graph
-        matrix = graph.tensor(linear.matrix)
-        side = int(graph.nodes[linear.node].inputs[-1] == linear.matrix)
         found = self._entries(linear)
         if found is None:
             self.doubts.append(
@@ -89,7 +89,6 @@ class Roles:
                 if len(part) == self._leaf(owner).numel():
                     part = None
                 self._claim(owner, _Claim(stack, layer, f"{name}.bias", 0, part, 0, 0))
-        del matrix, side
 
     def _claim(self, parameter: str, claim: _Claim) -> None:
         rows = self.claims.setdefault(parameter, [])
@@ -113,11 +112,10 @@ class Roles:
             return self._traced(linear)
         (name,) = linear.params
         held = self._leaf(name)
-        path = _makers(graph, linear.matrix)
+        turned = [n.name for n in graph.makers(linear.matrix) if n.name not in _SAME]
         if "convolution" in node.name:
-            return (name, 0, torch.arange(len(held)), held[0].numel()) if not path else None
+            return None if turned else (name, 0, torch.arange(len(held)), held[0].numel())
         reads_first = node.inputs[-1] == linear.matrix
-        turned = [n.name for n in path]
         if held.ndim == 2 and turned in ([], ["t"], ["transpose"]):
             axis = int(reads_first) ^ int(bool(turned))
             return name, axis, torch.arange(held.shape[axis]), held.shape[1 - axis]
@@ -127,36 +125,22 @@ class Roles:
         """The same for a matrix that is a part or another view of its parameter."""
         graph = self.graph
         node = graph.nodes[linear.node]
-        path = _makers(graph, linear.matrix)
         given: dict[int, Tensor] = {}
         names, offset = [], 0
-        for leaf in _leaves(graph, linear.matrix):
+        for leaf in graph.leaves(linear.matrix):
             held = graph.tensor(leaf)
             if graph.values[leaf].name is None or offset + held.numel() > MOST:
                 return None
             given[leaf] = torch.arange(offset, offset + held.numel()).view(held.shape)
             names.append((str(graph.values[leaf].name), offset, held))
             offset += held.numel()
-        places = _followed(graph, path, given, linear.matrix)
+        places = _followed(graph, given, linear.matrix)
         if places is None:
             return None
         if node.inputs[-1] != linear.matrix:
             places = places.transpose(-1, -2)
         if places.ndim == 3:  # (heads, in, out) -> (in, heads * out)
             places = places.transpose(0, 1).flatten(1)
-        if (
-            len(
-                {
-                    int(
-                        torch.searchsorted(
-                            torch.tensor([o for _, o, _ in names]), places[0, :1], right=True
-                        )[0]
-                    )
-                }
-            )
-            != 1
-        ):
-            return None
         owners = [
             (n, o, h)
             for n, o, h in names
@@ -178,12 +162,12 @@ class Roles:
 
     def _bias(self, bias: int, width: int) -> tuple[str, Tensor] | None:
         graph = self.graph
-        leaves = _leaves(graph, bias)
+        leaves = graph.leaves(bias)
         if len(leaves) != 1 or graph.values[leaves[0]].name is None:
             return None
         held = graph.tensor(leaves[0])
         given = {leaves[0]: torch.arange(held.numel()).view(held.shape)}
-        places = _followed(graph, _makers(graph, bias), given, bias)
+        places = _followed(graph, given, bias)
         if places is None:
             return None
         return str(graph.values[leaves[0]].name), places.reshape(-1)[:width]
@@ -196,8 +180,22 @@ class Roles:
                 claims = [claim for claim in claims if claim.places is None][:1]
             held = self._leaf(parameter)
             for claim in claims:
+                short = claim.name.removesuffix(".bias")
                 for part in self._parts(parameter, claims, claim, held):
-                    found.append(_role(claim, part, held))
+                    label = f"{parameter} [{short}]" if part.split else parameter
+                    found.append(
+                        Role(
+                            claim.stack,
+                            claim.layer,
+                            claim.name,
+                            part,
+                            claim.fan_in,
+                            claim.fan_out,
+                            claim.transposed,
+                            label,
+                            claim.unit,
+                        )
+                    )
         return found
 
     def _parts(
@@ -222,25 +220,6 @@ class Roles:
         ]
 
 
-def _role(claim: _Claim, part: WeightPart, held: Tensor) -> Role:
-    fan_out = claim.fan_out
-    fused = bool(part.split)
-    label = part.parameter
-    if fused:
-        label = f"{part.parameter} [{claim.name.removesuffix('.bias')}]"
-    return Role(
-        claim.stack,
-        claim.layer,
-        claim.name,
-        part,
-        claim.fan_in,
-        fan_out,
-        claim.transposed,
-        label,
-        claim.unit,
-    )
-
-
 def _runs(labels: Tensor) -> list[tuple[int, int]]:
     values, counts = torch.unique_consecutive(labels, return_counts=True)
     return list(zip(values.tolist(), counts.tolist(), strict=True))
@@ -254,50 +233,16 @@ def _period(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return runs
 
 
-def _makers(graph: Graph, value: int) -> list:
-    """The operations that make a constant of parameters, those that pass all on left out."""
-    bits, found = graph.before(value), []
-    while bits:
-        low = (bits & -bits).bit_length() - 1
-        bits &= bits - 1
-        node = graph.nodes[low]
-        if node.name not in ("_to_copy", "alias", "detach", "clone", "lift_fresh"):
-            found.append(node)
-    return found
-
-
-def _leaves(graph: Graph, value: int) -> list[int]:
-    if graph.values[value].producer is None:
-        return [value]
-    bits = graph.before(value)
-    found: dict[int, None] = {}
-    while bits:
-        low = (bits & -bits).bit_length() - 1
-        bits &= bits - 1
-        for v in graph.nodes[low].inputs:
-            if graph.values[v].producer is None:
-                found[v] = None
-    return list(found)
-
-
 def _followed(
     graph: Graph,
-    path: list,
     given: dict[int, Tensor],
     end: int,
 ) -> Tensor | None:
     """Places that views carry along; None where entries are changed on the way."""
     values = dict(given)
-    bits = graph.before(end)
-    while bits:
-        low = (bits & -bits).bit_length() - 1
-        bits &= bits - 1
-        node = graph.nodes[low]
-        if node.name in ("_to_copy", "alias", "detach", "clone", "lift_fresh"):
-            values[node.outputs[0]] = values[node.inputs[0]]
-            continue
+    for node in graph.makers(end):
         scaled = node.name in ("mul", "div") and len(node.inputs) == 1
-        if scaled:
+        if scaled or node.name in _SAME:
             values[node.outputs[0]] = values[node.inputs[0]]
             continue
         if node.name not in VIEWS and node.name not in ("cat", "stack"):
@@ -343,14 +288,11 @@ class Sites:
 
     def output(self, value: int) -> SubmoduleTensor | None:
         """The innermost submodule that gives a value, else the first that takes it."""
-        points = self.of(value)
-        gives = [p for p in points if p.side == "output"]
-        return next(iter([*gives, *points]), None)
+        return next(iter(sorted(self.of(value), key=lambda point: point.side == "input")), None)
 
     def input(self, value: int) -> SubmoduleTensor | None:
-        points = self.of(value)
-        takes = [p for p in points if p.side == "input"]
-        return next(iter([*takes, *points]), None)
+        """The first submodule that takes a value, else the innermost that gives it."""
+        return next(iter(sorted(self.of(value), key=lambda point: point.side == "output")), None)
 
     def norm(self, norm: Norm) -> str | None:
         """The submodule that is a norm."""
@@ -361,11 +303,11 @@ class Sites:
 
 @dataclass
 class Placed:
-    """Hook points and residual branches of a module."""
+    """Hook points and residual branches of a module, and whether it shows every stream."""
 
     points: list[HookPoint] = field(default_factory=list)
     blocks: list[ModuleBranch] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    streams: bool = True
 
 
 def place(
@@ -373,30 +315,22 @@ def place(
 ) -> Placed:
     """The sites of one stack."""
     found = Placed()
-    last_values = [_end_of(units) for units in layers]
-    streams = _alike([sites.of(value) for value in last_values])
-
-    def add(layer: int, site: str, point: SubmoduleTensor | None) -> None:
-        if point not in sites.tokens:
-            found.missing.append(f"{stack}{site} of layer {layer}")
-        else:
-            assert point is not None
-            found.points.append(HookPoint(layer, stack + site, point.path, point.side))
-
-    add(0, "stream", _entering(sites, chain, streams))
-    for number, units in enumerate(layers, start=1):
-        stream = streams[number - 1]
+    ends = [u.sum.value if u.after is None else u.after.end for *_, u in layers]
+    streams = _alike([sites.of(value) for value in ends])
+    rows = [(0, STREAM, _entering(sites, chain, streams))]
+    for number, (units, stream) in enumerate(zip(layers, streams, strict=True), start=1):
         for unit in units:
-            _unit(sites, found, add, number, unit, placements[number - 1], units)
-        add(number, "stream", stream)
+            alone = not unit.parallel or unit is units[-1]
+            rows += [(number, *row) for row in _unit(sites, unit, alone)]
+        rows.append((number, STREAM, stream))
         if stream is not None:
             found.blocks += _blocks(sites, stack, number, units, placements[number - 1], stream)
+    for layer, site, point in rows:
+        if point is not None and point in sites.tokens:
+            found.points.append(HookPoint(layer, stack + site, point.path, point.side))
+        elif site == STREAM:
+            found.streams = False
     return found
-
-
-def _end_of(units: list[BranchUnit]) -> int:
-    last = units[-1]
-    return last.after.end if last.after is not None else last.sum.value
 
 
 def _entering(
@@ -427,43 +361,31 @@ def _alike(rows: list[list[SubmoduleTensor]]) -> list[SubmoduleTensor | None]:
 
 
 def _unit(
-    sites: Sites,
-    found: Placed,
-    add: Callable[[int, str, SubmoduleTensor], None],
-    layer: int,
-    unit: BranchUnit,
-    placement: str,
-    units: list[BranchUnit],
-) -> None:
+    sites: Sites, unit: BranchUnit, alone: bool
+) -> Iterator[tuple[str, SubmoduleTensor | None]]:
+    """The sites of one block; its sum where it has one of its own or is the last of several."""
     name = unit.name
-    rows: list[tuple[str, SubmoduleTensor | None]] = []
     if unit.before is not None:
-        rows.append((f"{name}.norm", sites.output(unit.before.end)))
+        yield f"{name}.norm", sites.output(unit.before.end)
     if unit.attention is not None and unit.attention.output:
-        read = unit.attention.output[-1].read
-        rows.append((f"{name}.heads", sites.input(read)))
-        rows.append((f"{name}.projection", sites.output(unit.raw)))
+        yield f"{name}.heads", sites.input(unit.attention.output[-1].read)
+        yield f"{name}.projection", sites.output(unit.raw)
     if unit.feed is not None:
-        for role, side in (("ffn_in", "ffn.in"), ("gate", "ffn.gate")):
-            linears = unit.feed.into.get(role, [])
-            if linears and len(
-                {row[0].node for rows in unit.feed.into.values() for row in rows}
-            ) == len(unit.feed.into):
-                rows.append((side, sites.output(linears[0][0].made)))
-        rows.append(("ffn.activation", sites.input(unit.feed.output.read)))
-        rows.append(("ffn.out", sites.output(unit.raw)))
+        rows = [row for rows in unit.feed.into.values() for row in rows]
+        if len({linear.node for linear, _ in rows}) == len(unit.feed.into):
+            for role, side in (("ffn_in", "ffn.in"), ("gate", "ffn.gate")):
+                for linear, _ in unit.feed.into.get(role, [])[:1]:
+                    yield side, sites.output(linear.made)
+        yield "ffn.activation", sites.input(unit.feed.output.read)
+        yield "ffn.out", sites.output(unit.raw)
     if unit.dropped is not None:
-        rows.append((f"{name}.dropout", sites.output(unit.dropped)))
+        yield f"{name}.dropout", sites.output(unit.dropped)
     if unit.behind is not None:
-        rows.append((f"{name}.post_norm", sites.output(unit.behind.end)))
-    alone = not unit.parallel or unit is units[-1]
+        yield f"{name}.post_norm", sites.output(unit.behind.end)
     if alone:
-        rows.append((f"{name}.sum", sites.output(unit.sum.value)))
+        yield f"{name}.sum", sites.output(unit.sum.value)
     if unit.after is not None:
-        rows.append((f"{name}.norm", sites.output(unit.after.end)))
-    for site, point in rows:
-        if point is not None:
-            add(layer, site, point)
+        yield f"{name}.norm", sites.output(unit.after.end)
 
 
 def _blocks(
@@ -477,9 +399,8 @@ def _blocks(
     for unit in units:
         norm = unit.before or unit.after
         takes = sites.norm(norm) if norm is not None else None
-        entering = sites.input(unit.stream)
-        raw_value = unit.behind.end if unit.behind is not None else unit.raw
-        raw = sites.output(raw_value)
+        entering = sites.input(unit.sum.stream)
+        raw = sites.output(unit.raw if unit.behind is None else unit.behind.end)
         branch = sites.output(unit.dropped) if unit.dropped is not None else None
         total = sites.output(unit.sum.value)
         post = sites.norm(unit.behind) if unit.behind is not None else None
@@ -501,6 +422,3 @@ def _blocks(
             total=total,
             parallel=unit.parallel,
         )
-
-
-__all__ = ["ENCODER", "After", "Before", "Placed", "Roles", "Sites", "place"]

@@ -17,6 +17,8 @@ from .units import (
     Norm,
     RotationUnit,
     close,
+    multiple,
+    multiple_or_cap,
     named,
 )
 
@@ -49,7 +51,6 @@ class Feed:
     output: LinearUnit
     activation: str | None
     gated: bool
-    hidden: int
     d_ff: int
     dropout: float
 
@@ -60,8 +61,6 @@ class BranchUnit:
 
     name: str
     sum: StreamSum
-    stream: int
-    tip: int
     raw: int
     read: int
     before: Norm | None = None
@@ -69,7 +68,6 @@ class BranchUnit:
     behind: Norm | None = None
     after: Norm | None = None
     after_factor: float = 1.0
-    total: int = 0
     skip: float = 1.0
     branch: float = 1.0
     scale_params: tuple[str, ...] = ()
@@ -116,7 +114,7 @@ class StreamReader:
             for stream in terms:
                 others = [t for t in terms if t != stream]
                 tips = tuple(terms[t] for t in others)
-                if tips and all(self._branches(stream, tip) for tip in others):
+                if tips and all(self.read.between(stream, tip) for tip in others):
                     inner |= used
                     near = self._nearest(terms[stream], stream, others)
                     one = StreamSum(node.index, node.outputs[0], near, tuple(others), tips)
@@ -172,9 +170,6 @@ class StreamReader:
             assert below is not None
             value = below
 
-    def _branches(self, stream: int, tip: int) -> bool:
-        return bool(self.read.between(stream, tip))
-
     # --- chains ------------------------------------------------------------------------------
 
     def _chains(self) -> list[SumChain]:
@@ -228,8 +223,6 @@ class StreamReader:
                         f"what stands between sums {place} and {place + 1} of the stream is no norm"
                     )
             previous = one.value
-            for block in blocks:
-                block.total = one.stream
             chain.blocks += blocks
         norms = self._norms_after(previous)
         afters = [b.after is not None for b in chain.blocks[:-1] if not b.parallel]
@@ -297,7 +290,7 @@ class StreamReader:
         links = {}
         for read in reads:
             root = self.read.up(read, scaled=False)
-            links[root] = self.norm(block.stream, root)
+            links[root] = self.norm(block.sum.stream, root)
         kinds = list(links.values())
         block.read = next(iter(links))
         if any(kind is None for kind in kinds):
@@ -321,8 +314,8 @@ class StreamReader:
             x = row.to(base.dtype).expand(shape).contiguous()  # whatever the order of the tokens
             (made,) = self.graph.run(zeros | {value: x}, one.value)
             made, row = (made - base).double().reshape(-1, shape[-1]), row.double()
-            slope = float((made * row).sum() / (len(made) * row.square().sum()))
-            if not close(made, slope * row.expand_as(made)):
+            slope = multiple(row.expand_as(made), made)
+            if slope is None:
                 gains = made[0] / row
                 slope = float(gains.square().mean().sqrt())
                 if not close(made, (gains * row).expand_as(made)):
@@ -351,7 +344,7 @@ class StreamReader:
         matrices = read.between(one.stream, tip)
         ins, outs = self._ends(matrices)
         output = outs[-1]
-        block = BranchUnit("ffn", one, one.stream, tip, output.made, ins[0].read)
+        block = BranchUnit("ffn", one, output.made, ins[0].read)
         self._before(block, [linear.read for linear in ins])
         if len(outs) != 1 or len(ins) > 2 or len(ins) + 1 != len(matrices) or output in ins:
             names = sorted({name for linear in matrices for name in linear.params})
@@ -382,7 +375,6 @@ class StreamReader:
             output,
             activation,
             gated=len(starts) > 1,
-            hidden=read.up(output.read, scaled=False),
             d_ff=graph.tensor(output.read).shape[-1],
             dropout=drops[0][1] if drops else 0.0,
         )
@@ -418,7 +410,7 @@ class StreamReader:
         output = read.between(cores[0].mixed, tip)
         name = "attention" if graph.rests_on(cores[0].key, stream) else "cross"
         raw = output[-1].made if output else tip
-        block = BranchUnit(name, one, stream, tip, raw, stream, core=cores[0])
+        block = BranchUnit(name, one, raw, stream, core=cores[0])
         sides: dict[str, list[tuple[LinearUnit, Tensor]]] = {}
         reads: list[int] = []
         for core in cores:
@@ -477,8 +469,10 @@ class StreamReader:
         found = AttentionUnit(heads, d_head, kv_heads, projections=sides)
         drops = read.dropouts(core.weights, core.mixed)
         found.dropout = drops[0][1] if drops else 0.0
-        if "value" in sides and not self._values_whole(core, sides["value"]):
-            found.doubts.append("values that are normalised, or changed otherwise")
+        if "value" in sides:
+            linear, _ = self._source(sides["value"], core.value)
+            if self._doubled(self._made(linear, core.value), core.value)[2] != 2:
+                found.doubts.append("values that are normalised, or changed otherwise")
         if "query" in sides and "key" in sides:
             self._logits(core, sides, found)
         self._mask(core, found)
@@ -491,19 +485,13 @@ class StreamReader:
         graph, read = self.graph, self.read
         scale = 1.0
         for role, operand in (("query", core.query), ("key", core.key)):
-            linear, columns = next(
-                row
-                for row in sides[role]
-                if graph.rests_on(operand, graph.nodes[row[0].node].outputs[0])
-            )
+            linear, columns = self._source(sides[role], operand)
             start = self._made(linear, operand)
-            x = read.draw(start)
-            one, two, zero = (graph.run({start: t}, operand)[0].double() for t in (x, 2 * x, 0 * x))
-            taken = x.reshape(-1, x.shape[-1])[:, columns].double()
-            repeats = one.numel() / taken.numel()
-            if close(two - zero, 2 * (one - zero)):
-                scale *= float((one.square().sum() / (repeats * taken.square().sum())).sqrt())
-            elif close(two, one):
+            x, one, doubled = self._doubled(start, operand)
+            if doubled == 2:
+                taken = x.reshape(-1, x.shape[-1])[:, columns].double()
+                scale *= float((one.square().mean() / taken.square().mean()).sqrt())
+            elif doubled == 1:
                 norm = self._head_norm(start, operand, found.d_head)
                 if norm is None:
                     found.doubts.append(f"a {role}'s norm is not a known one")
@@ -524,34 +512,29 @@ class StreamReader:
             return
         dots = dots.reshape(z.shape)
         there = torch.isfinite(base) & (base > HIDDEN)
-        moved = (z - base).double()[there]
-        dots = dots[there]
-        slope = float((moved * dots).sum() / dots.square().sum())
-        if not close(moved, slope * dots):
-            small = 1e-3
-            (z1,) = graph.run({core.query: small * q, core.key: k}, core.logits)
-            moved1 = (z1 - base).double()[there]
-            slope = float((moved1 * dots).sum() / (small * dots.square().sum()))
-            (big,) = graph.run({core.query: 1e6 * q, core.key: k}, core.logits)
-            cap = float((big - base)[there].abs().max())
-            if close(moved, cap * torch.tanh(slope * dots / cap)):
-                found.softcap = float(f"{cap:.5g}")
-            else:
-                found.doubts.append("logits are not a multiple of queries times keys")
-        multiplier = scale * slope
+
+        def moved(size: float) -> Tensor:
+            (z,) = graph.run({core.query: size * q, core.key: k}, core.logits)
+            return (z - base)[there]
+
+        slope, found.softcap = multiple_or_cap(dots[there], moved)
+        if slope is None:
+            found.doubts.append("logits are not a multiple of queries times keys")
+        multiplier = scale * (slope or 0.0)
         found.temperature = 1 / (multiplier * math.sqrt(found.d_head)) if multiplier else 1.0
 
-    def _values_whole(self, core: Core, side: list[tuple[LinearUnit, Tensor]]) -> bool:
-        """Whether values are what their matrix makes, or a multiple of it."""
-        for linear, _ in side:
-            if self.graph.rests_on(core.value, self.graph.nodes[linear.node].outputs[0]):
-                start = self._made(linear, core.value)
-                x = self.read.draw(start)
-                one, two, zero = (
-                    self.graph.run({start: t}, core.value)[0].double() for t in (x, 2 * x, 0 * x)
-                )
-                return close(two - zero, 2 * (one - zero))
-        return True
+    def _source(self, side: list[tuple[LinearUnit, Tensor]], end: int) -> tuple[LinearUnit, Tensor]:
+        """Of some matrices the one that makes a value, and its columns."""
+        made = (row for row in side if self.graph.rests_on(end, self._first(row[0])))
+        return next(made)
+
+    def _doubled(self, start: int, end: int) -> tuple[Tensor, Tensor, int | None]:
+        """A draw of a value, what is made of it, and what that is multiplied by (2 or 1, else None)
+        where the draw is doubled."""
+        x = self.read.draw(start)
+        one, two, zero = (self.graph.run({start: t}, end)[0].double() for t in (x, 2 * x, 0 * x))
+        linear = close(two - zero, 2 * (one - zero))
+        return x, one, 2 if linear else 1 if close(two, one) else None
 
     def _head_norm(self, start: int, operand: int, d_head: int) -> Norm | None:
         """A norm of queries or keys: of every head, or (groups 0) of all heads together.
@@ -573,9 +556,8 @@ class StreamReader:
                     continue
                 x = read.draw(norm.end)
                 (y,) = graph.run({norm.end: x}, operand)
-                repeats = y.numel() / x.numel()
-                square = y.double().square().sum() / (repeats * x.double().square().sum())
-                norm.scale = float(square.sqrt()) * norm.gain
+                ratio = y.double().square().mean() / x.double().square().mean()
+                norm.scale = float(ratio.sqrt()) * norm.gain
                 norm.groups = 1 if width == d_head else 0
                 return norm
         return None
@@ -619,8 +601,10 @@ class StreamReader:
 
     def _made(self, linear: LinearUnit, end: int) -> int:
         """A product's outcome on the way to a value, behind its bias where that lies there."""
-        if self.graph.rests_on(end, linear.made):
-            return linear.made
+        return linear.made if self.graph.rests_on(end, linear.made) else self._first(linear)
+
+    def _first(self, linear: LinearUnit) -> int:
+        """A product's outcome itself."""
         return self.graph.nodes[linear.node].outputs[0]
 
     def _turns(self, start: int, end: int, doubled: float | None = None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -52,7 +52,7 @@ class Norm:
     """A normalisation between two values.
 
     Attributes:
-        kind: "layernorm", "rmsnorm" or "dyt".
+        kind: "layernorm" or "rmsnorm".
         gain: root mean square of its gain.
         gains, biases: parameters.
     """
@@ -65,7 +65,6 @@ class Norm:
     gains: tuple[str, ...] = ()
     biases: tuple[str, ...] = ()
     groups: int = 1
-    alpha: float = 0.5
     scale: float = 1.0
     unit: bool | None = None
 
@@ -265,16 +264,8 @@ class GraphReader:
 
     def _computed(self, matrix: int) -> bool:
         """Whether a constant is itself made by a product or looked up."""
-        names = [n.name for n in self._constant_path(matrix)]
+        names = [n.name for n in self.graph.makers(matrix)]
         return any(n in PRODUCTS or n in ("embedding", "index", "index_select") for n in names)
-
-    def _constant_path(self, value: int) -> list[Node]:
-        bits, found, _index = self.graph.before(value), [], 0
-        while bits:
-            low = (bits & -bits).bit_length() - 1
-            found.append(self.graph.nodes[low])
-            bits &= bits - 1
-        return found
 
     def _with_bias(self, made: int) -> tuple[int, tuple[int, ...]]:
         """A product's outcome behind a bias that is added on its own."""
@@ -379,8 +370,7 @@ class GraphReader:
         if y.shape != x.shape and x.ndim == 3 and y.shape == x.transpose(0, 1).shape:
             y = y.transpose(0, 1)
         flat, out = x.reshape(-1, width).double(), y.reshape(-1, width).double()
-        slope = float((flat * out).sum() / flat.square().sum())
-        if close(out, slope * flat):
+        if (slope := multiple(flat, out)) is not None:
             return slope
         for kind in ("layernorm", "rmsnorm"):
             gains = _affine(_normalised(flat, kind), out)
@@ -462,12 +452,9 @@ class GraphReader:
                 held = self.graph.values[value]
                 if held.live or not held.params:
                     continue
-                if held.producer is None:
-                    found[value] = None
-                for other in self._constant_path(value):
-                    for v in other.inputs:
-                        if self.graph.values[v].producer is None and self.graph.values[v].params:
-                            found[v] = None
+                for leaf in self.graph.leaves(value):
+                    if self.graph.values[leaf].params:
+                        found[leaf] = None
         return list(found)
 
     # --- activations -------------------------------------------------------------------------
@@ -543,6 +530,32 @@ def close(one: Tensor, other: Tensor, tolerance: float = EXACT) -> bool:
         return False
     size = float(other.norm())
     return float((one - other).norm()) <= tolerance * max(size, 1e-30)
+
+
+def multiple(x: Tensor, y: Tensor) -> float | None:
+    """What multiplies x to give y; None where nothing does."""
+    slope = float((x * y).sum() / x.square().sum())
+    return slope if close(y, slope * x) else None
+
+
+def multiple_or_cap(
+    x: Tensor, made: Callable[[float], Tensor]
+) -> tuple[float | None, float | None]:
+    """A function's slope at 0, and the cap of a function cap tanh(slope x / cap).
+
+    Args:
+        made: what the function makes of x times a number.
+
+    Returns:
+        None for the cap of a function slope x; None twice for any other function.
+    """
+    y = made(1.0).double()
+    if (slope := multiple(x, y)) is not None:
+        return slope, None
+    slope = 1e3 * float((x * made(1e-3).double()).sum() / x.square().sum())
+    cap = float(made(1e6).abs().max())
+    capped = close(y, cap * torch.tanh(slope * x / cap))
+    return (slope, float(f"{cap:.5g}")) if capped else (None, None)
 
 
 def _normalised(x: Tensor, kind: str) -> Tensor:

@@ -45,7 +45,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -463,11 +463,11 @@ class FadingSight(Sight):
         portion: (P, P, K) of what two rows have of the tokens of a class, in its parts.
     """
 
-    slope: float = 0.0
-    held: Indices = field(init=False)
-    prior: Array = field(init=False)
-    met_by_one: Array = field(init=False)
-    portion: Array = field(init=False)
+    slope: float
+    held: Indices
+    prior: Array
+    met_by_one: Array
+    portion: Array
 
     @functools.cached_property
     def met_before(self) -> Array:
@@ -482,10 +482,6 @@ class FadingSight(Sight):
         whole, before = sizes
         found = np.exp(self.slope) * (1.0 - itself) * (whole / before)[:, None]
         return np.asarray(found[:, self.held])
-
-    def __post_init__(self) -> None:
-        for name, value in _fading(self.classes, self.slope, self.window).items():
-            object.__setattr__(self, name, value)
 
     @functools.cached_property
     def first(self) -> Indices:
@@ -504,7 +500,9 @@ class FadingSight(Sight):
 @functools.lru_cache(maxsize=32)
 def fading(classes: PositionClasses, slope: float, window: int | None = None) -> FadingSight:
     """The same for the same classes, slope and window."""
-    return FadingSight(classes, min(window or classes.length, classes.length), slope)
+    window = min(window or classes.length, classes.length)
+    found: dict[str, Any] = _fading(classes, slope, window)
+    return FadingSight(classes, window, slope=slope, **found)
 
 
 def _fading(classes: PositionClasses, slope: float, window: int) -> dict[str, Array]:
