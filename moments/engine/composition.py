@@ -200,12 +200,6 @@ class Component(abc.ABC):
             return function(self)
         return self.with_children(tuple(child.mapped(function) for child in self.children))
 
-    def leaves(self) -> tuple[Component, ...]:
-        """The leaves, in the order of the forward pass."""
-        if not self.children:
-            return (self,)
-        return tuple(leaf for child in self.children for leaf in child.leaves())
-
     @property
     def hidden(self) -> Hidden | None:
         """The unit that it ends; None: it ends none."""
