@@ -473,3 +473,18 @@ def test_a_module_of_ones_own_is_audited(tmp_path: Path) -> None:
         result = run(app, ["audit", *words])
         assert isinstance(result.exception, moments.DomainError)
         assert said in str(result.exception)
+
+
+def test_a_default_device_elsewhere_changes_nothing() -> None:
+    """What is made for a module lies where it is looked at; "meta" stands for any other device."""
+    pytest.importorskip("transformers")
+    import small_modules
+
+    for module in (small_modules.family_module("gpt2", 2, 64), small_modules.encoder(2, 64, 128)):
+        wanted = moments.check(module).to_json()
+        torch.set_default_device("meta")
+        try:
+            found = moments.check(module).to_json()
+        finally:
+            torch.set_default_device(None)
+        assert found == wanted

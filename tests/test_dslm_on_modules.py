@@ -19,8 +19,7 @@ from moments.torch import audit, describe, fold, initialize, measure  # noqa: E4
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.huggingface_modules import build_module  # noqa: E402
 from moments.torch.initialize import attach  # noqa: E402
-from moments.torch.logit_factor import logits_path  # noqa: E402
-from moments.torch.probe import default_batch  # noqa: E402
+from moments.torch.probe import default_batch, logits_path  # noqa: E402
 from moments.torch.roles import roles_of  # noqa: E402
 from moments.torch.running import run  # noqa: E402
 from moments.torch.scales import applied_scales  # noqa: E402

@@ -761,6 +761,28 @@ def test_measure_step_is_torch_s_own_and_leaves_the_module(batch: Any) -> None:
         measure_step(module, batch, "adam", 1e-4, weight_decay=0.1)
 
 
+@pytest.mark.parametrize(("optimizer", "rate"), [("sgd", 0.1), ("adam", 1e-3), ("muon", 1e-3)])
+def test_a_users_own_module_steps_as_predicted(optimizer: str, rate: float) -> None:
+    """Read from its dataflow, its queries, keys and values in one matrix; bound: three standard
+    errors and a percent."""
+    import nano_gpt
+
+    config = nano_gpt.Config(n_layer=2, dropout=0.0, n_embd=64, block_size=24)
+    read = nano_gpt.text(config, batch=2)
+
+    def module(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return nano_gpt.GPT(config)
+
+    measured = measure_step(module, read, optimizer, rate, seeds=8)
+    assert isinstance(measured, moments.StepMeasurement)
+    model = moments.torch.describe(module(0)).model
+    ids, targets = (read[name].numpy() for name in ("idx", "targets"))
+    found = moments.predict(model, token_ids=ids, targets=targets).after(optimizer, rate)
+    allowed = 3 * measured.loss_change_stderr + 0.01 * abs(measured.loss_change)
+    assert found.loss_change == pytest.approx(measured.loss_change, abs=allowed)
+
+
 # --- what users hold -----------------------------------------------------------------------------
 
 

@@ -50,7 +50,7 @@ def passage(model: moments.Transformer, variance, correlation, library: Library 
     stack = Stack(model, "refined", Inputs(variance, correlation), False, shape)
     layers = [layer.body for layer in declare(model, "refined", None, 1).children]
     found = Passage(library, stack.enter())
-    found.up(library.apart(layers))
+    found.up(library.flat(layers))
     gradients = found.down(Gradient(Kernel(1.0, 0.0), model.seq_len))
     return [one for _, one in found.signals], [one for _, one in gradients]
 
@@ -127,7 +127,7 @@ def test_configurations_of_several_branches_are_told():
     changed = body.with_children((first, *body.children[1:]))
     library = Library()
     way = Passage(library, stack.enter())
-    way.up(library.apart([changed]))
+    way.up(library.flat([changed]))
     with pytest.raises(Mixed) as told:
         way.down(Gradient(Kernel(1.0, 0.0), 24))
     assert told.value.first.shape == (2,)

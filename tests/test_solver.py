@@ -581,7 +581,7 @@ def test_layers_solved_on_a_program_are_those_of_the_plain_walk(
         steps.clear()
         with monkeypatch.context() as patch:
             patch.setattr(walks, "WORTH", 1000)
-            patch.setattr(walks, "told", lambda *_: None)
+            patch.setattr(walks, "layer_readings", lambda *_: None)
             expected = solve(model, objective, target=target, correlation=0.3)
         assert not steps
         for name in ("value", "output", "ffn_in", "ffn_out"):

@@ -140,7 +140,7 @@ def _promised(module: Any) -> Transformer:
     Raises:
         DomainError: neither says anything.
     """
-    from ..torch.check import promised_by
+    from ..torch.architecture import promised_by
     from ..torch.running import is_module, unwrapped
 
     if not is_module(module):

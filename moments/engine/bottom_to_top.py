@@ -409,7 +409,7 @@ def bypassed(
     """The whole layer but its last normalisation as one part.
 
     Args:
-        parts: residual connection, normalisation, residual connection.
+        sublayers: residual connection, normalisation, residual connection.
         carried: (..., L) a.
         kernels: of the signal that enters and leaves, of the gradient sent and received.
     """

@@ -45,12 +45,7 @@ def expected_pull(freedom: float, correlation: Array) -> Array:
     """E tr(P P')/(|x| |x'|) over r, of two Gaussian vectors x, x' of n entries and variance 1.
 
     P projects on what is orthogonal to x, so that tr P P' = n - 2 + c^2 with c the cosine of x and
-    x'. Derived here, from the joint density of norms and cosine as a series in r:
-
-        E 1/(|x| |x'|) = h F(1/2, 1/2; n/2; r^2),      h = (Gamma((n - 1)/2)/Gamma(n/2))^2/2,
-        E (1 - c^2)/(|x| |x'|) = h (n - 1)/n (1 - r^2) F(3/2, 3/2; n/2 + 1; r^2).
-
-    At r = 1 it is (n - 1)/(n - 2).
+    x'; docs/theory/norms.md derives both means. At r = 1 it is (n - 1)/(n - 2).
     """
     n = freedom
     if is_number(correlation) and correlation * correlation == 1.0:
@@ -117,11 +112,10 @@ def without(kernel: Kernel, signal: Signal, lost: Array) -> Kernel:
 def realigned(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Array) -> Kernel:
     """The gradient behind entrywise units f, whose sizes and slopes fluctuate together.
 
-    With a the gradient at the units' output, sum_k f_k'^2 a_k^2 lacks more of what a lacks along f
-    than |a|^2 does, and a falls where |f|^2 is large: by (1 - radial + k)(alignment - 1)/width in
-    all, alignment = E f^2 f'^2/(E f^2 E f'^2), k the response to the norm. Derived here for one
-    token; two tokens' covariance is given the same alignment, of 2 - r^2 directions. 1/(1 + loss)
-    stands for 1 - loss, so that few units leave no negative variance.
+    It lacks (1 - radial + k)(alignment - 1)/width more, alignment = E f^2 f'^2/(E f^2 E f'^2), k
+    the response to the norm. Derived for one token; two tokens' covariance is given the same
+    alignment, of 2 - r^2 directions. 1/(1 + loss) stands for 1 - loss: few units leave no negative
+    variance.
     """
     more = (alignment - 1) / output.width
     if kernel.resolved and np.ndim(alignment):
@@ -149,11 +143,8 @@ def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
 def persistence(signal: Signal, response: Array, features: bool = True) -> Kernel:
     """Relative growth of a branch's gradient because the one above it falls with the same norm.
 
-    With xi the relative deviation of a token's squared norm, which a skip connection keeps,
-    E[g_i g_j | xi] is 1 - k (xi_i + xi_j)/2 times its mean above the sum, k the response, and the
-    branch's normalisation multiplies it by 1 - (xi_i + xi_j)/2: k (v_i + v_j + 2 c_ij)/4 more on
-    average, v and c the relative variance and covariance of squared norms. `features`
-    says whether they include those of independent Gaussian features.
+    k (v_i + v_j + 2 c_ij)/4, k the response, v and c the relative variance and covariance of
+    squared norms; `features` says whether they include those of independent Gaussian features.
     """
     single, common = relative_spread(signal, features)
     kernel = signal.kernel
@@ -188,15 +179,13 @@ def shared_persistence(
     blocks = common.reshape(*leading, count // length, length, count // length, length)
     own = np.einsum("...bibj->...bij", blocks)
     sizes = np.broadcast_to(above.diagonal, (*leading, count)).reshape(*own.shape[:-1])
+    received = sizes.sum(-1, keepdims=True) + 0.0 * sizes
     if documents is not None:
         together = one_document(documents) + 0.0
-        received = np.einsum("...bi,bij->...bj", sizes, together)
-        fallen = sizes * np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
-        found = np.einsum("...bi,...bij->...bj", fallen, own * together)
-        return ratio_or_zero(found, received).reshape(*leading, count)
-    shares = ratio_or_zero(sizes, sizes.sum(-1, keepdims=True) + 0.0 * sizes)
-    falls = np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
-    return np.einsum("...bi,...bij->...bj", shares * falls, own).reshape(*leading, count)
+        received, own = np.einsum("...bi,bij->...bj", sizes, together), own * together
+    fallen = sizes * np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
+    found = np.einsum("...bi,...bij->...bj", fallen, own)
+    return ratio_or_zero(found, received).reshape(*leading, count)
 
 
 def relative_spread(signal: Signal, features: bool = True) -> tuple[Array, Array]:

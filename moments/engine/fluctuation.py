@@ -116,11 +116,7 @@ def scaled_shared(signal: Signal, gain: Array, of_norms: Array | None = None) ->
 
 
 def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
-    """Behind a linear map whose output is of that gain.
-
-    Given x, y is Gaussian with covariance gain C + bias: overlaps follow those of x and add their
-    own, 2 B o B/width.
-    """
+    """Behind a linear map whose output is of that gain: 2 B o B/width is its own."""
     assert signal.fluctuation is not None
     moment, added = output.second_moment(), 2 / output.width
     squared, square = moment * moment, gain * gain
@@ -180,11 +176,8 @@ def _of_branches(
     """What two branches share, of overlaps and of squared norms, from what both share with where
     they began.
 
-    A unit of a token answers to its own overlaps: B'_jj = b x_jj, so that of the other branch, be
-    it attention, Cov(B_ii, B'_jj) = b Cov(B_ii, x_jj). With k_ij = Cov(h_ii, B_jj)/h_i, k' and k_x
-    likewise, and Y of x,
-
-        Cov(B_ii, B'_jj) = k'_ij/k_x,ij (Y_ij/k_x,ji) k_ji.
+    With k_ij = Cov(h_ii, B_jj)/h_i, k' and k_x likewise, and Y of x, a unit answering to its own
+    token alone, Cov(B_ii, B'_jj) = k'_ij/k_x,ij (Y_ij/k_x,ji) k_ji.
     """
     assert source.fluctuation is not None
     overlaps = source.fluctuation.overlaps
@@ -361,9 +354,6 @@ def normalised(
 
 def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> Fluctuation:
     """Behind a function of independent entries.
-
-    Its features fluctuate by themselves; what the input's overlaps had beyond independence passes
-    on, in proportion where a squared norm does (exact for functions of degree 1).
 
     Args:
         signal, output: before and behind.

@@ -200,21 +200,28 @@ class SequenceLayout:
         variance = (kernel.diagonal * real).sum(axes[1:]) / real.sum()
         return variance, (kernel.pairs * pairs).sum(axes) / max(pairs.sum(), 1.0)
 
-    @property
-    def _real(self) -> np.ndarray | None:
-        if self.sequences == 1 and self.real is not None and self.real.ndim == 2:
-            return np.asarray(self.real[0])
-        return self.real
+    def average(self, values: Array) -> Array:
+        """Over the tokens that do not pad, of (..., L) numbers by token; one for all stays."""
+        if np.ndim(values) and self.classes is not None:
+            return self.classes.mean(np.asarray(values))
+        return self._by_token(values)
+
+    def _by_token(self, values: Array) -> Array:
+        if np.ndim(values) == 0:
+            return values
+        tokens, numbers = self.by_sequence(values), self.numbers
+        axes = (-1,) if self.sequences == 1 else (-2, -1)
+        # Behind a pooling head every token is one sequence's.
+        if numbers is None or numbers.shape[-1] != np.shape(tokens)[-1]:
+            return np.mean(tokens, axes)
+        real = np.atleast_2d(numbers > 0) + 0.0
+        real = real[0] if self.sequences == 1 else real
+        return (tokens * real).sum(axes) / real.sum()
 
     def _mean(self, signal: Signal) -> Array:
-        if not signal.resolved or np.ndim(signal.mean) == 0:
-            return signal.mean
-        if signal.kernel.classes is not None:
+        if not signal.resolved or signal.kernel.classes is not None:
             return signal.kernel.average(signal.mean)
-        means = self.by_sequence(signal.mean)
-        if self._real is None:
-            return means.mean((-2, -1) if self.sequences > 1 else -1)
-        return (means * self._real).sum() / self._real.sum()
+        return self._by_token(signal.mean)
 
     def by_sequence(self, diagonal: Array) -> Array:
         """(..., sequences, L) from (..., sequences L); (..., L) of only one."""

@@ -42,7 +42,7 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
     return None
 
 
-def taken_apart(value: Any, numbers: list[Any], axes: bool = False) -> Any:
+def flattened(value: Any, numbers: list[Any], axes: bool = False) -> Any:
     """The structure of a state or a declaration, hashable; its numbers are appended.
 
     A number is a float, or an array (B,) of one for each of B configurations; with `axes` an array
@@ -59,11 +59,11 @@ def taken_apart(value: Any, numbers: list[Any], axes: bool = False) -> Any:
         raise Unrecordable("tokens told apart")
     names = _fields(kind)
     if names is not None:
-        return (kind, *[(name, taken_apart(getattr(value, name), numbers, axes)) for name in names])
+        return (kind, *[(name, flattened(getattr(value, name), numbers, axes)) for name in names])
     if kind is tuple:
-        return (tuple, *[taken_apart(one, numbers, axes) for one in value])
+        return (tuple, *[flattened(one, numbers, axes) for one in value])
     if kind is dict:
-        return (dict, *[(name, taken_apart(one, numbers, axes)) for name, one in value.items()])
+        return (dict, *[(name, flattened(one, numbers, axes)) for name, one in value.items()])
     if isinstance(value, np.floating):
         numbers.append(float(value))
         return float
@@ -72,7 +72,7 @@ def taken_apart(value: Any, numbers: list[Any], axes: bool = False) -> Any:
     return value
 
 
-def put_together(structure: Any, numbers: Iterator[Any]) -> Any:
+def unflattened(structure: Any, numbers: Iterator[Any]) -> Any:
     """The value of that structure with those numbers."""
     if structure is float:
         return next(numbers)
@@ -80,8 +80,8 @@ def put_together(structure: Any, numbers: Iterator[Any]) -> Any:
         return structure
     kind, *rest = structure
     if kind is tuple:
-        return tuple(put_together(one, numbers) for one in rest)
-    return kind(**{name: put_together(one, numbers) for name, one in rest})
+        return tuple(unflattened(one, numbers) for one in rest)
+    return kind(**{name: unflattened(one, numbers) for name, one in rest})
 
 
 @functools.lru_cache(maxsize=512)
@@ -111,12 +111,12 @@ def joined(values: Sequence[Any], join: Callable[[str, tuple[Any, ...]], Any]) -
         Unlike: they differ in more than numbers.
     """
     numbers: list[list[Any]] = [[] for _ in values]
-    structure, *others = (taken_apart(*one, True) for one in zip(values, numbers, strict=True))
+    structure, *others = (flattened(*one, True) for one in zip(values, numbers, strict=True))
     for other in others:
         if other != structure:
             raise Unlike(f"{structure!r} is not {other!r}")
     columns = zip(fields_of(structure), zip(*numbers, strict=True), strict=True)
-    return put_together(structure, (join(*column) for column in columns))
+    return unflattened(structure, (join(*column) for column in columns))
 
 
 class Mixed(Exception):
@@ -165,13 +165,13 @@ class Program:
         self._tape = tape = Tape()
         self._entering = [tape.input(v) for v in (*parameters, *numbers)]
         inputs = iter(self._entering)
-        component = put_together(layer, inputs)
-        self._record = component.propagate(put_together(signal, inputs), Run())
+        component = unflattened(layer, inputs)
+        self._record = component.propagate(unflattened(signal, inputs), Run())
         output = self._record.output
         if any(one.output.notes for one in self._record.walk()):
             raise Unrecordable("the layer has something to say of these numbers")
         self._leaving: list[Any] = []
-        self.output = taken_apart(output, self._leaving)
+        self.output = flattened(output, self._leaving)
         self._split, self._guards = len(tape.operations), list(tape.guards)
         self._used: set[int] | None = None  # by the ways back that are recorded
         self._backs: list[_Recording] = []
@@ -208,13 +208,13 @@ class Program:
             return found
         tape = self._tape
         tape.guards, tape.held = [], {}
-        told = read(self._record)
+        numbers = read(self._record)
         values: list[Any] = []
-        if any(taken_apart(one, values) is not float for one in told.values()):
+        if any(flattened(one, values) is not float for one in numbers.values()):
             raise Unrecordable("what is read is no number")
         guards = [*self._guards, *tape.guards]
         function = self._function(values, guards, len(tape.operations), False)
-        found = self._readings[read] = _Reading(function, tuple(told))
+        found = self._readings[read] = _Reading(function, tuple(numbers))
         return found
 
     def again(self, entering: list[float]) -> Program:
@@ -277,8 +277,8 @@ class _Recording:
         self.structure, self._start = structure, len(tape.operations)
         self._arriving = [tape.input(v) for v in numbers]
         self._leaving: list[Any] = []
-        gradient = put_together(structure, iter(self._arriving))
-        self.below = taken_apart(program._record.backward(gradient).gradient_sent, self._leaving)
+        gradient = unflattened(structure, iter(self._arriving))
+        self.below = flattened(program._record.backward(gradient).gradient_sent, self._leaving)
         self._stop, self._guards = len(tape.operations), list(tape.guards)
         self._wanted = _places(self._leaving)
         ends = [*self._wanted, *_places(self._guards)]
@@ -322,13 +322,13 @@ class Passage:
 
     def __init__(self, library: Library, signal: Signal) -> None:
         numbers: list[Any] = []
-        structure = taken_apart(signal, numbers)
+        structure = flattened(signal, numbers)
         self._library, self.signals = library, [(structure, tuple(numbers))]
         self._steps: list[Step] = []
         sizes = [v.size for v in numbers if isinstance(v, np.ndarray)]
         self.many, self.configurations = bool(sizes), max(sizes, default=1)
 
-    def up(self, layers: Iterable[Apart]) -> None:
+    def up(self, layers: Iterable[FlatLayer]) -> None:
         """Raises:
         Unrecordable: a layer cannot be written as a program, or has something to say.
         Mixed: configurations take different branches.
@@ -354,7 +354,7 @@ class Passage:
             Unrecordable, Mixed: as `up`.
         """
         numbers: Any = []
-        structure = taken_apart(gradient, numbers)
+        structure = flattened(gradient, numbers)
         found = [(structure, tuple(numbers))]
         for step in reversed(self._steps):
             structure, numbers = step.program.backward(step, structure, found[-1][1], self.many)
@@ -362,7 +362,7 @@ class Passage:
         return found[::-1]
 
 
-class Apart(NamedTuple):
+class FlatLayer(NamedTuple):
     """A layer's structure, its number in the library, and its numbers."""
 
     structure: Any
@@ -371,7 +371,7 @@ class Apart(NamedTuple):
     many: bool
 
 
-class Told(NamedTuple):
+class LayerReading(NamedTuple):
     """Structure and numbers of what leaves a layer, and what was read of what passed inside."""
 
     structure: Any
@@ -408,32 +408,32 @@ class Library:
             del self._programs[next(iter(self._programs))]
         return found
 
-    def apart(self, layers: Iterable[Component]) -> list[Apart]:
+    def flat(self, layers: Iterable[Component]) -> list[FlatLayer]:
         """The layers' bodies, of which equal ones are one object.
 
         Raises:
             Unrecordable: a layer holds arrays with other axes than configurations.
         """
-        known: dict[int, Apart] = {}
-        found: list[Apart] = []
+        known: dict[int, FlatLayer] = {}
+        found: list[FlatLayer] = []
         for layer in layers:
             if id(layer) not in known:
-                known[id(layer)] = self._apart(layer, found[-1] if found else None)
+                known[id(layer)] = self._flat(layer, found[-1] if found else None)
             found.append(known[id(layer)])
         return found
 
-    def _apart(self, layer: Component, before: Apart | None) -> Apart:
+    def _flat(self, layer: Component, before: FlatLayer | None) -> FlatLayer:
         """A layer's body, which may have the structure of the one before."""
         if before is not None:
-            numbers = _taker(before.structure)(layer)
+            numbers = _flattener(before.structure)(layer)
             if numbers is not None:
                 return before._replace(numbers=numbers, many=False)
         own: list[Any] = []
-        structure = taken_apart(layer, own)
+        structure = flattened(layer, own)
         many = any(isinstance(v, np.ndarray) for v in own)
-        return Apart(structure, self.shape(structure), own, many)
+        return FlatLayer(structure, self.shape(structure), own, many)
 
-    def worth(self, layers: Sequence[Apart], configurations: int = 1) -> bool:
+    def worth(self, layers: Sequence[FlatLayer], configurations: int = 1) -> bool:
         """Whether so many layers of these shapes were met that writing programs pays."""
         for layer in layers:
             met = 1 + configurations // AS_LONG
@@ -451,7 +451,7 @@ class Library:
         finally:
             self.busy.release()
 
-    def step(self, layer: Apart, entering: Told, read: Reader) -> Told:
+    def step(self, layer: FlatLayer, entering: LayerReading, read: Reader) -> LayerReading:
         """One layer up.
 
         Raises:
@@ -461,7 +461,7 @@ class Library:
         program, reading, leaving, found = _forward(
             programs, layer, entering.structure, entering.numbers, lambda one: one.reading(read)
         )
-        return Told(program.output, leaving, dict(zip(reading.names, found, strict=True)))
+        return LayerReading(program.output, leaving, dict(zip(reading.names, found, strict=True)))
 
 
 WORTH = 64
@@ -560,12 +560,12 @@ def site_variances(record: Record) -> dict[str, Any]:
 def built(value: tuple[Any, Any]) -> Any:
     """The state of a structure and its numbers."""
     structure, numbers = value
-    return put_together(structure, iter(numbers))
+    return unflattened(structure, iter(numbers))
 
 
 @functools.lru_cache(maxsize=64)
-def _taker(structure: Any) -> Callable[[Any], list[float] | None]:
-    """`taken_apart` of what may have this structure, with a float for every number: its numbers, or
+def _flattener(structure: Any) -> Callable[[Any], list[float] | None]:
+    """`flattened` of what may have this structure, with a float for every number: its numbers, or
     None where it has another."""
     text, count = _Text([], set(), False), itertools.count()
     body: list[str] = []
@@ -604,7 +604,7 @@ def replayed(stack: Component, signal: Signal) -> Record | None:
     """The record of a signal's way up through a chain of layers; None where the plain way is."""
 
     def replay() -> Record | None:
-        layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
+        layers = LIBRARY.flat([layer.children[0] for layer in stack.children])
         passage = Passage(LIBRARY, signal)
         if not LIBRARY.worth(layers, passage.configurations):
             return None
@@ -615,13 +615,13 @@ def replayed(stack: Component, signal: Signal) -> Record | None:
 
 
 class Walked(NamedTuple):
-    """A layer that was stepped through, what entered, and what was told."""
+    """A layer that was stepped through, what entered, and what was read."""
 
-    layer: Apart
-    entering: Told
-    leaving: Told
+    layer: FlatLayer
+    entering: LayerReading
+    leaving: LayerReading
 
-    def again(self, layer: Apart, entering: Told) -> bool:
+    def again(self, layer: FlatLayer, entering: LayerReading) -> bool:
         """Whether that layer, so entered, is the same: then so is what it tells."""
         return (
             self.layer.shape == layer.shape
@@ -631,9 +631,9 @@ class Walked(NamedTuple):
         )
 
 
-def told(
+def layer_readings(
     stack: Component, signal: Signal, read: Reader, walked: Mapping[int, Walked] | None = None
-) -> list[Told] | None:
+) -> list[LayerReading] | None:
     """What `read` finds in the layers of a chain on a signal's way up; None where they are not
     replayed.
 
@@ -641,18 +641,18 @@ def told(
         stack: the chain.
         signal: what enters it.
         read: of every layer's record.
-        walked: by place in the chain, layers of which `read` was told before: those that are the
+        walked: by place in the chain, layers of which `read` has read before: those that are the
             same are not stepped through again.
     """
     known = walked or {}
 
-    def replay() -> list[Told] | None:
-        layers = LIBRARY.apart([layer.children[0] for layer in stack.children])
+    def replay() -> list[LayerReading] | None:
+        layers = LIBRARY.flat([layer.children[0] for layer in stack.children])
         if not LIBRARY.worth(layers):
             return None
         numbers: list[Any] = []
-        structure = taken_apart(signal, numbers)
-        found = [Told(structure, tuple(numbers), {})]
+        structure = flattened(signal, numbers)
+        found = [LayerReading(structure, tuple(numbers), {})]
         for place, layer in enumerate(layers):
             before = known.get(place)
             if before is not None and before.again(layer, found[-1]):
@@ -671,7 +671,7 @@ def _first(numbers: Iterable[Any]) -> list[float]:
 
 def _forward(
     programs: list[Program],
-    layer: Apart,
+    layer: FlatLayer,
     signal: Any,
     numbers: Any,
     of: Callable[[Program], Any],

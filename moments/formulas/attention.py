@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .law import ComponentLaws, Law, Substituted, derived
+from .law import ComponentLaws, Law, Substituted, asymptotic, derived
 from .references import kedia
 
 # --- tokens alike, complete: value, query and key paths, finite L, d and d_k ----------------------
@@ -257,7 +257,7 @@ def _returned_covariance(
 
 
 def _law(formula: Any, note: str = _ORDER) -> Law:
-    return Law(formula, _PROOF, "asymptotic", note=note)
+    return asymptotic(formula, _PROOF, note)
 
 
 # Per unit of the input's variance, and per unit of the value path's gain.
@@ -364,55 +364,47 @@ ATTENTION_WITHOUT_VALUE = ComponentLaws(
     },
     refined=AVERAGE,
     published={
-        "variance": Law(
+        "variance": asymptotic(
             _average_variance,
             kedia("A.8 and Table 16, SHA"),
-            "asymptotic",
-            note=FORWARD_NOTE + "; the table's factor d_in is a misprint",
+            FORWARD_NOTE + "; the table's factor d_in is a misprint",
         ),
-        "covariance": Law(
+        "covariance": asymptotic(
             _average_covariance,
             kedia("A.8 and Table 18, SHA"),
-            "asymptotic",
-            note=FORWARD_NOTE + "; the table's factor d_in is a misprint",
+            FORWARD_NOTE + "; the table's factor d_in is a misprint",
         ),
-        "grad_variance": Law(
+        "grad_variance": asymptotic(
             value_path_variance,
             kedia("A.8 and Table 17, SHA"),
-            "asymptotic",
-            note=BACKWARD_NOTE + "; the table's d_in and (1-p)^2 are misprints",
+            BACKWARD_NOTE + "; the table's d_in and (1-p)^2 are misprints",
         ),
-        "grad_covariance": Law(
+        "grad_covariance": asymptotic(
             value_path_covariance,
             kedia("A.8 and Table 20, SHA"),
-            "asymptotic",
-            note=BACKWARD_NOTE + "; the table's factor d_in is a misprint",
+            BACKWARD_NOTE + "; the table's factor d_in is a misprint",
         ),
     },
     simplified={
-        "variance": Law(
+        "variance": asymptotic(
             lambda m, x_variance, x_correlation: x_correlation * x_variance,
             kedia("Table 1, SHA"),
-            "asymptotic",
-            note="uniform attention over many tokens",
+            "uniform attention over many tokens",
         ),
-        "covariance": Law(
+        "covariance": asymptotic(
             lambda m, x_variance, x_correlation: x_correlation * x_variance,
             kedia("Table 1, SHA: output correlation 1"),
-            "asymptotic",
-            note="uniform attention over many tokens",
+            "uniform attention over many tokens",
         ),
-        "grad_variance": Law(
+        "grad_variance": asymptotic(
             lambda m, grad_covariance: grad_covariance,
             kedia("Table 1, SHA"),
-            "asymptotic",
-            note="uniform attention over many tokens",
+            "uniform attention over many tokens",
         ),
-        "grad_covariance": Law(
+        "grad_covariance": asymptotic(
             lambda m, grad_covariance: grad_covariance,
             kedia("Table 1, SHA: gradient correlation 1"),
-            "asymptotic",
-            note="uniform attention over many tokens",
+            "uniform attention over many tokens",
         ),
     },
 )
@@ -445,13 +437,11 @@ ATTENTION = ComponentLaws(
     },
     refined=WITH_VALUE,
     published={
-        "variance": Law(attention_variance, kedia("A.8"), "asymptotic", note=FORWARD_NOTE),
-        "covariance": Law(attention_covariance, kedia("A.8"), "asymptotic", note=FORWARD_NOTE),
-        "grad_variance": Law(
-            _returned(value_path_variance), kedia("A.8"), "asymptotic", note=BACKWARD_NOTE
-        ),
-        "grad_covariance": Law(
-            _returned(value_path_covariance), kedia("A.8"), "asymptotic", note=BACKWARD_NOTE
+        "variance": asymptotic(attention_variance, kedia("A.8"), FORWARD_NOTE),
+        "covariance": asymptotic(attention_covariance, kedia("A.8"), FORWARD_NOTE),
+        "grad_variance": asymptotic(_returned(value_path_variance), kedia("A.8"), BACKWARD_NOTE),
+        "grad_covariance": asymptotic(
+            _returned(value_path_covariance), kedia("A.8"), BACKWARD_NOTE
         ),
     },
 )

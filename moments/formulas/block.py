@@ -18,7 +18,7 @@ from .attention import (
     value_path_variance,
 )
 from .checks import Interval
-from .law import ComponentLaws, Law, Substituted
+from .law import ComponentLaws, Law, Substituted, asymptotic
 from .references import kedia
 
 _UNIFORM = "uniform attention over many correlated tokens; no source term where r or r_g is 0"
@@ -42,7 +42,7 @@ ATTENTION_BLOCK = ComponentLaws(
         "hidden_covariance": Law(lambda m: 0, kedia("Table 19")),
     },
     published={
-        "variance": Law(
+        "variance": asymptotic(
             Substituted(
                 lambda m, output, heads, d_model, drop_prob: (
                     d_model * output * heads / (1 - drop_prob)
@@ -50,19 +50,17 @@ ATTENTION_BLOCK = ComponentLaws(
                 heads=_one_dropout(attention_variance),
             ),
             kedia("B.1 and Table 16"),
-            "asymptotic",
-            note=FORWARD_NOTE,
+            FORWARD_NOTE,
         ),
-        "covariance": Law(
+        "covariance": asymptotic(
             Substituted(
                 lambda m, output, heads, d_model: d_model * output * heads,
                 heads=attention_covariance,
             ),
             kedia("B.1 and Table 18"),
-            "asymptotic",
-            note=FORWARD_NOTE,
+            FORWARD_NOTE,
         ),
-        "grad_variance": Law(
+        "grad_variance": asymptotic(
             Substituted(
                 lambda m, output, value, d_model, sent, drop_prob: (
                     d_model**2 * output * value * sent / (1 - drop_prob)
@@ -70,53 +68,47 @@ ATTENTION_BLOCK = ComponentLaws(
                 sent=_one_dropout(value_path_variance),
             ),
             kedia("B.1 and Table 17"),
-            "asymptotic",
-            note=BACKWARD_NOTE + _KEPT_CORRELATION,
+            BACKWARD_NOTE + _KEPT_CORRELATION,
         ),
-        "grad_covariance": Law(
+        "grad_covariance": asymptotic(
             Substituted(
                 lambda m, output, value, d_model, sent: d_model**2 * output * value * sent,
                 sent=value_path_covariance,
             ),
             kedia("B.1 and Table 20"),
-            "asymptotic",
-            note=BACKWARD_NOTE + _KEPT_CORRELATION,
+            BACKWARD_NOTE + _KEPT_CORRELATION,
         ),
     },
     simplified={
-        "variance": Law(
+        "variance": asymptotic(
             lambda m, d_model, output, value, drop_prob, x_variance, x_correlation: (
                 d_model**2 * output * value * x_variance * x_correlation / (1 - drop_prob)
             ),
             kedia("Table 2"),
-            "asymptotic",
-            note=_UNIFORM,
+            _UNIFORM,
             limits={"x_correlation": Interval(0.0, 1.0)},
         ),
-        "covariance": Law(
+        "covariance": asymptotic(
             lambda m, d_model, output, value, x_variance, x_correlation: (
                 d_model**2 * output * value * x_variance * x_correlation
             ),
             kedia("Table 2: output correlation 1 - p"),
-            "asymptotic",
-            note=_UNIFORM,
+            _UNIFORM,
             limits={"x_correlation": Interval(0.0, 1.0)},
         ),
-        "grad_variance": Law(
+        "grad_variance": asymptotic(
             lambda m, d_model, output, value, drop_prob, grad_covariance: (
                 d_model**2 * output * value * grad_covariance / (1 - drop_prob)
             ),
             kedia("Table 2"),
-            "asymptotic",
-            note=_UNIFORM,
+            _UNIFORM,
         ),
-        "grad_covariance": Law(
+        "grad_covariance": asymptotic(
             lambda m, d_model, output, value, grad_covariance: (
                 d_model**2 * output * value * grad_covariance
             ),
             kedia("Table 2: gradient correlation 1 - p"),
-            "asymptotic",
-            note=_UNIFORM,
+            _UNIFORM,
         ),
     },
 )

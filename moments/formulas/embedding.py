@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .law import ComponentLaws, Law, derived
+from .law import ComponentLaws, Law, asymptotic, derived
 from .references import kedia
 
 _SHARED_ROW = {
@@ -42,21 +42,19 @@ TOKEN_EMBEDDING = ComponentLaws(
         ),
     },
     published={
-        "pattern_correlation": Law(
+        "pattern_correlation": asymptotic(
             lambda m, vocab_size, seq_len: (
                 (_zipf_collision(m, vocab_size) * seq_len - 1) / (seq_len - 1)
             ),
             kedia("A.1"),
-            "asymptotic",
-            note="long sequences: counts replaced by their means, N_i = p_i L",
+            "long sequences: counts replaced by their means, N_i = p_i L",
         )
     },
     simplified={
-        "pattern_correlation": Law(
+        "pattern_correlation": asymptotic(
             lambda m, vocab_size: m.pi**2 / (6 * m.log(vocab_size) ** 2),
             kedia("A.1 and Table 1"),
-            "asymptotic",
-            note="large vocabulary, long sequence",
+            "large vocabulary, long sequence",
         )
     },
 )
@@ -72,11 +70,10 @@ SEGMENT_EMBEDDING = ComponentLaws(
         ),
     },
     published={
-        "pattern_correlation": Law(
+        "pattern_correlation": asymptotic(
             lambda m, seq_len: (m.ratio(2, 3) * seq_len**2 - seq_len) / (seq_len * (seq_len - 1)),
             kedia("A.1"),
-            "asymptotic",
-            note="continuous split point",
+            "continuous split point",
         )
     },
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .law import ComponentLaws, Law, derived
+from .law import ComponentLaws, asymptotic, derived
 
 _NOTE = "large vocabulary: e^v small against it; the engine's softmax has no such limit"
 
@@ -47,42 +47,35 @@ CROSS_ENTROPY = ComponentLaws(
     "cross_entropy",
     "Cross-entropy of a softmax over a vocabulary, per token; gradients at a logit",
     refined={
-        "mean": Law(
+        "mean": asymptotic(
             lambda m, vocab_size, x_variance: (
                 m.log(vocab_size) + x_variance / 2 - m.expm1(x_variance) / (2 * vocab_size)
             ),
             derived("log of the mean sum, less half its relative variance"),
-            "asymptotic",
-            note=_NOTE,
+            _NOTE,
         ),
-        "variance": Law(
+        "variance": asymptotic(
             lambda m, vocab_size, x_variance: (
                 x_variance * (1 - 2 / vocab_size) + m.expm1(x_variance) / vocab_size
             ),
             derived("the target's logit, and the sum's fluctuation"),
-            "asymptotic",
-            note=_NOTE,
+            _NOTE,
         ),
         # pattern_correlation: whether the two tokens have the same target.
-        "covariance": Law(
+        "covariance": asymptotic(
             _loss_covariance,
             derived("int_0^1 E (p - t).(p' - t') c ds, the logits sharing s of their covariance c"),
-            "asymptotic",
-            note=_NOTE,
+            _NOTE,
         ),
-        "grad_variance": Law(
+        "grad_variance": asymptotic(
             lambda m, vocab_size, x_variance, grad_variance: (
                 grad_variance * (1 - 2 / vocab_size + m.exp(x_variance) / vocab_size) / vocab_size
             ),
             derived("E |p - t|^2/V = (1 - 2 E p_t + E sum p^2)/V"),
-            "asymptotic",
-            note=_NOTE,
+            _NOTE,
         ),
-        "grad_covariance": Law(
-            _logit_grad_covariance,
-            derived("E (p - t).(p' - t')/V, E p_v p'_v = e^c/V^2"),
-            "asymptotic",
-            note=_NOTE,
+        "grad_covariance": asymptotic(
+            _logit_grad_covariance, derived("E (p - t).(p' - t')/V, E p_v p'_v = e^c/V^2"), _NOTE
         ),
     },
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .checks import Interval
-from .law import ComponentLaws, Law, Substituted, derived
+from .law import ComponentLaws, Law, Substituted, asymptotic, derived
 from .references import kedia
 
 _TABLE_TWO = "Table 2's blocks: long sequences, correlated tokens"
@@ -42,21 +42,17 @@ PRE_LN_CHAIN = ComponentLaws(
     "pre_ln_chain",
     "Pre-LN stack of Table 2's blocks",
     {
-        "variance_growth": Law(
-            _layer_variance,
-            kedia("E.1.1: what one layer adds to the variance"),
-            "asymptotic",
-            note=_TABLE_TWO,
+        "variance_growth": asymptotic(
+            _layer_variance, kedia("E.1.1: what one layer adds to the variance"), _TABLE_TWO
         ),
-        "grad_exponent": Law(
+        "grad_exponent": asymptotic(
             Substituted(
                 lambda m, above, below: above / below,
                 above=Substituted(_layer_variance, x_correlation="grad_correlation"),
                 below=_layer_variance,
             ),
             kedia("E.1.2: C_g; the gradient falls as (N/n)^C_g"),
-            "asymptotic",
-            note=_TABLE_TWO,
+            _TABLE_TWO,
         ),
         "grad_exponent_lower": Law(
             lambda m, attention_gain, ffn_gain: ffn_gain / (attention_gain + ffn_gain),
@@ -74,21 +70,19 @@ PRE_LN_CHAIN = ComponentLaws(
             "fitted",
             note="Table 2's polynomial; attention weighed by C_1, as at r = 1",
         ),
-        "grad_correlation": Law(
+        "grad_correlation": asymptotic(
             _stable_grad_correlation,
             kedia("F, solved: its equation is linear in r_g"),
-            "asymptotic",
-            note="attention weighed by C_1, as at r_g = 1",
+            "attention weighed by C_1, as at r_g = 1",
             limits=_POSITIVE_CORRELATION,
         ),
-        "correlation_rate": Law(
+        "correlation_rate": asymptotic(
             lambda m, attention_gain, ffn_gain: attention_gain / (attention_gain + ffn_gain),
             derived(
                 "without dropout: 1 - r falls as layer^-rate, since blocks' mixed correlation has "
                 "slope C_2/(C_1 + C_2) at 1"
             ),
-            "asymptotic",
-            note="many layers",
+            "many layers",
         ),
     },
 )
@@ -97,22 +91,20 @@ POST_LN_CHAIN = ComponentLaws(
     "post_ln_chain",
     "Post-LN stack of Table 2's blocks",
     {
-        "grad_growth": Law(
+        "grad_growth": asymptotic(
             lambda m, attention_gain, x_correlation, grad_correlation: (
                 (1 + attention_gain * grad_correlation) / (1 + attention_gain * x_correlation)
             ),
             kedia("E.2.2: C_5, the factor of one layer on the gradient"),
-            "asymptotic",
-            note=_TABLE_TWO + "; r leaves the layer below, r_g meets the attention",
+            _TABLE_TWO + "; r leaves the layer below, r_g meets the attention",
         ),
-        "correlation_rate": Law(
+        "correlation_rate": asymptotic(
             lambda m, attention_gain: 1 / (1 + attention_gain),
             derived(
                 "without dropout, slope of one layer's map at r = 1: attention returns tokens "
                 "alike, and the feed-forward block's slope there is 1"
             ),
-            "asymptotic",
-            note=_TABLE_TWO,
+            _TABLE_TWO,
         ),
     },
 )
@@ -133,61 +125,53 @@ DSLM_CHAIN = ComponentLaws(
             kedia("4.6, after Davis et al. 2021: N sigma_block^2 / sigma_skip^2"),
             note="the section prints the ratio of the variances upside down",
         ),
-        "grad_growth": Law(
+        "grad_growth": asymptotic(
             lambda m, skip_square, branch_square, gradient_ratio: (
                 skip_square + branch_square * gradient_ratio
             ),
             kedia("E.3.2 and E.4.2: the factor of one layer on the gradient"),
-            "asymptotic",
-            note=_TABLE_TWO,
+            _TABLE_TWO,
         ),
-        "grad_bound": Law(
+        "grad_bound": asymptotic(
             lambda m, branch_constant, gradient_ratio: m.exp(
                 branch_constant * (gradient_ratio - 1)
             ),
             kedia("E.3.2, with beta^2 = k/N where the section writes 1/N"),
-            "asymptotic",
-            note="many layers, alpha = 1",
+            "many layers, alpha = 1",
         ),
-        "simplified_variance_lower": Law(
+        "simplified_variance_lower": asymptotic(
             lambda m, branch_constant: (1 + m.exp(-2 * branch_constant)) / 2,
             kedia("E.5.1, equation 6, at k = 2"),
-            "asymptotic",
-            note="simplified initialisation, r = 0; many layers, alpha = 1, input variance 1",
+            "simplified initialisation, r = 0; many layers, alpha = 1, input variance 1",
         ),
-        "simplified_variance_upper": Law(
+        "simplified_variance_upper": asymptotic(
             lambda m, branch_constant: (3 + m.exp(-2 * branch_constant)) / 4,
             kedia("E.5.1, equation 6, at k = 2"),
-            "asymptotic",
-            note="simplified initialisation, r = 1; many layers, alpha = 1, input variance 1",
+            "simplified initialisation, r = 1; many layers, alpha = 1, input variance 1",
         ),
-        "simplified_grad_lower": Law(
+        "simplified_grad_lower": asymptotic(
             lambda m, branch_constant: m.exp(-2 * branch_constant),
             kedia("E.5.2: through the skip connections alone"),
-            "asymptotic",
-            note="many layers, alpha = 1",
+            "many layers, alpha = 1",
         ),
-        "simplified_grad_upper": Law(
+        "simplified_grad_upper": asymptotic(
             lambda m, branch_constant, gradient_ratio: m.exp(branch_constant * gradient_ratio),
             kedia("E.5.2, from its premise that the variance stays above 1/2"),
-            "asymptotic",
-            note="many layers, alpha = 1; the section prints 2 C_6 + 2 for 2 C_6 at k = 2",
+            "many layers, alpha = 1; the section prints 2 C_6 + 2 for 2 C_6 at k = 2",
         ),
-        "simplified_post_grad_growth": Law(
+        "simplified_post_grad_growth": asymptotic(
             lambda m, branch_square, x_correlation, grad_correlation: (
                 1 + branch_square / 2 * (grad_correlation - x_correlation)
             ),
             kedia("E.6.2, equation 7"),
-            "asymptotic",
-            note="small beta^2",
+            "small beta^2",
         ),
-        "fall": Law(
+        "fall": asymptotic(
             lambda m, branch_constant, branch_exponent, layers: m.exp(
                 -2 * branch_constant * layers ** (1 - branch_exponent)
             ),
             kedia("Appendix G: (1 - beta^2)^(2 N), what skip connections alone keep"),
-            "asymptotic",
-            note="small beta^2; the appendix prints a growing exponential",
+            "small beta^2; the appendix prints a growing exponential",
         ),
     },
 )

@@ -249,6 +249,16 @@ class Law:
         return f"Law({self.expr}, status={self.status!r}, source='{self.source}')"
 
 
+def asymptotic(
+    formula: Callable[..., Any],
+    source: Source,
+    note: str,
+    limits: Mapping[str, Interval] | None = None,
+) -> Law:
+    """A law that holds to leading order in the quantity that `note` names."""
+    return Law(formula, source, "asymptotic", limits or {}, note)
+
+
 @dataclass(frozen=True, eq=False)
 class ComponentLaws:
     """Every law of one component, in every theory.

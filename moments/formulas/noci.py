@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .law import ComponentLaws, Law, Source, Substituted, derived
+from .law import ComponentLaws, Law, Source, Substituted, asymptotic, derived
 from .references import NOCI
 
 _UNIFORM = "uniform attention: logit variance small, r well away from 1 for the ratio to matter"
@@ -34,21 +34,16 @@ UNIFORM_ATTENTION_GRADIENTS = ComponentLaws(
     "uniform_attention_gradients",
     "Query and value gradients of one head under uniform attention",
     {
-        "value_gradient": Law(
-            _value_norm, Source(NOCI, "Theorem 3.2, values"), "asymptotic", note=_UNIFORM
-        ),
-        "query_gradient": Law(
-            _query_norm, Source(NOCI, "Theorem 3.2, queries"), "asymptotic", note=_UNIFORM
-        ),
-        "inverse_temperature_square": Law(
+        "value_gradient": asymptotic(_value_norm, Source(NOCI, "Theorem 3.2, values"), _UNIFORM),
+        "query_gradient": asymptotic(_query_norm, Source(NOCI, "Theorem 3.2, queries"), _UNIFORM),
+        "inverse_temperature_square": asymptotic(
             Substituted(
                 lambda m, of_value, of_query: of_value / of_query,
                 of_value=_value_norm,
                 of_query=_query_norm,
             ),
             Source(NOCI, "Appendix C.3: the factor on the logits that makes both norms equal"),
-            "asymptotic",
-            note=_UNIFORM,
+            _UNIFORM,
         ),
     },
 )
@@ -100,33 +95,30 @@ UNIFORM_ATTENTION_STACK = ComponentLaws(
             Source(NOCI, "Lemma 3.2, equation 10"),
             note=_LINEAR,
         ),
-        "inner_product_limit": Law(
+        "inner_product_limit": asymptotic(
             _after_many(lambda m, attention, ffn: attention * ffn),
             Source(NOCI, "Lemma 3.2, equation 11"),
-            "asymptotic",
-            note=_LINEAR + "; many layers",
+            _LINEAR + "; many layers",
         ),
         "variance": Law(
             _after_layers(_norm_after),
             Source(NOCI, "Lemma 3.3, equation 12, for tokens alike; its sum is geometric"),
             note=_LINEAR,
         ),
-        "variance_limit": Law(
+        "variance_limit": asymptotic(
             _after_many(_norm_after),
             Source(NOCI, "Lemma 3.3, equation 13, for tokens alike"),
-            "asymptotic",
-            note=_LINEAR + "; many layers",
+            _LINEAR + "; many layers",
         ),
         "correlation": Law(
             _after_layers(_correlation_after),
             Source(NOCI, "A.4, from Lemmas 3.2 and 3.3"),
             note=_LINEAR + "; tokens of one norm",
         ),
-        "correlation_limit": Law(
+        "correlation_limit": asymptotic(
             _after_many(_correlation_after),
             Source(NOCI, "Theorem 3.3, equation 15"),
-            "asymptotic",
-            note=_LINEAR + "; many layers",
+            _LINEAR + "; many layers",
         ),
     },
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from .activation import TANH
 from .checks import Interval
-from .law import ComponentLaws, Law, Substituted, derived
+from .law import ComponentLaws, Law, Substituted, asymptotic, derived
 from .references import kedia
 
 
@@ -56,26 +56,23 @@ def _rescaling() -> dict[str, Law]:
             lambda m, x_variance, epsilon: x_variance / (x_variance + epsilon),
             derived("definition, the squared norm at its mean"),
         ),
-        "covariance": Law(
+        "covariance": asymptotic(
             _pair_rescaled,
             derived("second-order expansion of E o_ij/(|x_i| |x_j|)"),
-            "asymptotic",
-            note="large d_model: fourth order in the fluctuation of overlap and norms left out; "
+            "large d_model: fourth order in the fluctuation of overlap and norms left out; "
             "of Gaussian tokens, r (1 - (1 - r^2)/(2 d))",
         ),
-        "grad_variance": Law(
+        "grad_variance": asymptotic(
             lambda m, x_variance, epsilon, norm_spread, removed_share, grad_variance: (
                 grad_variance * (1 - removed_share) * (1 + norm_spread) / (x_variance + epsilon)
             ),
             derived("second-order expansion of E 1/|x|^2"),
-            "asymptotic",
-            note="large d_model; fourth order in the norm's fluctuation left out",
+            "large d_model; fourth order in the norm's fluctuation left out",
         ),
-        "grad_covariance": Law(
+        "grad_covariance": asymptotic(
             _pair_pulled,
             derived("second-order expansion of E 1/(|x_i| |x_j|)"),
-            "asymptotic",
-            note="large d_model; fourth order in the norms' fluctuation left out",
+            "large d_model; fourth order in the norms' fluctuation left out",
         ),
     }
 
@@ -95,31 +92,25 @@ LAYERNORM = ComponentLaws(
     refined=_rescaling(),
     published={
         "variance": Law(lambda m: 1, kedia("A.6 and Table 16")),
-        "covariance": Law(
+        "covariance": asymptotic(
             lambda m, d_model, x_correlation: (1 - 1 / d_model) * x_correlation,
             kedia("A.6 and Table 18"),
-            "asymptotic",
-            note="large d_model; to O(1/d) the factor is 1 - (1 - r^2)/(2 (d - 1))",
+            "large d_model; to O(1/d) the factor is 1 - (1 - r^2)/(2 (d - 1))",
         ),
-        "grad_variance": Law(
+        "grad_variance": asymptotic(
             lambda m, x_variance, grad_variance: grad_variance / x_variance,
             kedia("A.6 and Table 17"),
-            "asymptotic",
-            note="large d_model",
+            "large d_model",
         ),
-        "grad_covariance": Law(
+        "grad_covariance": asymptotic(
             lambda m, x_variance, grad_covariance: grad_covariance / x_variance,
             kedia("A.6 and Table 20"),
-            "asymptotic",
-            note="large d_model",
+            "large d_model",
         ),
     },
     simplified={
-        "covariance": Law(
-            lambda m, x_correlation: x_correlation,
-            kedia("Table 1 and L.1"),
-            "asymptotic",
-            note="1/d dropped",
+        "covariance": asymptotic(
+            lambda m, x_correlation: x_correlation, kedia("Table 1 and L.1"), "1/d dropped"
         )
     },
 )

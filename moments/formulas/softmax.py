@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from .checks import Interval
-from .law import ComponentLaws, Law, Source, Substituted
+from .law import ComponentLaws, Law, Source, Substituted, asymptotic
 from .references import kedia
 
 
@@ -41,31 +41,21 @@ SOFTMAX = ComponentLaws(
     "Softmax over L logits",
     {"mean": Law(lambda m, seq_len: 1 / seq_len, kedia("A.7 and Table 15"))},
     published={
-        "variance": Law(
+        "variance": asymptotic(
             _published_variance,
             kedia("A.7 and Table 16"),
-            "asymptotic",
-            note="log-normal denominator; 6 % high at logit variance 1, L = 300",
+            "log-normal denominator; 6 % high at logit variance 1, L = 300",
         ),
-        "grad_variance": Law(
+        "grad_variance": asymptotic(
             _pulled(_published_variance),
             kedia("A.7 and Table 17"),
-            "asymptotic",
-            note="large L, gradients uncorrelated; correlated ones need a factor 1 - r_g",
+            "large L, gradients uncorrelated; correlated ones need a factor 1 - r_g",
         ),
     },
     simplified={
-        "variance": Law(
-            _simplified_variance,
-            kedia("A.7, Table 1"),
-            "asymptotic",
-            note="large L",
-        ),
-        "grad_variance": Law(
-            _pulled(_simplified_variance),
-            kedia("A.7, Table 1"),
-            "asymptotic",
-            note="large L, gradients uncorrelated",
+        "variance": asymptotic(_simplified_variance, kedia("A.7, Table 1"), "large L"),
+        "grad_variance": asymptotic(
+            _pulled(_simplified_variance), kedia("A.7, Table 1"), "large L, gradients uncorrelated"
         ),
     },
 )
@@ -79,39 +69,35 @@ RANDOM_ENERGY = ComponentLaws(
     "random_energy",
     "Attention as a random energy model",
     {
-        "critical_logit_variance": Law(
+        "critical_logit_variance": asymptotic(
             lambda m, seq_len: 2 * m.log(seq_len),
             Source(
                 DERRIDA, "the freezing transition, at inverse temperature sqrt(2 log n / theta)"
             ),
-            "asymptotic",
-            note=_NOTE,
+            _NOTE,
         ),
-        "row_square": Law(
+        "row_square": asymptotic(
             lambda m, logit_scale, x_correlation, seq_len: (
                 1 - m.sqrt(2 * m.log(seq_len) / (logit_scale * (1 - x_correlation)))
             ),
             Source(GIORLANDINO, "Y_2 = 1 - beta_c/beta beyond the transition, 0 before it"),
-            "asymptotic",
             limits={
                 "logit_scale": Interval(0.0, open_lower=True),
                 "x_correlation": Interval(-1.0, 1.0, open_upper=True),
             },
             note=_NOTE,
         ),
-        "variance": Law(
+        "variance": asymptotic(
             lambda m, x_variance, x_correlation, row_square: (
                 x_variance * (x_correlation + (1 - x_correlation) * row_square)
             ),
             Source(GIORLANDINO, "the update of q by attention: p + (q - p) Y_2"),
-            "asymptotic",
-            note=_NOTE,
+            _NOTE,
         ),
-        "covariance": Law(
+        "covariance": asymptotic(
             lambda m, x_variance, x_correlation: x_variance * x_correlation,
             Source(GIORLANDINO, "the update of p by attention: p stays"),
-            "asymptotic",
-            note=f"{_NOTE}: two rows then never freeze on one key",
+            f"{_NOTE}: two rows then never freeze on one key",
         ),
     },
 )

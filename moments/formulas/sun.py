@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from .checks import Interval
-from .law import ComponentLaws, Law, Source, derived
+from .law import ComponentLaws, Law, Source, asymptotic, derived
 from .references import SUN
 
 
@@ -65,29 +65,25 @@ CURSE_OF_DEPTH = ComponentLaws(
     "curse_of_depth",
     "Variance and Jacobian of a Pre-LN stack, with and without LayerNorm Scaling",
     {
-        "variance": Law(
+        "variance": asymptotic(
             lambda m, x_variance: x_variance * (1 + 1 / m.sqrt(x_variance)),
             _sun("Lemma 3.2, one layer, constants set to 1"),
-            "asymptotic",
-            note="orders of growth only; needs branches correlated with the stream",
+            "orders of growth only; needs branches correlated with the stream",
         ),
-        "lns_variance": Law(
+        "lns_variance": asymptotic(
             lambda m, x_variance, layer: x_variance * (1 + 1 / m.sqrt(layer * x_variance)),
             _sun("Lemma 4.1, one layer, constants set to 1"),
-            "asymptotic",
-            note="orders of growth only; needs branches correlated with the stream",
+            "orders of growth only; needs branches correlated with the stream",
         ),
-        "variance_after": Law(
+        "variance_after": asymptotic(
             lambda m, layer: layer**2 / 4,
             derived("Lemma 3.2's recursion as d sigma / d layer = 1/2"),
-            "asymptotic",
-            note="many layers",
+            "many layers",
         ),
-        "lns_variance_after": Law(
+        "lns_variance_after": asymptotic(
             lambda m, layer: layer,
             derived("Lemma 4.1's recursion as d sigma / d layer = layer^(-1/2) / 2"),
-            "asymptotic",
-            note="many layers",
+            "many layers",
         ),
         "initial_variance_after": Law(
             lambda m, x_variance, branch_variance, layer: x_variance + branch_variance * layer,
@@ -160,11 +156,10 @@ CURSE_OF_DEPTH = ComponentLaws(
             _sun("Theorem 4.2, one layer"),
             note="1/layer stands where the scaled norm gives 1/sqrt(layer)",
         ),
-        "jacobian_growth": Law(
+        "jacobian_growth": asymptotic(
             lambda m, jacobian_linear, layers: m.exp(2 * jacobian_linear * m.sqrt(layers)),
             derived("Theorem 3.3 at variance = layer: the sum of A/sqrt(layer)"),
-            "asymptotic",
-            note="many layers, up to a power of their number; the theorem prints Theta(L)",
+            "many layers, up to a power of their number; the theorem prints Theta(L)",
         ),
         "query_prefactor": Law(
             _prefactor,

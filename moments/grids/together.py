@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.composition import Chain, Component, Layer, Residual
-from ..engine.program import Unlike, fields_of, joined, put_together, taken_apart
+from ..engine.program import Unlike, fields_of, flattened, joined, unflattened
 from ..engine.state import Kernel
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
@@ -199,10 +199,10 @@ is multiplied by 0."""
 def _without_logits(part: Component) -> Any:
     """A component whose attention is uniform."""
     numbers: list[Any] = []
-    structure = taken_apart(part, numbers)
+    structure = flattened(part, numbers)
     names = fields_of(structure)
     hot = (HOT if n == "temperature" else one for n, one in zip(names, numbers, strict=True))
-    return put_together(structure, hot)
+    return unflattened(structure, hot)
 
 
 def _side_by_side(_field: str, numbers: tuple[Any, ...]) -> Any:

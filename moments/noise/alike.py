@@ -13,7 +13,7 @@ import numpy as np
 
 from ..engine.composition import Layer
 from ..engine.layout import SequenceLayout
-from ..engine.program import fields_of, joined, taken_apart
+from ..engine.program import fields_of, flattened, joined
 from ..engine.response import Around, Sublayer, matrix_of, trace_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Run, Trace
@@ -126,7 +126,7 @@ def structure(value: Any) -> Any:
     which numbers vanish, since 0 often says that there is nothing. Where two tokens share nothing,
     or a gradient does not answer to norms, it is a number like others: sweeps hold both at once."""
     numbers: list[Any] = []
-    found = taken_apart(value, numbers, axes=True)
+    found = flattened(value, numbers, axes=True)
     pairs = zip(fields_of(found), numbers, strict=True)
     return found, tuple(name in _EITHER or not np.any(number) for name, number in pairs)
 

@@ -51,7 +51,7 @@ class Group(NamedTuple):
     """Parts of one structure, whose numbers have them on a last axis; or one alone, without it.
 
     Attributes:
-        part: or parts.
+        sublayer: what it does, or they do.
         places: where in the network they are.
         several: whether there is that axis.
     """

@@ -140,12 +140,7 @@ class Log:
         self.steps.append(Step(*self._where, *names, law, picked, average(result)))
 
     def _of_tokens(self, value: Any) -> float:
-        if np.ndim(value) == 0:
-            return float(value)
-        diagonal, classes = np.ravel(value), self.layout.classes
-        if classes is not None:
-            return float(classes.mean(diagonal))
-        return float(self.layout.token_average(Kernel.of_matrix(np.diag(diagonal)))[0])
+        return float(self.layout.average(np.ravel(value) if np.ndim(value) else value))
 
     def _of_pairs(self, value: Any) -> float:
         """Over pairs of different tokens of a sequence."""

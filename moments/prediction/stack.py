@@ -565,15 +565,11 @@ def alike(
     """Tokens alike, in any resolution."""
     if not resolved:
         return Kernel(variance, variance * correlation)
-    if isinstance(resolved, PositionClasses):
-        v, c = np.asarray(variance, float), np.asarray(variance * correlation, float)
-        size = len(resolved.nodes)
-        own = np.broadcast_to(v[..., None], (*v.shape, size))
-        return Kernel(own, np.broadcast_to(c[..., None, None], (*c.shape, size, size)), resolved)
+    size = len(resolved.nodes) if isinstance(resolved, PositionClasses) else seq_len
     v, c = np.asarray(variance, float), np.asarray(variance * correlation, float)
-    matrix = np.broadcast_to(c[..., None, None], (*c.shape, seq_len, seq_len))
-    diagonal = np.broadcast_to(v[..., None], (*v.shape, seq_len))
-    return Kernel(diagonal, matrix, True).with_diagonal(diagonal)
+    own = np.broadcast_to(v[..., None], (*v.shape, size))
+    pairs = np.broadcast_to(c[..., None, None], (*c.shape, size, size))
+    return Kernel.joined(own, pairs, resolved)
 
 
 def gaussian(

@@ -180,7 +180,7 @@ class FreeBlock:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for stage in stages:
                 moments = stage(moments, factor)
-        return average(self.layout, moments[1])
+        return float(self.layout.average(moments[1]))
 
     def _resolved(self) -> float:
         """Logarithm of the factor up to which an activation's laws are resolved."""
@@ -212,19 +212,6 @@ class FreeBlock:
         if stage is None:
             raise DomainError(f"{part.label} has no inversion: solve for another objective")
         return stage
-
-
-def average(layout: SequenceLayout, diagonal: Any) -> float:
-    """Of a number per token: over the real ones."""
-    if np.ndim(diagonal) == 0:
-        return float(diagonal)
-    if layout.classes is not None:
-        return float(layout.classes.mean(np.asarray(diagonal)))
-    tokens = layout.by_sequence(diagonal)
-    if layout.real is None:
-        return float(np.mean(tokens))
-    real = np.reshape(layout.real, (-1, np.shape(tokens)[-1]))
-    return float((tokens * real).sum() / real.sum())
 
 
 # --- components -----------------------------------------------------------------------------------

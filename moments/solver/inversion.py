@@ -22,7 +22,7 @@ from ..formulas.checks import check_count
 from ..formulas.law import Law
 from ..formulas.symbols import SYMBOLS
 from ..transfer.architecture import declare_layer
-from .block import MATRICES, average, flat
+from .block import MATRICES, flat
 from .entering import entered
 from .layerwise import LAYERWISE
 
@@ -232,10 +232,10 @@ class Numbers:
 
     def square(self, signal: Signal) -> float:
         """Second moment."""
-        return average(self.layout, signal.second_moment().diagonal)
+        return float(self.layout.average(signal.second_moment().diagonal))
 
     def variance(self, point: Point) -> float:
-        return average(self.layout, point.signal.kernel.diagonal)
+        return float(self.layout.average(point.signal.kernel.diagonal))
 
 
 class Composed:

@@ -1,10 +1,7 @@
 """Inversion block by block: weight variances that give every block's output a chosen variance.
 
-The forward pass of a layer does not depend on later ones, so that one walk solves all: at every
-residual addition the block's weights are scaled until its output (or the sum) has its target, and
-the walk goes on with what they give. A block's output variance is proportional to the variances of
-its value and output matrices, of feed-forward matrices behind the activation, and of those before
-an activation of degree 1; elsewhere a bracketed root finds the factor.
+One walk solves all: at every residual addition the block's weights are scaled until its output (or
+the sum) has its target, and the walk goes on with what they give.
 
 Layers like one that was solved in plain are walked on its program. One replay tells what every
 block of a layer comes to, so that the factors of all of them are sought at once, from those of the
@@ -29,12 +26,12 @@ from ..engine.program import (
     LIBRARY,
     NOT_REPLAYED,
     WORTH,
-    Apart,
-    Told,
+    FlatLayer,
+    LayerReading,
     Walked,
+    flattened,
+    layer_readings,
     site_variances,
-    taken_apart,
-    told,
 )
 from ..engine.state import Signal
 from ..engine.trace import Record
@@ -73,7 +70,7 @@ class _Solved(NamedTuple):
     logs: list[float]
 
 
-def _told(record: Record) -> dict[str, Any]:
+def _layer_numbers(record: Record) -> dict[str, Any]:
     """Variances of all sites, what every sum gained, and by name of the matrix before it what share
     of its laws' domain an activation's input has."""
     found = site_variances(record)
@@ -105,11 +102,11 @@ class Replay:
         self._free, self._target, self._of_sum = free, target, of_sum
         self._solved: dict[int, _Solved] = {}
         self.walked: dict[int, Walked] = {}
-        self._left: tuple[Signal, Told] | None = None
+        self._left: tuple[Signal, LayerReading] | None = None
         self._failed = False
         with LIBRARY.busy:
             try:
-                self._apart = LIBRARY.apart(bodies)
+                self._layers = LIBRARY.flat(bodies)
             except NOT_REPLAYED:
                 self._failed = True
 
@@ -119,9 +116,9 @@ class Replay:
         if self._failed or not LIBRARY.busy.acquire(blocking=False):
             return None
         try:
-            apart = self._apart[number - 1]
-            before = self._solved.get(apart.shape)
-            return before and self._sought(number, apart, before, signal)
+            layer = self._layers[number - 1]
+            before = self._solved.get(layer.shape)
+            return before and self._sought(number, layer, before, signal)
         except NOT_REPLAYED:
             self._failed = True
             return None
@@ -133,26 +130,26 @@ class Replay:
         if self._failed or not LIBRARY.busy.acquire(blocking=False):
             return
         try:
-            apart = self._apart[number - 1]
-            told = LIBRARY.step(apart, self._entering(signal), _told).read
-            groups = tuple(self._groups(self._bodies[number - 1], apart, list(told)))
+            layer = self._layers[number - 1]
+            read = LIBRARY.step(layer, self._entering(signal), _layer_numbers).read
+            groups = tuple(self._groups(self._bodies[number - 1], layer, list(read)))
             if set(self._free) == {name for group in groups for name in group.names}:
                 logs = [math.log(factors[group.names[0]]) for group in groups]
-                self._solved[apart.shape] = _Solved(groups, logs)
+                self._solved[layer.shape] = _Solved(groups, logs)
         except NOT_REPLAYED:
             self._failed = True
         finally:
             LIBRARY.busy.release()
 
-    def _entering(self, signal: Signal) -> Told:
+    def _entering(self, signal: Signal) -> LayerReading:
         """A signal's structure and numbers: those that left the layer before, where it did."""
         if self._left is None or self._left[0] is not signal:
             numbers: list[Any] = []
-            structure = taken_apart(signal, numbers)
-            self._left = signal, Told(structure, tuple(numbers), {})
+            structure = flattened(signal, numbers)
+            self._left = signal, LayerReading(structure, tuple(numbers), {})
         return self._left[1]
 
-    def _groups(self, body: Component, apart: Apart, sites: Sequence[str]) -> list[_Group]:
+    def _groups(self, body: Component, layer: FlatLayer, sites: Sequence[str]) -> list[_Group]:
         found, waiting = [], []
         for site in sites:
             block, _, kind = site.partition(".")
@@ -161,23 +158,23 @@ class Replay:
                 if names and self._of_sum:
                     waiting.append(names)
                 elif names:
-                    places = self._places(body, apart, names)
+                    places = self._places(body, layer, names)
                     found.append(_Group(names, places, block, site, len(names)))
             elif kind == "sum" and waiting:
                 names = tuple(name for group in waiting for name in group)
-                places = self._places(body, apart, names)
+                places = self._places(body, layer, names)
                 found.append(_Group(names, places, block, site, min(map(len, waiting))))
                 waiting = []
         return found
 
-    def _places(self, body: Component, apart: Apart, names: tuple[str, ...]) -> tuple[int, ...]:
+    def _places(self, body: Component, layer: FlatLayer, names: tuple[str, ...]) -> tuple[int, ...]:
         numbers: list[Any] = []
-        taken_apart(body.with_variances(names, 2.0), numbers)
-        pairs = enumerate(zip(apart.numbers, numbers, strict=True))
+        flattened(body.with_variances(names, 2.0), numbers)
+        pairs = enumerate(zip(layer.numbers, numbers, strict=True))
         return tuple(place for place, (one, other) in pairs if one != other)
 
     def _sought(
-        self, number: int, apart: Apart, before: _Solved, signal: Signal
+        self, number: int, layer: FlatLayer, before: _Solved, signal: Signal
     ) -> tuple[Signal, Mapping[str, float]] | None:
         entering = self._entering(signal)
         groups, logs = before
@@ -185,20 +182,20 @@ class Replay:
         slopes = [float(group.power) for group in groups]
         last: tuple[list[float], list[float]] | None = None
         for _ in range(SECANTS):
-            numbers = list(apart.numbers)
+            numbers = list(layer.numbers)
             for group, log in zip(groups, logs, strict=True):
                 for place in group.places:
                     numbers[place] *= math.exp(log)
-            tried = apart._replace(numbers=numbers)
-            leaving = LIBRARY.step(tried, entering, _told)
-            told = leaving.read
-            far = [self._far(told, g, aim) for g, aim in zip(groups, aims, strict=True)]
+            tried = layer._replace(numbers=numbers)
+            leaving = LIBRARY.step(tried, entering, _layer_numbers)
+            read = leaving.read
+            far = [self._far(read, g, aim) for g, aim in zip(groups, aims, strict=True)]
             if max(far) == math.inf:
                 return None
             if max(map(abs, far)) <= CLOSE:
-                if not self._inside(groups, logs, told):
+                if not self._inside(groups, logs, read):
                     return None
-                self._solved[apart.shape] = _Solved(groups, logs)
+                self._solved[layer.shape] = _Solved(groups, logs)
                 factors = {
                     n: math.exp(g) for one, g in zip(groups, logs, strict=True) for n in one.names
                 }
@@ -213,23 +210,23 @@ class Replay:
                 return None
         return None
 
-    def _far(self, told: Mapping[str, float], group: _Group, aim: float) -> float:
+    def _far(self, read: Mapping[str, float], group: _Group, aim: float) -> float:
         """Logarithm of what the free matrices give over what they should; infinite where what is
         there without them is too much."""
-        given = told[group.site]
+        given = read[group.site]
         if self._of_sum:
-            gained = told[f"{group.site} gained"]
+            gained = read[f"{group.site} gained"]
             given, aim = gained, aim - (given - gained)
         return math.log(given / aim) if given > 0 < aim else math.inf
 
     def _inside(
-        self, groups: Sequence[_Group], logs: Sequence[float], told: Mapping[str, float]
+        self, groups: Sequence[_Group], logs: Sequence[float], read: Mapping[str, float]
     ) -> bool:
         """Whether no factor is beyond what the plain walk allows it."""
         for group, log in zip(groups, logs, strict=True):
             for name in ("ffn_in", "gate"):
-                if name in told and {"ffn_in", "gate", "ffn_out"} & set(group.names):
-                    share = told[name] * (1.0 if name in group.names else math.exp(log))
+                if name in read and {"ffn_in", "gate", "ffn_out"} & set(group.names):
+                    share = read[name] * (1.0 if name in group.names else math.exp(log))
                     if share > 1.0:
                         return False
         return True
@@ -459,8 +456,12 @@ def reached(
     """
     average = stack.layout.token_average
     declared = stack.declaration()
-    read = site_variances if walked is None else _told
-    replayed = None if stack.run.memory is not None else told(declared, stack.enter(), read, walked)
+    read = site_variances if walked is None else _layer_numbers
+    replayed = (
+        None
+        if stack.run.memory is not None
+        else layer_readings(declared, stack.enter(), read, walked)
+    )
     if replayed is None:
         stack.forward()
         points = [p for p in stack.trace.points if p.layer]

@@ -16,7 +16,7 @@ from ..formulas.checks import POSITIVE, Interval, check_in
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
-from .block import MATRICES, average
+from .block import MATRICES
 from .entering import entered
 from .goals import GOALS, PROFILES, Goal, bounds, check_free, names_of, scaled, scaled_weights
 from .largest import LARGEST, largest
@@ -52,7 +52,7 @@ def by_block(
         _check_stream(model, names)
     stack, memory = entered(model, inputs)
     signal = stack.enter()
-    wanted = _ramp(targets, average(stack.layout, signal.kernel.diagonal), model)
+    wanted = _ramp(targets, float(stack.layout.average(signal.kernel.diagonal)), model)
     found = solve_blocks(
         model,
         signal,

@@ -120,6 +120,14 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
     return _of_torch(main, seq_len, together=both).replace(encoder=read, causal=True)
 
 
+def promised_by(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
+    """What the module's config, or torch's own class, says of its initialisation."""
+    try:
+        return architecture_of(module, seq_len)
+    except MomentsError:
+        return None
+
+
 _HEADS = ("n_head", "num_heads", "n_heads", "num_attention_heads", "heads", "nhead")
 _MODULES = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh: "tanh"}
 

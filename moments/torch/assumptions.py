@@ -232,7 +232,9 @@ def shuffle(module: nn.Module, found: Iterable[Copies], seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     for block in _copied(module, found):
         entries = block.reshape(-1).clone()
-        order = torch.randperm(entries.numel(), generator=generator).to(entries.device)
+        order = torch.randperm(entries.numel(), generator=generator, device="cpu").to(
+            entries.device
+        )
         block.copy_(entries[order].reshape(block.shape))
     return module
 

@@ -33,8 +33,7 @@ from .findings import (
     unprobed_findings,
     variance_findings,
 )
-from .logit_factor import logits_path, measured_scale
-from .probe import BlockProbe, Slope, default_batch, probe_or_why
+from .probe import BlockProbe, Slope, default_batch, logits_path, measured_scale, probe_or_why
 from .roles import ModuleRoles, Role, block_of, gain_of, tensors_of
 from .running import padding_rows
 from .scales import FOLDED

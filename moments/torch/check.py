@@ -42,7 +42,7 @@ from ..show.health import (
 from ..show.recognition import Weight, WeightRule, in_words, recognise
 from .advice import SCALE_WORDS, Advice, advise
 from .anatomy import Anatomy, anatomy_of, forget, of_another_type
-from .architecture import architecture_of, read_architecture
+from .architecture import promised_by, read_architecture
 from .audit import AuditedModule, audit_read
 from .batches import measured_gradient, measured_moments
 from .behaviour import behaviour
@@ -63,7 +63,7 @@ from .roles import (
     gathered_pattern,
     tensors_of,
 )
-from .running import first_tensor, in_mode, module_loss, run
+from .running import at_hand, first_tensor, in_mode, made_at_hand, module_loss, run
 from .text import mask_tokens
 from .unread import not_read, random_outcome
 
@@ -122,7 +122,7 @@ def check_module(
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read, or that cannot be run.
     """
-    return _Checking(opened(module), batch, scheme, loss).report()
+    return _Checking(opened(module), at_hand(batch), scheme, loss).report()
 
 
 class _Inputs(NamedTuple):
@@ -906,14 +906,6 @@ def _stated(
     return names, tuple(layers), worst.measured, worst.expected
 
 
-def promised_by(module: nn.Module) -> Transformer | None:
-    """What the module's config, or torch's own class, says of its initialisation."""
-    try:
-        return architecture_of(module)
-    except MomentsError:
-        return None
-
-
 def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transformer:
     """What the module's layers show, or one pass through it.
 
@@ -1112,6 +1104,7 @@ def _shape(batch: Any) -> str:
     return f"{count} sequence{'s' * (count > 1)} of {length} tokens"
 
 
+@made_at_hand
 def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any:
     """Random input, with what the module is trained on."""
     given = default_batch(module, found)
@@ -1136,7 +1129,7 @@ def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any
         labels = torch.randint(vocab, (OWN, length), generator=generator)
         return {"input_ids": ids, "labels": labels} if task else {**given, "input_ids": ids}
     if task == "masked" and _takes(module, "labels"):
-        read, labels = mask_tokens(ids.cpu().numpy(), vocab)
+        read, labels = mask_tokens(ids.numpy(), vocab)
         return {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
     return {"input_ids": ids}
 
@@ -1196,6 +1189,7 @@ def _with_targets(module: nn.Module, batch: Any) -> Any:
     return {first: ids[:, :-1], name: ids[:, 1:]}
 
 
+@made_at_hand
 def _with_labels(module: nn.Module, batch: Any) -> Any:
     """Labels for a Hugging Face module that makes none of its own."""
     config: Any = getattr(module, "config", None)
@@ -1213,7 +1207,7 @@ def _with_labels(module: nn.Module, batch: Any) -> Any:
         return {**batch, "labels": torch.randint(config.num_labels, (count,), generator=generator)}
     if name.endswith("ForMaskedLM") and ids is not None:
         rows = torch.as_tensor(ids)
-        read, labels = mask_tokens(rows.cpu().numpy(), int(rows.max()) + 1)
+        read, labels = mask_tokens(rows.numpy(), int(rows.max()) + 1)
         changed = {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
         return {**batch, **changed}
     return batch if ids is None else {**batch, "labels": ids}

@@ -22,7 +22,8 @@ from ..formulas.checks import check_count
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from .anatomy import anatomy_of
-from .check import FAR, architecture_read, inputs_for, promised_by, whole
+from .architecture import promised_by
+from .check import FAR, architecture_read, inputs_for, whole
 from .describe import describe
 from .diagnose import Text, at_length, case_of
 from .measure import measure

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from .entries import EntryMoments
 from .expectation import OUTSIDE, check_fits, model_of_stack
 from .hook_points import ENCODER, HookPoint
 from .probe import BlockProbe, Slope
-from .roles import ModuleRoles, Role, block_of, gain_of, roles_of, tensors_of
+from .roles import ModuleRoles, Role, block_of, gain_of, layer_pattern, roles_of, tensors_of
 
 with optional("torch", "torch"):
     from torch import nn
@@ -121,11 +120,13 @@ def described_as(
         As `describe`.
     """
     check_fits(model, read.found, None)
-    reading = _Reading(read, model)
-    held = reading.stack("")
+    held = _held(model, read)
     if model.encoder is not None:
-        held = held.replace(encoder=reading.stack(ENCODER))
-    for note in reading.notes():
+        held = held.replace(encoder=_held(model, read, ENCODER))
+    broken = _broken(read.module, read.found, read.by_role, read.repeated)
+    if not read.probes:
+        broken.append(f"residual multipliers were not measured and are taken as 1: {read.why}")
+    for note in broken:
         warnings.warn(note, ValidityWarning, stacklevel=3)
     unplaced = tuple(f"{name}{NO_ROLE}" for name in read.found.unidentified)
     return Description(read.module, held, read.found, unplaced, tuple(sites or ()))
@@ -192,11 +193,8 @@ class Description:
         lines: dict[str, str] = {}
         for name, roles in self.roles.items():
             role = "+".join(dict.fromkeys(r.full_name for r in roles)) or "?"
-            layers = {r.layer for r in roles if 1 <= r.layer <= self.found.layers}
-            pattern = name
-            if layers:  # the first number of a name that counts layers
-                pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "{layer}", name, count=1)
-            lines.setdefault(pattern, role)
+            layered = any(1 <= r.layer <= self.found.layers for r in roles)
+            lines.setdefault(layer_pattern(name) if layered else name, role)
         return [f'"{pattern}": "{role}",' for pattern, role in lines.items()]
 
 
@@ -255,119 +253,91 @@ def weight_statistics(
     return as_frame(rows)
 
 
-class _Reading:
-    """Tensors and probed multipliers of a module, by stack."""
+Held = Mapping[tuple[int, str], EntryMoments]
+"""Entries of one stack by layer and role."""
 
-    def __init__(self, read: AuditedModule, model: Transformer) -> None:
-        self.read, self.model = read, model
 
-    def stack(self, stack: str) -> Transformer:
-        """One stack's Transformer."""
-        model = model_of_stack(self.model, stack)
-        assert model.weights is not None
-        roles = {(r.layer, r.name): r for r in self.read.by_role if r.stack == stack}
-        layers = range(1, model.layers + 1)
-        changes: dict[str, Any] = {}
-        weights = {
-            name: [self._square(roles[n, name]) for n in layers]
-            for name in MATRICES
-            if all((n, name) in roles for n in layers)
+def _held(model: Transformer, read: AuditedModule, stack: str = "") -> Transformer:
+    """One stack's Transformer, with the variances and multipliers of its module."""
+    model = model_of_stack(model, stack)
+    assert model.weights is not None
+    entries = {(r.layer, r.name): e for r, e in read.entries if r.stack == stack}
+    layers = range(1, model.layers + 1)
+
+    def squares(names: Iterable[str]) -> dict[str, list[float]]:
+        """Of roles that every layer has."""
+        known = [name for name in names if all((n, name) in entries for n in layers)]
+        return {name: [entries[n, name].square for n in layers] for name in known}
+
+    biases = squares(f"{field.name}.bias" for field in dataclasses.fields(Biases))
+    drawn = {name.removesuffix(".bias"): one_or_all(values) for name, values in biases.items()}
+    return model.replace(
+        weights=model.weights.replace(**squares(MATRICES)),
+        biases=Biases.of().replace(**drawn) if drawn else None,
+        **_scales(model, entries, [p for p in read.probes if p.block.stack == stack]),
+        **_outside(model, entries, None if stack or read.batch is None else read),
+    )
+
+
+def _gain(entries: Held, layer: int, block: str) -> EntryMoments | None:
+    """Of a block's norm, which may be one for both blocks."""
+    names = (f"{block}.norm.gain", "attention.norm.gain")
+    return next((entries[layer, name] for name in names if (layer, name) in entries), None)
+
+
+def _scales(model: Transformer, entries: Held, probes: Sequence[BlockProbe]) -> dict[str, Any]:
+    """Residual scales, LayerNorm Scaling and gains."""
+    gains, skip, branch, output = np.ones((4, model.layers, 2))
+    for (row, column), _ in np.ndenumerate(gains):
+        block = ("attention", "ffn")[column]
+        if model.parallel or (row + 1, f"{block}.norm.gain") in entries:
+            gain = _gain(entries, row + 1, block)
+            gains[row, column] = 1.0 if gain is None else math.sqrt(gain.square)
+    if not probes:
+        return {"norm_gain": fewest(gains)}
+    for p in probes:
+        at = (p.block.layer - 1, p.block.column)
+        skip[at], branch[at] = _value(p.skip, 1.0), _value(p.branch, 1.0)
+        # The slope of a norm's own output upon the normalised input is its gain, averaged.
+        gain = _gain(entries, p.block.layer, p.block.name)
+        mean = 1.0 if gain is None else gain.mean
+        output[at] = _value(p.norm_output, mean) / mean if mean else 1.0
+    scaled = (output * np.sqrt(np.arange(1, model.layers + 1))[:, None]) - 1
+    lns = model.layers > 1 and bool(np.all(np.abs(scaled) < 20 * EXACT))
+    if not lns:
+        gains = gains * np.where(np.abs(output - 1) < 20 * EXACT, 1.0, output)
+    return {
+        "skip_scale": fewest(skip),
+        "branch_scale": fewest(branch),
+        "layernorm_scaling": lns,
+        "norm_gain": fewest(gains),
+    }
+
+
+def _outside(model: Transformer, entries: Held, read: AuditedModule | None) -> dict[str, Any]:
+    """Tables and head.
+
+    Args:
+        read: what tells the factor on the logits; None where nothing does.
+    """
+    changes: dict[str, Any] = {}
+    for field, layer in (("embedding", 0), ("head", model.layers + 1)):
+        part = getattr(model, field)
+        if part is None:
+            continue
+        values = {
+            name: entries[layer, role].square
+            for role, (of, name) in OUTSIDE.items()
+            if of == field and (layer, role) in entries and getattr(part, name, None) is not None
         }
-        changes["weights"] = model.weights.replace(**weights)
-        biases = {
-            field.name: one_or_all([self._square(roles[n, field.name + ".bias"]) for n in layers])
-            for field in dataclasses.fields(Biases)
-            if all((n, field.name + ".bias") in roles for n in layers)
-        }
-        changes["biases"] = Biases.of().replace(**biases) if biases else None
-        changes |= self._scales(model, stack, roles)
-        changes |= self._outside(model, stack, roles)
-        return model.replace(**changes)
-
-    def _square(self, role: Role) -> float:
-        return self.read.by_role[role].square
-
-    def _gains(self, model: Transformer, roles: Mapping[tuple[int, str], Role]) -> np.ndarray:
-        gains = np.ones((model.layers, 2))
-        for n in range(1, model.layers + 1):
-            for column, block in enumerate(("attention", "ffn")):
-                role = roles.get((n, f"{block}.norm.gain"))
-                if role is None and model.parallel:
-                    role = roles.get((n, "attention.norm.gain"))
-                if role is not None:
-                    gains[n - 1, column] = self._gain(role)
-        return gains
-
-    def _gain(self, role: Role) -> float:
-        """Root mean square."""
-        return math.sqrt(self.read.by_role[role].square)
-
-    def _scales(
-        self, model: Transformer, stack: str, roles: Mapping[tuple[int, str], Role]
-    ) -> dict[str, Any]:
-        """Residual scales, LayerNorm Scaling and gains."""
-        shape = (model.layers, 2)
-        skip, branch, output = np.ones(shape), np.ones(shape), np.ones(shape)
-        gains = self._gains(model, roles)
-        probes = [p for p in self.read.probes if p.block.stack == stack]
-        if not probes:
-            return {"norm_gain": fewest(gains)}
-        for p in probes:
-            at = (p.block.layer - 1, p.block.column)
-            skip[at], branch[at] = _value(p.skip, 1.0), _value(p.branch, 1.0)
-            mean = self._mean_gain(p, roles)
-            output[at] = _value(p.norm_output, mean) / mean if mean else 1.0
-        scaled = (output * np.sqrt(np.arange(1, model.layers + 1))[:, None]) - 1
-        lns = model.layers > 1 and bool(np.all(np.abs(scaled) < 20 * EXACT))
-        if not lns:
-            gains = gains * np.where(np.abs(output - 1) < 20 * EXACT, 1.0, output)
-        return {
-            "skip_scale": fewest(skip),
-            "branch_scale": fewest(branch),
-            "layernorm_scaling": lns,
-            "norm_gain": fewest(gains),
-        }
-
-    def _mean_gain(self, p: BlockProbe, roles: Mapping[tuple[int, str], Role]) -> float:
-        """Slope of the norm's own output upon the normalised input: its gain, averaged."""
-        role = roles.get((p.block.layer, f"{p.block.name}.norm.gain")) or roles.get(
-            (p.block.layer, "attention.norm.gain")
-        )
-        if role is None:
-            return 1.0
-        return self.read.by_role[role].mean
-
-    def _outside(
-        self, model: Transformer, stack: str, roles: Mapping[tuple[int, str], Role]
-    ) -> dict[str, Any]:
-        changes: dict[str, Any] = {}
-        for field, layer in (("embedding", 0), ("head", model.layers + 1)):
-            part = getattr(model, field)
-            if part is None:
-                continue
-            values = {
-                name: self._square(roles[layer, role])
-                for role, (of, name) in OUTSIDE.items()
-                if of == field and (layer, role) in roles and getattr(part, name, None) is not None
-            }
-            after = roles.get((layer, "final.norm.gain"))
-            if field == "head" and part.norm and after is not None:
-                values["norm_gain"] = self._gain(after)
-            changes[field] = part.replace(**values)
-        if "head" in changes and not stack and self.read.batch is not None:
-            scale = self.read.logit_slope(model)
-            wanted = changes["head"].output_scale
-            if scale is not None and abs(scale.value / wanted - 1) > EXACT:
-                changes["head"] = changes["head"].replace(output_scale=scale.value)
-        return changes
-
-    def notes(self) -> list[str]:
-        """Broken assumptions, in words."""
-        read = self.read
-        found = _broken(read.module, read.found, read.by_role, read.repeated)
-        if not read.probes:
-            found.append(f"residual multipliers were not measured and are taken as 1: {read.why}")
-        return found
+        after = entries.get((layer, "final.norm.gain"))
+        if field == "head" and part.norm and after is not None:
+            values["norm_gain"] = math.sqrt(after.square)
+        changes[field] = part.replace(**values)
+    scale = read.logit_slope(model) if read is not None and "head" in changes else None
+    if scale is not None and abs(scale.value / changes["head"].output_scale - 1) > EXACT:
+        changes["head"] = changes["head"].replace(output_scale=scale.value)
+    return changes
 
 
 def _broken(

@@ -20,7 +20,7 @@ from ..show.differences import Case, Feature, differences
 from ..show.expected import TOLERANCE
 from .advice import conventions
 from .anatomy import anatomy_of
-from .architecture import architecture_of, read_architecture
+from .architecture import promised_by, read_architecture
 from .assumptions import Copies, copies, copy_notes, shuffle, shuffled
 from .audit import weight_advice
 from .batches import inputs_of, measured_dropout, measured_gradient, measured_moments
@@ -32,7 +32,7 @@ from .hook_points import ENCODER
 from .measure import measure
 from .probe import probe_or_why
 from .roles import block_of, tensors_of
-from .running import built
+from .running import at_hand, built
 
 with optional("torch", "torch"):
     import torch
@@ -97,6 +97,7 @@ def diagnose(
     sites = None if sites is None else list(sites)
     fixed = isinstance(module, nn.Module)
     target = built(module, seed)
+    batch = at_hand(batch)
     parts = None if names is not None or sites is not None else anatomy_of(target, batch)
     if progress is None:
         progress = _large(target, batch, seeds)
@@ -109,7 +110,7 @@ def diagnose(
         )
 
     measurement = measured(module)
-    described = _architecture(target, measurement, names)
+    described = promised_by(target, measurement.seq_len) if names is None else None
     read = described
     if described is None and names is None:
         read = read_architecture(target) if parts is None else parts.architecture()
@@ -280,17 +281,6 @@ def _copied(
     words = "; ".join(sentence.partition(":")[0] for sentence in copy_notes(repeated))
     layers = tuple(sorted({layer for group in repeated for layer in group.layers}))
     return Feature("copied layers", f"{words}, declared independent", math.nan, layers, apply)
-
-
-def _architecture(
-    module: nn.Module, measurement: Measurement, names: Mapping[str, str] | None
-) -> Transformer | None:
-    if names is not None:
-        return None
-    try:
-        return architecture_of(module, measurement.seq_len)
-    except MomentsError:
-        return None
 
 
 def at_length(model: Transformer | None, measurement: Measurement) -> Transformer:

@@ -5,14 +5,13 @@ A draft, to be corrected by whoever wrote the module: what could not be placed i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MomentsError, optional
 from .dataflow import ModuleReading, read
-from .roles import ModuleRoles, Role, tensors_of
+from .roles import ModuleRoles, Role, layer_pattern, parted, tensors_of
 from .running import own_module
 
 with optional("torch", "torch"):
@@ -68,16 +67,8 @@ class Draft:
 def _by_layer(site: Site, layer: int) -> tuple[str, str, int, str, str]:
     """A site, the number in its path counted from that of its layer."""
     _, name, path, side = site
-    before, number, behind = _parted(path)
+    before, number, behind = parted(path)
     return name, before, number - (layer - 1), behind, side
-
-
-def _parted(path: str) -> tuple[str, int, str]:
-    """A path around its first number, which counts layers; -1 where it has none."""
-    found = re.search(r"(?<![^.])\d+(?![^.])", path)
-    if found is None:
-        return path, -1, ""
-    return path[: found.start()], int(found.group()), path[found.end() :]
 
 
 def draft(module: nn.Module, batch: Any = None) -> Draft:
@@ -116,10 +107,10 @@ def _of_reading(module: nn.Module, reading: ModuleReading) -> Draft:
     for parameter, roles in _owners(reading.roles).items():
         said = _fused(roles, tensors[parameter].shape)
         layered = any(1 <= role.layer <= reading.roles.layers for role in roles)
-        pattern = _pattern(parameter) if layered else parameter
+        pattern = layer_pattern(parameter) if layered else parameter
         if said is None or names.get(pattern, said) != said:
             missing.append(parameter)
-            mixed.append(_pattern(parameter))
+            mixed.append(layer_pattern(parameter))
         else:
             names[pattern] = said
     doubts = [*reading.reasons, *reading.doubts]
@@ -157,15 +148,10 @@ def _fused(roles: list[Role], shape: Sequence[int]) -> str | None:
     return "+".join(role.full_name for role in placed)
 
 
-def _pattern(name: str) -> str:
-    before, number, behind = _parted(name)
-    return name if number < 0 else f"{before}{{layer}}{behind}"
-
-
 def _open(module: nn.Module, missing: Iterable[str]) -> Iterator[str]:
     """Patterns with shapes, for their author to say what they are."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    rows = [f"{_pattern(name)} {shapes[name]}" for name in missing]
+    rows = [f"{layer_pattern(name)} {shapes[name]}" for name in missing]
     for row in dict.fromkeys(rows):
         alone = [name for name, found in zip(missing, rows, strict=True) if found == row]
         yield row if len(alone) > 1 else f"{alone[0]} {shapes[alone[0]]}"

@@ -15,8 +15,10 @@ from .batches import shifted_left
 from .hook_points import points_of
 from .running import (
     batch_first,
+    device_of,
     first_tensor,
     in_mode,
+    made_at_hand,
     module_logits,
     module_loss,
     on_device,
@@ -98,7 +100,8 @@ def targets_read(
         return None
     alone = not isinstance(batch, Mapping)
     given = {"": batch} if alone else batch
-    tensors = {name: on_device(value, None) for name, value in given.items()}
+    device = device_of(module)
+    tensors = {name: on_device(value, device) for name, value in given.items()}
     logits, value = module_logits(output), module_loss(output)
     if loss is not None:
         value = loss(output, tensors[""] if alone else tensors)
@@ -142,6 +145,7 @@ def _changed(batch: Any, batch_first: bool, ids: np.ndarray | None) -> Any:
     return None if name is None else {**batch, name: _another(batch[name], batch_first)}
 
 
+@made_at_hand
 def _another(tokens: Any, batch_first: bool) -> Tensor:
     """(B, L) ids or (B, L, features), or (L, B, features)."""
     given = torch.as_tensor(tokens).clone()

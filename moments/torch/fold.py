@@ -13,6 +13,7 @@ head's matrix, or, where that is the token table, into the norm before it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,17 +22,17 @@ from ..model.transformer import Transformer
 from .architecture import fitted
 from .expectation import Scales, scales_of
 from .hook_points import ModuleBranch
-from .logit_factor import LogitFactor, logit_factor
+from .probe import LogitFactor, logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .scales import FOLDED, ScaleRow, applied_scales, native_branch, remove_scales
 
 with optional("torch", "torch"):
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
 _OUTPUTS = {"attention": "output", "cross": "cross_output", "ffn": "ffn_out"}
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def fold(
@@ -142,7 +143,7 @@ class _Plan:
         if size != 1:
             yield from self._final(size)
         for role in self.held:
-            yield self._fill(block_of(self.tensors, role), 1.0)
+            yield functools.partial(block_of(self.tensors, role).fill_, 1.0)
 
     def _norm(self, block: ModuleBranch, entering: float, after: float) -> Iterable[Step]:
         """`entering`: its input is that of plain code times this."""
@@ -167,10 +168,8 @@ class _Plan:
         role = self.roles.get((block.layer, name))
         if role is None:
             raise DomainError(f"{where}: no {name} matrix that could hold the branch scale")
-        yield self._multiply(block_of(self.tensors, role), factor)
-        bias = self.roles.get((block.layer, f"{name}.bias"))
-        if bias is not None:
-            yield self._multiply(block_of(self.tensors, bias), factor)
+        yield self._times(role, factor)
+        yield from self._bias(self.roles.get((block.layer, f"{name}.bias")), factor)
 
     def _final(self, size: float) -> Iterable[Step]:
         role = self.roles.get((self.last + 1, "final.norm.gain"))
@@ -184,12 +183,10 @@ class _Plan:
     def logits(self, factor: float) -> Iterable[Step]:
         """Into the head's own matrix; where that is the token table, into the norm before it."""
         after = self.last + 1
-        bias = self.roles.get((after, "head.bias"))
-        if bias is not None:
-            yield self._multiply(block_of(self.tensors, bias), factor)
+        yield from self._bias(self.roles.get((after, "head.bias")), factor)
         head = self.roles.get((after, "head"))
         if head is not None:
-            yield self._multiply(block_of(self.tensors, head), factor)
+            yield self._times(head, factor)
             return
         named = ((after, f"{site}.norm.gain") for site in ("head", "final"))
         gain = next((self.roles[key] for key in named if key in self.roles), None)
@@ -199,9 +196,7 @@ class _Plan:
                 f"that the factor {factor:g} on the logits has no place"
             )
         yield self._scaled_gain(gain, factor)
-        norm_bias = self.roles.get((after, gain.name.replace(".gain", ".bias")))
-        if norm_bias is not None:
-            yield self._multiply(block_of(self.tensors, norm_bias), factor)
+        yield from self._bias(self.roles.get((after, gain.name.replace(".gain", ".bias"))), factor)
 
     def _epsilon(self, path: str, size: float) -> Step:
         norm = self.module.get_submodule(path)
@@ -222,9 +217,15 @@ class _Plan:
                 f"{where}: its norm has no gain that could hold the factor {factor:g}"
             )
         yield self._scaled_gain(gain, factor)
-        bias = self.roles.get((layer, gain.name.replace(".gain", ".bias")))
-        if bias is not None:
-            yield self._multiply(block_of(self.tensors, bias), factor)
+        yield from self._bias(self.roles.get((layer, gain.name.replace(".gain", ".bias"))), factor)
+
+    def _times(self, role: Role, factor: float) -> Step:
+        return functools.partial(block_of(self.tensors, role).mul_, factor)
+
+    def _bias(self, role: Role | None, factor: float) -> Iterable[Step]:
+        """Of what a factor acts on, where it has one."""
+        if role is not None:
+            yield self._times(role, factor)
 
     def _scaled_gain(self, role: Role, factor: float) -> Step:
         weight, plain = block_of(self.tensors, role), unit_gain(self.module, role)
@@ -233,19 +234,5 @@ class _Plan:
             weight.mul_(factor)
             if not plain:
                 weight.add_(factor - 1)
-
-        return step
-
-    @staticmethod
-    def _multiply(tensor: Tensor, factor: float) -> Step:
-        def step() -> None:
-            tensor.mul_(factor)
-
-        return step
-
-    @staticmethod
-    def _fill(tensor: Tensor, value: float) -> Step:
-        def step() -> None:
-            tensor.fill_(value)
 
         return step

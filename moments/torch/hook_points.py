@@ -27,7 +27,6 @@ __all__ = [
     "WeightPart",
     "family_of",
     "hook_points",
-    "layers_of",
     "stacks_of",
     "weight_parts",
 ]
@@ -96,15 +95,6 @@ def stacks_of(module: nn.Module) -> dict[str, list[tuple[str, Layout]]]:
 def _list_of(path: str) -> str:
     """Where a layer is listed: its path without its number, and what wraps the layer itself."""
     return ".".join([part for part in path.split(".") if part not in WRAPPED][:-1])
-
-
-def layers_of(module: nn.Module) -> list[tuple[str, Layout]]:
-    """Paths of the layers of the module's main stack, in order, each with its layout.
-
-    Raises:
-        MomentsError: no layer is known, or they sit in more than one stack.
-    """
-    return stacks_of(module)[""]
 
 
 def hook_points(module: nn.Module) -> tuple[HookPoint, ...]:

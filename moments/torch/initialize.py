@@ -17,8 +17,7 @@ from ..model.weights import DISTRIBUTIONS
 from .architecture import Fitted, fitted
 from .expectation import Scales, expected_variance, scales_of
 from .hook_points import ModuleBranch
-from .logit_factor import logit_factor
-from .probe import drops_behind
+from .probe import drops_behind, logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_row
 from .scales import FOLDED, AppliedScales, HeldDropout, applied_scales, apply_scales, held_dropouts

@@ -22,6 +22,7 @@ from .hook_points import HookPoint, WeightPart, points_of
 from .running import (
     batch_first,
     built,
+    device_of,
     first_tensor,
     in_mode,
     module_logits,
@@ -212,8 +213,7 @@ class _Inputs:
 
 def _tensors(module: nn.Module, batch: Any) -> _Inputs:
     """The batch on the module's device; what is real-valued, masks excepted, gets a gradient."""
-    parameter = next(module.parameters(), None)
-    device = None if parameter is None else parameter.device
+    device = device_of(module)
 
     def tensor(value: Any, name: str) -> Any:
         if not isinstance(value, Tensor | np.ndarray | list):

@@ -2,7 +2,8 @@
 
 At every sum y the numbers lambda and beta of y = lambda x + beta f are least squares over all
 tokens and features, with x the stream and f what the block's own matrix (or second norm) gave
-before anything scaled it. The same for every norm's output upon the normalised input.
+before anything scaled it. The same for every norm's output upon the normalised input,
+and for the logits upon what the head's own matrix gives.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import MomentsError, optional
-from .hook_points import ModuleBranch, SubmoduleTensor
+from ..model.transformer import Transformer
+from .hook_points import ModuleBranch, SubmoduleTensor, hook_points
 from .roles import ModuleRoles, roles_of
-from .running import in_mode, run, watch_tensor
+from .running import in_mode, made_at_hand, run, watch_tensor
 
 with optional("torch", "torch"):
     import torch
@@ -109,6 +111,7 @@ def drops_behind(
     }
 
 
+@made_at_hand
 def default_batch(module: nn.Module, found: ModuleRoles | None = None) -> Any:
     """Random input for a module that says what it takes; None where it does not.
 
@@ -301,3 +304,82 @@ def regress(target: Tensor, columns: list[Tensor]) -> list[Slope | None]:
         error = math.sqrt(variance * max(float(inverse[place, place]), 0.0))
         slopes[i] = Slope(float(solved[place]) / norms[i], error / norms[i], unexplained)
     return slopes
+
+
+# --- the factor on the logits: what code applies, and what a hook must add ------------------------
+
+
+EXPLAINED = 1e-3
+"""A tensor whose share left unexplained is below this is a multiple of another one."""
+
+
+class LogitFactor(NamedTuple):
+    """What a hook behind the matrix to logits multiplies by."""
+
+    path: str
+    factor: float
+
+
+def logits_path(module: nn.Module, found: ModuleRoles) -> str | None:
+    """Path of the submodule that gives the logits; None where the module has no head."""
+    try:
+        sites = [point.path for point in hook_points(module) if point.site == "logits"]
+    except MomentsError:
+        sites = []
+    heads = [role.parameter.rpartition(".")[0] for role in found.named("head")]
+    return next(iter([*sites, *heads]), None)
+
+
+def logit_factor(
+    module: nn.Module, found: ModuleRoles, model: Transformer, described: Transformer | None
+) -> LogitFactor | None:
+    """The hook that a model's output scale needs beside the module's own; None where none."""
+    path = logits_path(module, found)
+    if path is None or model.head is None:
+        return None
+    there = 1.0 if described is None or described.head is None else described.head.output_scale
+    factor = float(model.head.output_scale / there)
+    return None if abs(factor - 1) < 1e-12 else LogitFactor(path, factor)
+
+
+def measured_scale(
+    module: nn.Module, found: ModuleRoles, model: Transformer, batch: Any
+) -> Slope | None:
+    """What really multiplies the logits, whatever code does it; None where it cannot be seen.
+
+    The product of two slopes: of the module's logits upon what the head's own matrix gives, and of
+    what that matrix reads upon the final norm's output where it is a multiple of it (T5).
+    """
+    path = logits_path(module, found)
+    if path is None or batch is None or model.head is None:
+        return None
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str, tensor: Tensor) -> None:
+        seen[name] = tensor.detach().to(torch.float64, copy=True)
+
+    with ExitStack() as stack:
+        stack.enter_context(in_mode(module, False))
+        head = module.get_submodule(path)
+        norms = (role.parameter.rpartition(".")[0] for role in found.named("final.norm.gain"))
+        for name, part, side, first in (
+            ("read", head, "input", False),
+            ("own", head, "output", True),
+            ("hooked", head, "output", False),
+            *(("norm", module.get_submodule(norm), "output", False) for norm in norms),
+        ):
+            hook = watch_tensor(part, side, functools.partial(keep, name), first=first)
+            stack.callback(hook.remove)
+        output = run(module, batch)
+    logits = getattr(output, "logits", None)
+    capped = model.head.logit_softcap is not None
+    if logits is None or capped or logits.shape != seen["own"].shape:
+        logits = seen["hooked"]
+    (behind,) = regress(logits.detach().double(), [seen["own"]])
+    if behind is None or not seen["own"].any():
+        return None
+    before = 1.0
+    if "norm" in seen and seen["norm"].shape == seen["read"].shape:
+        (slope,) = regress(seen["read"], [seen["norm"]])
+        before = slope.value if slope is not None and slope.unexplained < EXPLAINED else 1.0
+    return Slope(behind.value * before, behind.stderr * abs(before), behind.unexplained)

@@ -166,7 +166,7 @@ def _by_family(module: nn.Module) -> list[tuple[int, WeightPart]]:
 
 def _by_name(module: nn.Module, names: Mapping[str, str]) -> list[tuple[int, WeightPart]]:
     """Parts that the user's patterns name, layers numbered from 1 in the order of their index."""
-    tensors = tensors_of(module)
+    tensors, owners = tensors_of(module), dict(module.named_modules())
     hits: list[tuple[int | None, str, str]] = []
     for pattern, role in names.items():
         _check_role(role)
@@ -187,22 +187,16 @@ def _by_name(module: nn.Module, names: Mapping[str, str]) -> list[tuple[int, Wei
         layer = index - first + 1 if index is not None else 0
         if index is None and role.startswith(("head", "final")):
             layer = last + 1
-        axis = int(_transposed(module, name))
-        for place, single in enumerate(fused):
-            found.append((layer, _block(single, name, axis, place, fused, tensors[name])))
+        if len(fused) == 1:
+            found.append((layer, WeightPart(role, name)))
+            continue
+        axis = int(tensors[name].ndim > 1 and _transposed(owners, name))
+        width, rest = divmod(tensors[name].shape[axis], len(fused))
+        if rest:
+            raise domain_error(f"names: {name}", role, "equal parts of the parameter")
+        split = (width,) * len(fused)
+        found += [(layer, WeightPart(r, name, axis, n, split)) for n, r in enumerate(fused)]
     return found
-
-
-def _block(
-    role: str, name: str, axis: int, place: int, fused: list[str], tensor: Tensor
-) -> WeightPart:
-    if len(fused) == 1:
-        return WeightPart(role, name)
-    axis = axis if tensor.ndim > 1 else 0
-    if tensor.shape[axis] % len(fused):
-        raise domain_error(f"names: {name}", "+".join(fused), "equal parts of the parameter")
-    width = tensor.shape[axis] // len(fused)
-    return WeightPart(role, name, axis, place, (width,) * len(fused))
 
 
 def _check_role(role: str) -> None:
@@ -219,8 +213,7 @@ def _role(
     layer: int,
     part: WeightPart,
 ) -> Role:
-    path = part.parameter.rpartition(".")[0]
-    transposed = type(owners.get(path)).__name__ == "Conv1D"
+    transposed = _transposed(owners, part.parameter)
     stored = tensors[part.parameter]
     block = part.of(stored)
     stack = ENCODER if part.weight.startswith(ENCODER) else ""
@@ -234,9 +227,8 @@ def _role(
     return Role(stack, layer, name, part, fan_in, fan_out, transposed, label)
 
 
-def _transposed(module: nn.Module, parameter: str) -> bool:
-    owner = dict(module.named_modules()).get(parameter.rpartition(".")[0])
-    return type(owner).__name__ == "Conv1D"
+def _transposed(owners: Mapping[str, nn.Module], parameter: str) -> bool:
+    return type(owners.get(parameter.rpartition(".")[0])).__name__ == "Conv1D"
 
 
 def block_of(tensors: Mapping[str, Tensor], role: Role) -> Tensor:
@@ -259,6 +251,18 @@ def block_of(tensors: Mapping[str, Tensor], role: Role) -> Tensor:
 def gathered(roles: Sequence[Role]) -> tuple[str, ...]:
     """Names of tensors, those of several layers as one pattern."""
     return gathered_names([role.label for role in roles])
+
+
+def parted(path: str) -> tuple[str, int, str]:
+    """A path around its first number, which counts layers; -1 where it has none."""
+    found = re.search(r"(?<![^.])\d+(?![^.])", path)
+    return (path[: found.start()], int(found[0]), path[found.end() :]) if found else (path, -1, "")
+
+
+def layer_pattern(name: str) -> str:
+    """A name with {layer} for the number that counts layers."""
+    before, number, behind = parted(name)
+    return name if number < 0 else f"{before}{{layer}}{behind}"
 
 
 def gathered_pattern(label: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,10 @@ with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
+
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 
 # --- what is around it ----------------------------------------------------------------------------
@@ -170,12 +175,16 @@ def padding_rows(module: nn.Module) -> dict[Tensor, int]:
 
 def run(module: nn.Module, batch: Any) -> Any:
     """What a module makes of a batch, on its own device and without a graph."""
-    parameter = next(module.parameters(), None)
-    device = None if parameter is None else parameter.device
+    device = device_of(module)
     with torch.no_grad():
         if isinstance(batch, Mapping):
             return module(**{name: on_device(value, device) for name, value in batch.items()})
         return module(on_device(batch, device))
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    """Where its first parameter lies."""
+    return next((parameter.device for parameter in module.parameters()), None)
 
 
 def on_device(value: Any, device: torch.device | None) -> Any:
@@ -183,6 +192,24 @@ def on_device(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, Tensor | np.ndarray | list):
         return torch.as_tensor(value, device=device)
     return value
+
+
+def at_hand(batch: Any) -> Any:
+    """A batch to be looked at, on the processor; whatever runs a module brings it there."""
+    if isinstance(batch, Mapping):
+        return {name: at_hand(value) for name, value in batch.items()}
+    return batch.detach().cpu() if isinstance(batch, Tensor) else batch
+
+
+def made_at_hand(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """With what the function makes on the processor, whatever torch's default device."""
+
+    @functools.wraps(make)
+    def made(*positional: _Given.args, **named: _Given.kwargs) -> _Made:
+        with torch.device("cpu"):
+            return make(*positional, **named)
+
+    return made
 
 
 @contextmanager

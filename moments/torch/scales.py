@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from ..errors import DomainError, MomentsError, optional
 from .expectation import Scales
 from .hook_points import ModuleBranch, Side, SubmoduleTensor
-from .logit_factor import LogitFactor
-from .probe import drops_behind
+from .probe import LogitFactor, drops_behind
 from .running import first_tensor, with_first_tensor
 
 with optional("torch", "torch"):

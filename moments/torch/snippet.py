@@ -77,8 +77,8 @@ def initialize(module, seed=0):
                 variance = VARIANCES[role]
                 if isinstance(variance, list):
                     variance = variance[layer]
-                drawn = torch.randn(block.shape, generator=generator) * math.sqrt(variance)
-                block.copy_(drawn)
+                drawn = torch.randn(block.shape, generator=generator, device="cpu")
+                block.copy_(drawn * math.sqrt(variance))
             if getattr(owner, "padding_idx", None) is not None:
                 parameter[owner.padding_idx] = 0.0
     if missing:

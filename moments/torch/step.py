@@ -21,7 +21,7 @@ from ..prediction.draws import STREAM
 from ..step.first import OPTIMIZERS, named_optimizer
 from ..step.measured import Place, StepDraw, StepMeasurement
 from ..step.rules import group_of
-from .hook_points import hook_points, weight_parts
+from .anatomy import measured_parts
 from .measure import Loss, _add_labels, _objective, _tensors
 from .running import built, in_mode, module_logits, watch_tensor
 
@@ -78,7 +78,7 @@ def measure_step(
 
     Raises:
         DomainError: an unknown optimizer or option, or a rate that is missing or not positive.
-        MomentsError: the module's layers are not known.
+        MomentsError: the module could not be read.
     """
     check_count("seeds", seeds)
     check_count("seed", seed, least=0)
@@ -117,7 +117,7 @@ class _Run:
         self.inputs = _tensors(module, batch)
         if loss is None:
             _add_labels(module, self.inputs)
-        self.points, self.parts = hook_points(module), weight_parts(module)
+        self.points, self.parts = measured_parts(module, batch, None)
 
     def __call__(self) -> tuple[Tensor, dict[Place, Tensor], dict[str, Tensor]]:
         torch.manual_seed(self.state)
@@ -379,6 +379,7 @@ class _Muon:
         **adam: Any,
     ) -> None:
         self.module, self.rate, self.momentum, self.adjust = module, lr, momentum, adjust
+        self.parts = measured_parts(module, None, None)[1]
         self.nesterov = momentum > 0 if nesterov is None else nesterov
         self.adam = torch.optim.Adam(parameters, lr=lr, **adam)
         self.past = {id(p): torch.zeros_like(p) for p in parameters}
@@ -387,7 +388,7 @@ class _Muon:
         parameters = dict(self.module.named_parameters())
         old = {name: p.detach().clone() for name, p in parameters.items()}
         self.adam.step()
-        for row, part in weight_parts(self.module):
+        for row, part in self.parts:
             p = parameters[row.parameter]
             if id(p) not in self.past or p.grad is None or group_of(row.weight) != "matrices":
                 continue

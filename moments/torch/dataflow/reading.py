@@ -19,12 +19,12 @@ from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
 from ..hook_points import ENCODER, HookPoint, ModuleBranch
 from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
-from ..running import in_mode, padding_row
+from ..running import in_mode, made_at_hand, padding_row
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
 from .stream import BranchUnit, StreamReader, SumChain
-from .units import Norm, close
+from .units import close
 
 with optional("torch", "torch"):
     import torch
@@ -66,6 +66,7 @@ class ModuleReading:
     odd: tuple[tuple[int, str], ...] = ()
 
 
+@made_at_hand
 def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> ModuleReading:
     """Reads a module from one forward pass.
 
@@ -117,6 +118,7 @@ class Call(NamedTuple):
     given: Any
 
 
+@made_at_hand
 def called(module: nn.Module, batch: Any) -> Call:
     """A call of a module on what it is read from.
 
@@ -680,7 +682,9 @@ class _Reading:
         kinds = list(dict.fromkeys(n.kind for n in [*norms, *outer]))
         if len(kinds) > 1:
             self.reasons.append(f"norms of several kinds ({', '.join(kinds)})")
-        epsilons = [n.epsilon for n in (norms or outer)]
+        every = norms or outer
+        epsilons = [n.epsilon for n in every]
+        biasable = any(n.gains and n.kind == "layernorm" for n in every)
         fields: dict[str, Any] = {
             "layers": len(stack.layers),
             "d_model": width,
@@ -698,14 +702,16 @@ class _Reading:
             "d_head": one("a head's width", [a.d_head for a in attentions]),
             "kv_heads": one("a number of key heads", [a.kv_heads for a in attentions]),
             "norm_epsilon": max(set(epsilons), key=epsilons.count) if epsilons else 0.0,
-            "norm_affine": any(n.gains for n in norms or outer),
-            "norm_bias": any(n.biases for n in norms or outer) or not _biasable(norms or outer),
+            "norm_affine": any(n.gains for n in every),
+            "norm_bias": any(n.biases for n in every) or not biasable,
             "parallel": any(u.parallel for u in units),
             "alibi": one("ALiBi", [a.alibi for a in attentions]),
             "qk_norm": self._qk_norm(attentions),
             "logit_softcap": one("a cap of logits", [a.softcap for a in attentions]),
         }
-        fields["parallel_norms"] = self._parallel_norms(stack) if fields["parallel"] else 1
+        before = [{u.before and u.before.end for u in layer} for layer in stack.layers]
+        apart = fields["parallel"] and any(len(ends) > 1 for ends in before)
+        fields["parallel_norms"] = 2 if apart else 1
         fields |= self._norm_fields(stack) | self._scales(stack)
         fields |= self._positions(attentions, stack)
         temperatures = [_near(a.temperature) for a in attentions]
@@ -753,10 +759,6 @@ class _Reading:
                 self.reasons.append("queries and keys normalised over all heads together")
         found: str | None = self._one("a norm of queries", kinds)
         return found
-
-    def _parallel_norms(self, stack: _Stack) -> int:
-        pairs = [{id_of(u.before) for u in units} for units in stack.layers]
-        return 1 if all(len(pair) == 1 for pair in pairs) else 2
 
     def _norm_fields(self, stack: _Stack) -> dict[str, Any]:
         kinds = stack.placements
@@ -1008,15 +1010,6 @@ def _of_sines(table: Tensor) -> bool:
     far = torch.arange(min(len(rows), 8), dtype=torch.float64)
     wanted = torch.cos(far[:, None] * speeds).sum(1)
     return close(rows[: len(far)] @ rows[0], wanted, 0.05)
-
-
-def _biasable(norms: list[Norm]) -> bool:
-    """Whether a bias could be missing: of LayerNorms that have gains."""
-    return any(n.gains and n.kind == "layernorm" for n in norms)
-
-
-def id_of(norm: Norm | None) -> int:
-    return -1 if norm is None else norm.end
 
 
 class _Variances:

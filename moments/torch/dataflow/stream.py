@@ -469,8 +469,10 @@ class StreamReader:
         found = AttentionUnit(heads, d_head, kv_heads, projections=sides)
         drops = read.dropouts(core.weights, core.mixed)
         found.dropout = drops[0][1] if drops else 0.0
-        if "value" in sides and not self._values_whole(core, sides["value"]):
-            found.doubts.append("values that are normalised, or changed otherwise")
+        if "value" in sides:
+            linear, _ = self._source(sides["value"], core.value)
+            if self._doubled(self._made(linear, core.value), core.value)[2] != 2:
+                found.doubts.append("values that are normalised, or changed otherwise")
         if "query" in sides and "key" in sides:
             self._logits(core, sides, found)
         self._mask(core, found)
@@ -483,19 +485,13 @@ class StreamReader:
         graph, read = self.graph, self.read
         scale = 1.0
         for role, operand in (("query", core.query), ("key", core.key)):
-            linear, columns = next(
-                row
-                for row in sides[role]
-                if graph.rests_on(operand, graph.nodes[row[0].node].outputs[0])
-            )
+            linear, columns = self._source(sides[role], operand)
             start = self._made(linear, operand)
-            x = read.draw(start)
-            one, two, zero = (graph.run({start: t}, operand)[0].double() for t in (x, 2 * x, 0 * x))
-            taken = x.reshape(-1, x.shape[-1])[:, columns].double()
-            repeats = one.numel() / taken.numel()
-            if close(two - zero, 2 * (one - zero)):
-                scale *= float((one.square().sum() / (repeats * taken.square().sum())).sqrt())
-            elif close(two, one):
+            x, one, doubled = self._doubled(start, operand)
+            if doubled == 2:
+                taken = x.reshape(-1, x.shape[-1])[:, columns].double()
+                scale *= float((one.square().mean() / taken.square().mean()).sqrt())
+            elif doubled == 1:
                 norm = self._head_norm(start, operand, found.d_head)
                 if norm is None:
                     found.doubts.append(f"a {role}'s norm is not a known one")
@@ -527,17 +523,18 @@ class StreamReader:
         multiplier = scale * (slope or 0.0)
         found.temperature = 1 / (multiplier * math.sqrt(found.d_head)) if multiplier else 1.0
 
-    def _values_whole(self, core: Core, side: list[tuple[LinearUnit, Tensor]]) -> bool:
-        """Whether values are what their matrix makes, or a multiple of it."""
-        for linear, _ in side:
-            if self.graph.rests_on(core.value, self.graph.nodes[linear.node].outputs[0]):
-                start = self._made(linear, core.value)
-                x = self.read.draw(start)
-                one, two, zero = (
-                    self.graph.run({start: t}, core.value)[0].double() for t in (x, 2 * x, 0 * x)
-                )
-                return close(two - zero, 2 * (one - zero))
-        return True
+    def _source(self, side: list[tuple[LinearUnit, Tensor]], end: int) -> tuple[LinearUnit, Tensor]:
+        """Of some matrices the one that makes a value, and its columns."""
+        made = (row for row in side if self.graph.rests_on(end, self._first(row[0])))
+        return next(made)
+
+    def _doubled(self, start: int, end: int) -> tuple[Tensor, Tensor, int | None]:
+        """A draw of a value, what is made of it, and what that is multiplied by (2 or 1, else None)
+        where the draw is doubled."""
+        x = self.read.draw(start)
+        one, two, zero = (self.graph.run({start: t}, end)[0].double() for t in (x, 2 * x, 0 * x))
+        linear = close(two - zero, 2 * (one - zero))
+        return x, one, 2 if linear else 1 if close(two, one) else None
 
     def _head_norm(self, start: int, operand: int, d_head: int) -> Norm | None:
         """A norm of queries or keys: of every head, or (groups 0) of all heads together.
@@ -559,9 +556,8 @@ class StreamReader:
                     continue
                 x = read.draw(norm.end)
                 (y,) = graph.run({norm.end: x}, operand)
-                repeats = y.numel() / x.numel()
-                square = y.double().square().sum() / (repeats * x.double().square().sum())
-                norm.scale = float(square.sqrt()) * norm.gain
+                ratio = y.double().square().mean() / x.double().square().mean()
+                norm.scale = float(ratio.sqrt()) * norm.gain
                 norm.groups = 1 if width == d_head else 0
                 return norm
         return None
@@ -605,8 +601,10 @@ class StreamReader:
 
     def _made(self, linear: LinearUnit, end: int) -> int:
         """A product's outcome on the way to a value, behind its bias where that lies there."""
-        if self.graph.rests_on(end, linear.made):
-            return linear.made
+        return linear.made if self.graph.rests_on(end, linear.made) else self._first(linear)
+
+    def _first(self, linear: LinearUnit) -> int:
+        """A product's outcome itself."""
         return self.graph.nodes[linear.node].outputs[0]
 
     def _turns(self, start: int, end: int, doubled: float | None = None) -> bool:
