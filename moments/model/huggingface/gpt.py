@@ -10,7 +10,7 @@ from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
 from .family import Family, causal_head, declared
-from .layout import Fused, Layout, Site, thirds, two_blocks
+from .layout import Fused, Layout, dropped, thirds, two_blocks
 
 
 def _gpt2(read: Entries, seq_len: int | None) -> Transformer:
@@ -150,7 +150,6 @@ FAMILIES = {
 # --- where modules keep their sites and parameters -----------------------------------------------
 
 
-_DROPPED: tuple[Site, ...] = (("embedding.sum", "drop", "input"), ("embedding", "drop", "output"))
 _NORMS = ("ln_1", "ln_2")
 _TABLES = (("token", "wte"), ("position", "wpe"))
 
@@ -165,7 +164,6 @@ def _opt_layout(*, pre: bool) -> Layout:
         placement="pre" if pre else "post",
         outside=(("token", "decoder.embed_tokens"), ("position", "decoder.embed_positions")),
         final="decoder.final_layer_norm",
-        head="lm_head",
         applies=lambda layer: getattr(layer, "do_layer_norm_before", None) is pre,
     )
 
@@ -199,9 +197,8 @@ def _gpt2_layout(
         dropouts=dropouts,
         fused=(thirds("attn.c_attn.weight", axis=axis),),
         outside=_TABLES,
-        before=_DROPPED,
+        before=dropped("drop"),
         final="ln_f",
-        head="lm_head",
         applies=applies,
     )
 
@@ -217,9 +214,8 @@ LAYOUTS = (
         ("mlp.c_fc", "mlp.c_proj"),
         dropouts=("attn.attention.resid_dropout", "mlp.dropout"),
         outside=_TABLES,
-        before=_DROPPED,
+        before=dropped("drop"),
         final="ln_f",
-        head="lm_head",
     ),
     _opt_layout(pre=True),
     _opt_layout(pre=False),
@@ -241,7 +237,6 @@ LAYOUTS = (
             ("embedding", "word_embeddings_layernorm", "output"),
         ),
         final="ln_f",
-        head="lm_head",
         applies=lambda layer: hasattr(layer.self_attention, "inv_norm_factor"),
     ),
 )

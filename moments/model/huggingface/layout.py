@@ -82,6 +82,11 @@ def feed_forward(inner: str, outer: str, dropout: str = "", gate: str = "") -> t
     )
 
 
+def dropped(path: str) -> tuple[Site, ...]:
+    """What enters layer 1, about the module that drops it."""
+    return (("embedding.sum", path, "input"), ("embedding", path, "output"))
+
+
 def _there(*sites: Site) -> tuple[Site, ...]:
     return tuple(site for site in sites if site[1])
 
@@ -249,6 +254,7 @@ def two_blocks(
     weights: tuple[tuple[str, str], ...] | None = None,
     fused: tuple[Fused, ...] = (),
     beside: tuple[tuple[str, str], ...] = (),
+    head: str = "lm_head",
     **rest: Any,
 ) -> Layout:
     """A layer of an attention and a feed-forward block, by the paths of their parts.
@@ -261,7 +267,7 @@ def two_blocks(
         dropouts, behind: of the blocks' outputs: modules that drop them, and norms of them.
         weights: paths of the matrices where those are not the ones that follow from the others.
         beside: norms inside the blocks.
-        rest: as of `Layout.of`.
+        head, rest: as of `Layout.of`.
     """
     posts = tuple(zip(("attention.post_norm", "ffn.post_norm"), behind, strict=True))
     inner, outer, gate = (*ffn, "")[:3]
@@ -280,7 +286,8 @@ def two_blocks(
         every = (*projections(root, ("q_proj", "k_proj", "v_proj", last)), *matrices(**there))
         weights = tuple(pair for pair in every if pair[0] not in several)
     more = (*(pair for pair in posts if pair[1]), *beside)
-    return Layout.of(name, placement, blocks, norms=more, weights=weights, fused=fused, **rest)
+    rest |= {"norms": more, "weights": weights, "fused": fused, "head": head}
+    return Layout.of(name, placement, blocks, **rest)
 
 
 def ends(path: str, end: str) -> bool:

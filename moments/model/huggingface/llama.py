@@ -268,7 +268,6 @@ def _layout(
         beside=() if behind[0] else heads,
         outside=(("token", "embed_tokens"),),
         final="norm",
-        head="lm_head",
         **rest,
     )
 

@@ -9,7 +9,7 @@ from ..transformer import Transformer
 from ..weights import Biases
 from .entries import Entries
 from .family import Family, causal_head, declared
-from .layout import Fused, Layout, Site, Split, two_blocks
+from .layout import Fused, Layout, Split, dropped, two_blocks
 
 _FFN = ("ffn_in", "ffn_out")
 _ALL = ("query", "key", "value", "output", *_FFN)
@@ -135,10 +135,6 @@ def _fused(attended: str, split: Split) -> tuple[Fused, ...]:
     return (Fused(("query", "key", "value"), f"{attended}.query_key_value.weight", split),)
 
 
-def _dropped(path: str) -> tuple[Site, ...]:
-    return (("embedding.sum", path, "input"), ("embedding", path, "output"))
-
-
 _WIDE = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
 
@@ -156,9 +152,8 @@ def _neox_layout(*, parallel: bool) -> Layout:
         dropouts=("post_attention_dropout", "post_mlp_dropout"),
         fused=_fused("attention", _neox_split),
         outside=(("token", "embed_in"), ("head", "embed_out")),
-        before=_dropped("emb_dropout"),
+        before=dropped("emb_dropout"),
         final="final_layer_norm",
-        head="lm_head",
         applies=lambda layer: layer.use_parallel_residual == parallel,
     )
 
@@ -187,7 +182,6 @@ def _falcon_layout(norms: tuple[str, ...], *, parallel: bool) -> Layout:
         fused=_fused("self_attention", _falcon_split),
         outside=(("token", "word_embeddings"),),
         final="ln_f",
-        head="lm_head",
         applies=applies,
     )
 
@@ -203,9 +197,8 @@ LAYOUTS = (
         dropouts=("attn.resid_dropout", "mlp.dropout"),
         outside=(("token", "wte"),),
         placement="parallel",
-        before=_dropped("drop"),
+        before=dropped("drop"),
         final="ln_f",
-        head="lm_head",
     ),
     two_blocks(
         "Phi",
@@ -215,9 +208,8 @@ LAYOUTS = (
         beside=(("query.norm", "self_attn.q_layernorm"), ("key.norm", "self_attn.k_layernorm")),
         outside=(("token", "embed_tokens"),),
         placement="parallel",
-        before=_dropped("embed_dropout"),
+        before=dropped("embed_dropout"),
         final="final_layernorm",
-        head="lm_head",
     ),
     _falcon_layout(("input_layernorm",), parallel=True),
     _falcon_layout(("ln_attn", "ln_mlp"), parallel=True),

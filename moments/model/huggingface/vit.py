@@ -8,7 +8,7 @@ from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
 from .family import Family
-from .layout import Layout, matrices, projections, two_blocks
+from .layout import Layout, dropped, matrices, projections, two_blocks
 
 
 def _vit(read: Entries, seq_len: int | None) -> Transformer:
@@ -81,10 +81,8 @@ def _layout(
             ("class", "embeddings.cls_token"),
             ("head", "classifier"),
         ),
-        before=(
-            ("embedding.sum", "embeddings.dropout", "input"),
-            ("embedding", "embeddings.dropout", "output"),
-        ),
+        before=dropped("embeddings.dropout"),
+        head="",
         final="layernorm",
     )
 
