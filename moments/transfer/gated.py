@@ -164,7 +164,7 @@ class GatedLinear(Leaf):
         correlation, covariance = inner.correlation(), factor.kernel.pairs
         above, below = (
             {
-                "x_correlation": correlation + side * at_gate,
+                "x_correlation": np.clip(correlation + side * at_gate, -1.0, 1.0),  # of rounding
                 "factor_covariance": covariance + side * at_factor,
             }
             for side in (1.0, -1.0)
