@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from scipy.linalg import eigh
@@ -61,9 +64,10 @@ class Neurons:
         function, derivative = laws.entrywise
         drawn = tuple(gaussian(kernel, place) for place, kernel in enumerate(kernels))
         with np.errstate(over="ignore"):
-            kind = drawn[0].dtype
-            value = np.asarray(function(NUMPY, drawn[0]), kind)
-            slope = np.asarray(derivative(NUMPY, drawn[0]), kind)
+            value, slope = (
+                np.asarray(one(_OF_DRAWS, drawn[0]), drawn[0].dtype)
+                for one in (function, derivative)
+            )
         if len(drawn) == 1:
             return cls(drawn, kernels, value, (slope,), gradient, laws)
         slopes = slope * drawn[1], value
@@ -132,6 +136,14 @@ class Neurons:
             cross = sides[0] @ kernel @ sides[1].T
             found -= cross + cross.T
         return np.asarray(found + found.T, float) * (float(np.trace(self.gradient)) * size**2 / 2)
+
+
+def _root(x: Any) -> Any:
+    return math.sqrt(x) if isinstance(x, float) else np.sqrt(x)
+
+
+_OF_DRAWS = SimpleNamespace(**vars(NUMPY) | {"sqrt": _root})
+"""NUMPY whose constants leave draws as precise as they are."""
 
 
 def _twinned(values: Array, linear: Array, shared: Array, kernel: Array) -> Drawn:

@@ -22,7 +22,7 @@ from .first import Stepped, named_optimizer, still
 from .rules import Optimizer
 from .several import Updates
 from .sites import Reading
-from .walk import WeightStep
+from .walk import SiteStep, WeightStep
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,7 +54,6 @@ class FirstStep:
         relative_change: E |dh|^2 over E |h|^2 of the stream before the step, (N + 1,).
         logit_change: mean square of a logit's change.
         warnings: where the theory ends.
-        site_rows: what `to_frame` shows.
     """
 
     model: Transformer
@@ -68,7 +67,7 @@ class FirstStep:
     relative_change: np.ndarray
     logit_change: float
     warnings: tuple[str, ...]
-    site_rows: tuple[Mapping[str, Any], ...] = field(repr=False)
+    _sites: Callable[[], tuple[Mapping[str, Any], ...]] = field(repr=False)
     _weights: Callable[[], tuple[Mapping[str, Any], ...]] = field(repr=False)
 
     @classmethod
@@ -85,13 +84,8 @@ class FirstStep:
         model, loss = reading.model, reading.loss
         steps = 1 if optimizer.updates is None else optimizer.updates.steps
         rows = []
-        shares: dict[tuple[int, int], float] = {}
         for point in moved.sites:
             size, found = float(np.trace(point.kernel)), point.change
-            both = found.coherent, point.gradient
-            if (key := (id(both[0]), id(both[1]))) not in shares:
-                shares[key] = between_trace(*both)
-            share = shares[key]
             changed = float(np.trace(found.total))
             after = size + 2 * float(np.trace(found.overlap)) + changed
             rows.append(
@@ -101,7 +95,6 @@ class FirstStep:
                     "variance_before": size / len(point.kernel),
                     "variance": after / len(point.kernel),
                     "relative_change": changed / size if size else math.nan,
-                    "coherent": share / changed if changed else math.nan,
                 }
             )
         end = moved.end
@@ -112,7 +105,6 @@ class FirstStep:
                 "variance_before": reading.logit_variance,
                 "variance": end.after,
                 "relative_change": end.change / reading.logit_variance,
-                "coherent": math.nan,
             }
         )
         stream = [row for row in rows if row["site"] == "stream"]
@@ -129,9 +121,14 @@ class FirstStep:
             np.array([row["relative_change"] for row in stream]),
             end.change,
             _notes(reading, rows, steps, 2 * change / (slope * rate) - 1 if slope else 1.0),
-            tuple(rows),
+            functools.partial(_site_rows, rows, moved.sites),
             functools.partial(_weight_rows, reading, optimizer, moved.weights),
         )
+
+    @functools.cached_property
+    def site_rows(self) -> tuple[Mapping[str, Any], ...]:
+        """What `to_frame` shows; what is coherent is found when it is asked for."""
+        return self._sites()
 
     @functools.cached_property
     def weight_rows(self) -> tuple[Mapping[str, Any], ...]:
@@ -139,8 +136,9 @@ class FirstStep:
         return self._weights()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in self.__dict__.items() if name != "_weights"}
-        return kept | {"weight_rows": self.weight_rows}
+        late = ("_sites", "_weights")
+        kept = {name: value for name, value in self.__dict__.items() if name not in late}
+        return kept | {"site_rows": self.site_rows, "weight_rows": self.weight_rows}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per site: layer, site, variance_before and variance (second moments per feature
@@ -215,6 +213,19 @@ def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and math.isnan(value) else value
         for name, value in row.items()
     }
+
+
+def _site_rows(rows: list[dict[str, Any]], sites: list[SiteStep]) -> tuple[Mapping[str, Any], ...]:
+    """With the share of every site's change that is coherent."""
+    found = []
+    for point in sites:
+        changed = float(np.trace(point.change.total))
+        share = between_trace(point.change.coherent, point.gradient)
+        found.append(share / changed if changed else math.nan)
+    # of the logits nothing is told
+    return tuple(
+        row | {"coherent": share} for row, share in zip(rows, [*found, math.nan], strict=True)
+    )
 
 
 def _weight_rows(
