@@ -155,11 +155,11 @@ def _twinned(values: Array, linear: Array, shared: Array, kernel: Array) -> Draw
 
 
 @functools.lru_cache(maxsize=8)
-def _normal(count: int, tokens: int, place: int) -> Array:
+def _normal(count: int, tokens: int, place: int, kind: Any) -> Array:
     # independent draws of gate, factor and gradient are paired in an order of their own
     drawn = np.random.default_rng(place).standard_normal((count // 2, tokens))
     order = np.random.default_rng(100 + place).permutation(count)
-    return np.concatenate([drawn, -drawn])[order].astype(precision(tokens))
+    return np.concatenate([drawn, -drawn])[order].astype(kind)
 
 
 def gaussian(kernel: Array, place: int) -> Array:
@@ -171,4 +171,4 @@ def gaussian(kernel: Array, place: int) -> Array:
 def drawn_by(root: Root, count: int, place: int) -> Array:
     """`gaussian`, of a kernel's root."""
     tokens, rank = root.lower.shape
-    return np.asarray(_normal(count, tokens, place)[:, :rank] @ root.single.T)
+    return np.asarray(_normal(count, tokens, place, root.single.dtype)[:, :rank] @ root.single.T)

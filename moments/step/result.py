@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import domain_error
 from ..formulas.checks import POSITIVE, check_number
 from ..prediction.gate import computing
 from ..prediction.predict import predict
 from ..transfer.attention.kernels.joint_laws import FIRST_ORDER
-from .change import between_trace
+from .change import DOUBLE, between_trace
 from .draws import Draws
 from .first import Stepped, named_optimizer, still
 from .rules import Optimizer
@@ -329,6 +330,33 @@ _FAINT = 0.1
 """Logit variance up to which a step takes attention's joint laws to first order."""
 
 
+_LEAST_RATE = 1e-14
+"""Learning rates whose square single precision holds."""
+
+
+def _stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Stepped:
+    """In double precision where single does not hold what the step does.
+
+    Raises:
+        DomainError: nor does double.
+    """
+    for double in (False, True):
+        if not double and rate <= _LEAST_RATE:
+            continue
+        outside = DOUBLE.set(double)
+        try:
+            with np.errstate(all="ignore"):
+                found = Stepped(
+                    dataclasses.replace(reading) if double else reading, optimizer, rate
+                )
+        finally:
+            DOUBLE.reset(outside)
+        changed = np.trace(found.sites[-1].change.total)
+        if np.all(np.isfinite([found.end.loss, found.end.change, changed])):
+            return found
+    raise domain_error("learning_rate", rate, "small enough for what it changes to stay finite")
+
+
 @dataclass(frozen=True, eq=False)
 class Stepping:
     """What steps of different rates share: kernels' eigenvalues, attention, the loss at rate 0."""
@@ -355,11 +383,11 @@ class Stepping:
             else:
                 reading, before = self._at(chosen, chosen.updates)
                 chosen = dataclasses.replace(chosen, batches=reading.batches)
-            moved = Stepped(reading, chosen, rate)
+            moved = _stepped(reading, chosen, rate)
             slope = -sum(one.slope for one in moved.weights)
             if chosen.updates is not None:
                 small = rate * _SLIGHT
-                slope = (Stepped(reading, chosen, small).end.loss - before) / small
+                slope = (_stepped(reading, chosen, small).end.loss - before) / small
         return FirstStep.of(reading, chosen, rate, before, moved, slope)
 
     @functools.cached_property
