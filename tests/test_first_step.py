@@ -470,7 +470,7 @@ def test_many_tokens_at_rates_that_single_precision_does_not_hold() -> None:
         found = moments.predict(model, token_ids=zipf_text(200, 66, 2))
         small = {rate: found.after("adam", rate) for rate in (1e-30, 1e-9)}
         large = found.after("adam", 1e9)
-        with pytest.raises(moments.DomainError, match="overflow|learning_rate"):
+        with pytest.raises(moments.DomainError, match="overflow"):
             found.after("adam", 1e200)
     by_square = [step.relative_change[-1] / rate**2 for rate, step in small.items()]
     assert by_square == pytest.approx([by_square[0]] * 2, rel=5e-3)
