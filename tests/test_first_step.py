@@ -460,6 +460,23 @@ def test_heads_lose_what_each_loses_with_the_distance() -> None:
     assert rows._averaged(tokens).both.mean(0) == pytest.approx(carried, rel=1e-9)
 
 
+def test_many_tokens_at_rates_that_single_precision_does_not_hold() -> None:
+    """Small steps change the square in proportion to the rate's; huge ones are finite or refused
+    by name."""
+    config = GPT2 | {"n_positions": 66, "n_layer": 1, "vocab_size": 200}
+    model = moments.from_huggingface(config, seq_len=66)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        found = moments.predict(model, token_ids=zipf_text(200, 66, 2))
+        small = {rate: found.after("adam", rate) for rate in (1e-30, 1e-9)}
+        large = found.after("adam", 1e9)
+        with pytest.raises(moments.DomainError, match="overflow"):
+            found.after("adam", 1e200)
+    by_square = [step.relative_change[-1] / rate**2 for rate, step in small.items()]
+    assert by_square == pytest.approx([by_square[0]] * 2, rel=5e-3)
+    assert np.all(np.isfinite([large.loss, *large.relative_change]))
+
+
 def test_a_gain_s_step() -> None:
     tokens, draws = 5, 200_000
     kernel, gradient = correlated(tokens, 0), correlated(tokens, 1)

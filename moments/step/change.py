@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,10 +34,14 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
+DOUBLE: ContextVar[bool] = ContextVar("DOUBLE", default=False)
+"""Whether a step is so large or small that single precision does not hold it."""
+
+
 def precision(tokens: int) -> Any:
     """Of what differences of kernels never see: single where tokens are many, and the matrices of
     their pairs what takes the time."""
-    return np.dtype(np.float32 if tokens > 128 else float)
+    return np.dtype(float if tokens <= 128 or DOUBLE.get() else np.float32)
 
 
 def sized(part: Array) -> tuple[float, Array]:

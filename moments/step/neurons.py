@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from scipy.linalg import eigh
@@ -61,9 +64,10 @@ class Neurons:
         function, derivative = laws.entrywise
         drawn = tuple(gaussian(kernel, place) for place, kernel in enumerate(kernels))
         with np.errstate(over="ignore"):
-            kind = drawn[0].dtype
-            value = np.asarray(function(NUMPY, drawn[0]), kind)
-            slope = np.asarray(derivative(NUMPY, drawn[0]), kind)
+            value, slope = (
+                np.asarray(one(_OF_DRAWS, drawn[0]), drawn[0].dtype)
+                for one in (function, derivative)
+            )
         if len(drawn) == 1:
             return cls(drawn, kernels, value, (slope,), gradient, laws)
         slopes = slope * drawn[1], value
@@ -134,6 +138,14 @@ class Neurons:
         return np.asarray(found + found.T, float) * (float(np.trace(self.gradient)) * size**2 / 2)
 
 
+def _root(x: Any) -> Any:
+    return math.sqrt(x) if isinstance(x, float) else np.sqrt(x)
+
+
+_OF_DRAWS = SimpleNamespace(**vars(NUMPY) | {"sqrt": _root})
+"""NUMPY whose constants leave draws as precise as they are."""
+
+
 def _twinned(values: Array, linear: Array, shared: Array, kernel: Array) -> Drawn:
     """Draws of a kernel, with Gaussian ones that have a linear part of kernel `shared` in common:
     the rest of the kernel, positive as that of higher orders in Hermite's polynomials, is drawn."""
@@ -143,11 +155,11 @@ def _twinned(values: Array, linear: Array, shared: Array, kernel: Array) -> Draw
 
 
 @functools.lru_cache(maxsize=8)
-def _normal(count: int, tokens: int, place: int) -> Array:
+def _normal(count: int, tokens: int, place: int, kind: Any) -> Array:
     # independent draws of gate, factor and gradient are paired in an order of their own
     drawn = np.random.default_rng(place).standard_normal((count // 2, tokens))
     order = np.random.default_rng(100 + place).permutation(count)
-    return np.concatenate([drawn, -drawn])[order].astype(precision(tokens))
+    return np.concatenate([drawn, -drawn])[order].astype(kind)
 
 
 def gaussian(kernel: Array, place: int) -> Array:
@@ -159,4 +171,4 @@ def gaussian(kernel: Array, place: int) -> Array:
 def drawn_by(root: Root, count: int, place: int) -> Array:
     """`gaussian`, of a kernel's root."""
     tokens, rank = root.lower.shape
-    return np.asarray(_normal(count, tokens, place)[:, :rank] @ root.single.T)
+    return np.asarray(_normal(count, tokens, place, root.single.dtype)[:, :rank] @ root.single.T)

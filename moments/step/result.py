@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import domain_error
 from ..formulas.checks import POSITIVE, check_number
 from ..prediction.gate import computing
 from ..prediction.predict import predict
 from ..transfer.attention.kernels.joint_laws import FIRST_ORDER
-from .change import between_trace
+from .change import DOUBLE, between_trace
 from .draws import Draws
 from .first import Stepped, named_optimizer, still
 from .rules import Optimizer
 from .several import Updates
 from .sites import Reading
-from .walk import WeightStep
+from .walk import SiteStep, WeightStep
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,7 +55,6 @@ class FirstStep:
         relative_change: E |dh|^2 over E |h|^2 of the stream before the step, (N + 1,).
         logit_change: mean square of a logit's change.
         warnings: where the theory ends.
-        site_rows: what `to_frame` shows.
     """
 
     model: Transformer
@@ -68,7 +68,7 @@ class FirstStep:
     relative_change: np.ndarray
     logit_change: float
     warnings: tuple[str, ...]
-    site_rows: tuple[Mapping[str, Any], ...] = field(repr=False)
+    _sites: Callable[[], tuple[Mapping[str, Any], ...]] = field(repr=False)
     _weights: Callable[[], tuple[Mapping[str, Any], ...]] = field(repr=False)
 
     @classmethod
@@ -85,13 +85,8 @@ class FirstStep:
         model, loss = reading.model, reading.loss
         steps = 1 if optimizer.updates is None else optimizer.updates.steps
         rows = []
-        shares: dict[tuple[int, int], float] = {}
         for point in moved.sites:
             size, found = float(np.trace(point.kernel)), point.change
-            both = found.coherent, point.gradient
-            if (key := (id(both[0]), id(both[1]))) not in shares:
-                shares[key] = between_trace(*both)
-            share = shares[key]
             changed = float(np.trace(found.total))
             after = size + 2 * float(np.trace(found.overlap)) + changed
             rows.append(
@@ -101,7 +96,6 @@ class FirstStep:
                     "variance_before": size / len(point.kernel),
                     "variance": after / len(point.kernel),
                     "relative_change": changed / size if size else math.nan,
-                    "coherent": share / changed if changed else math.nan,
                 }
             )
         end = moved.end
@@ -112,7 +106,6 @@ class FirstStep:
                 "variance_before": reading.logit_variance,
                 "variance": end.after,
                 "relative_change": end.change / reading.logit_variance,
-                "coherent": math.nan,
             }
         )
         stream = [row for row in rows if row["site"] == "stream"]
@@ -129,9 +122,14 @@ class FirstStep:
             np.array([row["relative_change"] for row in stream]),
             end.change,
             _notes(reading, rows, steps, 2 * change / (slope * rate) - 1 if slope else 1.0),
-            tuple(rows),
+            functools.partial(_site_rows, rows, moved.sites),
             functools.partial(_weight_rows, reading, optimizer, moved.weights),
         )
+
+    @functools.cached_property
+    def site_rows(self) -> tuple[Mapping[str, Any], ...]:
+        """What `to_frame` shows; what is coherent is found when it is asked for."""
+        return self._sites()
 
     @functools.cached_property
     def weight_rows(self) -> tuple[Mapping[str, Any], ...]:
@@ -139,8 +137,9 @@ class FirstStep:
         return self._weights()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in self.__dict__.items() if name != "_weights"}
-        return kept | {"weight_rows": self.weight_rows}
+        late = ("_sites", "_weights")
+        kept = {name: value for name, value in self.__dict__.items() if name not in late}
+        return kept | {"site_rows": self.site_rows, "weight_rows": self.weight_rows}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per site: layer, site, variance_before and variance (second moments per feature
@@ -215,6 +214,19 @@ def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and math.isnan(value) else value
         for name, value in row.items()
     }
+
+
+def _site_rows(rows: list[dict[str, Any]], sites: list[SiteStep]) -> tuple[Mapping[str, Any], ...]:
+    """With the share of every site's change that is coherent."""
+    found = []
+    for point in sites:
+        changed = float(np.trace(point.change.total))
+        share = between_trace(point.change.coherent, point.gradient)
+        found.append(share / changed if changed else math.nan)
+    # of the logits nothing is told
+    return tuple(
+        row | {"coherent": share} for row, share in zip(rows, [*found, math.nan], strict=True)
+    )
 
 
 def _weight_rows(
@@ -318,6 +330,33 @@ _FAINT = 0.1
 """Logit variance up to which a step takes attention's joint laws to first order."""
 
 
+_LEAST_RATE = 1e-14
+"""Learning rates whose square single precision holds."""
+
+
+def _stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Stepped:
+    """In double precision where single does not hold what the step does.
+
+    Raises:
+        DomainError: nor does double.
+    """
+    for double in (False, True):
+        if not double and rate <= _LEAST_RATE:
+            continue
+        outside = DOUBLE.set(double)
+        try:
+            with np.errstate(all="ignore"):
+                found = Stepped(
+                    dataclasses.replace(reading) if double else reading, optimizer, rate
+                )
+        finally:
+            DOUBLE.reset(outside)
+        changed = np.trace(found.sites[-1].change.total)
+        if np.all(np.isfinite([found.end.loss, found.end.change, changed])):
+            return found
+    raise domain_error("learning_rate", rate, "small enough for what it changes to stay finite")
+
+
 @dataclass(frozen=True, eq=False)
 class Stepping:
     """What steps of different rates share: kernels' eigenvalues, attention, the loss at rate 0."""
@@ -344,11 +383,11 @@ class Stepping:
             else:
                 reading, before = self._at(chosen, chosen.updates)
                 chosen = dataclasses.replace(chosen, batches=reading.batches)
-            moved = Stepped(reading, chosen, rate)
+            moved = _stepped(reading, chosen, rate)
             slope = -sum(one.slope for one in moved.weights)
             if chosen.updates is not None:
                 small = rate * _SLIGHT
-                slope = (Stepped(reading, chosen, small).end.loss - before) / small
+                slope = (_stepped(reading, chosen, small).end.loss - before) / small
         return FirstStep.of(reading, chosen, rate, before, moved, slope)
 
     @functools.cached_property

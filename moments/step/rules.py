@@ -93,7 +93,7 @@ class Root:
         factor, pivots, rank, _ = dpstrf(kernel, tol=least, lower=1)
         order = pivots - 1
         found = np.zeros((len(kernel), rank))
-        found[order] = np.tril(factor)[:, :rank]
+        found[order] = factor[:, :rank] * _below(len(kernel))[:, :rank]
         return cls(found, order[:rank])
 
     @functools.cached_property
@@ -107,12 +107,22 @@ class Root:
 
     def solved(self, right: Array) -> Array:
         """Z of L Z = A, for A whose columns are combinations of L's."""
-        triangle = self.lower[self.order]
-        return np.asarray(solve_triangular(triangle, right[self.order], lower=True))
+        seen = right[self.order]
+        return np.asarray(solve_triangular(self._triangle, seen, lower=True, check_finite=False))
+
+    @functools.cached_property
+    def _triangle(self) -> Array:
+        return np.asfortranarray(self.lower[self.order])
 
     def whitened(self, met: Array) -> Array:
         """E x' z of z = L^(-1) x, from E x' x^T."""
         return self.solved(met.T).T
+
+
+@functools.lru_cache(maxsize=8)
+def _below(count: int) -> Array:
+    """1 on the diagonal and below."""
+    return np.tri(count)
 
 
 @dataclass(frozen=True, eq=False)
