@@ -26,7 +26,7 @@ See docs/theory/attention.md, Tokens alike.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -688,15 +688,22 @@ class AlikeLayer(_Layer):
         flat = np.broadcast_arrays(theta, correlation, apart_from, two(norm_spread))
         sizes, cosines, unshared, spreads = (np.ravel(one) for one in flat)
         tables = exact_rows.AlikeRows.of(key_count)
-        several = {s: Widths(float(d_model), float(d_head), s) for s in np.unique(spreads).tolist()}
+        widths = Widths(float(d_model), float(d_head), spreads)
         self._shape = np.shape(flat[0])
         # Vanishing logits: what is linear in them, from faint ones.
         taken = np.maximum(sizes, FAINT)
         self._drive = two(scale) * size / self._of(taken)
-        rows = _of_widths(key_count, taken, cosines, unshared, spreads, several)
+        rows = finite_rows(
+            tables.tabulated(taken),
+            np.full(taken.size, float(key_count)),
+            np.clip(unshared, 0.0, 2.0),
+            np.column_stack([np.ones_like(cosines), cosines]),
+            widths,
+            tables,
+        )
         self._rows = rows = _linear(rows, sizes / taken, float(key_count))
         self._wide = 1.0 / float(d_model)
-        deficit = self._of(np.array([several[s].deficit for s in spreads.tolist()]))
+        deficit = self._of(widths.deficit)
         self._logit_variance = alone = self._alone(theta)[()]
         overlap = self._at(rows.overlap)
         self.sum_square = overlap.diagonal
@@ -789,36 +796,6 @@ class AlikeLayer(_Layer):
         """For a row with itself and with another."""
         own, pairs = self._alone(self._of(values[:, 0])), self._of(values[:, 1])
         return Kernel.joined(own, pairs, self._queries.resolved)
-
-
-def _of_widths(
-    keys: int,
-    theta: Array,
-    rho: Array,
-    unshared: Array,
-    spreads: Array,
-    widths: Mapping[float, Widths],
-) -> FiniteRows:
-    """Statistics of every configuration under the widths that its norms' spread makes."""
-    parts = {}
-    for spread, one in widths.items():
-        here = spreads == spread
-        parts[spread] = (
-            here,
-            finite_rows(
-                exact_rows.tabulated(theta[here]),
-                np.full(int(here.sum()), float(keys)),
-                np.clip(unshared[here], 0.0, 2.0),
-                np.column_stack([np.ones_like(rho[here]), rho[here]]),
-                one,
-                exact_rows.AlikeRows.of(keys),
-            ),
-        )
-    if len(parts) == 1:
-        return next(iter(parts.values()))[1]
-    order = np.argsort(np.concatenate([np.flatnonzero(here) for here, _ in parts.values()]))
-    columns = zip(*(found for _, found in parts.values()), strict=True)
-    return FiniteRows(*[np.concatenate(column)[order] for column in columns])
 
 
 def _linear(rows: FiniteRows, share: Array, keys: float) -> FiniteRows:
