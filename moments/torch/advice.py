@@ -22,6 +22,7 @@ from .expectation import model_of_stack
 from .findings import Finding, Measured, in_layers
 from .hook_points import ENCODER
 from .roles import TABLES
+from .running import grouped
 
 # --- hypotheses about a role, each with the variances it predicts ---------------------------------
 
@@ -252,10 +253,9 @@ def advise(
         described: the module's architecture with its framework's own initialisation.
         readings: other ones of the plan.
     """
-    groups: dict[str, list[Measured]] = {}
-    for m in measured:
-        if m.expected is not None and (m.role.is_matrix or m.role.name in TABLES):
-            groups.setdefault(m.role.full_name, []).append(m)
+    known = [m for m in measured if m.expected is not None]
+    drawn = [m for m in known if m.role.is_matrix or m.role.name in TABLES]
+    groups = grouped(drawn, lambda m: m.role.full_name)
     failed = [f for f in findings if f.passed is False]
     variances = ("variance", "variance over its expectation")
     roles = [

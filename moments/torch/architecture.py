@@ -50,18 +50,23 @@ def fitted(
     options: Mapping[str, Any] | None = None,
     batch: Any = None,
     *,
-    placement: bool = True,
+    strict: bool = True,
 ) -> Fitted:
     """A plan upon a module; the arguments are those of `initialize`.
 
     Args:
-        placement: whether norms must sit where the plan has them.
+        strict: whether the plan must be feasible, and norms sit where it has them.
 
     Raises:
-        DomainError: no module, no plan, a scheme for a module whose architecture is not known, or
-            a plan of another architecture.
+        DomainError: no module, no plan, one that is not feasible, a scheme for a module whose
+            architecture is not known, or a plan of another architecture.
     """
     module = own_module(module)
+    if strict and not getattr(plan, "feasible", True):
+        raise DomainError(
+            f"{plan.title} is not feasible (nearest value {plan.nearest:.6g}): solve for "
+            "another target, or pass plan.model to take the nearest model all the same"
+        )
     parts = anatomy_of(module, batch, names, sites)
     described = architecture or parts.architecture()
     if described is None and names is None:
@@ -73,7 +78,7 @@ def fitted(
     if described is None and names is None and isinstance(plan, str):
         described = read_architecture(module)
     model = model_of(plan, described, options)
-    check_fits(model, parts.found, described, placement=placement)
+    check_fits(model, parts.found, described, placement=strict)
     return Fitted(module, parts, model, described)
 
 

@@ -18,6 +18,7 @@ from ..errors import optional
 from .entries import EntryMoments
 from .findings import Finding
 from .roles import Role, block_of, tensors_of
+from .running import grouped
 
 with optional("torch", "torch"):
     import torch
@@ -93,10 +94,7 @@ def _largest_square(matrix: Tensor) -> float:
 
 def notes(matrices: Iterable[WeightStatistics]) -> Iterator[str]:
     """Broken assumptions of the matrices, one sentence per role and kind, worst layer first."""
-    groups: dict[str, list[WeightStatistics]] = {}
-    for found in matrices:
-        groups.setdefault(found.role.full_name, []).append(found)
-    for name, group in groups.items():
+    for name, group in grouped(matrices, lambda found: found.role.full_name).items():
         yield from _matrix_notes(name, [found for found in group if found.entries.square > 0])
 
 

@@ -148,7 +148,7 @@ def audit(
         MomentsError: the module is of no known family and `names` is None.
     """
     module, parts, model, described = fitted(
-        module, plan, names, sites, architecture, options, batch, placement=False
+        module, plan, names, sites, architecture, options, batch, strict=False
     )
     batch = parts.example if batch is None else batch
     readings = conventions(plan, options, model)
@@ -330,17 +330,12 @@ def text(report: AuditReport) -> str:
     if report.unchecked:
         verdict = verdict if bad else "nothing that was checked failed"
         verdict += f"; NOT CHECKED: {'; '.join(report.unchecked)}"
-    lines = textwrap.wrap(
-        f"audit of {report.source}: {verdict}",
-        WIDTH,
-        subsequent_indent="  ",
-        break_on_hyphens=False,
-    )
+    good = [f for f in report.findings if f.passed]
+    title = f"audit of {report.source}: {verdict}"
+    lines = textwrap.wrap(title, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     for sentence in report.advice:
         lines += textwrap.wrap(f"- {sentence}", WIDTH, subsequent_indent="  ")
-    shown = [*bad[:OFFENDERS], *open_checks[:GOOD]]
-    good = [f for f in report.findings if f.passed]
-    shown += good[:GOOD]
+    shown = [*bad[:OFFENDERS], *open_checks[:GOOD], *good[:GOOD]]
     lines.append(render(_table(shown), TABLE_WIDTH))
     for rest, words in (
         (len(bad) - OFFENDERS, "more failed"),
@@ -369,14 +364,6 @@ def _table(findings: list[Finding]) -> Table:
         state = {True: "ok", False: "FAIL", None: "?"}[f.passed]
         ratio = "-" if math.isnan(f.ratio) else f"{f.ratio:.3g}"
         measured = "-" if math.isnan(f.measured) else number(f.measured)
-        table.add_row(
-            state,
-            escape(f.parameter),
-            f.role,
-            f.quantity,
-            number(f.expected),
-            measured,
-            ratio,
-            f.note,
-        )
+        numbers = number(f.expected), measured, ratio
+        table.add_row(state, escape(f.parameter), f.role, f.quantity, *numbers, f.note)
     return table

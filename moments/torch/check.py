@@ -63,7 +63,16 @@ from .roles import (
     gathered_pattern,
     tensors_of,
 )
-from .running import at_hand, first_tensor, in_mode, made_at_hand, module_loss, run
+from .running import (
+    aliases,
+    at_hand,
+    first_tensor,
+    grouped,
+    in_mode,
+    made_at_hand,
+    module_loss,
+    run,
+)
 from .text import mask_tokens
 from .unread import not_read, random_outcome
 
@@ -210,12 +219,10 @@ class _Checking:
             for row in self.measurement.weight_gradient_rows
             if float(row["squared_norm"]) > 0
         }
-        aliases: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            aliases.setdefault(parameter, []).append(name)
+        names = aliases(self.module)
         for path in self.seen.never_run:
             held = self.module.get_submodule(path).parameters(recurse=False)
-            if not any(reached & set(aliases[parameter]) for parameter in held):
+            if not any(reached & set(names[parameter]) for parameter in held):
                 yield path
 
     def _ahead(self) -> bool | None:
@@ -330,10 +337,8 @@ class _Checking:
 
     def _behaviour(self) -> Iterator[Trouble]:
         """What runs show that weights do not."""
-        groups: dict[str, list[str]] = {}
-        for path in () if self._other_inputs() else self._idle_parts():
-            groups.setdefault(gathered_pattern(path), []).append(path)
-        for pattern, paths in groups.items():
+        idle = () if self._other_inputs() else self._idle_parts()
+        for pattern, paths in grouped(idle, gathered_pattern).items():
             named = [
                 f"{path}.{name}"
                 for path in paths
@@ -605,11 +610,12 @@ class _Weights:
 
     def _numbers(self) -> Iterator[Number]:
         """The variance of every role over its layers, beside the target's."""
-        groups: dict[str, list[Any]] = {}
-        for m in measure_roles(self.target, self.checking.tensors.entries):
-            if m.role.is_matrix or m.role.name in ("token", "position", "segment", "patch"):
-                groups.setdefault(m.role.full_name, []).append(m)
-        for name, group in groups.items():
+        shown: list[Any] = [
+            m
+            for m in measure_roles(self.target, self.checking.tensors.entries)
+            if m.role.is_matrix or m.role.name in ("token", "position", "segment", "patch")
+        ]
+        for name, group in grouped(shown, lambda m: m.role.full_name).items():
             count = sum(m.entries.count for m in group)
             seen = sum(m.entries.count * m.entries.square for m in group) / count
             known = [m.expected for m in group if m.expected is not None]
@@ -628,10 +634,7 @@ class _Weights:
 
     def troubles(self, offenders: Sequence[Finding]) -> Iterator[Trouble]:
         """One per role and kind of check that failed."""
-        groups: dict[tuple[str, str], list[Finding]] = {}
-        for f in offenders:
-            kind = "variance" if f.quantity.startswith("variance") else f.quantity
-            groups.setdefault((kind, f.role), []).append(f)
+        groups = grouped(offenders, lambda f: (f.quantity.partition(" over")[0], f.role))
         yield from self._copied([g for (kind, _), g in groups.items() if "another" in kind])
         variances = {role: g for (kind, role), g in groups.items() if kind == "variance"}
         yield from self._variances(variances)

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import DomainError, ValidityWarning, brief, domain_error, optional, refused
 from ..files import read_object
 from ..model.huggingface.config import read_config
-from .running import own_module
+from .running import aliases, own_module
 
 with optional("torch", "torch"):
     import torch
@@ -154,7 +154,7 @@ def drawn(module: nn.Module, seed: int = 0) -> tuple[nn.Module, tuple[str, ...]]
     """
     filled = copy.deepcopy(module)
     lost = [name for name, buffer in filled.named_buffers() if buffer.is_meta]
-    tied = _tied(module)
+    tied = [alike for alike in aliases(module).values() if len(alike) > 1]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         filled.to_empty(device="cpu")
@@ -202,14 +202,6 @@ def _drawn(module: nn.Module) -> Iterator[str]:
         module.apply(rule)
     else:
         rule()
-
-
-def _tied(module: nn.Module) -> list[list[str]]:
-    """Names of one and the same parameter."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [alike for alike in names.values() if len(alike) > 1]
 
 
 def _tie(module: nn.Module, tied: list[list[str]]) -> None:

@@ -28,7 +28,7 @@ from .describe import describe
 from .diagnose import Text, at_length, case_of
 from .measure import measure
 from .roles import Role, block_of, tensors_of
-from .running import own_module
+from .running import grouped, own_module
 
 with optional("torch", "torch"):
     import torch
@@ -234,9 +234,7 @@ class Watch:
         if m.loss is not None:
             expected = math.nan if p.loss is None else float(p.loss)
             self._add("loss", -1, "", float(m.loss), expected)
-        labels: dict[tuple[int, str], list[Role]] = {}
-        for role in self._found.roles:
-            labels.setdefault((role.layer, role.full_name), []).append(role)
+        labels = grouped(self._found.roles, lambda role: (role.layer, role.full_name))
         self._expected = {}
         for row in comparison.weight_gradients().to_dict("records"):
             measured, expected = (math.sqrt(float(row[k])) for k in ("measured", "predicted"))
@@ -286,11 +284,8 @@ class Watch:
     def _tell(self, rows: list[LookRow]) -> None:
         """One line per quantity that is out of its band somewhere."""
         lines, self._words = self._words, []
-        groups: dict[str, list[LookRow]] = {}
-        for row in rows:
-            if row.alarm and row.quantity != "finite":
-                groups.setdefault(row.quantity, []).append(row)
-        for quantity, group in groups.items():
+        told = (row for row in rows if row.alarm and row.quantity != "finite")
+        for quantity, group in grouped(told, lambda row: row.quantity).items():
             worst = max(group, key=_departure)
             where = f"of {worst.parameter}" if worst.parameter else f"at layer {worst.layer}"
             bound = f", alarming from {LARGE_UPDATE:g}" if quantity == "update" else ""

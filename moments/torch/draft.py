@@ -11,8 +11,8 @@ from typing import Any
 
 from ..errors import MomentsError, optional
 from .dataflow import ModuleReading, read
-from .roles import ModuleRoles, Role, layer_pattern, parted, tensors_of
-from .running import own_module
+from .roles import Role, layer_pattern, parted, tensors_of
+from .running import grouped, own_module
 
 with optional("torch", "torch"):
     from torch import nn
@@ -103,8 +103,9 @@ def unread(module: nn.Module, why: str) -> Draft:
 def _of_reading(module: nn.Module, reading: ModuleReading) -> Draft:
     names: dict[str, str] = {}
     missing, tensors = list(reading.roles.unidentified), tensors_of(module)
+    owned = grouped((*reading.roles.roles, *reading.roles.scales), lambda role: role.parameter)
     mixed: list[str] = []
-    for parameter, roles in _owners(reading.roles).items():
+    for parameter, roles in owned.items():
         said = _fused(roles, tensors[parameter].shape)
         layered = any(1 <= role.layer <= reading.roles.layers for role in roles)
         pattern = layer_pattern(parameter) if layered else parameter
@@ -127,13 +128,6 @@ def _of_reading(module: nn.Module, reading: ModuleReading) -> Draft:
         if site in normed and site not in seen
     ]
     return Draft(names, sites, tuple(_open(module, missing)), tuple(doubts))
-
-
-def _owners(found: ModuleRoles) -> dict[str, list[Role]]:
-    owners: dict[str, list[Role]] = {}
-    for role in (*found.roles, *found.scales):
-        owners.setdefault(role.parameter, []).append(role)
-    return owners
 
 
 def _fused(roles: list[Role], shape: Sequence[int]) -> str | None:

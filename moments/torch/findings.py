@@ -16,6 +16,7 @@ from .entries import EntryMoments
 from .expectation import expected_variance, model_of_stack, scales_of, stacks_in
 from .probe import BlockProbe, Slope
 from .roles import ModuleRoles, Role
+from .running import grouped
 
 FALSE_ALARM = 1e-5
 """Probability that an audit of a correct module fails at all, over all its checks together."""
@@ -106,10 +107,8 @@ def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()
         copied: tensors that are another one's, which add nothing to what all layers say together.
     """
     drawn = [m for m in measured if m.expected is not None and _is_drawn(m)]
-    groups: dict[tuple[str, bool], list[Measured]] = {}
-    for m in drawn:
-        if m.role not in copied:
-            groups.setdefault((m.role.full_name, m.role.layer > 0), []).append(m)
+    alone = (m for m in drawn if m.role not in copied)
+    groups = grouped(alone, lambda m: (m.role.full_name, m.role.layer > 0))
     several = [group for group in groups.values() if len(group) > 1]
     limit = threshold(2 * len(drawn) + len(several))
     findings = [_variance(m, limit) for m in drawn]

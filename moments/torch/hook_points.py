@@ -15,7 +15,7 @@ from ..errors import MomentsError
 from ..model.huggingface import FAMILIES, LAYOUTS, Layout
 from ..model.huggingface.layout import Side, WeightPart, ends
 from ..prediction.draws import STREAM, WeightGradient
-from .running import WRAPPED
+from .running import WRAPPED, aliases
 
 if TYPE_CHECKING:
     from torch import nn
@@ -168,9 +168,7 @@ def weight_parts(
                 known.setdefault(name, []).append((number, part))
         for number, part in layers[0][1].beside(module, len(layers)):
             known.setdefault(part.parameter, []).append((number, part))
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = aliases(module)
     rows = []
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:

@@ -105,7 +105,7 @@ def initialize(
         MomentsError: the module is of no known family and `names` is None.
     """
     check_count("seed", seed, least=0)
-    of = _fitted(module, plan, names, sites, architecture, options, batch)
+    of = fitted(module, plan, names, sites, architecture, options, batch)
     module, found, model = of.module, of.parts.found, of.model
     chosen = (
         (model.weights and model.weights.distribution) if distribution is None else distribution
@@ -156,27 +156,10 @@ def attach(
         DomainError: as `initialize`, or the module was folded: its weights carry the scales.
         MomentsError: the module is of no known family and `names` is None.
     """
-    of = _fitted(module, plan, names, sites, architecture, options, batch)
+    of = fitted(module, plan, names, sites, architecture, options, batch)
     if getattr(of.module, FOLDED, False):
         raise DomainError("the module was folded: its weights carry the scales already")
     return _attached(of, batch)
-
-
-def _fitted(
-    module: nn.Module,
-    plan: Any,
-    names: Mapping[str, str] | None,
-    sites: Iterable[Any] | None,
-    architecture: Transformer | None,
-    options: Mapping[str, Any] | None,
-    batch: Any,
-) -> Fitted:
-    if not getattr(plan, "feasible", True):
-        raise DomainError(
-            f"{plan.title} is not feasible (nearest value {plan.nearest:.6g}): solve for "
-            "another target, or pass plan.model to take the nearest model all the same"
-        )
-    return fitted(module, plan, names, sites, architecture, options, batch)
 
 
 def _attached(of: Fitted, batch: Any) -> AppliedScales | None:

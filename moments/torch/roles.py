@@ -18,7 +18,7 @@ from .hook_points import (
     points_of,
     weight_parts,
 )
-from .running import thawed
+from .running import grouped, thawed
 
 with optional("torch", "torch"):
     import torch
@@ -274,11 +274,8 @@ def gathered_names(labels: Sequence[str]) -> tuple[str, ...]:
     """Tensors of several layers as one pattern, "h.*.attn.weight"; parts of one tensor together,
     "attn.weight [query, key]"."""
     split = [part for label in labels for part in label.split(" ... ")]
-    patterns: dict[str, list[str]] = {}
-    for label in dict.fromkeys(split):
-        patterns.setdefault(gathered_pattern(label), []).append(label)
     whole: dict[str, list[str]] = {}
-    for pattern, group in patterns.items():
+    for pattern, group in grouped(dict.fromkeys(split), gathered_pattern).items():
         tensor, _, part = (pattern if len(group) > 1 else group[0]).partition(" [")
         whole.setdefault(tensor, []).extend([part.rstrip("]")] if part else [])
     order = {name: place for place, name in enumerate(MATRICES)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,7 +20,8 @@ with optional("torch", "torch"):
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
-
+Row = TypeVar("Row")
+Key = TypeVar("Key")
 
 # --- what is around it ----------------------------------------------------------------------------
 
@@ -168,6 +169,20 @@ def padding_rows(module: nn.Module) -> dict[Tensor, int]:
         if isinstance(part, nn.Embedding):
             found.setdefault(part.weight, part.padding_idx)
     return {table: int(row) for table, row in found.items() if row is not None}
+
+
+def aliases(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Every name of every parameter; a tied one has several."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    return grouped(names, module.get_parameter)
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
+    """Rows by what they have in common, in order."""
+    found: dict[Key, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 # --- a call of it ---------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..errors import DomainError, MomentsError, optional
 from .expectation import Scales
 from .hook_points import ModuleBranch, Side, SubmoduleTensor
 from .probe import LogitFactor, drops_behind
-from .running import first_tensor, with_first_tensor
+from .running import first_tensor, grouped, with_first_tensor
 
 with optional("torch", "torch"):
     from torch import Tensor, nn
@@ -77,10 +77,7 @@ class AppliedScales:
 
     def __str__(self) -> str:
         lines = [f"{len(self.handles)} hooks scale {len(self.rows)} blocks"]
-        alike: dict[tuple[Any, ...], list[ScaleRow]] = {}
-        for row in self.rows:
-            alike.setdefault((row.stack, *row[3:]), []).append(row)
-        for rows in alike.values():
+        for rows in grouped(self.rows, lambda row: (row.stack, *row[3:])).values():
             factors = zip(ScaleRow._fields[3:], rows[0][3:], strict=True)
             words = ", ".join(f"{name} {value:.6g}" for name, value in factors if value != 1)
             lines.append(f"  {_where(rows)}: {words}")

@@ -23,7 +23,7 @@ from .behaviour import logits_with_itself
 from .expectation import model_of_stack, stacks_in
 from .findings import SLACK, Finding
 from .roles import ModuleRoles, Role, block_of, tensors_of
-from .running import watch_tensor
+from .running import grouped, watch_tensor
 
 SAME = 1e-4
 """Relative difference of two temperatures that are one: some are read off a run in float32."""
@@ -123,9 +123,7 @@ def _measured(module: nn.Module, found: ModuleRoles, model: Transformer, batch: 
 
 def _one(found: ModuleRoles, name: str) -> dict[int, Role]:
     """The matrix of that role by layer, of layers that have one."""
-    groups: dict[int, list[Role]] = {}
-    for role in found.named(name):
-        groups.setdefault(role.layer, []).append(role)
+    groups = grouped(found.named(name), lambda role: role.layer)
     return {layer: roles[0] for layer, roles in groups.items() if len(roles) == 1}
 
 

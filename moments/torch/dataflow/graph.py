@@ -329,14 +329,14 @@ class _Recorder(TorchDispatchMode):
         for tensor in written:
             for other in self.sharing.get(_storage(tensor), ()):
                 self.graph.values[self.known[id(other)]].tensor = other.clone()
-        drop_prob, plain = None, name.removesuffix("_")
-        if plain == "floor" and (keep := self.uniform.get(inputs[0])) is not None:
-            drop_prob = round(1 - keep, 6)  # floor(keep + a uniform number)
-            made = args[0].fill_(keep) if written else torch.full_like(args[0], keep)
-            func, refs, inputs = _kept(made), ((), {}), ()
+        drop_prob, keep, plain = None, None, name.removesuffix("_")
+        if plain == "floor":  # of a number and a uniform draw
+            keep = self.uniform.get(inputs[0])
         elif plain == "bernoulli" and len(args) > 1 and isinstance(args[1], float):
-            drop_prob = round(1 - args[1], 6)
-            made = args[0].fill_(args[1]) if written else torch.full_like(args[0], args[1])
+            keep = args[1]
+        if keep is not None:
+            drop_prob = round(1 - keep, 6)
+            made = args[0].fill_(keep) if written else torch.full_like(args[0], keep)
             func, refs, inputs = _kept(made), ((), {}), ()
         elif name == "native_dropout":
             func = _undropped

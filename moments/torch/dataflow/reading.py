@@ -417,7 +417,7 @@ class _Reading:
             blocks=tuple(branches),
             scales=scales,
         )
-        self.values = _Variances(self.tensors, found)
+        self.squares = _squares(self.tensors, found)
         model = self._model(stacks)
         return ModuleReading(
             model,
@@ -843,7 +843,7 @@ class _Reading:
     def _weights(self, stack: _Stack) -> tuple[Weights, Biases | None]:
         n = len(stack.layers)
         squares = {
-            name: [self.values.of(stack.prefix, layer, name) for layer in range(1, n + 1)]
+            name: [self.squares.get((stack.prefix, layer, name)) for layer in range(1, n + 1)]
             for name in MATRICES
         }
         given = {k: v for k, v in squares.items() if all(x is not None for x in v)}
@@ -860,14 +860,23 @@ class _Reading:
         weights = Weights(**{k: one_or_all(v) for k, v in given.items()})
         biases = {}
         for name in ("query", "key", "value", "output", "ffn_in", "ffn_out", "gate"):
-            rows = [self.values.of(stack.prefix, i, f"{name}.bias") for i in range(1, n + 1)]
+            rows = [self.squares.get((stack.prefix, i, f"{name}.bias")) for i in range(1, n + 1)]
             if all(r is not None for r in rows):
                 biases[name] = one_or_all(rows)
         return weights, Biases.of().replace(**biases) if biases else None
 
+    def _table(self, name: str | None) -> float:
+        """Mean square of a table without its padding row, which is never drawn."""
+        if name is None:
+            return 0.0
+        rows = self.tensors[name].detach()
+        padding = padding_row(self.module, self.tensors[name])
+        rows = rows.reshape(-1, rows.shape[-1])
+        skipped = padding is not None and not bool(rows[padding].any())
+        return float(rows.double().square().sum() / (rows.shape[-1] * (len(rows) - skipped)))
+
     def _embedding(self, stack: _Stack) -> Any:
         found = stack.before
-        square = self.values.table
         if found.given:
             return None
         self.doubts += found.doubts
@@ -876,16 +885,16 @@ class _Reading:
             if found.doubts:
                 self.doubts.append("what enters layer 1 is not declared")
                 return None
-            bias = self.values.of(stack.prefix, 0, "patch.bias")
+            bias = self.squares.get((stack.prefix, 0, "patch.bias"))
             try:
                 return PatchEmbedding(
                     image_size=found.shape[-1],
                     patch_size=found.patch_size,
-                    patch_variance=self.values.of(stack.prefix, 0, "patch") or 1.0,
-                    position_variance=square(self.module, tables.get("position")),
+                    patch_variance=self.squares.get((stack.prefix, 0, "patch")) or 1.0,
+                    position_variance=self._table(tables.get("position")),
                     channels=found.shape[1],
                     class_token="class" in tables,
-                    class_variance=square(self.module, tables.get("class")),
+                    class_variance=self._table(tables.get("class")),
                     bias_variance=bias,
                     norm=found.norm is not None,
                     dropout=found.dropout,
@@ -898,7 +907,7 @@ class _Reading:
             self.doubts.append("what enters layer 1 is not declared")
             return None
         added = {
-            role: square(self.module, tables.get(role)) * found.factors.get(role, 1.0) ** 2
+            role: self._table(tables.get(role)) * found.factors.get(role, 1.0) ** 2
             for role in ("position", "segment")
         }
         sines = found.sinusoidal
@@ -912,7 +921,7 @@ class _Reading:
         padding = padding_row(self.module, self.tensors[tables["token"]])
         return Embedding(
             vocab_size=len(self.tensors[tables["token"]]),
-            token_variance=square(self.module, tables["token"]),
+            token_variance=self._table(tables["token"]),
             position_variance=0.0 if sines else added["position"],
             segment_variance=added["segment"],
             norm=found.norm is not None,
@@ -939,10 +948,10 @@ class _Reading:
             return None
         table = stack.before.tables.get("token")
         tied = table in found.matrix.params
-        square = self.values.of("", len(stack.layers) + 1, "head")
+        square = self.squares.get(("", len(stack.layers) + 1, "head"))
         if tied and fields["embedding"] is None:
             self.doubts.append("the head is the token table: taken for a matrix of its own")
-            tied, square = False, self.values.table(self.module, table)
+            tied, square = False, self._table(table)
         classes = found.pool in ("first", "mean")
         last = len(stack.layers) + 1
         loss: str | None = "classification" if classes else "masked"
@@ -956,8 +965,8 @@ class _Reading:
         if found.transform is not None:
             changes |= {
                 "transform": found.activation,
-                "transform_variance": self.values.of("", last, "head.transform"),
-                "transform_bias_variance": self.values.of("", last, "head.transform.bias"),
+                "transform_variance": self.squares.get(("", last, "head.transform")),
+                "transform_bias_variance": self.squares.get(("", last, "head.transform.bias")),
                 "transform_norm": found.norm is not None,
             }
         rows = token_rows if fields["embedding"] is not None else 0
@@ -1005,34 +1014,16 @@ def _of_sines(table: Tensor) -> bool:
     return close(rows[: len(far)] @ rows[0], wanted, 0.05)
 
 
-class _Variances:
-    """Mean squares of roles."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], roles: list[Role]) -> None:
-        self.tensors = tensors
-        self.sums: dict[tuple[str, int, str], tuple[float, int]] = {}
-        for role in roles:
-            if role.parameter not in tensors:
-                continue
+def _squares(tensors: Mapping[str, Tensor], roles: list[Role]) -> dict[Any, float]:
+    """Mean squares by stack, layer and role, of all blocks that play it."""
+    sums: dict[Any, tuple[float, int]] = {}
+    for role in roles:
+        if role.parameter in tensors and tensors[role.parameter].numel():
             block = role.part.of(tensors[role.parameter].detach())
             key = role.stack, role.layer, role.name
-            total, count = self.sums.get(key, (0.0, 0))
-            square = float(block.double().square().sum())
-            self.sums[key] = total + square, count + block.numel()
-
-    def of(self, stack: str, layer: int, name: str) -> float | None:
-        total, count = self.sums.get((stack, layer, name), (0.0, 0))
-        return total / count if count else None
-
-    def table(self, module: nn.Module, name: str | None) -> float:
-        """Mean square of a table without its padding row, which is never drawn."""
-        if name is None:
-            return 0.0
-        block = self.tensors[name].detach()
-        padding = padding_row(module, self.tensors[name])
-        rows = block.reshape(-1, block.shape[-1])
-        skipped = padding is not None and not bool(rows[padding].any())
-        return float(rows.double().square().sum() / (rows.shape[-1] * (len(rows) - skipped)))
+            total, count = sums.get(key, (0.0, 0))
+            sums[key] = total + float(block.double().square().sum()), count + block.numel()
+    return {key: total / count for key, (total, count) in sums.items()}
 
 
 def _near(value: float) -> float:
