@@ -61,7 +61,7 @@ from . import exact_rows
 from .finite_rows import Widths, calibrate, nodes_for
 from .joint_laws import JointLaws, PairWeights, row_scale, self_overlap, single
 from .logits import Logits, RowClass, as_slice, find_patterns, group_patterns, window
-from .row_statistics import RowStatistics, mean_attention, row_statistics
+from .row_statistics import AttentionRows, mean_attention, rows_of_kernel
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -79,7 +79,7 @@ class RowLayout(NamedTuple):
         norm: (Lq,) norm of a row's query over its pattern's.
     """
 
-    statistics: RowStatistics
+    statistics: AttentionRows
     pattern: Indices
     group: Indices
     classes: list[RowClass]
@@ -103,7 +103,7 @@ class RowLayout(NamedTuple):
         shared = [_shared(patterns[span], logits.biased) for span in spans]
         extended = np.vstack([patterns, *shared])
         means = [pattern_temperature[span].mean() for span in spans]
-        statistics = row_statistics(
+        statistics = rows_of_kernel(
             kernel, extended, np.concatenate([pattern_temperature, means]), logits.scale
         )
         classes = [
@@ -128,7 +128,7 @@ def _shared(patterns: Array, biased: bool) -> Array:
 
 
 def _make_class(
-    span: slice, leader: int, extended: Array, stats: RowStatistics, kernel: Array, scale: float
+    span: slice, leader: int, extended: Array, stats: AttentionRows, kernel: Array, scale: float
 ) -> RowClass:
     keys = as_slice(np.flatnonzero(extended[leader]))
     members = np.append(np.arange(span.start, span.stop), leader)

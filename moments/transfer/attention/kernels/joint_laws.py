@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from . import exact_rows
 from .finite_rows import Calibration, Nodes, Widths
 from .logits import Logits, Rotation, RowClass, as_slice, stacked, window
-from .row_statistics import RowStatistics
+from .row_statistics import AttentionRows
 
 # --- sums over pairs ------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class PairWeights:
     def of(
         cls,
         logits: Logits,
-        stats: RowStatistics,
+        stats: AttentionRows,
         pattern: Indices,
         group: Indices,
         scale: Array,
@@ -351,7 +351,7 @@ def _growth(theta: Array, keys: Array, nodes: Nodes) -> Array:
 
 
 def sharpening(
-    stats: RowStatistics, first: Indices, second: Indices, correlation: Array
+    stats: AttentionRows, first: Indices, second: Indices, correlation: Array
 ) -> Array | float:
     """Growth of dF/drho beyond the tables, of pairs of rows with these statistics.
 
@@ -368,7 +368,7 @@ def sharpening(
 
 
 def row_scale(
-    stats: RowStatistics, group: Indices, classes: list[RowClass], kernel: Array, nodes: Nodes
+    stats: AttentionRows, group: Indices, classes: list[RowClass], kernel: Array, nodes: Nodes
 ) -> Array:
     """(r, P): square root of a pattern's exact excess over its class's at the nodes, before P_i
     (see `PairSum`) removes the mean.
