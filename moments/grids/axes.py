@@ -149,15 +149,8 @@ class Axes:
             for name in tuple(given)
             if name.startswith("scheme.")
         }
-        flat = {name: value for name, value in given.items() if "." not in name}
-        if flat:
-            model = model.replace(**flat)
-        for part, inner in _by_part(given).items():
-            model = _replaced(model, part, inner)
-        if scheme is not None:
-            assert isinstance(scheme, str)
-            model = model.with_scheme(scheme, **options)
-        return model
+        found: Transformer = _changed(model, given)
+        return found if scheme is None else found.with_scheme(str(scheme), **options)
 
     def _made(self, given: Mapping[str, Value]) -> Transformer:
         if isinstance(self.model, Transformer):
@@ -247,30 +240,21 @@ def _taken(model: Maker, values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in values if name in named)
 
 
-def _by_part(given: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    found: dict[str, dict[str, Value]] = {}
-    for name, value in given.items():
-        root, dot, rest = name.partition(".")
-        if dot:
-            found.setdefault(root, {})[rest] = value
-    return found
-
-
-def _replaced(holder: Any, part: str, changes: Mapping[str, Value]) -> Any:
-    """`holder` with fields of one of its parts changed, at any depth."""
-    inner = getattr(holder, part)
-    if inner is None:
-        raise DomainError(f"the model declares no {part}, whose {next(iter(changes))} would vary")
+def _changed(holder: Any, changes: Mapping[str, Value]) -> Any:
+    """`holder` with its fields changed, then those of its parts, at any depth."""
     flat = {name: value for name, value in changes.items() if "." not in name}
-    if flat:
-        inner = (
-            dataclasses.replace(inner, **flat)
-            if not hasattr(inner, "replace")
-            else (inner.replace(**flat))
-        )
-    for deeper, more in _by_part(changes).items():
-        inner = _replaced(inner, deeper, more)
-    return holder.replace(**{part: inner})
+    found = holder.replace(**flat) if flat else holder
+    of_parts: dict[str, dict[str, Value]] = {}
+    for name, value in changes.items():
+        part, dot, rest = name.partition(".")
+        if dot:
+            of_parts.setdefault(part, {})[rest] = value
+    for part, inner in of_parts.items():
+        held = getattr(found, part)
+        if held is None:
+            raise DomainError(f"the model declares no {part}, whose {next(iter(inner))} would vary")
+        found = found.replace(**{part: _changed(held, inner)})
+    return found
 
 
 def _check_field(holder: Any, part: str, rest: str) -> None:

@@ -232,11 +232,12 @@ def _of_part(record: Record, reading: Record, of_memory: _Reading) -> _Sent:
         nudged, modes.seq_len, width=record.input.width, fluctuation=Fluctuation.fixed(nudged)
     )
     basis = Gradient(modes.kernel(np.eye(2).reshape(2, 1, *axes, 2)), modes.seq_len)
-    addition, scale, node = record.component.addition(record), 1.0, record.component
+    addition, scale, node = record.component.addition(record), 1.0, record
     if addition is not None:
-        scale, node = addition.adding, addition.added.component
-    path = next(one for one in node.paths() if attention in one.leaves())
-    passed = forward(path, signal, of_memory.memory)[1].backward(basis)
+        scale, node = addition.adding, addition.added
+    path = next(one for one in node.paths() if reading in one)
+    through = Chain(tuple(one.component for one in path))
+    passed = forward(through, signal, of_memory.memory)[1].backward(basis)
     (read,) = (one for one in passed.leaves() if one.sent_to_memory is not None)
     assert read.sent_to_memory is not None
     sent = of_memory.modes.of(read.sent_to_memory.kernel)

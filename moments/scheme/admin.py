@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import DomainError, without_warnings
-from ..formulas.checks import check_flag
 from ..formulas.law import Source
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
@@ -30,7 +29,6 @@ def _admin(
         DomainError: a decoder with cross-attention, whose three skip connections have one omega
             each, where a Transformer has two scales per layer.
     """
-    check_flag("per_head", per_head)
     if model.encoder is not None:
         raise DomainError("admin needs a scale for every cross-attention: use a single stack")
     profiled = placed(

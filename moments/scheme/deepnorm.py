@@ -35,7 +35,6 @@ def _deepnorm(
     for name in matrices:
         check_choice("matrices", name, MATRICES)
     check_flag("embedding", embedding)
-    check_flag("per_head", per_head)
     encoder = model.encoder
     if encoder is None:
         alpha, gain = (2 * model.layers) ** 0.25, (8 * model.layers) ** -0.25

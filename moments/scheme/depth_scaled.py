@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ..formulas.checks import POSITIVE, check_choice, check_flag, check_in
+from ..formulas.checks import POSITIVE, check_choice, check_in
 from ..formulas.law import Source
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Weights
@@ -29,7 +29,6 @@ def _ds_init(
     """
     check_in("alpha", alpha, POSITIVE)
     check_choice("variant", variant, ("authors", "sun"))
-    check_flag("per_head", per_head)
     plain = xavier(model, per_head)
     layer = np.arange(1, model.layers + 1)
     shrink = alpha**2 / (layer if variant == "authors" else 2 * layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..formulas.checks import POSITIVE, check_flag, check_in
+from ..formulas.checks import POSITIVE, check_in
 from ..formulas.law import Source
 from ..formulas.references import SUN
 from ..model.transformer import Transformer
@@ -18,7 +18,6 @@ def _xavier(model: Transformer, per_head: bool = True) -> Transformer:
         model: its scales and placement stay.
         per_head: whether each head of query, key and value is a matrix of its own.
     """
-    check_flag("per_head", per_head)
     return model.replace(weights=xavier(model, per_head))
 
 

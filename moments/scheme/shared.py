@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..formulas.checks import check_flag
 from ..model.transformer import Transformer
 from ..model.weights import Weights
 
@@ -16,6 +17,7 @@ def xavier(model: Transformer, per_head: bool = True) -> Weights:
         per_head: whether each head of query, key and value is a matrix of its own, as in Kedia et
             al., or the heads together are one, as `xavier_normal_` of a projection's weight has it.
     """
+    check_flag("per_head", per_head)
     d_model, d_head = model.d_model, model.d_head or 0
     weights = Weights.xavier(d_model, model.heads, model.d_ff, d_head)
     if per_head:

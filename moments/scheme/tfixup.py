@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..formulas.checks import check_choice, check_flag
+from ..formulas.checks import check_choice
 from ..formulas.law import Source
 from ..model.transformer import Transformer
 from .registry import Scheme
@@ -25,7 +25,6 @@ def _tfixup(model: Transformer, role: str | None = None, per_head: bool = True) 
         per_head: whether Xavier takes each head's matrix by itself.
     """
     check_choice("role", role, ("encoder", "decoder", None))
-    check_flag("per_head", per_head)
     if model.encoder is not None:
         model = model.replace(encoder=_tfixup(model.encoder, "encoder", per_head))
     masked = model.encoder is not None or model.causal

@@ -14,7 +14,6 @@ network instead, which is then measured again: E compares a prediction with that
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import sys
 import textwrap
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DomainError, without_warnings
+from ..errors import DomainError, listed, without_warnings
 from ..files import Shown, as_frame
 from ..noise.band import NORMAL_95
 from ..prediction.measurement import Measurement
@@ -372,17 +371,8 @@ def _points(stack: str, quantity: str, cause: str, rows: list[Any]) -> str:
     times = worst["measured"] / worst["predicted"] if worst["predicted"] else math.inf
     most = f", most at {worst['layer']}" if len(rows) > 1 else ""
     line = (
-        f"- {'encoder ' if stack else ''}{NAMES[quantity]} at {_runs([r['layer'] for r in rows])}"
+        f"- {'encoder ' if stack else ''}{NAMES[quantity]} at {listed([r['layer'] for r in rows])}"
         f"{most}: {worst['measured']:.4g}, predicted {worst['predicted']:.4g} "
         f"({times:.3g}x, {worst['deviations']:+.1f} standard deviations)"
     )
     return f"{line}: {cause}" if cause else f"{line}: no difference found explains it"
-
-
-def _runs(layers: list[int]) -> str:
-    """1 to 4, 7."""
-    runs = []
-    for _, group in itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0]):
-        members = [layer for _, layer in group]
-        runs.append(f"{members[0]} to {members[-1]}" if len(members) > 1 else f"{members[0]}")
-    return ", ".join(runs)

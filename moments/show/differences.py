@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError
+from ..errors import DomainError, listed
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases, Weights
 from ..prediction.measurement import Measurement
@@ -343,9 +343,7 @@ def where(layers: tuple[int, ...], total: int) -> str:
     """Which of so many layers, as the end of a phrase."""
     if len(layers) == total and total > 1:
         return " in every layer"
-    runs = np.split(np.array(layers), np.flatnonzero(np.diff(layers) != 1) + 1)
-    shown = [f"{r[0]} to {r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs]
-    return f" in layer{'s' if len(layers) > 1 else ''} {', '.join(shown)}"
+    return f" in layer{'s' if len(layers) > 1 else ''} {listed(layers)}"
 
 
 def pair(one: Any, other: Any) -> str:

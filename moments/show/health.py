@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -31,7 +30,8 @@ from .expected import TOLERANCE, point_log_variance
 from .health_page import notebook, page
 from .precision import FORMATS, precision
 from .recognition import Weight, WeightRule, in_words, recognise, weights_of
-from .report import number, render
+from .report import number, render, tabled
+from .verdict import times
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -205,7 +205,7 @@ class CheckReport:
         for name, up in (("variance", True), ("gradient variance", False)):
             field_ = name.replace("gradient ", "grad_")
             ends = [(getattr(one, field_)[0], getattr(one, field_)[-1]) for one in (m, p)]
-            ratios = [_ratio(b, a) if up else _ratio(a, b) for a, b in ends]
+            ratios = [times(b, a) if up else times(a, b) for a, b in ends]
             where = "from first to last layer" if up else "at the first layer over the last"
             yield f"{name} x {ratios[0]:.3g}{told.format(ratios[1])} {where}"
         yield f"token correlation {m.correlation[0]:.2f} to {m.correlation[-1]:.2f}"
@@ -262,10 +262,6 @@ class CheckReport:
         return f"CheckReport({self.source}: {kinds or 'healthy'})"
 
 
-def _ratio(above: float, below: float) -> float:
-    return float(above / below) if below else math.nan
-
-
 WIDTH = 110
 TABLE_WIDTH = 240  # parameter names stay whole
 
@@ -275,16 +271,13 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def _table(numbers: Sequence[Number]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "number", "parameter"):
-        table.add_column(name, no_wrap=True)
-    for name in ("measured", "expected", "95 % of draws"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for n in numbers:
         band = f"{number(n.low)} to {number(n.high)}" if math.isfinite(n.low) else "-"
         seen, wanted = ("-" if math.isnan(v) else number(v) for v in (n.measured, n.expected))
-        table.add_row(n.state, n.quantity, escape(n.parameter), seen, wanted, band)
-    return table
+        rows.append((n.state, n.quantity, escape(n.parameter), seen, wanted, band))
+    heads = ("", "number", "parameter", "measured", "expected", "95 % of draws")
+    return tabled(None, heads, rows, text=3)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -535,8 +528,8 @@ def _gradient(seen: Seen) -> Found:
     source = seen.source
     first, last = (float(source.variance[n]) * float(source.grad_variance[n]) for n in (0, -1))
     p = seen.prediction
-    wanted = _ratio(p.variance[0] * p.grad_variance[0], p.variance[-1] * p.grad_variance[-1])
-    ratio = _ratio(first, last)
+    wanted = times(p.variance[0] * p.grad_variance[0], p.variance[-1] * p.grad_variance[-1])
+    ratio = times(first, last)
     if not last or 1 / GRADIENT <= ratio <= GRADIENT:
         return
     way = "vanishes" if ratio < 1 else "explodes"
@@ -597,7 +590,7 @@ def _final_norm(seen: Seen) -> Found:
     if seen.intended is not None and seen.intended.head is not None and not seen.intended.head.norm:
         yield "no norm stands between the last Pre-LN layer and the head, as it is meant"
         return
-    growth = _ratio(float(seen.source.variance[-1]), float(seen.source.variance[0]))
+    growth = times(float(seen.source.variance[-1]), float(seen.source.variance[0]))
     yield Trouble(
         "warning",
         "no final norm",
@@ -792,6 +785,6 @@ def _otherwise(weights: Sequence[Weight], meant: Transformer | None) -> Iterator
             tuple(w.layer for w, _ in group),
             weight.variance,
             wanted,
-            f"{name} has {_ratio(weight.variance, wanted):.3g} times the scheme's variance",
+            f"{name} has {times(weight.variance, wanted):.3g} times the scheme's variance",
             f"draw it with std {math.sqrt(wanted):.3g}",
         )

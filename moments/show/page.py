@@ -113,41 +113,20 @@ def report(
     names = [s.name for s in every_scheme()] if isinstance(schemes, bool) else list(schemes)
     for one in names:
         scheme_of(one)  # before anything is predicted
+    plain = {key: value for key, value in inputs.items() if key != "progress"}
     with without_warnings():  # they stand on the page
         prediction = predict(model, **inputs)
         if prediction.variance.ndim > 1:
             raise DomainError("report takes one configuration: pass numbers, not arrays")
         try:
-            explanation = explain(model, 1, **_explained(inputs))
+            explanation = explain(model, 1, **plain)
         except DomainError:
             explanation = None
         compared = None
         if schemes is True or (schemes is not False and len(schemes)):
-            compared = _compared(model, names, step, inputs)
+            compared = compare_schemes(model, names, step=step, **plain)
     title = name or model.name or "a declared model"
     return Report(title, prediction, compared, explanation)
-
-
-def _explained(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in inputs.items() if key != "progress"}
-
-
-def _compared(
-    model: Transformer,
-    names: list[str],
-    step: Callable[[str], None] | None,
-    inputs: dict[str, Any],
-) -> SchemeComparison:
-    found = SchemeComparison(model, {}, {})
-    plain = {key: value for key, value in inputs.items() if key != "progress"}
-    for name in names:
-        if step is not None:
-            step(name)
-        one = compare_schemes(model, [name], **plain)
-        found = SchemeComparison(
-            model, {**found.predictions, **one.predictions}, {**found.left_out, **one.left_out}
-        )
-    return found
 
 
 # --- the page ------------------------------------------------------------------------------------

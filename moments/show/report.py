@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -31,7 +32,7 @@ def render(table: Table, width: int = 120) -> str:
     return buffer.getvalue().rstrip()
 
 
-def headed(title: str, caption: str | None = None) -> Table:
+def headed(title: str | None, caption: str | None = None) -> Table:
     """An empty table under its title."""
     return Table(
         title=title,
@@ -41,6 +42,32 @@ def headed(title: str, caption: str | None = None) -> Table:
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
+
+
+def tabled(
+    title: str | None,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    caption: str | None = None,
+    *,
+    text: int = 0,
+    whole: bool = True,
+) -> Table:
+    """Rows under their heads, the first `text` columns read from the left.
+
+    Args:
+        title, caption: above and below it.
+        heads: of the columns.
+        rows: cells.
+        text: columns that hold no numbers.
+        whole: whether cells stay on one line, whatever the width.
+    """
+    table = headed(title, caption)
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place < text else "right", no_wrap=whole)
+    for cells in rows:
+        table.add_row(*cells)
+    return table
 
 
 def number(value: float) -> str:
@@ -63,20 +90,15 @@ def prediction_table(prediction: Prediction) -> Table:
     if prediction.variance.ndim > 1:
         return _batch_table(prediction)
     model = prediction.model
-    table = headed(
-        title=(
-            f"{model.layers} layers, {model.norm} norm, theory {prediction.theory}, "
-            f"{prediction.resolution}"
-        ),
-        caption=_caption(prediction),
+    columns = [map(number, getattr(prediction, name)) for name in STREAM_QUANTITIES]
+    return tabled(
+        f"{model.layers} layers, {model.norm} norm, theory {prediction.theory}, "
+        f"{prediction.resolution}",
+        ["layer", *(TITLES[name] for name in STREAM_QUANTITIES)],
+        zip(map(str, range(model.layers + 1)), *columns, strict=True),
+        _caption(prediction),
+        whole=False,
     )
-    table.add_column("layer", justify="right")
-    for name in STREAM_QUANTITIES:
-        table.add_column(TITLES[name], justify="right")
-    for index in range(model.layers + 1):
-        cells = [number(getattr(prediction, name)[index]) for name in STREAM_QUANTITIES]
-        table.add_row(str(index), *cells)
-    return table
 
 
 def _batch_table(prediction: Prediction) -> Table:
@@ -122,23 +144,24 @@ def _inside(comparison: Comparison) -> Any:
 
 
 def _outputs_table(outputs: Any) -> Table:
-    table = headed(
-        title="at the output",
-        caption="deviations: measured from predicted, in units of the scatter expected",
-    )
-    table.add_column("")
-    for name in ("predicted", "measured", "error", "deviations"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for row in outputs.to_dict("records"):
         error = row["predicted"] / row["measured"] - 1 if row["measured"] else math.nan
-        table.add_row(
+        cells = (
             row["quantity"].replace("_", " "),
             number(row["predicted"]),
             _measured(row["measured"], row["stderr"], 4),
             f"{100 * error:+.2f}%",
             f"{row['deviations']:+.1f}" if math.isfinite(row["deviations"]) else "-",
         )
-    return table
+        rows.append(cells)
+    return tabled(
+        "at the output",
+        ("", "predicted", "measured", "error", "deviations"),
+        rows,
+        "deviations: measured from predicted, in units of the scatter expected",
+        text=1,
+    )
 
 
 def _measured(value: float, stderr: float | None, digits: int = 3) -> str:
@@ -148,25 +171,22 @@ def _measured(value: float, stderr: float | None, digits: int = 3) -> str:
 
 
 def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table:
-    table = headed(
-        title=title,
-        caption="measured ± one standard error over seeds; error of the prediction, of "
-        "correlations absolute; * out of its 95 % band",
-    )
-    table.add_column("layer", justify="right")
+    heads, lines = ["layer"], []
     for name in quantities:
-        table.add_column(_HEADS[name.removeprefix("grad_")], justify="right", no_wrap=True)
-        table.add_column("measured", justify="right", no_wrap=True)
-        table.add_column("error", justify="right", no_wrap=True)
+        heads += [_HEADS[name.removeprefix("grad_")], "measured", "error"]
     for layer, rows in stream.groupby("layer"):
-        cells: list[str] = []
+        cells = [str(layer)]
         for name in quantities:
             row = rows[rows["quantity"] == name].iloc[0]
             mark = "*" if row["inside"] == 0 else ""  # nan where nothing is expected
             measured = _measured(row["measured"], row["stderr"])
             cells += [_short(row["predicted"]), measured, _error(name, row["error"]) + mark]
-        table.add_row(str(layer), *cells)
-    return table
+        lines.append(cells)
+    caption = (
+        "measured ± one standard error over seeds; error of the prediction, of "
+        "correlations absolute; * out of its 95 % band"
+    )
+    return tabled(title, heads, lines, caption)
 
 
 def _fit(r_squared: float) -> str:
@@ -190,18 +210,15 @@ def _error(quantity: str, error: float) -> str:
 
 def summary_table(comparison: Comparison) -> Table:
     """Errors per quantity, over the stream and over all sites inside the layers."""
-    table = headed("mean, median and largest error; mean of what exceeds two standard errors")
-    for name in ("points", "quantity"):
-        table.add_column(name, no_wrap=True)
-    for name in ("mean", "median", "max", "excess", "R²"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for row in comparison.summary().to_dict("records"):
         absolute = row["quantity"].endswith("correlation")
         show: Any = (lambda v: f"{v:.3f}") if absolute else (lambda v: f"{100 * v:.2f}%")
-        table.add_row(
-            row["points"],
-            TITLES[row["quantity"]],
-            *(show(row[name]) for name in ("mean", "median", "max", "excess")),
-            _fit(row["r_squared"]),
-        )
-    return table
+        errors = (show(row[name]) for name in ("mean", "median", "max", "excess"))
+        rows.append((row["points"], TITLES[row["quantity"]], *errors, _fit(row["r_squared"])))
+    return tabled(
+        "mean, median and largest error; mean of what exceeds two standard errors",
+        ("points", "quantity", "mean", "median", "max", "excess", "R²"),
+        rows,
+        text=2,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +121,7 @@ def compare_schemes(
     schemes: str | Sequence[str] | None = None,
     *,
     options: Mapping[str, Any] | None = None,
+    step: Callable[[str], None] | None = None,
     **inputs: Any,
 ) -> SchemeComparison:
     """Apply schemes to a model, with their authors' options, and predict each.
@@ -130,6 +131,7 @@ def compare_schemes(
             does not ask for another.
         schemes: one name or several; None: all.
         options: other than their authors', of every one of these schemes that has them.
+        step: is called with the name of every scheme before it is predicted.
         inputs: what `predict` takes to describe input and gradient. Schemes whose constants depend
             on the input get its correlation too.
 
@@ -155,6 +157,8 @@ def compare_schemes(
     left_out: dict[str, str] = {}
     with without_warnings():
         for name in names:
+            if step is not None:
+                step(name)
             try:
                 predictions[name] = predict(
                     scheme_model(model, known[name], inputs, options), **inputs

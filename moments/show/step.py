@@ -12,7 +12,7 @@ from ..errors import DomainError
 from ..files import as_frame
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
-from .report import headed, number, render
+from .report import number, render, tabled
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,18 +26,17 @@ def first_step_text(step: FirstStep) -> str:
 
 def first_step_table(step: FirstStep) -> Table:
     """The stream layer by layer, and the loss."""
-    table = headed(
+    changes = zip(step.variance, step.relative_change, strict=True)
+    return tabled(
         f"first step of {step.optimizer} at learning rate {step.learning_rate:g}: loss "
         f"{step.loss_before:.4g} to {step.loss:.4g}",
+        ("layer", "variance after", "relative change"),
+        ((str(k), number(v), number(change)) for k, (v, change) in enumerate(changes)),
         f"index 0 enters layer 1; relative change: E |dh|^2/E |h|^2 before the step\n"
         f"slope {step.slope:.4g}: the loss would fall by "
         f"{-step.slope * step.learning_rate:.4g} if it were linear",
+        whole=False,
     )
-    for head in ("layer", "variance after", "relative change"):
-        table.add_column(head, justify="right")
-    for k, (variance, change) in enumerate(zip(step.variance, step.relative_change, strict=True)):
-        table.add_row(str(k), number(variance), number(change))
-    return table
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,19 +96,25 @@ class StepComparison:
 
     def table(self) -> str:
         """Loss and summary as text."""
-        outputs = headed(
+        outputs = tabled(
             f"first step of {self.step.optimizer} at {self.step.learning_rate:g}: "
-            f"{self.measurement.source}, {self.measurement.seeds} draws"
+            f"{self.measurement.source}, {self.measurement.seeds} draws",
+            ("quantity", "predicted", "measured", "+-", "error"),
+            (
+                (quantity, *map(number, cells), f"{100 * error:+.1f} %")
+                for quantity, *cells, error in self.outputs().to_numpy().tolist()
+            ),
+            whole=False,
         )
-        for head in ("quantity", "predicted", "measured", "+-", "error"):
-            outputs.add_column(head, justify="right")
-        for quantity, *cells, error in self.outputs().to_numpy().tolist():
-            outputs.add_row(quantity, *map(number, cells), f"{100 * error:+.1f} %")
-        summary = headed("errors over sites and parameters (relative; alignment absolute)")
-        for head in ("quantity", "mean", "median", "max", "beyond 2 s.e."):
-            summary.add_column(head, justify="right")
-        for quantity, *errors in self.summary().to_numpy().tolist():
-            summary.add_row(quantity, *(f"{value:.3f}" for value in errors))
+        summary = tabled(
+            "errors over sites and parameters (relative; alignment absolute)",
+            ("quantity", "mean", "median", "max", "beyond 2 s.e."),
+            (
+                (quantity, *(f"{value:.3f}" for value in errors))
+                for quantity, *errors in self.summary().to_numpy().tolist()
+            ),
+            whole=False,
+        )
         return f"{render(outputs)}\n{render(summary)}"
 
     def plot(self, name: str | None = None) -> Figure:

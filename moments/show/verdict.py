@@ -117,12 +117,13 @@ def _growth(part: Any, stack: str, quantity: str) -> str:
     way = "from input to output"
     if quantity.startswith("grad"):
         first, last, way = last, first, "from output to input"
-    factors = [_ratio(last[kind], first[kind]) for kind in ("measured", "predicted")]
+    factors = [times(last[kind], first[kind]) for kind in ("measured", "predicted")]
     name = _name(stack, quantity)
     return f"{name} x {factors[0]:.3g} {way}, x {factors[1]:.3g} predicted"
 
 
-def _ratio(above: float, below: float) -> float:
+def times(above: float, below: float) -> float:
+    """One over the other; nan where that is 0."""
     return float(above / below) if below else math.nan
 
 
@@ -134,8 +135,8 @@ def _worst(part: Any, stack: str, quantity: str) -> str:
     if len(layers) > 1:
         several = "points" if layers[-1] - layers[0] < len(layers) else f"{len(layers)} points from"
         where = f"{several} {layers[0]} to {layers[-1]}, most at {worst['layer']}"
-    times = _ratio(worst["measured"], worst["predicted"])
     return (
         f"{_name(stack, quantity)} is out of its band at {where}, "
-        f"{times:.3g} times the prediction ({worst['deviations']:+.1f} standard deviations)"
+        f"{times(worst['measured'], worst['predicted']):.3g} times the prediction "
+        f"({worst['deviations']:+.1f} standard deviations)"
     )

@@ -29,13 +29,12 @@ def shifted_left(labels: np.ndarray) -> np.ndarray:
     return np.concatenate([labels[:, 1:], none], axis=1)
 
 
-def inputs_of(model: Transformer, batch: Mapping[str, Any], *, start: int = 0) -> dict[str, Any]:
+def inputs_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a text or a batch of pictures is to the model, as keyword arguments of `predict`.
 
     Args:
         model: with the embedding that reads it.
         batch: keyword arguments of a Hugging Face module, as numpy arrays.
-        start: the token a decoder begins with.
 
     Returns:
         Empty where the model has no embedding for what the batch holds.
@@ -50,7 +49,7 @@ def inputs_of(model: Transformer, batch: Mapping[str, Any], *, start: int = 0) -
     if model.encoder is not None:
         read = batch.get("decoder_input_ids")
         if read is None and labels is not None:
-            read = shifted_right(labels, start)
+            read = shifted_right(labels)
         if read is None:
             return {}
         other = _text(batch["input_ids"], batch.get("attention_mask"), None)

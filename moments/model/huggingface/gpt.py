@@ -10,7 +10,7 @@ from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
 from .family import Family, causal_head, declared
-from .layout import Fused, Layout, Site, attention, feed_forward, matrices, projections, thirds
+from .layout import Fused, Layout, dropped, thirds, two_blocks
 
 
 def _gpt2(read: Entries, seq_len: int | None) -> Transformer:
@@ -150,43 +150,18 @@ FAMILIES = {
 # --- where modules keep their sites and parameters -----------------------------------------------
 
 
-_DROPPED: tuple[Site, ...] = (("embedding.sum", "drop", "input"), ("embedding", "drop", "output"))
 _NORMS = ("ln_1", "ln_2")
 _TABLES = (("token", "wte"), ("position", "wpe"))
 
 
-def _decoder(
-    name: str,
-    norms: tuple[str, str],
-    projection: str,
-    ffn: tuple[str, str],
-    *,
-    dropouts: tuple[str, str] = ("", ""),
-    post: bool = False,
-    weights: tuple[tuple[str, str], ...] | None = None,
-    final: str = "ln_f",
-    **rest: Any,
-) -> Layout:
-    """Two norms and two blocks, of which the output projection has a parameter of its own."""
-    blocks = {
-        "attention": (norms[0], attention(projection, dropouts[0])),
-        "ffn": (norms[1], feed_forward(*ffn, dropouts[1])),
-    }
-    weights = matrices(output=projection) if weights is None else weights
-    weights = (*weights, *matrices(ffn_in=ffn[0], ffn_out=ffn[1]))
-    rest |= {"weights": weights, "final": final, "head": "lm_head"}
-    return Layout.of(name, "post" if post else "pre", blocks, **rest)
-
-
 def _opt_layout(*, pre: bool) -> Layout:
     """The same submodules in either placement; layers know which it is."""
-    return _decoder(
+    return two_blocks(
         "OPT" if pre else "OPT, Post-LN",
         ("self_attn_layer_norm", "final_layer_norm"),
         "self_attn.out_proj",
         ("fc1", "fc2"),
-        post=not pre,
-        weights=projections("self_attn"),
+        placement="pre" if pre else "post",
         outside=(("token", "decoder.embed_tokens"), ("position", "decoder.embed_positions")),
         final="decoder.final_layer_norm",
         applies=lambda layer: getattr(layer, "do_layer_norm_before", None) is pre,
@@ -214,7 +189,7 @@ def _gpt2_layout(
         shape = layer.attn.c_attn.weight.shape
         return shape[axis] == 3 * shape[1 - axis] and not hasattr(layer.attn, "multi_query")
 
-    return _decoder(
+    return two_blocks(
         name,
         _NORMS,
         "attn.c_proj",
@@ -222,7 +197,8 @@ def _gpt2_layout(
         dropouts=dropouts,
         fused=(thirds("attn.c_attn.weight", axis=axis),),
         outside=_TABLES,
-        before=_DROPPED,
+        before=dropped("drop"),
+        final="ln_f",
         applies=applies,
     )
 
@@ -231,19 +207,19 @@ LAYOUTS = (
     _gpt2_layout("GPT-2", axis=1),
     _gpt2_layout("GPT of nn.Linear", axis=0),
     _gpt2_layout("GPT of nn.Linear without dropout modules", axis=0, dropouts=("", "")),
-    _decoder(
+    two_blocks(
         "GPT-Neo",
         _NORMS,
         "attn.attention.out_proj",
         ("mlp.c_fc", "mlp.c_proj"),
         dropouts=("attn.attention.resid_dropout", "mlp.dropout"),
-        weights=projections("attn.attention"),
         outside=_TABLES,
-        before=_DROPPED,
+        before=dropped("drop"),
+        final="ln_f",
     ),
     _opt_layout(pre=True),
     _opt_layout(pre=False),
-    _decoder(
+    two_blocks(
         "BLOOM",
         ("input_layernorm", "post_attention_layernorm"),
         "self_attention.dense",
@@ -260,6 +236,7 @@ LAYOUTS = (
             ("embedding.norm", "word_embeddings_layernorm", "output"),
             ("embedding", "word_embeddings_layernorm", "output"),
         ),
+        final="ln_f",
         applies=lambda layer: hasattr(layer.self_attention, "inv_norm_factor"),
     ),
 )

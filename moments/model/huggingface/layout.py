@@ -82,6 +82,11 @@ def feed_forward(inner: str, outer: str, dropout: str = "", gate: str = "") -> t
     )
 
 
+def dropped(path: str) -> tuple[Site, ...]:
+    """What enters layer 1, about the module that drops it."""
+    return (("embedding.sum", path, "input"), ("embedding", path, "output"))
+
+
 def _there(*sites: Site) -> tuple[Site, ...]:
     return tuple(site for site in sites if site[1])
 
@@ -235,6 +240,54 @@ class Layout:
                     yield number, WeightPart(self.prefix + name, path)
                 elif kind in ("weight", "bias") and ends(owner, end):
                     yield number, WeightPart(self.prefix + _named(name, kind), path)
+
+
+def two_blocks(
+    name: str,
+    norms: tuple[str, ...],
+    attended: str,
+    ffn: tuple[str, ...],
+    *,
+    placement: Literal["pre", "post", "parallel"] = "pre",
+    dropouts: tuple[str, str] = ("", ""),
+    behind: tuple[str, str] = ("", ""),
+    weights: tuple[tuple[str, str], ...] | None = None,
+    fused: tuple[Fused, ...] = (),
+    beside: tuple[tuple[str, str], ...] = (),
+    head: str = "lm_head",
+    **rest: Any,
+) -> Layout:
+    """A layer of an attention and a feed-forward block, by the paths of their parts.
+
+    Args:
+        norms: of the blocks; one alone is shared.
+        attended: attention's last matrix, beside which stand q_proj, k_proj and v_proj unless they
+            are `fused`.
+        ffn: the inner matrix ("" where it is fused), the outer one, and a gate where there is one.
+        dropouts, behind: of the blocks' outputs: modules that drop them, and norms of them.
+        weights: paths of the matrices where those are not the ones that follow from the others.
+        beside: norms inside the blocks.
+        head, rest: as of `Layout.of`.
+    """
+    posts = tuple(zip(("attention.post_norm", "ffn.post_norm"), behind, strict=True))
+    inner, outer, gate = (*ffn, "")[:3]
+    inside = (attention(attended, dropouts[0]), feed_forward(inner, outer, dropouts[1], gate))
+    blocks = {
+        block: (norm, (*sites, *_there((*post, "output"))))
+        for block, norm, sites, post in zip(
+            ("attention", "ffn"), (*norms, "")[:2], inside, posts, strict=True
+        )
+    }
+    if weights is None:
+        root, _, last = attended.rpartition(".")
+        hidden = {"gate": gate, "ffn_in": inner, "ffn_out": outer}
+        there = {kind: path for kind, path in hidden.items() if path}
+        several = {kind for each in fused for kind in each.weights}
+        every = (*projections(root, ("q_proj", "k_proj", "v_proj", last)), *matrices(**there))
+        weights = tuple(pair for pair in every if pair[0] not in several)
+    more = (*(pair for pair in posts if pair[1]), *beside)
+    rest |= {"norms": more, "weights": weights, "fused": fused, "head": head}
+    return Layout.of(name, placement, blocks, **rest)
 
 
 def ends(path: str, end: str) -> bool:

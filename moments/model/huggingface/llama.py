@@ -9,7 +9,7 @@ from ..transformer import Transformer
 from ..weights import Biases
 from .entries import Entries
 from .family import Family, causal_head, declared
-from .layout import Fused, Layout, Site, attention, feed_forward, matrices, projections
+from .layout import Fused, Layout, two_blocks
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
@@ -245,42 +245,29 @@ FAMILIES = {
 # --- where modules keep their sites and parameters -----------------------------------------------
 
 
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_ATTENTION = projections("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj"))
-_GATED = feed_forward("mlp.up_proj", "mlp.down_proj", gate="mlp.gate_proj")
-_GATED_WEIGHTS = matrices(gate="mlp.gate_proj", ffn_in="mlp.up_proj", ffn_out="mlp.down_proj")
+_GATED = ("mlp.up_proj", "mlp.down_proj", "mlp.gate_proj")
 
 
 def _layout(
     name: str,
+    second: str = "post_attention_layernorm",
     *,
-    norms: tuple[str, str] = _NORMS,
-    ffn: tuple[Site, ...] = _GATED,
-    dropout: str = "",
-    weights: tuple[tuple[str, str], ...] = (*_ATTENTION, *_GATED_WEIGHTS),
-    behind: tuple[str, ...] = (),
+    ffn: tuple[str, ...] = _GATED,
+    behind: tuple[str, str] = ("", ""),
     **rest: Any,
 ) -> Layout:
-    """`behind`: the blocks' output norms; without a second norm the blocks are side by side."""
-    outputs = tuple(zip(("attention.post_norm", "ffn.post_norm"), behind, strict=False))
-    posts: list[tuple[Site, ...]] = [((site, path, "output"),) for site, path in outputs] or [
-        (),
-        (),
-    ]
-    blocks = {
-        "attention": (norms[0], (*attention("self_attn.o_proj", dropout), *posts[0])),
-        "ffn": (norms[1], (*ffn, *posts[1])),
-    }
+    """`second`: the feed-forward block's norm; without one the blocks are side by side."""
     heads = (("query.norm", "self_attn.q_norm"), ("key.norm", "self_attn.k_norm"))
-    return Layout.of(
+    return two_blocks(
         name,
-        "pre" if norms[1] else "parallel",
-        blocks,
-        norms=outputs or heads,
-        weights=weights,
+        ("input_layernorm", second),
+        "self_attn.o_proj",
+        ffn,
+        placement="pre" if second else "parallel",
+        behind=behind,
+        beside=() if behind[0] else heads,
         outside=(("token", "embed_tokens"),),
         final="norm",
-        head="lm_head",
         **rest,
     )
 
@@ -299,24 +286,19 @@ def _halves(layer: Any) -> tuple[int, ...]:
 LAYOUTS = (
     _layout(
         "Gemma-2",
-        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        "pre_feedforward_layernorm",
         behind=("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
     _layout("Llama"),
-    _layout("Cohere", norms=("input_layernorm", "")),
+    _layout("Cohere", ""),
     _layout(
         "Phi-3",
-        ffn=feed_forward("", "mlp.down_proj", "resid_mlp_dropout"),
-        dropout="resid_attn_dropout",
-        weights=matrices(output="self_attn.o_proj", ffn_out="mlp.down_proj"),
+        ffn=("", "mlp.down_proj"),
+        dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
         fused=(
             Fused(("query", "key", "value"), "self_attn.qkv_proj.weight", _phi3_split),
             Fused(("gate", "ffn_in"), "mlp.gate_up_proj.weight", _halves),
         ),
     ),
-    _layout(
-        "StarCoder2",
-        ffn=feed_forward("mlp.c_fc", "mlp.c_proj"),
-        weights=(*_ATTENTION, *matrices(ffn_in="mlp.c_fc", ffn_out="mlp.c_proj")),
-    ),
+    _layout("StarCoder2", ffn=("mlp.c_fc", "mlp.c_proj")),
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases
 from .entries import Entries
 from .family import Family, causal_head, declared
-from .layout import Fused, Layout, Site, Split, attention, feed_forward, matrices, projections
+from .layout import Fused, Layout, Split, dropped, two_blocks
 
 _FFN = ("ffn_in", "ffn_out")
 _ALL = ("query", "key", "value", "output", *_FFN)
@@ -131,42 +131,8 @@ FAMILIES = {
 # --- where modules keep their sites and parameters -----------------------------------------------
 
 
-def _layout(
-    name: str,
-    before: tuple[str, ...],
-    attended: str,
-    ffn: tuple[str, str],
-    *,
-    parallel: bool = True,
-    dropouts: tuple[str, str] = ("", ""),
-    embedded: tuple[Site, ...] = (),
-    **rest: Any,
-) -> Layout:
-    """One norm for both blocks, or one each; `attended` is the path of attention's last matrix."""
-    first, second = (*before, "")[:2]
-    blocks = {
-        "attention": (first, attention(attended, dropouts[0])),
-        "ffn": (second, feed_forward(*ffn, dropouts[1])),
-    }
-    inside, _, last = attended.rpartition(".")
-    weights = (
-        matrices(output=attended)
-        if "fused" in rest
-        else projections(inside, ("q_proj", "k_proj", "v_proj", last))
-    )
-    weights = (*weights, *matrices(ffn_in=ffn[0], ffn_out=ffn[1]))
-    placement: Literal["pre", "parallel"] = "parallel" if parallel else "pre"
-    return Layout.of(
-        name, placement, blocks, weights=weights, before=embedded, head="lm_head", **rest
-    )
-
-
 def _fused(attended: str, split: Split) -> tuple[Fused, ...]:
     return (Fused(("query", "key", "value"), f"{attended}.query_key_value.weight", split),)
-
-
-def _dropped(path: str) -> tuple[Site, ...]:
-    return (("embedding.sum", path, "input"), ("embedding", path, "output"))
 
 
 _WIDE = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
@@ -177,16 +143,16 @@ def _neox_split(layer: Any) -> tuple[int, ...]:
 
 
 def _neox_layout(*, parallel: bool) -> Layout:
-    return _layout(
+    return two_blocks(
         "GPT-NeoX" if parallel else "GPT-NeoX, sequential",
         ("input_layernorm", "post_attention_layernorm"),
         "attention.dense",
         _WIDE,
-        parallel=parallel,
+        placement="parallel" if parallel else "pre",
         dropouts=("post_attention_dropout", "post_mlp_dropout"),
         fused=_fused("attention", _neox_split),
         outside=(("token", "embed_in"), ("head", "embed_out")),
-        embedded=_dropped("emb_dropout"),
+        before=dropped("emb_dropout"),
         final="final_layer_norm",
         applies=lambda layer: layer.use_parallel_residual == parallel,
     )
@@ -207,12 +173,12 @@ def _falcon_layout(norms: tuple[str, ...], *, parallel: bool) -> Layout:
         normed = [name for name in names if name.startswith(("ln_", "input_l", "post_a"))]
         return hasattr(layer.self_attention, "multi_query") and len(normed) == len(norms)
 
-    return _layout(
+    return two_blocks(
         f"Falcon, {len(norms)} norms{'' if parallel else ', sequential'}",
         norms,
         "self_attention.dense",
         _WIDE,
-        parallel=parallel,
+        placement="parallel" if parallel else "pre",
         fused=_fused("self_attention", _falcon_split),
         outside=(("token", "word_embeddings"),),
         final="ln_f",
@@ -223,24 +189,26 @@ def _falcon_layout(norms: tuple[str, ...], *, parallel: bool) -> Layout:
 LAYOUTS = (
     _neox_layout(parallel=True),
     _neox_layout(parallel=False),
-    _layout(
+    two_blocks(
         "GPT-J",
         ("ln_1",),
         "attn.out_proj",
         ("mlp.fc_in", "mlp.fc_out"),
         dropouts=("attn.resid_dropout", "mlp.dropout"),
         outside=(("token", "wte"),),
-        embedded=_dropped("drop"),
+        placement="parallel",
+        before=dropped("drop"),
         final="ln_f",
     ),
-    _layout(
+    two_blocks(
         "Phi",
         ("input_layernorm",),
         "self_attn.dense",  # resid_dropout is passed twice in a layer, so that it is no site
         ("mlp.fc1", "mlp.fc2"),
-        norms=(("query.norm", "self_attn.q_layernorm"), ("key.norm", "self_attn.k_layernorm")),
+        beside=(("query.norm", "self_attn.q_layernorm"), ("key.norm", "self_attn.k_layernorm")),
         outside=(("token", "embed_tokens"),),
-        embedded=_dropped("embed_dropout"),
+        placement="parallel",
+        before=dropped("embed_dropout"),
         final="final_layernorm",
     ),
     _falcon_layout(("input_layernorm",), parallel=True),

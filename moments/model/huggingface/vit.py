@@ -8,7 +8,7 @@ from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
 from .family import Family
-from .layout import Layout, attention, feed_forward, matrices, projections
+from .layout import Layout, dropped, matrices, projections, two_blocks
 
 
 def _vit(read: Entries, seq_len: int | None) -> Transformer:
@@ -68,26 +68,21 @@ def _layout(
     ffn: tuple[str, str],
     dropout: str = "",
 ) -> Layout:
-    blocks = {
-        "attention": ("layernorm_before", attention(f"attention.{names[3]}", dropout)),
-        "ffn": ("layernorm_after", feed_forward(*ffn)),
-    }
-    weights = projections("attention", names)
-    return Layout.of(
+    return two_blocks(
         name,
-        "pre",
-        blocks,
-        weights=(*weights, *matrices(ffn_in=ffn[0], ffn_out=ffn[1])),
+        ("layernorm_before", "layernorm_after"),
+        f"attention.{names[3]}",
+        ffn,
+        dropouts=(dropout, ""),
+        weights=(*projections("attention", names), *matrices(ffn_in=ffn[0], ffn_out=ffn[1])),
         outside=(
             ("patch", "patch_embeddings.projection"),
             ("position", "embeddings.position_embeddings"),
             ("class", "embeddings.cls_token"),
             ("head", "classifier"),
         ),
-        before=(
-            ("embedding.sum", "embeddings.dropout", "input"),
-            ("embedding", "embeddings.dropout", "output"),
-        ),
+        before=dropped("embeddings.dropout"),
+        head="",
         final="layernorm",
     )
 

@@ -8,22 +8,8 @@ from functools import cache
 from ...errors import domain_error
 from .setup import Setup
 
-NAMES = {
-    "kedia-1": "kedia",
-    "kedia-2": "kedia",
-    "kedia-3": "kedia",
-    "kedia-4": "kedia",
-    "kedia-7": "kedia",
-    "kedia-8": "kedia",
-    "kedia-13": "kedia",
-    "sun-2": "sun",
-    "sun-3": "sun",
-    "sun-4": "sun",
-    "sun-6": "sun",
-    "noci-8": "noci",
-    "noci-9": "noci",
-    "noci-10": "noci",
-}
+_NUMBERS = {"kedia": (1, 2, 3, 4, 7, 8, 13), "sun": (2, 3, 4, 6), "noci": (8, 9, 10)}
+NAMES = {f"{paper}-{n}": paper for paper, numbers in _NUMBERS.items() for n in numbers}
 
 
 def names() -> tuple[str, ...]:

@@ -79,36 +79,19 @@ def by_layer(
 
     def add(name: str, prediction: Array, simulated: Array, stderr: Array, error: Array) -> None:
         columns[f"{name}_predicted"], columns[f"{name}_simulated"] = prediction, simulated
-        columns[f"{name}_stderr"], columns[name] = stderr, error
+        columns[f"{name}_stderr"], columns[name] = stderr, np.abs(error)
 
     values, stderr = stored.values, stored.stderr
-    grad, variance = values["grad_variance"], values["variance"]
-    add(
-        "grad",
-        prediction.grad_variance,
-        grad,
-        stderr["grad_variance"] / grad,
-        np.abs(_log_ratio(prediction.grad_variance, grad)),
-    )
-    add(
-        "variance",
-        prediction.variance,
-        variance,
-        stderr["variance"] / variance,
-        np.abs(prediction.variance / variance - 1),
-    )
-    add(
-        "correlation",
-        prediction.correlation,
-        values["correlation"],
-        stderr["correlation"],
-        np.abs(prediction.correlation - values["correlation"]),
-    )
+    found, seen = prediction.grad_variance, values["grad_variance"]
+    add("grad", found, seen, stderr["grad_variance"] / seen, _log_ratio(found, seen))
+    found, seen = prediction.variance, values["variance"]
+    add("variance", found, seen, stderr["variance"] / seen, found / seen - 1)
+    found, seen = prediction.correlation, values["correlation"]
+    add("correlation", found, seen, stderr["correlation"], found - seen)
     typical = _typical(configuration, prediction)
     if typical is not None:
-        simulated = np.exp(values["log_grad_variance"])
-        error = np.abs(_log_ratio(typical, simulated))
-        add("typical", typical, simulated, stderr["log_grad_variance"], error)
+        seen = np.exp(values["log_grad_variance"])
+        add("typical", typical, seen, stderr["log_grad_variance"], _log_ratio(typical, seen))
     return as_frame(columns)
 
 
