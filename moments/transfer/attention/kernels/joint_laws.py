@@ -80,9 +80,8 @@ class PairSum(NamedTuple):
         return np.asarray(total)
 
     def gather(self, kernel: Single) -> Single:
-        """(c, r, a, b): tr(P_i g_r P_i' X^T) for every pair of rows; X (c, n, k), or (c, r, n, k)
-        where every g_r meets its own."""
-        inner = kernel if kernel.ndim == 4 else kernel[:, None]
+        """(c, r, a, b): tr(P_i g_r P_i' X^T) for every pair of rows; X (c, n, k)."""
+        inner = kernel[:, None]
         rows, turned = self.rows[:, None], self.rows2.swapaxes(1, 2)[:, None]
         kernel_left = rows @ inner  # (c, ., a, k)
         kernel_right = inner @ turned  # (c, ., n, b)
@@ -755,8 +754,7 @@ class JointLaws:
         return np.asarray(columns, dtype=np.float32)
 
     def gather(self, law: str, kernel: Array, count: int, parity: Array | None = None) -> Array:
-        """(r, Lq, Lq): tr(P_i g_r P_i' X^T) of one of the blocks' laws, for X (Lk, Lk) or one X
-        (r, Lk, Lk) for every g_r."""
+        """(r, Lq, Lq): tr(P_i g_r P_i' X^T) of one of the blocks' laws, for X (Lk, Lk)."""
         scale, met = single(kernel)
         values = np.zeros((count, self._patterns, self._patterns), dtype=np.float32)
         for block in self.blocks:
