@@ -169,9 +169,8 @@ def test_faint_paths_against_monte_carlo(name: str) -> None:
         truth = np.trace(sample.mean[path])
         slack = tau / 2 * truth + 4.0 * sample.error[path][0]
         assert abs(np.trace(ours[path]) - truth) < slack, path
-    sensitivity = random_gradient(length, 4) - 0.2
-    left = (sensitivity * layer.backward(gradient).total).sum()
-    assert (layer.adjoint(sensitivity) * gradient).sum() == pytest.approx(left, rel=1e-5)
+    sent = (kernel * layer.backward(gradient).value).sum()
+    assert sent == pytest.approx((layer.forward() * gradient).sum(), rel=1e-5)
 
 
 # --- Monte Carlo, infinite width ------------------------------------------------------------------
@@ -376,20 +375,15 @@ def test_normalised_tokens_that_are_not_alike(kind: str) -> None:
 
 @pytest.mark.parametrize("mask", list(masks(20)))
 @pytest.mark.parametrize("drop_prob", [0.0, 0.2])
-def test_adjoint_is_the_transpose_of_backward(mask: str, drop_prob: float) -> None:
-    length = 20
+def test_values_are_sent_what_they_are_gathered_by(mask: str, drop_prob: float) -> None:
+    """What averages gather of a kernel and what its tokens receive are transposes of each other."""
+    length, kernel = 20, structured(20)
     layer = KernelAttention(
-        structured(length),
-        logit_scale=2.0,
-        allowed=masks(length)[mask],
-        drop_prob=drop_prob,
-        d_model=64,
-        d_head=16,
+        kernel, logit_scale=2.0, allowed=masks(length)[mask], drop_prob=drop_prob
     )
-    gradient, sensitivity = random_gradient(length, 3), random_gradient(length, 4) - 0.2
-    left = (sensitivity * layer.backward(gradient).total).sum()
-    right = (layer.adjoint(sensitivity) * gradient).sum()
-    assert left == pytest.approx(right, rel=1e-5)
+    gradient = random_gradient(length, 3)
+    sent = (kernel * layer.backward(gradient).value).sum()
+    assert sent == pytest.approx((layer.forward() * gradient).sum(), rel=1e-5)
 
 
 def test_permuting_tokens_permutes_everything() -> None:
@@ -480,7 +474,7 @@ def test_extreme_inputs_stay_finite(mask: str, tau: float, kind: str) -> None:
         d_head=8,
     )
     parts = layer.backward(random_gradient(length))
-    for array in (layer.forward(), *parts, layer.adjoint(np.eye(length)), layer.entropy):
+    for array in (layer.forward(), *parts, layer.entropy):
         assert np.all(np.isfinite(array))
     np.testing.assert_array_equal(parts.total, parts.total.T)
     assert np.all(np.diag(parts.total) >= 0.0)
@@ -526,8 +520,6 @@ def test_bad_gradient_is_named() -> None:
     layer = KernelAttention(np.eye(3), logit_scale=1.0)
     with pytest.raises(DomainError, match="gradient"):
         layer.backward(np.eye(4))
-    with pytest.raises(DomainError, match="sensitivity"):
-        layer.adjoint(np.full((3, 3), np.inf))
 
 
 # --- the linear response, and rotated pairs -------------------------------------------------------

@@ -36,7 +36,7 @@ from moments.transfer.attention.kernels.position_attention import (
     Across,
     ClassLogits,
     PositionAttention,
-    row_statistics,
+    rows_of_classes,
 )
 from moments.transfer.attention.kernels.relative_positions import (
     ClassBiasNoise,
@@ -361,7 +361,7 @@ def test_a_window_begins_inside_a_cell_that_is_held_whole() -> None:
         sight, size = classes.seen(4096), len(classes.nodes)
         turning = Turning.of(sight, *moments.Rotary().frequencies(128))
         tokens = np.ones(size), np.full((size, size), 0.6)
-        keys.append(row_statistics(ClassLogits(*[tokens] * 3, 2.7, sight, turning)).keys[-1])
+        keys.append(rows_of_classes(ClassLogits(*[tokens] * 3, 2.7, sight, turning)).keys[-1])
     assert keys[0] == pytest.approx(keys[1], rel=0.05)  # 11.1 and 3 where cells were cut
 
 

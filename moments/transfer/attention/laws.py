@@ -36,7 +36,7 @@ from ...formulas.algebra import whole
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from .kernels.exact_rows import THETA_PEAKED, AlikeRows
 from .kernels.finite_rows import Widths, averages
-from .projections import positive, variance_notes
+from .projections import attention_diagnostics, positive, variance_notes
 from .softmax.norms import CORRECTED_MAX
 from .softmax.table import chebyshev_basis
 
@@ -145,18 +145,6 @@ def attention_statistics(
         shaped(row["entropy"]),
         found.valid,
     )
-
-
-def attention_diagnostics(
-    logit_variance: Array, square: Array, entropy: Array, keys: Array
-) -> dict[str, Array]:
-    """What users ask about attention; distance is E sum_j (a_ij - 1/n)^2 over n keys."""
-    return {
-        "logit_variance": logit_variance,
-        "square_sum": square,
-        "distance_to_uniform": square - 1 / keys,
-        "entropy": entropy,
-    }
 
 
 # --- tokens alike ---------------------------------------------------------------------------------

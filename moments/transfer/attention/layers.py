@@ -58,8 +58,14 @@ from .kernels.position_attention import (
     Words,
 )
 from .kernels.relative_positions import ClassBiasNoise, Turning, fading
-from .laws import attention_diagnostics
-from .projections import LOGIT_VARIANCE_MAX, LogitLaw, Paths, by_distance, positive
+from .projections import (
+    LOGIT_VARIANCE_MAX,
+    LogitLaw,
+    Paths,
+    attention_diagnostics,
+    by_distance,
+    positive,
+)
 
 Mask = NDArray[np.bool_]
 

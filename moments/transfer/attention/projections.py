@@ -170,6 +170,18 @@ class Paths(NamedTuple):
     cross: Kernel
 
 
+def attention_diagnostics(
+    logit_variance: Array, square: Array, entropy: Array, keys: Array
+) -> dict[str, Array]:
+    """What users ask about attention; distance is E sum_j (a_ij - 1/n)^2 over n keys."""
+    return {
+        "logit_variance": logit_variance,
+        "square_sum": square,
+        "distance_to_uniform": square - 1 / keys,
+        "entropy": entropy,
+    }
+
+
 class RowMoments(NamedTuple):
     """Of every row of attention: E sum a^2, and its logits' variance."""
 

@@ -70,10 +70,10 @@ from ...engine.trace import Record
 from .kernels import exact_rows, position_attention
 from .kernels.position_attention import ClassLogits, Words
 from .kernels.row_statistics import (
+    AttentionRows,
     ReferenceRow,
-    RowStatistics,
     mean_attention,
-    row_statistics,
+    rows_of_kernel,
     statistics_of,
 )
 from .layers import self_masks
@@ -294,17 +294,17 @@ class AttentionResponse:
         return self._mixed @ transposed(self.weights)
 
 
-def _by_token(kernel: Array, mask: Array, tau: float) -> tuple[RowStatistics, Array, Array]:
+def _by_token(kernel: Array, mask: Array, tau: float) -> tuple[AttentionRows, Array, Array]:
     """Statistics of rows, mean attention and its squares, of one sequence."""
     prior = mask / mask.sum(1, keepdims=True)
-    rows = row_statistics(kernel, prior, np.diag(kernel), tau)
+    rows = rows_of_kernel(kernel, prior, np.diag(kernel), tau)
     weights = mean_attention(kernel, prior, rows, np.arange(len(kernel)), tau)
     return rows, weights, weights**2
 
 
 def _on_classes(
     kernel: ClassMatrix, sight: Sight, tau: float
-) -> tuple[RowStatistics, Matrix, Matrix]:
+) -> tuple[AttentionRows, Matrix, Matrix]:
     classes = kernel.classes
     tokens, *alike = classes.told_apart(kernel.own, kernel.pairs)
     logits = ClassLogits(tokens, tokens, tokens, tau, sight)
@@ -312,7 +312,7 @@ def _on_classes(
         (same,) = alike
         counts = classes.share, classes.frequencies, classes.others
         logits = logits._replace(words=Words(same, same, same, *counts))
-    rows = position_attention.row_statistics(logits)
+    rows = position_attention.rows_of_classes(logits)
     by_frequency = position_attention.attention_by_frequency(logits, rows)
     portion = logits.mixture().frequencies.portion
     mean, crowded = by_frequency @ portion, None
@@ -325,7 +325,7 @@ def _on_classes(
     return dataclasses.replace(rows, **several), weights, squares
 
 
-def _alike(kernel: ClassMatrix, tau: Array) -> tuple[RowStatistics, Matrix, Matrix]:
+def _alike(kernel: ClassMatrix, tau: Array) -> tuple[AttentionRows, Matrix, Matrix]:
     """Of tokens that all see all, whose rows are their own references; leading axes as tau's."""
     length = kernel.classes.length
     own, pairs = kernel.own, kernel.pairs[..., 0]
@@ -358,7 +358,7 @@ def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:
 
 def _response(
     kernel: Matrix,
-    rows: RowStatistics,
+    rows: AttentionRows,
     weights: Matrix,
     squares: Matrix,
     tau: Any,
@@ -410,12 +410,12 @@ def _outer(entries: Array) -> Array:
     return entries[..., :, None] * entries[..., None, :]
 
 
-def _softened(rows: RowStatistics) -> Array:
+def _softened(rows: AttentionRows) -> Array:
     """One factor for all rows where some are beyond the tables, and 1 where none is: a guess."""
     return rows.softening if rows.softening.ndim > 1 else rows.softening.mean()
 
 
-def _bend(rows: RowStatistics) -> Array:
+def _bend(rows: AttentionRows) -> Array:
     """d log t/d log theta - 1: how much less than in proportion the odds of one key grow."""
     keys = np.maximum(rows.keys, 1 + 1e-6).ravel()
     step, logs = BEND_STEP, []

@@ -221,7 +221,7 @@ class KernelAttention:
         common = closure.calibration.common[group] * np.diag(slope) / self.logits.temperature
         query = query + np.diag(common)
         if self._dropped > 0.0:
-            _, _, noise = self._noise.gather(self.logits.within)
+            noise = self._noise.gather(self.logits.within)
             masks = (1.0 + closure.calibration.masks[group]) * (closure.squares @ variance)
             output = output + self._dropped * np.diag(masks)
             query = query + self._dropped * self.logits.scale * np.diag(noise)
@@ -273,36 +273,6 @@ class KernelAttention:
         if not self._separate:
             total = total + query
         return AttentionGradient(value, query, key, cross, total)
-
-    def adjoint(self, sensitivity: ArrayLike) -> Array:
-        """Transpose of the map from a gradient kernel G to `backward(G).total`.
-
-        sum(Lambda o backward(G).total) = sum(adjoint(Lambda) o G) for symmetric Lambda and G: it
-        carries the sensitivity of a number to the input's gradient kernel up to the output's.
-
-        Args:
-            sensitivity: (Lk, Lk) Lambda.
-
-        Raises:
-            DomainError: `sensitivity` is not a finite (Lk, Lk) matrix.
-        """
-        sensitivity = square("sensitivity", sensitivity, len(self.kernel))
-        value, _ = self._closure.gather(sensitivity)
-        value, key = self._linear * value, self._linear * self._closure.gather_keys(sensitivity)
-        mean = self.mean_attention @ sensitivity @ self.mean_attention.T
-        total = mean + value + key
-        if not self._separate:
-            total += sensitivity * self._forward[1]
-        if self._dropped > 0.0:
-            _, noise_cross, _ = self._noise.gather(sensitivity)
-            met = sensitivity
-            if self.logits.rotation is not None:
-                met = sensitivity * self.logits.rotation.keys
-            noise, _, _ = self._noise.gather(met)
-            through_keys = self.logit_scale * self.logits.temperature * (noise + noise_cross)
-            through_values = self._closure.squares @ np.diag(sensitivity)
-            total += self._dropped * np.diag(through_values + through_keys)
-        return np.asarray(0.5 * (total + total.T))
 
 
 def square(name: str, kernel: ArrayLike, length: int | None = None) -> Array:

@@ -70,7 +70,7 @@ from .joint_laws import (
     single,
 )
 from .logits import Logits, RowClass, as_slice, find_patterns, group_patterns, window
-from .row_statistics import RowStatistics, mean_attention, row_statistics
+from .row_statistics import AttentionRows, mean_attention, rows_of_kernel
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -89,7 +89,7 @@ class RowLayout(NamedTuple):
         faint: whether joint laws are taken to first order: then every pattern is a class.
     """
 
-    statistics: RowStatistics
+    statistics: AttentionRows
     pattern: Indices
     group: Indices
     classes: list[RowClass]
@@ -115,7 +115,7 @@ class RowLayout(NamedTuple):
         shared = [_shared(patterns[span], logits.biased) for span in spans]
         extended = np.vstack([patterns, *shared])
         means = [pattern_temperature[span].mean() for span in spans]
-        statistics = row_statistics(
+        statistics = rows_of_kernel(
             kernel, extended, np.concatenate([pattern_temperature, means]), logits.scale
         )
         faint = (
@@ -145,7 +145,7 @@ def _shared(patterns: Array, biased: bool) -> Array:
 def _make_class(
     faint: bool,
     extended: Array,
-    stats: RowStatistics,
+    stats: AttentionRows,
     kernel: Array,
     scale: float,
     span: slice,
@@ -251,23 +251,6 @@ class OverlapClosure:
             rest = np.einsum("tij,tij->ij", pairs.terms, rest)
             excess, slope = excess + pairs.bare * rest, slope + rest
         return 0.5 * (excess + excess.T), 0.5 * (slope + slope.T)
-
-    def gather_keys(self, kernel: Array) -> Array:
-        """(Lq, Lq): transpose of the key path and of its correlation with the value path."""
-        pairs, rotation = self.pairs, self.logits.rotation
-        count, both = len(self._nodes.rho), pairs.key + pairs.cross
-        if self.logits.aligned:
-            values = self._laws.gather("overlap", kernel, count)
-            total = both * np.einsum("rij,rij->ij", pairs.slope, values)
-            return np.asarray(0.5 * (total + total.T))
-        turned = kernel if rotation is None else kernel * rotation.keys
-        values = self._laws.gather("response", turned, count)
-        total = both * np.einsum("rij,rij->ij", pairs.value, values)
-        if pairs.terms is not None and rotation is not None:
-            met = kernel * rotation.key_terms
-            rest = self._laws.gather("plain", met, len(met), rotation.parity)
-            total = total + pairs.bare * np.einsum("tij,tij->ij", pairs.terms[1:], rest)
-        return np.asarray(0.5 * (total + total.T))
 
     def spread(self, gradient: Array) -> Array:
         """(3, Lk, Lk): sum_ii' G_ii' times F_ii' - w_i w_i'^T, and its derivative times what the
@@ -446,16 +429,13 @@ class DroppedAttention:
         return total
 
     def gather(self, kernel: Array) -> Array:
-        """(3, L): tr(E[J_i D J_i] kernel) in the key path, in its correlation with the value path
-        and in the query path."""
-        closure, calibration = self._closure, self._closure.calibration
-        total = np.zeros((3, len(closure.group)))
+        """(L,): tr(E[J_i D J_i] kernel) in the query path."""
+        closure, factor = self._closure, self._closure.calibration.noise_query
+        total = np.zeros(len(closure.group))
         for index, group, noise in self._responses:
             part = noise.gather(kernel[window(group.keys, group.keys)])
-            total[0, group.patterns] = calibration.noise_key[index] * part
-            total[1, group.patterns] = calibration.noise_cross[index] * part
-            total[2, group.patterns] = calibration.noise_query[index] * part
-        return total[:, closure.pattern]
+            total[group.patterns] = factor[index] * part
+        return np.asarray(total[closure.pattern])
 
 
 # --- finite width ---------------------------------------------------------------------------------

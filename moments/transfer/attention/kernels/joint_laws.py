@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from . import exact_rows
 from .finite_rows import Calibration, Nodes, Widths
 from .logits import Logits, Rotation, RowClass, as_slice, stacked, window
-from .row_statistics import RowStatistics
+from .row_statistics import AttentionRows
 
 # --- sums over pairs ------------------------------------------------------------------------------
 
@@ -80,9 +80,8 @@ class PairSum(NamedTuple):
         return np.asarray(total)
 
     def gather(self, kernel: Single) -> Single:
-        """(c, r, a, b): tr(P_i g_r P_i' X^T) for every pair of rows; X (c, n, k), or (c, r, n, k)
-        where every g_r meets its own."""
-        inner = kernel if kernel.ndim == 4 else kernel[:, None]
+        """(c, r, a, b): tr(P_i g_r P_i' X^T) for every pair of rows; X (c, n, k)."""
+        inner = kernel[:, None]
         rows, turned = self.rows[:, None], self.rows2.swapaxes(1, 2)[:, None]
         kernel_left = rows @ inner  # (c, ., a, k)
         kernel_right = inner @ turned  # (c, ., n, b)
@@ -333,7 +332,7 @@ class PairWeights:
     def of(
         cls,
         logits: Logits,
-        stats: RowStatistics,
+        stats: AttentionRows,
         pattern: Indices,
         group: Indices,
         scale: Array,
@@ -411,7 +410,7 @@ def _growth(theta: Array, keys: Array, nodes: Nodes) -> Array:
 
 
 def sharpening(
-    stats: RowStatistics, first: Indices, second: Indices, correlation: Array
+    stats: AttentionRows, first: Indices, second: Indices, correlation: Array
 ) -> Array | float:
     """Growth of dF/drho beyond the tables, of pairs of rows with these statistics.
 
@@ -428,7 +427,7 @@ def sharpening(
 
 
 def row_scale(
-    stats: RowStatistics, group: Indices, classes: list[RowClass], kernel: Array, nodes: Nodes
+    stats: AttentionRows, group: Indices, classes: list[RowClass], kernel: Array, nodes: Nodes
 ) -> Array:
     """(r, P): square root of a pattern's exact excess over its class's at the nodes, before P_i
     (see `PairSum`) removes the mean.
@@ -755,8 +754,7 @@ class JointLaws:
         return np.asarray(columns, dtype=np.float32)
 
     def gather(self, law: str, kernel: Array, count: int, parity: Array | None = None) -> Array:
-        """(r, Lq, Lq): tr(P_i g_r P_i' X^T) of one of the blocks' laws, for X (Lk, Lk) or one X
-        (r, Lk, Lk) for every g_r."""
+        """(r, Lq, Lq): tr(P_i g_r P_i' X^T) of one of the blocks' laws, for X (Lk, Lk)."""
         scale, met = single(kernel)
         values = np.zeros((count, self._patterns, self._patterns), dtype=np.float32)
         for block in self.blocks:

@@ -53,14 +53,7 @@ from .joint_laws import (
     single,
 )
 from .relative_positions import FadingSight, Rule, Turning
-from .row_statistics import (
-    RowStatistics,
-    annealed_moments,
-    log_weights,
-    matched,
-    reference_scale,
-    statistics_of,
-)
+from .row_statistics import AttentionRows, attention_rows, log_weights
 
 # --- pairs of rows --------------------------------------------------------------------------------
 
@@ -633,7 +626,7 @@ class PositionAttention:
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
         sight = logits.sight
-        self._rows = rows = row_statistics(logits)
+        self._rows = rows = rows_of_classes(logits)
         several = attention_by_frequency(logits, rows)
         self.weights = several @ logits.mixture().frequencies.portion
         self._by_frequency = ratio_or_zero(several, self.weights[:, :, None])
@@ -1538,26 +1531,26 @@ def leaning(rule: Rule, size: Array) -> tuple[Array, Array]:
     return np.asarray(top + np.log(total)), np.asarray(moved / total)
 
 
-def row_statistics(logits: ClassLogits) -> RowStatistics:
+def rows_of_classes(logits: ClassLogits) -> AttentionRows:
     """Of every node as a row."""
     keys, temperature, own = logits.sight.keys, logits.queries[0], logits.keys[0]
     prior, within = logits.prior, logits.within
     seen, squares = keys * prior, keys * prior**2
-    count = 1.0 / squares.sum(1)
     top = float(max(own.max(), *(one.max() for one in within)))
-    spread = top - float(min(one.min() for one in within))
 
     def mean(function: Callable[[Array], Array]) -> Array:
         of_own, of_pairs = logits.averaged(lambda entries: function(entries - top))
         apart = of_own - diagonal(of_pairs)
         return np.asarray(_over_keys(seen, of_pairs) + (squares * apart).sum(1))
 
-    relative = mean(lambda values: values)
-    scale = reference_scale(logits.scale * float(logits.sight.classes.mean(temperature)), spread)
-    reference = matched(*annealed_moments(mean, relative, spread, scale), count)
-    uniform = -(seen * np.log(np.where(prior > 0.0, prior, 1.0))).sum(1)
-    return statistics_of(
-        reference, scale, count, temperature, logits.scale, seen @ own, relative + top, uniform
+    return attention_rows(
+        mean,
+        (float(min(one.min() for one in within)), top),
+        (temperature, float(logits.sight.classes.mean(temperature))),
+        logits.scale,
+        1.0 / squares.sum(1),
+        seen @ own,
+        -(seen * np.log(np.where(prior > 0.0, prior, 1.0))).sum(1),
     )
 
 
@@ -1568,7 +1561,7 @@ def _over_keys(keys: Array, pairs: Array) -> Array:
     return np.asarray(((pairs @ keys[:, :, None])[..., 0] * keys).sum(1))
 
 
-def _crowd(logits: ClassLogits, rows: RowStatistics, level: float = 1.0) -> tuple[Array, Array]:
+def _crowd(logits: ClassLogits, rows: AttentionRows, level: float = 1.0) -> tuple[Array, Array]:
     """(P, P) of `log_weights`, by others and by a key itself, without the logarithm."""
     own, prior = logits.keys[0], logits.prior
     pull = rows.own_response * logits.scale * logits.queries[0] * rows.softening
@@ -1585,13 +1578,13 @@ def _crowd(logits: ClassLogits, rows: RowStatistics, level: float = 1.0) -> tupl
     return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
 
 
-def mean_attention(logits: ClassLogits, rows: RowStatistics) -> Array:
+def mean_attention(logits: ClassLogits, rows: AttentionRows) -> Array:
     """(P, P) mean attention [row, key] to one token of a class; see `row_statistics`."""
     several = attention_by_frequency(logits, rows)
     return np.asarray(several @ logits.mixture().frequencies.portion)
 
 
-def attention_by_frequency(logits: ClassLogits, rows: RowStatistics) -> Array:
+def attention_by_frequency(logits: ClassLogits, rows: AttentionRows) -> Array:
     """(P, P, T) the same to tokens of words that are as frequent as some are."""
     keys, own, scale, prior = logits.sight.keys, logits.keys[0], logits.scale, logits.prior
     seen, held = keys * prior, logits.sight.seen

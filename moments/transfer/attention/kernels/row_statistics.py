@@ -58,7 +58,7 @@ def annealed_moments(mean: Mean, relative: Array, spread: float, tau: float) -> 
         mean: over pairs.
         relative: (rows,) mean of C - max C.
         spread: max C - min C.
-        tau: as in `reference_rows`.
+        tau: covariance of logits per unit of the kernel, at the rows' average query.
     """
     shift = -tau * relative
     if tau * spread < 1.0:  # logarithms of numbers near one: keep their excess
@@ -146,29 +146,6 @@ def _roots(first: Array, second: Array, low: Array, high: Array) -> tuple[Array,
     return theta, logs
 
 
-def reference_rows(kernel: Array, prior: Array, tau: float) -> ReferenceRow:
-    """Match every row's overlap distribution.
-
-    Args:
-        kernel: (L, L) second moments C of the keys.
-        prior: (rows, L) weights of every row's keys at vanishing logits; they sum to 1, and a row's
-            pairs of keys are averaged under them.
-        tau: covariance of logits per unit of query kernel times key kernel, already multiplied by
-            the row's own C_ii (its average over rows; the caller rescales theta row by row).
-
-    Source:
-        derived here; which annealed moments to match was decided by measurement (`attention`).
-    """
-    below = kernel - kernel.max()
-
-    def mean(function: Callable[[Array], Array]) -> Array:
-        return np.asarray(np.einsum("ij,ij->i", prior @ function(below), prior))
-
-    relative = mean(lambda values: values)
-    first, second = annealed_moments(mean, relative, float(np.ptp(kernel)), tau)
-    return matched(first, second, 1.0 / (prior * prior).sum(1))
-
-
 def matched(first: Array, second: Array, count: Array) -> ReferenceRow:
     """The exchangeable rows of these `annealed_moments`, of at most `count` keys."""
     several = count > 1.0 + 1e-6
@@ -217,7 +194,7 @@ LEAST_RESPONSE = 1e-3
 
 
 @dataclass(frozen=True)
-class RowStatistics:
+class AttentionRows:
     """One entry per attention row, from the exact statistics of its reference row; arrays (rows,).
 
     Attributes:
@@ -268,35 +245,65 @@ class RowStatistics:
         return inside / np.maximum(self.logit_variance, exact_rows.THETA_LEAST)
 
 
-def row_statistics(
+def rows_of_kernel(
     kernel: Array, prior: Array, temperature: Array, logit_scale: float
-) -> RowStatistics:
+) -> AttentionRows:
     """Reference statistics of rows with the given keys and query norms.
 
     Args:
-        kernel: (L, L) second moments of the tokens.
-        prior: (rows, L) weights of the keys at vanishing logits, of sum 1.
+        kernel: (L, L) second moments C of the tokens.
+        prior: (rows, L) weights of every row's keys at vanishing logits; they sum to 1, and a row's
+            pairs of keys are averaged under them.
         temperature: (rows,) second moment C_ii of each row's query.
         logit_scale: tau, so that row i has logit covariance tau C_ii C_jk.
     """
-    scale = reference_scale(logit_scale * float(temperature.mean()), float(np.ptp(kernel)))
     logs = np.log(np.where(prior > 0.0, prior, 1.0))
-    return statistics_of(
-        reference_rows(kernel, prior, scale),
-        scale,
-        1.0 / (prior * prior).sum(1),
-        temperature,
+    top = float(kernel.max())
+    below = kernel - top
+
+    def mean(function: Callable[[Array], Array]) -> Array:
+        return np.asarray(np.einsum("ij,ij->i", prior @ function(below), prior))
+
+    return attention_rows(
+        mean,
+        (float(kernel.min()), top),
+        (temperature, float(temperature.mean())),
         logit_scale,
+        1.0 / (prior * prior).sum(1),
         prior @ np.diag(kernel),
-        np.einsum("ij,ij->i", prior @ kernel, prior),
         np.maximum(-(prior * logs).sum(1), 0.0),
     )
 
 
-def reference_scale(logit_scale: float, spread: float) -> float:
-    """Where logits vanish the reference has a limit, which a small scale finds without
-    cancellation."""
-    return max(logit_scale, LEAST_SCALE / max(spread, 1e-12))
+def attention_rows(
+    mean: Mean,
+    between: tuple[float, float],
+    temperature: tuple[Array, float],
+    logit_scale: float,
+    count: Array,
+    diagonal: Array,
+    uniform: Array,
+) -> AttentionRows:
+    """Rows whose references have the distribution of their keys' overlaps.
+
+    Args:
+        mean: over pairs of keys.
+        between: the least and the largest entry of their kernel.
+        temperature: (rows,) second moment of each row's query, and its average.
+        logit_scale: tau, per unit of it and of the kernel.
+        count, diagonal, uniform: as of `statistics_of`.
+
+    Source:
+        derived here; which annealed moments to match was decided by measurement (`attention`).
+    """
+    low, top = between
+    of_rows, average = temperature
+    # Where logits vanish the reference has a limit, found at a small scale without cancellation.
+    scale = max(logit_scale * average, LEAST_SCALE / max(top - low, 1e-12))
+    relative = mean(lambda below: below)
+    reference = matched(*annealed_moments(mean, relative, top - low, scale), count)
+    overlap = relative + top
+    return statistics_of(reference, scale, count, of_rows, logit_scale, diagonal, overlap, uniform)
 
 
 def statistics_of(
@@ -308,13 +315,13 @@ def statistics_of(
     diagonal: Array,
     overlap: Array,
     uniform: Array,
-) -> RowStatistics:
+) -> AttentionRows:
     """Exact statistics of the rows' references.
 
     Args:
         reference, scale: the references, found at that scale.
         count: (rows,) number of keys.
-        temperature, logit_scale: as in `row_statistics`.
+        temperature, logit_scale: as in `rows_of_kernel`.
         diagonal, overlap: (rows,) means of C_jj over a row's keys and of C_jl over their pairs.
         uniform: (rows,) entropy without any logits.
     """
@@ -347,7 +354,7 @@ def statistics_of(
     own_variance = np.where(several, 0.5 * keys / (keys - 1.0) * curvature + response * square, 0.0)
     sized = np.where(diagonal > 0.0, diagonal, 1.0)  # of keys without any size there is no part
     own_part = (1.0 - overlap / sized) / (1.0 - 1.0 / keys)
-    return RowStatistics(
+    return AttentionRows(
         count,
         temperature,
         variance,
@@ -367,7 +374,7 @@ def statistics_of(
 
 
 def mean_attention(
-    kernel: Array, prior: Array, statistics: RowStatistics, rows: Indices, scale: float
+    kernel: Array, prior: Array, statistics: AttentionRows, rows: Indices, scale: float
 ) -> Array:
     """(a, n) mean attention E a_ij of some rows over n common keys.
 
@@ -397,7 +404,7 @@ def mean_attention(
 
 
 def log_weights(
-    statistics: RowStatistics,
+    statistics: AttentionRows,
     rows: Indices,
     scale: float,
     relative: Array,
