@@ -17,6 +17,7 @@ from .fields import check_fields
 from .head import Head
 from .patches import PatchEmbedding
 from .positions import RelativeBias, Rotary
+from .summary import html, text
 from .weights import Biases, LayerWeights, Weights
 
 FORMAT_VERSION = 1
@@ -261,13 +262,9 @@ class Transformer:
         return cls(**fields)
 
     def __str__(self) -> str:
-        from .summary import text
-
         return text(self)
 
     def _repr_html_(self) -> str:
-        from .summary import html
-
         return html(self)
 
 
