@@ -410,10 +410,9 @@ def text_words(rows: list[tuple[Case, Mapping[str, Any]]], bare: Mapping[str, An
             ("grad_variance", "% (gradient)"),
         )
     )
-    loss = any(verdicts(case.name, kept).get("loss") == "fails" for case, kept in rows)
     low = {name: f"{100 * a:+.0f}" for name, (a, _) in extremes(rows).items()}
     high = {name: f"{100 * b:+.0f}" for name, (_, b) in extremes(rows).items()}
-    return TEXTS.format(low=low, high=high, gaussian=gaussian) + (LOSS if loss else "")
+    return TEXTS.format(low=low, high=high, gaussian=gaussian, draws=bare["seeds"])
 
 
 def repeat_parts(data: Mapping[str, Any]) -> list[str]:
@@ -494,10 +493,10 @@ errors and inside the 95 % interval of Student's t for that many draws (of one d
 stay open. That, and the means of standard errors, were chosen when first results had been seen; the
 bounds were not."""
 
-ALIKE = """BERT, RoBERTa and T5 at 512 tokens are predicted with tokens alike, which knows how
-many tokens are to be predicted and not which: two such texts by token would need 37 GiB.
-Several texts or pictures that are held alike, or one by one, have no prediction of the whole
-batch's weight gradients."""
+ALIKE = """Two texts of BERT, RoBERTa and T5 at 512 tokens are predicted with tokens alike, which
+knows how many tokens are to be predicted and not which: by token they would need 37 GiB. One text
+is told token by token, as `predict` does by itself. Several texts or pictures that are held alike,
+or one by one, have no prediction of the whole batch's weight gradients."""
 
 TEXTS = """A text longer than 256 tokens is held by classes of positions. With logits as strong
 as those of weights of deviation .02 at these widths, keys of one token draw the same attention and
@@ -509,17 +508,11 @@ other matrices' {low[others]} to {high[others]} %. Means over both, with which t
 predicted, gave correlations up to 37 hundredths too high, query and key norms up to 76 % too low
 and others' between a third and 3.6 times: the measured numbers were known when words were told
 apart, and nothing was fitted to them. The same architecture on Gaussian tokens, which do not
-repeat, is off by {gaussian} in its one draw at 8192 tokens."""
+repeat, is off by {gaussian} in its {draws} draws at 8192 tokens."""
 
 REPEAT_WORDS = """The same layers at width 512, three of them, with logits as strong as at 4096: run
 as a twin (two to four draws), predicted by token, by means over classes of positions, and by
 classes of positions and of words. Errors of squared gradient norms are in percent."""
-
-LOSS = """
-
-Pythia's loss, measured in three draws, is 1.3 % above the prediction, and its cause is not known:
-targets that repeat share what a draw's logits have in common, and three draws may not tell how
-far they scatter."""
 
 POSITION_WORDS = """Errors in percent ± standard error at half the depth: forward variance and
 gradient variance of single positions (counted from 1) and of ranges of them. BLOOM has distance

@@ -57,6 +57,7 @@ OWN_ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
         CASES["gated, grouped heads, 12 x 128"][0].replace(layers=3),
         CASES["gated, grouped heads, 12 x 128"][1],
     ),
+    "gated, grouped heads, 12 x 128": CASES["gated, grouped heads, 12 x 128"],
     "Llama 3 8B, 2 x 64": (moments.preset("llama-3-8b", seq_len=64).replace(layers=2), {}),
     **{
         f"{name}, 3 x 64": (

@@ -457,7 +457,7 @@ def test_heads_lose_what_each_loses_with_the_distance() -> None:
         weights = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
         assert found == pytest.approx(np.kron(np.eye(2), weights), abs=1e-3)
         carried += found @ tokens @ found.T / 8
-    assert rows._both(tokens) == pytest.approx(carried, rel=1e-9)
+    assert rows._averaged(tokens).both.mean(0) == pytest.approx(carried, rel=1e-9)
 
 
 def test_a_gain_s_step() -> None:

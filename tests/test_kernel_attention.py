@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from moments.errors import DomainError
 from moments.formulas.attention import AVERAGE
 from moments.transfer.attention.kernels import KernelAttention, Rotation
-from moments.transfer.attention.kernels.joint_laws import _turn
+from moments.transfer.attention.kernels.joint_laws import FIRST_ORDER, _turn
 from moments.transfer.attention.kernels.row_statistics import matched
 from moments.transfer.attention.laws import attention_statistics
 from moments.transfer.attention.response import AttentionResponse, _saturation
@@ -124,6 +125,53 @@ def test_causal_rows_of_exchangeable_tokens_are_exact_row_by_row(correlation: fl
     np.testing.assert_allclose(layer.entropy, row.entropy, rtol=1e-6, atol=1e-9)
     query = np.diag(layer.backward(np.eye(length)).query)
     np.testing.assert_allclose(query, theta * rest * row.jacobian_square, rtol=1e-2, atol=1e-12)
+
+
+# --- faint logits, to first order -----------------------------------------------------------------
+
+
+@pytest.fixture
+def first_order() -> Iterator[None]:
+    outside = FIRST_ORDER.set(0.1)
+    yield
+    FIRST_ORDER.reset(outside)
+
+
+@pytest.mark.usefixtures("first_order")
+def test_faint_rows_of_exchangeable_tokens_are_exact_row_by_row() -> None:
+    length, theta, correlation = 40, 0.08, 0.6
+    layer = KernelAttention(
+        exchangeable(length, correlation),
+        logit_scale=theta / (1.0 - correlation),
+        allowed=np.tri(length, dtype=bool),
+    )
+    keys, rest = np.arange(1.0, length + 1.0), 1.0 - correlation
+    row = SquareTable.load().single(theta, keys)
+    output = np.diag(layer.forward())
+    # of what logits add, and not of the mean over keys
+    added = output - correlation - rest / keys
+    np.testing.assert_allclose(added, rest * (row.sum_square - 1 / keys), rtol=5e-3, atol=1e-7)
+    np.testing.assert_allclose(layer.sum_square, row.sum_square, rtol=1e-4)
+    query = np.diag(layer.backward(np.eye(length)).query)
+    np.testing.assert_allclose(query, theta * rest * row.jacobian_square, rtol=1e-2, atol=1e-12)
+
+
+@pytest.mark.usefixtures("first_order")
+@pytest.mark.parametrize("name", ["repeated tokens", "8 clusters at 0.5"])
+def test_faint_paths_against_monte_carlo(name: str) -> None:
+    """Within half the logits' variance, and four standard errors of the sampling."""
+    length, tau, mask = 24, 0.05, masks(24)["causal"]
+    kernel, gradient = montecarlo.test_kernels(length)[name], random_gradient(length)
+    sample = montecarlo.sample_field(kernel, gradient, tau, mask, draws=500)
+    layer = KernelAttention(kernel, logit_scale=tau, allowed=mask)
+    ours = montecarlo.predicted(layer, gradient)
+    for path in ("output", "value", "key", "query", "total"):
+        truth = np.trace(sample.mean[path])
+        slack = tau / 2 * truth + 4.0 * sample.error[path][0]
+        assert abs(np.trace(ours[path]) - truth) < slack, path
+    sensitivity = random_gradient(length, 4) - 0.2
+    left = (sensitivity * layer.backward(gradient).total).sum()
+    assert (layer.adjoint(sensitivity) * gradient).sum() == pytest.approx(left, rel=1e-5)
 
 
 # --- Monte Carlo, infinite width ------------------------------------------------------------------

@@ -115,6 +115,24 @@ def test_gradients_that_fall_by_orders_of_magnitude_from_position_to_position() 
     np.testing.assert_allclose(classes.spread_out(both[:, classes.nodes - 1]), both, rtol=1e-9)
 
 
+def test_sums_over_two_rows_whose_product_bends_where_they_are_one() -> None:
+    """Of what the earlier of two positions has, over the size of both: products of counts lack the
+    trapezoidal rule's term of the bend."""
+    off = []
+    for per_octave in (2.0, 4.0):
+        classes = PositionClasses.of(512, per_octave=per_octave)
+        sight, every = classes.seen(), np.arange(1.0, 513.0)
+        later = np.maximum.outer(every, every)
+        exact = (later**-0.7 / np.multiply.outer(every, every)).sum()
+        nodes = classes.nodes.astype(float)
+        product = np.maximum.outer(nodes, nodes) ** -0.7 / np.multiply.outer(nodes, nodes)
+        counts = np.multiply.outer(sight.rows[0], sight.rows[0])
+        off += [(counts * sight.bent * product).sum() / exact - 1]
+        plain = (counts * product).sum() / exact - 1
+        assert abs(off[-1]) < 0.2 * abs(plain)
+    assert abs(off[1]) < 0.35 * abs(off[0])
+
+
 def test_a_million_positions_cost_nothing() -> None:
     classes = PositionClasses.of(2**20)
     assert len(classes.nodes) < 45
@@ -390,14 +408,14 @@ def test_tokens_that_become_alike_do_not_become_more_than_that() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_classes_against_every_token(name: str) -> None:
     """The bounds are those of the interpolation between nodes; by token, rows are grouped, which
-    by itself costs up to 6e-3 of a gradient and 5 percent of a query's or key's."""
+    by itself costs up to 1e-2 of a gradient and 5 percent of a query's or key's."""
     model, given_ = CASES[name]
     by_token, by_class = predicted(model, tokens=True, **given_), predicted(model, **given_)
     assert by_class.layout.classes is not None
     assert by_token.layout.classes is None
     np.testing.assert_allclose(by_class.variance, by_token.variance, rtol=1e-3)
     np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=2e-3)
-    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=8e-3)
+    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=1e-2)
     np.testing.assert_allclose(by_class.grad_correlation, by_token.grad_correlation, atol=2e-3)
     assert by_class.token_variance.shape == by_token.token_variance.shape
     np.testing.assert_allclose(by_class.token_variance, by_token.token_variance, rtol=4e-3)
@@ -734,7 +752,7 @@ def test_gradients_that_fall_steeply_meet_those_by_token(monkeypatch: pytest.Mon
     assert by_class.layout.classes is not None
     np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=4e-3)
     logs = np.log(by_class.token_grad_variance / by_token.token_grad_variance)
-    assert np.abs(logs[0, :-1]).max() < 0.03
+    assert np.abs(logs[0, :-1]).max() < 0.04
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])

@@ -200,12 +200,6 @@ class Component(abc.ABC):
             return function(self)
         return self.with_children(tuple(child.mapped(function) for child in self.children))
 
-    def leaves(self) -> tuple[Component, ...]:
-        """The leaves, in the order of the forward pass."""
-        if not self.children:
-            return (self,)
-        return tuple(leaf for child in self.children for leaf in child.leaves())
-
     @property
     def hidden(self) -> Hidden | None:
         """The unit that it ends; None: it ends none."""
@@ -252,13 +246,6 @@ class Component(abc.ABC):
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
         """The records of every way through parallel branches, leaf by leaf."""
         return [(record,)]
-
-    def paths(self) -> tuple[Chain, ...]:
-        """Every way through parallel branches, as a chain: together they are the component.
-
-        What comes before and behind the branches is in each of them.
-        """
-        return (Chain((self,)),)
 
     # --- what a gradient through it depends on ---------------------------------------------------
 
@@ -473,14 +460,6 @@ class Chain(Component):
     def response(self, record: Record, around: Around) -> Response:
         return Sequence(tuple(one.component.response(one, around) for one in record.children))
 
-    def paths(self) -> tuple[Chain, ...]:
-        found: tuple[Chain, ...] = (Chain(()),)
-        for part in self.components:
-            found = tuple(
-                Chain(one.components + path.components) for one in found for path in part.paths()
-            )
-        return found
-
     @property
     def splits(self) -> bool:
         return self.components[-1].splits
@@ -547,9 +526,6 @@ class Parallel(Component):
     def response(self, record: Record, around: Around) -> Response:
         inner = tuple(one.component.response(one, around) for one in record.children)
         return Sum(inner, around.received(record))
-
-    def paths(self) -> tuple[Chain, ...]:
-        return tuple(path for branch in self.branches for path in branch.paths())
 
     @property
     def splits(self) -> bool:

@@ -157,13 +157,9 @@ class Kernel:
             return value, value
         return value[..., :, None], value[..., None, :]
 
-    def mean_diagonal(self, real: Array = None) -> Array:
-        """Average over tokens; over those that are `real`, (..., L), where that is given."""
-        if not self.resolved:
-            return self.diagonal
-        if real is None:
-            return self.average(self.diagonal)
-        return (self.diagonal * real).sum(-1) / np.sum(real, axis=-1)
+    def mean_diagonal(self) -> Array:
+        """Average over tokens."""
+        return self.average(self.diagonal)
 
     def average(self, values: Array) -> Array:
         """Average over tokens of a number for each; a number for all stays."""
@@ -173,23 +169,17 @@ class Kernel:
 
     def mean_share(self, part: Array) -> Array:
         """A part of the diagonal over the whole, both averaged over tokens."""
-        if not self.resolved:
-            return ratio_or_zero(part, self.diagonal)
-        return ratio_or_zero(self.average(part), self.average(self.diagonal))
+        return ratio_or_zero(self.average(part), self.mean_diagonal())
 
-    def mean_pairs(self, real: Array = None) -> Array:
-        """Average over ordered pairs of different tokens, both of them `real`; 0 without any."""
+    def mean_pairs(self) -> Array:
+        """Average over ordered pairs of different tokens; 0 without any."""
         if not self.resolved:
             return self.pairs
         if self.classes is not None:
             return self.classes.mean_of_pairs(self.pairs)
-        if real is None:
-            length = self.pairs.shape[-1]
-            total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
-            return total / max(length * (length - 1), 1)
-        total = np.einsum("...ij,...i,...j->...", self.pairs, real, real)
-        count = np.sum(real, axis=-1)
-        return (total - (self.diagonal * real).sum(-1)) / np.maximum(count * (count - 1), 1)
+        length = self.pairs.shape[-1]
+        total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
+        return total / max(length * (length - 1), 1)
 
     def total(self, seq_len: int) -> Array:
         """Sum over all tokens and ordered pairs."""

@@ -247,12 +247,19 @@ def mehler(first: Coefficients, second: Coefficients, correlation: Any) -> Any:
         for one in (first, second)
     )
     total = np.array(np.broadcast_to(total, shape))
-    several = max(1, _AT_ONCE // max(1, total.size))
-    for high in range(orders, 0, -several):
-        part = slice(max(0, high - several), high)
-        for product in (left[part] * right[part])[::-1]:
-            total *= r
+    several, square, above = max(1, _AT_ONCE // max(1, total.size)), r * r, orders
+    down = kept[::-1]  # of an even function, or one but for x, half the orders are 0
+    for first_of in range(0, len(down), several):
+        part = down[first_of : first_of + several]
+        for order, product in zip(part, left[part] * right[part], strict=True):
+            for _ in range((above - order) // 2):
+                total *= square
+            if (above - order) % 2:
+                total *= r
             total += product
+            above = order
+    for _ in range(above):
+        total *= r
     return total
 
 

@@ -232,11 +232,12 @@ def _of_part(record: Record, reading: Record, of_memory: _Reading) -> _Sent:
         nudged, modes.seq_len, width=record.input.width, fluctuation=Fluctuation.fixed(nudged)
     )
     basis = Gradient(modes.kernel(np.eye(2).reshape(2, 1, *axes, 2)), modes.seq_len)
-    addition, scale, node = record.component.addition(record), 1.0, record.component
+    addition, scale, node = record.component.addition(record), 1.0, record
     if addition is not None:
-        scale, node = addition.adding, addition.added.component
-    path = next(one for one in node.paths() if attention in one.leaves())
-    passed = forward(path, signal, of_memory.memory)[1].backward(basis)
+        scale, node = addition.adding, addition.added
+    path = next(one for one in node.paths() if reading in one)
+    through = Chain(tuple(one.component for one in path))
+    passed = forward(through, signal, of_memory.memory)[1].backward(basis)
     (read,) = (one for one in passed.leaves() if one.sent_to_memory is not None)
     assert read.sent_to_memory is not None
     sent = of_memory.modes.of(read.sent_to_memory.kernel)
@@ -269,7 +270,7 @@ def _noise(
     own = law.keys.kernel.diagonal - law.keys.kernel.pairs
     # Squared weights are those of doubled logits, of four times their variance.
     theta = np.maximum(4 * law.scale * law.queries.kernel.diagonal * own, 0.0)
-    squares = AlikeRows(of_memory.modes.seq_len).single(theta).sum_square
+    squares = AlikeRows.of(of_memory.modes.seq_len).rows(theta).sum_square
     share = 2 / attention.heads * (squares + 1 / width)
     noise[..., 1, 1] += share * (returned[..., 1, 0] * received[..., 0]) ** 2
     return noise

@@ -261,9 +261,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _some(count: int, most: int = 13) -> list[int]:
-    """At most `most` indices, evenly spread, both ends among them."""
-    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, most))})
+def _some(count: int) -> list[int]:
+    """At most 13 indices, evenly spread, both ends among them."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, 13))})
 
 
 def _with_error(value: float, stderr: float) -> str:

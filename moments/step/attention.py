@@ -19,14 +19,14 @@ See docs/theory/first-step.md.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .change import Array, Change, between, conserved
+from .change import Array, Change, between, conserved, precision
 from .heads import Heads
 
 
@@ -36,6 +36,39 @@ class Three(NamedTuple):
     query: Any
     key: Any
     value: Any
+
+
+class Averaged(NamedTuple):
+    """A kernel A of tokens, W A, A W^T and W A W^T, all but the first of every head."""
+
+    tokens: Array
+    left: Array
+    right: Array
+    both: Array
+
+    def plus(self, other: Averaged, factor: float = 1.0) -> Averaged:
+        """Of A + factor A'."""
+        if factor == 1.0:
+            return Averaged(*(one + two for one, two in zip(self, other, strict=True)))
+        return Averaged(*(one + factor * two for one, two in zip(self, other, strict=True)))
+
+    @property
+    def doubled(self) -> Averaged:
+        """Of A + A^T."""
+        tokens, left, right, both = self
+        left = left + np.swapaxes(right, -1, -2)
+        right, both = np.swapaxes(left, -1, -2), both + np.swapaxes(both, -1, -2)
+        return Averaged(tokens + tokens.T, left, right, both)
+
+    @property
+    def even(self) -> Averaged:
+        """Of (A + A^T)/2."""
+        return Averaged(*(part / 2 for part in self.doubled))
+
+
+def _average(heads: Array) -> Array:
+    """Over heads that are not alike."""
+    return np.asarray(heads.mean(0) if len(heads) > 1 else heads[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +86,9 @@ class Rows:
         gradients: D at queries, keys and values, before any rotation.
         received: D at the heads.
         sizes: variance of queries, keys and values over that of the tokens.
-        grown: squared norms of the three's gradients over those that mean overlaps give: a gradient
-            at keys is made of queries and values, whose overlaps are those of the tokens that keys
-            read.
+        grown: by name, the three's gradients' squared norms over those that mean overlaps give: a
+            gradient at keys is made of queries and values, whose overlaps are those of the tokens
+            that keys read.
         heads: by draws, what their coherent changes do.
         sequences: that the tokens are, none of which sees another.
     """
@@ -70,87 +103,86 @@ class Rows:
     gradients: Three
     received: Array
     sizes: Three
-    grown: Three
+    grown: Callable[[str], float]
     heads: Heads
     sequences: int = 1
 
     @functools.cached_property
     def key_path_scale(self) -> float:
         """What multiplies T's key path to give the package's."""
-        size = float(
-            (self.behind * self._product(self.query_kernel, self.key_kernel, self.key_kernel)).sum()
-        )
+        size = float((self.behind * self._factor * self.query_kernel * self._still).sum())
         return float((self.key_kernel * self.key_path).sum()) / size if size else 1.0
 
     @functools.cached_property
-    def _apart(self) -> list[Rows]:
-        """Heads that are not alike, one by one."""
-        if len(self.weights) == 1:
-            return []
-        return [dataclasses.replace(self, weights=one[None]) for one in self.weights]
+    def _blocks(self) -> dict[Any, Array]:
+        """(heads, sequences, rows, keys) W, of every sequence's own tokens, by precision."""
+        count, (heads, rows, keys) = self.sequences, self.weights.shape
+        shaped = self.weights.reshape(heads, count, rows // count, count, keys // count)
+        found = np.stack([shaped[:, k, :, k] for k in range(count)], 1)
+        return {kind: found.astype(kind) for kind in (np.dtype(float), precision(keys))}
 
-    def _joint(self, keys: Array, values: Array) -> Array:
+    def _left(self, tokens: Array) -> Array:
+        """W A, behind an axis of heads."""
+        blocks = self._blocks[tokens.dtype]
+        heads, count, rows, keys = blocks.shape
+        split = tokens.reshape(*tokens.shape[:-2], count, keys, -1)
+        return np.asarray((blocks @ split).reshape(heads, count * rows, -1))
+
+    def _right(self, tokens: Array) -> Array:
+        """A W^T, likewise."""
+        turned = np.swapaxes(self._blocks[tokens.dtype], -1, -2)
+        heads, count, keys, rows = turned.shape
+        split = np.swapaxes(tokens.reshape(*tokens.shape[:-1], count, keys), -3, -2)
+        found = np.empty((heads, tokens.shape[-2], count, rows), tokens.dtype)
+        np.matmul(split, turned, out=np.swapaxes(found, 1, 2))
+        return found.reshape(heads, -1, count * rows)
+
+    def _averaged(self, tokens: Array, symmetric: bool = False) -> Averaged:
+        left = self._left(tokens)
+        right = np.swapaxes(left, -1, -2) if symmetric else self._right(tokens)
+        return Averaged(tokens, left, right, self._right(left))
+
+    @functools.cached_property
+    def _old(self) -> Averaged:
+        """Of the tokens that keys and values read."""
+        return self._averaged(self.key_kernel, True)
+
+    @functools.cached_property
+    def _single(self) -> Averaged:
+        """The same, as precise as changes are."""
+        kind = precision(len(self.key_kernel))
+        return Averaged(*(part.astype(kind, copy=False) for part in self._old))
+
+    def _joint(self, keys: Averaged, values: Averaged, symmetric: bool = True) -> Array:
         """J, by averages over rows from either side."""
-        if self._apart:
-            return _average([one._joint(keys, values) for one in self._apart])
-        mean = self._mean
-        if values is keys or _symmetric(keys, values):
-            (left, one), (right, two) = self._averages(keys), self._averages(values)
-            half = mean(mean(keys * values).T / 2 - left.T * right.T)
-            return half + half.T + one * two
-        left, right = mean(keys), mean(values)
-        crossed = mean((left * right).T).T
-        turned = mean(mean(keys.T).T * mean(values.T).T)
-        one, two = mean(left.T).T, mean(right.T).T
-        return self._both(keys * values) - crossed - turned + one * two
-
-    def _both(self, tokens: Array) -> Array:
-        """W A W^T."""
-        if self._apart:
-            return _average([one._both(tokens) for one in self._apart])
-        return self._mean(self._mean(tokens).T).T
-
-    def _averages(self, tokens: Array) -> tuple[Array, Array]:
-        """W A and W A W^T, of a symmetric A."""
-        if tokens is self.key_kernel:
-            return self._read
-        left = self._mean(tokens)
-        return left, self._mean(left.T)
+        onward, crossed = self._left(keys.tokens * values.tokens), keys.left * values.left
+        both = keys.both * values.both
+        if symmetric:
+            half = self._right(onward / 2 - crossed)
+            found = half + np.swapaxes(half, -1, -2) + both
+        else:
+            turned = self._left(keys.right * values.right)
+            found = self._right(onward - crossed) - turned + both
+        return _average(found)
 
     @functools.cached_property
-    def _read(self) -> tuple[Array, Array]:
-        left = self._mean(self.key_kernel)
-        return left, self._mean(left.T)
-
-    def _mean(self, tokens: Array) -> Array:
-        """W A, sequence by sequence."""
-        if self.sequences == 1:
-            return np.asarray(self.weights[0] @ tokens)
-        rows, keys = self.weights[0].shape
-        split = tokens.reshape(self.sequences, keys // self.sequences, -1)
-        return np.asarray((self._blocks @ split).reshape(rows, -1))
-
-    @functools.cached_property
-    def _blocks(self) -> Array:
-        count, (rows, keys) = self.sequences, self.weights[0].shape
-        shaped = self.weights[0].reshape(count, rows // count, count, keys // count)
-        return np.stack([shaped[k, :, k] for k in range(count)])
+    def _still(self) -> Array:
+        return self._joint(self._old, self._old)
 
     @functools.cached_property
     def _factor(self) -> Array:
+        """What multiplies T, without the value weights' gain, to give the package's."""
         found = self._still
         there = np.abs(found) > 1e-6 * np.abs(found).max(initial=0.0)
         return np.where(there, self.response / np.where(there, found, 1.0), 0.0)
 
-    def _product(self, queries: Array, keys: Array, values: Array) -> Array:
-        """T, without the value weights' gain."""
-        still = keys is self.key_kernel and values is self.key_kernel
-        joint = self._still if still else self._joint(keys, values)
-        return self._factor * queries * joint
-
     @functools.cached_property
-    def _still(self) -> Array:
-        return self._joint(self.key_kernel, self.key_kernel)
+    def _sides(self) -> tuple[Array, Array]:
+        """What multiplies J of changed keys or values, and changes of queries."""
+        kind = precision(len(self.query_kernel))
+        both = (self._factor * one for one in (self.query_kernel, self._still))
+        of_keys, of_queries = (one.astype(kind, copy=False) for one in both)
+        return of_keys, of_queries
 
     def carried(
         self,
@@ -165,63 +197,70 @@ class Rows:
             gradient: E delta delta at the heads.
             received: draws of E delta delta at values and at the heads, less it.
         """
-        (query, key, value), gain = changes, self.gain
-        q, c, product = self.query_kernel, self.key_kernel, self._product
-        nothing = np.zeros_like(c)
+        (query, key, value), gain, old = changes, self.gain, self._single
+        key_scale, (of_keys, of_queries) = self.key_path_scale, self._sides
+        passed = self._averaged(value.coherent)
+        sides = {
+            name: (self._averaged(one.overlap), self._averaged(one.total, True))
+            for name, one in (("key", key), ("value", value))
+        }
         moved = Change(
-            self._both(value.coherent),
-            self._both(value.overlap),
-            self._both(value.total),
-            nothing,
+            _average(passed.both),
+            _average(sides["value"][0].both),
+            _average(sides["value"][1].both),
+            np.zeros_like(of_keys),
         )
         sent = query.sent(self.gradients.query, self.sizes.query)
-        sent_keys = key.sent(self.gradients.key, self.sizes.key)
-        share = np.trace(product(sent, c, c)) + self.key_path_scale * np.trace(
-            product(q, sent_keys, c)
+        sent_keys = self._averaged(key.sent(self.gradients.key, self.sizes.key), True)
+        share = np.vdot(of_queries.diagonal(), sent.diagonal()) + key_scale * np.vdot(
+            of_keys.diagonal(), self._joint(sent_keys, old).diagonal()
         )
         drawn = share > _DRAWN * np.trace(moved.total)
         tilted = 0 * moved.total
         if drawn:  # and beside it the noise of queries and keys
             tilted = self.heads.moved(query.coherent, key.coherent, gain * gradient)
-            query, key = query.less(sent), key.less(sent_keys)
+            query, key = query.less(sent), key.less(sent_keys.tokens)
+            sides["key"] = sides["key"][0], sides["key"][1].plus(sent_keys, -1.0)
         # with the value path, the excess of A V A^T over W V W^T
         coherent = [
-            moved.coherent + product(q, c, _even(value.coherent)),
-            product(_even(query.coherent), c, c),
-            self.key_path_scale * product(q, _even(key.coherent), c),
+            moved.coherent + of_keys * self._joint(old, passed.even),
+            of_queries * _even(query.coherent),
+            key_scale * of_keys * self._joint(self._averaged(_even(key.coherent), True), old),
         ]
-        old = product(q, c, c)
-        met = product(query.met(q), key.met(c), value.met(c))
-        new = product(query.new(q), key.new(c), value.new(c))
+        (key_met, key_sent), (value_met, value_sent) = sides["key"], sides["value"]
+        c, q = self.key_kernel, self.query_kernel
         if max(_share(query, q), _share(key, c), _share(value, c)) < _SMALL:
-            total = product(query.total, c, c) + product(q, c, value.total)
-            total = total + self.key_path_scale * product(q, key.total, c)
-            overlap = product(query.overlap, c, c) + product(q, key.overlap, c)
-            overlap = overlap + product(q, c, value.overlap)
+            total = of_queries * query.total + of_keys * (
+                self._joint(old, value_sent) + key_scale * self._joint(key_sent, old)
+            )
+            overlap = of_queries * query.overlap + of_keys * (
+                self._joint(key_met, old, False) + self._joint(old, value_met, False)
+            )
         else:
-            overlap, total = met - old, new - met - met.T + old
-            if abs(self.key_path_scale - 1) > _ALIKE:
-                total = total + (self.key_path_scale - 1) * product(q, key.total, c)
+            still = self._factor * q * self._still
+            keys, values = self._old.plus(key_met), self._old.plus(value_met)
+            met = self._factor * query.met(q) * self._joint(keys, values, False)
+            keys = self._old.plus(key_met.doubled.plus(key_sent))
+            values = self._old.plus(value_met.doubled.plus(value_sent))
+            new = self._factor * query.new(q) * self._joint(keys, values)
+            overlap, total = met - still, new - met - met.T + still
+            if abs(key_scale - 1) > _ALIKE:
+                total = total + (key_scale - 1) * of_keys * self._joint(key_sent, old)
         parts = [gain * part for part in coherent]
         moving = parts[1] + parts[2]
         # the causes share delta; of means, the square of what tilts the weights once more
         cross = between(parts[0] + (0.0 if drawn else 0.5) * moving, gradient, moving)
         total = gain * (moved.total + total + tilted) + cross + cross.T
-        passed = Change.of(parts[0])
+        by_value = Change.of(parts[0])
         if value.drawn is not None:
-            tilts = [self._both(one) + product(q, c, _even(one)) for one in value.drawn]
-            passed = Change.of(parts[0], gain * np.stack(tilts))
-            passed = conserved(value, passed, (self.gradients.value, gradient), received)
+            tilts = []
+            for one in value.drawn:
+                averaged = self._averaged(one)
+                tilts.append(_average(averaged.both) + of_keys * self._joint(old, averaged.even))
+            by_value = Change.of(parts[0], gain * np.stack(tilts))
+            by_value = conserved(value, by_value, (self.gradients.value, gradient), received)
         overlap = gain * (moved.overlap + overlap)
-        return Change(parts[0] + moving, overlap, total, nothing, (), passed.drawn)
-
-
-def _average(kernels: list[Array]) -> Array:
-    return np.asarray(sum(kernels) / len(kernels))
-
-
-def _symmetric(first: Array, second: Array) -> bool:
-    return all(np.array_equal(one, one.T) for one in (first, second))
+        return Change(parts[0] + moving, overlap, total, moved.scattered, (), by_value.drawn)
 
 
 _ALIKE = 0.02

@@ -39,16 +39,33 @@ def precision(tokens: int) -> Any:
     return np.dtype(np.float32 if tokens > 128 else float)
 
 
+def sized(part: Array) -> tuple[float, Array]:
+    """A matrix as precise as tokens ask, on a scale whose square single precision holds."""
+    kind = precision(len(part))
+    if kind.itemsize == 8:
+        return 1.0, part
+    size = max(float(part.max()), -float(part.min())) or 1.0
+    if _LEAST**0.5 < size < _LEAST**-0.5:
+        return 1.0, part.astype(kind, copy=False)
+    return size, np.asarray(part / part.dtype.type(size), kind)
+
+
 def between(first: Array, gradient: Array, second: Array) -> Array:
     """P D P'^T: what two coherent changes share."""
-    # on the scale of each, of which single precision holds the square
-    sizes = [max(float(np.abs(one).max(initial=0.0)), 1e-300) for one in (first, gradient, second)]
-    kind = precision(len(gradient))
-    one, two, three = (
-        (part / size).astype(kind)
-        for part, size in zip((first, gradient, second), sizes, strict=True)
-    )
-    return np.asarray(one @ two @ three.T, float) * math.prod(sizes)
+    (one, p), (two, d) = sized(first), sized(gradient)
+    three, q = (one, p) if second is first else sized(second)
+    found, size = p @ d @ q.T, one * two * three
+    return np.asarray((found if _LEAST < size < 1 / _LEAST else found.astype(float)) * size)
+
+
+def between_trace(first: Array, gradient: Array) -> float:
+    """tr(P D P^T)."""
+    (one, p), (two, d) = sized(first), sized(gradient)
+    return float(np.vdot(p @ d, p)) * one * one * two
+
+
+_LEAST = 1e-20
+"""Of numbers whose matrices single precision holds, entries far smaller among them."""
 
 
 def scattering(
@@ -137,19 +154,27 @@ some hundred times its rounding."""
 
 @dataclass(frozen=True, eq=False)
 class Nonlinear:
-    """V of one write."""
+    """V of one write.
+
+    Attributes:
+        kernel: V on the scale at which its squares sum to 1.
+        size: that scale.
+    """
 
     kernel: Array
+    size: float
+
+    @classmethod
+    def of(cls, kernel: Array, factor: float = 1.0) -> Nonlinear:
+        """V = factor times `kernel`."""
+        size, unit = sized(kernel)
+        norm = math.sqrt(float(np.vdot(unit, unit))) or 1.0
+        return cls(unit / unit.dtype.type(norm), size * norm * factor)
 
     @functools.cached_property
     def root(self) -> Array:
-        """Roots of the entries, with their signs."""
+        """Roots of the kernel's entries, with their signs."""
         return np.asarray(np.copysign(np.sqrt(np.abs(self.kernel)), self.kernel))
-
-    @functools.cached_property
-    def size(self) -> float:
-        """Root of the sum of squares."""
-        return math.sqrt(float(np.vdot(self.kernel, self.kernel)))
 
 
 class Beyond(NamedTuple):
@@ -173,7 +198,11 @@ class Beyond(NamedTuple):
 
     def mapped(self, function: Callable[[Array], Array]) -> Beyond:
         """Behind a linear map of kernels."""
-        return self._replace(part=Nonlinear(function(self.part.kernel)))
+        return self._replace(part=Nonlinear.of(function(self.part.kernel), self.part.size))
+
+    def times(self, factor: float) -> Beyond:
+        """Behind a factor."""
+        return self._replace(part=Nonlinear(self.part.kernel, factor * self.part.size))
 
 
 def correlated(linear: float, r: float) -> float:
@@ -244,6 +273,20 @@ class Change:
     beyond: tuple[Beyond, ...] = ()
     drawn: Array | None = None
 
+    def __post_init__(self) -> None:
+        """As precise as tokens ask, where that holds it."""
+        kind = precision(len(self.coherent))
+        parts = {
+            name: getattr(self, name) for name in ("coherent", "overlap", "total", "scattered")
+        }
+        parts = {name: part for name, part in parts.items() if part.dtype != kind}
+        if not parts:
+            return
+        sizes = np.abs([part.diagonal() for part in (self.coherent, self.total)]).max(1)
+        if np.all((sizes == 0) | ((sizes > _LEAST) & (sizes < 1 / _LEAST))):
+            for name, part in parts.items():
+                object.__setattr__(self, name, part.astype(kind))
+
     @classmethod
     def none(cls, count: int) -> Change:
         """Of `count` tokens that stay as they are."""
@@ -265,7 +308,16 @@ class Change:
 
     def times(self, factor: Array | float) -> Change:
         """Every entry of all times a factor, or one for each pair of tokens."""
-        return self.each(lambda part: factor * part)
+        if isinstance(factor, float) and factor == 1.0:
+            return self
+        found = dataclasses.replace(self, beyond=()).each(lambda part: factor * part)
+        beyond = tuple(
+            one.times(factor)
+            if isinstance(factor, float)
+            else one.mapped(lambda part: factor * part)
+            for one in self.beyond
+        )
+        return dataclasses.replace(found, beyond=beyond)
 
     def sent(self, gradient: Array, scale: float = 1.0) -> Array:
         """What the coherent part adds to the square, D = `gradient` on a scale of its own."""
@@ -310,13 +362,13 @@ class Change:
         """What another step, whose delta is that here, adds beyond the linear parts to the square
         of both: all that there can be where V and V' are one up to a factor, less by the cosine
         between them, and by deltas that are not one."""
-        found = np.zeros_like(self.total)
+        found, size = np.zeros_like(other.part.kernel), other.part.size
         for one in self.beyond:
-            if sizes := one.part.size * other.part.size:
-                r = (one.kept * other.kept) ** 0.5
-                same = (correlated(one.linear, r) * correlated(other.linear, r)) ** 0.5
-                same *= 2 * float(np.vdot(one.part.kernel, other.part.kernel)) / sizes
-                found += same * one.part.root
+            r = (one.kept * other.kept) ** 0.5
+            same = (correlated(one.linear, r) * correlated(other.linear, r)) ** 0.5
+            same *= 2 * float(np.vdot(one.part.kernel, other.part.kernel))
+            if found_size := same * (one.part.size * size) ** 0.5:
+                found += found_size * one.part.root
         # of opposite signs nothing is alike
         return np.asarray(np.where(found * other.part.root > 0, found * np.abs(other.part.root), 0))
 
@@ -328,7 +380,7 @@ class Change:
         found = self.total + total + both
         beyond = self.beyond
         if total - linear > _EXACT * total:
-            own = Beyond(Nonlinear(np.full_like(both, total - linear)), linear / total)
+            own = Beyond(Nonlinear.of(np.full_like(both, total - linear)), linear / total)
             found, beyond = found + self.alike(own), _few((*beyond, own))
         return Change(
             self.coherent + coherent, self.overlap, found, self.scattered, beyond, self.drawn
@@ -370,11 +422,17 @@ def _few(found: tuple[Beyond, ...]) -> tuple[Beyond, ...]:
         kept = [one.kept for one in found]
         k = int(np.argmin(np.abs(np.diff(kept))))
         one, two = found[k : k + 2]
-        root = one.part.root + two.part.root
-        sizes = [max(float(np.trace(each.part.kernel)), 1e-300) ** 0.5 for each in (one, two)]
+        scales = [each.part.size / (one.part.size + two.part.size) for each in (one, two)]
+        root = sum(
+            scale**0.5 * each.part.root for scale, each in zip(scales, (one, two), strict=True)
+        )
+        sizes = [
+            max(scale * float(np.trace(each.part.kernel)), 1e-300) ** 0.5
+            for scale, each in zip(scales, (one, two), strict=True)
+        ]
         share = sizes[0] / sum(sizes)
         joined = Beyond(
-            Nonlinear(root * np.abs(root)),
+            Nonlinear.of(root * np.abs(root), one.part.size + two.part.size),
             share * one.linear + (1 - share) * two.linear,
             share * one.kept + (1 - share) * two.kept,
         )
@@ -403,16 +461,20 @@ class Overlaps:
     @classmethod
     def of(cls, kernel: Array, width: float) -> Overlaps:
         """Of tokens of a kernel."""
-        size = np.sqrt(np.maximum(np.diag(kernel), 1e-300))
-        return cls(kernel / np.outer(size, size), size, width)
+        size, kind = np.sqrt(np.maximum(np.diag(kernel), 1e-300)), precision(len(kernel))
+        return cls((kernel / np.outer(size, size)).astype(kind), size, width)
+
+    @functools.cached_property
+    def _loose(self) -> Array:
+        return np.asarray(1 - self.correlation * self.correlation)
 
     def square(self, first: Array, second: Array, gradient: Array) -> Array:
         """E (S o kappa) D (S' o kappa)^T of two changes that follow the scatter."""
         if not (first.any() and second.any()):
             return np.zeros_like(first)
-        c = self.correlation
-        loose = 1 - c * c
-        return c * between(loose * first, gradient * c, loose * second) / self.width
+        c, one = self.correlation, self._loose * first
+        two = one if second is first else self._loose * second
+        return np.asarray(c * between(one, gradient * c, two) / self.width)
 
 
 def summed(

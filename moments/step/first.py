@@ -16,7 +16,7 @@ from ..formulas.checks import (
     check_flag,
     check_number,
 )
-from .change import Change
+from .change import Change, precision
 from .ends import Words, ending, entered, tied_overlap
 from .rules import MUON_SCALES, Optimizer
 from .several import Updates
@@ -54,9 +54,10 @@ class Stepped:
         sizes = {"head": reading.readout.weight_variance}
         sizes["patch"] = getattr(model.embedding, "patch_variance", np.nan)
         for prefix, stream in streams:
-            walk.prefix, walk.tied = prefix, tied if stream is reading.main else 0 * stream.before
-            first = entered(reading, words, optimizer, rate, stream, walk.tied)
-            walk.along, width = first.along, float(model.d_model)
+            here, kind = tied if stream is reading.main else 0 * stream.before, precision(len(tied))
+            first = entered(reading, words, optimizer, rate, stream, here)
+            walk.prefix, walk.tied, walk.along = prefix, here.astype(kind), first.along.astype(kind)
+            width = float(model.d_model)
             site = Site(-1, 0, "tables", None, stream.before, stream.received, width)
             change: Change = first.change
             change, site = walk.through(stream.embedding, change, site, points)

@@ -18,7 +18,7 @@ from scipy.linalg import eigh
 
 from ..formulas.algebra import NUMPY
 from ..formulas.law import ComponentLaws
-from .change import Array
+from .change import Array, precision, sized
 from .rules import Drawn, Root
 
 _MOST, _ENTRIES = 4096, 2**17
@@ -61,8 +61,9 @@ class Neurons:
         function, derivative = laws.entrywise
         drawn = tuple(gaussian(kernel, place) for place, kernel in enumerate(kernels))
         with np.errstate(over="ignore"):
-            value = np.asarray(function(NUMPY, drawn[0]), float)
-            slope = np.asarray(derivative(NUMPY, drawn[0]), float)
+            kind = drawn[0].dtype
+            value = np.asarray(function(NUMPY, drawn[0]), kind)
+            slope = np.asarray(derivative(NUMPY, drawn[0]), kind)
         if len(drawn) == 1:
             return cls(drawn, kernels, value, (slope,), gradient, laws)
         slopes = slope * drawn[1], value
@@ -71,7 +72,7 @@ class Neurons:
     def dropped(self, kept: float) -> Neurons:
         """Behind dropout."""
         mask = np.random.default_rng(12).random(self.values.shape) < kept
-        return dataclasses.replace(self, values=self.values * mask / kept)
+        return dataclasses.replace(self, values=self.values * mask / self.values.dtype.type(kept))
 
     @functools.cached_property
     def received(self) -> Array:
@@ -99,38 +100,38 @@ class Neurons:
 
     @functools.cached_property
     def _modes(self) -> Array:
-        count, whole = len(self.gradient), float(np.trace(self.gradient))
-        first = max(0, count - _MODES)
-        symmetric = (self.gradient + self.gradient.T) / 2
-        weights, vectors = eigh(symmetric, subset_by_index=[first, count - 1])
+        """(modes, T) of the gradient over its trace."""
+        count, kind = len(self.gradient), precision(len(self.gradient))
+        share = (self.gradient / (float(np.trace(self.gradient)) or 1.0)).astype(kind)
+        span = [max(0, count - _MODES), count - 1]
+        weights, vectors = eigh((share + share.T) / 2, subset_by_index=span)
         weights = np.clip(weights, 0.0, None)
-        left = whole - weights.sum() + np.cumsum(weights) > _SHARE * whole
-        return np.asarray(vectors[:, left] * np.sqrt(weights[left]))
+        left = 1.0 - weights.sum() + np.cumsum(weights) > _SHARE
+        return np.asarray((vectors[:, left] * np.sqrt(weights[left])).T)
 
     def beyond_pairs(self, coherent: tuple[Array, ...]) -> Array:
         """What a coherent change P of the maps before has of its kernel behind the unit beyond
         its pairs: E (f_t P_tr f_r)(f_s P_sq f_q) D_rq less the same with slopes averaged in pairs
         (t, s), (r, q), where the change is carried as a kernel, or (t, r), (s, q) across maps.
         """
-        step = max(1, len(self.values) // _FOLLOWED)
+        step, modes = max(1, len(self.values) // _FOLLOWED), self._modes
         slopes = [slope[::step] for slope in self.slopes]
-        count, modes = len(slopes[0]), self._modes
-        found = np.zeros_like(self.gradient)
-        for mode in modes.T:
-            moved = sum(
-                slope * ((slope * mode) @ part.T)
-                for slope, part in zip(slopes, coherent, strict=True)
-            )
-            found += np.asarray(moved).T @ moved / count
-        kernel = modes @ modes.T
+        count, size = len(slopes[0]), max(sized(part)[0] for part in coherent)
+        parts = [(part / size).astype(modes.dtype) for part in coherent]
+        moved = sum(
+            slope * ((slope * modes[:, None]) @ part.T)
+            for slope, part in zip(slopes, parts, strict=True)
+        )
+        flat = np.asarray(moved).reshape(-1, len(self.gradient))
+        found, kernel = flat.T @ flat / count, modes.T @ modes
         means = [slope.T @ slope / count for slope in slopes]
-        for mean, part in zip(means, coherent, strict=True):
+        for mean, part in zip(means, parts, strict=True):
             found -= mean * (part @ (mean * kernel) @ part.T)
         if len(means) == 2:
-            sides = [mean * part for mean, part in zip(means, coherent, strict=True)]
+            sides = [mean * part for mean, part in zip(means, parts, strict=True)]
             cross = sides[0] @ kernel @ sides[1].T
             found -= cross + cross.T
-        return (found + found.T) / 2
+        return np.asarray(found + found.T, float) * (float(np.trace(self.gradient)) * size**2 / 2)
 
 
 def _twinned(values: Array, linear: Array, shared: Array, kernel: Array) -> Drawn:
@@ -146,7 +147,7 @@ def _normal(count: int, tokens: int, place: int) -> Array:
     # independent draws of gate, factor and gradient are paired in an order of their own
     drawn = np.random.default_rng(place).standard_normal((count // 2, tokens))
     order = np.random.default_rng(100 + place).permutation(count)
-    return np.concatenate([drawn, -drawn])[order]
+    return np.concatenate([drawn, -drawn])[order].astype(precision(tokens))
 
 
 def gaussian(kernel: Array, place: int) -> Array:
@@ -158,4 +159,4 @@ def gaussian(kernel: Array, place: int) -> Array:
 def drawn_by(root: Root, count: int, place: int) -> Array:
     """`gaussian`, of a kernel's root."""
     tokens, rank = root.lower.shape
-    return np.asarray(_normal(count, tokens, place)[:, :rank] @ root.lower.T)
+    return np.asarray(_normal(count, tokens, place)[:, :rank] @ root.single.T)

@@ -15,6 +15,8 @@ import numpy as np
 from ..formulas.checks import POSITIVE, check_number
 from ..prediction.gate import computing
 from ..prediction.predict import predict
+from ..transfer.attention.kernels.joint_laws import FIRST_ORDER
+from .change import between_trace
 from .draws import Draws
 from .first import Stepped, named_optimizer, still
 from .rules import Optimizer
@@ -83,13 +85,13 @@ class FirstStep:
         model, loss = reading.model, reading.loss
         steps = 1 if optimizer.updates is None else optimizer.updates.steps
         rows = []
+        shares: dict[tuple[int, int], float] = {}
         for point in moved.sites:
             size, found = float(np.trace(point.kernel)), point.change
-            # a share of the change, for which single precision does
-            scale = max(float(np.trace(point.gradient)), 1e-300)
-            coherent = found.coherent.astype(np.float32)
-            sent = coherent @ (point.gradient / scale).astype(np.float32)
-            share = float(np.vdot(sent, coherent)) * scale
+            both = found.coherent, point.gradient
+            if (key := (id(both[0]), id(both[1]))) not in shares:
+                shares[key] = between_trace(*both)
+            share = shares[key]
             changed = float(np.trace(found.total))
             after = size + 2 * float(np.trace(found.overlap)) + changed
             rows.append(
@@ -297,15 +299,23 @@ def _by_token(prediction: Prediction) -> Prediction:
     read = prediction.read
     if prediction.layout.classes is None or read is None or read.inputs.token_ids is None:
         return prediction
-    return predict(
-        prediction.model,
-        tokens=True,
-        token_ids=read.inputs.token_ids,
-        targets=read.targets,
-        attention_mask=read.inputs.attention_mask,
-        document_ids=read.inputs.document_ids,
-        batch=prediction.batch,
-    )
+    outside = FIRST_ORDER.set(_FAINT)
+    try:
+        return predict(
+            prediction.model,
+            tokens=True,
+            token_ids=read.inputs.token_ids,
+            targets=read.targets,
+            attention_mask=read.inputs.attention_mask,
+            document_ids=read.inputs.document_ids,
+            batch=prediction.batch,
+        )
+    finally:
+        FIRST_ORDER.reset(outside)
+
+
+_FAINT = 0.1
+"""Logit variance up to which a step takes attention's joint laws to first order."""
 
 
 @dataclass(frozen=True, eq=False)

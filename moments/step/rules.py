@@ -34,7 +34,7 @@ import numpy as np
 from scipy.linalg import eigh, solve_triangular
 from scipy.linalg.lapack import dpstrf
 
-from .change import Array, precision
+from .change import Array, between, precision, sized
 from .several import Batches, Updates
 
 SIGN_MEAN = float(np.sqrt(2 / np.pi))
@@ -80,6 +80,7 @@ class Root:
     Attributes:
         lower: (T, rank) L.
         order: (rank,) the tokens whose rows of L are a triangle.
+        single: L, as precise as the tokens ask (`precision`).
     """
 
     lower: Array
@@ -96,9 +97,13 @@ class Root:
         return cls(found, order[:rank])
 
     @functools.cached_property
+    def single(self) -> Array:
+        return self.lower.astype(precision(len(self.lower)))
+
+    @functools.cached_property
     def square(self) -> Array:
         """L^T L."""
-        return np.asarray(self.lower.T @ self.lower)
+        return np.asarray(self.single.T @ self.single)
 
     def solved(self, right: Array) -> Array:
         """Z of L Z = A, for A whose columns are combinations of L's."""
@@ -117,25 +122,23 @@ class Spectrum:
     Attributes:
         kernel, gradient: K and D.
         root: of K.
-        inner: L^T D L.
+        total: tr(K D).
+        inner: L^T D L over it, so that single precision holds them.
     """
 
     kernel: Array
     gradient: Array
     root: Root
+    total: float
     inner: Array
 
     @classmethod
     def of(cls, kernel: Array, gradient: Array, root: Root | None = None) -> Spectrum:
         """`root`: of the kernel, where it is known."""
         found = Root.of(kernel) if root is None else root
-        inner = found.lower.T @ gradient @ found.lower
-        return cls(kernel, gradient, found, (inner + inner.T) / 2)
-
-    @functools.cached_property
-    def total(self) -> float:
-        """tr(K D)."""
-        return float(np.trace(self.inner))
+        total, lower = max(float(np.vdot(kernel, gradient)), 0.0), found.single
+        inner = lower.T @ (gradient / (total or 1.0)).astype(lower.dtype) @ lower
+        return cls(kernel, gradient, found, total, (inner + inner.T) / 2)
 
     @functools.cached_property
     def values(self) -> Array:
@@ -144,20 +147,19 @@ class Spectrum:
 
     @functools.cached_property
     def _eigen(self) -> tuple[Array, Array]:
-        inner = self.inner / self.total if self.total else self.inner
-        inner = inner.astype(precision(len(inner)))
-        values, vectors = eigh(inner, driver="evd", check_finite=False)
+        values, vectors = eigh(self.inner, driver="evd", check_finite=False)
         return values, vectors
 
     @functools.cached_property
     def signs(self) -> Signs:
         """Under the sign rule, of rows and columns that are Gaussian."""
         (mean, by_root, by_square), turned = self.inverse_moments, self._eigen[1]
-        # on the scale of tr(K D), so that single precision holds them
-        first, second = by_root * self.total**0.5, self.values * by_square
         kind = turned.dtype
-        coherent, square = ((turned * one.astype(kind)) @ turned.T for one in (first, second))
-        return Signs(mean, coherent / kind.type(max(self.total, 1e-300) ** 0.5), square)
+        coherent, square = (
+            (turned * one.astype(kind)) @ turned.T
+            for one in (by_root * self.total**0.5, self.values * by_square)
+        )
+        return Signs(mean, coherent, square)
 
     @functools.cached_property
     def _orthogonal(self) -> dict[tuple[float, float], Orthogonal]:
@@ -342,7 +344,7 @@ class Signs(NamedTuple):
 
     Attributes:
         mean: E rho.
-        coherent: P/(n sqrt(2/pi)).
+        coherent: P/(n sqrt(2/pi)), times the root of tr(K D).
         square: of it the kernel, over n (n - 1) 2/pi.
     """
 
@@ -365,18 +367,19 @@ def sign_of_rows(spectrum: Spectrum, delta: Drawn) -> Signs:
     Given delta, E sign(G) z = sqrt(2/pi) a/|a|, a = L^T delta. P is the Gaussian one, scaled so
     that its trace with D is the mean of rho = |a|.
     """
-    exact, lower = spectrum.signs, spectrum.root.lower
+    exact, size, lower = spectrum.signs, spectrum.total**0.5, spectrum.root.single
 
     def seen(draws: Array) -> Signs:
-        a = draws @ lower
+        # on the scale of tr(K D)
+        a = (draws / size).astype(lower.dtype) @ lower
         rho2 = (a * a).sum(1)
-        there = np.maximum(rho2, 1e-300)
+        there = np.maximum(rho2, np.finfo(rho2.dtype).tiny)
         # a a^T has the mean L^T D L: with least variance at this multiple
         known = float(rho2.mean() / max((rho2**2).mean(), 1e-300))
-        weights = np.where(rho2 > 0, 1 / there - known, 0.0) / len(a)
+        weights = (np.where(rho2 > 0, 1 / there, known) - known).astype(a.dtype) / len(a)
         mean = float(np.sqrt(rho2).mean() / np.sqrt(max(rho2.mean(), 1e-300)))
         square = known * spectrum.inner + (a * weights[:, None]).T @ a
-        return Signs(mean * spectrum.total**0.5, exact.coherent, square)
+        return Signs(mean * size, exact.coherent, square)
 
     found = exact.by_twins(seen(delta.values), seen(delta.twins), delta.share)
     return found._replace(coherent=exact.coherent * (found.mean / exact.mean))
@@ -388,29 +391,29 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
     Given x, E sign(G) delta = sqrt(2/pi) D x/rho; the input's mean under the sign of G is taken
     over two halves of the draws, whose product has no bias.
     """
-    exact, root, total = spectrum.signs, spectrum.root, spectrum.total
-    asked = (delta @ root.lower).astype(np.float32)
+    exact, root, kind = spectrum.signs, spectrum.root, spectrum.inner.dtype
+    # of signs, draws need no more than single precision
+    asked = (delta / spectrum.total**0.5).astype(np.float32) @ root.lower.astype(np.float32)
 
     def seen(draws: Array) -> Signs:
-        z = root.solved(draws.T).T
+        z = root.solved(draws.T).T.astype(kind)
         rho2 = np.maximum(((z @ spectrum.inner) * z).sum(1), 0.0)
-        mean = float(np.sqrt(rho2).mean() / np.sqrt(rho2.mean())) * total**0.5
+        mean = float(np.sqrt(rho2).mean() / np.sqrt(rho2.mean()))
         # a feature that is seen by tokens without gradient alone does not step
         there = rho2 > _NOTHING * rho2.mean()
         inverse = np.where(there, 1 / np.sqrt(np.where(there, rho2, 1.0)), 0.0)
         size = (z * z).sum(1)
         known = float((size**2 * inverse).mean() / (size**2).mean())
-        weights = (inverse - known) / len(z)
-        coherent = known * np.eye(z.shape[1]) + (z * weights[:, None]).T @ z
+        weights = (inverse - known).astype(kind) / len(z)
+        coherent = known * np.eye(z.shape[1], dtype=kind) + (z * weights[:, None]).T @ z
         # on the scale at which its trace with D is the mean of rho
         coherent = coherent * (mean / float((coherent * spectrum.inner).sum()))
-        # draws need no more than single precision
         half, single = len(z) // 2, z.astype(np.float32)
         first, second = (
             np.sign(asked @ part.T) @ part / len(part) for part in (single[:half], single[half:])
         )
-        square = np.asarray(first.T @ second, float) / len(asked) / SIGN_MEAN**2
-        return Signs(mean, coherent, (square + square.T) / 2)
+        square = np.asarray(first.T @ second, kind) / (len(asked) * SIGN_MEAN**2)
+        return Signs(mean * spectrum.total**0.5, coherent, (square + square.T) / 2)
 
     return exact.by_twins(seen(values.values), seen(values.twins), values.share)
 
@@ -555,7 +558,8 @@ def effect(
         signs: under the sign rule, rows or columns that are not Gaussian.
         sides, parts: under Muon's, see `Orthogonal.of`.
     """
-    kernel, total, lower = spectrum.kernel, spectrum.total, spectrum.root.lower
+    kernel, total, lower = spectrum.kernel, spectrum.total, spectrum.root.single
+    onto = onto.astype(lower.dtype)
     if total <= 0.0:
         nothing = np.zeros_like(kernel)
         return Effect(nothing, nothing, 0.0, 0.0, 0.0)
@@ -564,16 +568,14 @@ def effect(
         # overlaps of variance 1/n + excess: Cov(x_t.x_s, x_t'.x_s') = n^2 (1/n + excess) times
         # K_tt' K_ss' + K_ts' K_st', of which the second is K D K again
         coherent = n * lower.T
-        aligned = (n * n + n + n * n * excess) * spectrum.inner
+        aligned = (n * n + n + n * n * excess) * total * spectrum.inner
         plain, size, slope = n * total * (1 + excess * n), total, n * m * total
     elif rule == "sign":
         found = spectrum.signs if signs is None else signs
         pulled, noise = (1.0, 1.0) if pull is None else pull(kernel * spectrum.gradient)
-        kind = precision(len(kernel))
-        onto, lower = onto.astype(kind), lower.astype(kind)
-        coherent = (SIGN_MEAN * n * pulled * found.coherent).astype(kind) @ lower.T
+        coherent = (SIGN_MEAN * n * pulled / total**0.5) * found.coherent @ lower.T
         twice = SIGN_MEAN**2 * n * (n - 1) * pulled**2
-        aligned = ((1 - excess) * twice * found.square).astype(kind)
+        aligned = (1 - excess) * twice * found.square
         plain, size = n * noise + excess * twice, noise
         slope = SIGN_MEAN * n * m * pulled * found.mean
     else:
@@ -610,15 +612,15 @@ def gain_effect(
     Under the sign rule with P in proportion to K, as exact where all of rho's shares move alike,
     and E rho that of a chi-square of rho^2's mean and variance: gains hold a thousandth of a step.
     """
-    total = float((kernel * gradient).sum())
+    total = float(np.vdot(kernel, gradient))
     if total <= 0.0:
         nothing = np.zeros_like(kernel)
         return Effect(nothing, nothing, 0.0, 0.0, 0.0)
     if rule == "sgd":
-        square = met @ gradient @ met.T
+        square = between(met, gradient, met)
         return Effect(met.copy(), 2 * square + total * new, m * total, total, 1.0)
-    onward = kernel @ gradient
-    freedom = total * total / float((onward * onward.T).sum())
+    onward = sized(kernel)[1] @ sized(gradient)[1]
+    freedom = float(np.trace(onward)) ** 2 / float(np.vdot(onward, onward.T))
     mean = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
     mean *= math.sqrt(2 * total / freedom)
     pulled, noise = (1.0, 1.0) if pull is None else pull(kernel * gradient)
@@ -627,8 +629,8 @@ def gain_effect(
 
 
 def vector_effect(gradient: Array, rule: str, m: float, pull: Pull | None = None) -> Effect:
-    """A step of learning rate 1 on a bias, whose gradient is the sum over tokens."""
-    variance, ones = float(gradient.sum()), np.ones_like(gradient)
+    """A step of learning rate 1 on a bias, its gradient the sum over tokens: (1, 1) for all."""
+    variance, ones = float(gradient.sum()), np.ones((1, 1))
     if variance <= 0.0:
         return Effect(0 * ones, 0 * ones, 0.0, 0.0, 0.0)
     if rule == "sgd":

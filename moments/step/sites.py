@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,13 +115,13 @@ class Site:
         return max(float(np.asarray(varies.pairs).sum()) / size - 1 / self.width, 0.0)
 
     def attention_rows(
-        self, leaf: Any, leaving: Site, memory: Site, norms: Mapping[str, float | None]
+        self, leaf: Any, leaving: Site, memory: Site, norm: Callable[[str], float | None]
     ) -> Rows:
         """The attention that reads this site and the tokens of `memory`, whose heads are
         `leaving`.
 
         Args:
-            norms: squared norms of the gradients of queries and keys; None: of the mean overlaps.
+            norm: squared, of the gradient of queries or keys; None: of the mean overlaps.
         """
         for name, there in {
             "qk_norm": leaf.qk_norm is not None,
@@ -155,7 +155,11 @@ class Site:
             "query": d * float((sent.query * self.kernel).sum()) / query,
             "key": d * float((sent.key * memory.kernel).sum()) / key,
         }
-        grown = {name: (norms[name] or size) / size for name, size in bare.items() if size > 0}
+
+        def grown(name: str) -> float:
+            size = bare.get(name, 0.0)
+            return (norm(name) or size) / size if size > 0 else 1.0
+
         pairs = int(leaf.d_head) // 2
         frequencies = np.zeros(0)
         if leaf.rotary is not None:
@@ -178,7 +182,7 @@ class Site:
             ),
             leaving.gradient,
             Three(float(leaf.d_model) * query, d * key, d * value),
-            Three(grown.get("query", 1.0), grown.get("key", 1.0), 1.0),
+            grown,
             Heads(
                 self.kernel,
                 memory.kernel,
@@ -292,7 +296,7 @@ class Reading:
         readout: the matrix to the logits.
         targets: of the loss, for every row of the logits, -1 for none.
         loss, logit_variance: as predicted.
-        norms: squared norms of the gradients of queries and keys, by layer and name.
+        norms: of the gradients of queries and keys, squared, by layer and name, once asked for.
         sequences: how many.
         batches: of several steps; None: one.
     """
@@ -305,7 +309,7 @@ class Reading:
     targets: Any
     loss: float
     logit_variance: float
-    norms: Mapping[tuple[int, str], float]
+    norms: Callable[[], Mapping[tuple[int, str], float]]
     sequences: int = 1
     batches: Batches | None = None
 
@@ -359,9 +363,7 @@ class Reading:
         assert read is not None
         chain, readout = read.ending
         traces, encoder = [("", prediction.trace)], None
-        norms = _norms("", prediction)
         if prediction.encoder is not None:
-            norms |= _norms(ENCODER, prediction.encoder)
             beside = prediction.encoder
             assert beside.outer_weights is not None
             traces.insert(0, (ENCODER, beside.trace))
@@ -376,7 +378,7 @@ class Reading:
             _targets(model, read, prediction.layout.sequences),
             float(prediction.loss),
             float(prediction.logit_variance),
-            norms,
+            functools.cache(functools.partial(_norms, prediction)),
             sequences=prediction.layout.sequences,
         )
 
@@ -410,11 +412,11 @@ class Reading:
         """The attention that reads a site, once."""
         if entering.index not in self._rows:
             before = ENCODER if leaving.name.startswith(ENCODER) else ""
-            norms = {
-                name: self.norms.get((leaving.layer, before + leaf.prefix + name))
-                for name in ("query", "key")
-            }
-            self._rows[entering.index] = entering.attention_rows(leaf, leaving, memory, norms)
+
+            def norm(name: str) -> float | None:
+                return self.norms().get((leaving.layer, before + leaf.prefix + name))
+
+            self._rows[entering.index] = entering.attention_rows(leaf, leaving, memory, norm)
         return self._rows[entering.index]
 
     @functools.cached_property
@@ -443,10 +445,14 @@ class Reading:
         return [site for site in self.points if site.name == "stream"][-1]
 
 
-def _norms(before: str, prediction: Prediction) -> dict[tuple[int, str], float]:
+def _norms(prediction: Prediction) -> dict[tuple[int, str], float]:
+    streams = [("", prediction)]
+    if prediction.encoder is not None:
+        streams.append((ENCODER, prediction.encoder))
     return {
         (layer, before + name): float(np.sum(norm))
-        for layer, name, norm in prediction.inner_weights()
+        for before, stream in streams
+        for layer, name, norm in stream.inner_weights()
         if name.endswith(("query", "key"))
     }
 

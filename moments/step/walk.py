@@ -31,6 +31,7 @@ from .change import (
     Overlaps,
     behind_a_matrix,
     between,
+    between_trace,
     conserved,
     joined,
     scattering,
@@ -162,7 +163,9 @@ class Walk:
         self, node: Residual, change: Change, entering: Site, points: Iterator[Site]
     ) -> tuple[Change, Site]:
         overlaps = Overlaps.of(entering.kernel, entering.width)
-        self.overlaps, self.response = overlaps, np.outer(overlaps.sizes, overlaps.sizes)
+        kind = overlaps.correlation.dtype
+        self.overlaps = overlaps
+        self.response = np.outer(overlaps.sizes, overlaps.sizes).astype(kind)
         first = self.response
         # what a branch's matrices send back is another delta than the stream's
         inner = dataclasses.replace(change, beyond=())
@@ -177,12 +180,13 @@ class Walk:
         both = scales[0] * scales[1] * overlaps.square(change.scattered, branch.scattered, received)
         # per unit of the sum's own scatter: what of it is the input's, through skip and branch
         size = np.sqrt(np.diag(leaving.kernel))
-        here = (scales[0] * first + scales[1] * self.response) / np.outer(size, size)
+        here = (scales[0] * first + scales[1] * self.response) / np.outer(size, size).astype(kind)
         self.overlaps = None
         if np.any(self.along):
             # tables of a tied head move along what the branch gives too
             given = leaving.kernel - scales[0] * entering.kernel
             both = both - scales[1] * self.along @ branch.overlap.T
+            given = given.astype(self.along.dtype)
             found = dataclasses.replace(found, overlap=found.overlap - self.along @ given)
         found = dataclasses.replace(
             found, total=found.total + both + both.T, scattered=here * found.scattered
@@ -341,11 +345,11 @@ class Walk:
             scattered = scattered + mine
         beyond: tuple[Beyond, ...] = ()
         if found.along is not None and writes:
-            linear = float(((own @ gradient) * own).sum())
+            linear = between_trace(own, gradient)
             whole = rate * rate * float(np.trace(found.along))
             if whole > linear:
                 rest = rate * rate * (1 - linear / whole) * found.along
-                beyond = (Beyond(Nonlinear(rest), linear / whole),)
+                beyond = (Beyond(Nonlinear.of(rest), linear / whole),)
         drawn = joined(carried.drawn, by_draw)
         return Change(carried.coherent + own, carried.overlap, total, scattered, beyond, drawn)
 
@@ -373,8 +377,9 @@ class Walk:
         """The updated input in terms of the old one, and its kernel."""
         if entering.index not in self.moved:
             root = self.reading.roots[entering.index]
-            found = root.whitened(change.met(entering.kernel)), change.new(entering.kernel)
-            self.moved[entering.index] = found
+            met, kind = root.whitened(change.met(entering.kernel)), root.single.dtype
+            new = change.new(entering.kernel).astype(kind, copy=False)
+            self.moved[entering.index] = met.astype(kind, copy=False), new
         return self.moved[entering.index]
 
     def _drawn(self, layer: int, name: str, tokens: int) -> tuple[Sides | None, Array | None]:
@@ -438,18 +443,17 @@ class Walk:
         width = float(leaf.heads * leaf.d_head)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         moved = []
-        for name, (tokens, at), m, gradient, grown in zip(
+        for name, (tokens, at), m, gradient in zip(
             ("query", "key", "value"),
             (own, memory, memory),
             (width, shared, shared),
             rows.gradients,
-            rows.grown,
             strict=True,
         ):
             variance, full = max(float(getattr(leaf, name)), 1e-60), leaf.prefix + name
             n = float(leaf.d_model if name == "query" else leaf.memory_width)
             if self.optimizer.rule != "sign":
-                gradient = gradient * grown
+                gradient = gradient * rows.grown(name)
             found = self.matrix(full, tokens, at, gradient, leaving.layer, (n, m), variance)
             there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
             if there and name != "key":  # a bias common to all keys cancels in the softmax
@@ -524,20 +528,21 @@ class Walk:
         r, less = s / s_new, -grown / (s_new * (s + s_new))
         found = change.rescaled(kernel, r, less)
         # on the scale of the output, with the package's corrections of order 1/width
-        plain = kernel / np.outer(s, s)
-        there = np.abs(plain) > 1e-6
-        fix = np.where(there, leaving.kernel / np.where(there, plain, 1.0), float(leaf.gain) ** 2)
-        square = float(leaf.gain) ** 2
-        fix = np.clip(fix, 0.8 * square, 1.25 * square) / np.outer(s, s)
+        kind, square = found.total.dtype, float(leaf.gain) ** 2
+        passed = square / np.outer(s, s)
+        there = np.abs(kernel) * passed > 1e-6 * square
+        fix = np.where(there, leaving.kernel / np.where(there, kernel, 1.0), passed)
+        fix = np.clip(fix, 0.8 * passed, 1.25 * passed).astype(kind)
+        passed = passed.astype(kind)
         found = Change(
-            found.coherent * square / np.outer(s, s),
+            passed * found.coherent,
             fix * found.overlap,
             fix * found.total,
-            found.scattered * square / np.outer(s, s),
+            passed * found.scattered,
             tuple(one.mapped(lambda part: fix * part) for one in found.beyond),
-            None if found.drawn is None else found.drawn * square / np.outer(s, s),
+            None if found.drawn is None else passed * found.drawn,
         )
-        self.response = self.response * square / np.outer(s, s)
+        self.response = passed * self.response
         if not leaf.affine:
             return found
         return self._affine(leaf, found, leaving)
@@ -569,6 +574,8 @@ class Walk:
 
     def dropout(self, leaf: Dropout, change: Change, entering: Site, leaving: Site) -> Change:
         kept = 1.0 - float(leaf.parameters["drop_prob"])
+        if kept == 1.0:
+            return change
         units = self.reading.neurons.get(entering.index)
         if units is not None and leaving.index not in self.reading.neurons:
             self.reading.neurons[leaving.index] = units.dropped(kept)

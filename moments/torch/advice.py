@@ -442,11 +442,7 @@ def _scale_sentences(failed: list[Finding], model: Transformer) -> Iterator[str]
     for quantity, words in SCALE_WORDS.items():
         told: dict[tuple[str, str], list[str]] = {}
         for stack in ("", ENCODER):
-            rows = [
-                f
-                for f in failed
-                if f.quantity == quantity and f.role.startswith(ENCODER) == bool(stack)
-            ]
+            rows = [f for f in failed if f.quantity == quantity and _stack(f.role) == stack]
             if not rows:
                 continue
             layers = model_of_stack(model, stack).layers
@@ -455,6 +451,10 @@ def _scale_sentences(failed: list[Finding], model: Transformer) -> Iterator[str]
             told.setdefault((where, _scale_fault(rows, layers)), []).extend(blocks)
         for (where, fault), blocks in told.items():
             yield f"{words} of {' and '.join(blocks)}{where} {fault}"
+
+
+def _stack(role: str) -> str:
+    return ENCODER if role.startswith(ENCODER) else ""
 
 
 def _scale_fault(rows: list[Finding], layers: int) -> str:
@@ -490,8 +490,7 @@ def _structure_sentences(failed: list[Finding], model: Transformer) -> Iterator[
             layers.setdefault((f.role, f.note), []).append(f.layer)
     roles: dict[tuple[str, str], list[str]] = {}
     for (role, note), found in layers.items():
-        stack = ENCODER if role.startswith(ENCODER) else ""
-        where = in_layers(sorted(found), model_of_stack(model, stack).layers)
+        where = in_layers(sorted(found), model_of_stack(model, _stack(role)).layers)
         roles.setdefault((where, note), []).append(role)
     for (where, note), names in roles.items():
         yield f"{' and '.join(names)}{where}: {note}"

@@ -14,8 +14,7 @@ from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..prediction.measurement import Measurement, last_grad_kernel
 from ..prediction.predict import positional
-
-NO_TARGET = -100
+from ..transfer.head.targets import NO_TARGET
 
 
 def shifted_right(labels: np.ndarray, start: int = 0) -> np.ndarray:
@@ -30,13 +29,12 @@ def shifted_left(labels: np.ndarray) -> np.ndarray:
     return np.concatenate([labels[:, 1:], none], axis=1)
 
 
-def inputs_of(model: Transformer, batch: Mapping[str, Any], *, start: int = 0) -> dict[str, Any]:
+def inputs_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a text or a batch of pictures is to the model, as keyword arguments of `predict`.
 
     Args:
         model: with the embedding that reads it.
         batch: keyword arguments of a Hugging Face module, as numpy arrays.
-        start: the token a decoder begins with.
 
     Returns:
         Empty where the model has no embedding for what the batch holds.
@@ -51,7 +49,7 @@ def inputs_of(model: Transformer, batch: Mapping[str, Any], *, start: int = 0) -
     if model.encoder is not None:
         read = batch.get("decoder_input_ids")
         if read is None and labels is not None:
-            read = shifted_right(labels, start)
+            read = shifted_right(labels)
         if read is None:
             return {}
         other = _text(batch["input_ids"], batch.get("attention_mask"), None)
@@ -82,11 +80,8 @@ def _text(ids: Any, mask: Any, segments: Any) -> dict[str, Any]:
 
 def measured_moments(measurement: Measurement) -> dict[str, Any]:
     """The tensor that entered layer 1, tokens alike: its variance and token correlation."""
-    least = -1 / max(measurement.seq_len - 1, 1)
-    return {
-        "variance": float(measurement.variance[0]),
-        "correlation": float(np.clip(measurement.correlation[0], least, 1.0)),
-    }
+    correlation = _possible(measurement.correlation[0], measurement)
+    return {"variance": float(measurement.variance[0]), "correlation": correlation}
 
 
 def measured_gradient(
@@ -96,11 +91,13 @@ def measured_gradient(
     by_token = any(name in inputs for name in ("token_ids", "pixels", "kernel"))
     if by_token or positional(model):
         return {"grad_kernel": last_grad_kernel(measurement)}
-    least = -1 / max(measurement.seq_len - 1, 1)
-    return {
-        "grad_variance": float(measurement.grad_variance[-1]),
-        "grad_correlation": float(np.clip(measurement.grad_correlation[-1], least, 1.0)),
-    }
+    correlation = _possible(measurement.grad_correlation[-1], measurement)
+    return {"grad_variance": float(measurement.grad_variance[-1]), "grad_correlation": correlation}
+
+
+def _possible(correlation: float, measurement: Measurement) -> float:
+    """Of so many tokens, what sampling may have put outside of that range."""
+    return float(np.clip(correlation, -1 / max(measurement.seq_len - 1, 1), 1.0))
 
 
 def measured_dropout(measurement: Measurement) -> tuple[float, float] | None:

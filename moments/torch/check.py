@@ -1112,11 +1112,9 @@ def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any
     task = None if model.head is None else model.head.loss
     if isinstance(given, Mapping) and "pixel_values" in given:
         classes = getattr(getattr(module, "config", None), "num_labels", None)
-        if task == "classification" and classes:
-            count = len(given["pixel_values"])
-            labels = torch.randint(classes, (count,), generator=generator)
-            return {**given, "labels": labels}
-        return given
+        if task != "classification" or not classes:
+            return given
+        return _classified(given, classes, generator)
     token = found.named("token") or found.named("token", stack="encoder.")
     if not token or (isinstance(given, Mapping) and "input_ids" not in given):
         return given
@@ -1128,10 +1126,16 @@ def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any
     if model.encoder is not None:
         labels = torch.randint(vocab, (OWN, length), generator=generator)
         return {"input_ids": ids, "labels": labels} if task else {**given, "input_ids": ids}
-    if task == "masked" and _takes(module, "labels"):
+    if task == "masked" and "labels" in _arguments(module):
         read, labels = mask_tokens(ids.numpy(), vocab)
         return {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
     return {"input_ids": ids}
+
+
+def _classified(batch: Mapping[str, Any], classes: int, generator: torch.Generator) -> Any:
+    """Pictures with random labels."""
+    count = len(batch["pixel_values"])
+    return {**batch, "labels": torch.randint(classes, (count,), generator=generator)}
 
 
 def _length(module: nn.Module, found: ModuleRoles) -> int:
@@ -1148,8 +1152,8 @@ def _length(module: nn.Module, found: ModuleRoles) -> int:
     return max(4, min(rows))
 
 
-def _takes(module: nn.Module, name: str) -> bool:
-    return name in inspect.signature(module.forward).parameters
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
 
 
 def _cropped(batch: Any, sequences: int, tokens: int) -> Any:
@@ -1157,35 +1161,29 @@ def _cropped(batch: Any, sequences: int, tokens: int) -> Any:
     if not isinstance(batch, Mapping):
         return batch[:sequences, :tokens] if _ids(batch) else batch
     shapes = {np.shape(v) for v in batch.values() if np.ndim(v)}
-    texts = all(np.ndim(v) == 2 and not _real(v) for v in batch.values() if v is not None)
+    texts = all(_ids(v) for v in batch.values() if v is not None)
     if not batch or not texts or len(shapes) != 1:
         return batch
     return {name: v if v is None else v[:sequences, :tokens] for name, v in batch.items()}
 
 
 def _ids(value: Any) -> bool:
-    return np.ndim(value) == 2 and not _real(value)
+    return np.ndim(value) == 2 and not torch.as_tensor(value).is_floating_point()
 
 
-def _real(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return bool(value.is_floating_point())
-    return bool(np.asarray(value).dtype.kind == "f")
+def _configured(module: nn.Module) -> bool:
+    """Whether its arguments are Hugging Face's."""
+    return hasattr(getattr(module, "config", None), "to_dict")
 
 
 def _with_targets(module: nn.Module, batch: Any) -> Any:
     """Token ids alone, for a module that takes what to predict beside them."""
-    if hasattr(getattr(module, "config", None), "to_dict") or not _ids_alone(batch):
+    arguments = _arguments(module)
+    name = next((n for n in TARGETS if n in arguments[1:]), None)
+    if name is None or _configured(module) or not _ids_alone(batch):
         return batch
-    parameters = list(inspect.signature(module.forward).parameters)
-    name = next((n for n in TARGETS if n in parameters[1:]), None)
-    if name is None:
-        return batch
-    if isinstance(batch, Mapping):
-        first, ids = next(iter(batch.items()))
-    else:
-        first, ids = parameters[0], batch
-    ids = torch.as_tensor(ids)
+    given = batch if isinstance(batch, Mapping) else {arguments[0]: batch}
+    ((first, ids),) = ((first, torch.as_tensor(ids)) for first, ids in given.items())
     return {first: ids[:, :-1], name: ids[:, 1:]}
 
 
@@ -1193,18 +1191,17 @@ def _with_targets(module: nn.Module, batch: Any) -> Any:
 def _with_labels(module: nn.Module, batch: Any) -> Any:
     """Labels for a Hugging Face module that makes none of its own."""
     config: Any = getattr(module, "config", None)
-    name = type(module).__name__
-    if not needs_labels(name) or not hasattr(config, "to_dict") or not _takes(module, "labels"):
+    name, arguments = type(module).__name__, _arguments(module)
+    if not needs_labels(name) or not _configured(module) or "labels" not in arguments:
         return batch
     if not isinstance(batch, Mapping):
-        batch = {next(iter(inspect.signature(module.forward).parameters)): batch}
+        batch = {arguments[0]: batch}
     ids = batch.get("decoder_input_ids", batch.get("input_ids"))
     if "labels" in batch:
         return batch
     if name.endswith("ForImageClassification") and "pixel_values" in batch:
-        count = len(batch["pixel_values"])
         generator = torch.Generator().manual_seed(0)
-        return {**batch, "labels": torch.randint(config.num_labels, (count,), generator=generator)}
+        return _classified(batch, config.num_labels, generator)
     if name.endswith("ForMaskedLM") and ids is not None:
         rows = torch.as_tensor(ids)
         read, labels = mask_tokens(rows.numpy(), int(rows.max()) + 1)
@@ -1222,7 +1219,7 @@ def _ids_alone(batch: Any) -> bool:
 def _next_token(module: nn.Module, batch: Any, found: ModuleRoles) -> Loss | None:
     """The cross-entropy of the next token, for a module that gives logits and no loss."""
     token = found.named("token")
-    if not token or not _ids_alone(batch) or hasattr(getattr(module, "config", None), "to_dict"):
+    if not token or not _ids_alone(batch) or _configured(module):
         return None
     vocab = len(tensors_of(module)[token[0].parameter])
     ids = torch.as_tensor(next(iter(batch.values())) if isinstance(batch, Mapping) else batch)

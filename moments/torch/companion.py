@@ -68,10 +68,10 @@ class LookRow(NamedTuple):
     layer: int
     parameter: str
     measured: float
-    expected: float
-    low: float
-    high: float
-    alarm: bool
+    expected: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    alarm: bool = False
 
 
 class Watch:
@@ -118,7 +118,7 @@ class Watch:
             allowed = "a SummaryWriter (add_scalar) or a run of Weights & Biases (log)"
             raise domain_error("writer", type(writer).__name__, allowed)
         self.module, self.every, self.loss = module, every, loss
-        self.writer, self.say = writer, say
+        self.writer, self.say = writer, _warned if say is None else say
         self.rows: list[LookRow] = []
         self.seconds, self.looks, self.steps = 0.0, 0, 0
         self._unwritten, self._words = 0, list[str]()
@@ -161,14 +161,15 @@ class Watch:
             self._updates(self._before)
             self._before = None
             self.seconds += time.perf_counter() - began
-        self._write()
-        self.steps += 1
-        self._batch = None
+        self._counted()
 
     def step(self) -> None:
         """Count a step, and look where it is due; for a loop without the optimizer's hooks."""
         if self.due:
             self._look()
+        self._counted()
+
+    def _counted(self) -> None:
         self._write()
         self.steps += 1
         self._batch = None
@@ -196,7 +197,8 @@ class Watch:
                 self._rows_of(self._compared(given))
         except MomentsError as error:
             # Such as a tensor that is not finite: that is what a companion is there to tell.
-            self._add("finite", -1, "", 0.0, 1.0, alarm=True, words=str(error).splitlines()[0])
+            self._add("finite", -1, "", 0.0, 1.0, alarm=True)
+            self._words.append(f"step {self.steps}: {str(error).splitlines()[0]}")
         self.looks += 1
         self.seconds += time.perf_counter() - began
 
@@ -222,13 +224,12 @@ class Watch:
     def _rows_of(self, comparison: Comparison) -> None:
         points = comparison.points()
         for row in points[points["stack"] == ""].to_dict("records"):
-            numbers = (float(row[key]) for key in ("measured", "predicted", "low", "high"))
-            measured, expected, low, high = numbers
+            numbers = [float(row[key]) for key in ("measured", "predicted", "low", "high")]
+            measured, _, low, high = numbers
             alarm = abs(float(row["deviations"])) > FAR
             if self.steps:
                 alarm = not low / DEPARTED <= measured <= high * DEPARTED
-            place = str(row["quantity"]), int(row["layer"]), ""
-            self._add(*place, measured, expected, low, high, alarm=alarm)
+            self._add(str(row["quantity"]), int(row["layer"]), "", *numbers, alarm=alarm)
         p, m = comparison.prediction, comparison.measurement
         if m.loss is not None:
             expected = math.nan if p.loss is None else float(p.loss)
@@ -261,15 +262,9 @@ class Watch:
             size = float(old.norm())
             if size == 0:
                 continue
-            expected = self._step_size(tensors[role.parameter], role, old.numel()) / size
-            self._add(
-                "update",
-                role.layer,
-                role.label,
-                change / size,
-                expected,
-                alarm=change / size > LARGE_UPDATE,
-            )
+            wanted = self._step_size(tensors[role.parameter], role, old.numel())
+            of = "update", role.layer, role.label, change / size, wanted / size
+            self._add(*of, alarm=change / size > LARGE_UPDATE)
 
     def _step_size(self, parameter: Any, role: Role, entries: int) -> float:
         """Norm of an update: of Adam's first step the learning rate in every entry, of plain SGD
@@ -284,26 +279,9 @@ class Watch:
                 return rate * self._expected.get(role.label, math.nan)
         return math.nan
 
-    def _add(
-        self,
-        quantity: str,
-        layer: int,
-        parameter: str,
-        measured: float,
-        expected: float = math.nan,
-        low: float = math.nan,
-        high: float = math.nan,
-        *,
-        alarm: bool = False,
-        words: str = "",
-    ) -> None:
-        alarm = alarm or not math.isfinite(measured)
-        row = LookRow(
-            self.steps, quantity, layer, parameter, measured, expected, low, high, bool(alarm)
-        )
-        self.rows.append(row)
-        if words:
-            self._words.append(f"step {self.steps}: {words}")
+    def _add(self, *fields: Any, alarm: bool = False) -> None:
+        row = LookRow(self.steps, *fields)
+        self.rows.append(row._replace(alarm=alarm or not math.isfinite(row.measured)))
 
     def _tell(self, rows: list[LookRow]) -> None:
         """One line per quantity that is out of its band somewhere."""
@@ -322,10 +300,7 @@ class Watch:
                 f"{worst.measured:.3g}, {worst.expected:.3g} expected{bound}"
             )
         for line in lines:
-            if self.say is None:
-                warnings.warn(line, ValidityWarning, stacklevel=2)
-            else:
-                self.say(line)
+            self.say(line)
 
     def _write(self) -> None:
         """Rows that are new to the writer's own library, measured and expected."""
@@ -367,6 +342,10 @@ class Watch:
 
 
 watch = Watch
+
+
+def _warned(line: str) -> None:
+    warnings.warn(line, ValidityWarning, stacklevel=3)
 
 
 def _departure(row: LookRow) -> float:

@@ -90,9 +90,7 @@ def build_module(config: Any, seed: int = 0, *, layers: int | None = None) -> nn
     return module
 
 
-def text_batch(
-    config: Any, *, seq_len: int, batch: int = 2, seed: int = 0, offset: int = 0
-) -> dict[str, Ids]:
+def text_batch(config: Any, *, seq_len: int, batch: int = 2, seed: int = 0) -> dict[str, Ids]:
     """Input ids and labels of English text for the config's own training task.
 
     A masked model's text is corrupted and its labels are the chosen positions; a causal model's
@@ -110,9 +108,9 @@ def text_batch(
         raise domain_error("config", found.module, "a family that reads text", "use image_batch")
     vocab_size = int(settings.vocab_size)
     if found.task == "translation":
-        ids = tokenize(vocab_size, seq_len, 2 * batch, offset)
+        ids = tokenize(vocab_size, seq_len, 2 * batch)
         return {"input_ids": ids[::2].copy(), "labels": ids[1::2].copy()}
-    ids = tokenize(vocab_size, seq_len, batch, offset)
+    ids = tokenize(vocab_size, seq_len, batch)
     inputs, labels = mask_tokens(ids, vocab_size, seed) if found.task == "masked" else (ids, ids)
     return {"input_ids": inputs, "labels": labels}
 

@@ -80,7 +80,7 @@ def probe(
         epsilon: of norms that have no attribute for it.
         training: whether dropout acts.
     """
-    seen = _Seen()
+    seen: Seen = {}
     parts = dict(module.named_modules())
     with ExitStack() as stack:
         stack.enter_context(in_mode(module, training))
@@ -181,34 +181,28 @@ def probe_or_why(
         return [], f"random input ends in {type(error).__name__} (pass batch=)"
 
 
-class _Seen:
-    """Tensors by what they are: (block, name) -> (entries,) in double precision."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[ModuleBranch, str], Tensor] = {}
-
-    def keep(self, block: ModuleBranch, name: str, tensor: Tensor) -> None:
-        self.tensors[block, name] = tensor.detach().to(torch.float64, copy=True)
-
-    def get(self, block: ModuleBranch, name: str) -> Tensor | None:
-        return self.tensors.get((block, name))
+Seen = dict[tuple[ModuleBranch, str], Tensor]
+"""Tensors by what they are, in double precision."""
 
 
 def _watch(
-    parts: dict[str, nn.Module], block: ModuleBranch, seen: _Seen
+    parts: dict[str, nn.Module], block: ModuleBranch, seen: Seen
 ) -> Iterator[RemovableHandle]:
     """Hooks at every tensor that the regression needs.
 
     Own outputs are seen before other hooks change them (prepended), inputs of sums and of norms
     as they arrive.
     """
+
+    def keep(name: str, tensor: Tensor) -> None:
+        seen[block, name] = tensor.detach().to(torch.float64, copy=True)
+
     for name, point in _points(block).items():
         first = name != "norm output" and (name == "raw" or point.side == "input")
-        keep = functools.partial(seen.keep, block, name)
-        yield watch_tensor(parts[point.path], point.side, keep, first=first)
+        shown = functools.partial(keep, name)
+        yield watch_tensor(parts[point.path], point.side, shown, first=first)
     if block.norm is not None:
-        keep = functools.partial(seen.keep, block, "norm input")
-        yield watch_tensor(parts[block.norm], "input", keep)
+        yield watch_tensor(parts[block.norm], "input", functools.partial(keep, "norm input"))
 
 
 def _points(block: ModuleBranch) -> dict[str, SubmoduleTensor]:
@@ -226,23 +220,23 @@ def _measured(
     parts: dict[str, nn.Module],
     block: ModuleBranch,
     blocks: tuple[ModuleBranch, ...],
-    seen: _Seen,
+    seen: Seen,
     epsilon: float,
 ) -> BlockProbe:
     together = [b for b in blocks if b.path == block.path] if block.parallel else [block]
-    total, x = seen.get(block, "total"), seen.get(together[0], "stream")
-    branches = [seen.get(b, "raw") for b in together]
+    total, x = seen.get((block, "total")), seen.get((together[0], "stream"))
+    branches = [seen.get((b, "raw")) for b in together]
     slopes: list[Slope | None] = [None] * (1 + len(together))
     if total is not None and x is not None and all(f is not None for f in branches):
         slopes = regress(total, [x, *(_as(total, f) for f in branches if f is not None)])
     norm_input = norm_output = normalization = None
-    before, entering = seen.get(block, "norm before"), seen.get(block, "norm input")
-    output = seen.get(block, "norm output")
+    before, entering = seen.get((block, "norm before")), seen.get((block, "norm input"))
+    output = seen.get((block, "norm output"))
     if block.norm is not None and before is not None and entering is not None:
         (norm_input,) = regress(entering, [before])
         if output is not None:
             normalization, norm_output = _norm_slope(parts[block.norm], entering, output, epsilon)
-    unseen = (p.path for name, p in _points(block).items() if seen.get(block, name) is None)
+    unseen = (p.path for name, p in _points(block).items() if seen.get((block, name)) is None)
     return BlockProbe(
         block,
         slopes[0],

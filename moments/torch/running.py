@@ -179,7 +179,8 @@ def run(module: nn.Module, batch: Any) -> Any:
     with torch.no_grad():
         if isinstance(batch, Mapping):
             return module(**{name: on_device(value, device) for name, value in batch.items()})
-        return module(on_device(batch, device))
+        given = batch if isinstance(batch, tuple) else (batch,)
+        return module(*(on_device(value, device) for value in given))
 
 
 def device_of(module: nn.Module) -> torch.device | None:

@@ -13,6 +13,7 @@ from ..files import as_frame
 from ..formulas.checks import check_choice
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
+from ..show.recognition import fans_of
 from .entries import TRUNCATION, truncated_variance
 
 if TYPE_CHECKING:
@@ -189,8 +190,7 @@ def _variance(model: Transformer, role: str) -> float | list[float]:
     if role.endswith(".bias") and role.removesuffix(".bias") in MATRICES:
         variance = _biases(model).get(role.removesuffix(".bias"))
         return 0.0 if variance is None else variance
-    tables = {"token": "token_variance", "position": "position_variance"}
-    variance = getattr(model.embedding, tables.get(role, f"{role}_variance"), None)
+    variance = getattr(model.embedding, f"{role}_variance", None)
     if variance is None:
         allowed = f"one of {', '.join(MATRICES)}, or a table of the plan's embedding"
         raise domain_error("names: role", role, allowed)
@@ -248,29 +248,14 @@ def tensor_table(plan: Any) -> pandas.DataFrame:
         DomainError: no plan and no Transformer.
     """
     model = _model(plan)
-    inner, shared = model.heads * (model.d_head or 0), (model.kv_heads or 0) * (model.d_head or 0)
-    d_model, d_ff = model.d_model, model.d_ff or 0
-    shapes = {
-        "query": (d_model, inner),
-        "key": (d_model, shared),
-        "value": (d_model, shared),
-        "output": (inner, d_model),
-        "gate": (d_model, d_ff),
-        "ffn_in": (d_model, d_ff),
-        "ffn_out": (d_ff, d_model),
-    }
-    if not model.gated:
-        del shapes["gate"]
-    if model.encoder is not None:
-        shapes |= {f"cross_{name}": shapes[name] for name in ("query", "key", "value", "output")}
     rows = []
     for table in TABLES:
         variance = getattr(model.embedding, f"{table}_variance", None)
         if variance:
-            rows.append((0, table, 0, d_model, float(variance)))
+            rows.append((0, table, 0, model.d_model, float(variance)))
     for n in range(1, model.layers + 1):
         weights = model.layer_weights(n)
-        rows += [(n, name, *shape, getattr(weights, name)) for name, shape in shapes.items()]
+        rows += [(n, name, *fan, getattr(weights, name)) for name, fan in fans_of(model).items()]
     frame = as_frame(rows, columns=["layer", "tensor", "fan_in", "fan_out", "variance"])
     deviation = np.sqrt(frame["variance"])
     frame["normal_deviation"] = deviation

@@ -27,7 +27,7 @@ MOST_TRAINED = 8000
 """Training stops here: the text is half a megabyte and has about 9000 merges in it."""
 
 
-def tokenize(vocab_size: int, seq_len: int, batch: int = 1, offset: int = 0) -> Ids:
+def tokenize(vocab_size: int, seq_len: int, batch: int = 1) -> Ids:
     """Consecutive stretches of English text as token ids.
 
     The encoder is trained on the text itself, in about a second, once per process and size; beyond
@@ -36,8 +36,7 @@ def tokenize(vocab_size: int, seq_len: int, batch: int = 1, offset: int = 0) -> 
     Args:
         vocab_size: rows of the token table, at least 128; every id is below it.
         seq_len: tokens per sequence L.
-        batch: sequences B, which follow one another in the text.
-        offset: tokens of the text to skip; past the end the text starts over.
+        batch: sequences B, which follow one another in the text; past its end it starts over.
 
     Returns:
         Integers of shape (B, L).
@@ -49,10 +48,8 @@ def tokenize(vocab_size: int, seq_len: int, batch: int = 1, offset: int = 0) -> 
     check_count("vocab_size", vocab_size, least=LEAST_VOCABULARY)
     check_count("seq_len", seq_len)
     check_count("batch", batch)
-    check_count("offset", offset, least=0)
     ids = _encoded(min(vocab_size, MOST_TRAINED))
-    positions = offset + np.arange(batch * seq_len)
-    return ids[positions % len(ids)].reshape(batch, seq_len)
+    return np.resize(ids, (batch, seq_len))
 
 
 def mask_tokens(

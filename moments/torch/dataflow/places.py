@@ -82,9 +82,9 @@ class Roles:
         claim = _Claim(stack, layer, name, axis, chosen, fan_in, taken, axis == 1)
         self._claim(parameter, claim)
         for bias in linear.biases:
-            row = self._bias(bias, total)
+            row = self._owner(bias)
             if row is not None:
-                owner, where = row
+                owner, where = row[0], row[1].reshape(-1)[:total]
                 part = where if columns is None else where[columns]
                 if len(part) == self._leaf(owner).numel():
                     part = None
@@ -123,33 +123,14 @@ class Roles:
 
     def _traced(self, linear: LinearUnit) -> tuple[str, int, Tensor, int] | None:
         """The same for a matrix that is a part or another view of its parameter."""
-        graph = self.graph
-        node = graph.nodes[linear.node]
-        given: dict[int, Tensor] = {}
-        names, offset = [], 0
-        for leaf in graph.leaves(linear.matrix):
-            held = graph.tensor(leaf)
-            if graph.values[leaf].name is None or offset + held.numel() > MOST:
-                return None
-            given[leaf] = torch.arange(offset, offset + held.numel()).view(held.shape)
-            names.append((str(graph.values[leaf].name), offset, held))
-            offset += held.numel()
-        places = _followed(graph, given, linear.matrix)
-        if places is None:
+        found = self._owner(linear.matrix)
+        if found is None:
             return None
-        if node.inputs[-1] != linear.matrix:
+        (name, places), held = found, self._leaf(found[0])
+        if self.graph.nodes[linear.node].inputs[-1] != linear.matrix:
             places = places.transpose(-1, -2)
         if places.ndim == 3:  # (heads, in, out) -> (in, heads * out)
             places = places.transpose(0, 1).flatten(1)
-        owners = [
-            (n, o, h)
-            for n, o, h in names
-            if o <= int(places.min()) and int(places.max()) < o + h.numel()
-        ]
-        if not owners:
-            return None
-        name, first, held = owners[0]
-        places = places - first
         flat = held.reshape(len(held), -1).shape
         rows, columns = places // flat[1], places % flat[1]
         if bool((rows == rows[:1]).all()):
@@ -160,17 +141,26 @@ class Roles:
             return name, 0, torch.arange(places.shape[1]), places.shape[0]
         return None
 
-    def _bias(self, bias: int, width: int) -> tuple[str, Tensor] | None:
-        graph = self.graph
-        leaves = graph.leaves(bias)
-        if len(leaves) != 1 or graph.values[leaves[0]].name is None:
-            return None
-        held = graph.tensor(leaves[0])
-        given = {leaves[0]: torch.arange(held.numel()).view(held.shape)}
-        places = _followed(graph, given, bias)
+    def _owner(self, value: int) -> tuple[str, Tensor] | None:
+        """The parameter that a value is entries of, and which; None where they are of several, or
+        others than it has."""
+        graph, given = self.graph, dict[int, Tensor]()
+        owners, offset = [], 0
+        for leaf in graph.leaves(value):
+            held, name = graph.tensor(leaf), graph.values[leaf].name
+            if name is None or offset + held.numel() > MOST:
+                return None
+            end = offset + held.numel()
+            given[leaf] = torch.arange(offset, end).view(held.shape)
+            owners.append((name, offset, end))
+            offset = end
+        places = _followed(graph, given, value)
         if places is None:
             return None
-        return str(graph.values[leaves[0]].name), places.reshape(-1)[:width]
+        for name, first, end in owners:
+            if first <= int(places.min()) and int(places.max()) < end:
+                return name, places - first
+        return None
 
     def roles(self) -> list[Role]:
         """Every claim as a role; parts of one parameter tell each other's places."""
@@ -288,14 +278,11 @@ class Sites:
 
     def output(self, value: int) -> SubmoduleTensor | None:
         """The innermost submodule that gives a value, else the first that takes it."""
-        points = self.of(value)
-        gives = [p for p in points if p.side == "output"]
-        return next(iter([*gives, *points]), None)
+        return next(iter(sorted(self.of(value), key=lambda point: point.side == "input")), None)
 
     def input(self, value: int) -> SubmoduleTensor | None:
-        points = self.of(value)
-        takes = [p for p in points if p.side == "input"]
-        return next(iter([*takes, *points]), None)
+        """The first submodule that takes a value, else the innermost that gives it."""
+        return next(iter(sorted(self.of(value), key=lambda point: point.side == "output")), None)
 
     def norm(self, norm: Norm) -> str | None:
         """The submodule that is a norm."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
 from ..hook_points import ENCODER, HookPoint, ModuleBranch
 from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
-from ..running import in_mode, made_at_hand, padding_row
+from ..running import in_mode, made_at_hand, padding_row, run
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
@@ -128,7 +129,7 @@ def called(module: nn.Module, batch: Any) -> Call:
     near = _near_copy(module)
     _, _, given = _recorded(near, batch)
     tensors = {f"{i}": t for i, t in enumerate(_tensors(given))}
-    return Call(near, _caller(near, given), tensors, _as_read(given, module))
+    return Call(near, functools.partial(run, near, given), tensors, _as_read(given, module))
 
 
 # --- where it is read -----------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def _recorded(module: nn.Module, batch: Any) -> tuple[Graph, int | None, Any]:
         buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
         try:
             with in_mode(module, True):
-                graph = record(module, _caller(module, given), tensors)
+                graph = record(module, functools.partial(run, module, given), tensors)
             return graph, length, given
         except Exception as error:  # the module's own code, on input that may be none of its
             errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
@@ -215,14 +216,6 @@ def _recorded(module: nn.Module, batch: Any) -> tuple[Graph, int | None, Any]:
                         buffer.copy_(buffers[name])
     what = "nothing in it says what it reads" if not errors else errors[0]
     raise MomentsError(f"{type(module).__name__} could not be run ({what}): pass batch=")
-
-
-def _caller(module: nn.Module, given: Any) -> Callable[[], Any]:
-    if isinstance(given, Mapping):
-        return lambda: module(**given)
-    if isinstance(given, tuple):
-        return lambda: module(*given)
-    return lambda: module(given)
 
 
 def _tensors(given: Any) -> list[Tensor]:
@@ -339,7 +332,7 @@ def _far(module: nn.Module, batch: Any) -> list[int | None]:
     *_, (given, _) = _cuts(batch, rows=1)
     with in_mode(module, False):
         try:
-            return reaches(_caller(module, _near_batch(given)))
+            return reaches(functools.partial(run, module, _near_batch(given)))
         except Exception:  # what ran on a few tokens of two sequences need not on one whole one
             return []
 

@@ -35,9 +35,9 @@ from ...engine.state import Array, Fluctuation, Kernel, Signal, evaluate
 from ...formulas.algebra import whole
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from .kernels.exact_rows import THETA_PEAKED, AlikeRows
+from .kernels.finite_rows import Widths, averages
 from .projections import positive, variance_notes
-from .softmax import chi_square_rule
-from .softmax.norms import CORRECTED_MAX, STIFFNESS_LEAST, key_corrections, pair_spreads
+from .softmax.norms import CORRECTED_MAX
 from .softmax.table import chebyshev_basis
 
 # --- statistics of rows ---------------------------------------------------------------------------
@@ -58,92 +58,6 @@ class AttentionStatistics:
     logit_variance: Array
     entropy: Array
     valid: Any
-
-
-@functools.lru_cache(maxsize=256)
-def _rows(seq_len: int) -> AlikeRows:
-    return AlikeRows(seq_len)
-
-
-class _Rule(NamedTuple):
-    """Gauss nodes of one chi-square over its mean, and of two independent ones."""
-
-    nodes: np.ndarray
-    weights: np.ndarray
-    first: np.ndarray
-    second: np.ndarray
-    pair_weights: np.ndarray
-
-
-@functools.lru_cache(maxsize=1024)
-def _rule(variance: float, count: int = 0) -> _Rule:
-    """The default rule of that relative variance; `count` nodes at least, those added of weight
-    0."""
-    nodes, weights = chi_square_rule(2 / variance if variance else np.inf)
-    added = max(count - nodes.size, 0)
-    nodes, weights = np.append(nodes, np.ones(added)), np.append(weights, np.zeros(added))
-    count = nodes.size
-    return _Rule(
-        nodes,
-        weights,
-        np.repeat(nodes, count),
-        np.tile(nodes, count),
-        np.outer(weights, weights).ravel(),
-    )
-
-
-def _rules(variance: Any) -> _Rule:
-    """The rule, along a new last axis where every configuration has one of its own: the one that
-    it has alone."""
-    if np.ndim(variance) == 0:
-        return _rule(float(variance))
-    distinct, where = np.unique(variance, return_inverse=True)
-    if distinct.size == 1:
-        return _rule(float(distinct[0]))
-    count = max(_rule(v).nodes.size for v in distinct.tolist())
-    rules = zip(*(_rule(v, count) for v in distinct.tolist()), strict=True)
-    shape = np.shape(variance)
-    return _Rule(*[np.stack(part)[where.ravel()].reshape(*shape, -1) for part in rules])
-
-
-class _Norms(NamedTuple):
-    """Nodes of |w|^2 of one row, and of |p|^2 and |q|^2 of a pair; each over its mean."""
-
-    row: np.ndarray
-    total: np.ndarray
-    difference: np.ndarray
-    row_weights: np.ndarray
-    pair_weights: np.ndarray
-
-
-def _norms(r: Any, d_model: Any, d_head: Any, norm_spread: Any, deficit: Any) -> _Norms:
-    """Wishart weights 2/d_head + 2/d, Gaussian overlaps 2/d, less what fixed norms take away.
-
-    What depends on the correlation rescales the nodes about their mean.
-    """
-    common = 2 / d_head + 2 / d_model + norm_spread
-    rule = _rules(common)
-    r = _positive_part(r)  # negative correlations are at most 1/(L-1)
-    share = deficit / common
-    total, difference, along = pair_spreads(r, r, share)
-    apart = (difference - along**2 * total) ** 0.5
-    first = _lift(total**0.5) * (rule.first - 1)
-    return _Norms(
-        np.maximum(1 + _lift((1 + 2 * share * r**2) ** 0.5) * (rule.nodes - 1), 0.0),
-        np.maximum(1 + first, 0.0),
-        np.maximum(1 + _lift(apart) * (rule.second - 1) + _lift(along) * first, 0.0),
-        rule.weights,
-        rule.pair_weights,
-    )
-
-
-def _positive_part(x: Any) -> Any:
-    return np.maximum(x, 0.0) if np.ndim(x) else max(x, 0.0)
-
-
-def _lift(x: Any) -> Any:
-    """A number per configuration, against the nodes' axis."""
-    return x[..., None] if np.ndim(x) else x
 
 
 STATISTICS = (
@@ -189,47 +103,29 @@ def attention_statistics(
         d_model, d_head: widths that make the queries' norms fluctuate.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token; 0 after a normalisation.
     """
-    scalar = type(logit_scale) is float
-    deficit = _positive_part(1 / d_model - norm_spread / 2)
-    r = np.asarray(correlation, dtype=float)[..., None]
-    theta = (1 - r) * np.asarray(logit_scale, dtype=float)[..., None]
-    norms = _norms(correlation, d_model, d_head, norm_spread, deficit)
-    plus, minus = (1 + r) / 2 * norms.total, (1 - r) / 2 * norms.difference
-    row_theta, pair_theta, psi = theta * norms.row, theta * (plus + minus), theta * (plus - minus)
-    rows = _rows(seq_len)
-    # Fourth cumulant -6/(D+2) of a coordinate on a sphere in D dimensions.
-    dimension = 1 / (deficit * (1 - correlation) ** 2 + STIFFNESS_LEAST) + 2
-    keys = key_corrections(rows.single, theta[..., 0], dimension, CORRECTED_MAX)
-    keys_of_nodes = keys._replace(dimension=_lift(keys.dimension), share=_lift(keys.share))
-    seen = keys_of_nodes.covariance(
-        np.concatenate([row_theta, pair_theta, pair_theta], -1),
-        np.concatenate([row_theta, pair_theta, psi], -1),
-    )
-    single_count, pair_count = row_theta.shape[-1], psi.shape[-1]
-    single = rows.single(seen[..., :single_count])
-    seen_theta, seen_psi = seen[..., single_count:-pair_count], seen[..., -pair_count:]
-    cosine = np.divide(seen_psi, seen_theta, out=np.ones_like(psi), where=seen_theta > 0)
-    pair = rows.pair(seen_theta, np.minimum(np.maximum(cosine, -1.0), 1.0))
-    # Averages over the norms: of each statistic, and of each times its logit (co)variance's factor.
-    row = _averages(single, norms.row_weights, norms.row)
-    both = _averages(pair, norms.pair_weights, psi)
-    inside = np.minimum(theta[..., 0], CORRECTED_MAX)
+    arrays = np.broadcast_arrays(logit_scale, correlation, norm_spread)
+    shape = arrays[0].shape
+    scale, r, spread = (np.ravel(one).astype(float) for one in arrays)
+    widths = Widths(float(d_model), float(d_head), spread)
+    theta, keys = (1 - r) * scale, np.full(scale.size, float(seq_len))
+    found = averages(theta, keys, 1 - r, r[:, None], widths, AlikeRows.of(seq_len))
+    row, both = found.row, {name: value[:, 0] for name, value in found.pair.items()}
+    square = row["sum_square"]
     values = {
-        "logit_scale": logit_scale,
-        "norm_deficit": deficit,
-        "row_square": row["sum_square"],
+        "logit_scale": scale,
+        "norm_deficit": widths.deficit,
+        "row_square": square,
         "row_cube": row["sum_cube"],
         "row_fourth": row["sum_fourth"],
         "row_vacancy": row["trace_square"],
         "row_square_slope": row["sum_square_slope"],
         "row_tilt": row["mean_logit_square"],
         "row_logit_square": row["weighted_logit_square"],
-        "row_skewness": inside * (1 - 3 * row["sum_square"] + 2 * row["sum_cube"]),
-        "row_dropout_cross": inside
-        * (2 * row["sum_square_"] - 5 * row["sum_cube_"] + 3 * row["sum_fourth_"]),
+        "row_skewness": np.minimum(theta, CORRECTED_MAX) * (1 - 3 * square + 2 * row["sum_cube"]),
+        "row_dropout_cross": found.dropped,
         "jacobian_square": row["jacobian_square"],
         "jacobian_square_logit": row["jacobian_square_"],
-        "jacobian_curvature": keys.curvature,
+        "jacobian_curvature": found.curvature,
         "jacobian_radial": row["radial_square"],
         "jacobian_radial_logit": row["radial_square_"],
         "overlap": both["overlap"],
@@ -239,25 +135,16 @@ def attention_statistics(
         "radial_overlap": both["radial_overlap"],
         "radial_overlap_logit": both["radial_overlap_"],
     }
-    if scalar:
-        values = {name: float(value) for name, value in values.items()}
+
+    def shaped(value: Array) -> Any:
+        return value.reshape(shape) if shape else float(value[0])
+
     return AttentionStatistics(
-        values,
-        (1 - correlation) * logit_scale,
-        row["entropy"],
-        bool(np.all(single.valid) and np.all(pair.valid)),
+        {name: shaped(value) for name, value in values.items()},
+        shaped(theta),
+        shaped(row["entropy"]),
+        found.valid,
     )
-
-
-def _averages(statistics: Any, weights: np.ndarray, factor: np.ndarray) -> dict[str, Any]:
-    """Weighted sums over the last axis; a trailing underscore marks those times `factor`."""
-    names = statistics._fields[:-1]
-    stacked = np.array(statistics[:-1])
-    plain = (stacked * weights).sum(-1)
-    times = (stacked * (weights * factor)).sum(-1)
-    return dict(zip(names, plain, strict=True)) | {
-        f"{name}_": value for name, value in zip(names, times, strict=True)
-    }
 
 
 def attention_diagnostics(

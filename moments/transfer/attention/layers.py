@@ -26,7 +26,7 @@ See docs/theory/attention.md, Tokens alike.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,6 @@ from .kernels.position_attention import (
 from .kernels.relative_positions import ClassBiasNoise, Turning, fading
 from .laws import attention_diagnostics
 from .projections import LOGIT_VARIANCE_MAX, LogitLaw, Paths, by_distance, positive
-from .softmax import PairStatistics, RowStatistics
 
 Mask = NDArray[np.bool_]
 
@@ -254,10 +253,32 @@ def flat(kernel: Kernel) -> Array:
     return np.asarray(kernel.pairs.reshape(-1, *kernel.pairs.shape[-2:]))
 
 
-class TokenLayer:
-    """One layer of attention on every kernel of a batch, by token."""
+class _Layer:
+    """What a layer answers that knows no places, all of whose tokens are followed."""
 
+    beyond_tables: Any = False
     coarse = False
+
+    def weights(self) -> Any:
+        """Mean attention; None: uniform."""
+        return None
+
+    def summed(self, query: Kernel) -> Kernel:
+        """The query path as sums over pairs of tokens take it: what is held as means over cells
+        by what these weigh."""
+        return query
+
+    def repeated(self, gained: Kernel) -> Kernel | None:
+        """The part of the query path that comes of tokens that repeat within cells."""
+        return None
+
+    def table_gradient(self, gained: Kernel) -> Array | None:
+        """Of a table of relative biases."""
+        return None
+
+
+class TokenLayer(_Layer):
+    """One layer of attention on every kernel of a batch, by token."""
 
     def __init__(
         self, leaf: Any, law: LogitLaw, queries: Kernel, memory: Kernel, norm_spread: Array
@@ -338,17 +359,7 @@ class TokenLayer:
         """What the query path is per unit of the gradient."""
         return self._kernel([one.response for one in self._rows])
 
-    def summed(self, query: Kernel) -> Kernel:
-        """The query path as sums over pairs of tokens take it: what is held as means over cells
-        by what these weigh."""
-        return query
-
-    def repeated(self, gained: Kernel) -> None:
-        """Nothing is lost in cells."""
-        return
-
     def table_gradient(self, gained: Kernel) -> Array | None:
-        """Of a table of relative biases."""
         tables = [
             one.noise.table_gradient(one.kernel, matrix)
             for one, matrix in zip(self._rows, flat(gained), strict=True)
@@ -360,7 +371,7 @@ class TokenLayer:
 # --- by class -------------------------------------------------------------------------------------
 
 
-class ClassLayer:
+class ClassLayer(_Layer):
     """`TokenLayer` on classes of positions; `coarse`: what that costs is to be said.
 
     Tokens alike whose logits know their distance are one class of all.
@@ -620,7 +631,6 @@ class ClassLayer:
         return self._of_rows(lambda one: one.overlap_path) * gained
 
     def repeated(self, gained: Kernel) -> Kernel | None:
-        """The part of the query path that comes of tokens that repeat within cells."""
         if self._alike or self._rows[0].repeated is None:
             return None
         return self._of_rows(lambda one: one.repeated) * gained
@@ -638,37 +648,13 @@ class ClassLayer:
 # --- tokens alike ---------------------------------------------------------------------------------
 
 
-class _Tables:
-    """Exact statistics of rows of one length, beyond the tables too."""
-
-    def __init__(self, keys: int) -> None:
-        self.keys = keys
-        self._rows = exact_rows.AlikeRows(keys)
-
-    def tabulated(self, theta: Array) -> Array:
-        return exact_rows.tabulated(theta)
-
-    def rows(self, theta: Array, keys: Array) -> RowStatistics:
-        return self._rows.single(theta)
-
-    def pairs(self, theta: Array, keys: Array, rho: Array) -> PairStatistics:
-        return self._rows.pair(theta, rho)
-
-
-@functools.lru_cache(maxsize=256)
-def _tables(keys: int) -> _Tables:
-    return _Tables(keys)
-
-
-class AlikeLayer:
+class AlikeLayer(_Layer):
     """Moments of one layer, whose keys are alike and whose queries are of any resolution.
 
     Attributes:
         sum_square: E sum_j a_ij^2 of a row.
         wanted: the variance that logits were to have, where `scale` is less.
     """
-
-    beyond_tables = coarse = False
 
     def __init__(
         self,
@@ -701,16 +687,23 @@ class AlikeLayer:
         apart_from = two(ratio_or_zero(unshared_key, keys.diagonal))
         flat = np.broadcast_arrays(theta, correlation, apart_from, two(norm_spread))
         sizes, cosines, unshared, spreads = (np.ravel(one) for one in flat)
-        tables = _tables(key_count)
-        several = {s: Widths(float(d_model), float(d_head), s) for s in np.unique(spreads).tolist()}
+        tables = exact_rows.AlikeRows.of(key_count)
+        widths = Widths(float(d_model), float(d_head), spreads)
         self._shape = np.shape(flat[0])
         # Vanishing logits: what is linear in them, from faint ones.
         taken = np.maximum(sizes, FAINT)
         self._drive = two(scale) * size / self._of(taken)
-        rows = _of_widths(tables, taken, cosines, unshared, spreads, several)
+        rows = finite_rows(
+            tables.tabulated(taken),
+            np.full(taken.size, float(key_count)),
+            np.clip(unshared, 0.0, 2.0),
+            np.column_stack([np.ones_like(cosines), cosines]),
+            widths,
+            tables,
+        )
         self._rows = rows = _linear(rows, sizes / taken, float(key_count))
         self._wide = 1.0 / float(d_model)
-        deficit = self._of(np.array([several[s].deficit for s in spreads.tolist()]))
+        deficit = self._of(widths.deficit)
         self._logit_variance = alone = self._alone(theta)[()]
         overlap = self._at(rows.overlap)
         self.sum_square = overlap.diagonal
@@ -744,10 +737,6 @@ class AlikeLayer:
         """Overlap of two heads that share keys and values."""
         return averaged(self._values, self._counts[1])
 
-    def weights(self) -> None:
-        """Uniform."""
-        return
-
     def diagnostics(self) -> dict[str, Array]:
         """See `attention_diagnostics`."""
         keys = float(self._counts[1])
@@ -760,18 +749,6 @@ class AlikeLayer:
     def response(self) -> Kernel:
         """What the query path is per unit of the gradient."""
         return self.backward(self._queries.with_ones()).query
-
-    def summed(self, query: Kernel) -> Kernel:
-        """The same."""
-        return query
-
-    def repeated(self, gradient: Kernel) -> None:
-        """No text's tokens are alike."""
-        return
-
-    def table_gradient(self, gradient: Kernel) -> None:
-        """Positions tell no token from another."""
-        return
 
     def backward(self, gradient: Kernel) -> Paths:
         """Paths of a gradient at the averaged values, their weights' gain included."""
@@ -819,36 +796,6 @@ class AlikeLayer:
         """For a row with itself and with another."""
         own, pairs = self._alone(self._of(values[:, 0])), self._of(values[:, 1])
         return Kernel.joined(own, pairs, self._queries.resolved)
-
-
-def _of_widths(
-    tables: _Tables,
-    theta: Array,
-    rho: Array,
-    unshared: Array,
-    spreads: Array,
-    widths: Mapping[float, Widths],
-) -> FiniteRows:
-    """Statistics of every configuration under the widths that its norms' spread makes."""
-    parts = {}
-    for spread, one in widths.items():
-        here = spreads == spread
-        parts[spread] = (
-            here,
-            finite_rows(
-                tables.tabulated(theta[here]),
-                np.full(int(here.sum()), float(tables.keys)),
-                np.clip(unshared[here], 0.0, 2.0),
-                np.column_stack([np.ones_like(rho[here]), rho[here]]),
-                one,
-                tables,
-            ),
-        )
-    if len(parts) == 1:
-        return next(iter(parts.values()))[1]
-    order = np.argsort(np.concatenate([np.flatnonzero(here) for here, _ in parts.values()]))
-    columns = zip(*(found for _, found in parts.values()), strict=True)
-    return FiniteRows(*[np.concatenate(column)[order] for column in columns])
 
 
 def _linear(rows: FiniteRows, share: Array, keys: float) -> FiniteRows:

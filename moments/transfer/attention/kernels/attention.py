@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -183,7 +183,7 @@ class KernelAttention:
         self._dropped = self.drop_prob / (1.0 - self.drop_prob)
         self._values = np.diag(self.kernel) + float(value_bias)
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
-        self._closure = OverlapClosure(self.logits, self._widths)
+        self._closure = OverlapClosure(self.logits, self._widths, self._dropped > 0.0)
         temperature = self.logits.temperature
         self._norm = np.sqrt(np.outer(temperature, temperature))
         rows, pattern = self._closure.rows, self._closure.pattern
@@ -370,12 +370,49 @@ class RelativeBiasNoise:
         return float((gradient * self._overlaps(kernel)).sum())
 
 
-class HeadAverage:
-    """Moments of one head drawn at random, with the interface of `KernelAttention`.
+class Heads:
+    """Moments of one head drawn at random, with the interface of its layers.
 
     Heads share their tokens and have independent weights, so that kernels and gradients are those
     of an average head.
     """
+
+    def __init__(self, layers: Sequence[Any], shares: Sequence[float] | Array) -> None:
+        self._layers, self._shares = list(layers), list(shares)
+
+    @property
+    def layers(self) -> list[Any]:
+        return self._layers
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._mean([getattr(layer, name) for layer in self._layers])
+
+    def _mean(self, values: Sequence[Any]) -> Any:
+        if values[0] is None:
+            return None
+        if isinstance(values[0], tuple):
+            found = [self._mean(column) for column in zip(*values, strict=True)]
+            return type(values[0])(*found) if hasattr(values[0], "_fields") else tuple(found)
+        return sum(share * value for share, value in zip(self._shares, values, strict=True))
+
+    @property
+    def beyond_tables(self) -> NDArray[np.bool_]:
+        return np.asarray(np.any([layer.beyond_tables for layer in self._layers], axis=0))
+
+    def mean_output(self) -> Any:
+        """Overlap of the outputs of two heads that share keys and values: their queries are
+        independent, and so are, to leading order, their rows."""
+        return self._mean([layer.mean_output() for layer in self._layers])
+
+    def backward(self, *gradient: Any) -> Any:
+        """Second moments per feature of the gradient at the attention's input, by path."""
+        return self._mean([layer.backward(*gradient) for layer in self._layers])
+
+
+class HeadAverage(Heads):
+    """Of `KernelAttention`, with what biases by relative position add."""
 
     def __init__(
         self,
@@ -383,69 +420,28 @@ class HeadAverage:
         shares: Sequence[float] | Array,
         noise: RelativeBiasNoise | None = None,
     ) -> None:
-        self.layers, self.shares, self.noise = list(layers), list(shares), noise
-
-    def _mean(self, name: str) -> Array:
-        mean = np.average(
-            [getattr(layer, name) for layer in self.layers], axis=0, weights=self.shares
-        )
-        return np.asarray(mean, dtype=np.float64)
+        super().__init__(layers, shares)
+        self.noise = noise
 
     @property
     def kernel(self) -> Array:
-        return self.layers[0].kernel
-
-    @property
-    def mean_attention(self) -> Array:
-        return self._mean("mean_attention")
-
-    @property
-    def logit_variance(self) -> Array:
-        return self._mean("logit_variance")
-
-    @property
-    def sum_square(self) -> Array:
-        return self._mean("sum_square")
-
-    @property
-    def entropy(self) -> Array:
-        return self._mean("entropy")
-
-    @property
-    def beyond_tables(self) -> NDArray[np.bool_]:
-        return np.asarray(np.any([layer.beyond_tables for layer in self.layers], axis=0))
-
-    @property
-    def overlap_path(self) -> Array:
-        return self._mean("overlap_path")
-
-    @property
-    def response(self) -> Array:
-        return self._mean("response")
+        return np.asarray(self._layers[0].kernel)
 
     def forward(self) -> Array:
         """(Lq, Lq) second moments per feature of sum_j a_ij x_j."""
-        parts = [layer.forward() for layer in self.layers]
-        total = sum(w * part for w, part in zip(self.shares, parts, strict=True))
+        total = self._mean([layer.forward() for layer in self._layers])
         if self.noise is not None:
             total = total + self.noise.forward(self.kernel)
         return np.asarray(total)
 
     def mean_output(self) -> Array:
-        """(Lq, Lq) overlap of the outputs of two heads that share keys and values: their queries
-        are independent, and so are, to leading order, their rows."""
         mean = self.mean_attention
         return np.asarray(mean @ self.kernel @ mean.T)
 
-    def backward(self, gradient: Array) -> AttentionGradient:
-        """Second moments per feature of the gradient at the attention's input, by path."""
-        parts = [layer.backward(gradient) for layer in self.layers]
-        paths = [
-            np.asarray(sum(w * path for w, path in zip(self.shares, column, strict=True)))
-            for column in zip(*parts, strict=True)
-        ]
-        if self.noise is not None:
-            gained = self.noise.backward(gradient)
-            gained = 0.5 * (gained + gained.T)
-            paths[0], paths[4] = paths[0] + gained, paths[4] + gained
-        return AttentionGradient(*paths)
+    def backward(self, *gradient: Any) -> AttentionGradient:
+        paths: AttentionGradient = super().backward(*gradient)
+        if self.noise is None:
+            return paths
+        gained = self.noise.backward(*gradient)
+        gained = 0.5 * (gained + gained.T)
+        return paths._replace(value=paths.value + gained, total=paths.total + gained)

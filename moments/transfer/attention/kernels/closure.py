@@ -59,7 +59,16 @@ from numpy.typing import NDArray
 
 from . import exact_rows
 from .finite_rows import Widths, calibrate, nodes_for
-from .joint_laws import JointLaws, PairWeights, row_scale, self_overlap, single
+from .joint_laws import (
+    FIRST_ORDER,
+    FirstOrder,
+    JointLaws,
+    PairWeights,
+    geometric_mean,
+    row_scale,
+    self_overlap,
+    single,
+)
 from .logits import Logits, RowClass, as_slice, find_patterns, group_patterns, window
 from .row_statistics import RowStatistics, mean_attention, row_statistics
 
@@ -77,6 +86,7 @@ class RowLayout(NamedTuple):
         classes: all classes.
         weights: (Lq, Lk) mean attention.
         norm: (Lq,) norm of a row's query over its pattern's.
+        faint: whether joint laws are taken to first order: then every pattern is a class.
     """
 
     statistics: RowStatistics
@@ -85,10 +95,12 @@ class RowLayout(NamedTuple):
     classes: list[RowClass]
     weights: Array
     norm: Array
+    faint: bool
 
     @classmethod
-    def of(cls, logits: Logits) -> RowLayout:
-        """Sort the rows of a layer; patterns are numbered class by class."""
+    def of(cls, logits: Logits, dropped: bool) -> RowLayout:
+        """Sort the rows of a layer; patterns are numbered class by class. `dropped`: whether
+        entries of them are."""
         temperature, kernel = logits.temperature, logits.within
         first, pattern = find_patterns(logits.prior, temperature, logits.biased)
         groups = group_patterns(logits.prior[first], _means(temperature, pattern), logits.biased)
@@ -106,17 +118,20 @@ class RowLayout(NamedTuple):
         statistics = row_statistics(
             kernel, extended, np.concatenate([pattern_temperature, means]), logits.scale
         )
-        classes = [
-            _make_class(span, len(patterns) + index, extended, statistics, kernel, logits.scale)
-            for index, span in enumerate(spans)
-        ]
+        faint = (
+            logits.aligned and not dropped and float(statistics.theta.max()) <= FIRST_ORDER.get()
+        )
+        made = functools.partial(_make_class, faint, extended, statistics, kernel, logits.scale)
+        classes = [made(span, len(patterns) + index) for index, span in enumerate(spans)]
         compact = np.zeros(patterns.shape)
         group = np.empty(len(patterns), dtype=np.intp)
         for index, one in enumerate(classes):
             compact[window(one.patterns, one.keys)] = one.weights
             group[one.patterns] = index
         norm = np.sqrt(temperature / pattern_temperature[pattern])
-        return cls(statistics, pattern, group, classes, compact[pattern], norm)
+        if faint:
+            group = np.arange(len(patterns))
+        return cls(statistics, pattern, group, classes, compact[pattern], norm, faint)
 
 
 def _shared(patterns: Array, biased: bool) -> Array:
@@ -128,7 +143,13 @@ def _shared(patterns: Array, biased: bool) -> Array:
 
 
 def _make_class(
-    span: slice, leader: int, extended: Array, stats: RowStatistics, kernel: Array, scale: float
+    faint: bool,
+    extended: Array,
+    stats: RowStatistics,
+    kernel: Array,
+    scale: float,
+    span: slice,
+    leader: int,
 ) -> RowClass:
     keys = as_slice(np.flatnonzero(extended[leader]))
     members = np.append(np.arange(span.start, span.stop), leader)
@@ -136,7 +157,7 @@ def _make_class(
     prior = extended[members][:, keys]
     weights = mean_attention(inside, prior, stats, members, scale)
     response = np.zeros_like(inside)
-    if len(inside) > 1:
+    if len(inside) > 1 and not faint:
         pull = stats.odds[leader]
         tau = scale * stats.temperature[leader] * stats.held[leader]
         guess = np.exp(pull * tau * (inside - inside.max(1, keepdims=True))) * prior[-1]
@@ -159,9 +180,9 @@ class OverlapClosure:
         pairs: what the joint laws are read at.
     """
 
-    def __init__(self, logits: Logits, widths: Widths) -> None:
+    def __init__(self, logits: Logits, widths: Widths, dropped: bool = False) -> None:
         self.logits = logits
-        layout = RowLayout.of(logits)
+        layout = RowLayout.of(logits, dropped)
         self.rows = stats = layout.statistics
         self.pattern, self.group, self.classes = layout.pattern, layout.group, layout.classes
         self.weights = layout.weights
@@ -169,7 +190,8 @@ class OverlapClosure:
         if logits.rotation is not None:
             correlation = np.minimum(correlation * logits.rotation.queries, 0.0)
         self._nodes = nodes = nodes_for(correlation, float(stats.theta.max()))
-        leaders = slice(len(self.group), None)
+        own = len(self.group)
+        leaders = slice(0, own) if layout.faint else slice(own, None)
         self.calibration = calibrate(
             stats.theta[leaders],
             stats.keys[leaders],
@@ -179,12 +201,22 @@ class OverlapClosure:
             widths,
         )
         variance = np.maximum(stats.logit_variance[leaders], exact_rows.THETA_LEAST)
-        gap = variance * stats.strength[leaders] ** 2
-        self._exponent_per_logit = self.calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
-        self._row_scale = row_scale(stats, self.group, self.classes, logits.within, nodes)
+        gain, gap = self.calibration.log_odds, variance * stats.strength[leaders] ** 2
+        if layout.faint:  # what the odds are beyond 1, of a row of n keys, are in its overlap
+            beyond = np.expm1(gain)
+            gain = beyond / (1.0 + beyond / np.maximum(stats.keys[leaders], 1.0)[:, None])
+            gap = variance
+        self._exponent_per_logit = gain / np.maximum(gap, 1e-12)[:, None]
         exponents = self._exponent_per_logit * logits.scale * stats.temperature[leaders, None]
-        derivative = nodes.slopes
-        self._laws = JointLaws(self.classes, self.pattern, exponents, derivative, logits)
+        self._laws: FirstOrder | JointLaws
+        if layout.faint:
+            self._row_scale = np.ones((len(nodes.rho), own))
+            each = exponents[self.pattern].T
+            pairs = geometric_mean(each[:, :, None], each[:, None, :])
+            self._laws = FirstOrder(pairs, self.weights, logits.within)
+        else:
+            self._row_scale = row_scale(stats, self.group, self.classes, logits.within, nodes)
+            self._laws = JointLaws(self.classes, self.pattern, exponents, nodes.slopes, logits)
         self.pairs = PairWeights.of(
             logits,
             stats,
@@ -275,6 +307,8 @@ class OverlapClosure:
     @functools.cached_property
     def squares(self) -> Array:
         """(Lq, Lk) E a_ij^2."""
+        if isinstance(self._laws, FirstOrder):
+            return self._laws.squares
         compact = np.zeros((len(self.group), len(self.logits.values)))
         for block in self._laws.blocks:
             if block.own:
@@ -294,7 +328,8 @@ class OverlapClosure:
 
     def leader_joints(self) -> dict[int, Array]:
         """(n, n) F/(w w^T) of every class's own row with itself, symmetric, by the row's index."""
-        joints = {}
+        joints: dict[int, Array] = {}
+        assert isinstance(self._laws, JointLaws)
         for block in self._laws.blocks:
             if block.own:
                 for (wide, _), excess in zip(block.pairs, block.overlap.excess, strict=True):

@@ -54,23 +54,33 @@ EVALUATED = THETA_EXACT
 
 
 class AlikeRows:
-    """Statistics of rows of one length, at any logit variance."""
+    """Statistics of rows of one length, at any logit variance; as the functions of this module,
+    which take rows of many lengths (`finite_rows.Tables`)."""
 
     def __init__(self, keys: int) -> None:
-        self.keys = keys
-        self._rows = SquareTable.load().at_length(keys)
+        self._keys, self._rows = float(keys), SquareTable.load().at_length(keys)
 
-    def single(self, theta: Array) -> RowStatistics:
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def of(cls, keys: int) -> AlikeRows:
+        """The same for the same."""
+        return cls(keys)
+
+    def tabulated(self, theta: Array) -> Array:
+        """As the function."""
+        return tabulated(theta)
+
+    def rows(self, theta: Array, keys: Any = None) -> RowStatistics:
         """Of one row."""
         theta = np.minimum(theta, THETA_PEAKED)
         found = self._rows.single(np.minimum(theta, EVALUATED))
         far = theta > EVALUATED
         if not np.any(far):
             return found
-        beyond = rows(np.asarray(theta)[far], np.full(int(far.sum()), float(self.keys)))
+        beyond = rows(np.asarray(theta)[far], np.full(int(far.sum()), self._keys))
         return _replaced(found, far, beyond)
 
-    def pair(self, theta: Array, rho: Array) -> PairStatistics:
+    def pairs(self, theta: Array, keys: Any, rho: Array) -> PairStatistics:
         """Of two rows whose logits correlate by rho."""
         theta, rho = np.broadcast_arrays(np.minimum(theta, THETA_PEAKED), rho)
         far = theta > EVALUATED
@@ -78,7 +88,7 @@ class AlikeRows:
             return self._rows.pair(theta, rho)
         # the least that the exact evaluator is asked for stands where it is not needed
         found = self._rows.pair(np.where(far, THETA_MAX, theta), np.where(far, 1.0, rho))
-        count = np.full(int(far.sum()), float(self.keys))
+        count = np.full(int(far.sum()), self._keys)
         beyond = pairs(theta[far][:, None], count, rho[far][:, None])
         return _replaced(found, far, PairStatistics(*[np.ravel(one) for one in beyond[:-1]]))
 

@@ -1,7 +1,7 @@
 """Exchangeable softmax rows of finite width, path by path, for queries of any correlation.
 
 The realised query products q_i.q_i'/d_head fluctuate: in distribution the sum and the difference of
-two queries have independent chi-square norms of relative variance 2/nu (`Widths.freedom`), less
+two queries have independent chi-square norms of relative variance 2/nu (`Widths.variance`), less
 what tokens of fixed norm take away (`softmax.norms`, which also says at what covariance their
 keys' logits are to be read). Every exact statistic is averaged over two such rules. The terms of
 order 1/d_model and 1/d_head are those that `formulas.attention` derives for tokens alike, whose
@@ -33,17 +33,17 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.polynomial import chebyshev
 from numpy.typing import NDArray
 
+from ....engine.state import ratio_or_zero
 from ..softmax import PairStatistics, RowStatistics, chi_square_rule
 from ..softmax.norms import (
     CORRECTED_MAX,
     STIFFNESS_LEAST,
-    KeyCorrections,
     key_corrections,
     pair_spreads,
 )
@@ -56,28 +56,29 @@ class Widths(NamedTuple):
 
     Attributes:
         d_model, d_head: widths, inf allowed.
-        norm_spread: Var|x|^2 / E^2|x|^2 of a token: 0 after a normalisation, 2/d_model if Gaussian.
+        norm_spread: Var|x|^2 / E^2|x|^2 of a token: 0 after a normalisation, 2/d_model if Gaussian;
+            (m,) where every row has its own.
     """
 
     d_model: float
     d_head: float
-    norm_spread: float
+    norm_spread: Any
 
     @property
-    def freedom(self) -> float:
-        """nu: degrees of freedom of a row's logit variance, before fixed norms take their part."""
-        inverse = 1.0 / self.d_head + 1.0 / self.d_model + 0.5 * self.norm_spread
-        return 1.0 / inverse if inverse > 1e-12 else math.inf
+    def variance(self) -> Any:
+        """2/nu: relative variance of a row's logit variance, before fixed norms take their part."""
+        return 2.0 / self.d_head + 2.0 / self.d_model + self.norm_spread
 
     @property
-    def deficit(self) -> float:
+    def deficit(self) -> Any:
         """delta: half of what the tokens' norms fluctuate less than Gaussian ones."""
-        return max(0.0, 1.0 / self.d_model - 0.5 * self.norm_spread)
+        found = 1.0 / self.d_model - 0.5 * self.norm_spread
+        return np.maximum(found, 0.0) if np.ndim(found) else max(found, 0.0)
 
     @property
-    def deficit_share(self) -> float:
+    def deficit_share(self) -> Any:
         """delta over the relative variance 2/nu."""
-        return 0.5 * self.deficit * self.freedom if self.deficit > 1e-12 else 0.0
+        return ratio_or_zero(np.where(self.deficit > 1e-12, self.deficit, 0.0), self.variance)
 
 
 Array = NDArray[np.float64]
@@ -138,32 +139,6 @@ class FiniteRows(NamedTuple):
     dropped_cross: Array
 
 
-class _Pairs(NamedTuple):
-    """Statistics of two rows, averaged: (classes, r); `drive` those times the logit covariance."""
-
-    overlap: Array
-    jacobian: Array
-    radial: Array
-    growth: Array
-    drive: Array
-    drive_radial: Array
-
-
-class _Rows(NamedTuple):
-    """Statistics of one row, averaged: (classes,); `dropped` is theta (2 P2 - 5 P3 + 3 P4)."""
-
-    square: Array
-    cube: Array
-    fourth: Array
-    vacancy: Array
-    jacobian: Array
-    radial: Array
-    joint_shift: Array
-    weighted: Array
-    driven: Array
-    dropped: Array
-
-
 def finite_rows(
     theta: Array,
     keys: Array,
@@ -183,18 +158,13 @@ def finite_rows(
     """
     narrow, wide, deficit = 1.0 / widths.d_head, 1.0 / widths.d_model, widths.deficit
     single = keys <= 1.0
-    dimension = 1.0 / (deficit * unshared**2 + STIFFNESS_LEAST) + 2.0
-    corrections = key_corrections(
-        lambda around: tables.rows(around, keys),
-        theta,
-        dimension,
-        CORRECTED_MAX,
-    )
-    pair, row = _averages(theta, keys, unshared, rho, widths, corrections, tables)
-    square = np.maximum(row.square, 1e-300)
-    jacobian = np.where(single, 1.0, np.maximum(row.jacobian, 1e-300))
-    curvature = np.where(single, 0.0, corrections.curvature) / jacobian
-    diagonal = (row.square - 2.0 * row.cube + row.fourth) / jacobian
+    average = averages(theta, keys, unshared, rho, widths, tables)
+    row, pair = average.row, average.pair
+    p2, p3, p4 = (row[f"sum_{power}"] for power in ("square", "cube", "fourth"))
+    square = np.maximum(p2, 1e-300)
+    jacobian = np.where(single, 1.0, np.maximum(row["jacobian_square"], 1e-300))
+    curvature = np.where(single, 0.0, average.curvature) / jacobian
+    diagonal = (p2 - 2.0 * p3 + p4) / jacobian
     stiff = unshared**2 * deficit
     shared = np.maximum(1.0 - unshared, 0.0)
     fluctuating = unshared * (wide - deficit)
@@ -202,105 +172,168 @@ def finite_rows(
     straight = max(1.0 - 2.0 * wide - narrow, 0.0)
 
     held = np.exp(-(stiff * curvature)[:, None] * between)
-    key = (pair.drive * (1.0 - wide) + pair.drive_radial * wide) * held
-    along = (pair.jacobian * (1.0 - wide) + pair.radial * wide) * held * theta[:, None]
-    query = pair.jacobian * straight + pair.radial * (narrow + 3.0 * wide)
+    drive = pair["jacobian_overlap_"] * (1.0 - wide) + pair["radial_overlap_"] * wide
+    along = pair["jacobian_overlap"] * (1.0 - wide) + pair["radial_overlap"] * wide
+    query = pair["jacobian_overlap"] * straight + pair["radial_overlap"] * (narrow + 3.0 * wide)
     spent = diagonal[:, None] + curvature[:, None] * between
     query = query * np.exp(-2.0 * stiff[:, None] * spent)
-    common = shared**2 * deficit * (4.0 * row.radial - 2.0 * row.jacobian)
+    radial = row["radial_square"]
+    common = shared**2 * deficit * (4.0 * radial - 2.0 * row["jacobian_square"])
 
-    masked = row.jacobian * straight + row.radial * (narrow + 2.0 * wide)
+    masked = row["jacobian_square"] * straight + radial * (narrow + 2.0 * wide)
     masked = masked * np.exp(-stiff * curvature)
     masked = masked + fluctuating * jacobian * (2.0 * diagonal + curvature)
-    masked = masked + 2.0 * shared**2 * deficit * (row.radial - row.jacobian)
+    masked = masked + 2.0 * shared**2 * deficit * (radial - row["jacobian_square"])
     joint_shift, query_shift = _joint_shifts(pair, row, theta, rho)
-    skewness = np.minimum(theta, CORRECTED_MAX) * (1.0 - 3.0 * row.square + 2.0 * row.cube)
+    skewness = np.minimum(theta, CORRECTED_MAX) * (1.0 - 3.0 * p2 + 2.0 * p3)
+    driven = theta * row["jacobian_square_"]
     return FiniteRows(
-        pair.overlap,
-        pair.growth,
-        key,
-        along,
+        pair["overlap"],
+        pair["overlap_slope"],
+        drive * held,
+        along * held * theta[:, None],
         query,
         np.where(single[:, None], 1.0, joint_shift),
         np.where(single[:, None], 1.0, query_shift),
-        row.square,
-        np.where(single, 1.0, exact_rows.jacobian_square(row.square, keys)),
+        p2,
+        np.where(single, 1.0, exact_rows.jacobian_square(p2, keys)),
         np.where(single, 0.0, common),
-        np.where(single, 0.0, stiff * row.dropped / square),
+        np.where(single, 0.0, stiff * average.dropped / square),
         np.where(single, 0.0, deficit * unshared * (1.0 + unshared) * skewness),
-        np.where(single, 0.0, fluctuating * (row.weighted / square - 1.0)),
-        np.where(single, 0.0, row.driven * (1.0 + fluctuating * curvature)),
+        np.where(single, 0.0, fluctuating * (row["weighted_logit_square"] / square - 1.0)),
+        np.where(single, 0.0, driven * (1.0 + fluctuating * curvature)),
         np.where(single, 0.0, masked),
-        np.where(single, 0.0, row.dropped),
+        np.where(single, 0.0, average.dropped),
     )
 
 
-def _averages(
-    theta: Array,
-    keys: Array,
-    unshared: Array,
-    rho: Array,
-    widths: Widths,
-    corrections: KeyCorrections,
-    tables: Tables,
-) -> tuple[_Pairs, _Rows]:
-    """Averages over the norms of the sum and the difference of two queries, and over one's own."""
-    rule = chi_square_rule(widths.freedom)
-    count, share = len(rule.nodes), widths.deficit_share
-    first, second = np.repeat(rule.nodes, count), np.tile(rule.nodes, count)
+class Averages(NamedTuple):
+    """Statistics averaged over the norms of the sum and the difference of two queries, and over
+    one's own.
+
+    Attributes:
+        row: (m,) by the names of `RowStatistics`; a trailing underscore marks those times the norm.
+        pair: (m, s) by those of `PairStatistics`; likewise times the logits' covariance.
+        dropped: (m,) theta (2 P2 - 5 P3 + 3 P4).
+        curvature: (m,) of `KeyCorrections`.
+        valid: whether all were inside what they are validated for.
+    """
+
+    row: dict[str, Array]
+    pair: dict[str, Array]
+    dropped: Array
+    curvature: Array
+    valid: bool
+
+
+def averages(
+    theta: Array, keys: Array, unshared: Array, rho: Array, widths: Widths, tables: Tables
+) -> Averages:
+    """Arguments as those of `finite_rows`."""
+    deficit, share = widths.deficit, np.reshape(widths.deficit_share, (-1, 1))
+    rule = _rules(widths.variance)
     shared = np.clip(1.0 - unshared, 0.0, 1.0)
     spreads = pair_spreads(np.maximum(rho, 0.0), shared[:, None], share)
     apart = np.maximum(spreads.difference - spreads.along**2 * spreads.total, 0.0)
-    total = np.sqrt(spreads.total)[..., None] * (first - 1.0)
-    apart = np.sqrt(apart)[..., None] * (second - 1.0)
+    total = np.sqrt(spreads.total)[..., None] * (rule.first[..., None, :] - 1.0)
+    apart = np.sqrt(apart)[..., None] * (rule.second[..., None, :] - 1.0)
     plus = 0.5 * (1.0 + rho[..., None]) * np.maximum(1.0 + total, 0.0)
     along = np.asarray(spreads.along)[..., None] * total
     minus = 0.5 * (1.0 - rho[..., None]) * np.maximum(1.0 + apart + along, 0.0)
     norm = np.maximum(plus + minus, 1e-12)
     size = tables.tabulated(theta[:, None, None] * norm)
     psi = size * (plus - minus) / norm
-    relative = np.sqrt(1.0 + 2.0 * share * shared**2)[:, None] * (rule.nodes - 1.0)
+    relative = np.sqrt(1.0 + 2.0 * share[:, 0] * shared**2)[:, None] * (rule.nodes - 1.0)
     relative = np.maximum(1.0 + relative, 0.0)
     alone = tables.tabulated(theta[:, None] * relative)
+    dimension = 1.0 / (deficit * unshared**2 + STIFFNESS_LEAST) + 2.0
+    corrections = key_corrections(
+        lambda around: tables.rows(around, keys), theta, dimension, CORRECTED_MAX
+    )
+    fixed = np.reshape(deficit > 0.0, (-1, 1))
     size_seen, psi_seen, alone_seen = size, psi, alone
-    if widths.deficit > 0.0:
+    if fixed.any():
         lifted = corrections._replace(
             dimension=corrections.dimension[:, None], share=corrections.share[:, None]
         )
-        alone_seen = tables.tabulated(lifted.covariance(alone, alone))
+        alone_seen = tables.tabulated(np.where(fixed, lifted.covariance(alone, alone), alone))
+        fixed = fixed[..., None]
         lifted = corrections._replace(
             dimension=corrections.dimension[:, None, None], share=corrections.share[:, None, None]
         )
-        size_seen = tables.tabulated(lifted.covariance(size, size))
-        psi_seen = lifted.covariance(size, psi)
+        size_seen = tables.tabulated(np.where(fixed, lifted.covariance(size, size), size))
+        psi_seen = np.where(fixed, lifted.covariance(size, psi), psi)
     cosine = np.clip(psi_seen / size_seen, -1.0, 1.0)
     flat = (len(theta), -1)
-    exact = tables.pairs(size_seen.reshape(flat), keys, cosine.reshape(flat))
-    weights = np.outer(rule.weights, rule.weights).ravel()
-    overlap, jacobian, radial, growth = (np.reshape(field, size.shape) for field in exact[:4])
-    fields = (overlap, jacobian, radial, growth, psi * jacobian, psi * radial)
-    pair = _Pairs(*[field @ weights for field in fields])
+    pairs = tables.pairs(size_seen.reshape(flat), keys, cosine.reshape(flat))
     rows = tables.rows(alone_seen, keys[:, None])
-    cube, fourth = np.asarray(rows.sum_cube), np.asarray(rows.sum_fourth)
-    dropped = np.minimum(alone, CORRECTED_MAX) * (
-        2.0 * np.asarray(rows.sum_square) - 5.0 * cube + 3.0 * fourth
+    of_pairs = {name: np.reshape(getattr(pairs, name), size.shape) for name in pairs._fields[:-1]}
+    of_rows = {name: np.asarray(getattr(rows, name)) for name in rows._fields[:-1]}
+    p2, p3, p4 = (of_rows[f"sum_{power}"] for power in ("square", "cube", "fourth"))
+    dropped = np.minimum(alone, CORRECTED_MAX) * (2.0 * p2 - 5.0 * p3 + 3.0 * p4)
+    return Averages(
+        _weighed(of_rows, rule.weights, relative),
+        _weighed(of_pairs, rule.pair_weights[..., None, :], psi),
+        (dropped * rule.weights).sum(-1),
+        corrections.curvature,
+        bool(np.all(rows.valid) and np.all(pairs.valid)),
     )
-    entries = (*rows[:6], rows.mean_logit_square, rows.weighted_logit_square)
-    driven = alone * np.asarray(rows.jacobian_square)
-    found = [np.asarray(one) @ rule.weights for one in (*entries, driven, dropped)]
-    return pair, _Rows(*found)
 
 
-def _joint_shifts(pair: _Pairs, row: _Rows, theta: Array, rho: Array) -> tuple[Array, Array]:
+def _weighed(values: dict[str, Array], weights: Array, factor: Array) -> dict[str, Array]:
+    """Sums over the nodes, and of the values times a factor."""
+    driven = weights * factor
+    found = {name: np.vecdot(one, weights) for name, one in values.items()}
+    return found | {f"{name}_": np.vecdot(one, driven) for name, one in values.items()}
+
+
+class _Rule(NamedTuple):
+    """Gauss nodes of one chi-square over its mean, and of two independent ones."""
+
+    nodes: Array
+    weights: Array
+    first: Array
+    second: Array
+    pair_weights: Array
+
+
+@functools.lru_cache(maxsize=1024)
+def _rule(variance: float, count: int = 0) -> _Rule:
+    """The default rule of that relative variance; `count` nodes at least, those added of weight
+    0."""
+    nodes, weights = chi_square_rule(2.0 / variance if variance > 2e-12 else math.inf)
+    added = max(count - nodes.size, 0)
+    nodes, weights = np.append(nodes, np.ones(added)), np.append(weights, np.zeros(added))
+    count = nodes.size
+    pair_weights = np.outer(weights, weights).ravel()
+    return _Rule(nodes, weights, np.repeat(nodes, count), np.tile(nodes, count), pair_weights)
+
+
+def _rules(variance: Any) -> _Rule:
+    """The rule, or (m, nodes) where every row has one of its own: the one that it has alone."""
+    if np.ndim(variance) == 0:
+        return _rule(float(variance))
+    distinct, where = np.unique(variance, return_inverse=True)
+    if distinct.size == 1:
+        return _rule(float(distinct[0]))
+    count = max(_rule(v).nodes.size for v in distinct.tolist())
+    rules = zip(*(_rule(v, count) for v in distinct.tolist()), strict=True)
+    return _Rule(*[np.stack(part)[where] for part in rules])
+
+
+def _joint_shifts(
+    pair: dict[str, Array], row: dict[str, Array], theta: Array, rho: Array
+) -> tuple[Array, Array]:
     """E of two rows' shifts over their product: E tr D tr D' and E (a'.a^2 - a.a' sum a^2)
     interpolate between independent and equal rows."""
-    product = np.maximum((1.0 - row.square) ** 2, 1e-300)
-    equal, cosine = row.vacancy / product, rho * rho
+    square, vacancy = row["sum_square"], row["trace_square"]
+    product = np.maximum((1.0 - square) ** 2, 1e-300)
+    equal, cosine = vacancy / product, rho * rho
     query = 1.0 + cosine * (equal[:, None] - 1.0)
-    rest = 4.0 * (row.cube - (row.vacancy - 1.0 + 2.0 * row.square))
-    joint_shift = query + (pair.jacobian - rest[:, None]) / product[:, None]
+    rest = 4.0 * (row["sum_cube"] - (vacancy - 1.0 + 2.0 * square))
+    joint_shift = query + (pair["jacobian_overlap"] - rest[:, None]) / product[:, None]
     # equal rows: exactly E (a.s)^2 - theta P2, logits averaged with it
-    exact = (row.joint_shift - row.square) / (theta * product)
+    exact = (row["mean_logit_square"] - square) / (theta * product)
     return joint_shift + (exact - joint_shift[:, 0])[:, None] * cosine, query
 
 

@@ -39,6 +39,7 @@ from ....engine.state import ratio_or_zero
 from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
 from . import exact_rows
+from .attention import Heads
 from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import MARGINAL_SWEEPS, fixed_norms, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
@@ -1383,25 +1384,30 @@ class PositionAttention:
         alike = alike * sent[long, tile.own] * sent[short, tile.own]
         if self._neighbouring:
             both, alike = self._before_each(tile)
-        elif alone.any():  # a row with itself instead of with its neighbour
+        of_values = of_keys = both, alike
+        if not self._neighbouring and self.logits.turning is None and self.logits.words is None:
+            bent = sight.bent[long, short][:, None]
+            of_values = both * bent[..., None], alike * bent
+        if not self._neighbouring and alone.any():  # a row with itself instead of its neighbour
             rows = long[alone]
             once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
             once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
             twice_met = (sight.later_own[left][:, rows] * weights[rows, left].T ** 2).T
-            both[alone], alike[alone] = once, twice_met
-            both[beside] -= once
-            alike[beside] -= twice_met
+            for both, alike in {id(of_path): of_path for of_path in (of_values, of_keys)}.values():
+                both[alone], alike[alone] = once, twice_met
+                both[beside] -= once
+                alike[beside] -= twice_met
         mixture, found = self._mixture(tile), []
-        for law in (laws.joint, laws.keyed):
+        for law, (_, alike) in ((laws.joint, of_values), (laws.keyed, of_keys)):
             of_tokens, mean = mixture.mean_of(law, tile.diagonal)
             whole = (of_tokens + tile.diagonal(mean)) * alike
             found.append((whole, mixture.alike([pairs for _, pairs in law])))
         (own, joint), (beside, keyed) = found
         if tile.turned is None:
-            return [_in_single(own, joint, both), _in_single(beside, keyed, both)]
-        of_keys, of_rows = tile.turned
+            return [_in_single(own, joint, of_values[0]), _in_single(beside, keyed, of_keys[0])]
+        rho, of_rows = tile.turned
         assert tile.still is not None
-        turned, still = (self._turned(tile, laws, means) for means in (of_keys, tile.still))
+        turned, still = (self._turned(tile, laws, means) for means in (rho, tile.still))
         return [
             _in_single(own, joint, both),
             _in_single(beside * of_rows[:, None], mixture.alike(turned), both),
@@ -1489,26 +1495,13 @@ class PositionAttention:
             total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
 
 
-class ClassHeads:
-    """Moments of one head drawn at random, with the interface of `PositionAttention`; see
-    `attention.HeadAverage`."""
+class ClassHeads(Heads):
+    """Of `PositionAttention`, where its layers differ in what they see."""
 
     def __init__(self, layers: Sequence[PositionAttention], shares: Array, sight: Sight) -> None:
         """`sight`: without what tells heads apart."""
-        self._layers, self._shares, self._sight = list(layers), list(shares), sight
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self._mean([getattr(layer, name) for layer in self._layers])
-
-    def _mean(self, values: Sequence[Any]) -> Any:
-        if values[0] is None:
-            return None
-        if isinstance(values[0], tuple):
-            found = [self._mean(column) for column in zip(*values, strict=True)]
-            return type(values[0])(*found) if hasattr(values[0], "_fields") else tuple(found)
-        return sum(share * value for share, value in zip(self._shares, values, strict=True))
+        super().__init__(layers, shares)
+        self._sight = sight
 
     @property
     def weights(self) -> Array:
@@ -1526,18 +1519,6 @@ class ClassHeads:
     def beside(self) -> ClassHeads | None:
         there = [layer.beside for layer in self._layers if layer.beside is not None]
         return ClassHeads(there, np.array(self._shares), self._sight) if there else None
-
-    @property
-    def beyond_tables(self) -> NDArray[np.bool_]:
-        return np.asarray(np.any([layer.beyond_tables for layer in self._layers], axis=0))
-
-    def mean_output(self) -> Matrix:
-        found: Matrix = self._mean([layer.mean_output() for layer in self._layers])
-        return found
-
-    def backward(self, own: Array, pairs: Array) -> Paths:
-        found: Paths = self._mean([layer.backward(own, pairs) for layer in self._layers])
-        return found
 
 
 def log_mean(rule: Rule, size: Array) -> Array:

@@ -53,20 +53,6 @@ class ChiSquareRule(NamedTuple):
     weights: Array
 
 
-class PairRule(NamedTuple):
-    """Nodes for two rows whose variances fluctuate together.
-
-    Attributes:
-        theta: (points,) logit variance common to the two rows.
-        rho: (points,) correlation of their logits, psi / theta.
-        weights: (points,) that sum to 1.
-    """
-
-    theta: Array
-    rho: Array
-    weights: Array
-
-
 def _frozen(array: Array) -> Array:
     """`array`, read-only: what a cache hands out must not be changed."""
     array.flags.writeable = False
@@ -105,42 +91,6 @@ def chi_square_rule(nu: float, points: int | None = None) -> ChiSquareRule:
     jacobi = np.diag(2.0 * i + half) + np.diag(beside, 1) + np.diag(beside, -1)
     nodes, vectors = np.linalg.eigh(jacobi)
     return ChiSquareRule(_frozen(nodes / half), _frozen(vectors[0] ** 2))
-
-
-@functools.lru_cache(4096)
-def _pair_shape(nu: float, points: int | None) -> tuple[Array, Array, Array]:
-    nodes, weights = chi_square_rule(nu, points)
-    return (
-        np.repeat(nodes, nodes.size),
-        np.tile(nodes, nodes.size),
-        _frozen(np.outer(weights, weights).ravel()),
-    )
-
-
-def chi_square_pair_rule(
-    theta: float, correlation: float, nu: float, points: int | None = None
-) -> PairRule:
-    """Nodes for two rows whose w have the given correlation.
-
-    With w, w' = sqrt((1+r)/2) p +- sqrt((1-r)/2) q and xi, xi' the independent |p|^2, |q|^2 over
-    their means, psi -> theta [(1+r) xi - (1-r) xi'] / 2, and the mean of the two rows' variances
-    -> theta [(1+r) xi + (1-r) xi'] / 2, which stands for both (their difference, of mean 0 given
-    xi and xi', is left out).
-
-    Args:
-        theta: mean logit variance of a row, >= 0.
-        correlation: r, in [-1, 1]: the mean of psi is r theta.
-        nu, points: as in `chi_square_rule`.
-
-    Raises:
-        DomainError: correlation outside [-1, 1], or as in `chi_square_rule`.
-    """
-    if not -1.0 <= correlation <= 1.0:
-        raise domain_error("correlation", correlation, "in [-1, 1]")
-    xi, xi2, weights = _pair_shape(nu, points)
-    plus, minus = (0.5 * (1.0 + correlation)) * xi, (0.5 * (1.0 - correlation)) * xi2
-    total = plus + minus
-    return PairRule(theta * total, (plus - minus) / total, weights)
 
 
 # --- tokens whose norm is fixed -------------------------------------------------------------------
