@@ -512,7 +512,7 @@ def test_a_table_is_written_whole_or_not_at_all(
 def test_a_picture_is_of_the_kind_of_its_ending(ending: str, tmp_path: Path) -> None:
     from moments.show.plot import Picture, save
 
-    save(Picture(), tmp_path / f"picture.{ending}")
+    save(Picture(4, 3), tmp_path / f"picture.{ending}")
     begun = {"png": b"\x89PNG", "SVG": b"<?xml", "pdf": b"%PDF"}[ending]
     assert (tmp_path / f"picture.{ending}").read_bytes().startswith(begun)
     assert len(list(tmp_path.iterdir())) == 1

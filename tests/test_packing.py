@@ -11,7 +11,8 @@ import torch
 import moments
 from moments import DomainError, Embedding, Head, Rotary, Transformer, predict
 from moments.engine.layout import check_documents, places, restarted
-from moments.simulation.network import draw_weights, run_layer
+from moments.simulation.network import run_layer
+from moments.simulation.parameters import draw_weights
 from moments.simulation.sampling import generator
 from moments.simulation.twin import run_embedding
 from moments.torch.batches import inputs_of

@@ -22,7 +22,8 @@ from moments.prediction.measurement import Measurement
 torch = pytest.importorskip("torch")
 
 from moments.simulation.collector import Collector, raw_moments, squared_norm  # noqa: E402
-from moments.simulation.network import draw_weights, run_layer  # noqa: E402
+from moments.simulation.network import run_layer  # noqa: E402
+from moments.simulation.parameters import draw_weights  # noqa: E402
 from moments.simulation.run import simulate  # noqa: E402
 from moments.simulation.sampling import dropout, exchangeable_normal, generator  # noqa: E402
 
@@ -264,8 +265,8 @@ def test_heads_in_groups_are_heads_at_once(changes, group, monkeypatch):
     once = simulate(model, correlation=0.2, seeds=1, batch=2)
     calls = []
     attention = importlib.import_module("moments.simulation.attention")
-    mix = attention._mix
-    monkeypatch.setattr(attention, "_mix", lambda *given: calls.append(1) or mix(*given))
+    dropped = attention.dropout  # by every group, once
+    monkeypatch.setattr(attention, "dropout", lambda *of: calls.append(1) or dropped(*of))
     monkeypatch.setattr(attention, "MOST_LOGITS", group * 2 * 12 * 12)
     monkeypatch.setattr("moments.simulation.twin._KEPT", 0)
     grouped = simulate(model, correlation=0.2, seeds=1, batch=2)

@@ -487,3 +487,9 @@ def test_pictures() -> None:
     with pytest.raises(moments.DomainError, match="another axis"):
         sweep.plot(x="layers", y="layers")
     assert lines.axes[0].get_xlabel() == "layers"
+
+
+def test_counts_have_whole_ticks() -> None:
+    found = moments.sweep(PRE, {"layers": [2, 3, 5], "weights.query": [0.001, 0.01, 0.02]})
+    ax = found.plot(x="layers", y="weights.query").axes[0]
+    assert all(tick == round(tick) for tick in ax.get_xticks())

@@ -23,9 +23,9 @@ torch = pytest.importorskip("torch")
 
 from moments.simulation.attention import hidden_from, rotate  # noqa: E402
 from moments.simulation.functions import activation, normalise  # noqa: E402
-from moments.simulation.network import draw_shared, draw_weights, run_layer  # noqa: E402
+from moments.simulation.network import run_layer  # noqa: E402
 from moments.simulation.output import draw_final, draw_head, run_final, run_head  # noqa: E402
-from moments.simulation.parameters import draw  # noqa: E402
+from moments.simulation.parameters import draw, draw_shared, draw_weights  # noqa: E402
 from moments.simulation.run import simulate  # noqa: E402
 from moments.simulation.sampling import generator  # noqa: E402
 from moments.simulation.twin import draw_embedding, run_embedding, sinusoids  # noqa: E402

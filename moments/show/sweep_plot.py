@@ -338,6 +338,8 @@ def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None
             found = ticks(places.min(), places.max(), True)
             getattr(ax, f"set_{which}ticks")(found, [shown(tick) for tick in found])
             getattr(ax, f"set_{which}ticks")([], minor=True)
+    elif all(isinstance(v, int) for v in values):
+        getattr(ax, f"{which}axis").get_major_locator().set_params(integer=True)
 
 
 def _edges(places: np.ndarray, scale: str) -> np.ndarray:

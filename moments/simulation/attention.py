@@ -104,54 +104,36 @@ def _attend(
     sharing = query.shape[1] // key.shape[1]
     if sharing > 1:
         key, value = key.repeat_interleave(sharing, 1), value.repeat_interleave(sharing, 1)
+
+    def mix(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """softmax(logits) value of some heads, (batch, heads, L, d_head)."""
+        logits = query @ key.transpose(-1, -2)
+        logits = logits / (math.sqrt(query.shape[-1]) * float(model.temperatures[number - 1]))
+        if model.logit_softcap is not None:
+            logits = model.logit_softcap * torch.tanh(logits / model.logit_softcap)
+        if bias is not None:
+            logits = logits + bias
+        if hidden is not None:
+            logits = logits.masked_fill(hidden, -math.inf)
+        return dropout(logits.softmax(-1), model.attention_dropout or 0.0, generator) @ value
+
     heads, logits = query.shape[1], query.shape[0] * query.shape[2] * key.shape[2]
     group = max(1, MOST_LOGITS // logits)
     if group >= heads:
-        mixed = _mix(model, number, query, key, value, bias, hidden, generator)
-        return mixed.transpose(1, 2).flatten(-2)
+        return mix(query, key, value, bias).transpose(1, 2).flatten(-2)
     # What a group's backward pass needs is computed again there, but for masks drawn once.
     again = torch.is_grad_enabled() and not model.attention_dropout
     groups = []
     for first in range(0, heads, group):
         of = slice(first, first + group)
         given = query[:, of], key[:, of], value[:, of], None if bias is None else bias[of]
-        if again:
-            mixed = checkpoint(
-                _mix,
-                model,
-                number,
-                *given,
-                hidden,
-                generator,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        else:
-            mixed = _mix(model, number, *given, hidden, generator)
+        mixed = (
+            checkpoint(mix, *given, use_reentrant=False, preserve_rng_state=False)
+            if again
+            else mix(*given)
+        )
         groups.append(mixed)
     return torch.cat(groups, 1).transpose(1, 2).flatten(-2)
-
-
-def _mix(
-    model: Transformer,
-    number: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    hidden: Tensor | None,
-    generator: torch.Generator,
-) -> Tensor:
-    """softmax(logits) value of some heads, (batch, heads, L, d_head)."""
-    logits = query @ key.transpose(-1, -2)
-    logits = logits / (math.sqrt(query.shape[-1]) * float(model.temperatures[number - 1]))
-    if model.logit_softcap is not None:
-        logits = model.logit_softcap * torch.tanh(logits / model.logit_softcap)
-    if bias is not None:
-        logits = logits + bias
-    if hidden is not None:
-        logits = logits.masked_fill(hidden, -math.inf)
-    return dropout(logits.softmax(-1), model.attention_dropout or 0.0, generator) @ value
 
 
 def _split(x: Tensor, d_head: int) -> Tensor:

@@ -13,10 +13,7 @@ from torch import Tensor
 from ..model.transformer import Transformer
 from .attention import cross_attention, self_attention
 from .functions import activation, affine_norm
-from .parameters import draw_shared, draw_weights
 from .sampling import dropout
-
-__all__ = ["Watch", "draw_shared", "draw_weights", "run_layer"]
 
 Watch = Callable[[Tensor, str], Tensor]
 """Takes a tensor and the site it is at; returns the same tensor."""

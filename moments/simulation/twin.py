@@ -16,9 +16,9 @@ from ..model.transformer import Transformer
 from ..prediction.draws import Draw, WeightGradient
 from .collector import Collector, squared_norm
 from .functions import affine_norm
-from .network import Watch, draw_shared, draw_weights, run_layer
+from .network import Watch, run_layer
 from .output import draw_final, draw_head, run_final, run_head
-from .parameters import affine, draw
+from .parameters import affine, draw, draw_shared, draw_weights
 from .sampling import dropout, exchangeable_normal, generator
 
 _KEPT = 1 << 24

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ...formulas.law import THEORIES
 from ...show.palette import BLACK, BLUE, GREY, VERMILION
+from ...show.plot import Picture, dress
 from ...show.report import headed
 from .errors import CLASS, MEASURES, by_class, worst
 from .grid import ARRAY, BASELINES, FACTORIAL, FACTORS
@@ -109,8 +110,6 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
 
     Errors below the floor are drawn on it; crosses along the top are runs that gave no numbers.
     """
-    from ...show.plot import Picture, dress
-
     floor, roof = 3e-3, 300.0
     figure = Picture(10, 6.4)
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
