@@ -758,3 +758,22 @@ def test_vocabularies_beyond_any_transforms_rounding() -> None:
     found = predict(Transformer(1, 64, 4, 8, head=head))
     assert np.isfinite(found.grad_variance).all()
     assert found.loss == pytest.approx(math.log(1e12) + found.logit_variance / 2, rel=0.05)
+
+
+def test_tokens_that_differ_little_are_interpolated() -> None:
+    """Many at once, against each alone, which is evaluated: as a text's tokens differ, and capped
+    logits of a variance of 60."""
+    random = np.random.default_rng(0)
+    for size, mean, softcap in ((0.3, 0.9, None), (60.0, 20.0, 30.0)):
+        variance = size * (1 + 2e-3 * random.random(400))
+        own_mean = mean + 0.4 * random.random(400)
+        own_variance = variance * (1 - 4e-3 * random.random(400))
+        many = softmax_expectations(5000, variance, own_mean, own_variance, softcap)
+        for k in (0, 57, 399):
+            one = (variance[k], own_mean[k], own_variance[k])
+            alone = softmax_expectations(5000, *one, softcap)
+            assert many.log_sum[k] == pytest.approx(float(alone.log_sum), rel=1e-10)
+            for which in ("own", "other"):
+                for name, value in vars(getattr(alone, which)).items():
+                    found = getattr(getattr(many, which), name)[k]
+                    assert found == pytest.approx(float(value), rel=1e-10, abs=1e-12), name
