@@ -154,7 +154,7 @@ def torch_case(
     drop_prob = 0.1 if dropout == "config" else 0.0
     pre, decoder = "Pre-LN" in kind, "Decoder" in kind
     options = {"variant": "released" if kind.endswith(RELEASED) else "solved"}
-    ids = tokenize(VOCAB, seq_len, 2, 0)
+    ids = tokenize(VOCAB, seq_len, 2)
     common: dict[str, Any] = {"norm_first": pre, "batch_first": True, "activation": activation}
     sizes = (d_model, HEADS, 4 * d_model, drop_prob)
 
