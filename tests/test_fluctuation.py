@@ -195,3 +195,13 @@ def test_a_scale_in_front_of_attention_scales_the_values_overlaps() -> None:
     assert scaled.fluctuation is not None
     found, whole = scaled.fluctuation.norms.diagonal, plain.fluctuation.norms.diagonal
     assert found == pytest.approx(factor**2 * whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("apart", [1e-3, 1e-6, 1e-13])
+def test_overlaps_of_tokens_that_are_nearly_one_stay_inside_a_gate(apart: float) -> None:
+    """No further than parallel: rounding beyond it is no number under a ReLU."""
+    size = np.random.default_rng(0).uniform(0.5, 2.0, 60)
+    kernel = np.sqrt(np.outer(size, size)) * (1 - apart * (1 - np.eye(60)))
+    signal = gaussian(Kernel.of_matrix(kernel), 60, WIDTH, True)
+    gated = GatedLinear("gated", activation_laws("relu"), WIDTH, HIDDEN, 1.3 / WIDTH, 1 / WIDTH)
+    assert np.isfinite(gated.forward(signal)[0].kernel.pairs).all()
