@@ -412,9 +412,11 @@ class Reading:
         """The attention that reads a site, once."""
         if entering.index not in self._rows:
             before = ENCODER if leaving.name.startswith(ENCODER) else ""
+            # not this reading, which holds the rows that hold `norm`
+            norms = self.norms
 
             def norm(name: str) -> float | None:
-                return self.norms().get((leaving.layer, before + leaf.prefix + name))
+                return norms().get((leaving.layer, before + leaf.prefix + name))
 
             self._rows[entering.index] = entering.attention_rows(leaf, leaving, memory, norm)
         return self._rows[entering.index]
