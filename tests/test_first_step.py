@@ -553,7 +553,7 @@ def test_what_reaches_a_tensor_is_what_lies_below(
         below[weight.layer] = below.get(weight.layer, 0.0) + weight.slope
     stream = [site for site in step.sites if site.site == "stream"]
     for site in stream:
-        sent = site.width * float((site.change.coherent * site.gradient).sum()) / 1e-9
+        sent = reading.model.d_model * float((site.coherent * site.gradient).sum()) / 1e-9
         wanted = sum(value for layer, value in below.items() if layer <= site.layer)
         assert sent == pytest.approx(wanted, rel=0.03)
 

@@ -86,16 +86,14 @@ class FirstStep:
         steps = 1 if optimizer.updates is None else optimizer.updates.steps
         rows = []
         for point in moved.sites:
-            size, found = float(np.trace(point.kernel)), point.change
-            changed = float(np.trace(found.total))
-            after = size + 2 * float(np.trace(found.overlap)) + changed
+            size, tokens = point.before, len(point.gradient)
             rows.append(
                 {
                     "layer": point.layer,
                     "site": point.site,
-                    "variance_before": size / len(point.kernel),
-                    "variance": after / len(point.kernel),
-                    "relative_change": changed / size if size else math.nan,
+                    "variance_before": size / tokens,
+                    "variance": (size + 2 * point.overlap + point.changed) / tokens,
+                    "relative_change": point.changed / size if size else math.nan,
                 }
             )
         end = moved.end
@@ -220,9 +218,8 @@ def _site_rows(rows: list[dict[str, Any]], sites: list[SiteStep]) -> tuple[Mappi
     """With the share of every site's change that is coherent."""
     found = []
     for point in sites:
-        changed = float(np.trace(point.change.total))
-        share = between_trace(point.change.coherent, point.gradient)
-        found.append(share / changed if changed else math.nan)
+        share = between_trace(point.coherent, point.gradient)
+        found.append(share / point.changed if point.changed else math.nan)
     # of the logits nothing is told
     return tuple(
         row | {"coherent": share} for row, share in zip(rows, [*found, math.nan], strict=True)
@@ -351,8 +348,7 @@ def _stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Stepped:
                 )
         finally:
             DOUBLE.reset(outside)
-        changed = np.trace(found.sites[-1].change.total)
-        if np.all(np.isfinite([found.end.loss, found.end.change, changed])):
+        if np.all(np.isfinite([found.end.loss, found.end.change, found.sites[-1].changed])):
             return found
     raise domain_error("learning_rate", rate, "small enough for what it changes to stay finite")
 

@@ -61,18 +61,18 @@ class SiteStep(NamedTuple):
 
     Attributes:
         layer, site: where.
-        kernel: second moments before.
-        change: what the step does.
-        gradient: E delta delta before.
-        width: features.
+        before: tr K, the tensor's square summed over tokens.
+        overlap, changed: tr M and tr U of the step.
+        coherent, gradient: P, and E delta delta before.
     """
 
     layer: int
     site: str
-    kernel: Array
-    change: Change
+    before: float
+    overlap: float
+    changed: float
+    coherent: Array
     gradient: Array
-    width: float
 
 
 class WeightStep(NamedTuple):
@@ -219,7 +219,12 @@ class Walk:
         return None if draws is None else draws.scatter(at, gradient)
 
     def noted(self, change: Change, at: Site) -> tuple[Change, Site]:
-        self.sites.append(SiteStep(at.layer, at.name, at.kernel, change, at.gradient, at.width))
+        before, met, changed = (
+            float(np.trace(part)) for part in (at.kernel, change.overlap, change.total)
+        )
+        self.sites.append(
+            SiteStep(at.layer, at.name, before, met, changed, change.coherent, at.gradient)
+        )
         return change, at
 
     # --- parameters ----------------------------------------------------------------------------
