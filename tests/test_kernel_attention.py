@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from moments.errors import DomainError
 from moments.formulas.attention import AVERAGE
 from moments.transfer.attention.kernels import KernelAttention, Rotation
-from moments.transfer.attention.kernels.joint_laws import FIRST_ORDER, _turn
+from moments.transfer.attention.kernels.joint_laws import _turn
 from moments.transfer.attention.kernels.row_statistics import matched
 from moments.transfer.attention.laws import attention_statistics
 from moments.transfer.attention.response import AttentionResponse, _saturation
@@ -127,17 +126,6 @@ def test_causal_rows_of_exchangeable_tokens_are_exact_row_by_row(correlation: fl
     np.testing.assert_allclose(query, theta * rest * row.jacobian_square, rtol=1e-2, atol=1e-12)
 
 
-# --- faint logits, to first order -----------------------------------------------------------------
-
-
-@pytest.fixture
-def first_order() -> Iterator[None]:
-    outside = FIRST_ORDER.set(0.1)
-    yield
-    FIRST_ORDER.reset(outside)
-
-
-@pytest.mark.usefixtures("first_order")
 def test_faint_rows_of_exchangeable_tokens_are_exact_row_by_row() -> None:
     length, theta, correlation = 40, 0.08, 0.6
     layer = KernelAttention(
@@ -156,7 +144,6 @@ def test_faint_rows_of_exchangeable_tokens_are_exact_row_by_row() -> None:
     np.testing.assert_allclose(query, theta * rest * row.jacobian_square, rtol=1e-2, atol=1e-12)
 
 
-@pytest.mark.usefixtures("first_order")
 @pytest.mark.parametrize("name", ["repeated tokens", "8 clusters at 0.5"])
 def test_faint_paths_against_monte_carlo(name: str) -> None:
     """Within half the logits' variance, and four standard errors of the sampling."""

@@ -16,7 +16,6 @@ from ..errors import domain_error
 from ..formulas.checks import POSITIVE, check_number
 from ..prediction.gate import computing
 from ..prediction.predict import predict
-from ..transfer.attention.kernels.joint_laws import FIRST_ORDER
 from .change import DOUBLE, between_trace
 from .draws import Draws
 from .first import Stepped, named_optimizer, still
@@ -308,23 +307,15 @@ def _by_token(prediction: Prediction) -> Prediction:
     read = prediction.read
     if prediction.layout.classes is None or read is None or read.inputs.token_ids is None:
         return prediction
-    outside = FIRST_ORDER.set(_FAINT)
-    try:
-        return predict(
-            prediction.model,
-            tokens=True,
-            token_ids=read.inputs.token_ids,
-            targets=read.targets,
-            attention_mask=read.inputs.attention_mask,
-            document_ids=read.inputs.document_ids,
-            batch=prediction.batch,
-        )
-    finally:
-        FIRST_ORDER.reset(outside)
-
-
-_FAINT = 0.1
-"""Logit variance up to which a step takes attention's joint laws to first order."""
+    return predict(
+        prediction.model,
+        tokens=True,
+        token_ids=read.inputs.token_ids,
+        targets=read.targets,
+        attention_mask=read.inputs.attention_mask,
+        document_ids=read.inputs.document_ids,
+        batch=prediction.batch,
+    )
 
 
 _LEAST_RATE = 1e-14

@@ -183,7 +183,7 @@ class KernelAttention:
         self._dropped = self.drop_prob / (1.0 - self.drop_prob)
         self._values = np.diag(self.kernel) + float(value_bias)
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
-        self._closure = OverlapClosure(self.logits, self._widths, self._dropped > 0.0)
+        self._closure = OverlapClosure(self.logits, self._widths)
         temperature = self.logits.temperature
         self._norm = np.sqrt(np.outer(temperature, temperature))
         rows, pattern = self._closure.rows, self._closure.pattern

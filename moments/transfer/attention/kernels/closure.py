@@ -59,16 +59,7 @@ from numpy.typing import NDArray
 
 from . import exact_rows
 from .finite_rows import Widths, calibrate, nodes_for
-from .joint_laws import (
-    FIRST_ORDER,
-    FirstOrder,
-    JointLaws,
-    PairWeights,
-    geometric_mean,
-    row_scale,
-    self_overlap,
-    single,
-)
+from .joint_laws import JointLaws, PairWeights, row_scale, self_overlap, single
 from .logits import Logits, RowClass, as_slice, find_patterns, group_patterns, window
 from .row_statistics import AttentionRows, mean_attention, rows_of_kernel
 
@@ -86,7 +77,6 @@ class RowLayout(NamedTuple):
         classes: all classes.
         weights: (Lq, Lk) mean attention.
         norm: (Lq,) norm of a row's query over its pattern's.
-        faint: whether joint laws are taken to first order: then every pattern is a class.
     """
 
     statistics: AttentionRows
@@ -95,12 +85,10 @@ class RowLayout(NamedTuple):
     classes: list[RowClass]
     weights: Array
     norm: Array
-    faint: bool
 
     @classmethod
-    def of(cls, logits: Logits, dropped: bool) -> RowLayout:
-        """Sort the rows of a layer; patterns are numbered class by class. `dropped`: whether
-        entries of them are."""
+    def of(cls, logits: Logits) -> RowLayout:
+        """Sort the rows of a layer; patterns are numbered class by class."""
         temperature, kernel = logits.temperature, logits.within
         first, pattern = find_patterns(logits.prior, temperature, logits.biased)
         groups = group_patterns(logits.prior[first], _means(temperature, pattern), logits.biased)
@@ -118,20 +106,17 @@ class RowLayout(NamedTuple):
         statistics = rows_of_kernel(
             kernel, extended, np.concatenate([pattern_temperature, means]), logits.scale
         )
-        faint = (
-            logits.aligned and not dropped and float(statistics.theta.max()) <= FIRST_ORDER.get()
-        )
-        made = functools.partial(_make_class, faint, extended, statistics, kernel, logits.scale)
-        classes = [made(span, len(patterns) + index) for index, span in enumerate(spans)]
+        classes = [
+            _make_class(span, len(patterns) + index, extended, statistics, kernel, logits.scale)
+            for index, span in enumerate(spans)
+        ]
         compact = np.zeros(patterns.shape)
         group = np.empty(len(patterns), dtype=np.intp)
         for index, one in enumerate(classes):
             compact[window(one.patterns, one.keys)] = one.weights
             group[one.patterns] = index
         norm = np.sqrt(temperature / pattern_temperature[pattern])
-        if faint:
-            group = np.arange(len(patterns))
-        return cls(statistics, pattern, group, classes, compact[pattern], norm, faint)
+        return cls(statistics, pattern, group, classes, compact[pattern], norm)
 
 
 def _shared(patterns: Array, biased: bool) -> Array:
@@ -143,13 +128,7 @@ def _shared(patterns: Array, biased: bool) -> Array:
 
 
 def _make_class(
-    faint: bool,
-    extended: Array,
-    stats: AttentionRows,
-    kernel: Array,
-    scale: float,
-    span: slice,
-    leader: int,
+    span: slice, leader: int, extended: Array, stats: AttentionRows, kernel: Array, scale: float
 ) -> RowClass:
     keys = as_slice(np.flatnonzero(extended[leader]))
     members = np.append(np.arange(span.start, span.stop), leader)
@@ -157,7 +136,7 @@ def _make_class(
     prior = extended[members][:, keys]
     weights = mean_attention(inside, prior, stats, members, scale)
     response = np.zeros_like(inside)
-    if len(inside) > 1 and not faint:
+    if len(inside) > 1:
         pull = stats.odds[leader]
         tau = scale * stats.temperature[leader] * stats.held[leader]
         guess = np.exp(pull * tau * (inside - inside.max(1, keepdims=True))) * prior[-1]
@@ -180,9 +159,9 @@ class OverlapClosure:
         pairs: what the joint laws are read at.
     """
 
-    def __init__(self, logits: Logits, widths: Widths, dropped: bool = False) -> None:
+    def __init__(self, logits: Logits, widths: Widths) -> None:
         self.logits = logits
-        layout = RowLayout.of(logits, dropped)
+        layout = RowLayout.of(logits)
         self.rows = stats = layout.statistics
         self.pattern, self.group, self.classes = layout.pattern, layout.group, layout.classes
         self.weights = layout.weights
@@ -190,8 +169,7 @@ class OverlapClosure:
         if logits.rotation is not None:
             correlation = np.minimum(correlation * logits.rotation.queries, 0.0)
         self._nodes = nodes = nodes_for(correlation, float(stats.theta.max()))
-        own = len(self.group)
-        leaders = slice(0, own) if layout.faint else slice(own, None)
+        leaders = slice(len(self.group), None)
         self.calibration = calibrate(
             stats.theta[leaders],
             stats.keys[leaders],
@@ -201,22 +179,11 @@ class OverlapClosure:
             widths,
         )
         variance = np.maximum(stats.logit_variance[leaders], exact_rows.THETA_LEAST)
-        gain, gap = self.calibration.log_odds, variance * stats.strength[leaders] ** 2
-        if layout.faint:  # what the odds are beyond 1, of a row of n keys, are in its overlap
-            beyond = np.expm1(gain)
-            gain = beyond / (1.0 + beyond / np.maximum(stats.keys[leaders], 1.0)[:, None])
-            gap = variance
-        self._exponent_per_logit = gain / np.maximum(gap, 1e-12)[:, None]
+        gap = variance * stats.strength[leaders] ** 2
+        self._exponent_per_logit = self.calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
         exponents = self._exponent_per_logit * logits.scale * stats.temperature[leaders, None]
-        self._laws: FirstOrder | JointLaws
-        if layout.faint:
-            self._row_scale = np.ones((len(nodes.rho), own))
-            each = exponents[self.pattern].T
-            pairs = geometric_mean(each[:, :, None], each[:, None, :])
-            self._laws = FirstOrder(pairs, self.weights, logits.within)
-        else:
-            self._row_scale = row_scale(stats, self.group, self.classes, logits.within, nodes)
-            self._laws = JointLaws(self.classes, self.pattern, exponents, nodes.slopes, logits)
+        self._row_scale = row_scale(stats, self.group, self.classes, logits.within, nodes)
+        self._laws = JointLaws(self.classes, self.pattern, exponents, nodes.slopes, logits)
         self.pairs = PairWeights.of(
             logits,
             stats,
@@ -290,8 +257,6 @@ class OverlapClosure:
     @functools.cached_property
     def squares(self) -> Array:
         """(Lq, Lk) E a_ij^2."""
-        if isinstance(self._laws, FirstOrder):
-            return self._laws.squares
         compact = np.zeros((len(self.group), len(self.logits.values)))
         for block in self._laws.blocks:
             if block.own:
@@ -311,8 +276,7 @@ class OverlapClosure:
 
     def leader_joints(self) -> dict[int, Array]:
         """(n, n) F/(w w^T) of every class's own row with itself, symmetric, by the row's index."""
-        joints: dict[int, Array] = {}
-        assert isinstance(self._laws, JointLaws)
+        joints = {}
         for block in self._laws.blocks:
             if block.own:
                 for (wide, _), excess in zip(block.pairs, block.overlap.excess, strict=True):

@@ -24,7 +24,6 @@ See docs/theory/attention.md, The closure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -95,63 +94,6 @@ def single(array: Array) -> tuple[float, Single]:
     """The largest entry, and the array over it."""
     scale = float(max(array.max(initial=0.0), -array.min(initial=0.0))) or 1.0
     return scale, (array / scale).astype(np.float32)
-
-
-# --- laws to first order --------------------------------------------------------------------------
-
-FIRST_ORDER: ContextVar[float] = ContextVar("FIRST_ORDER", default=0.0)
-"""Logit variance up to which joint laws are taken to first order: a third of the time of a layer
-of 256 tokens. On a text of 2 x 128 Zipf's words in GPT-2's widths, against classes whose rows
-differ by a fiftieth of their keys: at a logit variance of .09 variances move by 2e-6, mean
-gradients by 1.5e-4 and those of queries and keys by 1 % (by classes as they are: 2e-7, 2e-5, .4 %);
-at .37 by 2e-5, 2e-3 and 4 %."""
-
-
-class FirstOrder:
-    """Joint laws of faint logits, every row by itself: g = beta C, as P_i (1 - A) is P_i but for a
-    share of the logits' variance. Exact for exchangeable kernels, by beta; else to first order.
-
-    Attributes:
-        exponents: (r, Lq, Lq) beta at the nodes.
-        weights: (Lq, Lk) mean attention w.
-        kernel: C less its mean, which no P_i sees.
-        left, both: w C and w C w'^T.
-    """
-
-    def __init__(self, exponents: Array, weights: Array, kernel: Array) -> None:
-        self.exponents: Single = exponents.astype(np.float32)
-        self.weights: Single = weights.astype(np.float32)
-        self._scale, self.kernel = single(kernel - kernel.mean())
-        self.exponents *= np.float32(self._scale)
-        self.left: Single = self.weights @ self.kernel
-        self.both: Single = self.left @ self.weights.T
-
-    def compressed(self, pairs: Single) -> Single:
-        """As `JointLaws.compressed`: every row is by itself."""
-        return pairs
-
-    def gather(self, _law: str, kernel: Array, _count: int, _parity: Array | None = None) -> Array:
-        """(r, Lq, Lq): tr(P_i g_r P_i' X^T) of a symmetric X."""
-        scale, met = single(kernel - kernel.mean())
-        left = self.weights @ met
-        half = (self.weights @ (self.kernel * met) / 2 - self.left * left) @ self.weights.T
-        found = half + half.T + self.both * (left @ self.weights.T)
-        return np.asarray(scale * (self.exponents * found), dtype=np.float64)
-
-    def spread(self, _law: str, weights: Single, _parity: Array | None = None) -> Array:
-        """(m, Lk, Lk): sum_r,ii' H_r,ii' P_i g_r P_i' of symmetric H (m, r, Lq, Lq)."""
-        rows = np.einsum("mrij,rij->mij", weights, self.exponents)
-        met = self.weights.T @ rows
-        half = (met * self.left.T - self.weights.T @ (rows * self.both) / 2) @ self.weights
-        total = self.kernel * (met @ self.weights) - half - half.swapaxes(-1, -2)
-        return np.asarray(total, dtype=np.float64)
-
-    @property
-    def squares(self) -> Array:
-        """(Lq, Lk) E a_ij^2."""
-        own = np.diagonal(self.kernel) - 2 * self.left + np.diagonal(self.both)[:, None]
-        found = 1 + np.diagonal(self.exponents[0])[:, None] * own
-        return np.asarray(self.weights**2 * np.maximum(found, 0), dtype=np.float64)
 
 
 # --- balanced laws --------------------------------------------------------------------------------
@@ -746,8 +688,6 @@ class JointLaws:
         """(..., P, P) sums over the rows of every two patterns."""
         if self._pattern is None:
             return pairs
-        if self._patterns == len(self._pattern):  # each a row of its own
-            return np.asarray(pairs[..., self._order, :][..., self._order])
         ordered = pairs[..., self._order, :]
         rows = np.add.reduceat(ordered, self._starts, axis=-2, dtype=np.float64)
         columns = np.add.reduceat(rows[..., self._order], self._starts, axis=-1)
