@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...show.palette import MARKERS, PALE, SEQUENTIAL, SERIES, typeset
+from ...show.palette import MARKERS, PALE, SEQUENTIAL, SERIES
 from ...show.plot import Picture, dress, round_ticks, save
 from .catalogue import setup
 from .setup import FigureLine, HeatMap, Panel, Setup
@@ -155,7 +155,7 @@ def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
         # What is held beside a prediction is drawn over it, where the two coincide too.
         shade, order = (color, 2) if line.points else (_darker(color), 4)
         style = {"linestyle": dash, "linewidth": width, "zorder": order}
-        (drawn,) = ax.plot(x, values, color=shade, label=typeset(line.label))
+        (drawn,) = ax.plot(x, values, color=shade, label=line.label)
         drawn.set(**style)
         if line.points:
             _points(ax, line, key(found.name, index, line.label), color, panel)

@@ -111,7 +111,7 @@ def _no_collapse() -> Setup:
     base = Transformer(100, 128, 4, 64, dropout=DROPOUT)
     models = {
         "Xavier": base,
-        "Xavier, lambda = 1, beta^2 = 2/N": base.replace(branch_scale=math.sqrt(2 / 100)),
+        "Xavier, λ = 1, β² = 2/N": base.replace(branch_scale=math.sqrt(2 / 100)),
         "DeepScaleLM": base.with_scheme("dslm", input_correlation=CORRELATION),
     }
     lines = tuple(
