@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from typing import Any
 
 from ...errors import domain_error
 from ...model.transformer import Transformer
-from ...model.weights import Weights
 
 FACTORIAL: dict[str, tuple[Any, ...]] = {
     "norm": ("pre", "post"),
@@ -99,7 +96,7 @@ class Configuration:
     @property
     def model(self) -> Transformer:
         """The declaration."""
-        return Transformer(
+        plain = Transformer(
             layers=self.layers,
             d_model=self.d_model,
             heads=self.heads,
@@ -108,8 +105,19 @@ class Configuration:
             activation=self.activation,
             dropout=self.dropout,
             causal=self.causal,
-            **_WEIGHTS[self.weights](self),
+            layernorm_scaling=self.weights == "lns",
         )
+        if self.weights == "doubled-qk":
+            weights = plain.weights
+            assert weights is not None
+            first = weights.layer(1)
+            return plain.replace(weights=weights.replace(query=2 * first.query, key=2 * first.key))
+        if self.weights == "dslm":
+            # The papers' recursion for ReLU without a mask, as it stands for GeLU and causal models
+            # too. It starts behind an embedding's dropout, which this grid has not.
+            start = self.correlation / (1 - self.dropout)
+            return plain.with_scheme("dslm", variant="released", input_correlation=start)
+        return plain
 
     @property
     def ends(self) -> dict[str, Any]:
@@ -162,55 +170,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(entry) for entry in value]
     return value
-
-
-def _xavier(c: Configuration) -> dict[str, Any]:
-    return {"weights": Weights.xavier(c.d_model, c.heads)}
-
-
-def _doubled(c: Configuration) -> dict[str, Any]:
-    xavier = Weights.xavier(c.d_model, c.heads)
-    assert isinstance(xavier.query, float)
-    assert isinstance(xavier.key, float)
-    return {"weights": xavier.replace(query=2 * xavier.query, key=2 * xavier.key)}
-
-
-def _lns(c: Configuration) -> dict[str, Any]:
-    return _xavier(c) | {"layernorm_scaling": True}
-
-
-def _dslm(c: Configuration) -> dict[str, Any]:
-    """Kedia et al.'s DeepScaleLM, with the correlation that enters each layer.
-
-    Each block is given unit output variance: (1 - p)/r for attention, whose value path has variance
-    d^2 s_v s_o r/(1 - p), and (1 - p)/2 for the feed-forward one. The papers' recursion starts
-    after embedding dropout, which this grid has not: here it starts from the declared correlation.
-    It is their ReLU recursion without a mask, used as it stands for GeLU and causal models too.
-    """
-    d, p = c.d_model, c.dropout
-    branch = 2 / c.layers
-    skip = 1 - branch
-    entering, r = [], c.correlation
-    for _ in range(c.layers):
-        entering.append(r)
-        r = skip * r + branch * (1 - p)
-        ffn = r + math.sqrt(1 - r**2) / math.pi - r * math.acos(r) / math.pi
-        r = skip * r + branch * (1 - p) * ffn
-    attention = [math.sqrt((1 - p) / correlation) / d for correlation in entering]
-    ffn_matrix = math.sqrt((1 - p) / 2) / d
-    return {
-        "weights": Weights(1 / d, 1 / d, attention, attention, ffn_matrix, ffn_matrix),
-        "skip_scale": math.sqrt(skip),
-        "branch_scale": math.sqrt(branch),
-    }
-
-
-_WEIGHTS: dict[str, Callable[[Configuration], dict[str, Any]]] = {
-    "xavier": _xavier,
-    "doubled-qk": _doubled,
-    "dslm": _dslm,
-    "lns": _lns,
-}
 
 
 def _baseline(norm: str, layers: int = 24, **changes: Any) -> Configuration:
