@@ -8,7 +8,7 @@ about a millisecond. Ticks are matplotlib's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -84,16 +84,20 @@ class Chart:
         return _svg(self)
 
 
-def _limits(chart: Chart) -> tuple[float, float, bool]:
-    """Ends of the axis, and whether it is logarithmic: where values span a factor of five."""
-    parts = [c.y for c in chart.curves] + [c.band for c in chart.curves if c.band is not None]
+def limits(parts: Iterable[np.ndarray], bounded: bool) -> tuple[float, float, bool]:
+    """Ends of an axis, and whether it is logarithmic: where values span a factor of five.
+
+    Args:
+        parts: what is drawn on it.
+        bounded: whether these are correlations or shares, drawn from 0.
+    """
     values = np.concatenate([np.ravel(part) for part in parts])
     values = values[np.isfinite(values)]
     low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))
     if not values.size:
         return 0.0, 1.0, False
-    if chart.bounded:
-        return min(0.0, 1.1 * low), min(1.02, max(1.25 * high, 0.1)), False
+    if bounded:
+        return min(0.0, 1.1 * low), max(1.02 * high, min(1.02, max(1.25 * high, 0.1))), False
     positive = values[values > 0]
     if low >= 0 and positive.size > 0.9 * values.size:  # a zero among many lies on the floor
         low = float(positive.min())
@@ -130,7 +134,8 @@ def shown(value: float) -> str:
 
 
 def _svg(chart: Chart) -> str:
-    low, high, log = _limits(chart)
+    bands = [c.band for c in chart.curves if c.band is not None]
+    low, high, log = limits([*(c.y for c in chart.curves), *bands], chart.bounded)
     xs = np.concatenate([c.x for c in chart.curves])
     first, last = float(xs.min()), float(xs.max())
     legend, rows = _legend([c for c in chart.curves if c.label])

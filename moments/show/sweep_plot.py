@@ -11,8 +11,7 @@ import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name
 from . import palette
-from .chart import shown, ticks
-from .plot import Picture, dress
+from .plot import Picture, dress, round_ticks, scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Panel
@@ -170,11 +169,7 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Picture:
         ax.plot(places, curve, style, marker=marker, markersize=3.5, color=colors[i], label=label)
     _set_axis(ax, "x", x, sweep.axes.values[x])
     ax.set_ylabel(NAMES[quantity])
-    low, high = _range(values)
-    if _logarithmic(quantity, values):
-        ax.set_yscale("log")
-    elif quantity.endswith("correlation"):
-        ax.set_ylim(min(0.0, 1.1 * low), max(min(1.02, 1.2 * high), 0.05))
+    scale(ax, quantity, values)
     if quantity.endswith("growth"):
         ax.axhline(1.0, color="#888888", linewidth=0.8, zorder=0)
     dress(ax)
@@ -221,9 +216,7 @@ def _maps(
     )
     bar.set_label(NAMES[quantity])
     if _logarithmic(quantity, values):
-        found = ticks(mesh.norm.vmin, mesh.norm.vmax, True)
-        bar.set_ticks(found, labels=[shown(tick) for tick in found], minor=False)
-        bar.set_ticks([], minor=True)
+        round_ticks(bar, mesh.norm.vmin, mesh.norm.vmax)
     for ax in grid[:, 1:].ravel():
         ax.set_ylabel("")
     for ax in grid[:-1].ravel():
@@ -334,10 +327,8 @@ def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None
                 whole = [n for n in _ROUND if min(whole) <= n <= max(whole)]
             getattr(ax, f"set_{which}ticks")(whole, [str(v) for v in whole])
             getattr(ax, f"set_{which}ticks")([], minor=True)
-        elif places.max() < 1e3 * places.min():  # beyond, powers of ten do
-            found = ticks(places.min(), places.max(), True)
-            getattr(ax, f"set_{which}ticks")(found, [shown(tick) for tick in found])
-            getattr(ax, f"set_{which}ticks")([], minor=True)
+        else:
+            round_ticks(getattr(ax, f"{which}axis"), places.min(), places.max())
     elif all(isinstance(v, int) for v in values):
         getattr(ax, f"{which}axis").get_major_locator().set_params(integer=True)
 

@@ -168,7 +168,7 @@ def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if panel.log:
         ax.set_yscale("log")
-        round_ticks(ax)
+        round_ticks(ax.yaxis, *ax.get_ylim())
     else:
         ax.margins(y=0.08)
         ax.set_ylim(bottom=min(0.0, *(float(v.min()) for v in ends)))
