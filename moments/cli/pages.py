@@ -67,19 +67,15 @@ def report(
     if scheme and not schemes:
         raise DomainError("--scheme names what --no-schemes leaves out: give one of them")
     described, inputs = with_input(model, layers, seq_len, variance, correlation)
-    chosen = (scheme or True) if schemes else False
-    work = {one.name: 1 + one.predictions for one in every()} if schemes else {}
-    before = 0
-
-    def step(name: str) -> None:
-        nonlocal before
-        advance(before, name)
-        before = work.get(name, 1)
-
-    total = sum(work.get(name, 1) for name in scheme or work)
-    with steps("applying schemes", total) as advance:
-        found = make(described, name=named(model), schemes=chosen, step=step, **inputs)
-        advance(before)
+    names = (scheme or [one.name for one in every()]) if schemes else []
+    with steps("applying schemes", len(names)) as advance:
+        found = make(
+            described,
+            name=named(model),
+            schemes=names,
+            step=lambda name: advance(1, name),
+            **inputs,
+        )
     found.save(output)
     verdict = growth(found.prediction)
     return Answer(

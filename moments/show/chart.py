@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from .palette import BLACK, GRADIENT, GREEN, ORANGE, PURPLE, SIGNAL, SKY
-
 WIDTH, HEIGHT = 460, 262
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 30, 36
 MOST_MARKED = 64
@@ -26,22 +24,15 @@ ROLES = ("signal", "gradient", "third", "fourth", "fifth", "sixth", "seventh")
 _DASHES = {"signal": "", "gradient": "7 3", "third": "2 2", "fourth": "8 2 2 2"}
 _DASHES |= {"fifth": "1 3", "sixth": "12 4", "seventh": "", "held": "4 3"}
 
-STYLE = f""".chart {{ --signal: {SIGNAL}; --gradient: {GRADIENT}; --third: {GREEN};
-  --fourth: {PURPLE}; --fifth: {ORANGE}; --sixth: {SKY}; --seventh: {BLACK}; --held: #767676;
-  --rule: #8884; max-width: 100%; height: auto; overflow: visible }}
-.chart text {{ fill: currentColor; font: 11px system-ui, "DejaVu Sans", sans-serif }}
-.chart .title {{ font-size: 13px; font-weight: 600 }}
-.chart .rule {{ stroke: var(--rule); stroke-width: .7 }}
-.chart .band {{ stroke: none; opacity: .16 }}
-.chart .line {{ fill: none; stroke-width: 2; stroke-linejoin: round }}
-.chart .spot {{ fill: transparent; stroke: none }}
-@media (prefers-color-scheme: dark) {{ .chart {{ --signal: #56b4e9; --gradient: #f0803c;
-  --third: #2cc79c; --fourth: #e3a1c6; --fifth: #f0c04c; --sixth: #9fd4f5; --seventh: #dddddd;
-  --held: #9a9a9a }} }}
-@media print {{ .chart {{ --signal: {SIGNAL}; --gradient: {GRADIENT}; --third: {GREEN};
-  --fourth: {PURPLE}; --fifth: {ORANGE}; --sixth: {SKY}; --seventh: {BLACK} }} }}
+STYLE = """.chart { max-width: 100%; height: auto; overflow: visible }
+.chart text { fill: currentColor; font: 11px system-ui, "DejaVu Sans", sans-serif }
+.chart .title { font-size: 13px; font-weight: 600 }
+.chart .rule { stroke: #8884; stroke-width: .7 }
+.chart .band { stroke: none; opacity: .16 }
+.chart .line { fill: none; stroke-width: 2; stroke-linejoin: round }
+.chart .spot { fill: transparent; stroke: none }
 """
-"""Of a page that holds charts, once."""
+"""Of a page of `html` that holds charts, once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +71,7 @@ class Chart:
     bounded: bool = False
 
     def svg(self) -> str:
-        """The panel; an HTML page that holds it needs STYLE."""
+        """The panel; the page of `html` that holds it needs STYLE."""
         return _svg(self)
 
 

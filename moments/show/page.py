@@ -123,7 +123,7 @@ def report(
         except DomainError:
             explanation = None
         compared = None
-        if schemes is True or (schemes is not False and len(schemes)):
+        if schemes is not False and names:
             compared = compare_schemes(model, names, step=step, **plain)
     title = name or model.name or "a declared model"
     return Report(title, prediction, compared, explanation)
