@@ -173,7 +173,7 @@ def test_parameter_count_is_that_of_a_module() -> None:
     layer = torch.nn.TransformerEncoderLayer(64, 4, 256)
     tables = (1000 + 128) * 64
     counted = 3 * sum(p.numel() for p in layer.parameters()) + tables
-    assert parameter_count(3, 64, vocab_size=1000, positions=128) == counted
+    assert parameter_count(3, 64, rows=1000 + 128) == counted
 
 
 # --- what the papers report -----------------------------------------------------------------------

@@ -94,7 +94,7 @@ def _exponents(models: list[list[Transformer | None]]) -> dict[str, np.ndarray]:
     for i, j in np.ndindex(shape):
         model = models[i][j]
         if model is not None:
-            layers.setdefault(repeated(model, 1), []).append((i, j))
+            layers.setdefault(repeated(model), []).append((i, j))
     both = {name: np.full(shape, np.nan) for name in ("angle", "gradient")}
     kept = list(layers)
     for start in range(0, len(kept), TOGETHER):

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from ...errors import domain_error
-from ...formulas.law import Theory
 from ...model.transformer import Transformer
 from ...model.weights import Weights
 from ...show.scheme_table import block_sensitivity
@@ -34,6 +33,9 @@ class Method:
     printed: Mapping[str, Mapping[str, str]]
     note: str
 
+
+CORRELATION, GRAD_CORRELATION = 0.227, 0.8
+"""At the input, before the embedding's dropout, and at the output."""
 
 _BETA = 1e-2  # LayerScale's initial value; the orders do not depend on it while N beta^2 is small
 
@@ -86,9 +88,7 @@ METHODS: dict[str, Method] = {
 }
 
 
-def method_model(
-    model: Transformer, method: str, layers: int, norm: str, correlation: float
-) -> Transformer:
+def method_model(model: Transformer, method: str, layers: int, norm: str) -> Transformer:
     """The model as one method sets it; Xavier weights except under DeepScaleLM."""
     chosen = METHODS[method]
     base = model.replace(
@@ -102,7 +102,7 @@ def method_model(
         weights=Weights.xavier(model.d_model, model.heads, model.d_ff),
     )
     if chosen.branch_square is None:
-        return base.with_scheme("dslm", input_correlation=correlation)
+        return base.with_scheme("dslm", input_correlation=CORRELATION)
     constant, exponent = chosen.branch_square
     return base.replace(branch_scale=(constant * layers**exponent) ** 0.5)
 
@@ -118,13 +118,12 @@ class GrowthExponents(Result):
     """
 
     depths: tuple[int, ...]
-    theory: Theory
     rows: tuple[Mapping[str, Any], ...]
 
     @property
     def heading(self) -> str:
         return (
-            f"growth over {', '.join(map(str, self.depths))} layers, theory {self.theory}: "
+            f"growth over {', '.join(map(str, self.depths))} layers: "
             "fitted exponents of depth beside the printed orders"
         )
 
@@ -132,11 +131,7 @@ class GrowthExponents(Result):
 def growth_exponents(
     model: Transformer,
     depths: Sequence[int] = (12, 24, 48, 96, 192, 384, 768, 1000),
-    *,
-    theory: Theory = "refined",
     methods: Iterable[str] = tuple(METHODS),
-    correlation: float = 0.227,
-    grad_correlation: float = 0.8,
 ) -> GrowthExponents:
     """Table 3 of Kedia et al. from predictions: forward, backward and sensitivity over depth.
 
@@ -146,9 +141,7 @@ def growth_exponents(
     Args:
         model: shape and dropout; its depth, norm, weights and scales are set by the method.
         depths: numbers of layers.
-        theory: of the predictions.
         methods: of `moments.papers.analysis.growth.METHODS`.
-        correlation, grad_correlation: at the input (before the embedding's dropout) and the output.
 
     Raises:
         DomainError: an unknown method, or fewer than two depths.
@@ -163,12 +156,11 @@ def growth_exponents(
         for norm, printed in METHODS[method].printed.items():
             found: dict[str, list[float]] = {name: [] for name in printed}
             for layers in counts:
-                declared = method_model(model, method, layers, norm, correlation)
                 p = predict_alike(
-                    declared,
-                    theory,
-                    correlation=correlation * (1 - model.dropout),
-                    grad_correlation=grad_correlation,
+                    method_model(model, method, layers, norm),
+                    "refined",
+                    correlation=CORRELATION * (1 - model.dropout),
+                    grad_correlation=GRAD_CORRELATION,
                 )
                 gradient = p.grad_variance
                 blocks = block_sensitivity(p)
@@ -192,7 +184,7 @@ def growth_exponents(
                 }
                 for name, series in found.items()
             ]
-    return GrowthExponents(counts, theory, tuple(rows))
+    return GrowthExponents(counts, tuple(rows))
 
 
 def _slope(x: Any, series: Sequence[float]) -> float:

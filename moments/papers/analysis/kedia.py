@@ -68,29 +68,25 @@ PRINTED: tuple[tuple[int, int, int, float, float | None], ...] = (
 CORRECTED = {(784, 128): (768, 128), (384, 128): (384, 256)}
 
 
-def parameter_count(
-    layers: int, d_model: int, *, vocab_size: int, positions: int, d_ff: int | None = None
-) -> int:
+# Not printed beside the table; so its parameters are met, rounded down to the million.
+SEQ_LEN, VOCABULARY = 512, 32768
+
+
+def parameter_count(layers: int, d_model: int, rows: int = VOCABULARY + SEQ_LEN) -> int:
     """Weights, biases and norms of a BERT-like encoder whose head is tied to its embedding.
 
-    Per layer 4 d^2 + 4 d of attention, 2 d d_ff + d_ff + d of feed-forward and two norms of 2 d;
-    the token and position tables.
+    Per layer 4 d^2 + 4 d of attention, 8 d^2 + 5 d of feed-forward and two norms of 2 d; the `rows`
+    of the token and position tables.
     """
-    d_ff = 4 * d_model if d_ff is None else d_ff
-    layer = 4 * d_model**2 + 2 * d_model * d_ff + d_ff + 9 * d_model
-    return layers * layer + (vocab_size + positions) * d_model
+    return layers * (12 * d_model**2 + 13 * d_model) + rows * d_model
 
 
-def matmul_flops(
-    layers: int, d_model: int, *, seq_len: int, vocab_size: int, d_ff: int | None = None
-) -> int:
+def matmul_flops(layers: int, d_model: int) -> int:
     """Multiplications and additions of a forward pass's matrix products, per token.
 
     2 per weight and token, 4 L d per layer for the logits and the weighted averages, the head.
     """
-    d_ff = 4 * d_model if d_ff is None else d_ff
-    layer = 2 * (4 * d_model**2 + 2 * d_model * d_ff) + 4 * seq_len * d_model
-    return layers * layer + 2 * d_model * vocab_size
+    return layers * (24 * d_model**2 + 4 * SEQ_LEN * d_model) + 2 * d_model * VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -101,53 +97,39 @@ class ComputeTable(Result):
     shape with the same N d^2), and what Table 23 prints for the shape.
     """
 
-    seq_len: int
-    vocab_size: int
     rows: tuple[Mapping[str, Any], ...]
 
     @property
     def heading(self) -> str:
         return (
-            f"constant N d^2: parameters and forward compute per token, {self.seq_len} tokens, "
-            f"vocabulary {self.vocab_size}; matrix products only"
+            f"constant N d^2: parameters and forward compute per token, {SEQ_LEN} tokens, "
+            f"vocabulary {VOCABULARY}; matrix products only"
         )
 
 
-def compute_table(
-    shapes: Iterable[tuple[int, int]] | None = None,
-    *,
-    seq_len: int = 512,
-    vocab_size: int = 32768,
-    positions: int = 512,
-) -> ComputeTable:
+def compute_table(shapes: Iterable[tuple[int, int]] | None = None) -> ComputeTable:
     """Table 23 of Kedia et al., recomputed, or the same for other shapes.
 
-    Sequence length, vocabulary and positions are not printed beside the table; at the defaults its
-    parameters are met, rounded down to the million. The elementwise operations that its compute
-    also counts are left out here: the percentages then differ by less than one.
+    The elementwise operations that its compute also counts are left out here: the percentages then
+    differ by less than one.
 
     Args:
         shapes: (layers, d_model) pairs; None: the table's, its two misprinted shapes mended.
-        seq_len, vocab_size, positions: of the model.
     """
-    for name, value in (("seq_len", seq_len), ("vocab_size", vocab_size)):
-        check_count(name, value)
     mended = {CORRECTED.get(row[:2], row[:2]): row for row in PRINTED}
     rows: list[Mapping[str, Any]] = []
     first: dict[int, int] = {}
     for layers, d_model in list(mended) if shapes is None else shapes:
         check_count("layers", layers)
         check_count("d_model", d_model)
-        flops = matmul_flops(layers, d_model, seq_len=seq_len, vocab_size=vocab_size)
+        flops = matmul_flops(layers, d_model)
         base = first.setdefault(layers * d_model**2, flops)
         printed = mended.get((layers, d_model))
         rows.append(
             {
                 "layers": layers,
                 "d_model": d_model,
-                "parameters": parameter_count(
-                    layers, d_model, vocab_size=vocab_size, positions=positions
-                ),
+                "parameters": parameter_count(layers, d_model),
                 "flops": flops,
                 "extra": 100 * (flops / base - 1),
                 "printed shape": None if printed is None else f"{printed[0]} x {printed[1]}",
@@ -155,4 +137,4 @@ def compute_table(
                 "printed extra": None if printed is None else printed[4],
             }
         )
-    return ComputeTable(seq_len, vocab_size, tuple(rows))
+    return ComputeTable(tuple(rows))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import domain_error
-from ...formulas.checks import POSITIVE, check_in
 from ...formulas.sun import CURSE_OF_DEPTH
 from ...prediction.result import Prediction
 from .recursion import variance_recursion
@@ -53,15 +52,14 @@ class JacobianBounds(Result):
         }
 
 
-def jacobian_bounds(
-    prediction: Prediction, *, weight_variance: float | None = None
-) -> JacobianBounds:
+def jacobian_bounds(prediction: Prediction) -> JacobianBounds:
     """Theorem 3.3, or 4.2 under LayerNorm Scaling, along a prediction's variances.
+
+    The one variance of all matrices that the paper assumes is the largest of the model's, as suits
+    an upper bound.
 
     Args:
         prediction: of a single Pre-LN configuration.
-        weight_variance: the one variance of all matrices that the paper assumes; None: the
-            largest of the model's, as suits an upper bound.
 
     Raises:
         DomainError: not Pre-LN, another placement of the scaling, or several configurations.
@@ -75,11 +73,8 @@ def jacobian_bounds(
         )
     if prediction.variance.ndim != 1:
         raise domain_error("prediction", prediction, "of a single configuration")
-    if weight_variance is None:
-        weight_variance = _largest(prediction)
-    check_in("weight_variance", weight_variance, POSITIVE)
     shape = {
-        "weight_variance": weight_variance,
+        "weight_variance": _largest(prediction),
         "d_model": model.d_model,
         "d_ff": model.d_ff,
         "d_head": model.d_head,
