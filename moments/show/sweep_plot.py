@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name
 from . import palette
+from .chart import ticks
 from .plot import Picture, dress, round_ticks, scale
 
 if TYPE_CHECKING:
@@ -202,12 +203,7 @@ def _maps(
             ax.set_visible(False)
             continue
         here = {n: (f[i] if by is not None else f) for n, f in flags.items()}
-        levels = [
-            level
-            for level in _levels(quantity, values)
-            if not any(level == line.level and _same(line.values, panels[i]) for line in lines)
-        ]
-        mesh = _map(ax, sweep, x, y, panels[i], levels, colors, here)
+        mesh = _map(ax, sweep, x, y, panels[i], _levels(quantity, values), colors, here)
         _boundaries(ax, sweep, x, y, lines)
         if by is not None:
             ax.set_title(f"{axis_title(by)} {_value(sweep.axes.values[by][i])}", fontsize=10)
@@ -222,10 +218,6 @@ def _maps(
     for ax in grid[:-1].ravel():
         ax.set_xlabel("")
     return figure
-
-
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    return np.shape(one) == np.shape(other) and bool(np.allclose(one, other, equal_nan=True))
 
 
 def _map(
@@ -372,23 +364,14 @@ def _colors(quantity: str, values: np.ndarray) -> dict[str, Any]:
 
 def _levels(quantity: str, values: np.ndarray) -> list[float]:
     """Round levels inside the range of values."""
-    from matplotlib.ticker import MaxNLocator
-
     low, high = _range(values)
     if not high > low:
         return []
-    if _logarithmic(quantity, values):
-        decades = math.log10(high / low)
-        step = max(1, round(decades / 6))
-        exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        found = [10.0**e for e in exponents if e % step == 0]
-        if decades < 3:
-            found = [m * 10.0**e for e in exponents for m in (1, 2, 5)]
-    elif quantity.endswith("correlation"):
+    if quantity.endswith("correlation"):
         found = [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999]
     else:
-        found = list(map(float, MaxNLocator(7).tick_values(low, high)))
-    return sorted(level for level in found if low < level < high)
+        found = ticks(low, high, _logarithmic(quantity, values))
+    return [level for level in found if low < level < high]
 
 
 def _value(value: Any) -> str:
