@@ -512,20 +512,27 @@ def stored_model(entries: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
 
 
 def scheme_options(given: list[str] | None) -> dict[str, Any]:
-    """NAME=VALUE of every --option: numbers, true, false, null and lists as in JSON, else text."""
+    """NAME=VALUE of every --option."""
     found: dict[str, Any] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise domain_error("--option", text, "NAME=VALUE, such as per_head=false")
-        try:
-            spelled = value.lower() if value.lower() in ("true", "false") else value
-            found[name] = parse_json(spelled, f"--option {brief(name)}")
-        except DomainError:
-            raise
-        except ValueError:
-            found[name] = value
+        found[name] = spelled(value, f"--option {brief(name)}")
     return found
+
+
+def spelled(text: str, argument: str) -> Any:
+    """A number, true, false, null or a list as in JSON, none for null too, else the text itself."""
+    words = {"true": True, "false": False, "none": None}
+    if text.strip().lower() in words:
+        return words[text.strip().lower()]
+    try:
+        return parse_json(text, argument)
+    except DomainError:
+        raise
+    except ValueError:
+        return text.strip()
 
 
 def write_plot(figure: Any, path: Path) -> None:

@@ -30,7 +30,7 @@ DATA = Path(__file__).parent / "data" / "points.json"
 @cache
 def stored() -> Mapping[str, Any]:
     """By key: x, value, stderr, seeds, and the model and inputs they were made with."""
-    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+    return json.loads(DATA.read_text(encoding="utf-8"))
 
 
 def key(figure: str, panel: int, label: str) -> str:
@@ -90,11 +90,8 @@ def _simulated(found: Setup) -> list[tuple[FigureLine, str]]:
 
 
 def _about_points(found: Setup) -> list[str]:
-    """What points and bars are; and which lines have none."""
+    """What points and bars are."""
     lines = _simulated(found)
-    missing = sum(where not in stored() for _, where in lines)
-    if missing:
-        return [f"NOT SIMULATED yet: {missing} lines"]
     draws = sorted({stored()[where]["made"]["seeds"] for _, where in lines})
     if not draws:
         return []
@@ -184,9 +181,7 @@ def _shown(count: int, log: bool) -> np.ndarray:
 
 
 def _points(ax: Axes, line: FigureLine, where: str, color: str, panel: Panel) -> None:
-    points = stored().get(where)
-    if points is None:
-        return
+    points = stored()[where]
     chosen = _shown(len(points["x"]), panel.log_x)
     x, value, stderr = (np.array(points[name])[chosen] for name in ("x", "value", "stderr"))
     bar = 2 * np.nan_to_num(stderr)
