@@ -567,28 +567,6 @@ def pictures(model: Transformer, variance: float | None, correlation: float | No
     return photograph(embedding.image_size)
 
 
-def input_moments(
-    model: Transformer,
-    variance: float | None,
-    correlation: float | None,
-    known: dict[str, Any],
-) -> dict[str, Any]:
-    """What the user says of the input, else what a plan knows of it; of a vision model's without
-    either, the photograph's moments."""
-    given = {"variance": variance, "correlation": correlation}
-    found = known | {name: value for name, value in given.items() if value is not None}
-    pixels = None if known else pictures(model, variance, correlation)
-    if pixels is None:
-        return found
-    from ..prediction.predict import predict
-
-    entering = predict(model, pixels=pixels)
-    return {
-        "variance": float(entering.variance[0]),
-        "correlation": float(entering.correlation[0]),
-    }
-
-
 def with_input(
     model: str | None,
     layers: int | None,
@@ -596,10 +574,19 @@ def with_input(
     variance: float | None,
     correlation: float | None,
 ) -> tuple[Transformer, dict[str, Any]]:
-    """The model that MODEL and options declare, and what `predict` is told of its input."""
+    """The model that MODEL and options declare, and what `predict` is told of its input: what the
+    user says, else what a plan knows; of a vision model without either, a photograph's moments."""
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)
-    return described, input_moments(described, variance, correlation, known)
+    given = {"variance": variance, "correlation": correlation}
+    found = known | {name: value for name, value in given.items() if value is not None}
+    pixels = None if known else pictures(described, variance, correlation)
+    if pixels is None:
+        return described, found
+    from ..prediction.predict import predict
+
+    entering = predict(described, pixels=pixels)
+    return described, {name: float(getattr(entering, name)[0]) for name in given}
 
 
 # Tokens that attention is resolved over where the user names no length: the cost per layer grows

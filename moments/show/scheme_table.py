@@ -200,7 +200,7 @@ def input_options(model: Transformer, scheme: Scheme, inputs: Mapping[str, Any])
     given = {name: inputs[name] for name in names if inputs.get(name) is not None}
     if model.embedding is None and set(given) <= {"correlation"} and given.get("correlation"):
         # The correlation is that after the embedding's dropout, as `predict` takes it.
-        return {"input_correlation": given["correlation"] / (1 - model.dropout)}
+        return {"input_correlation": min(1.0, given["correlation"] / (1 - model.dropout))}
     if model.embedding is None:
         return {"variant": "solved", "inputs": {"correlation": 0.0, **given}}
     return {"variant": "solved", "inputs": given} if given else {}
