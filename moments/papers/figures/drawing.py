@@ -30,7 +30,8 @@ DATA = Path(__file__).parent / "data" / "points.json"
 @cache
 def stored() -> Mapping[str, Any]:
     """By key: x, value, stderr, seeds, and the model and inputs they were made with."""
-    return json.loads(DATA.read_text(encoding="utf-8"))
+    found: Mapping[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
+    return found
 
 
 def key(figure: str, panel: int, label: str) -> str:
