@@ -139,20 +139,13 @@ def server(
 
 def _python(model: str, layers: int | None, described: Transformer) -> str:
     """The expression that declares a MODEL argument in a session."""
+    from ..model.huggingface.config import read_config
     from ..model.presets import preset
 
     if model in preset.names():
         made = f"moments.preset({model!r}, seq_len={described.seq_len})"
-        return made if layers is None else f"{made}.replace(layers={layers})"
-    if model.endswith(".toml") or described != _huggingface(model, described.seq_len):
+    elif not model.endswith(".toml") and "model_type" in read_config(model):
+        made = f"moments.from_huggingface({model!r}, seq_len={described.seq_len})"
+    else:
         return f"moments.Transformer.from_dict({described.to_dict()!r})"
-    return f"moments.from_huggingface({model!r}, seq_len={described.seq_len})"
-
-
-def _huggingface(model: str, seq_len: int) -> Transformer | None:
-    from ..model.huggingface.config import from_huggingface
-
-    try:
-        return from_huggingface(model, seq_len=seq_len)
-    except DomainError:
-        return None
+    return made if layers is None else f"{made}.replace(layers={layers})"

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from ..errors import MomentsError, domain_error, without_warnings
 from ..model.declaration import GATED
+from ..model.summary import in_brief
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
@@ -297,10 +298,7 @@ class Explorer:
     def _title(self, model: Transformer, state: Mapping[str, Value]) -> str:
         scheme = state.get("scheme", NO_SCHEME)
         under = "" if scheme == NO_SCHEME else f", scheme {scheme}"
-        return (
-            f"{self.name}: {model.layers} layers, d_model {model.d_model}, {model.heads} heads, "
-            f"{model.seq_len} tokens, {model.norm} norm{under}"
-        )
+        return f"{self.name}: {in_brief(model)}{under}"
 
     def python(self, state: Mapping[str, Value]) -> str:
         """One line that gives the state's prediction."""

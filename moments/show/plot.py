@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..errors import domain_error
 from ..files import replacing
+from ..model.summary import in_brief
 from ..model.weights import MATRICES
 from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
@@ -137,10 +138,7 @@ def called(model: Transformer, name: str | None) -> str:
 
 def _describe(prediction: Prediction, name: str | None) -> str:
     model = prediction.model
-    return f"{called(model, name)}: " + (
-        f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, "
-        f"{model.seq_len} tokens, {model.norm} norm, theory {prediction.theory}"
-    )
+    return f"{called(model, name)}: {in_brief(model)}, theory {prediction.theory}"
 
 
 def _shade_band(ax: Axes, quantity: str, band: Expected) -> str:
