@@ -429,8 +429,9 @@ def test_pre_ln_layers_turn_ever_less_and_scaling_does_not_change_that_at_init()
     ).from_layer(1)
     assert (np.diff(plain) < 0).all()
     assert scaled[-1] < plain[-1]
-    trained = angular_distance(moments.predict(model(layers=48), correlation=0.3), 0.5)
-    assert trained.from_layer(1)[-1] < plain[-1]
+    p = moments.predict(model(layers=48), correlation=0.3)
+    trained, fresh = (variance_recursion(p, rho).cosine for rho in (0.5, 0.0))
+    assert trained[-1] > fresh[-1]
 
 
 @pytest.mark.parametrize("scheme", ["admin", "lns", "deepnorm"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,20 +18,17 @@ from ...show.scheme_table import block_sensitivity
 from .results import Result, predict_alike
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """One row of Table 3.
 
     Attributes:
         branch_square: beta^2 at N layers, as constant and exponent of N, lambda being 1; None: set
             by the scheme "dslm".
         printed: by norm, the printed order of each quantity.
-        note: where the effective scale comes from.
     """
 
     branch_square: tuple[float, float] | None
     printed: Mapping[str, Mapping[str, str]]
-    note: str
 
 
 CORRELATION, GRAD_CORRELATION = 0.227, 0.8
@@ -59,32 +56,15 @@ METHODS: dict[str, Method] = {
                 "sensitivity (mean)": "O(log N)",
             },
         },
-        "no scaling",
     ),
-    "ds-init": Method(
-        (1.0, -2.0),
-        _both("O(1)", "O(N^-1)", "O(1)"),
-        "effective beta^2 = N^-2, as Kedia et al. 4.5 and K.3 count it",
-    ),
-    "layerscale": Method(
-        (_BETA**2, 0.0),
-        _both("O(1)", "O(beta N)", "O(1)"),
-        "a learned beta at its initial value, the same at every depth; the order N beta^2 of "
-        "Section 4.6 is printed as beta N",
-    ),
-    "deepnet": Method(
-        (1.0, -1.5),
-        {"post": {"backward": "O(1)"}},
-        "effective beta^2 = N^-1.5, as Kedia et al. 4.5 and K.3 count it",
-    ),
-    "dslm": Method(
-        None,
-        {
-            "post": {"backward": "O(1)"},
-            "pre": {"forward": "1", "backward": "O(1)", "sensitivity": "O(1)"},
-        },
-        "lambda^2 = 1 - 2/N, beta^2 = 2/N, blocks of variance 1",
-    ),
+    # As Kedia et al. 4.5 and K.3 count it, like DeepNet's below.
+    "ds-init": Method((1.0, -2.0), _both("O(1)", "O(N^-1)", "O(1)")),
+    # A learned beta at its initial value, the same at every depth; the order N beta^2 of Section
+    # 4.6 is printed as beta N.
+    "layerscale": Method((_BETA**2, 0.0), _both("O(1)", "O(beta N)", "O(1)")),
+    "deepnet": Method((1.0, -1.5), {"post": {"backward": "O(1)"}}),
+    # lambda^2 = 1 - 2/N, beta^2 = 2/N, blocks of variance 1
+    "dslm": Method(None, _both("O(1)", "O(1)", "1")),
 }
 
 

@@ -128,8 +128,7 @@ def _largest(prediction: Prediction) -> float:
 # A block's last matrix has mean zero and knows nothing of the stream, so x_{l+1} = lambda x_l +
 # beta b has cosine lambda sqrt(v_l / v_{l+1}) with x_l, a normalisation changes no angle, and
 # cosines of successive blocks multiply. Exact for the mean inner product; the angle itself
-# fluctuates by O(1/sqrt(d)). A branch correlation makes it a Markov chain: a block knows earlier
-# streams only through the one it is added to.
+# fluctuates by O(1/sqrt(d)).
 
 
 @dataclass(frozen=True)
@@ -138,12 +137,10 @@ class AngularDistance(Result):
 
     Attributes:
         prediction: it was read from.
-        branch_correlation: of blocks and stream; 0 at initialisation.
         cosine: (N + 1, N + 1), between point l and point m of the stream.
     """
 
     prediction: Prediction
-    branch_correlation: float
     cosine: np.ndarray
 
     @property
@@ -171,22 +168,19 @@ class AngularDistance(Result):
         return {"layer": first, "steps": last - first, "angular_distance": distances}
 
 
-def angular_distance(prediction: Prediction, branch_correlation: float = 0.0) -> AngularDistance:
+def angular_distance(prediction: Prediction) -> AngularDistance:
     """Angular distance between every two points of the stream, for heat maps over depth.
 
     Args:
         prediction: of a single configuration, Pre-LN or Post-LN.
-        branch_correlation: of every block's output with the stream; 0 at initialisation.
 
     Raises:
         DomainError: as `variance_recursion`.
     """
-    steps = variance_recursion(prediction, branch_correlation).cosine
+    steps = variance_recursion(prediction).cosine
     layers = steps[0::2] * steps[1::2]
     count = len(layers) + 1
     cosine = np.eye(count)
     for first in range(count - 1):
         cosine[first, first + 1 :] = np.cumprod(layers[first:])
-    return AngularDistance(
-        prediction, branch_correlation, np.maximum(np.triu(cosine), np.triu(cosine).T)
-    )
+    return AngularDistance(prediction, np.maximum(np.triu(cosine), np.triu(cosine).T))

@@ -168,11 +168,11 @@ def by_class(frame: pd.DataFrame, keys: Sequence[str] = CLASS) -> pd.DataFrame:
     result = grouped[["noise", *MEASURES]].mean()
     result.insert(0, "failed", grouped["failure"].agg(lambda messages: int((messages != "").sum())))
     result.insert(0, "runs", grouped.size())
-    order = {theory: place for place, theory in enumerate(THEORIES)}
-    result = result.reset_index()
-    result["_order"] = result["theory"].map(order)
-    result = result.sort_values([*keys, "_order"], ignore_index=True)
-    return result.drop(columns="_order")
+    return result.reset_index().sort_values(
+        [*keys, "theory"],
+        key=lambda of: of.map(THEORIES.index) if of.name == "theory" else of,
+        ignore_index=True,
+    )
 
 
 def worst(frame: pd.DataFrame, theory: Theory = "refined", count: int = 5) -> pd.DataFrame:
