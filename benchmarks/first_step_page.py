@@ -287,7 +287,7 @@ def timing(data: dict[str, Any]) -> str:
         f"core of a shared machine, least of {found['repeats']}: "
         f"`predict` {found['predict']:.1f} s, `after` {found['after']:.1f} s (between "
         f"{found['after']:.1f} and {found['slowest']:.1f} s by what else ran; it predicts the "
-        "text token by token first, some 2 s of them), at every further "
+        "text token by token first, which is two fifths of it), at every further "
         f"rate {found['again']:.1f} s. One real step of one draw of the weights takes "
         f"{found['measured']:.0f} s.\n\n"
     )

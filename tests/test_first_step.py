@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -475,6 +477,23 @@ def test_many_tokens_at_rates_that_single_precision_does_not_hold() -> None:
     by_square = [step.relative_change[-1] / rate**2 for rate, step in small.items()]
     assert by_square == pytest.approx([by_square[0]] * 2, rel=5e-3)
     assert np.all(np.isfinite([large.loss, *large.relative_change]))
+
+
+@pytest.mark.parametrize("length", [24, 72])
+def test_a_step_s_kernels_go_with_it(length: int) -> None:
+    """By token, and of classes that are told by token for it: nothing waits for the collector."""
+    model = moments.from_huggingface(GPT2 | {"n_positions": 72, "n_layer": 1}, seq_len=length)
+    gc.collect()
+    gc.disable()
+    try:
+        prediction = moments.predict(model, token_ids=zipf_text(300, length, 2))
+        step = prediction.after("adam", 1e-4)
+        reading = weakref.ref(prediction._stepping.reading)
+        assert reading() is not None
+        del prediction, step
+        assert reading() is None
+    finally:
+        gc.enable()
 
 
 def test_a_gain_s_step() -> None:

@@ -306,7 +306,8 @@ def _by_token(prediction: Prediction) -> Prediction:
     """The same of a text, token by token."""
     read = prediction.read
     if prediction.layout.classes is None or read is None or read.inputs.token_ids is None:
-        return prediction
+        # not the one that keeps these steps: a circle's gigabytes would wait for the collector
+        return dataclasses.replace(prediction)
     return predict(
         prediction.model,
         tokens=True,
