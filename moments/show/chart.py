@@ -22,7 +22,8 @@ MOST_MARKED = 64
 
 ROLES = ("signal", "gradient", "third", "fourth", "fifth", "sixth", "seventh")
 _DASHES = {"signal": "", "gradient": "7 3", "third": "2 2", "fourth": "8 2 2 2"}
-_DASHES |= {"fifth": "1 3", "sixth": "12 4", "seventh": "", "held": "4 3"}
+_DASHES |= {"fifth": "1 3", "sixth": "12 4", "seventh": "", "held": "4 3", "before": ""}
+_BEHIND = ("held", "before")
 
 STYLE = """.chart { max-width: 100%; height: auto; overflow: visible }
 .chart text { fill: currentColor; font: 11px system-ui, "DejaVu Sans", sans-serif }
@@ -43,7 +44,7 @@ class Curve:
         label: in the legend; "": it stands in none.
         y: values, (P,).
         x: places, (P,).
-        role: which colour and dash: one of ROLES, or "held".
+        role: which colour and dash: one of ROLES, or "held" or "before".
         band: lower and upper end of a shaded range, (2, P).
     """
 
@@ -60,7 +61,7 @@ class Chart:
 
     Attributes:
         title: stands above it.
-        curves: later ones are drawn over earlier ones, "held" behind all.
+        curves: later ones are drawn over earlier ones, "held" and "before" behind all.
         x_label: below it.
         bounded: whether the values are correlations or shares, drawn from 0 to 1.
     """
@@ -168,7 +169,7 @@ def _svg(chart: Chart) -> str:
     parts.append(f"{below}{escape(chart.x_label)}</text>")
     told_apart = sum(bool(curve.label) for curve in chart.curves) > 1
     # Dashed lines over solid ones, so that one that covers another shows both.
-    for curve in sorted(chart.curves, key=lambda curve: curve.role != "held"):
+    for curve in sorted(chart.curves, key=lambda curve: curve.role not in _BEHIND):
         x, color = across(curve.x), f"var(--{curve.role})"
         if curve.band is not None:
             around = np.concatenate([up(curve.band[0]), up(curve.band[1])[::-1]])
@@ -197,7 +198,7 @@ def _spots(chart: Chart, across: Callable[..., Any], up: Callable[..., Any]) -> 
     """What the pointer reads."""
     found = []
     for curve in chart.curves:
-        if curve.role == "held" or curve.y.size > MOST_MARKED:
+        if curve.role in _BEHIND or curve.y.size > MOST_MARKED:
             continue
         name = f"{curve.label}, " if curve.label else ""
         for at, value in zip(curve.x, curve.y, strict=True):

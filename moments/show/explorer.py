@@ -7,11 +7,13 @@ one line of Python that any session can run. The page (`explorer_page`) and the 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -20,10 +22,11 @@ from ..errors import MomentsError, domain_error, without_warnings
 from ..model.declaration import GATED
 from ..model.summary import in_brief
 from ..model.transformer import Transformer
-from ..prediction.predict import predict
+from ..prediction.predict import SoFar, predict
 from ..prediction.result import Prediction
 from ..scheme.registry import scheme as known_scheme
 from ..scheme.registry import schemes as every_scheme
+from .chart import Chart
 from .page import stream_charts
 from .scheme_table import input_options
 from .verdict import growth
@@ -146,7 +149,7 @@ class View:
         values: of every control, as they were settled.
         settled: what was changed to fit, in words.
         by_scheme: controls that the scheme decides.
-        title: which model it is.
+        title: which model it is; "" before it is declared.
         verdict: what the depth does to it, in a line.
         python: one line that gives the same prediction.
         link: the state as the query of an address.
@@ -154,6 +157,8 @@ class View:
         warnings: where formulas left their validity.
         error: why there is nothing to see; "" where there is.
         milliseconds: what predicting and drawing took.
+        complete: whether all is there; before, curves end where layers are still to come, and
+            bands follow.
     """
 
     values: Mapping[str, Value]
@@ -167,6 +172,47 @@ class View:
     warnings: tuple[str, ...] = ()
     error: str = ""
     milliseconds: float = 0.0
+    complete: bool = True
+
+
+FRAME = 0.075
+"""Seconds after which what is known of a state is shown."""
+
+PAUSE = 0.15
+"""Seconds that a state must stand before what cannot be given up is begun: its bands."""
+
+
+MOST_VIEWERS = 16
+"""Pages whose last state is remembered."""
+
+
+class _Superseded(Exception):
+    """Another state is asked for."""
+
+
+class _Progress:
+    """A state on its way to being known, behind what was `last` shown."""
+
+    def __init__(self, last: Prediction | None) -> None:
+        self.began, self.last = time.perf_counter(), last
+        self.model: Transformer | None = None
+        self.held: Prediction | None = None
+        self.so_far: SoFar | None = None
+        self.prediction: Prediction | None = None
+        self.ended = threading.Event()
+
+    def passed(self, so_far: SoFar) -> None:
+        """Behind a layer."""
+        self.so_far = so_far
+        if self.ended.is_set():
+            raise _Superseded
+
+    def predicted(self, prediction: Prediction) -> None:
+        """All but the bands is known."""
+        self.prediction = prediction
+        slow = time.perf_counter() - self.began > FRAME
+        if self.ended.wait(PAUSE if slow else 0.0):
+            raise _Superseded
 
 
 class Explorer:
@@ -192,6 +238,8 @@ class Explorer:
         self.controls = {control.name: control for control in _controls(self.model)}
         self._lock = threading.Lock()
         self._predicted = functools.lru_cache(maxsize=64)(self._predict)
+        self._progress: _Progress | None = None
+        self._viewers: dict[str, _Progress] = {}
 
     def read(self, query: str) -> tuple[dict[str, Value], dict[str, Value] | None]:
         """The state that a link's query says, and the one it holds in grey.
@@ -225,36 +273,115 @@ class Explorer:
 
     def view(self, query: str = "") -> View:
         """What a state looks like; where it is none that can be, why."""
+        return self._view(query, None)
+
+    def views(self, query: str = "", viewer: str = "") -> Iterator[View]:
+        """A state as it becomes known: within `FRAME` what is by then, and at last all of it.
+
+        It ends early where the same viewer asks for another state.
+        """
+        try:
+            self.read(query)
+        except MomentsError:
+            yield self.view(query)
+            return
+        before = self._viewers.pop(viewer, None)
+        progress = _Progress(None if before is None else before.prediction or before.last)
+        if before is not None:
+            before.ended.set()
+        self._viewers[viewer] = progress
+        while len(self._viewers) > MOST_VIEWERS:
+            self._viewers.pop(next(iter(self._viewers))).ended.set()
+        found: list[View] = []
+
+        def work() -> None:
+            with contextlib.suppress(_Superseded):
+                found.append(self._view(query, progress))
+
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        try:
+            pause = FRAME
+            while True:
+                worker.join(pause)
+                if not worker.is_alive() or progress.ended.is_set():
+                    break
+                yield self._so_far(query, progress)
+                pause = min(1.4 * pause, 1.0)
+            yield from found
+        finally:
+            progress.ended.set()
+
+    def _view(self, query: str, progress: _Progress | None) -> View:
         with self._lock, without_warnings():  # they stand in the view
             began = time.perf_counter()
             state = {name: control.start for name, control in self.controls.items()}
             try:
                 state, held = self.read(query)
-                values, settled = _settle(state)
-                found = self._at(values)
-                charts = stream_charts(found, None if held is None else self._at(_settle(held)[0]))
+                self._progress = progress
+                behind = None if held is None else self._at(_settle(held)[0])
+                if progress is not None:
+                    progress.held, progress.so_far = behind, None
+                found = self._at(_settle(state)[0])
+                if progress is not None:
+                    progress.predicted(found)
+                charts = stream_charts(found, behind)
                 notes = (*found.warnings, *(found._draws[2] if found.theory == "refined" else ()))
             except MomentsError as error:
                 return View(state, error=str(error), python=self.python(state), link=query)
-            return View(
-                values,
-                settled,
-                self._by_scheme(values),
-                self._title(found.model, values),
-                growth(found),
-                self.python(values),
-                self.link(values, held),
-                tuple(chart.svg() for chart in charts),
-                notes,
+            finally:
+                self._progress = None
+            return dataclasses.replace(
+                self._drawn(state, held, charts, found.model),
+                verdict=growth(found),
+                warnings=notes,
                 milliseconds=1e3 * (time.perf_counter() - began),
             )
+
+    def _so_far(self, query: str, progress: _Progress) -> View:
+        """What is known of a state by now."""
+        known = progress.prediction
+        charts: list[Chart] = []
+        state, held = self.read(query)
+        if known is not None:
+            charts = stream_charts(known, progress.held, bands=False)
+        elif progress.so_far is not None:
+            charts = stream_charts(progress.so_far(), progress.held, before=progress.last)
+        found = self._drawn(state, held, charts, progress.model)
+        return dataclasses.replace(
+            found,
+            verdict="" if known is None else growth(known),
+            milliseconds=1e3 * (time.perf_counter() - progress.began),
+            complete=False,
+        )
+
+    def _drawn(
+        self,
+        state: dict[str, Value],
+        held: dict[str, Value] | None,
+        charts: Sequence[Chart],
+        model: Transformer | None,
+    ) -> View:
+        values, settled = _settle(state)
+        return View(
+            values,
+            settled,
+            self._by_scheme(values),
+            "" if model is None else self._title(model, values),
+            python=self.python(values),
+            link=self.link(values, held),
+            charts=tuple(chart.svg() for chart in charts),
+        )
 
     def _at(self, state: Mapping[str, Value]) -> Prediction:
         return self._predicted(tuple(state.items()))
 
     def _predict(self, state: tuple[tuple[str, Value], ...]) -> Prediction:
         model, inputs = self._declared(dict(state))
-        return predict(model, **inputs)
+        if self._progress is None:
+            return predict(model, **inputs)
+        self._progress.model = model
+        return predict(model, **inputs, progress=self._progress.passed)
 
     def _declared(self, state: Mapping[str, Value]) -> tuple[Transformer, dict[str, Any]]:
         fields, scheme, options, inputs = self._parts(state)

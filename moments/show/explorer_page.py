@@ -65,7 +65,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that was closed is none."""
+        """A page that went on to another state, or was closed, is none."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -84,21 +84,32 @@ class _Handler(BaseHTTPRequestHandler):
         elif where.path == "/":
             self._send(HTTPStatus.OK, "text/html", page(self.server.explorer))
         elif where.path == "/view" and len(where.query) <= MOST_QUERY:
-            view = dataclasses.asdict(self.server.explorer.view(where.query))
-            self._send(HTTPStatus.OK, "application/json", json.dumps(view, allow_nan=False))
+            self._views(where.query)
         else:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "nothing here\n")
 
+    def _views(self, query: str) -> None:
+        """A line for every view of the state, as it becomes known."""
+        self._begin(HTTPStatus.OK, "application/x-ndjson", ("Transfer-Encoding", "chunked"))
+        viewer = self.headers.get("X-Viewer", "")[:40]
+        for view in self.server.explorer.views(query, viewer):
+            line = json.dumps(dataclasses.asdict(view), allow_nan=False).encode() + b"\n"
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+        self.wfile.write(b"0\r\n\r\n")
+
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()
+        self._begin(status, kind, ("Content-Length", str(len(body))))
+        self.wfile.write(body)
+
+    def _begin(self, status: HTTPStatus, kind: str, length: tuple[str, str]) -> None:
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header(*length)
         self.send_header("Content-Security-Policy", _NOTHING_ELSE)
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
         """Nothing: a line for every step of a slider helps nobody."""

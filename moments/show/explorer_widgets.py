@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..errors import optional
 from .chart import STYLE
-from .explorer import Control, Explorer, Value, View
+from .explorer import Control, Explorer, Value
 from .html import fragment
 
 if TYPE_CHECKING:
     from ..model.transformer import Transformer
+    from .explorer import View
 
 
 class Widgets:
@@ -20,7 +22,6 @@ class Widgets:
     Attributes:
         explorer: what they show.
         inputs: the widget of every control, by its name.
-        view: what is shown.
         box: all of it, as one widget.
     """
 
@@ -35,20 +36,53 @@ class Widgets:
             widget.observe(self._changed, names="value")
         controls = ipywidgets.VBox(list(self.inputs.values()))
         self.box = ipywidgets.HBox([controls, self._shown])
-        self._changed(None)
+        self._following: asyncio.Task[None] | None = None
+        self._show(self._state, self.explorer.view(self._state))
+
+    @property
+    def view(self) -> View:
+        """What is shown, as soon as all of it is."""
+        state = self._state
+        if state != self._seen or not self._view.complete:
+            self._show(state, self.explorer.view(state))
+        return self._view
 
     @property
     def python(self) -> str:
         """One line that gives the prediction shown."""
         return self.view.python
 
-    def _changed(self, _: Any) -> None:
-        """Show the state that the controls say, read as from a link."""
+    @property
+    def _state(self) -> str:
+        """That the controls say, as a link does."""
         state: dict[str, Value] = {name: w.value for name, w in self.inputs.items()}
-        self.view = self.explorer.view(self.explorer.link(state))
+        return self.explorer.link(state)
+
+    def _changed(self, _: Any) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # no notebook waits for what is moved next
+            self._show(self._state, self.explorer.view(self._state))
+            return
+        if self._following is None or self._following.done():
+            self._following = loop.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        """Show states as they become known; each at least once before a newer one."""
+        one_by_one = asyncio.get_running_loop().run_in_executor
+        while (state := self._state) != self._seen or not self._view.complete:
+            views = self.explorer.views(state, "widgets")
+            while (view := await one_by_one(None, next, views, None)) is not None:
+                self._show(state, view)
+                if self._state != state:
+                    break
+
+    def _show(self, state: str, view: View) -> None:
+        self._seen, self._view = state, view
         for name, widget in self.inputs.items():
-            widget.disabled = name in self.view.by_scheme
-        self._shown.value = _html(self.view)
+            widget.disabled = name in view.by_scheme
+        if view.charts or view.error:
+            self._shown.value = _html(view)
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -56,7 +90,7 @@ class Widgets:
         display(self.box)
 
     def __repr__(self) -> str:
-        return f"Widgets({self.explorer.name}: {self.view.link or 'as it was given'})"
+        return f"Widgets({self.explorer.name}: {self._seen or 'as it was given'})"
 
 
 def explore(model: Transformer | None = None, name: str | None = None) -> Widgets:

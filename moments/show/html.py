@@ -21,7 +21,7 @@ _SERIES = """--signal: #0072b2; --gradient: #d55e00; --third: #009e73; --fourth:
 
 _STYLE = """
 & { color-scheme: light dark; --ground: #ffffff; --ink: #1d1d1f; --soft: #5b5f66;
-  --edge: #d8dbe0; --panel: #f6f7f9; SERIES; --held: #767676; --outside: #a8527f;
+  --edge: #d8dbe0; --panel: #f6f7f9; SERIES; --held: #767676; --before: #8886; --outside: #a8527f;
   --alarm: #b80000; --warn: #e69f00; --good: #1f7a3d; background: var(--ground);
   color: var(--ink); font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif }
 @media (prefers-color-scheme: dark) { & { --ground: #15171a; --ink: #e8e8ea; --soft: #a5abb4;

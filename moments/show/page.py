@@ -210,23 +210,36 @@ STREAM = (
 """Quantity, title and role of the charts of a stream."""
 
 
-def stream_charts(shown: Prediction, held: Prediction | None = None) -> list[Chart]:
+def stream_charts(
+    shown: Prediction | np.ndarray,
+    held: Prediction | None = None,
+    *,
+    before: Prediction | None = None,
+    bands: bool = True,
+) -> list[Chart]:
     """Variance, correlation, gradient variance and gradient correlation along the depth.
 
     Args:
-        shown: a prediction of one configuration, with where one draw falls.
+        shown: a prediction of one configuration, or as much of one as is known, (4, layers + 1).
         held: another one, drawn in grey behind it.
+        before: what stood there, drawn faintly as far as the layers go.
+        bands: whether to shade where one draw falls.
     """
-    ranges = one_draw(shown)
+    if isinstance(shown, Prediction):
+        known = np.array([getattr(shown, quantity) for quantity, *_ in STREAM])
+        ranges = one_draw(shown) if bands else {}
+    else:
+        known, ranges = shown, {}
+    layers = np.arange(known.shape[-1])
     found = []
-    for quantity, title, role in STREAM:
+    for values, (quantity, title, role) in zip(known, STREAM, strict=True):
         band = ranges.get(quantity)
         ends = None if band is None else np.stack([band.low, band.high])
-        values = getattr(shown, quantity)
-        curves = [Curve("", values, np.arange(values.size), role, ends)]
-        if held is not None:
-            old = getattr(held, quantity)
-            curves.append(Curve("", old, np.arange(old.size), "held"))
+        curves = [Curve("", values, layers, role, ends)]
+        for other, behind in ((held, "held"), (before, "before")):
+            if other is not None:
+                old = getattr(other, quantity)[: None if behind == "held" else layers.size]
+                curves.append(Curve("", old, np.arange(old.size), behind))
         found.append(Chart(title, curves, bounded=quantity.endswith("correlation")))
     return found
 
