@@ -19,12 +19,15 @@ from moments.papers.analysis import (
     angular_distance,
     chain_constants,
     correlation_fixed_points,
+    dslm_bounds,
     growth_exponents,
+    growth_laws,
+    sensitivity,
+    trade_off,
     variance_recursion,
 )
 from moments.papers.analysis.fixed_points import repeated_layer
 from moments.papers.analysis.recursion import blocks
-from moments.show.scheme_table import block_sensitivity
 
 
 def model(**changes: object) -> moments.Transformer:
@@ -109,6 +112,7 @@ def test_without_dropout_tokens_collapse_at_the_closed_rates() -> None:
     depth = np.arange(200, 1001)
     slope = np.polyfit(np.log(depth), np.log(1 - p.correlation[200:]), 1)[0]
     assert -slope == pytest.approx(pre.rate, abs=0.03)
+    assert post.layers_to(0.01) == pytest.approx(math.log(0.01) / math.log(post.rate))
 
 
 def test_fixed_points_need_layers_alike() -> None:
@@ -125,54 +129,15 @@ def test_fixed_points_need_layers_alike() -> None:
 # --- growth ---------------------------------------------------------------------------------------
 
 
-def at_attention(p: moments.Prediction) -> np.ndarray:
-    """Correlation of the gradient that meets the attention of every layer, (N,)."""
-    kernels = [
-        q.gradient.kernel
-        for q in p.trace.points
-        if q.site == "attention.sum" and q.gradient is not None
-    ]
-    return np.array([k.mean_pairs() / k.mean_diagonal() for k in kernels], dtype=float)
-
-
-def stationary(declared: moments.Transformer, theory: str, layers: int) -> moments.Prediction:
-    """A stack between the correlations that it leaves alone."""
-    found = correlation_fixed_points(declared, theory)  # type: ignore[arg-type]
-    return moments.predict(
-        declared.replace(layers=layers),
-        theory=theory,  # type: ignore[arg-type]
-        correlation=found.correlation,
-        grad_correlation=found.grad_correlation,
-        tokens=False,
-    )
-
-
 @pytest.mark.parametrize("theory", ["simplified", "refined"])
 def test_growth_laws_meet_predictions(theory: str) -> None:
-    """Table 2's constants beside slopes over the deeper half of a stack, or its middle."""
-    layers = 400
-    depth = np.arange(layers + 1)
-    gains = chain_constants(model())._asdict()
-    table = correlation_fixed_points(model(), "simplified")
-    given = {"x_correlation": table.correlation, "grad_correlation": table.grad_correlation}
-    closed = {
-        name: PRE_LN_CHAIN.law(name)(**gains, **given)
-        for name in ("variance_growth", "grad_exponent")
-    }
-    p, late = stationary(model(), theory, layers), slice(layers // 2, None)
-    line = np.polyfit(depth[late], p.variance[late], 1)[0]
-    power = np.polyfit(np.log(depth[late]), np.log(p.grad_variance[late]), 1)[0]
-    assert line == pytest.approx(closed["variance_growth"], rel=0.02)
-    assert -power == pytest.approx(closed["grad_exponent"], rel=0.02)
-    post = model(norm="post")
-    received = at_attention(stationary(post, "simplified", 1))[0]
-    given = {"x_correlation": correlation_fixed_points(post, "simplified").correlation}
-    growth = POST_LN_CHAIN.law("grad_growth")(**gains, **given, grad_correlation=received)
-    p, middle = stationary(post, theory, layers), slice(layers // 4, 3 * layers // 4)
-    slope = np.polyfit(depth[middle], np.log(p.grad_variance[middle]), 1)[0]
+    pre = growth_laws(model(), theory)  # type: ignore[arg-type]
+    for quantity, closed in pre.closed.items():
+        assert pre.predicted[quantity] == pytest.approx(closed, rel=0.02)
+    post = growth_laws(model(norm="post"), theory)  # type: ignore[arg-type]
     tolerance = 1e-6 if theory == "simplified" else 0.02
-    assert math.exp(-slope) == pytest.approx(growth, rel=tolerance)
-    assert growth == pytest.approx(0.96, abs=5e-3)
+    assert post.predicted["grad_growth"] == pytest.approx(post.closed["grad_growth"], rel=tolerance)
+    assert post.closed["grad_growth"] == pytest.approx(0.96, abs=5e-3)
 
 
 def test_growth_exponents_are_table_three() -> None:
@@ -201,24 +166,27 @@ def test_growth_exponents_are_table_three() -> None:
 # --- sensitivity ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alpha", [1.0, 2.0])
-@pytest.mark.parametrize("k", [0.5, 2.0])
-def test_sensitivity_of_dslm_is_by_its_constants(k: float, alpha: float) -> None:
-    """N beta^2 = k N^(1 - alpha); skip connections alone keep a share of the gradient."""
-    layers = 96
-    scaled = model(layers=layers).with_scheme("dslm", k=k, alpha=alpha, input_correlation=0.25)
+def test_sensitivity_of_dslm_is_k() -> None:
+    scaled = model(layers=96).with_scheme("dslm", k=2.0, input_correlation=0.25)
     p = moments.predict(scaled, correlation=0.225)
-    found = block_sensitivity(p)
-    depth = {"branch_constant": k, "branch_exponent": alpha, "layers": layers}
-    square = DSLM_CHAIN.law("branch_square")(**depth)
-    closed = DSLM_CHAIN.law("sensitivity")(layers=layers, branch_square=square)
-    assert closed == pytest.approx(k * layers ** (1 - alpha))
-    slack = 0.05 if alpha == 1 else 0.08
-    assert np.median(found) == pytest.approx(closed, rel=slack)
-    assert found.mean() == pytest.approx(closed, rel=slack)
-    assert found.shape == (2 * layers,)
-    kept = p.grad_variance.min() / p.grad_variance.max()
-    assert kept >= DSLM_CHAIN.law("fall")(**depth)
+    found = sensitivity(p)
+    assert found.closed == pytest.approx(2.0)
+    assert found.median == pytest.approx(2.0, rel=0.05)
+    assert found.mean == pytest.approx(2.0, rel=0.05)
+    assert found.blocks.shape == (96, 2)
+
+
+def test_sensitivity_over_the_plane() -> None:
+    table = trade_off(model(layers=64), (0.5, 2.0), (0.4, 1.0, 2.0)).to_frame()
+    assert len(table) == 6
+    expected = table["k"] * 64.0 ** (1 - table["alpha"])
+    assert table["sensitivity"].to_numpy() == pytest.approx(expected.to_numpy())
+    assert (table["grad_ratio"] >= table["fall"]).all()
+    steady = table[table["alpha"] >= 1]
+    assert steady["predicted sensitivity"].to_numpy() == pytest.approx(
+        steady["sensitivity"].to_numpy(), rel=0.08
+    )
+    assert len(trade_off(model(layers=4), (5.0,), (1.0, 2.0)).to_frame()) == 1
 
 
 # --- bounds of DeepScaleLM ------------------------------------------------------------------------
@@ -248,49 +216,35 @@ def test_bounds_of_the_simplified_scheme(k: float) -> None:
 def test_dslm_stays_within_its_bounds(
     norm: str, simplified: bool, grad_correlation: float, theory: str
 ) -> None:
-    """E.3 to E.5: C_6 is the correlation of the gradient that meets a layer's attention over that
-    of the signal which enters it."""
-    layers, k = 192, 2.0
-    declared = model(layers=layers, norm=norm).with_scheme(
+    declared = model(layers=192, norm=norm).with_scheme(
         "dslm", variant="released", input_correlation=0.227, simplified=simplified
     )
-    p = moments.predict(
-        declared,
-        theory=theory,  # type: ignore[arg-type]
-        correlation=0.227 * 0.9,
-        grad_correlation=grad_correlation,
-        tokens=False,
-    )
-    ratios = at_attention(p) / p.correlation[:-1]
-
-    def bound(name: str, **given: float) -> float:
-        return float(DSLM_CHAIN.law(name)(branch_constant=k, **given))
-
-    if simplified:
-        variances = bound("simplified_variance_lower"), 1.0
-        gradients = (
-            bound("simplified_grad_lower"),
-            bound("simplified_grad_upper", gradient_ratio=ratios.max()),
-        )
-        assert p.variance.min() < 0.7
-    else:
-        variances = 1.0, 1.0
-        low, high = (bound("grad_bound", gradient_ratio=c) for c in (ratios.min(), ratios.max()))
-        gradients = min(low, 1.0), max(high, 1.0)  # the start has 1
-    # The bounds are those of many layers: 1/N of what changes.
-    for (low, high), values in ((variances, p.variance), (gradients, p.grad_variance[::-1])):
-        grown = values / values[0]
-        assert low * (1 - 5 / layers) < grown.min() <= grown.max() < high * (1 + 5 / layers)
+    found = dslm_bounds(declared, theory, grad_correlation=grad_correlation)  # type: ignore[arg-type]
+    assert found.branch_constant == pytest.approx(2.0)
+    assert found.simplified == simplified
+    for name, (low, high) in found.bounds.items():
+        smallest, largest = found.extremes[name]
+        # The bounds are those of many layers: 1/N of what changes.
+        assert low * (1 - 5 / 192) < smallest <= largest < high * (1 + 5 / 192), name
+    assert not simplified or found.extremes["variance"][0] < 0.7
+    assert len(found.to_frame()) == 2
 
 
 def test_dslm_bound_is_met_by_a_white_gradient() -> None:
     """Table 2's attention returns nothing of it: skip connections alone, e^(-k)."""
     declared = model(layers=1000).with_scheme("dslm", k=1.5, input_correlation=0.227)
-    p = moments.predict(declared, theory="simplified", correlation=0.227 * 0.9, tokens=False)
-    smallest = p.grad_variance.min() / p.grad_variance[-1]
+    found = dslm_bounds(declared)
+    smallest = found.extremes["grad_variance"][0]
     assert smallest == pytest.approx(math.exp(-1.5), rel=0.01)
-    bound = DSLM_CHAIN.law("grad_bound")(branch_constant=1.5, gradient_ratio=0.0)
-    assert smallest == pytest.approx(bound, rel=0.01)
+    assert smallest == pytest.approx(found.bounds["grad_variance"][0], rel=0.01)
+
+
+def test_dslm_bounds_need_dslm() -> None:
+    with pytest.raises(moments.DomainError, match="skip_scale"):
+        dslm_bounds(model())
+    post = model(norm="post").with_scheme("dslm", input_correlation=0.227, simplified=True)
+    with pytest.raises(moments.DomainError, match="simplified"):
+        dslm_bounds(post)
 
 
 # --- correlated branches --------------------------------------------------------------------------
@@ -429,9 +383,8 @@ def test_pre_ln_layers_turn_ever_less_and_scaling_does_not_change_that_at_init()
     ).from_layer(1)
     assert (np.diff(plain) < 0).all()
     assert scaled[-1] < plain[-1]
-    p = moments.predict(model(layers=48), correlation=0.3)
-    trained, fresh = (variance_recursion(p, rho).cosine for rho in (0.5, 0.0))
-    assert trained[-1] > fresh[-1]
+    trained = angular_distance(moments.predict(model(layers=48), correlation=0.3), 0.5)
+    assert trained.from_layer(1)[-1] < plain[-1]
 
 
 @pytest.mark.parametrize("scheme", ["admin", "lns", "deepnorm"])

@@ -24,9 +24,8 @@ from moments.formulas.kedia_chain import DSLM_CHAIN, PRE_LN_CHAIN
 from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION_JACOBIAN
 from moments.formulas.sun import CURSE_OF_DEPTH
 from moments.formulas.symbols import SYMBOLS
-from moments.papers.analysis import correlation_fixed_points
+from moments.papers.analysis import correlation_fixed_points, sensitivity
 from moments.papers.figures.drawing import stored
-from moments.show.scheme_table import block_sensitivity
 
 
 def assert_within(value: float, estimate: Estimate, slack: float = 0.0) -> None:
@@ -290,7 +289,7 @@ def test_layerscale_sensitivity_is_quadratic() -> None:
     found = []
     for beta in (0.01, 0.02):
         model = moments.Transformer(24, 64, 4, 32, branch_scale=beta)
-        found.append(block_sensitivity(moments.predict(model, correlation=0.5)).mean())
+        found.append(sensitivity(moments.predict(model, correlation=0.5)).mean)
     assert found[1] / found[0] == pytest.approx(4, rel=0.01)
 
 

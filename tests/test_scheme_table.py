@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import moments
+from moments.papers.analysis import sensitivity
 from moments.scheme import schemes
 from moments.show.scheme_plot import MOST, rows
 from moments.show.scheme_table import compare_schemes
@@ -29,11 +30,7 @@ def test_every_scheme_has_a_row() -> None:
     assert row.variance_growth == pytest.approx(plain.variance[-1])
     assert row.gradient_ratio == pytest.approx(plain.grad_variance[0])
     assert row.final_correlation == pytest.approx(plain.correlation[-1])
-    points = plain.to_frame()
-    sums = points[points.site.isin(["attention.sum", "ffn.sum"])].variance
-    grown = np.concatenate([plain.variance[:1], sums])
-    added = np.median(grown[1:] / grown[:-1] - 1)
-    assert row.sensitivity == pytest.approx(len(plain.variance[1:]) * added, rel=1e-9)
+    assert row.sensitivity == pytest.approx(sensitivity(plain).median, rel=1e-9)
     assert frame.loc["dslm"].variance_growth == pytest.approx(1.0, abs=0.1)
     assert (frame.loc["deepnorm"].norm, frame.loc["t-fixup"].norm) == ("post", "none")
     assert f"{len(schemes())} schemes" in str(compared)

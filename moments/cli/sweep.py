@@ -140,7 +140,7 @@ def sweep(
         if plot is None or x is None or y is None:
             raise DomainError("--line is drawn over a map: add --plot, --x and --y")
         for kind in line:
-            check_choice("--line", kind, KINDS)
+            check_choice("--line", kind, tuple(KINDS))
     for option, chosen in (("--x", x), ("--y", y), ("--by", by)):
         if chosen is not None and chosen not in axes:
             raise unknown_name(option, chosen, axes)

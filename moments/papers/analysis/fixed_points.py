@@ -149,6 +149,15 @@ class FixedPoints(Result):
         """Whether all tokens become one."""
         return self.correlation == 1.0
 
+    def layers_to(self, share: float) -> float:
+        """Layers in which the distance to the fixed point shrinks to `share` of itself.
+
+        Asymptotic, from a stream that is already near it; counted from layer 1 for a power law.
+        """
+        if self.kind == "geometric":
+            return math.log(share) / math.log(self.rate)
+        return float(share ** (-1 / self.rate))
+
     @property
     def heading(self) -> str:
         how = (
@@ -326,8 +335,8 @@ class Exponents(Result):
         return [{"quantity": name, "value": getattr(self, name)} for name in names]
 
 
-def exponents(model: Transformer) -> Exponents:
-    """Angle and gradient exponent of a model's first layer, repeated.
+def exponents(model: Transformer, theory: Theory = "refined", *, layer: int = 1) -> Exponents:
+    """Angle and gradient exponent of a layer that is repeated.
 
     Source of the definitions: Cowsik et al. 2024, Geometric dynamics of signal propagation predict
     trainability of transformers. The map is that of `predict`, tokens alike.
@@ -335,26 +344,30 @@ def exponents(model: Transformer) -> Exponents:
     Args:
         model: full attention without positions, no dropout (whose tokens never become the same),
             layers of one kind.
+        theory: whose map.
+        layer: which of its layers, from 1.
 
     Raises:
         DomainError: dropout, LayerNorm Scaling, or attention that tells tokens apart.
     """
-    return many_exponents([model])[0]
+    return many_exponents([model], theory, layer=layer)[0]
 
 
-def many_exponents(models: Sequence[Transformer]) -> list[Exponents]:
+def many_exponents(
+    models: Sequence[Transformer], theory: Theory = "refined", *, layer: int = 1
+) -> list[Exponents]:
     """`exponents` of models that differ in numbers alone, at once.
 
     Raises:
         DomainError: as `exponents`.
     """
-    deep = [repeated(model) for model in models]
+    deep = [repeated(model, layer) for model in models]
     count = len(models)
-    variance, correlation, gradient = _stream(deep, np.ones(count), np.full(count, 0.5))
+    variance, correlation, gradient = _stream(deep, theory, np.ones(count), np.full(count, 0.5))
     first, last = DEPTH // 3, 2 * DEPTH // 3
     with np.errstate(divide="ignore", invalid="ignore"):
         grown = np.log(gradient[:, first] / gradient[:, last]) / (last - first)
-    close = _stream(deep, variance[:, -1], np.full(count, 1 - CLOSE))
+    close = _stream(deep, theory, variance[:, -1], np.full(count, 1 - CLOSE))
     angles = [_late_growth(row) for row in 1 - close[1]]
     if not (np.all(np.isfinite(grown)) and np.all(np.isfinite(angles))):
         raise DomainError(
@@ -370,16 +383,16 @@ def many_exponents(models: Sequence[Transformer]) -> list[Exponents]:
 
 
 def _stream(
-    models: Sequence[Transformer], variance: np.ndarray, correlation: np.ndarray
+    models: Sequence[Transformer], theory: Theory, variance: np.ndarray, correlation: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Variance, correlation and gradient variance along the depth, (B, DEPTH + 1) each."""
     if len(models) == 1:  # by plain numbers, several times faster
         p = predict_alike(
-            models[0], "refined", variance=float(variance[0]), correlation=float(correlation[0])
+            models[0], theory, variance=float(variance[0]), correlation=float(correlation[0])
         )
         return p.variance[None], p.correlation[None], p.grad_variance[None]
     given = {"variance": variance, "correlation": correlation}
-    variance, correlation, gradient, _ = predict_together(models, "refined", given).stream
+    variance, correlation, gradient, _ = predict_together(models, theory, given).stream
     return variance, correlation, gradient
 
 
@@ -391,14 +404,16 @@ def _late_growth(apart: np.ndarray) -> float:
     return float(np.log(apart[end - 1] / apart[start]) / (end - 1 - start))
 
 
-def repeated(model: Transformer) -> Transformer:
-    """A model's first layer `DEPTH` times, by itself.
+def repeated(model: Transformer, layer: int) -> Transformer:
+    """One of its layers `DEPTH` times, by itself.
 
     Raises:
         DomainError: as `exponents`.
     """
     if model.layernorm_scaling:
         raise DomainError("layernorm_scaling makes every layer another map: it has no exponents")
+    if not 1 <= layer <= model.layers:
+        raise domain_error("layer", layer, f"from 1 to {model.layers}")
     dropped = (model.dropout, model.attention_dropout, model.ffn_dropout, model.activation_dropout)
     if any(dropped):
         raise domain_error(
@@ -406,4 +421,4 @@ def repeated(model: Transformer) -> Transformer:
         )
     if model.norm == "mix" or model.encoder is not None:
         raise domain_error("norm", model.norm, "one placement, and no encoder")
-    return repeated_layer(model, 1, DEPTH).replace(embedding=None, head=None)
+    return repeated_layer(model, layer, DEPTH).replace(embedding=None, head=None)

@@ -1,4 +1,4 @@
-"""How signal and gradient grow over many depths.
+"""How signal and gradient grow with depth: rates of one model, and exponents over many depths.
 
 Kedia et al.'s Table 3 compares residual scalings, here by their effective scales.
 """
@@ -11,11 +11,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import domain_error
+from ...errors import DomainError, domain_error
+from ...formulas.checks import check_count
+from ...formulas.kedia_chain import POST_LN_CHAIN, PRE_LN_CHAIN
+from ...formulas.law import Theory
 from ...model.transformer import Transformer
 from ...model.weights import Weights
-from ...show.scheme_table import block_sensitivity
+from ...prediction.result import Prediction
+from .fixed_points import FixedPoints, correlation_fixed_points, repeated_layer
+from .kedia import block_sensitivity, chain_constants
 from .results import Result, predict_alike
+
+# --- methods --------------------------------------------------------------------------------------
 
 
 class Method(NamedTuple):
@@ -30,9 +37,6 @@ class Method(NamedTuple):
     branch_square: tuple[float, float] | None
     printed: Mapping[str, Mapping[str, str]]
 
-
-CORRELATION, GRAD_CORRELATION = 0.227, 0.8
-"""At the input, before the embedding's dropout, and at the output."""
 
 _BETA = 1e-2  # LayerScale's initial value; the orders do not depend on it while N beta^2 is small
 
@@ -68,7 +72,9 @@ METHODS: dict[str, Method] = {
 }
 
 
-def method_model(model: Transformer, method: str, layers: int, norm: str) -> Transformer:
+def method_model(
+    model: Transformer, method: str, layers: int, norm: str, correlation: float
+) -> Transformer:
     """The model as one method sets it; Xavier weights except under DeepScaleLM."""
     chosen = METHODS[method]
     base = model.replace(
@@ -82,9 +88,111 @@ def method_model(model: Transformer, method: str, layers: int, norm: str) -> Tra
         weights=Weights.xavier(model.d_model, model.heads, model.d_ff),
     )
     if chosen.branch_square is None:
-        return base.with_scheme("dslm", input_correlation=CORRELATION)
+        return base.with_scheme("dslm", input_correlation=correlation)
     constant, exponent = chosen.branch_square
     return base.replace(branch_scale=(constant * layers**exponent) ** 0.5)
+
+
+# --- growth ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GrowthLaws(Result):
+    """Rates of growth with depth: Table 2's closed forms beside a prediction.
+
+    Attributes:
+        model, theory: what was asked.
+        closed: by quantity, from C_1, C_2 and the stationary correlations of Table 2.
+        predicted: by quantity, the least-squares slope over the deeper half of `prediction`.
+        prediction: of the deep stack the slopes were read from.
+    """
+
+    model: Transformer
+    theory: Theory
+    closed: Mapping[str, float]
+    predicted: Mapping[str, float]
+    prediction: Prediction
+
+    @property
+    def heading(self) -> str:
+        return f"growth with depth, {self.model.norm} norm, theory {self.theory}"
+
+    def _table(self) -> dict[str, Any]:
+        names = list(self.closed)
+        columns = {"closed form": self.closed, "predicted": self.predicted}
+        return {"quantity": names} | {c: [v[n] for n in names] for c, v in columns.items()}
+
+
+def growth_laws(
+    model: Transformer,
+    theory: Theory = "published",
+    *,
+    layers: int = 400,
+    correlation: float | None = None,
+    grad_correlation: float | None = None,
+) -> GrowthLaws:
+    """Pre-LN: variance per layer and the gradient's exponent. Post-LN: the gradient's factor.
+
+    Pre-LN: variance_growth, C_1 r + C_2, and grad_exponent, C_g of gradient ~ (N/n)^C_g.
+    Post-LN: grad_growth, C_5, the gradient's factor per layer towards the input.
+
+    Args:
+        model: a ReLU model; its first layer is repeated.
+        theory: of the prediction beside the closed forms, which are those of Table 2.
+        layers: depth of the prediction.
+        correlation, grad_correlation: at its two ends; None: the stationary ones.
+
+    Raises:
+        DomainError: a model that Table 2 does not cover.
+    """
+    check_count("layers", layers, least=20)
+    if model.norm not in ("pre", "post") or np.any(model.skip_scales != 1.0):
+        raise DomainError(
+            "growth_laws covers pre and post norm with skip_scale 1; "
+            "for DeepScaleLM see dslm_bounds"
+        )
+    c1, c2 = chain_constants(model)
+    table = correlation_fixed_points(model, "simplified")
+    values = {
+        "attention_gain": c1,
+        "ffn_gain": c2,
+        "x_correlation": table.correlation,
+        "grad_correlation": table.grad_correlation,
+    }
+    stable = correlation_fixed_points(model, theory)
+    prediction = predict_alike(
+        repeated_layer(model, 1, layers),
+        theory,
+        correlation=stable.correlation if correlation is None else correlation,
+        grad_correlation=stable.grad_correlation if grad_correlation is None else grad_correlation,
+    )
+    depth = np.arange(layers + 1)
+    if model.norm == "post":
+        middle = slice(layers // 4, 3 * layers // 4)
+        slope = np.polyfit(depth[middle], np.log(prediction.grad_variance[middle]), 1)[0]
+        values["grad_correlation"] = _at_attention(model, table)
+        closed = {"grad_growth": float(POST_LN_CHAIN.law("grad_growth")(**values))}
+        return GrowthLaws(model, theory, closed, {"grad_growth": float(np.exp(-slope))}, prediction)
+    late = depth >= layers // 2
+    line = np.polyfit(depth[late], prediction.variance[late], 1)[0]
+    power = np.polyfit(np.log(depth[late]), np.log(prediction.grad_variance[late]), 1)[0]
+    names = ("variance_growth", "grad_exponent")
+    closed = {name: float(PRE_LN_CHAIN.law(name)(**values)) for name in names}
+    predicted = {"variance_growth": float(line), "grad_exponent": float(-power)}
+    return GrowthLaws(model, theory, closed, predicted, prediction)
+
+
+def _at_attention(model: Transformer, table: FixedPoints) -> float:
+    """Correlation of the gradient that meets the attention: the stream's, through the FFN."""
+    p = predict_alike(
+        repeated_layer(model, 1, 1),
+        "simplified",
+        correlation=table.correlation,
+        grad_correlation=table.grad_correlation,
+    )
+    gradient = next(q.gradient for q in p.trace.points if q.site == "attention.sum")
+    assert gradient is not None
+    return float(gradient.kernel.mean_pairs() / gradient.kernel.mean_diagonal())
 
 
 @dataclass(frozen=True)
@@ -98,12 +206,13 @@ class GrowthExponents(Result):
     """
 
     depths: tuple[int, ...]
+    theory: Theory
     rows: tuple[Mapping[str, Any], ...]
 
     @property
     def heading(self) -> str:
         return (
-            f"growth over {', '.join(map(str, self.depths))} layers: "
+            f"growth over {', '.join(map(str, self.depths))} layers, theory {self.theory}: "
             "fitted exponents of depth beside the printed orders"
         )
 
@@ -111,7 +220,11 @@ class GrowthExponents(Result):
 def growth_exponents(
     model: Transformer,
     depths: Sequence[int] = (12, 24, 48, 96, 192, 384, 768, 1000),
+    *,
+    theory: Theory = "refined",
     methods: Iterable[str] = tuple(METHODS),
+    correlation: float = 0.227,
+    grad_correlation: float = 0.8,
 ) -> GrowthExponents:
     """Table 3 of Kedia et al. from predictions: forward, backward and sensitivity over depth.
 
@@ -121,7 +234,9 @@ def growth_exponents(
     Args:
         model: shape and dropout; its depth, norm, weights and scales are set by the method.
         depths: numbers of layers.
+        theory: of the predictions.
         methods: of `moments.papers.analysis.growth.METHODS`.
+        correlation, grad_correlation: at the input (before the embedding's dropout) and the output.
 
     Raises:
         DomainError: an unknown method, or fewer than two depths.
@@ -136,11 +251,12 @@ def growth_exponents(
         for norm, printed in METHODS[method].printed.items():
             found: dict[str, list[float]] = {name: [] for name in printed}
             for layers in counts:
+                declared = method_model(model, method, layers, norm, correlation)
                 p = predict_alike(
-                    method_model(model, method, layers, norm),
-                    "refined",
-                    correlation=CORRELATION * (1 - model.dropout),
-                    grad_correlation=GRAD_CORRELATION,
+                    declared,
+                    theory,
+                    correlation=correlation * (1 - model.dropout),
+                    grad_correlation=grad_correlation,
                 )
                 gradient = p.grad_variance
                 blocks = block_sensitivity(p)
@@ -164,7 +280,7 @@ def growth_exponents(
                 }
                 for name, series in found.items()
             ]
-    return GrowthExponents(counts, tuple(rows))
+    return GrowthExponents(counts, theory, tuple(rows))
 
 
 def _slope(x: Any, series: Sequence[float]) -> float:

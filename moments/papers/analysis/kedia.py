@@ -1,16 +1,22 @@
-"""Kedia et al.: the constants of a stack, and what deep, narrow models cost."""
+"""Kedia et al.: constants of a stack, DeepScaleLM's bounds, sensitivity and compute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...errors import domain_error
 from ...formulas.block import ATTENTION_BLOCK, FFN_BLOCK
-from ...formulas.checks import check_count
+from ...formulas.checks import Interval, check_count, check_in
+from ...formulas.kedia_chain import DSLM_CHAIN
+from ...formulas.law import Theory
 from ...model.transformer import Transformer
-from .results import Result
+from ...prediction.result import Prediction
+from .recursion import blocks
+from .results import Result, predict_alike
 
 # --- Kedia et al.'s constants of a stack: what a block adds at unit input, from Table 2's laws ----
 
@@ -51,6 +57,259 @@ def chain_constants(model: Transformer, layer: int = 1) -> ChainConstants:
     )
 
 
+# --- What bounds a DeepScaleLM stack, forward and backward, beside a prediction of it -------------
+
+
+@dataclass(frozen=True)
+class DslmBounds(Result):
+    """Kedia et al.'s E.3 to E.5: bounds of many layers, and the extremes of a prediction.
+
+    Attributes:
+        prediction: what the extremes are of.
+        simplified: whether the attention block's weights are those of the feed-forward block.
+        branch_constant: k = N beta^2.
+        gradient_ratio: smallest and largest C_6 of the layers, the correlation of the gradient that
+            meets the attention over that of the signal entering the layer.
+        bounds, extremes: (lower, upper) by quantity: `variance` over the input's, and
+            `grad_variance` over the output's.
+    """
+
+    prediction: Prediction
+    simplified: bool
+    branch_constant: float
+    gradient_ratio: tuple[float, float]
+    bounds: Mapping[str, tuple[float, float]]
+    extremes: Mapping[str, tuple[float, float]]
+
+    @property
+    def heading(self) -> str:
+        kind = "simplified DeepScaleLM" if self.simplified else "DeepScaleLM"
+        low, high = self.gradient_ratio
+        return (
+            f"{kind}, {self.prediction.model.norm} norm, k = {self.branch_constant:.3g}, "
+            f"C_6 from {low:.3g} to {high:.3g}"
+        )
+
+    def _table(self) -> list[Mapping[str, Any]]:
+        return [
+            {
+                "quantity": name,
+                "lower bound": low,
+                "smallest": self.extremes[name][0],
+                "largest": self.extremes[name][1],
+                "upper bound": high,
+            }
+            for name, (low, high) in self.bounds.items()
+        ]
+
+
+def dslm_bounds(
+    model: Transformer,
+    theory: Theory = "simplified",
+    *,
+    correlation: float = 0.227,
+    grad_correlation: float = 0.0,
+) -> DslmBounds:
+    """Bounds of DeepScaleLM's variance and gradient that do not depend on its depth.
+
+    As the scheme sets it, variance is 1 and the gradient's factor lies between
+    e^(k (C_6 - 1)) at its smallest and largest C_6, both taken with 1, which the start has. With
+    the simplified weights the variance stays between (1 + e^(-2k))/2 and 1, and the gradient's
+    factor between e^(-2k) and e^(k C_6). All for many layers.
+
+    Args:
+        model: as `with_scheme("dslm")` makes it from a ReLU model.
+        theory: of the prediction; Table 2's, "simplified", is what the bounds are derived from.
+        correlation: of the input's tokens before the embedding's dropout.
+        grad_correlation: at the output.
+
+    Raises:
+        DomainError: scales that do not square to 1, a simplified model whose norm is not "pre",
+            or a model that Table 2 does not cover.
+    """
+    if model.norm not in ("pre", "post"):
+        raise domain_error("norm", model.norm, "'pre' or 'post'")
+    squares = model.by_block("skip_scale") ** 2 + model.by_block("branch_scale") ** 2
+    if not np.allclose(squares, 1.0):
+        raise domain_error(
+            "skip_scale^2 + branch_scale^2",
+            f"{squares.min():g} to {squares.max():g}",
+            "1 in every block",
+            'model.with_scheme("dslm") sets it',
+        )
+    chain_constants(model)  # refuses what Table 2 does not cover
+    assert model.weights is not None
+    alike = [np.asarray(model.weights.of(name)) for name in ("value", "ffn_in")]
+    simplified = bool(np.allclose(alike[0], alike[1]))
+    if simplified and model.norm != "pre":
+        raise domain_error("norm", model.norm, "'pre' for the simplified weights")
+    p = predict_alike(
+        model,
+        theory,
+        correlation=correlation * (1 - model.dropout),
+        grad_correlation=grad_correlation,
+    )
+    ratios = _gradient_ratios(p)
+    k = float(model.layers * np.mean(model.by_block("branch_scale") ** 2))
+    low, high = min(1.0, float(ratios.min())), max(1.0, float(ratios.max()))
+    laws = DSLM_CHAIN.laws
+    at = {"branch_constant": k}
+    if simplified:
+        bounds = {
+            "variance": (float(laws["simplified_variance_lower"](**at)), 1.0),
+            "grad_variance": (
+                float(laws["simplified_grad_lower"](**at)),
+                float(laws["simplified_grad_upper"](**at, gradient_ratio=float(ratios.max()))),
+            ),
+        }
+    else:
+        ends = [float(laws["grad_bound"](**at, gradient_ratio=c)) for c in (low, high)]
+        bounds = {"variance": (1.0, 1.0), "grad_variance": (ends[0], ends[1])}
+    v, g = p.variance / p.variance[0], p.grad_variance / p.grad_variance[-1]
+    extremes = {
+        "variance": (float(v.min()), float(v.max())),
+        "grad_variance": (float(g.min()), float(g.max())),
+    }
+    found = (float(ratios.min()), float(ratios.max()))
+    return DslmBounds(p, simplified, k, found, bounds, extremes)
+
+
+def _gradient_ratios(prediction: Prediction) -> np.ndarray:
+    """C_6 of every layer, (N,)."""
+    received = [
+        point.gradient.kernel.mean_pairs() / point.gradient.kernel.mean_diagonal()
+        for point in prediction.trace.points
+        if point.site == "attention.sum" and point.gradient is not None
+    ]
+    return np.asarray(np.array(received, dtype=float) / prediction.correlation[:-1])
+
+
+# --- Sensitivity (Davis et al. 2021) and what it costs in stability, over k and alpha -------------
+
+
+def block_sensitivity(prediction: Prediction) -> np.ndarray:
+    """N sigma_block^2 / sigma_skip^2 of every attention and feed-forward block, shape (N, 2).
+
+    Source: Davis et al. 2021 in the form of Kedia et al. 4.6. Variances as they are added, scales
+    included, averaged over tokens and configurations.
+    """
+    model = prediction.model
+    added = [b.total / (b.skip_square * b.entering) - 1 for b in blocks(prediction)]
+    return np.asarray(model.layers * np.reshape(added, (model.layers, 2)))
+
+
+@dataclass(frozen=True)
+class Sensitivity(Result):
+    """Sensitivity of a model, block by block.
+
+    Attributes:
+        prediction: it was read from.
+        blocks: of every layer's attention and feed-forward block, (N, 2).
+        closed: N beta^2, what unit blocks on a unit stream give; of layer 1's scale.
+    """
+
+    prediction: Prediction
+    blocks: np.ndarray
+    closed: float
+
+    @property
+    def mean(self) -> float:
+        """Davis et al.'s average."""
+        return float(np.mean(self.blocks))
+
+    @property
+    def median(self) -> float:
+        """The average that first blocks do not dominate."""
+        return float(np.median(self.blocks))
+
+    @property
+    def heading(self) -> str:
+        return (
+            f"sensitivity: mean {self.mean:.4g}, median {self.median:.4g}, "
+            f"N beta^2 = {self.closed:.4g}"
+        )
+
+    def _table(self) -> dict[str, np.ndarray]:
+        layers = np.arange(1, len(self.blocks) + 1)
+        return {"layer": layers, "attention": self.blocks[:, 0], "ffn": self.blocks[:, 1]}
+
+
+def sensitivity(prediction: Prediction) -> Sensitivity:
+    """N sigma_block^2 / sigma_skip^2 of every block, its mean and its median."""
+    model = prediction.model
+    scale = float(np.mean(model.branch_scales**2))
+    closed = DSLM_CHAIN.law("sensitivity")(layers=model.layers, branch_square=scale)
+    return Sensitivity(prediction, block_sensitivity(prediction), float(closed))
+
+
+@dataclass(frozen=True)
+class TradeOff(Result):
+    """Stability against expressivity of DeepScaleLM over beta^2 = k / N^alpha.
+
+    `rows`: k, alpha, branch_square, sensitivity (N beta^2 = k N^(1-alpha)) and its predicted
+    median; fall, the share of the gradient that skip connections alone keep (Appendix G), and
+    grad_ratio, the smallest over the largest predicted gradient variance.
+    """
+
+    model: Transformer
+    theory: Theory
+    rows: tuple[Mapping[str, Any], ...]
+
+    @property
+    def heading(self) -> str:
+        return f"stability and expressivity at {self.model.layers} layers, theory {self.theory}"
+
+
+def trade_off(
+    model: Transformer,
+    ks: Sequence[float] = (0.5, 1.0, 2.0, 4.0),
+    alphas: Sequence[float] = (0.5, 1.0, 1.5, 2.0),
+    *,
+    correlation: float = 0.227,
+    grad_correlation: float = 0.0,
+    theory: Theory = "refined",
+) -> TradeOff:
+    """Sensitivity and gradient of DeepScaleLM for every k and alpha with beta^2 below 1.
+
+    Args:
+        model: shape, norm, depth and dropout.
+        ks, alphas: of beta^2 = k / N^alpha; pairs that give 1 or more are left out.
+        correlation: of the input's tokens, before the embedding's dropout.
+        grad_correlation: at the output.
+        theory: of the predictions.
+    """
+    for name, values in (("ks", ks), ("alphas", alphas)):
+        check_in(name, list(values), Interval(0.0, open_lower=True))
+    rows: list[Mapping[str, Any]] = []
+    base = model.replace(embedding=None)
+    for k in ks:
+        for alpha in alphas:
+            depth = {"branch_constant": k, "branch_exponent": alpha, "layers": model.layers}
+            square = float(DSLM_CHAIN.law("branch_square")(**depth))
+            if square >= 1:
+                continue
+            scaled = base.with_scheme("dslm", k=k, alpha=alpha, input_correlation=correlation)
+            p = predict_alike(
+                scaled,
+                theory,
+                correlation=correlation * (1 - model.dropout),
+                grad_correlation=grad_correlation,
+            )
+            found = sensitivity(p)
+            rows.append(
+                {
+                    "k": k,
+                    "alpha": alpha,
+                    "branch_square": square,
+                    "sensitivity": found.closed,
+                    "predicted sensitivity": found.median,
+                    "fall": float(DSLM_CHAIN.law("fall")(**depth)),
+                    "grad_ratio": float(p.grad_variance.min() / p.grad_variance.max()),
+                }
+            )
+    return TradeOff(model, theory, tuple(rows))
+
+
 # --- Parameters and compute of deep, narrow models at constant N d^2 (Kedia et al., Table 23) -----
 
 
@@ -68,25 +327,29 @@ PRINTED: tuple[tuple[int, int, int, float, float | None], ...] = (
 CORRECTED = {(784, 128): (768, 128), (384, 128): (384, 256)}
 
 
-# Not printed beside the table; so its parameters are met, rounded down to the million.
-SEQ_LEN, VOCABULARY = 512, 32768
-
-
-def parameter_count(layers: int, d_model: int, rows: int = VOCABULARY + SEQ_LEN) -> int:
+def parameter_count(
+    layers: int, d_model: int, *, vocab_size: int, positions: int, d_ff: int | None = None
+) -> int:
     """Weights, biases and norms of a BERT-like encoder whose head is tied to its embedding.
 
-    Per layer 4 d^2 + 4 d of attention, 8 d^2 + 5 d of feed-forward and two norms of 2 d; the `rows`
-    of the token and position tables.
+    Per layer 4 d^2 + 4 d of attention, 2 d d_ff + d_ff + d of feed-forward and two norms of 2 d;
+    the token and position tables.
     """
-    return layers * (12 * d_model**2 + 13 * d_model) + rows * d_model
+    d_ff = 4 * d_model if d_ff is None else d_ff
+    layer = 4 * d_model**2 + 2 * d_model * d_ff + d_ff + 9 * d_model
+    return layers * layer + (vocab_size + positions) * d_model
 
 
-def matmul_flops(layers: int, d_model: int) -> int:
+def matmul_flops(
+    layers: int, d_model: int, *, seq_len: int, vocab_size: int, d_ff: int | None = None
+) -> int:
     """Multiplications and additions of a forward pass's matrix products, per token.
 
     2 per weight and token, 4 L d per layer for the logits and the weighted averages, the head.
     """
-    return layers * (24 * d_model**2 + 4 * SEQ_LEN * d_model) + 2 * d_model * VOCABULARY
+    d_ff = 4 * d_model if d_ff is None else d_ff
+    layer = 2 * (4 * d_model**2 + 2 * d_model * d_ff) + 4 * seq_len * d_model
+    return layers * layer + 2 * d_model * vocab_size
 
 
 @dataclass(frozen=True)
@@ -97,39 +360,53 @@ class ComputeTable(Result):
     shape with the same N d^2), and what Table 23 prints for the shape.
     """
 
+    seq_len: int
+    vocab_size: int
     rows: tuple[Mapping[str, Any], ...]
 
     @property
     def heading(self) -> str:
         return (
-            f"constant N d^2: parameters and forward compute per token, {SEQ_LEN} tokens, "
-            f"vocabulary {VOCABULARY}; matrix products only"
+            f"constant N d^2: parameters and forward compute per token, {self.seq_len} tokens, "
+            f"vocabulary {self.vocab_size}; matrix products only"
         )
 
 
-def compute_table(shapes: Iterable[tuple[int, int]] | None = None) -> ComputeTable:
+def compute_table(
+    shapes: Iterable[tuple[int, int]] | None = None,
+    *,
+    seq_len: int = 512,
+    vocab_size: int = 32768,
+    positions: int = 512,
+) -> ComputeTable:
     """Table 23 of Kedia et al., recomputed, or the same for other shapes.
 
-    The elementwise operations that its compute also counts are left out here: the percentages then
-    differ by less than one.
+    Sequence length, vocabulary and positions are not printed beside the table; at the defaults its
+    parameters are met, rounded down to the million. The elementwise operations that its compute
+    also counts are left out here: the percentages then differ by less than one.
 
     Args:
         shapes: (layers, d_model) pairs; None: the table's, its two misprinted shapes mended.
+        seq_len, vocab_size, positions: of the model.
     """
+    for name, value in (("seq_len", seq_len), ("vocab_size", vocab_size)):
+        check_count(name, value)
     mended = {CORRECTED.get(row[:2], row[:2]): row for row in PRINTED}
     rows: list[Mapping[str, Any]] = []
     first: dict[int, int] = {}
     for layers, d_model in list(mended) if shapes is None else shapes:
         check_count("layers", layers)
         check_count("d_model", d_model)
-        flops = matmul_flops(layers, d_model)
+        flops = matmul_flops(layers, d_model, seq_len=seq_len, vocab_size=vocab_size)
         base = first.setdefault(layers * d_model**2, flops)
         printed = mended.get((layers, d_model))
         rows.append(
             {
                 "layers": layers,
                 "d_model": d_model,
-                "parameters": parameter_count(layers, d_model),
+                "parameters": parameter_count(
+                    layers, d_model, vocab_size=vocab_size, positions=positions
+                ),
                 "flops": flops,
                 "extra": 100 * (flops / base - 1),
                 "printed shape": None if printed is None else f"{printed[0]} x {printed[1]}",
@@ -137,4 +414,4 @@ def compute_table(shapes: Iterable[tuple[int, int]] | None = None) -> ComputeTab
                 "printed extra": None if printed is None else printed[4],
             }
         )
-    return ComputeTable(tuple(rows))
+    return ComputeTable(seq_len, vocab_size, tuple(rows))

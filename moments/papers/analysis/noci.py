@@ -1,4 +1,4 @@
-"""Noci et al.: how far query gradients fall behind, and the temperature that evens them out."""
+"""Noci et al.: a linear stack under uniform attention, and how far query gradients fall behind."""
 
 from __future__ import annotations
 
@@ -7,9 +7,152 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import domain_error
-from ...formulas.noci import UNIFORM_ATTENTION_GRADIENTS
+from ...formulas.checks import POSITIVE, Interval, check_count, check_flag, check_in
+from ...formulas.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION_STACK
+from ...model.transformer import Transformer
+from ...model.weights import Weights
 from ...prediction.result import Prediction
-from .results import Result
+from .results import Result, expected
+
+# --- Noci et al.'s linear stack under uniform attention: closed forms, their limits, the engine ---
+
+
+@dataclass(frozen=True)
+class UniformAttention(Result):
+    """Lemmas 3.2 and 3.3 and Theorem 3.3 along the depth.
+
+    Attributes:
+        attention_branch_square, ffn_branch_square: alpha_1^2 and alpha_2^2.
+        inner_products: (N + 1,), the sum of all inner products over its value at the input.
+        variance, correlation: (N + 1,), exact.
+        predicted_variance, predicted_correlation: (N + 1,), the engine with query weights 0; None
+            where the two squares differ, which its one branch scale cannot express.
+        variance_limit, correlation_limit: many layers, at the same alpha^2 N where depth-scaled;
+            else infinity and rank collapse.
+    """
+
+    attention_branch_square: float
+    ffn_branch_square: float
+    inner_products: np.ndarray
+    variance: np.ndarray
+    correlation: np.ndarray
+    predicted_variance: np.ndarray | None
+    predicted_correlation: np.ndarray | None
+    variance_limit: float
+    correlation_limit: float
+
+    @property
+    def heading(self) -> str:
+        return (
+            f"uniform attention, {len(self.variance) - 1} layers: variance "
+            f"{self.variance[-1]:.4g} (limit {self.variance_limit:.4g}), correlation "
+            f"{self.correlation[-1]:.4g} (limit {self.correlation_limit:.4g})"
+        )
+
+    def _table(self) -> dict[str, np.ndarray]:
+        columns = {
+            "layer": np.arange(len(self.variance)),
+            "inner products": self.inner_products,
+            "variance": self.variance,
+            "correlation": self.correlation,
+        }
+        if self.predicted_variance is not None and self.predicted_correlation is not None:
+            columns["variance, engine"] = self.predicted_variance
+            columns["correlation, engine"] = self.predicted_correlation
+        return columns
+
+
+def uniform_attention(
+    layers: int,
+    seq_len: int,
+    *,
+    variance: float = 1.0,
+    correlation: float = 0.0,
+    attention_constant: float = 1.0,
+    ffn_constant: float = 1.0,
+    depth_scaled: bool = True,
+    d_model: int = 256,
+) -> UniformAttention:
+    """A linear stack without normalisation whose attention is uniform.
+
+    Args:
+        layers, seq_len: N and n.
+        variance, correlation: of the input.
+        attention_constant, ffn_constant: alpha_i^2 N where `depth_scaled`, else alpha_i^2.
+        depth_scaled: whether branches are scaled by 1/sqrt(N).
+        d_model: width of the engine's model; the closed forms do not depend on it.
+
+    Raises:
+        DomainError: a count below 1, or a variance or constant that is not positive.
+    """
+    check_count("layers", layers)
+    check_count("seq_len", seq_len, least=2)
+    check_flag("depth_scaled", depth_scaled)
+    check_in("variance", variance, POSITIVE)
+    check_in("correlation", correlation, Interval(-1 / (seq_len - 1), 1.0))
+    check_in("attention_constant", attention_constant, POSITIVE)
+    check_in("ffn_constant", ffn_constant, POSITIVE)
+    share = 1 / layers if depth_scaled else 1.0
+    squares = attention_constant * share, ffn_constant * share
+    values = {
+        "attention_branch_square": squares[0],
+        "ffn_branch_square": squares[1],
+        "attention_depth_constant": squares[0] * layers,
+        "ffn_depth_constant": squares[1] * layers,
+        "layers": np.maximum(np.arange(layers + 1), 1),
+        "seq_len": seq_len,
+        "x_variance": variance,
+        "x_correlation": correlation,
+    }
+    laws = UNIFORM_ATTENTION_STACK.laws
+    # The laws hold from one layer on; before that, the input.
+    growth, v, r = (
+        np.where(np.arange(layers + 1) > 0, laws[name](**values), start)
+        for name, start in (
+            ("inner_product_growth", 1.0),
+            ("variance", variance),
+            ("correlation", correlation),
+        )
+    )
+    engine: tuple[np.ndarray | None, np.ndarray | None] = None, None
+    if squares[0] == squares[1]:
+        engine = _engine(layers, seq_len, variance, correlation, squares[0], d_model)
+    return UniformAttention(
+        *squares,
+        growth,
+        v,
+        r,
+        *engine,
+        float(laws["variance_limit"](**values)) if depth_scaled else float("inf"),
+        float(laws["correlation_limit"](**values)) if depth_scaled else 1.0,
+    )
+
+
+def linear_stack(layers: int, d_model: int, seq_len: int, branch_square: float) -> Transformer:
+    """The papers' linear network: query weights 0, every other matrix preserves variance."""
+    unit = 1 / d_model
+    return Transformer(
+        layers,
+        d_model,
+        1,
+        seq_len,
+        d_ff=d_model,
+        norm="none",
+        activation="identity",
+        branch_scale=branch_square**0.5,
+        weights=Weights(0.0, 0.0, unit, unit, unit, unit),
+    )
+
+
+def _engine(
+    layers: int, seq_len: int, variance: float, correlation: float, square: float, d_model: int
+) -> tuple[np.ndarray, np.ndarray]:
+    model = linear_stack(layers, d_model, seq_len, square)
+    p = expected(model, variance=variance, correlation=correlation)
+    return p.variance, p.correlation
+
+
+# --- How far query gradients fall behind value gradients, and the temperature that evens them out -
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import domain_error
+from ...formulas.checks import POSITIVE, check_in
 from ...formulas.sun import CURSE_OF_DEPTH
 from ...prediction.result import Prediction
 from .recursion import variance_recursion
@@ -52,14 +53,15 @@ class JacobianBounds(Result):
         }
 
 
-def jacobian_bounds(prediction: Prediction) -> JacobianBounds:
+def jacobian_bounds(
+    prediction: Prediction, *, weight_variance: float | None = None
+) -> JacobianBounds:
     """Theorem 3.3, or 4.2 under LayerNorm Scaling, along a prediction's variances.
-
-    The one variance of all matrices that the paper assumes is the largest of the model's, as suits
-    an upper bound.
 
     Args:
         prediction: of a single Pre-LN configuration.
+        weight_variance: the one variance of all matrices that the paper assumes; None: the
+            largest of the model's, as suits an upper bound.
 
     Raises:
         DomainError: not Pre-LN, another placement of the scaling, or several configurations.
@@ -73,8 +75,11 @@ def jacobian_bounds(prediction: Prediction) -> JacobianBounds:
         )
     if prediction.variance.ndim != 1:
         raise domain_error("prediction", prediction, "of a single configuration")
+    if weight_variance is None:
+        weight_variance = _largest(prediction)
+    check_in("weight_variance", weight_variance, POSITIVE)
     shape = {
-        "weight_variance": _largest(prediction),
+        "weight_variance": weight_variance,
         "d_model": model.d_model,
         "d_ff": model.d_ff,
         "d_head": model.d_head,
@@ -128,7 +133,8 @@ def _largest(prediction: Prediction) -> float:
 # A block's last matrix has mean zero and knows nothing of the stream, so x_{l+1} = lambda x_l +
 # beta b has cosine lambda sqrt(v_l / v_{l+1}) with x_l, a normalisation changes no angle, and
 # cosines of successive blocks multiply. Exact for the mean inner product; the angle itself
-# fluctuates by O(1/sqrt(d)).
+# fluctuates by O(1/sqrt(d)). A branch correlation makes it a Markov chain: a block knows earlier
+# streams only through the one it is added to.
 
 
 @dataclass(frozen=True)
@@ -137,10 +143,12 @@ class AngularDistance(Result):
 
     Attributes:
         prediction: it was read from.
+        branch_correlation: of blocks and stream; 0 at initialisation.
         cosine: (N + 1, N + 1), between point l and point m of the stream.
     """
 
     prediction: Prediction
+    branch_correlation: float
     cosine: np.ndarray
 
     @property
@@ -168,19 +176,22 @@ class AngularDistance(Result):
         return {"layer": first, "steps": last - first, "angular_distance": distances}
 
 
-def angular_distance(prediction: Prediction) -> AngularDistance:
+def angular_distance(prediction: Prediction, branch_correlation: float = 0.0) -> AngularDistance:
     """Angular distance between every two points of the stream, for heat maps over depth.
 
     Args:
         prediction: of a single configuration, Pre-LN or Post-LN.
+        branch_correlation: of every block's output with the stream; 0 at initialisation.
 
     Raises:
         DomainError: as `variance_recursion`.
     """
-    steps = variance_recursion(prediction).cosine
+    steps = variance_recursion(prediction, branch_correlation).cosine
     layers = steps[0::2] * steps[1::2]
     count = len(layers) + 1
     cosine = np.eye(count)
     for first in range(count - 1):
         cosine[first, first + 1 :] = np.cumprod(layers[first:])
-    return AngularDistance(prediction, np.maximum(np.triu(cosine), np.triu(cosine).T))
+    return AngularDistance(
+        prediction, branch_correlation, np.maximum(np.triu(cosine), np.triu(cosine).T)
+    )
