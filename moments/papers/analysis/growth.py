@@ -18,8 +18,9 @@ from ...formulas.law import Theory
 from ...model.transformer import Transformer
 from ...model.weights import Weights
 from ...prediction.result import Prediction
-from .fixed_points import FixedPoints, correlation_fixed_points, repeated_layer
-from .kedia import block_sensitivity, chain_constants
+from ...show.scheme_table import block_sensitivity
+from .fixed_points import correlation_fixed_points, repeated_layer
+from .kedia import chain_constants, received_correlation
 from .results import Result, predict_alike
 
 # --- methods --------------------------------------------------------------------------------------
@@ -151,11 +152,10 @@ def growth_laws(
             "growth_laws covers pre and post norm with skip_scale 1; "
             "for DeepScaleLM see dslm_bounds"
         )
-    c1, c2 = chain_constants(model)
+    gains = chain_constants(model)._asdict()  # refuses what Table 2 does not cover
     table = correlation_fixed_points(model, "simplified")
     values = {
-        "attention_gain": c1,
-        "ffn_gain": c2,
+        **gains,
         "x_correlation": table.correlation,
         "grad_correlation": table.grad_correlation,
     }
@@ -170,7 +170,14 @@ def growth_laws(
     if model.norm == "post":
         middle = slice(layers // 4, 3 * layers // 4)
         slope = np.polyfit(depth[middle], np.log(prediction.grad_variance[middle]), 1)[0]
-        values["grad_correlation"] = _at_attention(model, table)
+        once = predict_alike(
+            repeated_layer(model, 1, 1),
+            "simplified",
+            correlation=table.correlation,
+            grad_correlation=table.grad_correlation,
+        )
+        # That which meets the attention: the stream's, through the feed-forward block.
+        values["grad_correlation"] = float(received_correlation(once)[0])
         closed = {"grad_growth": float(POST_LN_CHAIN.law("grad_growth")(**values))}
         return GrowthLaws(model, theory, closed, {"grad_growth": float(np.exp(-slope))}, prediction)
     late = depth >= layers // 2
@@ -180,19 +187,6 @@ def growth_laws(
     closed = {name: float(PRE_LN_CHAIN.law(name)(**values)) for name in names}
     predicted = {"variance_growth": float(line), "grad_exponent": float(-power)}
     return GrowthLaws(model, theory, closed, predicted, prediction)
-
-
-def _at_attention(model: Transformer, table: FixedPoints) -> float:
-    """Correlation of the gradient that meets the attention: the stream's, through the FFN."""
-    p = predict_alike(
-        repeated_layer(model, 1, 1),
-        "simplified",
-        correlation=table.correlation,
-        grad_correlation=table.grad_correlation,
-    )
-    gradient = next(q.gradient for q in p.trace.points if q.site == "attention.sum")
-    assert gradient is not None
-    return float(gradient.kernel.mean_pairs() / gradient.kernel.mean_diagonal())
 
 
 @dataclass(frozen=True)
