@@ -51,13 +51,11 @@ class AttentionStatistics:
         values: symbol name -> value, shape (...,).
         logit_variance: theta, within a row.
         entropy: E[-sum_j a_ij log a_ij] in nats.
-        valid: False where theta is beyond what the statistics are validated for.
     """
 
     values: dict[str, Array]
     logit_variance: Array
     entropy: Array
-    valid: Any
 
 
 STATISTICS = (
@@ -143,7 +141,6 @@ def attention_statistics(
         {name: shaped(value) for name, value in values.items()},
         shaped(theta),
         shaped(row["entropy"]),
-        found.valid,
     )
 
 
@@ -189,10 +186,10 @@ def _one(
     """Statistics of one configuration, in the order of `STATISTICS`, and what else there is."""
     widths = seq_len, d_model, d_head
     if profiled and correlation >= 0:
-        (*numbers, entropy), valid = profiled_numbers(scale, correlation, *widths)
-        return (*numbers, (1 - correlation) * scale, entropy, float(valid))
+        *numbers, entropy = profiled_numbers(scale, correlation, *widths)
+        return (*numbers, (1 - correlation) * scale, entropy)
     found = attention_statistics(scale, correlation, *widths, spread)
-    return (*found.values.values(), found.logit_variance, found.entropy, float(found.valid))
+    return (*found.values.values(), found.logit_variance, found.entropy)
 
 
 def _many(
@@ -210,17 +207,15 @@ def _many(
     scales = scale[:1] if scale.min() == scale.max() else np.unique(scale)
     if not profiled or scales.size > MOST_PROFILES or np.min(correlation) < 0:
         found = attention_statistics(scale, correlation, *widths, spread)
-        values = (*found.values.values(), found.logit_variance, found.entropy)
-        return (*values, float(found.valid))
+        return (*found.values.values(), found.logit_variance, found.entropy)
     if scales.size == 1:
-        columns, valid = profiled_columns(float(scales[0]), correlation, *widths)
+        columns = profiled_columns(float(scales[0]), correlation, *widths)
     else:
-        columns, valid = np.empty((len(STATISTICS) + 1, scale.size)), True
+        columns = np.empty((len(STATISTICS) + 1, scale.size))
         for one in scales:
             at = scale == one
-            columns[:, at], known = profiled_columns(float(one), correlation[at], *widths)
-            valid = valid and known
-    return (*columns[:-1], (1 - correlation) * scale, columns[-1], float(valid))
+            columns[:, at] = profiled_columns(float(one), correlation[at], *widths)
+    return (*columns[:-1], (1 - correlation) * scale, columns[-1])
 
 
 MOST_PROFILES = 16
@@ -231,10 +226,8 @@ _flat = whole(_one, _many)
 
 
 def _from_flat(*values: Any) -> AttentionStatistics:
-    *numbers, logit_variance, entropy, valid = values
-    return AttentionStatistics(
-        dict(zip(STATISTICS, numbers, strict=True)), logit_variance, entropy, valid == 1.0
-    )
+    *numbers, logit_variance, entropy = values
+    return AttentionStatistics(dict(zip(STATISTICS, numbers, strict=True)), logit_variance, entropy)
 
 
 def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePullback]:
@@ -355,16 +348,10 @@ class AlikePullback(NamedTuple):
 _NODES = 40
 
 
-class _Profile(NamedTuple):
+@functools.lru_cache(maxsize=512)
+def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) -> Array:
     """Chebyshev coefficients on correlations in [0, 1], a row for each of `STATISTICS` and for the
     entropy."""
-
-    coefficients: np.ndarray
-    valid: bool
-
-
-@functools.lru_cache(maxsize=512)
-def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) -> _Profile:
     angles = math.pi * (np.arange(_NODES) + 0.5) / _NODES
     correlation = (1 + np.cos(angles)) / 2
     found = attention_statistics(
@@ -374,37 +361,32 @@ def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) ->
     values = np.stack([np.broadcast_to(v, correlation.shape) for v in columns], axis=-1)
     transform = np.cos(np.outer(np.arange(_NODES), angles)) * (2 / _NODES)
     transform[0] /= 2
-    return _Profile(np.ascontiguousarray((transform @ values).T), found.valid)
+    return np.ascontiguousarray((transform @ values).T)
 
 
 _ORDERS = np.arange(float(_NODES))
 _NEAR = 2048  # correlations whose polynomials fit into a near cache
 
 
-class Columns(NamedTuple):
-    """Statistics of several correlations: (23, B), the entropy last."""
-
-    values: np.ndarray
-    valid: bool
-
-
 def profiled_columns(
     logit_scale: float, correlation: np.ndarray, seq_len: int, d_model: float, d_head: float
-) -> Columns:
-    """`attention_statistics` of several correlations, (B,), none negative, by interpolation."""
-    profile = _profile(logit_scale, seq_len, d_model, d_head)
-    found = np.empty((len(profile.coefficients), correlation.size))
+) -> Array:
+    """(23, B): `attention_statistics` of several correlations, none negative, by interpolation, the
+    entropy last."""
+    coefficients = _profile(logit_scale, seq_len, d_model, d_head)
+    found = np.empty((len(coefficients), correlation.size))
     for start in range(0, correlation.size, _NEAR):
         part = slice(start, start + _NEAR)
-        basis = chebyshev_basis(2 * correlation[part] - 1, _NODES)
-        found[:, part] = profile.coefficients @ basis
-    return Columns(found, profile.valid)
+        found[:, part] = coefficients @ chebyshev_basis(2 * correlation[part] - 1, _NODES)
+    return found
 
 
 def profiled_numbers(
     logit_scale: float, correlation: float, seq_len: int, d_model: float, d_head: float
-) -> tuple[list[float], bool]:
-    """`profiled_columns` of one correlation, and whether they are valid."""
-    profile = _profile(logit_scale, seq_len, d_model, d_head)
-    basis = np.cos(_ORDERS * math.acos(2 * correlation - 1))
-    return profile.coefficients.dot(basis).tolist(), profile.valid
+) -> list[float]:
+    """`profiled_columns` of one correlation."""
+    coefficients = _profile(logit_scale, seq_len, d_model, d_head)
+    numbers: list[float] = coefficients.dot(
+        np.cos(_ORDERS * math.acos(2 * correlation - 1))
+    ).tolist()
+    return numbers

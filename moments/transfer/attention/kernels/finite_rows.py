@@ -216,14 +216,12 @@ class Averages(NamedTuple):
         pair: (m, s) by those of `PairStatistics`; likewise times the logits' covariance.
         dropped: (m,) theta (2 P2 - 5 P3 + 3 P4).
         curvature: (m,) of `KeyCorrections`.
-        valid: whether all were inside what they are validated for.
     """
 
     row: dict[str, Array]
     pair: dict[str, Array]
     dropped: Array
     curvature: Array
-    valid: bool
 
 
 def averages(
@@ -267,8 +265,8 @@ def averages(
     flat = (len(theta), -1)
     pairs = tables.pairs(size_seen.reshape(flat), keys, cosine.reshape(flat))
     rows = tables.rows(alone_seen, keys[:, None])
-    of_pairs = {name: np.reshape(getattr(pairs, name), size.shape) for name in pairs._fields[:-1]}
-    of_rows = {name: np.asarray(getattr(rows, name)) for name in rows._fields[:-1]}
+    of_pairs = {name: np.reshape(getattr(pairs, name), size.shape) for name in pairs._fields}
+    of_rows = {name: np.asarray(getattr(rows, name)) for name in rows._fields}
     p2, p3, p4 = (of_rows[f"sum_{power}"] for power in ("square", "cube", "fourth"))
     dropped = np.minimum(alone, CORRECTED_MAX) * (2.0 * p2 - 5.0 * p3 + 3.0 * p4)
     return Averages(
@@ -276,7 +274,6 @@ def averages(
         _weighed(of_pairs, rule.pair_weights[..., None, :], psi),
         (dropped * rule.weights).sum(-1),
         corrections.curvature,
-        bool(np.all(rows.valid) and np.all(pairs.valid)),
     )
 
 

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....errors import domain_error
-from .exact import Array, RowStatistics
+from .table import Array, RowStatistics
 
 # --- queries whose norm fluctuates ----------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from the chances of its partitions (Pitman 1995); beside it the edge's own ratio
 Beyond the line through equal rows at the edge (1 - C2)^2, nearly linear in 1 - rho, is Hermite's
 cubic up to equal rows. Derived here.
 
-Error of C2, of 1 - C2 and of dC2/drho beside the exact evaluator: `tests/test_peaked.py`.
+Error of C2, of 1 - C2 and of dC2/drho beside the exact integrals: `tests/test_peaked.py`.
 
 See docs/theory/softmax.md, Beyond the tables.
 """
@@ -31,8 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from .exact import Array, PairStatistics, RowStatistics
-from .table import THETA_MAX
+from .table import THETA_MAX, Array, PairStatistics, RowStatistics
 
 GUMBEL = math.pi**2 / 6
 """Variance of Gumbel noise."""
@@ -142,11 +141,9 @@ def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics
         mean_logit_square=towards(edge.mean_logit_square, top),
         weighted_logit_square=towards(edge.weighted_logit_square, top),
         entropy=towards(edge.entropy, 0.0),
-        valid=edge.valid,
     )
     beyond = (theta > THETA_MAX) & (keys > 1.0 + 1e-6)
-    fields = [np.where(beyond, a, b) for a, b in zip(found[:-1], edge[:-1], strict=True)]
-    return RowStatistics(*fields)._replace(valid=edge.valid)
+    return RowStatistics(*[np.where(beyond, a, b) for a, b in zip(found, edge, strict=True)])
 
 
 def at_edge(theta: Array, rho: Array, edge: RowStatistics) -> tuple[Array, Array]:
@@ -204,6 +201,5 @@ def pairs_beyond(
     radial = np.asarray(found.radial_overlap) * jacobian / before * radial_ratio
     growth = np.asarray(found.overlap_slope) * jacobian / before
     beyond = (theta > THETA_MAX) & (keys > 1.0 + 1e-6)
-    fields = zip((overlap, jacobian, radial, growth), found[:4], strict=True)
-    overlap, jacobian, radial, growth = (np.where(beyond, a, b) for a, b in fields)
-    return PairStatistics(overlap, jacobian, radial, growth, found.valid)
+    fields = zip((overlap, jacobian, radial, growth), found, strict=True)
+    return PairStatistics(*[np.where(beyond, a, b) for a, b in fields])
