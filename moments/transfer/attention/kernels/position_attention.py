@@ -65,11 +65,6 @@ TILE = 12
 14 nodes, take a fifth longer."""
 
 
-MOST_ROWS = 24
-"""Rows whose laws with themselves are found together: fewer calls than by tiles. All go on until
-the last one settles, which moves correlations by 3e-7 at most."""
-
-
 @dataclass(frozen=True, eq=False)
 class Tile:
     """Pairs of rows of two ranges.
@@ -84,7 +79,6 @@ class Tile:
             without rotary positions.
         still: (c, n, k) means of rho of two keys of the longer row; None likewise.
         away: (c, n, k) root of the variance inside cells of what `turned` has the means of.
-        rule: of its distribution.
         begun: (c, o) ones where the keys of both rows have begun; None where all begin at once.
     """
 
@@ -101,7 +95,6 @@ class Tile:
     turned: tuple[Array, Array] | None
     still: Array | None
     away: Array | None
-    rule: Rule
     begun: Array | None
 
     def diagonal(self, pairs: Array) -> Array:
@@ -209,19 +202,6 @@ class RowPairs:
     alone: NDArray[np.bool_]
     phases: NDArray[np.complex128] | None
 
-    @functools.cached_property
-    def together(self) -> list[tuple[slice, slice]]:
-        """Ranges as `rows`, of up to `MOST_ROWS` rows: those of one row with itself are small."""
-        found = [self.rows[0]]
-        for rows, keys in self.rows[1:]:
-            before, seen = found[-1]
-            if rows.stop - before.start <= MOST_ROWS:
-                both = slice(min(seen.start, keys.start), max(seen.stop, keys.stop))
-                found[-1] = slice(before.start, rows.stop), both
-            else:
-                found.append((rows, keys))
-        return found
-
     @classmethod
     def of(cls, sight: Sight, turning: Turning | None) -> RowPairs:
         """The same for the same arguments."""
@@ -304,7 +284,7 @@ def _tile(
     left: slice,
     right: slice,
     turned: tuple[Array, Array] | None,
-    varying: tuple[Array, Rule] | None,
+    away: Array | None,
     turning: Turning | None,
 ) -> Tile:
     start, stop = max(left.start, right.start), min(left.stop, right.stop)
@@ -322,8 +302,7 @@ def _tile(
     several = None if begun.all() else begun.astype(float)
     where = left, right, own, own_left, own_right
     still = None if turning is None else turning.within[long, left, right]
-    away, rule = varying or (None, [])
-    return Tile(pairs, long, short, *where, met, met_own, turned, still, away, rule, several)
+    return Tile(pairs, long, short, *where, met, met_own, turned, still, away, several)
 
 
 @functools.lru_cache(maxsize=16)
@@ -349,10 +328,7 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
             if turning is not None:
                 away = turning.away(long, short, left, right, True)
                 itself = long[alone], left, right
-                away[0][alone] = turning.deviation[itself]
-                for (z, w), (own_z, own_w) in zip(away[1], turning.rule_at(itself), strict=True):
-                    if np.ndim(z):
-                        z[alone], w[alone] = own_z, own_w
+                away[alone] = turning.deviation[itself]
                 together = turning.of_rows(long, short)
                 together[alone] = 1.0
                 between = turning.between(long, short, together, left, right)
@@ -731,7 +707,7 @@ class PositionAttention:
         counts = self._counts(self.logits.sight.keys)
         found = np.zeros((len(counts), *self.weights.shape))
         inside = np.zeros((*found.shape, found.shape[-1]))
-        for rows, keys in self._pairs.together:
+        for rows, keys in self._pairs.rows:
             for part, (own, pairs) in enumerate(self._responses(rows, keys)):
                 found[part, rows, keys], inside[part, rows, keys, keys] = own, pairs
         return [RowMaps.of(*one) for one in zip(found, inside, counts, strict=True)]
@@ -760,9 +736,7 @@ class PositionAttention:
             beside = np.where(seen, prior * (alone - diagonal(of_kinds[kind])) / total, 0.0)
             found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        rule: Rule = []
-        if logits.turning is not None:
-            rule = logits.turning.rule_at((of, among, among))
+        rule = [] if logits.turning is None else logits.turning.rule
         aways = None if away is None else [log_mean(rule, exponent * away[kind]) for kind in spread]
         varying = None if away is None else [_varying(keys, away[kind]) for kind in spread]
         together: list[Array] = []
@@ -1053,7 +1027,8 @@ class PositionAttention:
             slope: (c,) its derivative in the correlation.
         """
         varying, leans = None, None
-        if tile.away is not None:
+        if tile.away is not None and self.logits.turning is not None:
+            rule = self.logits.turning.rule
             varying, leans = [], []
             _, of_kinds = self._between_keys(tile)
             kinds = zip(sums.mixture.values, self._moving, directions[0], strict=True)
@@ -1062,7 +1037,7 @@ class PositionAttention:
                 away = of_kinds[kind] * tile.away
                 away *= moving[tile.long, tile.left][:, :, None]
                 away *= moving[tile.short, tile.right][:, None, :]
-                mean, moved = leaning(tile.rule, factor[:, None, None] * away)
+                mean, moved = leaning(rule, factor[:, None, None] * away)
                 varying.append(mean)
                 # what the law weighs by is what moves it
                 leans.append(moved)
