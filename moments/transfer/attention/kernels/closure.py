@@ -16,8 +16,7 @@ is exact to first order given w and A, exact in everything for exchangeable kern
 an approximation whose errors are measured in `attention.KernelAttention`.
 
 Where positions are rotated, rows i and i' meet C times rho(D) rho(delta), treated as above, and a
-remainder (`logits.Rotation`) that is added to first order, times the growth of an exchangeable
-row's response from correlation 0 to that of the two rows.
+remainder (`logits.Rotation`) that is added to first order.
 
 Response of attention rows to noise that is independent between keys: attention dropout.
 
