@@ -238,7 +238,7 @@ def of_pairs(mean: Array, pairs: Array, itself: Array, of_itself: Any, beside: A
 def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, ...]) -> Turning:
     speed, share = np.array(frequencies), np.array(shares)
     size = len(sight.classes.nodes)
-    hats = (OneHat if isinstance(sight.classes, OneClass) else Hats)(sight.classes, speed)
+    hats = hats_of(sight.classes, speed)
     # A window begins inside a cell that its counts reach into: they are of what whole cells hold.
     whole = isinstance(sight.classes, BothSides | OneClass)
     ends = np.full(size, sight.classes.length) if whole else sight.ends
@@ -406,6 +406,11 @@ class OneHat(Hats):
 
     def deviation(self, share: Array, ending: bool) -> Array:
         return np.full((1, 1, 1), self._spread(share)[2])
+
+
+def hats_of(classes: PositionClasses, speed: Array) -> Hats:
+    """Those of classes of positions, or of one class of all."""
+    return OneHat(classes, speed) if isinstance(classes, OneClass) else Hats(classes, speed)
 
 
 # --- distance penalties ---------------------------------------------------------------------------
