@@ -3,22 +3,14 @@
 `TokenLayer` is any kernel under any mask, `ClassLayer` classes of positions, `AlikeLayer` keys that
 are alike, met by queries of any resolution: in cross-attention, with biases on the queries and
 behind normalised queries and keys. (Tokens alike that attend to themselves, with none of these,
-have the laws of `laws`.) With query kernel (q, q rho), keys (k, k - k_own) and values (v, v -
-v_own), rows have logits of variance theta = tau q k_own and of correlation rho between rows, and by
-symmetry between keys
+have the laws of `laws`.)
 
-    O = v - v_own + v_own C2,      V_jj = sum_ii' G_ii' C2/n,     V_jl = sum G (1 - C2)/(n (n-1)),
-    Q_ii' = G_ii' tau v_own k_own T,    K_jj = sum_ii' G_ii' tau q_ii' v_own T/n = (1 - n) K_jl,
-
-with the exact C2 = E sum a a' and T = E tr J J' at rho, or at 1 for i = i'. Orders 1/d_model and
-1/d_head as by token (`kernels.finite_rows`).
-
-That is what the others are held to, not one of them: one class of all tokens meets it to single
-precision (1e-7 in every path, 4e-5 with biases on the queries), the closure by token to 5e-4 and
-behind normalised queries and keys to .5 %. It stands for itself because its queries may be more or
-fewer than its keys and of another resolution, and because it takes any number of configurations at
-once, where a class costs three times as much for each. The laws differ from it by 1e-4 at most, in
-orders 1/d_model^2, and cost a seventieth.
+The latter is what the others are held to, not one of them: one class of all tokens meets it to
+single precision (1e-7 in every path, 4e-5 with biases on the queries), the closure by token to 5e-4
+and behind normalised queries and keys to .5 %. It stands for itself because its queries may be more
+or fewer than its keys and of another resolution, and because it takes any number of configurations
+at once, where a class costs three times as much for each. The laws differ from it by 1e-4 at most,
+in orders 1/d_model^2, and cost a seventieth.
 
 See docs/theory/attention.md, Tokens alike.
 """

@@ -1,17 +1,10 @@
 """A softmax over a vocabulary of Gaussian logits: its expectations, exact for one token.
 
-S = sum_v exp(f(z_v)) has the Laplace transform E exp(-t S) = prod_v E exp(-t exp(f(z_v))), a
-product of one-dimensional integrals. With t = exp(-y) every expectation of a softmax is an integral
-over y:
-
-    E log S = y0 + int [exp(-exp(y0 - y)) - E exp(-exp(-y) S)] dy      (a Gumbel law at y0 compared)
-    E p_v^k = int E[exp(k u - exp(u))] prod_{v' != v} E exp(-exp(u')) dy / (k - 1)!,  u = f(z) - y
-
-Integrands are analytic within |Im| < pi/2, so that equally spaced points converge exponentially.
-
-exp(-exp(u)) = P(G < -u) for a Gumbel variable G, so that E exp(-exp(z - y)) = P(z + G < y). Where
-logits vary widely that is a normal distribution smoothed over a few units, and the integral is
-taken over G, which needs as many points at any variance; those over y spread in proportion.
+Every one of them is an integral over y = -log t, t the argument of the Laplace transform of the
+softmax's sum. Integrands are analytic within |Im| < pi/2, so that equally spaced points converge
+exponentially. Where logits vary widely E exp(-exp(z - y)) is a normal distribution smoothed over a
+few units, by a Gumbel variable G: the integral is taken over G, which needs as many points at any
+variance, and those over y spread in proportion.
 
 See docs/theory/loss.md.
 """

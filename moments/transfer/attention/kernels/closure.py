@@ -1,43 +1,23 @@
 """The joint law of two attention rows on an arbitrary token kernel.
 
-With logits of covariance tau Cq_ii' C_jl, the matrix F(rho)_jl = E a_ij a_i'l depends on two rows
-only through the correlation rho of their queries and through their supports, and Price's theorem
-gives dF/drho = tau E[J C J'] with J = diag(a) - a a^T. Everything attention does to a kernel
-follows from F. To first order in rho, exactly,
-
-    F = w w'^T + rho tau Wd (1 - A) C (1 - A')^T Wd',      A_jl = E[a_j a_l]/E a_j,  Wd = diag(w),
-
-since E J = Wd (1 - A). The closure exponentiates this and keeps the marginals:
-
-    F proportional to w_j w'_l exp(beta(rho) [(1 - A) C (1 - A')^T]_jl), Sinkhorn scaled to w, w',
-
-with A = F(1)/w self-consistent and beta(rho) fixed by exact exchangeable rows (`finite_rows`). It
-is exact to first order given w and A, exact in everything for exchangeable kernels, and otherwise
+`OverlapClosure` makes the laws of all rows, which are exact to first order in the logits given mean
+attention w and A_jl = E[a_j a_l]/E a_j, exact in everything for exchangeable kernels, and otherwise
 an approximation whose errors are measured in `attention.KernelAttention`.
 
-Where positions are rotated, rows i and i' meet C times rho(D) rho(delta), treated as above, and a
-remainder (`logits.Rotation`) that is added to first order.
-
-Response of attention rows to noise that is independent between keys: attention dropout.
-
-Dropping entries of a row multiplies a_j by independent factors of mean 1 and variance p/(1-p).
-Besides E a_j^2, the paths through the logits need E[J D J], D = diag(C_jj). By Price's theorem that
-is the derivative of the row's joint law with itself along D instead of along C, and in the closure
-such a derivative replaces (1-A) C (1-A)^T by (1-A) D (1-A)^T:
+Attention dropout multiplies a_j by independent factors of mean 1 and variance p/(1-p). Besides
+E a_j^2, the paths through the logits need E[J D J], D = diag(C_jj), the derivative of a row's law
+with itself along D instead of along C:
 
     E[J D J] = P_i N P_i,    N = (F/(w w^T)) o [(dbeta/drho)/tau (1-A) D (1-A)^T + u 1^T + 1 u^T]
 
 at rho = 1, where u keeps the marginals of F. Its shape is used; its trace is known better from
-E a_j^2: that of the exchangeable row with the same number of keys and the same E sum a^2. Both are
-exact for exchangeable rows; elsewhere this is an approximation, measured in
-`attention.KernelAttention`.
+E a_j^2: that of the exchangeable row with the same number of keys and the same E sum a^2.
 
-What finite widths do to an attention layer's outputs, at order 1/d_model.
-
-Derived for tokens alike in `formulas.attention`; here per pair of rows. Given the direction w_i
-that row i looks in, token j has a component along it, and the values of the attended tokens share
-that component: E tr(J C) for either row. Tokens of fixed norm pay for it. With delta the deficit of
-their norm's fluctuation and u the fraction of a key that it does not share with the others,
+What finite widths do to the outputs, at order 1/d_model, is derived for tokens alike in
+`formulas.attention`; here per pair of rows. Given the direction w_i that row i looks in, token j
+has a component along it, and the values of the attended tokens share that component: E tr(J C) for
+either row. Tokens of fixed norm pay for it. With delta the deficit of their norm's fluctuation and
+u the fraction of a key that it does not share with the others,
 
     a token's overlap with itself does not fluctuate: of what rows hold in common of the same token
     remains the fraction e^{-x (1 + rho)}, x = u^2 delta theta (2 P2 - 5 P3 + 3 P4)/P2;

@@ -1,32 +1,14 @@
-"""Exchangeable softmax rows of finite width, path by path, for queries of any correlation.
+"""Exchangeable softmax rows of finite width, path by path, and what ties the closure to them.
 
 The realised query products q_i.q_i'/d_head fluctuate: in distribution the sum and the difference of
-two queries have independent chi-square norms of relative variance 2/nu (`Widths.variance`), less
-what tokens of fixed norm take away (`softmax.norms`, which also says at what covariance their
-keys' logits are to be read). Every exact statistic is averaged over two such rules. The terms of
+two queries have independent chi-square norms (`Widths.variance`), less what tokens of fixed norm
+take away (`softmax.norms`). Every exact statistic is averaged over two such rules. The terms of
 order 1/d_model and 1/d_head are those that `formulas.attention` derives for tokens alike, whose
 queries and keys share one fraction r of their second moment: here the queries correlate by rho, and
-of a key's second moment the fraction u = 1 - r is its own.
+of a key's second moment the fraction u = 1 - r is its own. The gradient paths carry these terms,
+divided by the closure's own derivative dC2/drho, as factors.
 
-Scalar functions of the correlation between two queries that tie the closure to exact rows.
-
-For an exchangeable row everything the closure leaves open is one number per correlation rho of two
-queries: the overlap C2(rho) = E sum_j a_j a'_j of their rows. A key holds the fraction C2 of its
-own column of the joint law and (1 - C2)/(n-1) of each other, so a law proportional to exp(beta gap)
-on its diagonal needs
-
-    beta gap = log[(n-1) C2/(1-C2)],     gap = (theta/tau) strength^2.
-
-For rows of different length or variance the geometric mean of the two log odds is used: exact to
-first order in rho, and within 1 % of the exact log odds for theta <= 1, 3 % for theta <= 3 (the
-worst case being a row of two or three keys against a long one).
-
-Finite widths enter here and in `closure.WidthTerms`. The gradient paths carry the width terms of an
-exchangeable layer, divided by the closure's own derivative dC2/drho, as factors.
-
-See docs/theory/softmax.md, Queries of finite width.
-
-See docs/theory/attention.md, The closure.
+See docs/theory/softmax.md, Queries of finite width, and docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations

@@ -4,16 +4,11 @@ Every node of `classes.PositionClasses` is a row and a key. A matrix over keys i
 products close, so that each step of the closure keeps its form: reference rows, mean attention, the
 self overlap of a row, joint laws of two rows, dropped attention. Masks and windows are the counts
 of a `Sight`, distance penalties those of a `FadingSight`, rotary positions the means of a
-`Turning`; all tokens may be one class. Every node is a row class of its own, exact
-on its own reference, and every two of them have a law at the correlation of their queries and its
-derivative there; between nodes everything is interpolated.
-
-For tokens that are alike but for their position nothing else is approximated: with every position
-a node, a layer meets `KernelAttention` as closely as that one's single precision and its nodes in
-the correlation allow, where it gives every row a class of its own. `tests/test_position_classes.py`
-holds that; what nodes lose in whole models is in `benchmarks/data/position_classes.json`.
-
-Every two rows of an attention layer on classes, in tiles of rows that see nearly the same keys.
+`Turning`; all tokens may be one class. Every node is a row class of its own, exact on its own
+reference, and every two of them have a law at the correlation of their queries and its derivative
+there; between nodes everything is interpolated. With every position a node, a layer meets
+`KernelAttention` as closely as that one's single precision and its nodes in the correlation allow,
+where it gives every row a class of its own: `tests/test_position_classes.py` holds that.
 
 The laws of two rows are arrays over the keys of either. A tile of rows sees a range of classes, and
 pairs of two tiles are treated together, over those two ranges: half of what a causal mask would

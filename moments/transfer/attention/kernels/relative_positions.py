@@ -1,20 +1,11 @@
 """Relative positions on classes: rotation, distance penalties and biases, by cells of positions.
 
-Rotation: what it is on average within cells.
+Rotation multiplies the kernel of two keys of one row by rho(j' - j), and the covariance of two
+rows' logits by rho(j' - j - (i' - i)), with rho(x) = sum_m s_m cos(w_m x): cells hold its mean, a
+token with itself left out, and the variance inside them.
 
-The kernel of two keys of one row is multiplied by rho(j' - j), and the covariance of two rows'
-logits by rho(j' - j - (i' - i)), with rho(x) = sum_m s_m cos(w_m x). That oscillates within cells,
-whatever their number, so cells hold its mean: for every frequency that of the phase e^{i w j} under
-hats that are linear in log j, whose products are the means over two cells of rows and two of keys.
-A token with itself is left out, being no pair. What laws that are not linear in the kernel make of
-the rest is followed to second order, by the variance of rho inside the cells.
-
-Distance penalties: what rows of a causal mask see when weights fade with distance.
-
-A head of slope s adds -s (i - j) to its logits, a prior p_ij = e^{-s (i - j)} on its weights that
-varies inside cells. A row p counts a class q by n tokens of one prior w, n w = sum_j p and
-n w^2 = sum_j p^2 over the cell: sums over keys, and over keys met twice, are those of the prior.
-What two rows share is its mean over two tokens of their cells, a token with itself left out,
+Distance penalties are a prior on weights that varies inside cells. What two rows share is its mean
+over two tokens of their cells, a token with itself left out,
 
     sum_j p_ij p_i'j,    i in one cell and i' in the other,
 
@@ -22,17 +13,15 @@ and so is what two keys send to the rows that see both. All are sums of exponent
 that are linear in log position, found by recursion over positions. What tokens a few apart have in
 common beyond the rest of their cells is averaged over these.
 
-Biases by relative position, to first order, as `attention.RelativeBiasNoise` by token.
-
-A bias of variance v that all pairs of tokens of one bucket share adds v sum_b U^b_i U^b_i'^T to the
-joint law of two rows, U^b_ij = w_ij (1[b_ij = b] - m_b(i)) and m_b(i) what row i's bucket holds of
-its attention. Of a kernel of own parts a_j beside what two tokens share, the first kind meets
+Biases by relative position, to first order, are as `attention.RelativeBiasNoise` by token. One of
+variance v that all pairs of tokens of one bucket share adds v sum_b U^b_i U^b_i'^T to the joint law
+of two rows, U^b_ij = w_ij (1[b_ij = b] - m_b(i)) and m_b(i) what row i's bucket holds of its
+attention. Of a kernel of own parts a_j beside what two tokens share, the first kind meets
 
     sum_j a_j w_ij w_i'j (1[b_ij = b_i'j] - m_{b_ij}(i') - m_{b_i'j}(i) + sum_b m_b(i) m_b(i')),
 
-over the keys that both rows see, and the second the sums of U^b over classes. Buckets are ranges of
-positions, over which `classes.PositionClasses.hats` sum in closed form: they are linear in log j,
-and sum log j = log Gamma. Two rows of one class are as far apart as sums over rows count them.
+over the keys that both rows see, and the second the sums of U^b over classes. Two rows of one class
+are as far apart as sums over rows count them.
 
 Tokens of one class are one row and one key here whose numbers are means over all rows and pairs of
 rows: sums over classes then vanish, and a key takes back from all others what it sends itself.

@@ -1,16 +1,8 @@
 """Statistics of single attention rows: variance, participation, entropy and mean attention.
 
-The exchangeable row that stands for each row of a token kernel.
-
-Attention row i has Gaussian logits with covariance tau C_ii C_jk over its allowed keys. Its softmax
-is compared with that of n_e keys whose covariance is tau (b + (spread) delta_jk): softmax ignores
-the common part b, so two numbers describe that row, its logit variance theta and its number of keys
-n_e. They are chosen to reproduce the overlap distribution of the kernel's keys through
-
-    mean C,    log mean e^{tau C},    log mean e^{2 tau C}    (means over pairs of allowed keys),
-
-the last two being the second and fourth annealed moments of the partition sum. An exchangeable
-kernel is returned exactly, and so are clusters of equal size whose members coincide.
+The softmax of a row is compared with that of n_e keys whose logits have covariance
+tau (b + (spread) delta_jk), which does not know b: its logit variance theta and its number of keys
+n_e reproduce the overlap distribution of the row's keys.
 
 See docs/theory/attention.md, The closure.
 """
