@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...engine.classes import lagrange
 from ...engine.state import Array
 
 _STEP = 0.4  # of y and z: an error of exp(-pi^2 / step) = 2e-11
@@ -105,49 +104,10 @@ def softmax_expectations(
     rows, where = np.unique(
         np.stack([a.ravel() for a in arrays], axis=-1).round(12), axis=0, return_inverse=True
     )
-    asked, shares = _few(rows)
-    found = np.array(
-        [_single(vocab_size, v, mean, own, softcap) for v, mean, own in asked.tolist()]
-    )
-    if shares is not None:
-        found = shares @ found
+    found = np.array([_single(vocab_size, v, mean, own, softcap) for v, mean, own in rows.tolist()])
     table = found[where.ravel()].T
     log_sum, own, other = table[0], Logit(*table[1:10]), Logit(*table[10:])
     return Softmax(log_sum.reshape(shape)[()], own.reshaped(shape), other.reshaped(shape))
-
-
-def _few(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rows to evaluate, and what the given ones have of each; None: they are the same.
-
-    Tokens of one text differ little: their variances as a norm's epsilon leaves them, their own
-    logits' means as far as branches have grown. Expectations are analytic in all three, and taken
-    between Chebyshev nodes of each: n of them leave (w/4)^n of a relative range w, or, of a mean,
-    of a Gaussian's moments, (w/4)^n/n!.
-    """
-    low, high = rows.min(0), rows.max(0)
-    spread = (high - low) / np.array([max(low[0], 1e-300), 1.0, max(low[2], 1e-300)])
-    if np.any(spread > _NARROW):
-        return rows, None
-    counts = [1 if w == 0 else math.ceil(math.log(_LOST) / math.log(w / 4)) for w in spread]
-    if math.prod(counts) > len(rows) / 2:
-        return rows, None
-    shares = np.ones((len(rows), 1))
-    axes = []
-    for column, count in enumerate(counts):
-        place = np.cos((np.arange(count) + 0.5) * np.pi / count)
-        nodes = (low + high)[column] / 2 + place * (high - low)[column] / 2
-        basis = lagrange(nodes, rows[:, column]).T
-        shares = (shares[:, :, None] * basis[:, None, :]).reshape(len(rows), -1)
-        axes.append(nodes)
-    grid = np.meshgrid(*axes, indexing="ij")
-    return np.stack([axis.ravel() for axis in grid], axis=-1), shares
-
-
-_NARROW = (0.01, 0.5, 0.01)
-"""Widest ranges of variance, own mean and own variance that are interpolated in."""
-
-_LOST = 1e-12
-"""What interpolation may lose."""
 
 
 class _Nodes:
