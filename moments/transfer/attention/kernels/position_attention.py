@@ -197,18 +197,6 @@ class RowPairs:
     alone: NDArray[np.bool_]
     phases: NDArray[np.complex128] | None
 
-    @classmethod
-    def of(cls, sight: Sight, turning: Turning | None) -> RowPairs:
-        """The same for the same arguments."""
-        return _pairs(sight, turning)
-
-    @classmethod
-    def of_neighbours(
-        cls, sight: Sight, turning: Turning | None, before: tuple[int, ...]
-    ) -> NeighbourRows:
-        """Of every row and the one before it, which is of node `before`; the same for the same."""
-        return _neighbours(sight, turning, before)
-
     def split(self, of_pairs: Array) -> Matrix:
         """(own (P,), pairs (P, P)) of a symmetric number for every pair."""
         own, several = of_pairs[self.alone], ~self.alone
@@ -232,8 +220,9 @@ class NeighbourRows(RowPairs):
 
 
 @functools.lru_cache(maxsize=16)
-def _neighbours(sight: Sight, turning: Turning | None, before: tuple[int, ...]) -> NeighbourRows:
-    previous, whole = np.array(before), RowPairs.of(sight, turning)
+def neighbour_rows(sight: Sight, turning: Turning | None, before: tuple[int, ...]) -> NeighbourRows:
+    """Every row and the one before it, which is of node `before`; the same for the same."""
+    previous, whole = np.array(before), row_pairs(sight, turning)
     tiles, phases = [], []
     for rows, keys in whole.rows:
         long = np.arange(rows.start, rows.stop)
@@ -301,7 +290,8 @@ def _tile(
 
 
 @functools.lru_cache(maxsize=16)
-def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
+def row_pairs(sight: Sight, turning: Turning | None) -> RowPairs:
+    """Of every row with every other and with itself; the same for the same arguments."""
     size = len(sight.keys)
     ends = np.linspace(0, size, max(1, round(size / TILE)) + 1).round().astype(int)
     rows = []
@@ -602,7 +592,7 @@ class PositionAttention:
         self.weights = several @ logits.mixture().frequencies.portion
         self._by_frequency = ratio_or_zero(several, self.weights[:, :, None])
         self.counted = logits.sight.keys * self.weights
-        self._pairs = RowPairs.of(sight, logits.turning)
+        self._pairs = row_pairs(sight, logits.turning)
         self._rare = np.zeros_like(self.weights)
         kinds = logits.mixture().kinds
         self._together, self._moving = np.zeros((2, kinds, *self.weights.shape))
@@ -642,7 +632,7 @@ class PositionAttention:
         """Every row met by the one before it, which sees the same keys but for the row's own."""
         logits = self.logits
         kernels = logits._replace(queries=(met.queries, logits.queries[1]))
-        pairs = RowPairs.of_neighbours(logits.sight, logits.turning, met.before)
+        pairs = neighbour_rows(logits.sight, logits.turning, met.before)
         return self._met(kernels, pairs)
 
     def _met(self, kernels: Across | ClassLogits, pairs: RowPairs) -> PositionAttention:

@@ -315,6 +315,15 @@ class Hats:
         """(L,) rho of every offset."""
         return turned_means(int(self._nodes[-1]), self._speed, share).real
 
+    def _about_mean(
+        self, table: Array, one: tuple[Array, Array], other: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """Shares of pairs of different positions of two cells, and rho of each about its mean."""
+        offset = np.abs(np.subtract.outer(one[0], other[0])).astype(np.intp)
+        weight = np.outer(one[1], other[1]) * (offset > 0)
+        weight /= max(weight.sum(), 1e-300)
+        return weight, table[offset] - (weight * table[offset]).sum()
+
     def scatter(self, share: Array) -> Array:
         """(P, P) variance of rho inside two cells, less that of its means over either."""
         size, table = len(self._nodes), self._table(share)
@@ -322,18 +331,12 @@ class Hats:
         found = np.zeros((size, size))
         for q in range(size):
             for r in range(q + 1):
-                (one, left), (other, right) = every[q], every[r]
-                offset = np.abs(np.subtract.outer(one, other)).astype(np.intp)
-                weight = np.outer(left, right) * (offset > 0)
-                mass, rho = weight.sum(), table[offset]
-                if mass <= 0.0:
-                    continue
-                apart = rho - (weight * rho).sum() / mass
+                weight, apart = self._about_mean(table, every[q], every[r])
                 for axis in (0, 1):
                     sums = weight.sum(axis, keepdims=True)
                     means = (weight * apart).sum(axis, keepdims=True)
                     apart = apart - means / np.where(sums > 0.0, sums, 1.0)
-                found[q, r] = found[r, q] = (weight * apart**2).sum() / mass
+                found[q, r] = found[r, q] = (weight * apart**2).sum()
         return found
 
     def rule(self, share: Array) -> Rule:
@@ -344,21 +347,14 @@ class Hats:
         """See `Turning.deviation`; that of a window's first cell is of all of it. `ending`: whether
         rows end at their own position."""
         size, table = len(self._nodes), self._table(share)
-
-        def variance(one: tuple[Array, Array], other: tuple[Array, Array]) -> float:
-            offset = np.abs(np.subtract.outer(one[0], other[0])).astype(np.intp)
-            weight = np.outer(one[1], other[1]) * (offset > 0)
-            mass, rho = weight.sum(), table[offset]
-            if mass <= 0.0:
-                return 0.0
-            return float((weight * (rho - (weight * rho).sum() / mass) ** 2).sum() / mass)
-
         every, ends = ([self._sample(c, behind) for c in range(size)] for behind in (True, False))
         found, last = np.zeros((size, size)), np.zeros((size, size))
         for q in range(size):
             for r in range(q + 1):
-                found[q, r] = found[r, q] = variance(every[q], every[r])
-                last[q, r] = variance(ends[q], ends[q] if r == q else every[r])
+                weight, apart = self._about_mean(table, every[q], every[r])
+                found[q, r] = found[r, q] = (weight * apart**2).sum()
+                weight, apart = self._about_mean(table, ends[q], ends[q] if r == q else every[r])
+                last[q, r] = (weight * apart**2).sum()
         whole = np.broadcast_to(found, (size, *found.shape)).copy()
         for p in range(size if ending else 0):
             whole[p, p, : p + 1] = whole[p, : p + 1, p] = last[p, : p + 1]
