@@ -161,7 +161,6 @@ def build(
     memory: Kernel,
     allowed: list[Mask],
     norm_spread: Array,
-    separate_queries: bool,
 ) -> tuple[list[HeadAverage], Array]:
     """The layer on every kernel of a batch, and the variance its logits were to have in each.
 
@@ -171,7 +170,6 @@ def build(
         memory: (..., Lk, Lk) kernel of the tokens attended to.
         allowed: a mask for every kernel.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged over each kernel's.
-        separate_queries: whether the queries are not the tokens attended to.
     """
     queries, keys = law.queries.kernel, law.keys.kernel
     scales, wanted = logit_scales(law)
@@ -197,7 +195,6 @@ def build(
             "key_kernel": None if plain else key_tokens,
             "rotation": _rotation(leaf, where) if turned else None,
             "value_bias": leaf.value_bias / value_gain,
-            "separate_queries": separate_queries,
         }
         heads.append(_heads(leaf, values, where, settings))
     return heads, wanted
@@ -285,8 +282,7 @@ class TokenLayer(_Layer):
         self._leaf, self._shape, self._memory_shape = leaf, queries.pairs.shape, memory.pairs.shape
         count = int(np.prod(self._shape[:-2], dtype=int))
         self._masks = leaf.sight(self._shape[-1], self._memory_shape[-1], count)
-        others = queries is not memory
-        self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread, others)
+        self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread)
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
 
     def _kernel(self, matrices: list[Array]) -> Kernel:

@@ -37,14 +37,17 @@ class AttentionGradient(NamedTuple):
         query: through the queries.
         key: through the keys.
         cross: correlation of the value and key paths, of order 1/d_model.
-        total: their sum, symmetric; without `query` where the queries come from elsewhere.
     """
 
     value: Array
     query: Array
     key: Array
     cross: Array
-    total: Array
+
+    @property
+    def total(self) -> Array:
+        """Their sum, where the tokens that ask are those attended to."""
+        return self.value + self.query + self.key + self.cross
 
 
 class KernelAttention:
@@ -115,7 +118,6 @@ class KernelAttention:
         rotation: Rotation | None = None,
         bias: ArrayLike | None = None,
         value_bias: float = 0.0,
-        separate_queries: bool = False,
     ) -> None:
         """Build the layer's joint law; O(L^3).
 
@@ -135,7 +137,6 @@ class KernelAttention:
             value_bias: variance of the values' bias over the gain of their weights. Rows of
                 attention sum to 1, so that only dropped attention can tell; it is not in
                 `forward`, which without dropout it would raise by itself everywhere.
-            separate_queries: whether the queries are not the tokens attended to.
 
         Raises:
             DomainError: an argument of the wrong shape or outside its range.
@@ -179,7 +180,6 @@ class KernelAttention:
             offset is not None,
             rotation,
         )
-        self._separate = separate_queries
         self._dropped = self.drop_prob / (1.0 - self.drop_prob)
         self._values = np.diag(self.kernel) + float(value_bias)
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
@@ -269,10 +269,7 @@ class KernelAttention:
         query = gradient * self._forward[1]
         # an antisymmetric rounding error would be amplified through a deep network
         value, key, cross = (0.5 * (path + path.T) for path in (value, key, cross))
-        total = value + key + cross
-        if not self._separate:
-            total = total + query
-        return AttentionGradient(value, query, key, cross, total)
+        return AttentionGradient(value, query, key, cross)
 
 
 def square(name: str, kernel: ArrayLike, length: int | None = None) -> Array:
@@ -413,5 +410,4 @@ class HeadAverage(Heads):
         if self.noise is None:
             return paths
         gained = self.noise.backward(*gradient)
-        gained = 0.5 * (gained + gained.T)
-        return paths._replace(value=paths.value + gained, total=paths.total + gained)
+        return paths._replace(value=paths.value + 0.5 * (gained + gained.T))

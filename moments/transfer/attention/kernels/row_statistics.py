@@ -199,7 +199,6 @@ class AttentionRows:
             the row's; as `unshared_fraction` for exchangeable keys, 2 for two opposite ones.
         theta: the same within the tables, where the exact statistics were taken.
         keys: effective number of keys n_e.
-        sum_square: P2 = E sum a^2 of the reference row.
         entropy: E[-sum a log a] in nats, over all allowed keys.
         strength: (1 - P2)/(1 - 1/n_e), the exact response of the softmax to its own logits.
         odds: log-odds of P2 per logit variance.
@@ -217,7 +216,6 @@ class AttentionRows:
     unshared_by_mean: Array
     theta: Array
     keys: Array
-    sum_square: Array
     entropy: Array
     strength: Array
     odds: Array
@@ -355,7 +353,6 @@ def statistics_of(
         np.where(several, np.clip(own_part, 0.0, 2.0), 0.0),
         theta,
         reference.keys,
-        np.asarray(exact.sum_square),
         np.asarray(exact.entropy) + uniform - np.log(reference.keys),
         strength,
         np.maximum(odds, 1e-12),
