@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ....errors import domain_error
 from ..softmax.table import THETA_MAX
-from .closure import DroppedAttention, OverlapClosure, WidthTerms
+from .closure import DroppedAttention, OverlapClosure, width_terms
 from .finite_rows import Widths
 from .logits import Logits, Rotation, prior_weights
 
@@ -214,9 +214,9 @@ class KernelAttention:
         closure, variance = self._closure, np.diag(self.kernel)
         excess, slope = closure.gather(self.kernel)
         linear = self._linear
-        terms = WidthTerms(closure, self.logits, self._widths, mean, excess, slope)
-        output = mean + linear * (excess + terms.output)
-        query = closure.pairs.query * slope / self._norm + terms.overlap_path / self._widths.d_model
+        gained, overlap_path = width_terms(closure, self._widths, mean, excess, slope)
+        output = mean + linear * (excess + gained)
+        query = closure.pairs.query * slope / self._norm + overlap_path / self._widths.d_model
         group = closure.group[closure.pattern]
         common = closure.calibration.common[group] * np.diag(slope) / self.logits.temperature
         query = query + np.diag(common)
@@ -225,7 +225,7 @@ class KernelAttention:
             masks = (1.0 + closure.calibration.masks[group]) * (closure.squares @ variance)
             output = output + self._dropped * np.diag(masks)
             query = query + self._dropped * self.logits.scale * np.diag(noise)
-        return output, linear * query, linear * terms.overlap_path
+        return output, linear * query, linear * overlap_path
 
     @property
     def overlap_path(self) -> Array:

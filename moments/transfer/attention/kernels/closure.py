@@ -223,16 +223,6 @@ class OverlapClosure:
 
     # --- single rows ---------------------------------------------------------------------------
 
-    @property
-    def effective_keys(self) -> Array:
-        """(Lq,) n_e of a row's reference."""
-        return np.asarray(self.rows.keys[self.pattern])
-
-    @property
-    def unshared_by_mean(self) -> Array:
-        """(Lq,) the fraction of a key that it does not share with the row's others."""
-        return np.asarray(self.rows.unshared_by_mean[self.pattern])
-
     @functools.cached_property
     def squares(self) -> Array:
         """(Lq, Lk) E a_ij^2."""
@@ -384,65 +374,53 @@ class DroppedAttention:
 # --- finite width ---------------------------------------------------------------------------------
 
 
-class WidthTerms:
-    """The terms of one layer.
+def width_terms(
+    closure: OverlapClosure, widths: Widths, mean: Array, excess: Array, slope: Array
+) -> tuple[Array, Array]:
+    """Two (Lq, Lq): what O gains, and what the query path gains per unit of its gradient and of
+    1/d_model.
 
-    Attributes:
-        overlap_path: (Lq, Lq) what the query path gains per unit of its gradient and of 1/d_model.
-        output: (Lq, Lq) what O gains.
+    Args:
+        closure, widths: of the layer.
+        mean: (Lq, Lq) overlap W C W^T of mean outputs.
+        excess: (Lq, Lq) what the joint laws add to it.
+        slope: (Lq, Lq) its derivative in the correlation of two queries.
     """
-
-    def __init__(
-        self,
-        closure: OverlapClosure,
-        logits: Logits,
-        widths: Widths,
-        mean: Array,
-        excess: Array,
-        slope: Array,
-    ) -> None:
-        """Evaluate them.
-
-        Args:
-            closure, logits, widths: of the layer.
-            mean: (Lq, Lq) overlap W C W^T of mean outputs.
-            excess: (Lq, Lq) what the joint laws add to it.
-            slope: (Lq, Lq) its derivative in the correlation of two queries.
-        """
-        weights, pairs = closure.weights, closure.pairs
-        calibration, leader_class = closure.calibration, closure.group[closure.pattern]
-        variance = np.diagonal(logits.values)
-        shift = weights @ variance - np.diagonal(mean + excess)
-        if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-            moved = _apart(weights, logits.values)
-            usable = moved > 1e-9 * (weights @ variance)
-            ratio = _apart(weights, logits.keys) / np.where(usable, moved, 1.0)
-            shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
-        looking = logits.scale * _looking(weights, logits, shift)
-        self.overlap_path = looking * pairs.query_shift
-        self.output = looking * pairs.joint_shift * logits.queries / widths.d_model
-        if widths.deficit <= 0.0:
-            return
-        unshared = unshared_part(
-            closure.effective_keys,
-            weights @ variance - np.diagonal(mean),
-            (weights * weights).sum(1),
-        )
-        rooted = weights * np.sqrt(unshared)[:, None]
-        every = np.arange(len(weights))
-        self.output += fixed_norms(
-            widths,
-            (every[:, None], every[None, :]),
-            pairs.correlation,
-            pairs.growth,
-            calibration.stiffness[leader_class],
-            calibration.against[leader_class],
-            closure.unshared_by_mean,
-            mean,
-            excess,
-            slope,
-            rooted @ rooted.T,
-        )
+    logits, weights, pairs = closure.logits, closure.weights, closure.pairs
+    calibration, leader_class = closure.calibration, closure.group[closure.pattern]
+    rows, pattern, variance = closure.rows, closure.pattern, np.diagonal(logits.values)
+    shift = weights @ variance - np.diagonal(mean + excess)
+    if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
+        moved = _apart(weights, logits.values)
+        usable = moved > 1e-9 * (weights @ variance)
+        ratio = _apart(weights, logits.keys) / np.where(usable, moved, 1.0)
+        shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
+    looking = logits.scale * _looking(weights, logits, shift)
+    overlap_path = looking * pairs.query_shift
+    output = looking * pairs.joint_shift * logits.queries / widths.d_model
+    if widths.deficit <= 0.0:
+        return output, overlap_path
+    unshared = unshared_part(
+        rows.keys[pattern],
+        weights @ variance - np.diagonal(mean),
+        (weights * weights).sum(1),
+    )
+    rooted = weights * np.sqrt(unshared)[:, None]
+    every = np.arange(len(weights))
+    output += fixed_norms(
+        widths,
+        (every[:, None], every[None, :]),
+        pairs.correlation,
+        pairs.growth,
+        calibration.stiffness[leader_class],
+        calibration.against[leader_class],
+        rows.unshared_by_mean[pattern],
+        mean,
+        excess,
+        slope,
+        rooted @ rooted.T,
+    )
+    return output, overlap_path
 
 
 def unshared_part(effective_keys: Array, apart: Array, square: Array) -> Array:
@@ -480,7 +458,7 @@ def fixed_norms(
         rows: both indices of every pair.
         correlation, growth: as in `joint_laws.PairWeights`.
         stiffness, against, unshared_by_mean: (Lq,) of every row.
-        mean, excess, slope: as in `WidthTerms`.
+        mean, excess, slope: as in `width_terms`.
         held: what two rows hold in common of the same tokens' own parts.
     """
     one, two = rows
