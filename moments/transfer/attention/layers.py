@@ -688,7 +688,7 @@ class AlikeLayer(_Layer):
         taken = np.maximum(sizes, FAINT)
         self._drive = two(scale) * size / self._of(taken)
         rows = finite_rows(
-            tables.tabulated(taken),
+            exact_rows.tabulated(taken),
             np.full(taken.size, float(key_count)),
             np.clip(unshared, 0.0, 2.0),
             np.column_stack([np.ones_like(cosines), cosines]),

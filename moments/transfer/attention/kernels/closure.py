@@ -391,10 +391,8 @@ def width_terms(
     rows, pattern, variance = closure.rows, closure.pattern, np.diagonal(logits.values)
     shift = weights @ variance - np.diagonal(mean + excess)
     if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-        moved = _apart(weights, logits.values)
-        usable = moved > 1e-9 * (weights @ variance)
-        ratio = _apart(weights, logits.keys) / np.where(usable, moved, 1.0)
-        shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
+        moved, looked = _apart(weights, logits.values), _apart(weights, logits.keys)
+        shift = shift * toward_keys(moved, looked, weights @ variance)
     looking = logits.scale * _looking(weights, logits, shift)
     overlap_path = looking * pairs.query_shift
     output = looking * pairs.joint_shift * logits.queries / widths.d_model
@@ -421,6 +419,24 @@ def width_terms(
         rooted @ rooted.T,
     )
     return output, overlap_path
+
+
+def toward_keys(moved: Array, looked: Array, size: Array) -> Array:
+    """(Lq,) factor on a row's shift where it looks at keys and moves values.
+
+    Args:
+        moved, looked: what the attended tokens' values do not share, and their keys.
+        size: of the attended values.
+    """
+    usable = moved > 1e-9 * size
+    return np.sqrt(np.where(usable, looked / np.where(usable, moved, 1.0), 0.0))
+
+
+def of_shift(parts: Array, shift: Array) -> Array:
+    """(Lq, Lk) the keys' parts of a row's shift, in proportion to these."""
+    total = parts.sum(1)
+    usable = np.abs(total) > 1e-300
+    return np.asarray(parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None])
 
 
 def unshared_part(effective_keys: Array, apart: Array, square: Array) -> Array:
@@ -483,10 +499,7 @@ def _looking(weights: Array, logits: Logits, shift: Array) -> Array:
     if rotation is None:
         return np.outer(shift, shift)
     parts = weights * (np.diagonal(logits.values) - weights @ logits.values)
-    total = parts.sum(1)
-    usable = np.abs(total) > 1e-300
-    parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
     phases = np.multiply.outer(rotation.key_positions, 1j * rotation.frequencies)
-    turned = parts @ np.exp(phases)
+    turned = of_shift(parts, shift) @ np.exp(phases)
     turned *= np.exp(-np.multiply.outer(rotation.query_positions, 1j * rotation.frequencies))
     return np.asarray(np.real((turned * rotation.shares) @ turned.conj().T))

@@ -80,10 +80,6 @@ class AlikeRows:
     def _far(self) -> Contracted:
         return SquareTable.load_far().contracted(self._keys)
 
-    def tabulated(self, theta: Array) -> Array:
-        """As the function."""
-        return tabulated(theta)
-
     def rows(self, theta: Any, keys: Any = None) -> RowStatistics:
         """Of one row.
 

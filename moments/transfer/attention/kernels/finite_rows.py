@@ -69,10 +69,6 @@ Array = NDArray[np.float64]
 class Tables(Protocol):
     """Where exact statistics come from; as the functions of `exact_rows`."""
 
-    def tabulated(self, theta: Array) -> Array:
-        """The nearest variance at which there are statistics."""
-        ...
-
     def rows(self, theta: Array, keys: Array) -> RowStatistics:
         """Of single rows."""
         ...
@@ -221,11 +217,11 @@ def averages(
     along = np.asarray(spreads.along)[..., None] * total
     minus = 0.5 * (1.0 - rho[..., None]) * np.maximum(1.0 + apart + along, 0.0)
     norm = np.maximum(plus + minus, 1e-12)
-    size = tables.tabulated(theta[:, None, None] * norm)
+    size = exact_rows.tabulated(theta[:, None, None] * norm)
     psi = size * (plus - minus) / norm
     relative = np.sqrt(1.0 + 2.0 * share[:, 0] * shared**2)[:, None] * (rule.nodes - 1.0)
     relative = np.maximum(1.0 + relative, 0.0)
-    alone = tables.tabulated(theta[:, None] * relative)
+    alone = exact_rows.tabulated(theta[:, None] * relative)
     dimension = 1.0 / (deficit * unshared**2 + STIFFNESS_LEAST) + 2.0
     corrections = key_corrections(
         lambda around: tables.rows(around, keys), theta, dimension, CORRECTED_MAX
@@ -236,12 +232,12 @@ def averages(
         lifted = corrections._replace(
             dimension=corrections.dimension[:, None], share=corrections.share[:, None]
         )
-        alone_seen = tables.tabulated(np.where(fixed, lifted.covariance(alone, alone), alone))
+        alone_seen = exact_rows.tabulated(np.where(fixed, lifted.covariance(alone, alone), alone))
         fixed = fixed[..., None]
         lifted = corrections._replace(
             dimension=corrections.dimension[:, None, None], share=corrections.share[:, None, None]
         )
-        size_seen = tables.tabulated(np.where(fixed, lifted.covariance(size, size), size))
+        size_seen = exact_rows.tabulated(np.where(fixed, lifted.covariance(size, size), size))
         psi_seen = np.where(fixed, lifted.covariance(size, psi), psi)
     cosine = np.clip(psi_seen / size_seen, -1.0, 1.0)
     flat = (len(theta), -1)

@@ -36,7 +36,7 @@ from ..softmax.table import THETA_MAX
 from . import exact_rows
 from .attention import Heads
 from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
-from .closure import MARGINAL_SWEEPS, fixed_norms, unshared_part
+from .closure import MARGINAL_SWEEPS, fixed_norms, of_shift, toward_keys, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
 from .joint_laws import (
     EXPONENT_MAX,
@@ -1209,10 +1209,8 @@ class PositionAttention:
         own = logits.values[0]
         shift = (self.counted @ own - output) * np.sqrt(self._rows.softening)
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-            moved = self._apart(self._mean_of("values"))
-            usable = moved > 1e-9 * (self.counted @ own)
-            ratio = self._apart(self._mean_of("keys")) / np.where(usable, moved, 1.0)
-            shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
+            moved, looked = (self._apart(self._mean_of(name)) for name in ("values", "keys"))
+            shift = shift * toward_keys(moved, looked, self.counted @ own)
         return np.asarray(shift)
 
     def _mean_of(self, name: str) -> Matrix:
@@ -1242,10 +1240,7 @@ class PositionAttention:
             return shift[long] * shift[short]
         values = self._mean_of("values")
         parts = self.counted * (values[0] - self._met_by(values))
-        total = parts.sum(1)
-        usable = np.abs(total) > 1e-300
-        parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
-        turned = np.einsum("pq,pqm->pm", parts, turning.keys)
+        turned = np.einsum("pq,pqm->pm", of_shift(parts, shift), turning.keys)
         both = turned[long] * turned[short].conj() * self._pairs.phases.conj()
         return np.asarray((both @ turning.shares).real)
 
