@@ -23,7 +23,6 @@ import numpy as np
 from ..errors import DomainError, MomentsError
 from .directions import (
     at_tokens,
-    grouped_persistence,
     isotropic,
     orthogonal_parts,
     persistence,
@@ -268,12 +267,6 @@ class Component(abc.ABC):
     def splits(self) -> bool:
         """Whether it ends in parallel branches, which take their own parts."""
         return False
-
-    @property
-    def grouped_norm(self) -> Any | None:
-        """The normalisation that it begins with, where it is one in groups of features."""
-        first = next((child for child in self.children if child.normalises), None)
-        return None if first is None else first.grouped_norm
 
     @property
     def padding(self) -> Padding | None:
@@ -583,19 +576,13 @@ class Residual(Component):
         gained = branch.kernel.diagonal * output.kernel.lift(scale)[0]
         share = ratio_or_zero(gained, output.kernel.diagonal)
         response = (1.0 - share) * gradient.norm_response
-        held = 1.0 - output.kernel.mean_share(gained)
-        passed = tuple((w, held * one) for w, one in gradient.grouped)
-        grown = self._persistence(signal, response, passed, gradient.kernel)
-        addend = gradient.at_addend(handed, share, grown)
+        shared = shared_persistence(signal, response, gradient.kernel, self.branch.documents)
+        addend = gradient.at_addend(handed, share, (persistence(signal, response), shared))
         done = back(addend)
         sent = returned(done.gradient_sent.kernel, addend, self.branch, signal.width)
         total = kept + sent
         kept_share = ratio_or_zero(kept.diagonal, total.diagonal)
         mean_share = ratio_or_zero(kept.mean_diagonal(), total.mean_diagonal())
-        grouped: tuple[tuple[Array, Array], ...] = ()
-        if self.branch.grouped_norm is not None:
-            through = tuple((mean_share * w, one) for w, one in passed)
-            grouped = (*through, (1.0 - mean_share, 1.0))
         merged = Gradient(
             total,
             gradient.seq_len,
@@ -603,7 +590,6 @@ class Residual(Component):
             radial=kept_share * (share + (1.0 - share) * gradient.radial),
             centred_share=gradient.centred_share * mean_share,
             norm_response=response + 1.0 - kept_share,
-            grouped=grouped,
         )
         return record.completed(gradient, merged, (done,))
 
@@ -659,22 +645,6 @@ class Residual(Component):
             radial = gradient.radial * kept_share * ratio_or_zero(1.0, 1.0 - share)
             merged = dataclasses.replace(merged, radial=radial)
         return record.completed(received, merged, (done,))
-
-    def _persistence(
-        self,
-        signal: Signal,
-        response: Array,
-        passed: tuple[tuple[Array, Array], ...],
-        above: Kernel,
-    ) -> tuple[Kernel, Array]:
-        norm = self.branch.grouped_norm
-        if norm is None:
-            shared = shared_persistence(signal, response, above, self.branch.documents)
-            return persistence(signal, response), shared
-        of_groups = grouped_persistence(signal, passed, norm.groups, norm.freedom(signal.width))
-        grown = persistence(signal, response, features=False) + of_groups
-        tokens = grown.pairs.shape[-1] if grown.resolved is True else signal.seq_len
-        return grown, grown.lift(grown.total(tokens) / tokens**2)[0]
 
 
 @dataclass(frozen=True)
