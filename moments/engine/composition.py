@@ -31,7 +31,7 @@ from .directions import (
 from .fluctuation import OverlapWalk, UnsharedOverlap, summed, unshared_variance
 from .layout import Padding
 from .response import Around, Elementwise, Response, Sequence, Sublayer, Sum, sum_of
-from .state import Array, Fluctuation, Gradient, Kernel, Repeats, Signal, ratio_or_zero
+from .state import Array, Gradient, Kernel, Repeats, Signal, ratio_or_zero
 from .trace import Record, Run
 
 
@@ -311,21 +311,9 @@ class Leaf(Component):
             return 0.0 * amplitude
         return amplitude * np.sqrt(record.output.kernel.diagonal / record.input.kernel.diagonal)
 
-    @property
-    def reads_realised(self) -> bool:
-        """Whether a second moment that leaves depends on how overlaps vary over draws."""
-        return False
-
     def response(self, record: Record, around: Around) -> Response:
-        received, signal = around.received(record), record.input
-        signal = signal.replace(fluctuation=self._as_read(signal))
-        return Elementwise.of(self, signal, record.gradient_received, received, self.scales_pairs)
-
-    def _as_read(self, signal: Signal) -> Fluctuation | None:
-        """What varies over draws, as far as second moments that leave depend on it."""
-        if signal.fluctuation is None or self.reads_realised:
-            return signal.fluctuation
-        return signal.fluctuation.of_norms()
+        received, sent = around.received(record), record.gradient_received
+        return Elementwise.of(self, record.input, sent, received, self.scales_pairs)
 
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -342,8 +330,7 @@ class Leaf(Component):
         assert signal.repeats is not None
         kernel, repeats = signal.kernel, signal.repeats
         alike = Kernel(kernel.diagonal, kernel.pairs + repeats.excess, kernel.resolved)
-        read = self._as_read(signal)
-        found, _ = self.forward(signal.replace(kernel=alike, repeats=None, fluctuation=read))
+        found, _ = self.forward(signal.replace(kernel=alike, repeats=None))
         return repeats._replace(excess=found.kernel.pairs - output.kernel.pairs)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
@@ -415,16 +402,6 @@ class Chain(Component):
             children.append(child.component.backpropagate(child, sent, run))
             sent = children[-1].gradient_sent
         return record.completed(gradient, sent, tuple(reversed(children)))
-
-    def unshared_overlap(
-        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
-    ) -> UnsharedOverlap:
-        before = []
-        for child in record.children:
-            before.append(at)
-            at = walk.through(child, at)
-        walk.chains.append((record, before))
-        return at
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         for child in record.children:

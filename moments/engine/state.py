@@ -223,10 +223,6 @@ class Fluctuation(NamedTuple):
         """U as no normalisation has touched it."""
         return self.norms if self.free_norms is None else self.free_norms
 
-    def of_norms(self) -> Fluctuation:
-        """The same without overlaps of different tokens."""
-        return Fluctuation(self.norms)
-
     def scaled(self, factor: Array) -> Fluctuation:
         """Of a tensor whose squares are `factor` times these, in the middle of a branch."""
         square, (norms, overlaps, free, shared) = factor * factor, self
