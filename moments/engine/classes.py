@@ -390,7 +390,7 @@ class DocumentClasses(PositionClasses):
 
     `across` having two tokens at one place of two documents on its diagonal, as a token with itself
     is beside `inside`: they share a row of a table of positions. What two tokens near each other
-    share in two documents is read off both sides of it (`beside`).
+    share in two documents is read off both sides of it.
 
     A number of a class is its mean over the documents that reach it, whose shares are counts.
 
