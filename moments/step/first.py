@@ -128,15 +128,10 @@ def named_optimizer(
     updates = None
     if check_count("steps", steps) > 1:
         gain = 1.0  # the sum of all steps has it
-        updates = Updates(SEVERAL[name], steps, (pair[0], pair[1]), epsilon, push, ahead)
+        # of Muon, what is no hidden matrix steps by Adam
+        kind = "adam" if by_adam else name
+        updates = Updates(kind, steps, (pair[0], pair[1]), epsilon, push, ahead)
     return Optimizer(name, rule, others, epsilon, decay, gain, adjust, given, updates)
-
-
-SEVERAL = {name: name for name in ("sgd", "adam", "lion", "sign")} | {
-    "adamw": "adam",
-    "muon": "adam",
-}
-"""How entries follow an optimizer's further steps; hidden matrices follow Muon's by draws."""
 
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "sign", "muon")

@@ -75,16 +75,13 @@ class Heads:
         amplitude, kept = (self.scale / self.d_head) ** 0.5, np.float32(1.0 - self.drop_prob)
         q, k = self._turned(q), self._turned(k)
         k, v = (np.repeat(one, self.sharing, axis=1) for one in (k, v))
-        a = self._attention(np.float32(amplitude) * (q @ np.swapaxes(k, -1, -2)), self._seen)
-        seen = a
+        logits = np.float32(amplitude) * (q @ np.swapaxes(k, -1, -2))
+        logits = self._seen.astype(logits.dtype) + logits
+        a = np.exp(logits - logits.max(-1, keepdims=True))
+        seen = a = np.asarray(a / a.sum(-1, keepdims=True))
         if self.drop_prob:
             seen = a * (rng.random(a.shape, np.float32) < kept) / kept
         return Attended(self, np.float32(amplitude), q, k, v, a, seen)
-
-    def _attention(self, logits: Array, seen: Array) -> Array:
-        logits = seen.astype(logits.dtype) + logits
-        a = np.exp(logits - logits.max(-1, keepdims=True))
-        return np.asarray(a / a.sum(-1, keepdims=True))
 
     def moved(self, query: Array, key: Array, gradient: Array) -> Array:
         """Kernel of what coherent changes of queries and keys do to the heads.
