@@ -20,7 +20,7 @@ from ..show.differences import Case, Feature, differences
 from ..show.expected import TOLERANCE
 from .advice import conventions
 from .anatomy import anatomy_of
-from .architecture import promised_by, read_architecture
+from .architecture import promised_by
 from .assumptions import Copies, copies, copy_notes, shuffle, shuffled
 from .audit import weight_advice
 from .batches import inputs_of, measured_dropout, measured_gradient, measured_moments
@@ -112,9 +112,8 @@ def diagnose(
     measurement = measured(module)
     described = promised_by(target, measurement.seq_len) if names is None else None
     read = described
-    if described is None and names is None:
-        read = read_architecture(target) if parts is None else parts.architecture()
-        read = read or read_architecture(target)
+    if described is None and parts is not None:
+        read = parts.architecture()
     if model is None and described is None:
         raise _meant(read)
     declared = at_length(
@@ -132,8 +131,6 @@ def diagnose(
     advice: tuple[str, ...] = ()
     if found is not None:
         roles = anatomy_of(target, batch, names, sites).found
-        if parts is not None and parts.reading is not None:
-            sites = list(parts.reading.sites)
         ahead = sees_ahead(target, batch, sites, declared.layers, text.ids)
         changed = _with_mask(found, ahead)
         changed = _with_dropout(changed, declared, measurement)

@@ -17,23 +17,15 @@ from typing import Any, NamedTuple
 
 from ..errors import MomentsError, optional
 from ..model.transformer import Transformer
-from .hook_points import ModuleBranch, SubmoduleTensor, hook_points
-from .roles import ModuleRoles, roles_of
-from .running import in_mode, made_at_hand, run, watch_tensor
+from .dataflow.reading import example
+from .hook_points import ModuleBranch, SubmoduleTensor
+from .roles import ModuleRoles
+from .running import in_mode, run, watch_tensor
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
-
-TOKENS = 16
-
-_TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (nn.TransformerEncoder, ("src",)),
-    (nn.TransformerDecoder, ("tgt", "memory")),
-    (nn.Transformer, ("src", "tgt")),
-)
-"""torch's own modules and the arguments of their forward that hold tokens."""
 
 
 @dataclass(frozen=True)
@@ -102,61 +94,13 @@ def drops_behind(
     parts = dict(module.named_modules())
     doubtful = tuple(b for b in blocks if not isinstance(parts[b.branch.path], nn.Dropout))
     if doubtful and batch is None:
-        batch = default_batch(module)
+        batch = example(module)
     if not doubtful or batch is None:
         return set(doubtful)
     probes = probe(module, doubtful, batch, training=True)
     return {
         p.block for p in probes if p.skip is None or p.branch is None or p.skip.unexplained > 1e-3
     }
-
-
-@made_at_hand
-def default_batch(module: nn.Module, found: ModuleRoles | None = None) -> Any:
-    """Random input for a module that says what it takes; None where it does not.
-
-    Args:
-        found: its roles, where they are known; a token table takes token ids.
-    """
-    generator = torch.Generator().manual_seed(0)
-    config: Any = getattr(module, "config", None)
-    dtype = next(module.parameters()).dtype
-    if hasattr(config, "image_size") and hasattr(config, "num_channels"):
-        size = config.image_size
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        shape = (2, config.num_channels, height, width)
-        return {"pixel_values": torch.randn(shape, generator=generator).to(dtype)}
-    if hasattr(config, "vocab_size") and hasattr(config, "to_dict"):
-        ids = torch.randint(config.vocab_size, (2, TOKENS), generator=generator)
-        both = getattr(config, "is_encoder_decoder", False)
-        return {"input_ids": ids} | ({"decoder_input_ids": ids} if both else {})
-    attention = next((p for p in module.modules() if isinstance(p, nn.MultiheadAttention)), None)
-    names = next((given for kind, given in _TORCH if isinstance(module, kind)), ())
-    if attention is None or not names:
-        return _random_ids(module, found, generator)
-    tokens = (2, TOKENS, attention.embed_dim)
-    return {name: torch.randn(tokens, generator=generator).to(dtype) for name in names}
-
-
-def _random_ids(
-    module: nn.Module, found: ModuleRoles | None, generator: torch.Generator
-) -> Tensor | None:
-    """What a module's token table reads, as many as its table of positions has rows for."""
-    if found is None:
-        try:
-            found = roles_of(module)
-        except MomentsError:
-            return None
-    tensors = dict(module.named_parameters())
-    rows = {
-        name: tensors[role.parameter].numel() // tensors[role.parameter].shape[-1]
-        for name in ("token", "position")
-        for role in found.named(name)[:1]
-    }
-    if "token" not in rows:
-        return None
-    length = min(TOKENS, rows.get("position", TOKENS))
-    return torch.randint(rows["token"], (2, length), generator=generator)
 
 
 def probe_or_why(
@@ -170,7 +114,7 @@ def probe_or_why(
     """
     if not found.blocks:
         return [], "no sites inside its layers are known (pass batch= and sites=)"
-    given = default_batch(module, found) if batch is None else batch
+    given = example(module) if batch is None else batch
     if given is None:
         return [], "nothing in it says what it reads (pass batch=)"
     try:
@@ -314,21 +258,17 @@ class LogitFactor(NamedTuple):
     factor: float
 
 
-def logits_path(module: nn.Module, found: ModuleRoles) -> str | None:
+def logits_path(found: ModuleRoles) -> str | None:
     """Path of the submodule that gives the logits; None where the module has no head."""
-    try:
-        sites = [point.path for point in hook_points(module) if point.site == "logits"]
-    except MomentsError:
-        sites = []
     heads = [role.parameter.rpartition(".")[0] for role in found.named("head")]
-    return next(iter([*sites, *heads]), None)
+    return found.logits or next(iter(heads), None)
 
 
 def logit_factor(
-    module: nn.Module, found: ModuleRoles, model: Transformer, described: Transformer | None
+    found: ModuleRoles, model: Transformer, described: Transformer | None
 ) -> LogitFactor | None:
     """The hook that a model's output scale needs beside the module's own; None where none."""
-    path = logits_path(module, found)
+    path = logits_path(found)
     if path is None or model.head is None:
         return None
     there = 1.0 if described is None or described.head is None else described.head.output_scale
@@ -344,7 +284,7 @@ def measured_scale(
     The product of two slopes: of the module's logits upon what the head's own matrix gives, and of
     what that matrix reads upon the final norm's output where it is a multiple of it (T5).
     """
-    path = logits_path(module, found)
+    path = logits_path(found)
     if path is None or batch is None or model.head is None:
         return None
     seen: dict[str, Tensor] = {}
