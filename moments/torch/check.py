@@ -57,6 +57,7 @@ from .roles import (
     gathered,
     gathered_names,
     gathered_pattern,
+    parted,
     tensors_of,
 )
 from .running import (
@@ -150,7 +151,7 @@ class _Checking:
     """One module: everything that is read of it, then what is found."""
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
-        self.module, self.scheme = module, scheme
+        self.module, self.scheme, self.loss = module, scheme, loss
         forget(module)  # entries may be others than when it was read
         try:
             self.parts = anatomy_of(module, batch)
@@ -158,7 +159,8 @@ class _Checking:
             raise
         except MomentsError as error:
             raise not_read(module, batch, str(error)) from None
-        self.found = self.parts.found
+        assert self.parts.reading is not None
+        self.found, self._reading = self.parts.found, self.parts.reading
         self.promised = promised_by(module)
         self.promised_by = "config" if hasattr(module, "config") else "class"
         read = architecture_read(module, batch, self.parts, self.promised)
@@ -231,8 +233,8 @@ class _Checking:
         return sees_ahead(self.module, few, self.parts.sites, self.described.layers, known)
 
     def _compared(self) -> Comparison:
-        text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
-        case, _ = case_of(self.described, text, self.measurement, None)
+        self.text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
+        case, _ = case_of(self.described, self.text, self.measurement, None)
         self.case = self._by_token(case)
         with without_warnings():
             try:
@@ -273,8 +275,11 @@ class _Checking:
         strict = self.scheme is not None or self.promised is not None
         weights = _Weights(self, reading, target, advice, strict)
         told = {"temperature"} if self.random is None else {"temperature", *_SUMS}
+        odd = {f"{name} sum in {layer}" for layer, name in self._reading.odd}  # told by themselves
         offenders = [
-            f for f in audited.offenders if f.quantity not in told and not self._passed_by(f)
+            f
+            for f in audited.offenders
+            if f.quantity not in told and f"{f.role} in {f.layer}" not in odd
         ]
         troubles, notes = list(weights.troubles(offenders)), [*remarks, *weights.notes]
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
@@ -348,8 +353,7 @@ class _Checking:
                 mend="call it in forward, or delete it",
             )
         yield from random_outcome(self.random)
-        head = self.described.head
-        if self.ahead and head is not None and head.loss == "causal":
+        if self.ahead and self._predicts_the_next():
             yield Trouble(
                 "error",
                 "tokens see later ones",
@@ -361,10 +365,32 @@ class _Checking:
             )
         yield from self._odd()
 
+    def _predicts_the_next(self) -> bool:
+        """Whether the loss is the next token's, unless it is one that a module was given here."""
+        head, text = self.described.head, self.text
+        if head is not None and head.loss == "causal":
+            return True
+        if self.inputs.loss is not self.loss or text.ids is None or text.targets is None:
+            return False
+        return np.array_equal(text.targets[:, :-1], text.ids[:, 1:])
+
     def _odd(self) -> Iterator[Trouble]:
-        """Blocks without the norms that all others have."""
-        assert self.parts.reading is not None
-        odd = self.parts.reading.odd
+        """Blocks without the norms that all others have, and a first norm that acts elsewhere."""
+        named = self.found.named
+        before = [r.parameter for r in named("embedding.norm.gain", "embedding.norm.bias")]
+        first = {parted(role.parameter)[:2] for role in named("query") if role.layer == 1}
+        if before and {parted(name)[:2] for name in before} == first:
+            yield Trouble(
+                "warning",
+                "norm placement",
+                gathered_names(before),
+                (1,),
+                0.0,
+                1.0,
+                "a norm of layer 1 normalises the stream itself, beside what its block reads",
+                _PRE_OR_POST,
+            )
+        odd = self._reading.odd
         tensors = tensors_of(self.module)
         zero = [
             name
@@ -394,7 +420,7 @@ class _Checking:
                 0.0,
                 1.0,
                 f"the {name} block of layer {layer} has no norm, where the other blocks have one",
-                "x = x + block(norm(x)) in every layer alike",
+                _PRE_OR_POST,
             )
 
     def _idle_parts(self) -> list[str]:
@@ -422,19 +448,6 @@ class _Checking:
         given = self.inputs.batch if isinstance(self.inputs.batch, Mapping) else {}
         names = inspect.signature(self.module.forward).parameters if large else ()
         return tuple(n for n in names if n not in given and OTHER_INPUTS.fullmatch(n))
-
-    def _passed_by(self, finding: Finding) -> bool:
-        """Whether a sum was not seen for the sake of parts that were never run."""
-        head = "no tensor passes "
-        if not finding.note.startswith(head):
-            return False
-        paths = finding.note.removeprefix(head).partition(":")[0].split(", ")
-        skipped = {  # norms of blocks whose matrices were run
-            block.norm
-            for block in self.found.blocks
-            if not any(f"{idle}.".startswith(f"{block.raw.path}.") for idle in self.idle)
-        }
-        return set(paths) <= set(self.idle) and not skipped & set(paths)
 
     def _attention(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
         """What multiplies q k, and over which axis the weights sum to one."""
@@ -472,8 +485,7 @@ class _Checking:
 
     def _factors(self, audited: Sequence[Finding]) -> Iterator[tuple[str, int, float]]:
         """Stacks and layers in which q k is multiplied by too much, and by how much."""
-        reading, weights = self.parts.reading, self.described.weights
-        assert reading is not None
+        reading, weights = self._reading, self.described.weights
         if self.promised is not None or self.scheme is not None:
             for f in audited:
                 if f.quantity == "temperature" and f.passed is False:
@@ -838,7 +850,7 @@ class _Weights:
             worst.measured,
             worst.expected,
             reason,
-            "x = x + block(norm(x)) is Pre-LN, x = norm(x + block(x)) Post-LN: every layer alike"
+            _PRE_OR_POST
             if kind in ("norm placement", "skip_scale", "unexplained share of the sum")
             else "let the code multiply by the scheme's factor once",
         )
@@ -883,6 +895,7 @@ class _Weights:
 
 _GAINS = "an initialiser that runs over all parameters draws gains and biases of norms too"
 _LEAVE_NORMS = "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)"
+_PRE_OR_POST = "x = x + block(norm(x)) is Pre-LN, x = norm(x + block(x)) Post-LN: every layer alike"
 _VECTORS = ("gain", "mean square")
 _KINDS = {"unexplained share of the sum": "norm placement"}
 _SUMS = ("norm placement", "unexplained share of the sum")
