@@ -224,8 +224,7 @@ def audit_read(
     measured, findings = _weights(read.entries, read.repeated, model)
     repeated, probes = read.repeated, read.probes
     findings += scale_findings(model, probes) if probes else unprobed_findings(model, why)
-    reads = None if why else read.batch
-    findings += temperature_findings(module, found, model, described, reads)
+    findings += temperature_findings(module, found, model, described)
     findings += [] if why else _logits(read, model)
     findings.sort(key=lambda finding: -finding.severity)
     undeclared = tuple(m.role.label for m in measured if m.expected is None)

@@ -440,6 +440,13 @@ class _Reading:
             unidentified=tuple(n for n, p in self.tensors.items() if n not in known and p.numel()),
             blocks=tuple(branches),
             scales=scales,
+            multipliers=tuple(
+                (stack.prefix, number, unit.attention.multiplier)
+                for stack in stacks
+                for number, units in enumerate(stack.layers, start=1)
+                for unit in units
+                if unit.name == "attention" and unit.attention and unit.attention.multiplier
+            ),
             logits=logits.path if logits is not None and logits.side == "output" else "",
         )
         self.squares = _squares(self.tensors, found)

@@ -541,8 +541,8 @@ class StreamReader:
         slope, found.softcap = multiple_or_cap(dots[there], moved)
         if slope is None:
             found.doubts.append("logits are not a multiple of queries times keys")
-        multiplier = scale * (slope or 0.0)
-        found.temperature = 1 / (multiplier * math.sqrt(found.d_head)) if multiplier else 1.0
+        else:
+            found.multiplier = scale * slope
 
     def _source(self, side: list[tuple[LinearUnit, Tensor]], end: int) -> tuple[LinearUnit, Tensor]:
         """Of some matrices the one that makes a value, and its columns."""
