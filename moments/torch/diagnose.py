@@ -23,7 +23,7 @@ from .anatomy import anatomy_of
 from .architecture import promised_by
 from .assumptions import Copies, copies, copy_notes, shuffle, shuffled
 from .audit import weight_advice
-from .batches import inputs_of, measured_dropout, measured_gradient, measured_moments
+from .batches import inputs_of, measured_gradient, measured_moments
 from .describe import describe
 from .entering import first_stream, ids_read, sees_ahead, targets_read
 from .expectation import model_of
@@ -42,9 +42,6 @@ Loss = Callable[[Any, Any], "torch.Tensor"]
 
 LARGE = 1e10
 """Parameters times tokens times draws from which a diagnosis tells how far it is."""
-
-DROPOUT = 0.02
-"""Difference in probability from which dropout is taken to be another than declared."""
 
 
 def diagnose(
@@ -133,7 +130,8 @@ def diagnose(
         roles = anatomy_of(target, batch, names, sites).found
         ahead = sees_ahead(target, batch, sites, declared.layers, text.ids)
         changed = _with_mask(found, ahead)
-        changed = _with_dropout(changed, declared, measurement)
+        reading = None if parts is None else parts.reading
+        changed = _with_dropout(changed, None if reading is None else reading.model)
         likely = weight_advice(target, roles, declared, read, conventions(model, options, declared))
         own_features = _reasoned(differences(declared, changed), likely.reasons)
         advice = likely.crossed
@@ -397,14 +395,9 @@ def _with_mask(model: Transformer, ahead: bool | None) -> Transformer:
         return model
 
 
-def _with_dropout(
-    model: Transformer, declared: Transformer, measurement: Measurement
-) -> Transformer:
-    seen = measured_dropout(measurement)
+def _with_dropout(model: Transformer, seen: Transformer | None) -> Transformer:
+    """The model with the dropout that one pass saw; None: not seen."""
     if seen is None:
         return model
-    value, stderr = seen
-    unclear = max(DROPOUT, 4 * stderr)
-    if abs(value - declared.dropout) < unclear:
-        return model.replace(dropout=declared.dropout)
-    return model.replace(dropout=round(value, 3) if value >= unclear else 0.0)
+    names = ("dropout", "attention_dropout", "activation_dropout", "ffn_dropout")
+    return model.replace(**{name: getattr(seen, name) for name in names})
