@@ -471,3 +471,11 @@ def test_a_norm_of_a_blocks_output_is_no_post_norm() -> None:
 def branch_normed(layer: Any, x: Any) -> Any:
     x = x + layer.n1(layer.attend(x))
     return x + layer.n2(layer.feed(x))
+
+
+def test_what_attention_is_told_to_multiply_by_has_no_name(module: Any) -> None:
+    """Named parts are audited as those that were read."""
+    module.transformer["h"][1].attn.n_head = 1
+    report = moments.torch.audit(module, PLAN, names=NAMES, sites=STREAM)
+    (offender,) = report.offenders
+    assert (offender.layer, offender.quantity) == (2, "temperature")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +156,12 @@ def anatomy_of(
         )
     given = None if sites is None else points_of(sites)
     if names is not None:
-        return Anatomy(roles_of(module, names, given), given)
+        found = roles_of(module, names, given)
+        with suppress(MomentsError):  # what q k is multiplied by has no name
+            told = _read(module, batch).roles
+            if told.layers == found.layers:
+                found = dataclasses.replace(found, multipliers=told.multipliers)
+        return Anatomy(found, given)
     try:
         reading = _read(module, batch)
     except MomentsError as why:
