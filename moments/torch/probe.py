@@ -44,7 +44,6 @@ class BlockProbe:
     Attributes:
         skip, branch: lambda and beta.
         norm_input, norm_output: factors before and behind the norm, beside its own gain.
-        normalization: "layernorm" or "rmsnorm", whichever the output is closer to.
         unseen: paths of submodules that no tensor passed.
     """
 
@@ -53,7 +52,6 @@ class BlockProbe:
     branch: Slope | None
     norm_input: Slope | None
     norm_output: Slope | None
-    normalization: str | None
     unseen: tuple[str, ...] = ()
 
 
@@ -173,13 +171,13 @@ def _measured(
     slopes: list[Slope | None] = [None] * (1 + len(together))
     if total is not None and x is not None and all(f is not None for f in branches):
         slopes = regress(total, [x, *(_as(total, f) for f in branches if f is not None)])
-    norm_input = norm_output = normalization = None
+    norm_input = norm_output = None
     before, entering = seen.get((block, "norm before")), seen.get((block, "norm input"))
     output = seen.get((block, "norm output"))
     if block.norm is not None and before is not None and entering is not None:
         (norm_input,) = regress(entering, [before])
         if output is not None:
-            normalization, norm_output = _norm_slope(parts[block.norm], entering, output, epsilon)
+            norm_output = _norm_slope(parts[block.norm], entering, output, epsilon)
     unseen = (p.path for name, p in _points(block).items() if seen.get((block, name)) is None)
     return BlockProbe(
         block,
@@ -187,7 +185,6 @@ def _measured(
         slopes[1 + together.index(block)],
         norm_input,
         norm_output,
-        normalization,
         tuple(dict.fromkeys(unseen)),
     )
 
@@ -198,21 +195,17 @@ def _as(total: Tensor, branch: Tensor) -> Tensor:
     return branch.transpose(0, 1) if swapped and branch.shape[:2] == total.shape[1::-1] else branch
 
 
-def _norm_slope(
-    norm: nn.Module, x: Tensor, output: Tensor, epsilon: float
-) -> tuple[str, Slope | None]:
-    """Output, less the norm's bias, upon the normalised input."""
+def _norm_slope(norm: nn.Module, x: Tensor, output: Tensor, epsilon: float) -> Slope | None:
+    """Output, less the norm's bias, upon the normalised input, centred or not as fits better."""
     epsilon = float(getattr(norm, "eps", getattr(norm, "variance_epsilon", epsilon)) or 0.0)
     bias = getattr(norm, "bias", None)
     if isinstance(bias, Tensor) and bias.numel() == output.shape[-1]:
         output = output - bias.detach().double()
-    found: list[tuple[str, Slope | None]] = []
-    for name in ("layernorm", "rmsnorm"):
-        centred = x - x.mean(-1, keepdim=True) if name == "layernorm" else x
-        square = centred.square().mean(-1, keepdim=True)
-        (slope,) = regress(output, [centred * (square + epsilon).rsqrt()])
-        found.append((name, slope))
-    return min(found, key=lambda pair: math.inf if pair[1] is None else pair[1].unexplained)
+    found: list[Slope | None] = []
+    for entering in (x - x.mean(-1, keepdim=True), x):
+        square = entering.square().mean(-1, keepdim=True)
+        found += regress(output, [entering * (square + epsilon).rsqrt()])
+    return min(found, key=lambda slope: math.inf if slope is None else slope.unexplained)
 
 
 def regress(target: Tensor, columns: list[Tensor]) -> list[Slope | None]:
