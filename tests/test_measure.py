@@ -50,7 +50,6 @@ LAYER_SITES = {
     }.items()
     for site in sites
 } | {"stream"}
-DROPPED = {"attention.dropout", "ffn.dropout"}  # no sites where nothing is dropped
 
 
 def stream_modules(module):
@@ -177,7 +176,7 @@ def sites_by_hand(module, ids):
         output = p[layer + "attn.c_proj.weight"]
         ffn_in, ffn_out = p[layer + "mlp.c_fc.weight"], p[layer + "mlp.c_proj.weight"]
     found["attention.heads"] = attend(q, k, v)
-    found["attention.projection"] = found["attention.heads"] @ output
+    found["attention.projection"] = found["attention.dropout"] = found["attention.heads"] @ output
     found["attention.sum"] = x + found["attention.projection"]
     if bert:
         into = middle = found["attention.norm"] = norm(found["attention.sum"], 1e-12)
@@ -187,7 +186,7 @@ def sites_by_hand(module, ids):
     found["ffn.in"] = into @ ffn_in
     activation = torch.nn.GELU(approximate="none" if bert else "tanh")
     found["ffn.activation"] = activation(torch.as_tensor(found["ffn.in"])).numpy()
-    found["ffn.out"] = found["ffn.activation"] @ ffn_out
+    found["ffn.out"] = found["ffn.dropout"] = found["ffn.activation"] @ ffn_out
     found["ffn.sum"] = found["stream"] = middle + found["ffn.out"]
     if bert:
         found["ffn.norm"] = found["stream"] = norm(found["ffn.sum"], 1e-12)
@@ -203,7 +202,7 @@ def test_sites_hold_the_tensors_they_name(config):
     data = text_batch(config, seq_len=SEQ_LEN)
     frame = measured_by.measure(module, data).to_frame().set_index(["layer", "site"])
     by_hand = sites_by_hand(module, data["input_ids"])
-    assert set(by_hand) == LAYER_SITES - DROPPED
+    assert set(by_hand) == LAYER_SITES
     for site, x in by_hand.items():
         row = frame.loc[(1, site)]
         assert row["mean"] == pytest.approx(x.mean(), abs=1e-5 * x.std()), site
@@ -434,7 +433,7 @@ def test_torch_encoder(norm_first):
     )
     assert measured.variance[0] == pytest.approx(float(x.square().mean()), rel=1e-6)
     sites = set(measured.to_frame().query("layer == 1")["site"])
-    assert sites == LAYER_SITES - {"attention.heads"} - DROPPED
+    assert sites == LAYER_SITES - {"attention.heads"}
     rows = measured.to_frame().set_index(["layer", "site"])["variance"]
     layer, normed = module.layers[0], module.layers[0].norm1(x) if norm_first else x
     middle = x + layer.self_attn(normed, normed, normed)[0]

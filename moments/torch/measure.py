@@ -85,8 +85,7 @@ def measure(
         seeds: draws.
         seed: of the draws; the same seed on the same device gives the same result.
         sites: (layer, site, submodule path, "input" or "output") for each point of a module that is
-            not read; see `hook_points`, which shows them for one that is. A dropout that drops
-            nothing has none.
+            not read; see `hook_points`, which shows them for one that is.
         progress: write one line per draw to standard error.
 
     Returns:

@@ -253,10 +253,11 @@ class Sites:
 
     Args:
         streams: the first values of the residual streams.
+        dropouts: paths of submodules that are nn.Dropout, which may drop nothing yet.
     """
 
-    def __init__(self, graph: Graph, streams: Iterable[int]) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, streams: Iterable[int], dropouts: Collection[str]) -> None:
+        self.graph, self.dropouts = graph, dropouts
         rows = {graph.tensor(v).numel() // graph.tensor(v).shape[-1] for v in streams}
         self.at: dict[int, list[SubmoduleTensor]] = {}
         counts: dict[tuple[str, str], set[int]] = {}
@@ -290,6 +291,13 @@ class Sites:
     def output(self, value: int) -> SubmoduleTensor | None:
         """The innermost submodule that gives a value, else the first that takes it."""
         return next(iter(sorted(self.of(value), key=lambda point: point.side == "input")), None)
+
+    def dropped(self, unit: BranchUnit) -> SubmoduleTensor | None:
+        """The submodule that drops what a block gives."""
+        if unit.dropped is not None:
+            return self.output(unit.dropped)
+        points = (p for p in self.of(unit.raw) if p.path in self.dropouts and p.side == "output")
+        return next(points, None)
 
     def input(self, value: int) -> SubmoduleTensor | None:
         """The first submodule that takes a value, else the innermost that gives it."""
@@ -397,8 +405,8 @@ def _unit(
             yield "ffn.activation", sites.output(before)
             yield "ffn.activation_dropout", sites.output(behind)
         yield "ffn.out", sites.output(unit.raw)
-    if unit.dropped is not None:
-        yield f"{name}.dropout", sites.output(unit.dropped)
+    if (dropped := sites.dropped(unit)) is not None:
+        yield f"{name}.dropout", dropped
     if unit.behind is not None:
         yield f"{name}.post_norm", sites.output(unit.behind.end)
     if alone:
@@ -424,7 +432,7 @@ def _blocks(
         if inside in sites.of(unit.sum.stream):
             entering = inside
         raw = sites.output(unit.raw if unit.behind is None else unit.behind.end)
-        branch = sites.output(unit.dropped) if unit.dropped is not None else None
+        branch = sites.dropped(unit) if unit.behind is None or unit.dropped is not None else None
         total = sites.output(unit.sum.value)
         post = sites.norm(unit.behind) if unit.behind is not None else None
         if entering is None or raw is None or total is None or (norm is not None and takes is None):

@@ -412,7 +412,8 @@ class _Reading:
         self.tensors = dict(self.module.named_parameters())
         stacks = self._stacks(chains)
         roles = Roles(self.graph)
-        sites = Sites(self.graph, [chain.start for chain in chains])
+        drops = {p for p, part in self.module.named_modules() if isinstance(part, nn.Dropout)}
+        sites = Sites(self.graph, [chain.start for chain in chains], drops)
         points: list[HookPoint] = []
         branches: list[ModuleBranch] = []
         for stack in stacks:
