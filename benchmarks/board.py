@@ -44,7 +44,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 import moments
 from moments.model.huggingface import FAMILIES
-from moments.torch.anatomy import anatomy_of
+from moments.torch.architecture import promised_by
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -367,7 +367,7 @@ def _reported(module: torch.nn.Module, report: moments.CheckReport) -> dict[str,
             "ratio": _digits(outputs.loc["loss", "predicted"] / outputs.loc["loss", "measured"])
         }
     return {
-        "read by": "family" if anatomy_of(module).reading is None else "dataflow",
+        "read by": "family" if promised_by(module) is not None else "dataflow",
         "scheme": report.scheme,
         "errors": errors,
         "findings": _told(report.findings),

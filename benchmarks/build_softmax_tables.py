@@ -1,4 +1,4 @@
-"""Build moments/data/softmax_square.npz and softmax_far.npz from the exact evaluator.
+"""Build moments/data/softmax_square.npz and softmax_far.npz from the exact integrals.
 
     python benchmarks/build_softmax_tables.py          # both
     python benchmarks/build_softmax_tables.py far      # beyond logit variances of 8
@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-
-from moments.transfer.attention.softmax.exact import Array
-from moments.transfer.attention.softmax.table import (
+from exact_softmax import (
+    Array,
     chebyshev_coefficients,
     encode_row,
     encode_square_pair,

@@ -456,7 +456,7 @@ def build(case: Case, device: str, seed: int) -> Any:
     import torch
     import transformers.integrations.sdpa_attention
 
-    from moments.torch.hook_points import weight_parts
+    from moments.torch.anatomy import anatomy_of
     from moments.torch.huggingface_modules import build_module
 
     # Keys that several heads share are repeated: in float32 a GPU's other path keeps every logit.
@@ -464,7 +464,8 @@ def build(case: Case, device: str, seed: int) -> Any:
     with torch.device(device):
         module = build_module(case.config, seed)
     if case.trained is not None:
-        learn = {row.parameter for row, _ in weight_parts(module) if row.layer in case.trained}
+        parts = anatomy_of(module).parts(module)[1]
+        learn = {row.parameter for row, _ in parts if row.layer in case.trained}
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in learn)
     return module

@@ -180,7 +180,8 @@ def sample_layer(
 
 def predicted(layer: KernelAttention, gradient: Array) -> dict[str, Array]:
     """The layer's kernels under the samplers' names."""
-    return {"output": layer.forward(), **layer.backward(gradient)._asdict()}
+    paths = layer.backward(gradient)
+    return {"output": layer.forward(), "total": paths.total, **paths._asdict()}
 
 
 def test_kernels(length: int) -> dict[str, Array]:

@@ -470,7 +470,7 @@ def test_values_are_sent_what_they_are_gathered_by(kind: str, drop_prob: float) 
         "rotated": {"rotation": Rotation.of(*Rotary(base=50.0).frequencies(8), place, place)},
         "penalised": {"bias": -0.3 * np.abs(place[:, None] - place)},
         "other keys": {"key_kernel": random(keys)},
-        "memory": {"query_kernel": random(queries), "separate_queries": True},
+        "memory": {"query_kernel": random(queries)},
     }
     mask = None if kind == "memory" else np.tri(keys, dtype=bool)
     layer = KernelAttention(

@@ -16,12 +16,12 @@ pytest.importorskip("transformers")
 import small_modules  # noqa: E402
 
 from moments.show.expected import tail_probability  # noqa: E402
+from moments.torch.anatomy import anatomy_of  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.audit import audit  # noqa: E402
 from moments.torch.entries import EntryMoments, truncated_kurtosis  # noqa: E402
 from moments.torch.initialize import initialize  # noqa: E402
 from moments.torch.probe import Slope, regress  # noqa: E402
-from moments.torch.roles import roles_of  # noqa: E402
 from moments.torch.scales import remove_scales  # noqa: E402
 
 LAYERS, WIDTH = 3, 48
@@ -73,7 +73,7 @@ def fresh(built):
 def blocks(module, *names):
     """(label, view) of every matrix of a role, in the order of the layers."""
     tensors = dict(module.named_parameters())
-    roles = roles_of(module).named(*names)
+    roles = anatomy_of(module).found.named(*names)
     return [(role.label, role.part.of(tensors[role.parameter].detach())) for role in roles]
 
 
@@ -242,14 +242,14 @@ def test_a_scale_erased(built):
     """A beta kept in a buffer, which materialisation fills with zeros."""
     module, plan = copy.deepcopy(built[0]), built[1]
     initialize(module, plan.replace(branch_scale=1.0), seed=2)
-    for block in roles_of(module).blocks:
+    for block in anatomy_of(module).found.blocks:
         part = module.get_submodule(block.branch.path)
         beta = plan.by_block("branch_scale")[block.layer - 1, block.column]
         part.register_buffer("beta", torch.tensor(float(beta)), persistent=False)
         hook = part.register_forward_hook(scaled_by_buffer, prepend=False)
         part._forward_hooks.move_to_end(hook.id, last=False)
     assert audit(module, plan).passed
-    victim = roles_of(module).blocks[3]
+    victim = anatomy_of(module).found.blocks[3]
     module.get_submodule(victim.branch.path).beta.zero_()
     report = audit(module, plan)
     (offender,) = report.offenders
@@ -361,7 +361,7 @@ def test_a_shifted_layer_index(fresh):
 
 def test_gains_biases_and_broken_entries_are_named(fresh):
     module, plan = fresh
-    found = roles_of(module)
+    found = anatomy_of(module).found
     gain = found.named("ffn.norm.gain")[1]
     dict(module.named_parameters())[gain.parameter].data.mul_(1.5)
     name, w = blocks(module, "key")[0]
@@ -463,7 +463,7 @@ def test_errors():
         audit(module, 3)
     with pytest.raises(DomainError, match="module"):
         audit("encoder", plan)
-    with pytest.raises(MomentsError, match="no known layer"):
+    with pytest.raises(MomentsError, match="no attention beside a residual"):
         audit(torch.nn.Linear(2, 2), Transformer(1, 4, 2, 4))
     placed = audit(module, plan.replace(norm="post"))
     assert {f.quantity for f in placed.offenders} >= {"norm placement"}

@@ -28,7 +28,7 @@ from moments.model.huggingface import FAMILIES  # noqa: E402
 from moments.torch.anatomy import anatomy_of  # noqa: E402
 from moments.torch.dataflow import read  # noqa: E402
 from moments.torch.dataflow.graph import record  # noqa: E402
-from moments.torch.roles import ModuleRoles, roles_of, tensors_of  # noqa: E402
+from moments.torch.roles import tensors_of  # noqa: E402
 
 nn = torch.nn
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -62,19 +62,6 @@ def fields(model: Transformer | None) -> dict[str, Any]:
     return found
 
 
-def claims(roles: ModuleRoles, module: Any) -> set[tuple[Any, ...]]:
-    """Which entries of which parameter play which role in which layer."""
-    found = set()
-    for role in roles.roles:
-        tensor = tensors_of(module)[role.parameter]
-        places = role.part.of(torch.arange(tensor.numel()).view(tensor.shape))
-        entries = hash(tuple(sorted(places.flatten().tolist())))
-        kind = role.is_matrix and role.transposed
-        row = role.parameter, entries, role.stack, role.layer, role.name
-        found.add((*row, role.fan_in, role.fan_out, kind))
-    return found
-
-
 # --- each checks the other ------------------------------------------------------------------------
 
 REAL = {
@@ -87,22 +74,15 @@ NO_EFFECT = ("embedding.positions", "encoder.embedding.positions", "name", "enco
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_the_dataflow_reads_what_the_family_says(kind: str) -> None:
-    """The role of every entry of every parameter, and every field of the declaration."""
+    """A role for every parameter, and every field of the declaration."""
     pytest.importorskip("transformers")
     import small_modules
 
     module = small_modules.family_module(kind, 2, 64)
     found = read(module)
-    known = roles_of(module)
     assert found.reasons == ()
     assert found.doubts == ()
-    assert found.roles.unidentified == known.unidentified == ()
-    assert claims(found.roles, module) == claims(known, module)
-    for one, other in zip(found.roles.blocks, known.blocks, strict=True):
-        for name in ("stack", "layer", "name", "placement", "parallel"):
-            assert getattr(one, name) == getattr(other, name), name
-        for name in ("norm", "post_norm"):
-            assert getattr(one, name) == getattr(other, name), name
+    assert found.roles.unidentified == ()
     ours, theirs = fields(found.model), fields(moments.torch.describe(module).model)
     for name in theirs:
         if name.startswith(REAL.get(kind, ())) or name in NO_EFFECT:

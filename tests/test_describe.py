@@ -16,10 +16,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from moments.torch import audit, describe, initialize, weight_statistics  # noqa: E402
+from moments.torch.anatomy import anatomy_of  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.assumptions import WeightStatistics  # noqa: E402
 from moments.torch.entries import EntryMoments  # noqa: E402
-from moments.torch.roles import roles_of  # noqa: E402
 from moments.torch.snippet import snippet, tensor_table  # noqa: E402
 
 WIDTH = 64
@@ -201,7 +201,7 @@ def test_broken_assumptions_are_named_with_numbers():
 def test_the_spectral_edge_of_independent_entries():
     """Largest squared singular values of Gaussian matrices: about the edge, within the scale."""
     generator = torch.Generator().manual_seed(1)
-    role = roles_of(gpt2()).named("ffn_in")[0]
+    role = anatomy_of(gpt2()).found.named("ffn_in")[0]
     deviations = []
     for _ in range(40):
         block = torch.randn((40, 100), generator=generator)
@@ -238,7 +238,7 @@ def test_checkpoints_that_cannot_be_read(tmp_path):
         describe(tmp_path / "broken.safetensors")
     with pytest.raises(DomainError, match="module"):
         describe(3)
-    with pytest.raises(MomentsError, match="no known layer"):
+    with pytest.raises(MomentsError, match="no attention beside a residual"):
         describe(torch.nn.Linear(2, 2))
 
 

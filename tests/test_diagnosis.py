@@ -13,7 +13,7 @@ import moments
 from moments import Transformer
 from moments.show.diagnosis import Diagnosis, diagnose_case
 from moments.show.differences import Case, differences
-from moments.torch.batches import inputs_of, measured_dropout, shifted_left, shifted_right
+from moments.torch.batches import inputs_of, shifted_left, shifted_right
 
 torch = pytest.importorskip("torch")
 
@@ -196,14 +196,6 @@ def test_a_batch_in_the_words_of_predict() -> None:
     assert inputs_of(model.replace(embedding=None, head=None), batch) == {}
 
 
-def test_dropout_is_read_off_the_blocks_outputs(template: moments.Measurement) -> None:
-    found = measured_dropout(template)
-    assert found is not None
-    value, stderr = found
-    assert 0 < stderr < 0.05
-    assert abs(value - 0.1) < 4 * stderr
-
-
 # --- live modules ---------------------------------------------------------------------------------
 
 
@@ -216,6 +208,19 @@ def encoder(copies: bool = False, **options: Any) -> Any:
     if not copies:
         module.layers = torch.nn.ModuleList(layers)
     return module
+
+
+def test_a_dropout_that_the_config_does_not_say() -> None:
+    pytest.importorskip("transformers")
+    import small_modules
+
+    module = small_modules.family_module("gpt2", 2, 64)
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.3
+    ids = torch.arange(12)[None]
+    diagnosis = moments.torch.diagnose(module, {"input_ids": ids, "labels": ids})
+    assert "dropout" in diagnosis.differing
 
 
 def test_layers_that_are_copies_of_one_are_told() -> None:

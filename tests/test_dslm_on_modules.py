@@ -16,11 +16,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from moments.torch import audit, describe, fold, initialize, measure  # noqa: E402
+from moments.torch.anatomy import anatomy_of  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
+from moments.torch.dataflow.reading import example  # noqa: E402
 from moments.torch.huggingface_modules import build_module  # noqa: E402
 from moments.torch.initialize import attach  # noqa: E402
-from moments.torch.probe import default_batch, logits_path  # noqa: E402
-from moments.torch.roles import roles_of  # noqa: E402
+from moments.torch.probe import logits_path  # noqa: E402
 from moments.torch.running import run  # noqa: E402
 from moments.torch.scales import applied_scales  # noqa: E402
 
@@ -132,7 +133,7 @@ def test_the_output_scale_reaches_the_logits(kind):
     """Written, seen by the audit and by describe, and folded away; told from a bare copy's own."""
     module, plan = small(kind)
     initialize(module, plan, seed=1)
-    bare, batch = copy.deepcopy(module.eval()), default_batch(module)
+    bare, batch = copy.deepcopy(module.eval()), example(module)
     bare.moments_scales.remove()
     plain, scaled = (run(m, batch).logits for m in (bare, module))
     torch.testing.assert_close(scaled, 0.37 * plain, rtol=1e-5, atol=1e-6)
@@ -152,7 +153,7 @@ def test_a_bare_stack_has_no_logits():
             num_hidden_layers=3, hidden_size=32, num_attention_heads=4, intermediate_size=64
         )
     )
-    assert logits_path(module, roles_of(module)) is None
+    assert logits_path(anatomy_of(module).found) is None
     initialize(module, "dslm")
     assert audit(module, "dslm").passed
 
@@ -165,7 +166,7 @@ def test_both_stacks_of_torch(pre):
     module = torch.nn.Transformer(32, 4, 4, 3, 64, norm_first=pre, batch_first=True)
     model = architecture_of(module, 8)
     assert (model.layers, model.encoder.layers, model.causal) == (3, 4, True)
-    found = roles_of(module)
+    found = anatomy_of(module).found
     assert not found.unidentified
     assert [b.name for b in found.blocks if not b.stack] == ["attention", "cross", "ffn"] * 3
     finals = {r.full_name: (r.layer, r.parameter) for r in found.roles if "final" in r.name}
@@ -179,7 +180,7 @@ def test_both_stacks_of_torch(pre):
     initialize(module, plan)
     assert audit(module, plan).passed
     module.eval()
-    batch = default_batch(module)
+    batch = example(module)
     x = module.encoder(batch["src"])
     y = batch["tgt"]
     a, b = (1 / 3) ** 0.5, (2 / 3) ** 0.5  # beta^2 = 2 / N
@@ -252,7 +253,7 @@ def test_scales_are_put_back_on_stored_weights():
     assert not audit(rebuilt, plan).passed
     assert attach(rebuilt, plan) is rebuilt.moments_scales
     assert audit(rebuilt, plan).passed
-    batch = default_batch(module)
+    batch = example(module)
     torch.testing.assert_close(
         run(rebuilt.eval(), batch).logits, run(module.eval(), batch).logits, rtol=0, atol=0
     )
@@ -271,10 +272,10 @@ def test_measured_block_outputs_are_those_of_the_blocks():
         initialize(module, plan, seed=seed)
         m = measure(module, case.batch(seed), seed=seed)
         frame = m.to_frame()
-        found.append(frame[frame.site.isin(["attention.dropout", "ffn.dropout"])])
+        found.append(frame[frame.site.isin(["attention.projection", "ffn.out"])])
     variance = np.mean([f.variance for f in found], axis=0)
     np.testing.assert_allclose(variance, 1.0, atol=0.3)
     twin = moments.simulate(plan.model, variance=1.0, correlation=0.05, seeds=4).to_frame()
-    twin = twin[twin.site.isin(["attention.dropout", "ffn.dropout"])]
+    twin = twin[twin.site.isin(["attention.projection", "ffn.out"])]
     gradient = np.mean([f.grad_variance for f in found], axis=0)
     np.testing.assert_allclose(np.log(gradient / twin.grad_variance), 0.0, atol=0.5)

@@ -13,7 +13,7 @@ import pytest
 
 from moments.engine.composition import Chain, Layer, Parallel, Residual, forward
 from moments.engine.fluctuation import overlap_variance
-from moments.engine.state import Gradient, Kernel, Signal
+from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.engine.trace import Record
 from moments.formulas.activation import activation_laws
 from moments.formulas.linear import LINEAR, SCALE
@@ -136,7 +136,7 @@ def test_gated_units_see_realised_overlaps(causal: bool) -> None:
     assert pairs_of(signal.kernel.pairs) == pytest.approx(off(mean), rel=0.02, abs=off(error))
     entering = predicted(causal)[0]["norm"]
     assert entering.fluctuation is not None
-    entering = entering.replace(fluctuation=entering.fluctuation.of_norms())
+    entering = entering.replace(fluctuation=Fluctuation(entering.fluctuation.norms))
     gated = GatedLinear("gated", activation_laws("silu"), WIDTH, HIDDEN, 1 / WIDTH, 1 / WIDTH)
     without, _ = gated.forward(entering)
     assert pairs_of(without.kernel.pairs) < 0.985 * off(mean)

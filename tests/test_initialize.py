@@ -20,8 +20,8 @@ pytest.importorskip("transformers")
 import small_modules  # noqa: E402
 
 from moments.torch import audit, fold, initialize  # noqa: E402
+from moments.torch.anatomy import anatomy_of  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
-from moments.torch.roles import roles_of  # noqa: E402
 from moments.torch.scales import applied_scales, remove_scales  # noqa: E402
 
 LAYERS, WIDTH = 2, 32
@@ -353,7 +353,7 @@ def test_residual_branches_without_norms():
     module = gpt2()
     for block in module.transformer.h:
         block.ln_1, block.ln_2 = torch.nn.Identity(), torch.nn.Identity()
-    assert {b.placement for b in roles_of(module).blocks} == {"none"}
+    assert {b.placement for b in anatomy_of(module).found.blocks} == {"none"}
     plan = architecture_of(module).replace(norm="none", branch_scale=0.0)
     initialize(module, plan)
     module.eval()
@@ -477,7 +477,7 @@ def deeper(module):
         (lambda m: initialize(m, {}), DomainError, "plan"),
         (lambda m: initialize(m, "no such scheme"), DomainError, "scheme"),
         (lambda m: initialize(3, "xavier"), DomainError, "module"),
-        (lambda m: initialize(torch.nn.Linear(2, 2), "xavier"), MomentsError, "no known layer"),
+        (lambda m: initialize(torch.nn.Linear(2, 2), "xavier"), MomentsError, "no attention"),
         (lambda m: initialize(Own(), "xavier", names=NAMES), DomainError, "architecture="),
         (lambda m: initialize(Own(), own_plan(skip_scale=0.9), names=NAMES), DomainError, "sites="),
         (lambda m: initialize(Own(), own_plan(), names={"x.{layer}": "query"}), DomainError, "x."),

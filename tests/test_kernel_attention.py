@@ -10,6 +10,7 @@ from types import ModuleType
 import mpmath as mp
 import numpy as np
 import pytest
+from exact_softmax import pair_statistics
 from numpy.typing import NDArray
 
 from moments.errors import DomainError
@@ -20,7 +21,7 @@ from moments.transfer.attention.kernels.row_statistics import matched
 from moments.transfer.attention.laws import attention_statistics
 from moments.transfer.attention.response import AttentionResponse, _saturation
 from moments.transfer.attention.self_attention import SelfAttention
-from moments.transfer.attention.softmax import SquareTable, pair_statistics
+from moments.transfer.attention.softmax import SquareTable
 
 Array = NDArray[np.float64]
 

@@ -12,7 +12,7 @@ import small_modules  # noqa: E402
 
 from moments import torch as measured_by  # noqa: E402
 from moments.model.huggingface.sizes import sized_config  # noqa: E402
-from moments.torch.hook_points import hook_points  # noqa: E402
+from moments.torch import hook_points  # noqa: E402
 from moments.torch.huggingface_modules import (  # noqa: E402
     build_module,
     image_batch,
@@ -433,7 +433,7 @@ def test_torch_encoder(norm_first):
     )
     assert measured.variance[0] == pytest.approx(float(x.square().mean()), rel=1e-6)
     sites = set(measured.to_frame().query("layer == 1")["site"])
-    assert sites == LAYER_SITES - {"attention.heads"} | {"ffn.activation_dropout"}
+    assert sites == LAYER_SITES - {"attention.heads"}
     rows = measured.to_frame().set_index(["layer", "site"])["variance"]
     layer, normed = module.layers[0], module.layers[0].norm1(x) if norm_first else x
     middle = x + layer.self_attn(normed, normed, normed)[0]
@@ -488,6 +488,12 @@ def test_a_module_of_ones_own():
     np.testing.assert_allclose(measured.grad_variance, expected, rtol=1e-5)
     np.testing.assert_allclose(measured.grad_correlation, 1, rtol=1e-5)
     assert list(measured.weight_gradients()["weight"]) == ["first.weight", "second.weight"]
+
+
+def test_hook_points_of_a_module_without_storage():
+    with torch.device("meta"):
+        bare = build_module(GPT2)
+    assert hook_points(bare) == hook_points(build_module(GPT2))
 
 
 def test_hook_points_are_a_template():

@@ -14,7 +14,7 @@ import pytest
 
 import moments
 from moments.engine.composition import Chain, Component, Layer, Parallel, Residual, forward
-from moments.engine.state import Gradient, Kernel
+from moments.engine.state import Fluctuation, Gradient, Kernel
 from moments.formulas.activation import activation_laws
 from moments.formulas.linear import DROPOUT, LINEAR
 from moments.formulas.normalization import LAYERNORM, RMSNORM
@@ -239,7 +239,7 @@ def test_gradients_around_a_unit(gated: bool) -> None:
     expected = np.array([plain[name] * growth[1, name] for name in names])
     assert np.abs(expected / mean - 1) == pytest.approx(0, abs=0.05 + 2 * (error / mean).max())
     assert signal.fluctuation is not None
-    signal = signal.replace(fluctuation=signal.fluctuation.of_norms())  # overlaps at their means
+    signal = signal.replace(fluctuation=Fluctuation(signal.fluctuation.norms))  # no overlaps
     done = forward(stack, signal)[1].backward(Gradient(Kernel(1.0, 0.5), TOKENS))
     plain = {name: value for one in done.leaves() for name, value in one.weights().items()}
     without = np.array([plain[name] for name in names])

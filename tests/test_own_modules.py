@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 import nano_gpt  # noqa: E402
 
-from moments.torch.architecture import read_architecture  # noqa: E402
+from moments.torch.anatomy import anatomy_of  # noqa: E402
 from moments.torch.roles import roles_of  # noqa: E402
 
 CONFIG = nano_gpt.Config(n_layer=3)
@@ -84,7 +84,7 @@ def headline(report: Any) -> str:
 def test_a_gpt_of_linear_layers_is_recognised(bare: bool) -> None:
     config = nano_gpt.Config(n_layer=2, bare=bare)
     module = nano_gpt.GPT(config)
-    found = roles_of(module)
+    found = anatomy_of(module).found
     assert not found.unidentified
     assert len(found.blocks) == 2 * config.n_layer
     (value,) = (r for r in found.named("value") if r.layer == 1)
@@ -99,7 +99,7 @@ def test_a_gpt_of_linear_layers_is_recognised(bare: bool) -> None:
 
 
 def test_its_architecture_is_read_for_a_scheme(module: Any) -> None:
-    read = read_architecture(module)
+    read = anatomy_of(module).architecture()
     assert read is not None
     for name in ("layers", "d_model", "heads", "seq_len", "d_ff", "norm", "activation", "dropout"):
         assert getattr(read, name) == getattr(PLAN, name), name
@@ -188,7 +188,9 @@ def test_a_norm_that_is_there_and_never_run(module: Any) -> None:
     block = module.transformer["h"][2]
     block.forward = lambda x: x + block.attn(x) + block.mlp(block.ln_2(x))
     report = moments.torch.audit(module, PLAN)
-    assert any(f.layer == 3 and "no tensor passes" in f.note for f in report.offenders)
+    (offender,) = report.offenders
+    assert (offender.layer, offender.quantity) == (3, "norm placement")
+    assert "transformer.h.2.ln_1.weight" in report.unidentified
 
 
 def test_a_matrix_without_a_role_is_named(module: Any) -> None:
@@ -417,7 +419,7 @@ def test_a_module_that_cannot_be_run_gets_its_draft_with_the_refusal() -> None:
         lambda: moments.torch.initialize(module, plan),
         lambda: moments.torch.diagnose(module, ids, plan),
     ):
-        with pytest.raises(moments.MomentsError, match="no known layer in Closed") as refusal:
+        with pytest.raises(moments.MomentsError, match="Closed could not be run") as refusal:
             use()
         assert "missing 1 required keyword-only argument: 'word'" in str(refusal.value)
         assert '# "stack.{layer}.m.wq.weight (32, 32)": "?"' in str(refusal.value)
@@ -435,7 +437,7 @@ def test_drafts_of_known_families_are_what_is_known_of_them(kind: str) -> None:
     module = small_modules.family_module(kind, 2, 64)
     made = moments.torch.draft(module)
     assert made.doubts == ()
-    known, found = roles_of(module), roles_of(module, made.names, made.sites)
+    known, found = anatomy_of(module).found, roles_of(module, made.names, made.sites)
 
     def inside(roles: Any) -> set[tuple[int, str, str]]:
         return {(r.layer, r.name, r.label) for r in roles.roles if 1 <= r.layer <= 2}
@@ -446,13 +448,14 @@ def test_drafts_of_known_families_are_what_is_known_of_them(kind: str) -> None:
             assert getattr(one, name) == getattr(other, name), name
 
 
-def test_a_norm_that_stands_behind_a_reshape_is_doubted() -> None:
+def test_a_norm_that_stands_behind_a_reshape_is_seen() -> None:
     """OPT's second norm takes rows without their sequences."""
     pytest.importorskip("transformers")
     import small_modules
 
     made = moments.torch.draft(small_modules.family_module("opt", 2, 64))
-    assert made.doubts == ("where ffn.norm takes and gives the stream was not seen: add its site",)
+    assert made.doubts == ()
+    assert (1, "ffn.norm", "model.decoder.layers.0.final_layer_norm", "output") in made.sites
 
 
 def test_a_norm_of_a_blocks_output_is_no_post_norm() -> None:
@@ -468,3 +471,11 @@ def test_a_norm_of_a_blocks_output_is_no_post_norm() -> None:
 def branch_normed(layer: Any, x: Any) -> Any:
     x = x + layer.n1(layer.attend(x))
     return x + layer.n2(layer.feed(x))
+
+
+def test_what_attention_is_told_to_multiply_by_has_no_name(module: Any) -> None:
+    """Named parts are audited as those that were read."""
+    module.transformer["h"][1].attn.n_head = 1
+    report = moments.torch.audit(module, PLAN, names=NAMES, sites=STREAM)
+    (offender,) = report.offenders
+    assert (offender.layer, offender.quantity) == (2, "temperature")

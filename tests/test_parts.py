@@ -14,7 +14,7 @@ from quadrature import Estimate, exchangeable, gridded_pair, token_moments
 
 import moments
 from moments.engine.composition import Leaf
-from moments.engine.directions import expected_cosine, expected_pull, persistent_pull
+from moments.engine.directions import expected_cosine, expected_pull
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.errors import DomainError
 from moments.formulas import activation as activations
@@ -476,17 +476,6 @@ def test_inverse_norms_of_short_vectors(freedom: int, correlation: float) -> Non
     assert abs(pulled.mean() - expected_pull(freedom, correlation)) < 4 * error
     whole = expected_pull(freedom, np.array([1.0, 1.0 - 1e-13]))
     np.testing.assert_allclose(whole, (freedom - 1) / (freedom - 2), rtol=1e-5)
-
-
-@pytest.mark.parametrize(("freedom", "share"), [(7, 0.8), (12, 0.3)])
-def test_persisting_inverse_norms_of_short_vectors(freedom: int, share: float) -> None:
-    rng = np.random.default_rng(8)
-    x, other = rng.normal(size=(2, 200_000, freedom))
-    y = np.sqrt(share) * x + np.sqrt(1 - share) * other
-    mean = freedom - 2  # of a chi-square's inverse
-    both = mean**2 / ((x**2).sum(1) * (y**2).sum(1))
-    error = both.std() / np.sqrt(len(x))
-    assert abs(both.mean() - 1 - persistent_pull(freedom, share)) < 4 * error
 
 
 @pytest.mark.parametrize("centres", [True, False])

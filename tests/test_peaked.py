@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from exact_softmax import pair_statistics, row_statistics
 from scipy.special import ndtr
 
 from moments.transfer.attention.kernels import KernelAttention, exact_rows
-from moments.transfer.attention.softmax import pair_statistics, row_statistics
 
 
 @pytest.mark.parametrize("keys", [4, 16, 64])

@@ -21,7 +21,6 @@ from moments.engine.classes import (
     both_sides,
     documents_on,
     one_class,
-    product,
 )
 from moments.engine.texts import TextClasses
 from moments.prediction import predict as deciding
@@ -185,16 +184,6 @@ def test_arithmetic_of_class_matrices_is_that_of_blocks() -> None:
     np.testing.assert_allclose(column, (first @ repeated)[places], rtol=1e-12)
     with pytest.raises(TypeError, match="entrywise"):  # nothing reads it entry by entry
         np.asarray(one)
-
-
-def test_products_of_matrices_over_keys() -> None:
-    """(a, B) stands for diag(a) + B with B smooth: here with every key a class."""
-    random = np.random.default_rng(5)
-    counts = np.ones(6)
-    parts = [(random.normal(size=6), random.normal(size=(6, 6))) for _ in range(2)]
-    first, second = (np.diag(a) + b for a, b in parts)
-    a, b = product(*parts, counts)
-    np.testing.assert_allclose(np.diag(a) + b, first @ second, rtol=1e-12)
 
 
 # --- one layer ------------------------------------------------------------------------------------

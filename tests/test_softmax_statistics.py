@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from importlib import resources
-from pathlib import Path
 
+import build_softmax_tables
 import mpmath
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from numpy.polynomial.hermite_e import hermegauss
-from scipy import integrate, stats
-
-from moments.errors import DomainError
-from moments.transfer.attention.softmax import (
-    RowStatistics,
-    SquareTable,
-    chi_square_rule,
-    pair_statistics,
-    row_statistics,
-)
-from moments.transfer.attention.softmax.exact import THETA_EXACT
-from moments.transfer.attention.softmax.table import (
-    chebyshev_basis,
+from exact_softmax import (
+    THETA_EXACT,
     chebyshev_coefficients,
     encode_row,
     encode_square_pair,
@@ -34,8 +19,20 @@ from moments.transfer.attention.softmax.table import (
     far_theta_at,
     gauss_nodes,
     length_at,
+    pair_statistics,
+    row_statistics,
     theta_at,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.polynomial.hermite_e import hermegauss
+from scipy import integrate, stats
+
+from moments.errors import DomainError
+from moments.transfer.attention.kernels import exact_rows
+from moments.transfer.attention.kernels.exact_rows import AlikeRows
+from moments.transfer.attention.softmax import RowStatistics, SquareTable, chi_square_rule
+from moments.transfer.attention.softmax.table import chebyshev_basis
 
 
 def softmax(logits):
@@ -60,7 +57,7 @@ def row_samples(logits, theta):
         mean_logit_square=mean**2 / theta,
         weighted_logit_square=(a**2 * logits**2).sum(-1) / theta,
         entropy=-(a * np.log(a)).sum(-1),
-    )[:-1]
+    )
 
 
 def pair_samples(logits, logits2, psi):
@@ -139,7 +136,7 @@ def test_two_rows_of_two_keys_against_quadrature(theta, theta2, rho):
         0.5 * weights @ (d * u * t2 + t * d2 * u2),
     )
     result = pair_statistics(theta, 2, rho, theta2)
-    assert result[:-1] == pytest.approx(reference, rel=2e-6)
+    assert result == pytest.approx(reference, rel=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +184,7 @@ def test_identical_rows_agree_with_one_row(theta, n):
     """rho = 1 by double integrals, one row by single ones, real n included."""
     row, pair = row_statistics(theta, n), pair_statistics(theta, n, 1.0)
     expected = (row.sum_square, row.jacobian_square, row.radial_square, row.sum_square_slope)
-    assert pair[:-1] == pytest.approx(expected, rel=2e-7)
+    assert pair == pytest.approx(expected, rel=2e-7)
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 2), (3, 11), (100, 100), (1.5, 8.0)])
@@ -227,20 +224,18 @@ def test_constant_logits(n):
     """theta = 0: uniform weights and the Jacobian I/n - 1/n^2."""
     row, pair = row_statistics(0.0, n), pair_statistics(0.0, n, 0.3)
     jacobian = (n - 1) / n**2
-    assert row[:-1] == pytest.approx(
+    assert row == pytest.approx(
         (1 / n, n**-2, n**-3, (1 - 1 / n) ** 2, jacobian, jacobian, 0, 1 / n, 1 / n, math.log(n)),
         rel=1e-9,
         abs=1e-12,
     )
-    assert pair[:-1] == pytest.approx((1 / n, jacobian, jacobian, 0), rel=1e-8, abs=1e-12)
+    assert pair == pytest.approx((1 / n, jacobian, jacobian, 0), rel=1e-8, abs=1e-12)
 
 
 def test_one_key():
-    assert pair_statistics(2.0, 1, 0.7, 3.0, 5)[:-1] == (0.2, 0.0, 0.0, 0.0)
-    assert row_statistics(2.0, 1)[:-1] == pytest.approx((1, 1, 1, 0, 0, 0, 0, 1, 1, 0), abs=1e-9)
-    assert pair_statistics(2.0, 1 + 1e-9, 0.7, 3.0, 5)[:-1] == pytest.approx(
-        (0.2, 0, 0, 0), abs=1e-8
-    )
+    assert pair_statistics(2.0, 1, 0.7, 3.0, 5) == (0.2, 0.0, 0.0, 0.0)
+    assert row_statistics(2.0, 1) == pytest.approx((1, 1, 1, 0, 0, 0, 0, 1, 1, 0), abs=1e-9)
+    assert pair_statistics(2.0, 1 + 1e-9, 0.7, 3.0, 5) == pytest.approx((0.2, 0, 0, 0), abs=1e-8)
 
 
 @pytest.mark.parametrize(("theta", "psi"), [(1.0, 0.7), (5.0, 4.0), (3.0, -2.0)])
@@ -271,7 +266,7 @@ def random_points(count, theta_max, seed):
 
 def pair_errors(table, exact, psi):
     """Errors as the tables state them: radial_overlap's is relative to jacobian_overlap."""
-    table, exact = np.array(table[:-1]), np.array(exact[:-1])
+    table, exact = np.array(table), np.array(exact)
     scale = np.stack([exact[0], exact[1], exact[1], np.abs(psi) * exact[1] + 1e-300])
     return np.abs(table - exact) / scale
 
@@ -280,9 +275,8 @@ def pair_errors(table, exact, psi):
 def test_square_rows_against_evaluator(theta_max, bound):
     theta, n, _, _ = random_points(60, theta_max, seed=3)
     table = SquareTable.load().single(theta, n)
-    exact = np.array([row_statistics(*point)[:-1] for point in zip(theta, n, strict=True)]).T
-    assert np.all(np.abs(np.array(table[:-1]) - exact) <= bound * np.abs(exact))
-    assert np.all(table.valid)
+    exact = np.array([row_statistics(*point) for point in zip(theta, n, strict=True)]).T
+    assert np.all(np.abs(np.array(table) - exact) <= bound * np.abs(exact))
 
 
 def test_rows_far_beyond_against_evaluator():
@@ -290,11 +284,10 @@ def test_rows_far_beyond_against_evaluator():
     theta, n, rho, rng = random_points(40, 32.0, seed=6)
     theta, rho = np.maximum(theta, rng.uniform(8.0, 9.0, 40)), np.maximum(rho, -0.3)
     for point in zip(theta, n, rho, strict=True):
-        rows = SquareTable.load().at_length(point[1])
-        row, exact = np.array(rows.single(point[0])[:-1]), row_statistics(*point[:2])[:-1]
+        rows = AlikeRows.of(point[1])
+        row, exact = np.array(rows.rows(point[0])), row_statistics(*point[:2])
         assert np.all(np.abs(row / exact - 1) <= 2e-5)
-        pair = rows.pair(point[0], point[2])
-        assert pair.valid
+        pair = rows.pairs(point[0], None, point[2])
         assert pair_errors(pair, pair_statistics(*point), point[0] * point[2]).max() < 1e-4
 
 
@@ -303,7 +296,7 @@ def test_square_pairs_against_evaluator(theta_max, rho_min, bound):
     theta, n, rho, _ = random_points(90, theta_max, seed=4)
     rho = np.maximum(rho, rho_min)
     for point in zip(theta, n, rho, strict=True):
-        table = SquareTable.load().at_length(point[1]).pair(point[0], point[2])
+        table = AlikeRows.of(point[1]).pairs(point[0], None, point[2])
         assert pair_errors(table, pair_statistics(*point), point[0] * point[2]).max() < bound
 
 
@@ -314,13 +307,13 @@ def test_shapes_and_paths_agree():
     full = table.single(theta, n)
     assert full.entropy.shape == (70, 4)
     for j, length in enumerate(n):
-        rows = table.at_length(length)
-        assert rows.single(theta[:, 0]).entropy == pytest.approx(
+        rows = AlikeRows.of(length)
+        assert rows.rows(theta[:, 0]).entropy == pytest.approx(
             full.entropy[:, j], rel=1e-9, abs=1e-9
         )
-        assert rows.single(3.0).sum_square.shape == ()
+        assert rows.rows(3.0).sum_square.shape == ()
     assert table.single(theta[9, 0], n).sum_cube == pytest.approx(full.sum_cube[9], rel=1e-9)
-    pair = table.at_length(17.5).pair(theta, np.array([-0.2, 1.0]))
+    pair = AlikeRows.of(17.5).pairs(theta, None, np.array([-0.2, 1.0]))
     assert pair.overlap.shape == (70, 2)
     # at rho = 1 the pair is the row
     assert pair.overlap[:, 1] == pytest.approx(full.sum_square[:, 2], rel=1e-5)
@@ -335,8 +328,8 @@ def test_shapes_and_paths_agree():
 def test_bounds(theta, log_n, rho):
     """1/n <= P2 <= 1, 0 <= H <= log n, Cauchy-Schwarz between rows and within J (rank n - 1)."""
     n = round(math.exp(log_n))
-    rows = SquareTable.load().at_length(n)
-    row, pair = rows.single(theta), rows.pair(theta, rho)
+    rows = AlikeRows.of(n)
+    row, pair = rows.rows(theta), rows.pairs(theta, None, rho)
     near = 1e-4
     assert 1 / n * (1 - 1e-9) <= row.sum_square <= 1
     assert row.sum_square**2 * (1 - near) <= row.sum_cube <= row.sum_square
@@ -353,55 +346,52 @@ def test_bounds(theta, log_n, rho):
 def test_monotone_in_theta(n):
     """More variance, fewer effective keys, on a grid that crosses the edge of the table."""
     theta = np.concatenate([np.linspace(0, 8, 300), np.linspace(8.01, 10, 5)])
-    row = SquareTable.load().at_length(n).single(theta)
+    row = AlikeRows.of(n).rows(theta)
     assert np.all(np.diff(row.sum_square) > 0)
     assert np.all(np.diff(row.entropy) < 0)
     assert np.all(row.sum_square_slope[1:] > 0)
 
 
 def test_beyond_the_tables():
-    """A table to theta = 32, the evaluator at other correlations and past n = 1e8; beyond, its
-    edge, flagged; never a NaN."""
-    rows = SquareTable.load().at_length(64)
-    row = rows.single([4.0, 12.0, 32.0, 33.0, 1e6])
+    """A table to theta = 32 and the largest number of keys; never a NaN."""
+    rows = AlikeRows.of(64)
+    row = rows.rows([4.0, 12.0, 32.0, 33.0, 1e6])
     assert row.sum_square[1] == pytest.approx(row_statistics(12.0, 64).sum_square, rel=1e-5)
-    assert row.valid.tolist() == [True, True, True, False, False]
-    assert row.sum_square[4] == row_statistics(32.0, 64).sum_square
-    pair = rows.pair([12.0, 20.0, 1e5, 12.0], [0.4, -0.9, 0.4, -0.5])
+    beyond = exact_rows.rows(np.array([33.0, exact_rows.THETA_PEAKED]), np.full(2, 64.0))
+    np.testing.assert_allclose(row.sum_square[3:], beyond.sum_square, rtol=1e-12)
+    pair = rows.pairs([12.0, 20.0, 1e5, 12.0], None, [0.4, -0.9, 0.4, -0.5])
     assert pair.overlap[0] == pytest.approx(pair_statistics(12.0, 64, 0.4).overlap, rel=1e-4)
-    assert pair.overlap[3] == pair_statistics(12.0, 64, -0.5).overlap
-    assert pair.valid.tolist() == [True, False, False, True]
-    long = SquareTable.load().at_length(1e9)
-    assert long.single(1.0).sum_square == pytest.approx(1e-9 * math.e, rel=1e-6)
-    mixed = SquareTable.load().single([1.0, 9.0], [1e10, 5.0])
-    for result in (row, pair, mixed):
+    long = AlikeRows.of(1e9)
+    assert long.rows(1.0).sum_square == pytest.approx(1e-9 * math.e, rel=1e-6)
+    for result in (row, pair):
         assert all(np.all(np.isfinite(field)) for field in result)
 
 
+@pytest.mark.parametrize("n", [8, 64, 512])
+@pytest.mark.parametrize(
+    ("theta", "rho"), [(9.0, -0.5), (16.0, -0.35), (16.0, -0.7), (31.0, -0.35)]
+)
+def test_peaked_rows_of_negative_correlation(n, theta, rho):
+    """No table holds them: what they overlap is next to nothing, and what stands for it as well."""
+    exact, found = pair_statistics(theta, n, rho), AlikeRows.of(n).pairs(theta, None, rho)
+    assert found.overlap == pytest.approx(exact.overlap, abs=3e-3)
+    assert found.jacobian_overlap == pytest.approx(exact.jacobian_overlap, abs=4e-4)
+
+
 def test_table_edges_are_continuous():
-    """At theta = 8 one table hands over to the other, and that at 32 and -0.3 to the evaluator."""
-    rows = SquareTable.load().at_length(500)
-    edges = rows.single([8.0, 8.0 + 1e-7]), rows.pair([8.0, 8.0 + 1e-7], 0.6)
-    others = rows.single([32.0, 32.0 + 1e-9]), rows.pair([12.0, 12.0], [-0.3, -0.3 - 1e-9])
-    for edge in edges + others:
-        for field in edge[:-1]:
+    """At theta = 8 one table hands over to the other."""
+    rows = AlikeRows.of(500)
+    for edge in rows.rows([8.0, 8.0 + 1e-7]), rows.pairs([8.0, 8.0 + 1e-7], None, 0.6):
+        for field in edge:
             assert field[0] == pytest.approx(field[1], rel=1e-4)
-
-
-def build_script():
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "build_softmax_tables.py"
-    spec = importlib.util.spec_from_file_location("build_softmax_tables", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_shipped_tables_are_what_the_script_builds():
     """At the script's own nodes the shipped interpolants return the encoded evaluator's values."""
-    script, square, far = build_script(), SquareTable.load(), SquareTable.load_far()
+    square, far = SquareTable.load(), SquareTable.load_far()
     for table, rows, pairs in (
-        (square, script.ROW_NODES, script.SQUARE_NODES),
-        (far, script.FAR_ROW_NODES, script.FAR_NODES),
+        (square, build_softmax_tables.ROW_NODES, build_softmax_tables.SQUARE_NODES),
+        (far, build_softmax_tables.FAR_ROW_NODES, build_softmax_tables.FAR_NODES),
     ):
         assert table.row.shape[:2] == rows
         assert (*table.pair.shape[:2], table.pair.shape[3]) == pairs
@@ -474,10 +464,10 @@ def test_default_rule_averages_row_statistics(nu, bound):
     """P2, T2 and theta T2 averaged over the fluctuation, against a 30-point rule."""
     rule, many = chi_square_rule(nu), chi_square_rule(nu, 30)
     for theta, n in [(0.5, 2), (1.0, 16), (1.5, 128)]:
-        rows = SquareTable.load().at_length(n)
+        rows = AlikeRows.of(n)
 
         def average(rule, rows=rows, theta=theta):
-            row = rows.single(theta * rule.nodes)
+            row = rows.rows(theta * rule.nodes)
             values = [row.sum_square, row.jacobian_square, rule.nodes * row.jacobian_square]
             return np.array(values) @ rule.weights
 
@@ -502,11 +492,10 @@ def test_norms_that_do_not_fluctuate():
         lambda: pair_statistics(1.0, 4, 1.1),
         lambda: pair_statistics(1.0, 4, 0.5, 1.0, 3),
         lambda: pair_statistics(30.0, 4, -0.9),
-        lambda: SquareTable.load().at_length(0.0),
-        lambda: SquareTable.load().at_length(8).single([1.0, -1e-9]),
-        lambda: SquareTable.load().at_length(8).single([1.0, math.nan]),
-        lambda: SquareTable.load().at_length(8).pair(1.0, [0.2, math.nan]),
-        lambda: SquareTable.load().at_length(8).pair(math.inf, 0.2),
+        lambda: AlikeRows.of(8).rows([1.0, -1e-9]),
+        lambda: AlikeRows.of(8).rows([1.0, math.nan]),
+        lambda: AlikeRows.of(8).pairs(1.0, None, [0.2, math.nan]),
+        lambda: AlikeRows.of(8).pairs(math.inf, None, 0.2),
         lambda: SquareTable.load().single(1.0, [2.0, 0.5]),
         lambda: chi_square_rule(0.0),
         lambda: chi_square_rule(10.0, 0),

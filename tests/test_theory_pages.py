@@ -172,7 +172,6 @@ THEORY = (
     "transfer/attention/kernels/logits",
     "transfer/attention/kernels/row_statistics",
     "transfer/attention/kernels/relative_positions",
-    "transfer/attention/softmax/exact",
     "transfer/attention/softmax/norms",
     "transfer/attention/softmax/table",
     "transfer/attention/softmax/peaked",

@@ -142,9 +142,6 @@ class DoubleSum(NamedTuple):
     def output(self) -> Signal:
         """The sum."""
         signal, inner = self.signal, self.inner
-        if signal.fluctuation is None or inner.fluctuation is None:
-            kernel = inner.kernel + (signal.kernel + self.crossed(signal.kernel))
-            return Signal(kernel, signal.seq_len, width=signal.width)
         cross = self.crossed(signal.kernel, self._norm_mean() - self._turned())
         centred = None
         if inner.centred is not None:
@@ -227,10 +224,6 @@ class DoubleSum(NamedTuple):
         node = self.node.ffn
         kept = gradient.kernel.scaled(square(node.skip_scale))
         handed = gradient.kernel.scaled(square(node.branch_scale))
-        if self.signal.fluctuation is None:
-            done = branch.backward(gradient.with_kernel(handed), run)
-            merged = kept + done.gradient_sent.kernel
-            return ffn.completed(above, Gradient(merged, gradient.seq_len), (done,))
         total, entering = output.kernel.mean_diagonal(), self.entering.kernel.mean_diagonal()
         held, whole = square(node.skip_scale) * entering, self.inner.kernel.mean_diagonal()
         added, shared = whole - held, self._overlap()
@@ -254,8 +247,6 @@ class DoubleSum(NamedTuple):
         """The gradient at the input, of what the sum received and what attention's side sends."""
         gradient = gradient.averaged()
         above = gradient.kernel
-        if self.signal.fluctuation is None:
-            return Gradient(sent.kernel + (above + self.crossed(above)), gradient.seq_len)
         carried, total = self.signal.kernel.mean_diagonal(), output.kernel.mean_diagonal()
         skip = square(self.node.ffn.skip_scale)
         held, shared = skip * self.entering.kernel.mean_diagonal(), self._overlap()

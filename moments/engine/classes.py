@@ -9,7 +9,7 @@ are sums over nodes with counts,
 
 those of the interpolant of f that is cubic in log j between its nearest nodes, all of them on the
 summed side of x_p; a sum over rows i >= x_q interpolates i^k f(i). A matrix over keys has a part of
-each key's own beside the smooth one, X = (a, B), and products close over the counts (`product`).
+each key's own beside the smooth one, X = (a, B), and products close over the counts.
 
 See docs/theory/state.md, Classes of positions.
 """
@@ -176,7 +176,7 @@ class PositionClasses:
 
     def everywhere(self, matrix: Matrix) -> Matrix:
         """Of what any two places have in common, be they of one document or of two."""
-        return matrix
+        return self.joined(*[matrix] * min(len(self.ends), 2))
 
     def in_one(self, sums: Array) -> Array:
         """(..., P) sums over tokens of each class, as if there were one document."""
@@ -390,7 +390,7 @@ class DocumentClasses(PositionClasses):
 
     `across` having two tokens at one place of two documents on its diagonal, as a token with itself
     is beside `inside`: they share a row of a table of positions. What two tokens near each other
-    share in two documents is read off both sides of it (`beside`).
+    share in two documents is read off both sides of it.
 
     A number of a class is its mean over the documents that reach it, whose shares are counts.
 
@@ -520,9 +520,6 @@ class DocumentClasses(PositionClasses):
             return None
         inside, across = self.together
         return self.joined((self.present, inside), (self._at_place, across))
-
-    def everywhere(self, matrix: Matrix) -> Matrix:
-        return self.joined(matrix, matrix)
 
     def in_one(self, sums: Array) -> Array:
         half = sums[..., : len(self.one.nodes)]
@@ -674,9 +671,6 @@ class TwiceClasses(PositionClasses):
     def within(self, pairs: Array) -> Array:
         inside = self.one.within(pairs)
         return np.block([[inside, inside], [inside, inside]])
-
-    def everywhere(self, matrix: Matrix) -> Matrix:
-        return self.joined(matrix)
 
     def spread_out(self, values: Array) -> Array:
         return self.one.spread_out(values[..., : self.size])
@@ -1035,18 +1029,6 @@ def diagonal(pairs: Array) -> Array:
     if pairs.shape[-2:] == (1, 1):
         return pairs[..., 0]
     return pairs.diagonal(axis1=-2, axis2=-1)
-
-
-def product(one: Matrix, other: Matrix, counts: Array) -> Matrix:
-    """Of two matrices, summed over the inner key by its counts (..., P)."""
-    (a, left), (b, right) = one, other
-    both = left @ (counts[..., :, None] * right)
-    return a * b, a[..., :, None] * right + left * b[..., None, :] + both
-
-
-def transposed(one: Matrix) -> Matrix:
-    """Of two keys."""
-    return one[0], np.swapaxes(one[1], -1, -2)
 
 
 class ClassMatrix:

@@ -23,7 +23,6 @@ import numpy as np
 from ..errors import DomainError, MomentsError
 from .directions import (
     at_tokens,
-    grouped_persistence,
     isotropic,
     orthogonal_parts,
     persistence,
@@ -32,7 +31,7 @@ from .directions import (
 from .fluctuation import OverlapWalk, UnsharedOverlap, summed, unshared_variance
 from .layout import Padding
 from .response import Around, Elementwise, Response, Sequence, Sublayer, Sum, sum_of
-from .state import Array, Fluctuation, Gradient, Kernel, Repeats, Signal, ratio_or_zero
+from .state import Array, Gradient, Kernel, Repeats, Signal, ratio_or_zero
 from .trace import Record, Run
 
 
@@ -270,12 +269,6 @@ class Component(abc.ABC):
         return False
 
     @property
-    def grouped_norm(self) -> Any | None:
-        """The normalisation that it begins with, where it is one in groups of features."""
-        first = next((child for child in self.children if child.normalises), None)
-        return None if first is None else first.grouped_norm
-
-    @property
     def padding(self) -> Padding | None:
         """For every sequence, the document of each token that its attention keeps apart, 0 where
         it pads; None: it does not."""
@@ -318,21 +311,9 @@ class Leaf(Component):
             return 0.0 * amplitude
         return amplitude * np.sqrt(record.output.kernel.diagonal / record.input.kernel.diagonal)
 
-    @property
-    def reads_realised(self) -> bool:
-        """Whether a second moment that leaves depends on how overlaps vary over draws."""
-        return False
-
     def response(self, record: Record, around: Around) -> Response:
-        received, signal = around.received(record), record.input
-        signal = signal.replace(fluctuation=self._as_read(signal))
-        return Elementwise.of(self, signal, record.gradient_received, received, self.scales_pairs)
-
-    def _as_read(self, signal: Signal) -> Fluctuation | None:
-        """What varies over draws, as far as second moments that leave depend on it."""
-        if signal.fluctuation is None or self.reads_realised:
-            return signal.fluctuation
-        return signal.fluctuation.of_norms()
+        received, sent = around.received(record), record.gradient_received
+        return Elementwise.of(self, record.input, sent, received, self.scales_pairs)
 
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -349,8 +330,7 @@ class Leaf(Component):
         assert signal.repeats is not None
         kernel, repeats = signal.kernel, signal.repeats
         alike = Kernel(kernel.diagonal, kernel.pairs + repeats.excess, kernel.resolved)
-        read = self._as_read(signal)
-        found, _ = self.forward(signal.replace(kernel=alike, repeats=None, fluctuation=read))
+        found, _ = self.forward(signal.replace(kernel=alike, repeats=None))
         return repeats._replace(excess=found.kernel.pairs - output.kernel.pairs)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
@@ -422,16 +402,6 @@ class Chain(Component):
             children.append(child.component.backpropagate(child, sent, run))
             sent = children[-1].gradient_sent
         return record.completed(gradient, sent, tuple(reversed(children)))
-
-    def unshared_overlap(
-        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
-    ) -> UnsharedOverlap:
-        before = []
-        for child in record.children:
-            before.append(at)
-            at = walk.through(child, at)
-        walk.chains.append((record, before))
-        return at
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         for child in record.children:
@@ -583,19 +553,13 @@ class Residual(Component):
         gained = branch.kernel.diagonal * output.kernel.lift(scale)[0]
         share = ratio_or_zero(gained, output.kernel.diagonal)
         response = (1.0 - share) * gradient.norm_response
-        held = 1.0 - output.kernel.mean_share(gained)
-        passed = tuple((w, held * one) for w, one in gradient.grouped)
-        grown = self._persistence(signal, response, passed, gradient.kernel)
-        addend = gradient.at_addend(handed, share, grown)
+        shared = shared_persistence(signal, response, gradient.kernel, self.branch.documents)
+        addend = gradient.at_addend(handed, share, (persistence(signal, response), shared))
         done = back(addend)
         sent = returned(done.gradient_sent.kernel, addend, self.branch, signal.width)
         total = kept + sent
         kept_share = ratio_or_zero(kept.diagonal, total.diagonal)
         mean_share = ratio_or_zero(kept.mean_diagonal(), total.mean_diagonal())
-        grouped: tuple[tuple[Array, Array], ...] = ()
-        if self.branch.grouped_norm is not None:
-            through = tuple((mean_share * w, one) for w, one in passed)
-            grouped = (*through, (1.0 - mean_share, 1.0))
         merged = Gradient(
             total,
             gradient.seq_len,
@@ -603,7 +567,6 @@ class Residual(Component):
             radial=kept_share * (share + (1.0 - share) * gradient.radial),
             centred_share=gradient.centred_share * mean_share,
             norm_response=response + 1.0 - kept_share,
-            grouped=grouped,
         )
         return record.completed(gradient, merged, (done,))
 
@@ -659,22 +622,6 @@ class Residual(Component):
             radial = gradient.radial * kept_share * ratio_or_zero(1.0, 1.0 - share)
             merged = dataclasses.replace(merged, radial=radial)
         return record.completed(received, merged, (done,))
-
-    def _persistence(
-        self,
-        signal: Signal,
-        response: Array,
-        passed: tuple[tuple[Array, Array], ...],
-        above: Kernel,
-    ) -> tuple[Kernel, Array]:
-        norm = self.branch.grouped_norm
-        if norm is None:
-            shared = shared_persistence(signal, response, above, self.branch.documents)
-            return persistence(signal, response), shared
-        of_groups = grouped_persistence(signal, passed, norm.groups, norm.freedom(signal.width))
-        grown = persistence(signal, response, features=False) + of_groups
-        tokens = grown.pairs.shape[-1] if grown.resolved is True else signal.seq_len
-        return grown, grown.lift(grown.total(tokens) / tokens**2)[0]
 
 
 @dataclass(frozen=True)

@@ -60,16 +60,6 @@ def expected_pull(freedom: float, correlation: Array) -> Array:
     return found if np.ndim(found) else float(found)
 
 
-def persistent_pull(freedom: float, share: Array) -> Array:
-    """E 1/(|x|^2 |x'|^2) over E 1/|x|^2 E 1/|x'|^2, less 1, of vectors as in `expected_pull`.
-
-    F(1, 1; n/2; share) - 1, share the squared correlation of their entries; derived as there.
-    """
-    from scipy.special import hyp2f1
-
-    return hyp2f1(1.0, 1.0, freedom / 2, np.minimum(share, PARALLEL)) - 1.0
-
-
 # --- directions -----------------------------------------------------------------------------------
 
 
@@ -140,13 +130,13 @@ def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
     return tokens.weighted(1 / (1 + one), 1 / (1 + (first + second) / 2))
 
 
-def persistence(signal: Signal, response: Array, features: bool = True) -> Kernel:
+def persistence(signal: Signal, response: Array) -> Kernel:
     """Relative growth of a branch's gradient because the one above it falls with the same norm.
 
     k (v_i + v_j + 2 c_ij)/4, k the response, v and c the relative variance and covariance of
-    squared norms; `features` says whether they include those of independent Gaussian features.
+    squared norms.
     """
-    single, common = relative_spread(signal, features)
+    single, common = relative_spread(signal)
     kernel = signal.kernel
     one, first, second = at_tokens(kernel, response)
     v, w = kernel.over_tokens(single)
@@ -200,25 +190,6 @@ def relative_spread(signal: Signal, features: bool = True) -> tuple[Array, Array
     first, second = kernel.over_tokens(kernel.diagonal)
     single = ratio_or_zero(spread.diagonal, kernel.diagonal * kernel.diagonal)
     return single, ratio_or_zero(spread.pairs, first * second)
-
-
-def grouped_persistence(
-    signal: Signal, passed: tuple[tuple[Array, Array], ...], groups: int, freedom: float
-) -> Kernel:
-    """`persistence` where groups of features are normalised, each by itself, to add to the rest.
-
-    A matrix mixes the groups of the gradient that a branch receives. What it returns to one of
-    `groups` therefore meets that group's own norm in one part in `groups` of what came through
-    every norm above, and there E 1/(|x|^2 |x'|^2) without expansion. Of a covariance of tokens that
-    correlate by r, (1 + r^2)/2 as much, as for norms that fluctuate little.
-    """
-    growth: Array = 0.0
-    for share, kept in passed:
-        growth = growth + share * persistent_pull(freedom, kept) / groups
-    one, two = signal.kernel.lift(growth)
-    ones = 0.0 * signal.kernel.diagonal
-    pairs = two * (1 + signal.correlation() ** 2) / 2
-    return Kernel.joined(one + ones, pairs, signal.resolved)
 
 
 def orthogonal_parts(

@@ -471,13 +471,11 @@ class OverlapWalk:
         memory: nu of what cross-attention reads; None: 1/width of that.
         attended: nu of what every attention attends to, by its place.
         growth: factors on squared gradient norms, by layer and name.
-        chains: every chain, with the overlap before each of its parts.
     """
 
     memory: float | None = None
     attended: dict[tuple[int, str], float] = field(default_factory=dict)
     growth: dict[tuple[int, str], float] = field(default_factory=dict)
-    chains: list[tuple[Record, list[UnsharedOverlap]]] = field(default_factory=list)
 
     def through(self, record: Record, at: UnsharedOverlap) -> UnsharedOverlap:
         """That behind a component."""

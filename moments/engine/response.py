@@ -250,13 +250,6 @@ STEP = 1e-4
 """Relative step of the one-sided differences, whose error is of this order."""
 
 
-class Moving(Protocol):
-    """What carries a signal on and a gradient back, as a `Leaf` does."""
-
-    def forward(self, signal: Signal) -> tuple[Signal, Any]:
-        """The output, and the way back."""
-
-
 @dataclass(frozen=True)
 class Elementwise:
     """A leaf that acts on every token alone.
@@ -281,7 +274,7 @@ class Elementwise:
     @classmethod
     def of(
         cls,
-        leaf: Moving,
+        leaf: Any,
         signal: Signal,
         gradient: Gradient,
         received: Array,
@@ -291,7 +284,7 @@ class Elementwise:
         """Differences of a leaf around the signal that entered it.
 
         Args:
-            leaf: any.
+            leaf: one, or what has its `forward`.
             signal: that one.
             gradient: at the output.
             received: the same, as sensitivities have it.
@@ -332,9 +325,7 @@ class Elementwise:
         return cls(*(field.astype(SINGLE) for field in fields))
 
     @classmethod
-    def _linear(
-        cls, leaf: Moving, signal: Signal, gradient: Gradient, received: Array
-    ) -> Elementwise:
+    def _linear(cls, leaf: Any, signal: Signal, gradient: Gradient, received: Array) -> Elementwise:
         """What needs no differences."""
         kernel = signal.second_moment()
         even = _ones(gradient, kernel)

@@ -167,10 +167,6 @@ class Kernel:
             return values
         return np.mean(values, axis=-1) if self.classes is None else self.classes.mean(values)
 
-    def mean_share(self, part: Array) -> Array:
-        """A part of the diagonal over the whole, both averaged over tokens."""
-        return ratio_or_zero(self.average(part), self.mean_diagonal())
-
     def mean_pairs(self) -> Array:
         """Average over ordered pairs of different tokens; 0 without any."""
         if not self.resolved:
@@ -226,10 +222,6 @@ class Fluctuation(NamedTuple):
     def before_norms(self) -> Kernel:
         """U as no normalisation has touched it."""
         return self.norms if self.free_norms is None else self.free_norms
-
-    def of_norms(self) -> Fluctuation:
-        """The same without overlaps of different tokens."""
-        return Fluctuation(self.norms)
 
     def scaled(self, factor: Array) -> Fluctuation:
         """Of a tensor whose squares are `factor` times these, in the middle of a branch."""
@@ -352,8 +344,6 @@ class Gradient:
             divides by that norm.
         persistence: relative growth of what a branch returns, to tokens that it treats alone and
             to those that it mixes, left to its parts to add (`directions.persistence`).
-        grouped: of every normalisation in groups of features that variance came through, its share
-            of the variance, and the share of what it normalised that the signal here is.
     """
 
     kernel: Kernel
@@ -362,7 +352,6 @@ class Gradient:
     centred_share: Array = 0.0
     norm_response: Array = 0.0
     persistence: tuple[Kernel, Array] | None = None
-    grouped: tuple[tuple[Array, Array], ...] = ()
 
     @property
     def orthogonal(self) -> bool:

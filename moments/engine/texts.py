@@ -100,7 +100,7 @@ class TextClasses(TwiceClasses):
     @property
     def documents(self) -> Matrix | None:
         counts = self.one.documents
-        return None if counts is None else self._whatever_word(*counts)
+        return None if counts is None else (self._twice(counts[0]), self.of_kinds(*[counts[1]] * 2))
 
     @functools.cached_property
     def pair_count(self) -> Array:
@@ -162,10 +162,6 @@ class TextClasses(TwiceClasses):
         others, same = np.broadcast_arrays(others, same)
         top, bottom = (np.concatenate(row, axis=-1) for row in ((others, same), (same, others)))
         return np.concatenate([top, bottom], axis=-2)
-
-    def _whatever_word(self, own: Array, pairs: Array) -> Matrix:
-        """Of one word as of two."""
-        return self._twice(own), self.of_kinds(pairs, pairs)
 
     def _over_words(self, pairs: Array) -> Array:
         """(..., P, P) means over cells."""
@@ -242,9 +238,6 @@ class TextClasses(TwiceClasses):
         own, others = self.one.joined(*blocks[:every])
         _, same = self.one.joined(*blocks[-every:])
         return self._twice(own), self.of_kinds(others, same)
-
-    def everywhere(self, matrix: Matrix) -> Matrix:
-        return self._whatever_word(*self.one.everywhere(matrix))
 
     def cell_means(self, values: Array) -> Array:
         return self._twice(self.one.cell_means(values))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,10 +27,8 @@ from ..engine.classes import ClassMatrix, PositionClasses
 from ..engine.fluctuation import has_fixed_norms
 from ..engine.response import (
     SINGLE,
-    GradientAdjoint,
     Matrix,
     Response,
-    SignalAdjoint,
     Sublayer,
     count_of,
     diagonal,
@@ -77,36 +75,13 @@ class Group(NamedTuple):
         return values.sum(-1) if self.several else values
 
 
-class Up(NamedTuple):
-    """A group with the sensitivities to the gradients at its inputs, and what they say."""
+class Passed(NamedTuple):
+    """A group with the sensitivities to the gradients at its inputs or, on the way down, to the
+    signals at its outputs, and what they say (a `GradientAdjoint` or a `SignalAdjoint`)."""
 
     group: Group
     sensitivity: Matrix
-    adjoint: GradientAdjoint
-
-
-class Down(NamedTuple):
-    """A group with the sensitivities to the signals at its outputs, and what they say."""
-
-    group: Group
-    sensitivity: Matrix
-    adjoint: SignalAdjoint
-
-
-class SensitivityWalk(Protocol):
-    """The ways of sensitivities through all parts."""
-
-    @property
-    def groups(self) -> Sequence[Group]:
-        """All of them."""
-
-    def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Up], Matrix]:
-        """From the inputs of these parts to the last gradient `top`, to which the second answer is
-        the sensitivity. Of a group, only the first sensitivities may be there, if others are 0."""
-
-    def down(self, ups: Sequence[Up], last: Matrix) -> tuple[list[Down], Matrix]:
-        """And back, from the last signal to the first, to which the second answer is the
-        sensitivity."""
+    adjoint: Any
 
 
 def normalised(sensitivity: Matrix, sent: Matrix) -> Matrix:
@@ -121,7 +96,9 @@ class OneByOne:
     def __init__(self, sublayers: Sequence[Sublayer]) -> None:
         self.groups = [Group(sublayer, (k,), False) for k, sublayer in enumerate(sublayers)]
 
-    def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Up], Matrix]:
+    def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Passed], Matrix]:
+        """From the inputs of these parts to the last gradient `top`, to which the second answer is
+        the sensitivity. Of a group, only the first sensitivities may be there, if others are 0."""
         sublayers = [one.sublayer for one in self.groups]
         identity = diagonal(np.ones((1, *sublayers[0].sent.shape[:-1]), SINGLE), sublayers[0].sent)
         sensitivity, found = identity[:0], []
@@ -131,15 +108,17 @@ class OneByOne:
             sensitivity = normalised(sensitivity, sublayers[k].sent if k < len(sublayers) else top)
             if k < len(sublayers):
                 adjoint = sublayers[k].gradient_adjoint(sensitivity)
-                found.append(Up(self.groups[k], sensitivity, adjoint))
+                found.append(Passed(self.groups[k], sensitivity, adjoint))
                 sensitivity = adjoint.sensitivity
         return found, sensitivity
 
-    def down(self, ups: Sequence[Up], last: Matrix) -> tuple[list[Down], Matrix]:
+    def down(self, ups: Sequence[Passed], last: Matrix) -> tuple[list[Passed], Matrix]:
+        """And back, from the last signal to the first, to which the second answer is the
+        sensitivity."""
         found, sensitivity = [], last
         for group, _, up in reversed(ups):
             adjoint = group.sublayer.signal_adjoint(sensitivity, up.exposure)
-            found.append(Down(group, sensitivity, adjoint))
+            found.append(Passed(group, sensitivity, adjoint))
             sensitivity = adjoint.sensitivity
         return found, sensitivity
 
@@ -191,7 +170,7 @@ class AllAtOnce:
         found._inflow = inflow
         return found
 
-    def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Up], Matrix]:
+    def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Passed], Matrix]:
         begins = np.asarray(starts).reshape(-1, *(1,) * self._sent[0].ndim)
         at: Array = np.zeros((len(starts), *self._sent[0].shape))
         share, identity, before = at[..., 0], np.array([1.0, 0.0]), []
@@ -210,10 +189,10 @@ class AllAtOnce:
         found = []
         for group in self.groups:
             sensitivity = _matrix(_gathered(group, before), top.classes)
-            found.append(Up(group, sensitivity, group.sublayer.gradient_adjoint(sensitivity)))
+            found.append(Passed(group, sensitivity, group.sublayer.gradient_adjoint(sensitivity)))
         return found, _matrix(before[-1], top.classes)
 
-    def down(self, ups: Sequence[Up], last: Matrix) -> tuple[list[Down], Matrix]:
+    def down(self, ups: Sequence[Passed], last: Matrix) -> tuple[list[Passed], Matrix]:
         exposed: list[Array] = [0.0] * len(self._sent)
         for group, sensitivity, up in ups:
             source = group.sublayer.signal_adjoint(0.0 * sensitivity, up.exposure).sensitivity
@@ -230,8 +209,11 @@ class AllAtOnce:
         for group, _, up in ups:
             sensitivity = _matrix(_gathered(group, behind), last.classes)
             adjoint = group.sublayer.signal_adjoint(sensitivity, up.exposure)
-            found.append(Down(group, sensitivity, adjoint))
+            found.append(Passed(group, sensitivity, adjoint))
         return found, _matrix(at, last.classes)
+
+
+SensitivityWalk = OneByOne | AllAtOnce
 
 
 def _matrix(numbers: Array, kind: PositionClasses) -> ClassMatrix:
@@ -293,9 +275,8 @@ class Network:
 
     def along(self, walk: SensitivityWalk) -> Network:
         """The same on another walk through the same parts."""
-        end = self.top, self.end
-        found = Network(walk, self.first, self.batch, self.overlaps, end, self.across)
-        found._coherence = self._coherence
+        found = copy.copy(self)
+        found.walk = walk
         return found
 
     def variance(self, starts: Sequence[int]) -> Array:
@@ -319,7 +300,7 @@ class Network:
     # --- gradient ------------------------------------------------------------------------------
 
     def _gradient_floors(
-        self, ups: Sequence[Up], starts: Sequence[int], like: Array
+        self, ups: Sequence[Passed], starts: Sequence[int], like: Array
     ) -> list[tuple[Group, Array]]:
         """For each group with an addition, what different directions covary by."""
         shares, by_place = [], dict[int, tuple[Array, Array]]()
@@ -358,7 +339,7 @@ class Network:
 
     # --- signal --------------------------------------------------------------------------------
 
-    def _signal(self, ups: Sequence[Up], like: Matrix, exposure: Any) -> Array:
+    def _signal(self, ups: Sequence[Passed], like: Matrix, exposure: Any) -> Array:
         last = self.end.signal_adjoint(0.0 * like, exposure)
         found = np.zeros(like.shape[:-2]) + last.noise / self.batch
         overlaps = self._signal_overlaps()

@@ -17,8 +17,7 @@ norms stay 2 to 6 percent low (standard error 4 a layer); docs/real-modules.md h
 Around a unit of realised overlap o, hidden units have the covariance F(o) and send the gradient
 G b(o) back. The gradients of the matrices before and behind, and of the gain of a norm before, sum
 o b(o) and F(o) over pairs: the mean is taken of the two values at E o +- sqrt(Var o), exact to
-third order in o. Var o_ab is what the forward pass found (`fluctuation`); where it followed none,
-nu (C_aa C_bb + C_ab^2), and nu C_aa C_bb (1 - r^2)^2 where tokens have a fixed norm.
+third order in o. Var o_ab is what the forward pass found (`fluctuation`).
 
 See docs/theory/norms.md, Overlaps of what tokens have of their own.
 """
@@ -34,7 +33,6 @@ from ..engine.composition import Chain, forward
 from ..engine.fluctuation import (
     OverlapWalk,
     UnsharedOverlap,
-    has_fixed_norms,
     overlap_variance,
     step_within,
 )
@@ -72,10 +70,9 @@ def stack_overlaps(stack: Record, memory: float | None = None) -> StackOverlaps:
     """
     walk = OverlapWalk(memory)
     last = walk.through(stack, UnsharedOverlap(1.0 / stack.input.width))
-    for chain, before in walk.chains:
+    for chain in (one for one in stack.walk() if isinstance(one.component, Chain)):
         for unit in units(chain):
-            entering = before[unit.first].variance
-            for name, factor in unit_growth(unit, entering).items():
+            for name, factor in unit_growth(unit).items():
                 walk.growth[chain.layer, name] = factor
     return StackOverlaps(walk.attended, walk.growth, last.variance)
 
@@ -84,14 +81,12 @@ class ChainUnit(NamedTuple):
     """A unit in a chain.
 
     Attributes:
-        first: index of its first part.
         records: of which it is made, from tokens to hidden features.
         before: name of the gain that sums o b(o); None: there is none.
         behind: name of the matrix that sums F(o); None: there is none.
         along: (K_oo + 4 K_qq)/K_oo.
     """
 
-    first: int
     records: tuple[Record, ...]
     before: str | None
     behind: str | None
@@ -112,7 +107,6 @@ def units(chain: Record) -> Iterator[ChainUnit]:
         before = [p for p in parts[:first] if p.normalises or not p.rescales]
         behind = [p for p in parts[index + 1 :] if not p.masks]
         yield ChainUnit(
-            first,
             chain.children[first : index + 1],
             before[-1].gain_name if before else None,
             next(iter(behind[0].matrices), None) if behind else None,
@@ -120,25 +114,15 @@ def units(chain: Record) -> Iterator[ChainUnit]:
         )
 
 
-def unit_growth(unit: ChainUnit, variance: float) -> dict[str, float]:
-    """Factors on squared gradient norms, by name.
-
-    Args:
-        unit: of a chain.
-        variance: nu of the overlaps of the tokens that enter it (`overlap`).
-    """
+def unit_growth(unit: ChainUnit) -> dict[str, float]:
+    """Factors on squared gradient norms, by name."""
     tokens, gradient = unit.records[0].input, unit.records[-1].gradient_received
     kernel = tokens.second_moment()
     first, second = kernel.over_tokens(kernel.diagonal)
-    square = kernel.pairs * kernel.pairs
-    fixed = has_fixed_norms(tokens)
-    product = first * second
     found = overlap_variance(tokens)
-    if found is None:
-        spread = (product - square) ** 2 / product if fixed else product + square
-        step = np.sqrt(variance * spread)
-    else:
-        step = step_within(kernel, found)
+    if found is None:  # behind a component of one's own that does not follow them
+        return {}
+    step = step_within(kernel, found)
     at = _norms(unit, kernel, kernel.pairs, tokens, gradient, True)
     above, below = (
         _norms(unit, kernel, kernel.pairs + side * step, tokens, gradient) for side in (1, -1)
@@ -146,7 +130,7 @@ def unit_growth(unit: ChainUnit, variance: float) -> dict[str, float]:
     grown = {name: 0.5 * (above[0][name] + below[0][name]) for name in at[0]}
     if unit.before is not None:
         slope = ratio_or_zero(0.5 * (above[1] - below[1]), step)  # a token with itself has no step
-        along = (product + 2.0 * square) * slope / tokens.width
+        along = (first * second + 2.0 * kernel.pairs * kernel.pairs) * slope / tokens.width
         diagonal = 0.0 * kernel.diagonal
         total = Kernel.joined(diagonal, along, kernel.resolved).total(tokens.seq_len)
         grown[unit.before] += unit.along * float(np.sum(total))

@@ -1,20 +1,17 @@
-"""A step's change carried through attention.
+"""A step's change carried through attention, to first order in the logits.
 
-Heads are A V with A the softmax of queries and keys. To first order in the logits, a change dl of
-row i moves it by sum_j w_ij dl_ij (v_j - v-bar_i), w the mean weights. With kernels of queries,
-keys and values that product has the kernel
+Heads are A V with A the softmax of queries and keys. With kernels of queries, keys and values what
+moves the mean weights W has the kernel
 
     T(Q, K, V) = Q o J(K, V),
     J(K, V) = W (K o V) W^T - (WK) o (WV) ... = E over two rows of what J = diag(a) - a a^T leaves,
 
-trilinear in its three kernels, and everything follows from it: the change of A V is
-T(Q', K', V') - T(Q, K, V) besides W V' W^T - W V W^T. T is scaled, entry by entry, to the package's
-own law of the query path at the old kernels, which knows finite logits, rotation, windows, biases
-and dropped heads; the key path is scaled as a whole, to the package's own. Coherent changes of
-queries and keys, which T's means of pairs miss most of, are those of drawn heads (`heads`). Logits
-of order 1 that change by as much are beyond first order.
+trilinear in its three kernels: the change of A V is T(Q', K', V') - T(Q, K, V) besides
+W V' W^T - W V W^T. T is scaled, entry by entry, to the package's own law of the query path at the
+old kernels, the key path as a whole. Coherent changes of queries and keys, which T's means of
+pairs miss most of, are those of drawn heads (`heads`).
 
-See docs/theory/first-step.md.
+See docs/theory/first-step.md, The change travels.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .change import Array, Change, between, conserved, precision
+from .change import Array, Change, between, conserved
 from .heads import Heads
 
 
@@ -114,26 +111,24 @@ class Rows:
         return float((self.key_kernel * self.key_path).sum()) / size if size else 1.0
 
     @functools.cached_property
-    def _blocks(self) -> dict[Any, Array]:
-        """(heads, sequences, rows, keys) W, of every sequence's own tokens, by precision."""
+    def _blocks(self) -> Array:
+        """(heads, sequences, rows, keys) W, of every sequence's own tokens."""
         count, (heads, rows, keys) = self.sequences, self.weights.shape
         shaped = self.weights.reshape(heads, count, rows // count, count, keys // count)
-        found = np.stack([shaped[:, k, :, k] for k in range(count)], 1)
-        return {kind: found.astype(kind) for kind in (np.dtype(float), precision(keys))}
+        return np.stack([shaped[:, k, :, k] for k in range(count)], 1)
 
     def _left(self, tokens: Array) -> Array:
         """W A, behind an axis of heads."""
-        blocks = self._blocks[tokens.dtype]
-        heads, count, rows, keys = blocks.shape
+        heads, count, rows, keys = self._blocks.shape
         split = tokens.reshape(*tokens.shape[:-2], count, keys, -1)
-        return np.asarray((blocks @ split).reshape(heads, count * rows, -1))
+        return np.asarray((self._blocks @ split).reshape(heads, count * rows, -1))
 
     def _right(self, tokens: Array) -> Array:
         """A W^T, likewise."""
-        turned = np.swapaxes(self._blocks[tokens.dtype], -1, -2)
+        turned = np.swapaxes(self._blocks, -1, -2)
         heads, count, keys, rows = turned.shape
         split = np.swapaxes(tokens.reshape(*tokens.shape[:-1], count, keys), -3, -2)
-        found = np.empty((heads, tokens.shape[-2], count, rows), tokens.dtype)
+        found = np.empty((heads, tokens.shape[-2], count, rows))
         np.matmul(split, turned, out=np.swapaxes(found, 1, 2))
         return found.reshape(heads, -1, count * rows)
 
@@ -146,12 +141,6 @@ class Rows:
     def _old(self) -> Averaged:
         """Of the tokens that keys and values read."""
         return self._averaged(self.key_kernel, True)
-
-    @functools.cached_property
-    def _single(self) -> Averaged:
-        """The same, as precise as changes are."""
-        kind = precision(len(self.key_kernel))
-        return Averaged(*(part.astype(kind, copy=False) for part in self._old))
 
     def _joint(self, keys: Averaged, values: Averaged, symmetric: bool = True) -> Array:
         """J, by averages over rows from either side."""
@@ -176,14 +165,6 @@ class Rows:
         there = np.abs(found) > 1e-6 * np.abs(found).max(initial=0.0)
         return np.where(there, self.response / np.where(there, found, 1.0), 0.0)
 
-    @functools.cached_property
-    def _sides(self) -> tuple[Array, Array]:
-        """What multiplies J of changed keys or values, and changes of queries."""
-        kind = precision(len(self.query_kernel))
-        both = (self._factor * one for one in (self.query_kernel, self._still))
-        of_keys, of_queries = (one.astype(kind, copy=False) for one in both)
-        return of_keys, of_queries
-
     def carried(
         self,
         changes: Three,
@@ -197,8 +178,10 @@ class Rows:
             gradient: E delta delta at the heads.
             received: draws of E delta delta at values and at the heads, less it.
         """
-        (query, key, value), gain, old = changes, self.gain, self._single
-        key_scale, (of_keys, of_queries) = self.key_path_scale, self._sides
+        (query, key, value), gain, old = changes, self.gain, self._old
+        # what multiplies J of changed keys or values, and changes of queries
+        of_keys, of_queries = self._factor * self.query_kernel, self._factor * self._still
+        key_scale = self.key_path_scale
         passed = self._averaged(value.coherent)
         sides = {
             name: (self._averaged(one.overlap), self._averaged(one.total, True))
@@ -231,7 +214,7 @@ class Rows:
         c, q = self.key_kernel, self.query_kernel
         if max(_share(query, q), _share(key, c), _share(value, c)) < _SMALL:
             total = of_queries * query.total + of_keys * (
-                self._joint(old, value_sent) + key_scale * self._joint(key_sent, old)
+                self._joint(old, value_sent) + self._joint(key_sent, old)
             )
             overlap = of_queries * query.overlap + of_keys * (
                 self._joint(key_met, old, False) + self._joint(old, value_met, False)
@@ -244,8 +227,6 @@ class Rows:
             values = self._old.plus(value_met.doubled.plus(value_sent))
             new = self._factor * query.new(q) * self._joint(keys, values)
             overlap, total = met - still, new - met - met.T + still
-            if abs(key_scale - 1) > _ALIKE:
-                total = total + (key_scale - 1) * of_keys * self._joint(key_sent, old)
         parts = [gain * part for part in coherent]
         moving = parts[1] + parts[2]
         # the causes share delta; of means, the square of what tilts the weights once more
@@ -260,11 +241,8 @@ class Rows:
             by_value = Change.of(parts[0], gain * np.stack(tilts))
             by_value = conserved(value, by_value, (self.gradients.value, gradient), received)
         overlap = gain * (moved.overlap + overlap)
-        return Change(parts[0] + moving, overlap, total, moved.scattered, (), by_value.drawn)
+        return Change(parts[0] + moving, overlap, total, moved.scattered, None, by_value.drawn)
 
-
-_ALIKE = 0.02
-"""Difference of the key path's scale that is left out of a change's square."""
 
 _DRAWN = 3e-4
 """Share of the heads' change, by the means of pairs, from which coherent changes of queries and

@@ -1,15 +1,10 @@
 """One draw of the network's tokens: what kernels, means over draws, do not tell.
 
-Singular values of a gradient, and how far it is aligned with its input, are those of one draw's
-overlaps of tokens, x_t.x_s and delta_t.delta_s, which scatter about their means by more at every
-layer and share what they scatter by. They are a Markov chain: behind a matrix of n(0, v) entries,
-features are Gaussian of the kernel v x x^T given those before, and what it sends back is what
-y = W x tells of it, and Gaussian of the kernel v delta delta^T across x (`Draws.behind`). So the
-chain of the declaration is drawn, features of T tokens only, forward and back: no weight is made
-where there are fewer tokens than features, norms, softmaxes and units are their own functions of
-what is drawn, the rows that the loss moves are drawn once and read at both ends.
+A draw's overlaps of tokens scatter about their means by more at every layer, and share what they
+scatter by. They are a Markov chain, which is drawn for the T tokens alone, forward and back:
+through `Draws.behind` a matrix that is never made, through norms, softmaxes and units as they are.
 
-See docs/theory/first-step.md.
+See docs/theory/first-step.md, Draws of the network.
 """
 
 from __future__ import annotations
@@ -76,9 +71,8 @@ class Draws:
     @classmethod
     def shared(cls, reading: Reading) -> Draws | None:
         """`of`, once for a reading."""
-        if not reading.drawn:
-            reading.drawn.append(cls.of(reading))
-        return reading.drawn[0]
+        found: Draws | None = reading.once(Draws, make=lambda: cls.of(reading))
+        return found
 
     @classmethod
     def of(cls, reading: Reading) -> Draws | None:
@@ -211,11 +205,8 @@ class Draws:
                 lambda delta: _sum([back(delta) for _, back, _ in found]),
                 found[-1][2],
             )
-        kind = next((step for kind, step in _DRAWN.items() if isinstance(part, kind)), None)
-        if kind is None:
-            raise _Undrawn
         leaving = next(self._points)
-        y, back = kind(self, part, x, at, leaving)
+        y, back = self.leaf(part, x, at, leaving)
         if not isinstance(part, _MET):
             return y, back, leaving
 
@@ -267,6 +258,13 @@ class Draws:
 
     # --- components ----------------------------------------------------------------------------
 
+    @functools.singledispatchmethod
+    def leaf(self, leaf: Any, x: Features, at: Site, leaving: Site) -> tuple[Features, Back]:
+        """Features behind a leaf, and what takes a gradient back, by its class; to be added to as
+        `Walk.leaf`."""
+        raise _Undrawn
+
+    @leaf.register(Linear)
     def linear(self, leaf: Linear, x: Features, at: Site, leaving: Site) -> tuple[Features, Back]:
         given = leaf.parameters
         variance, key = float(given["weight_variance"]), (leaving.layer, self._prefix + leaf.weight)
@@ -285,10 +283,12 @@ class Draws:
             return np.float32(0.0)
         return np.float32(variance**0.5) * self._normal((self.count, 1, like.shape[2]))
 
+    @leaf.register(Activation)
     def activation(self, leaf: Activation, x: Features, *_: Any) -> tuple[Features, Back]:
         value, slope = _entrywise(leaf.laws, x)
         return value, lambda delta: slope * delta
 
+    @leaf.register(GatedLinear)
     def gated(
         self, leaf: GatedLinear, x: Features, at: Site, leaving: Site
     ) -> tuple[Features, Back]:
@@ -309,6 +309,7 @@ class Draws:
 
         return value * factor, back
 
+    @leaf.register(FiniteNormalization)
     def norm(self, leaf: FiniteNormalization, x: Features, *_: Any) -> tuple[Features, Back]:
         if leaf.groups != 1:
             raise _Undrawn
@@ -323,19 +324,24 @@ class Draws:
 
         return gain * y, back
 
+    @leaf.register(Dropout)
     def dropout(self, leaf: Dropout, x: Features, *_: Any) -> tuple[Features, Back]:
         kept = 1.0 - float(leaf.parameters["drop_prob"])
         mask = (self._rng.random(x.shape, np.float32) < kept) / np.float32(kept)
         return mask * x, lambda delta: mask * delta
 
+    @leaf.register(Scale)
     def scale(self, leaf: Scale, x: Features, *_: Any) -> tuple[Features, Back]:
         factor = np.float32(float(leaf.parameters["weight_variance"]) ** 0.5)
         return factor * x, lambda delta: factor * delta
 
+    @leaf.register(Pool)
     def pool(self, leaf: Pool, x: Features, *_: Any) -> tuple[Features, Back]:
         weights = np.asarray(leaf.weights(x.shape[1]), np.float32)
         return weights @ x, lambda delta: weights.T @ delta
 
+    @leaf.register(SelfAttention)
+    @leaf.register(CrossAttention)
     def attention(
         self, leaf: SelfAttention | CrossAttention, x: Features, at: Site, leaving: Site
     ) -> tuple[Features, Back]:
@@ -457,16 +463,3 @@ def _reversed(backs: list[Back], delta: Features) -> Features:
     for back in reversed(backs):
         delta = back(delta)
     return delta
-
-
-_DRAWN: dict[type, Callable[..., tuple[Features, Back]]] = {
-    Linear: Draws.linear,
-    SelfAttention: Draws.attention,
-    CrossAttention: Draws.attention,
-    GatedLinear: Draws.gated,
-    Activation: Draws.activation,
-    FiniteNormalization: Draws.norm,
-    Dropout: Draws.dropout,
-    Scale: Draws.scale,
-    Pool: Draws.pool,
-}

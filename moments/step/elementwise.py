@@ -3,14 +3,10 @@
 With y' = y + u jointly Gaussian to the order that is followed, the second moments of phi(y') and of
 phi(y') with phi(y) are the activation's pair law at the updated kernel and at the one between, and
 the coherent part is E phi'(y'_t) phi'(y_s) P_ts. Small changes are carried by the slopes alone,
-U -> E phi' phi' o U, where differences of kernels would lose digits.
+U -> E phi' phi' o U, where differences of kernels would lose digits. What a coherent change has of
+one neuron's slopes at all tokens at once is added by `neurons`.
 
-What is left out is that a coherent change meets one neuron's slopes at all tokens at once, their
-four-point function, of which pairs are taken: E (phi'_t P_tr phi'_r)(phi'_s P_sq phi'_q) by
-E phi'_t phi'_r E phi'_s phi'_q and its other pairings. It is exact where slopes do not vary, good
-for smooth units of small variance, and 10 to 20 % low or high in U for ReLU and erf at variance 1.
-
-See docs/theory/first-step.md.
+See docs/theory/first-step.md, The change travels.
 """
 
 from __future__ import annotations
@@ -89,7 +85,7 @@ def activated(
     total = pairs.moment(grown, grown, new) - between - overlap.T
     slope = pairs.slope(grown, old, met)
     drawn = None if change.drawn is None else slope * change.drawn
-    found = Change(slope * change.coherent, overlap, total, slope * change.scattered, (), drawn)
+    found = Change(slope * change.coherent, overlap, total, slope * change.scattered, None, drawn)
     return found, slope
 
 
@@ -126,7 +122,7 @@ class Unit:
         total = pairs.moment(grown, grown, new) * factor.new(self.factor)
         total = total - between * met_factor - overlap.T
         first, second = (
-            dataclasses.replace(one.times(way), overlap=0 * total, total=0 * total, beyond=())
+            dataclasses.replace(one.times(way), overlap=0 * total, total=0 * total, beyond=None)
             for one, way in (
                 (gate, pairs.slope(grown, old, met) * met_factor),
                 (factor, between),

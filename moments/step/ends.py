@@ -20,7 +20,6 @@ import numpy as np
 from ..errors import DomainError
 from .change import Array, Change
 from .rules import SIGN_MEAN, Effect, Optimizer, damping
-from .several import Batches
 from .sites import ENCODER, Reading, Stream, Table
 
 
@@ -385,7 +384,8 @@ def ending(
     if optimizer.others != "sgd":
         pulled, noise = _followed(optimizer, blocks, words.rows)
     moved = _at_tokens(optimizer, pulled, len(kernel)).T
-    slope, square = d * float((words.rows * pulled[:, 0] * rows).sum()), _mean(noise, words)
+    slope = d * float((words.rows * pulled[:, 0] * rows).sum())
+    square = float(words.rows @ noise / words.rows.sum())
     met = change.met(kernel)
     own = -step * scale**2 * d * (met @ (moved * sent))
     table = reading.main.token_table
@@ -404,7 +404,9 @@ def ending(
         sums = sent.sum(0)
         shift = sums if optimizer.others == "sgd" else np.sign(sums)
         if reading.batches is not None and optimizer.others != "sgd":
-            shift = reading.batches.updates.sum(_by_step(reading.batches, sent))
+            # each step's own gradient of the logits, summed over tokens
+            own_sums = reading.batches.masks(len(sent)) @ sent / reading.batches.weights[:, None]
+            shift = reading.batches.updates.sum(own_sums)
         factor = rate * optimizer.factor("head.bias")
         mean = mean - factor * shift
         gained = float((words.rows * np.abs(sums * shift)).sum())
@@ -421,15 +423,6 @@ def ending(
     loss = _loss(mean, spread, words)
     after = float(np.mean((mean**2 @ words.rows) / total_rows + spread))
     return Ending(loss, mean, spread, changed, after, tuple(effects))
-
-
-def _by_step(batches: Batches, sent: Array) -> Array:
-    """(k, V') each step's own gradient of the logits, summed over tokens."""
-    return np.asarray(batches.masks(len(sent)) @ sent / batches.weights[:, None])
-
-
-def _mean(values: Array, words: Words) -> float:
-    return float((words.rows * values).sum() / words.rows.sum())
 
 
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(24)

@@ -16,7 +16,7 @@ from ..formulas.checks import (
     check_flag,
     check_number,
 )
-from .change import Change, precision
+from .change import Change
 from .ends import Words, ending, entered, tied_overlap
 from .rules import MUON_SCALES, Optimizer
 from .several import Updates
@@ -54,9 +54,9 @@ class Stepped:
         sizes = {"head": reading.readout.weight_variance}
         sizes["patch"] = getattr(model.embedding, "patch_variance", np.nan)
         for prefix, stream in streams:
-            here, kind = tied if stream is reading.main else 0 * stream.before, precision(len(tied))
+            here = tied if stream is reading.main else 0 * stream.before
             first = entered(reading, words, optimizer, rate, stream, here)
-            walk.prefix, walk.tied, walk.along = prefix, here.astype(kind), first.along.astype(kind)
+            walk.prefix, walk.tied, walk.along = prefix, here, first.along
             width = float(model.d_model)
             site = Site(-1, 0, "tables", None, stream.before, stream.received, width)
             change: Change = first.change
@@ -128,15 +128,10 @@ def named_optimizer(
     updates = None
     if check_count("steps", steps) > 1:
         gain = 1.0  # the sum of all steps has it
-        updates = Updates(SEVERAL[name], steps, (pair[0], pair[1]), epsilon, push, ahead)
+        # of Muon, what is no hidden matrix steps by Adam
+        kind = "adam" if by_adam else name
+        updates = Updates(kind, steps, (pair[0], pair[1]), epsilon, push, ahead)
     return Optimizer(name, rule, others, epsilon, decay, gain, adjust, given, updates)
-
-
-SEVERAL = {name: name for name in ("sgd", "adam", "lion", "sign")} | {
-    "adamw": "adam",
-    "muon": "adam",
-}
-"""How entries follow an optimizer's further steps; hidden matrices follow Muon's by draws."""
 
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "sign", "muon")

@@ -1,16 +1,10 @@
 """Heads as they are: averages over draws of one head's queries, keys, values and gradients.
 
-A step of queries is made of the very keys and values that it meets again,
+A step of queries is made of the very keys and values that it meets again, and a step of keys of the
+queries: an average of a product of four softmaxes, four keys and four values, of which means of two
+and two (`attention`) miss three quarters at logits of variance 1.
 
-    dq_i = -sum_s P_is delta-q_s,  delta-q_s = sum_j a_sj (delta_s . (v_j - v-bar_s)) k_j,
-
-and a step of keys of the queries. What that does to a head is an average of a product of four
-softmaxes, four keys and four values, of which the means of two and two (`attention`) miss more the
-more attention is peaked and the more features a head has for its keys: at logits of variance 1,
-three quarters of the change of a first layer's heads. It is taken over draws with a fixed seed, to
-first order in the change of the logits.
-
-See docs/theory/first-step.md.
+See docs/theory/first-step.md, The change travels.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from .change import Array
 from .rules import Root
 
 _TOKENS = 2048
-"""Draws: as many as have that many tokens together, at least 4."""
+"""Draws of shared heads: as many as have that many tokens together, at least 4."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,19 +75,13 @@ class Heads:
         amplitude, kept = (self.scale / self.d_head) ** 0.5, np.float32(1.0 - self.drop_prob)
         q, k = self._turned(q), self._turned(k)
         k, v = (np.repeat(one, self.sharing, axis=1) for one in (k, v))
-        a = self._attention(np.float32(amplitude) * (q @ np.swapaxes(k, -1, -2)), self._seen)
-        seen = a
+        logits = np.float32(amplitude) * (q @ np.swapaxes(k, -1, -2))
+        logits = self._seen.astype(logits.dtype) + logits
+        a = np.exp(logits - logits.max(-1, keepdims=True))
+        seen = a = np.asarray(a / a.sum(-1, keepdims=True))
         if self.drop_prob:
             seen = a * (rng.random(a.shape, np.float32) < kept) / kept
         return Attended(self, np.float32(amplitude), q, k, v, a, seen)
-
-    def _drawn(self, root: Array, rng: np.random.Generator) -> Array:
-        return np.asarray(root @ rng.standard_normal((root.shape[1], self.d_head)))
-
-    def _attention(self, logits: Array, seen: Array) -> Array:
-        logits = seen.astype(logits.dtype) + logits
-        a = np.exp(logits - logits.max(-1, keepdims=True))
-        return np.asarray(a / a.sum(-1, keepdims=True))
 
     def moved(self, query: Array, key: Array, gradient: Array) -> Array:
         """Kernel of what coherent changes of queries and keys do to the heads.
@@ -102,28 +90,21 @@ class Heads:
             query, key: P of the two, on the scale of the tokens.
             gradient: E delta delta at heads on that scale.
         """
-        rng, count = np.random.default_rng(5), max(4, _TOKENS // len(self.query_kernel))
-        roots = [Root.of(one).lower for one in (self.query_kernel, self.key_kernel, gradient)]
-        amplitude = (self.scale / self.d_head) ** 0.5
-        found = np.zeros_like(self.query_kernel)
-        for draw in range(count):
-            k, v = self._turned(self._drawn(roots[1], rng)), self._drawn(roots[1], rng)
-            sent_keys, heads = np.zeros_like(k), []
-            for head in range(self.sharing):
-                q, delta = self._turned(self._drawn(roots[0], rng)), self._drawn(roots[2], rng)
-                every = draw * self.sharing + head
-                a = self._attention(amplitude * (q @ k.T), self._seen[every % len(self._seen)])
-                mean = a @ v
-                sent = amplitude * a * (delta @ v.T - (delta * mean).sum(1)[:, None])
-                stepped = self._turned(query @ self._turned(sent @ k, back=True))
-                sent_keys += sent.T @ q
-                heads.append((q, a, mean, stepped))
-            stepped_keys = self._turned(key @ self._turned(sent_keys, back=True))
-            for q, a, mean, stepped in heads:
-                tilted = amplitude * a * (stepped @ k.T + q @ stepped_keys.T)
-                change = tilted @ v - tilted.sum(1)[:, None] * mean
-                found += change @ change.T
-        return found / (count * self.sharing * self.d_head)
+        rng, every = np.random.default_rng(5), self.shared * self.sharing
+        count = -(-max(4, _TOKENS // len(self.query_kernel)) // self.shared)
+
+        def drawn(kernel: Array, heads: int) -> Array:
+            root = Root.of(kernel).lower
+            return np.asarray(
+                root @ rng.standard_normal((count, heads, root.shape[1], self.d_head))
+            )
+
+        k, v = (drawn(self.key_kernel, self.shared) for _ in range(2))
+        passed = self.attended(drawn(self.query_kernel, every), k, v, rng)
+        queries, keys, _ = passed.back(drawn(gradient, every))
+        moved = passed.moved(query @ queries, key @ keys)
+        kernel = np.tensordot(moved, moved, ((0, 1, 3), (0, 1, 3)))
+        return np.asarray(kernel / (count * every * self.d_head))
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +128,15 @@ class Attended:
     def given(self) -> Any:
         """(N, heads, T, d_head)."""
         return self.seen @ self.values
+
+    def moved(self, queries: Any, keys: Any) -> Any:
+        """What changes of queries and keys do to `given`, to first order."""
+        heads = self.heads
+        keys = np.repeat(heads._turned(keys), heads.sharing, axis=1)
+        tilts = heads._turned(queries) @ np.swapaxes(self.keys, -1, -2)
+        tilts = self.amplitude * (tilts + self.queries @ np.swapaxes(keys, -1, -2))
+        tilts = tilts - (self.attention * tilts).sum(-1, keepdims=True)
+        return (self.seen * tilts) @ self.values
 
     def back(self, delta: Any) -> tuple[Any, Any, Any]:
         """The gradient at queries, keys and values, of that at what heads give."""

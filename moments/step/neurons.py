@@ -21,7 +21,7 @@ from scipy.linalg import eigh
 
 from ..formulas.algebra import NUMPY
 from ..formulas.law import ComponentLaws
-from .change import Array, precision, sized
+from .change import Array, precision
 from .rules import Drawn, Root
 
 _MOST, _ENTRIES = 4096, 2**17
@@ -120,7 +120,7 @@ class Neurons:
         """
         step, modes = max(1, len(self.values) // _FOLLOWED), self._modes
         slopes = [slope[::step] for slope in self.slopes]
-        count, size = len(slopes[0]), max(sized(part)[0] for part in coherent)
+        count, size = len(slopes[0]), max(float(np.abs(part).max()) for part in coherent) or 1.0
         parts = [(part / size).astype(modes.dtype) for part in coherent]
         moved = sum(
             slope * ((slope * modes[:, None]) @ part.T)

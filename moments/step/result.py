@@ -16,7 +16,7 @@ from ..errors import domain_error
 from ..formulas.checks import POSITIVE, check_number
 from ..prediction.gate import computing
 from ..prediction.predict import predict
-from .change import DOUBLE, between_trace
+from .change import between_trace
 from .draws import Draws
 from .first import Stepped, named_optimizer, still
 from .rules import Optimizer
@@ -319,29 +319,14 @@ def _by_token(prediction: Prediction) -> Prediction:
     )
 
 
-_LEAST_RATE = 1e-14
-"""Learning rates whose square single precision holds."""
-
-
 def _stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Stepped:
-    """In double precision where single does not hold what the step does.
-
-    Raises:
-        DomainError: nor does double.
+    """Raises:
+    DomainError: what the step does is beyond what numbers hold.
     """
-    for double in (False, True):
-        if not double and rate <= _LEAST_RATE:
-            continue
-        outside = DOUBLE.set(double)
-        try:
-            with np.errstate(all="ignore"):
-                found = Stepped(
-                    dataclasses.replace(reading) if double else reading, optimizer, rate
-                )
-        finally:
-            DOUBLE.reset(outside)
-        if np.all(np.isfinite([found.end.loss, found.end.change, found.sites[-1].changed])):
-            return found
+    with np.errstate(all="ignore"):
+        found = Stepped(reading, optimizer, rate)
+    if np.all(np.isfinite([found.end.loss, found.end.change, found.sites[-1].changed])):
+        return found
     raise domain_error("learning_rate", rate, "small enough for what it changes to stay finite")
 
 

@@ -1,25 +1,19 @@
 """What one step of an optimizer does to one matrix, in closed form.
 
 With x of kernel K the matrix's input (n features) and delta of kernel D the gradient at its output
-(m features), the gradient is G = sum_t delta_t x_t^T. Write K^(1/2) D K^(1/2) = O diag(lam) O^T
-and B = K^(1/2) O. A row of G, given delta, is Gaussian of variance rho^2 = delta^T K delta, which
-is sum_i lam_i z_i^2 over standard normal z. The step is -rate U(G), and on an input x', U(G) x' has
+(m features), the gradient is G = sum_t delta_t x_t^T and the step -rate U(G). On an input x',
+U(G) x' has the coherent part sum_s P_ts delta_s and the kernel Q. In the coordinates of
+z = L^(-1) x, K = L L^T, with L^T D L = O diag(lam) O^T, are
 
-    the coherent part sum_s P_ts delta_s, P = B' diag(F) B^T, B' = E[x' x^T] K^(-1/2) O,
-    the kernel Q = B' diag(G2) B'^T + noise,
+    rule   P                            Q less what is noise           noise
+    SGD    n                            n^2 lam                        n tr(KD) K'
+    sign   n c E[z_i^2/rho]             n (n-1) c^2 lam E[z_i^2/rho^2] n K'          c^2 = 2/pi
+    Muon   n f_i/sigma_i                n^2 (f_i/sigma_i)^2 lam        |f|^2/m of what x' has new
 
-    rule   F                   G2                                noise
-    SGD    n                   n^2 lam                           n tr(KD) K'
-    sign   n c E[z_i^2/rho]    n (n-1) c^2 lam_i E[z_i^2/rho^2]  n K'                c^2 = 2/pi
-    Muon   n f_i/sigma_i       n^2 (f_i/sigma_i)^2 lam_i         sum f^2/m (K' - B' B'^T)
+rho^2 = sum_i lam_i z_i^2 of a row, sigma^2 = n m lam and f the optimizer's map of singular values,
+of draws (`Orthogonal`). Adam's first step is the sign rule's, damped where |g| is near epsilon.
 
-with sigma_i^2 = n m lam_i the squared singular values of G and f the map that the optimizer applies
-to them; f sees singular values one by one, so that for Muon K and D are those of one draw, averaged
-over draws (`Orthogonal`). Adam's first step,
-bias corrections included, is g/(|g| + eps): the sign rule, damped where |g| is near eps. Lion's and
-signum's is sign(g); momentum's is g.
-
-Exact for Gaussian x and delta independent of it; sign by E sign(a) b = c E[a b]/rho.
+See docs/theory/first-step.md, One matrix.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ import numpy as np
 from scipy.linalg import eigh, solve_triangular
 from scipy.linalg.lapack import dpstrf
 
-from .change import Array, between, precision, sized
+from .change import Array, between, precision, product
 from .several import Batches, Updates
 
 SIGN_MEAN = float(np.sqrt(2 / np.pi))
@@ -42,8 +36,6 @@ SIGN_MEAN = float(np.sqrt(2 / np.pi))
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's quintic (Jordan 2024), applied five times."""
-
-RULES = ("sgd", "sign", "muon")
 
 
 class Effect(NamedTuple):
@@ -74,8 +66,6 @@ class Effect(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Root:
     """L of K = L L^T, by Cholesky with pivots, so that tokens that read the same take no room.
-
-    Any root serves where K^(1/2) is written: it is that times a rotation, which O undoes.
 
     Attributes:
         lower: (T, rank) L.
@@ -569,7 +559,6 @@ def effect(
         sides, parts: under Muon's, see `Orthogonal.of`.
     """
     kernel, total, lower = spectrum.kernel, spectrum.total, spectrum.root.single
-    onto = onto.astype(lower.dtype)
     if total <= 0.0:
         nothing = np.zeros_like(kernel)
         return Effect(nothing, nothing, 0.0, 0.0, 0.0)
@@ -602,10 +591,10 @@ def effect(
     else:
         old = float((spectrum.root.square * aligned).sum()) + plain * float(np.trace(kernel))
         followed, met = slope / (m * total), old / (float(np.trace(kernel)) * size)
-    along = onto @ aligned @ onto.T
+    along = product(onto, aligned, onto.T)
     given = along / (1 - excess) if rule == "sign" else None
     both = along + plain * new
-    return Effect(onto @ coherent, both, slope, size, met, given, followed, drawn, received)
+    return Effect(product(onto, coherent), both, slope, size, met, given, followed, drawn, received)
 
 
 def gain_effect(
@@ -629,7 +618,7 @@ def gain_effect(
     if rule == "sgd":
         square = between(met, gradient, met)
         return Effect(met.copy(), 2 * square + total * new, m * total, total, 1.0)
-    onward = sized(kernel)[1] @ sized(gradient)[1]
+    onward = product(kernel, gradient)
     freedom = float(np.trace(onward)) ** 2 / float(np.vdot(onward, onward.T))
     mean = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
     mean *= math.sqrt(2 * total / freedom)

@@ -1,21 +1,10 @@
 """Several steps, each on a batch of its own, as one step on all of them.
 
-The sequences of a prediction are the batches, in order. As long as gradients are those of the
-network before the first step, SGD's steps add up to sum_i w_i G_i with weights w from its momentum.
-Adam's and Lion's are a function U of an entry's gradients g_1 ... g_k, which given delta are
-Gaussian of covariance C_ij = sum over the tokens of batches i and j of K o D: U is carried as what
-it has along g = sum_i w_i g_i, w the regression of U on them at the network's mean correlation, and
-as noise:
+The sequences of a prediction are the batches, in order; gradients are those of the network before
+the first step. SGD's steps add up to one on weighted gradients; of Adam's and Lion's, functions of
+an entry's k gradients, is carried what they have along the weighted sum, and noise.
 
-    E[U x | delta] = gamma c (its step under the sign rule on g),  E U^2 = nu,
-    gamma = E[U g]/(c sd(g)),  c = sqrt(2/pi),
-
-both averages over Sobol's points for (g_1, ..., g_k), parameter by parameter. A second update's
-square is thus that of the correlation of two batches' gradients. Dropout draws its masks at every
-step, each for a batch of its own: the batch's own tokens meet them again. What is left out is that
-gradients change from step to step; benchmarks/first_step.py measures where that is no longer small.
-
-See docs/theory/first-step.md.
+See docs/theory/first-step.md, Several steps.
 """
 
 from __future__ import annotations
@@ -96,15 +85,11 @@ class Updates:
         g = self._normal @ (vectors * np.sqrt(np.clip(values, 0.0, None))).T
         return g, self.sum(g.T.copy())
 
-    def regression(self, covariance: Array) -> Array:
-        """(k,) of the update on the gradients."""
-        if self.kind == "sgd":
-            return self.sum(np.eye(self.steps))
-        g, update = self._drawn(covariance)
-        return np.asarray(np.linalg.lstsq(g, update, rcond=None)[0], float)
-
     def followed(self, covariance: Array) -> tuple[Array, float]:
-        """(k,) of the update on the gradients, and E U^2."""
+        """(k,) of the update on the gradients, by regression, and E U^2; 0 and 0 of nothing."""
+        if self.kind == "sgd":
+            weights = self.sum(np.eye(self.steps))
+            return weights, float(weights @ covariance @ weights)
         if float(np.trace(covariance)) <= 0.0:
             return np.zeros(self.steps), 0.0
         g, update = self._drawn(covariance)

@@ -30,16 +30,10 @@ from ..transfer.images import cut_patches, image_kernel
 from .attention import Rows, Three
 from .change import Array
 from .heads import Heads
-from .neurons import Neurons
-from .rules import Root, Signs
 from .several import Batches, Updates
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
-    from .draws import Draws
-
-Matrix = tuple[int, int, str, str]
-"""The site that it reads, its layer, its name, and the rule that it is stepped by."""
 
 ENCODER = "encoder."
 """Stands before the names of an encoder's sites and parameters beside a decoder's."""
@@ -335,7 +329,7 @@ class Reading:
         # the mean correlation of two batches' gradients over all sites
         products = [plain.blocks(one.weighted(plain).gradient * one.kernel) for one in self.points]
         mean = sum(product / max(np.trace(product), 1e-300) for product in products)
-        batches = Batches(updates, batch, updates.regression(np.asarray(mean)), counted)
+        batches = Batches(updates, batch, updates.followed(np.asarray(mean))[0], counted)
         main, encoder = (
             None
             if stream is None
@@ -400,46 +394,29 @@ class Reading:
         return max(found, default=0.0)
 
     @functools.cached_property
-    def _rows(self) -> dict[int, Rows]:
+    def made(self) -> dict[Any, Any]:
+        """What steps of all learning rates share, by what it is and of what."""
         return {}
 
-    @functools.cached_property
-    def drawn(self) -> list[Draws | None]:
-        """Draws of the network's tokens, once they are made (`Draws.shared`)."""
-        return []
+    def once(self, *key: Any, make: Callable[[], Any]) -> Any:
+        """What is `made` under a key, and made where it is not."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
     def attention(self, leaf: Any, entering: Site, leaving: Site, memory: Site) -> Rows:
-        """The attention that reads a site, once."""
-        if entering.index not in self._rows:
-            before = ENCODER if leaving.name.startswith(ENCODER) else ""
-            # not this reading, which holds the rows that hold `norm`
-            norms = self.norms
+        """The attention that reads a site."""
+        before = ENCODER if leaving.name.startswith(ENCODER) else ""
+        # not this reading, which holds the rows that hold `norm`
+        norms = self.norms
 
-            def norm(name: str) -> float | None:
-                return norms().get((leaving.layer, before + leaf.prefix + name))
+        def norm(name: str) -> float | None:
+            return norms().get((leaving.layer, before + leaf.prefix + name))
 
-            self._rows[entering.index] = entering.attention_rows(leaf, leaving, memory, norm)
-        return self._rows[entering.index]
-
-    @functools.cached_property
-    def neurons(self) -> dict[int, Neurons | None]:
-        """Hidden units that were drawn already, likewise."""
-        return {}
-
-    @functools.cached_property
-    def signs(self) -> dict[Matrix, Signs]:
-        """What is not Gaussian at matrices, which all learning rates share."""
-        return {}
-
-    @functools.cached_property
-    def roots(self) -> dict[int, Root]:
-        """Eigenvalues of sites' kernels, likewise."""
-        return {}
-
-    @functools.cached_property
-    def spectra(self) -> dict[Matrix, Any]:
-        """Eigenvalues of matrices, which all learning rates share."""
-        return {}
+        found: Rows = self.once(
+            Rows, entering.index, make=lambda: entering.attention_rows(leaf, leaving, memory, norm)
+        )
+        return found
 
     @property
     def last(self) -> Site:
@@ -482,7 +459,7 @@ def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:
 
 
 def _check(prediction: Prediction) -> None:
-    model, remedy = prediction.model, ""
+    model = prediction.model
     if prediction.theory != "refined":
         raise DomainError(f'theory {prediction.theory!r} has no first step: use theory="refined"')
     read = prediction.read
@@ -511,7 +488,7 @@ def _check(prediction: Prediction) -> None:
     }
     for name, there in beyond.items():
         if there:
-            raise DomainError(f"the first step does not cover {name}{remedy}")
+            raise DomainError(f"the first step does not cover {name}")
 
 
 def _beyond_encoders(prediction: Prediction) -> dict[str, bool]:

@@ -27,7 +27,6 @@ from .change import (
     Array,
     Beyond,
     Change,
-    Nonlinear,
     Overlaps,
     behind_a_matrix,
     between,
@@ -53,7 +52,7 @@ from .rules import (
     sign_of_rows,
     vector_effect,
 )
-from .sites import Matrix, Reading, Site
+from .sites import Reading, Site
 
 
 class SiteStep(NamedTuple):
@@ -151,42 +150,33 @@ class Walk:
         if isinstance(component, Parallel):
             return self._parallel(component, change, entering, points)
         self._unit = following[0] if following and isinstance(following[0], Activation) else None
-        step = _STEPS.get(type(component)) or next(
-            (found for kind, found in _STEPS.items() if isinstance(component, kind)), None
-        )
-        if step is None:
-            raise uncovered(component)
         leaving = next(points)
-        return self.noted(step(self, component, change, entering, leaving), leaving)
+        return self.noted(self.leaf(component, change, entering, leaving), leaving)
 
     def _residual(
         self, node: Residual, change: Change, entering: Site, points: Iterator[Site]
     ) -> tuple[Change, Site]:
         overlaps = Overlaps.of(entering.kernel, entering.width)
-        kind = overlaps.correlation.dtype
         self.overlaps = overlaps
-        self.response = np.outer(overlaps.sizes, overlaps.sizes).astype(kind)
-        first = self.response
+        first = self.response = np.outer(overlaps.sizes, overlaps.sizes)
         # what a branch's matrices send back is another delta than the stream's
-        inner = dataclasses.replace(change, beyond=())
+        inner = dataclasses.replace(change, beyond=None)
         branch, _ = self.through(node.branch, inner, entering, points)
         leaving = next(points)
         scales = float(node.skip_scale) ** 2, float(node.branch_scale) ** 2
         received = leaving.gradient
-        beyond = tuple(one.behind(entering.gradient, scales[0] * received) for one in change.beyond)
-        change = dataclasses.replace(change, beyond=beyond)
+        change = change.parted(entering.gradient, scales[0] * received)
         drawn = self._scatter(leaving.index, received)
         found = summed(change, branch, scales, received, self.tied, drawn)
         both = scales[0] * scales[1] * overlaps.square(change.scattered, branch.scattered, received)
         # per unit of the sum's own scatter: what of it is the input's, through skip and branch
         size = np.sqrt(np.diag(leaving.kernel))
-        here = (scales[0] * first + scales[1] * self.response) / np.outer(size, size).astype(kind)
+        here = (scales[0] * first + scales[1] * self.response) / np.outer(size, size)
         self.overlaps = None
         if np.any(self.along):
             # tables of a tied head move along what the branch gives too
             given = leaving.kernel - scales[0] * entering.kernel
             both = both - scales[1] * self.along @ branch.overlap.T
-            given = given.astype(self.along.dtype)
             found = dataclasses.replace(found, overlap=found.overlap - self.along @ given)
         found = dataclasses.replace(
             found, total=found.total + both + both.T, scattered=here * found.scattered
@@ -248,36 +238,14 @@ class Walk:
         )
         return rate
 
-    def _spectrum(self, key: Matrix, kernel: Array, gradient: Array) -> Spectrum:
-        index = key[0]
-        spectra: dict[Matrix, Spectrum] = self.reading.spectra
-        roots = self.reading.roots
-        if key not in spectra:
-            # the matrices that read a site, and the gain before them, share its root
-            if index not in roots:
-                roots[index] = Root.of(kernel)
-            spectra[key] = Spectrum.of(kernel, gradient, roots[index])
-        return spectra[key]
-
-    def _signs(
-        self,
-        key: Matrix,
-        spectrum: Spectrum,
-        drawn: Callable[[Spectrum], Signs] | None,
-    ) -> Signs:
-        signs = self.reading.signs
-        if key not in signs:
-            signs[key] = spectrum.signs if drawn is None else drawn(spectrum)
-        return signs[key]
-
     def _neurons(
         self, laws: ComponentLaws, kernels: tuple[Array, ...], leaving: Site
     ) -> Neurons | None:
         """Of the hidden units whose output is that site."""
-        neurons = self.reading.neurons
-        if leaving.index not in neurons:
-            neurons[leaving.index] = Neurons.of(laws, kernels, leaving.gradient)
-        return neurons[leaving.index]
+        found: Neurons | None = self.reading.once(
+            Neurons, leaving.index, make=lambda: Neurons.of(laws, kernels, leaving.gradient)
+        )
+        return found
 
     def kept(self, name: str) -> float:
         """What weight decay leaves of a parameter."""
@@ -310,13 +278,18 @@ class Walk:
         n, m = shape
         kernel, gain = entering.kernel, n * variance
         name, rule = self.prefix + name, self.optimizer.rule_of(self.prefix + name)
-        key = entering.index, layer, name, rule
+        # the matrices that read a site, and steps of every rule, share its root
+        once, key = self.reading.once, (entering.index, layer, name, rule)
+        root = once(Root, entering.index, make=lambda: Root.of(kernel))
+        spectrum = once(Spectrum, *key, make=lambda: Spectrum.of(kernel, gradient, root))
         carried = change.times(gain)
         left = self.kept(name)
         if left != 1.0:
             same = np.full(len(kernel), left)
             carried = carried.rescaled(gain * kernel, same, same - 1.0)
-        spectrum = self._spectrum(key, kernel, gradient)
+        not_gaussian = None
+        if rule == "sign" and signs is not None:
+            not_gaussian = once(Signs, *key, make=lambda: signs(spectrum))
         found = effect(
             spectrum,
             rule,
@@ -325,7 +298,7 @@ class Walk:
             m,
             entering.excess(),
             self.optimizer.pulled,
-            self._signs(key, spectrum, signs) if rule == "sign" else None,
+            not_gaussian,
             *(self._drawn(layer, name, len(kernel)) if rule == "muon" else ()),
         )
         factor = self.optimizer.factor(name, n, m)
@@ -348,13 +321,13 @@ class Walk:
             beside = self.overlaps.square(carried.scattered, carried.scattered / 2 + mine, gradient)
             total = total + beside + beside.T
             scattered = scattered + mine
-        beyond: tuple[Beyond, ...] = ()
+        beyond = None
         if found.along is not None and writes:
             linear = between_trace(own, gradient)
             whole = rate * rate * float(np.trace(found.along))
             if whole > linear:
                 rest = rate * rate * (1 - linear / whole) * found.along
-                beyond = (Beyond(Nonlinear.of(rest), linear / whole),)
+                beyond = Beyond.of(rest, linear / whole)
         drawn = joined(carried.drawn, by_draw)
         return Change(carried.coherent + own, carried.overlap, total, scattered, beyond, drawn)
 
@@ -381,10 +354,9 @@ class Walk:
     def _moved(self, change: Change, entering: Site) -> tuple[Array, Array]:
         """The updated input in terms of the old one, and its kernel."""
         if entering.index not in self.moved:
-            root = self.reading.roots[entering.index]
-            met, kind = root.whitened(change.met(entering.kernel)), root.single.dtype
-            new = change.new(entering.kernel).astype(kind, copy=False)
-            self.moved[entering.index] = met.astype(kind, copy=False), new
+            root = self.reading.made[Root, entering.index]
+            met = root.whitened(change.met(entering.kernel))
+            self.moved[entering.index] = met, change.new(entering.kernel)
         return self.moved[entering.index]
 
     def _drawn(self, layer: int, name: str, tokens: int) -> tuple[Sides | None, Array | None]:
@@ -404,12 +376,28 @@ class Walk:
 
     # --- components ----------------------------------------------------------------------------
 
+    @functools.singledispatchmethod
+    def leaf(self, leaf: Any, change: Change, entering: Site, leaving: Site) -> Change:
+        """The change behind a leaf, its parameters' own steps included, by its class.
+
+        `Walk.leaf.register(MyLeaf, function)` adds one of a user's own.
+
+        Raises:
+            DomainError: a leaf of no class that is known.
+        """
+        known = Walk.__dict__["leaf"].dispatcher.registry
+        names = ", ".join(sorted(one.__name__ for one in known if one is not object))
+        raise DomainError(
+            f"the first step does not cover {type(leaf).__name__} ({leaf.label}): only {names}"
+        )
+
+    @leaf.register(Linear)
     def linear(self, leaf: Linear, change: Change, entering: Site, leaving: Site) -> Change:
         given = leaf.parameters
         shape = float(given["fan_in"]), float(given["fan_out"])
         variance = float(given["weight_variance"])
         signs = None
-        before = self.reading.neurons.get(entering.index)
+        before = self.reading.made.get((Neurons, entering.index))
         if self._unit is not None:
             units = self._neurons(
                 self._unit.laws, (leaving.kernel,), self.reading.points[leaving.index + 1]
@@ -434,6 +422,8 @@ class Walk:
             return found
         return self.bias(f"{leaf.weight}.bias", found, leaving.gradient, shape[1], leaving.layer)
 
+    @leaf.register(SelfAttention)
+    @leaf.register(CrossAttention)
     def attention(
         self,
         leaf: SelfAttention | CrossAttention,
@@ -472,6 +462,7 @@ class Walk:
             found = _masked(found, rows.weights, moved[2], rows.gain, float(leaf.drop_prob))
         return found
 
+    @leaf.register(GatedLinear)
     def gated(self, leaf: GatedLinear, change: Change, entering: Site, leaving: Site) -> Change:
         n, m = float(leaf.fan_in), float(leaf.fan_out)
         inner = {
@@ -507,6 +498,7 @@ class Walk:
         more = units.beyond_pairs((moved[0].coherent, moved[1].coherent))
         return dataclasses.replace(found, total=found.total + more)
 
+    @leaf.register(Activation)
     def activation(self, leaf: Activation, change: Change, entering: Site, leaving: Site) -> Change:
         old = entering.kernel
         found, slope = activated(leaf.laws, leaf.parameters, change, old, leaving.kernel)
@@ -520,6 +512,7 @@ class Walk:
         more = units.beyond_pairs((change.coherent,))
         return dataclasses.replace(found, total=found.total + more)
 
+    @leaf.register(FiniteNormalization)
     def norm(
         self, leaf: FiniteNormalization, change: Change, entering: Site, leaving: Site
     ) -> Change:
@@ -533,18 +526,17 @@ class Walk:
         r, less = s / s_new, -grown / (s_new * (s + s_new))
         found = change.rescaled(kernel, r, less)
         # on the scale of the output, with the package's corrections of order 1/width
-        kind, square = found.total.dtype, float(leaf.gain) ** 2
+        square = float(leaf.gain) ** 2
         passed = square / np.outer(s, s)
         there = np.abs(kernel) * passed > 1e-6 * square
         fix = np.where(there, leaving.kernel / np.where(there, kernel, 1.0), passed)
-        fix = np.clip(fix, 0.8 * passed, 1.25 * passed).astype(kind)
-        passed = passed.astype(kind)
+        fix = np.clip(fix, 0.8 * passed, 1.25 * passed)
         found = Change(
             passed * found.coherent,
             fix * found.overlap,
             fix * found.total,
             passed * found.scattered,
-            tuple(one.mapped(lambda part: fix * part) for one in found.beyond),
+            None if found.beyond is None else found.beyond.mapped(lambda part: fix * part),
             None if found.drawn is None else passed * found.drawn,
         )
         self.response = passed * self.response
@@ -577,20 +569,22 @@ class Walk:
             change = self.bias(f"{leaf.label}.bias", change, gradient, leaving.width, leaving.layer)
         return change
 
+    @leaf.register(Dropout)
     def dropout(self, leaf: Dropout, change: Change, entering: Site, leaving: Site) -> Change:
         kept = 1.0 - float(leaf.parameters["drop_prob"])
         if kept == 1.0:
             return change
-        units = self.reading.neurons.get(entering.index)
-        if units is not None and leaving.index not in self.reading.neurons:
-            self.reading.neurons[leaving.index] = units.dropped(kept)
-        beyond = tuple(one.behind(entering.gradient, leaving.gradient) for one in change.beyond)
-        change = dataclasses.replace(change, beyond=beyond)
+        units = self.reading.made.get((Neurons, entering.index))
+        if units is not None:
+            self.reading.once(Neurons, leaving.index, make=lambda: units.dropped(kept))
+        change = change.parted(entering.gradient, leaving.gradient)
         return change.times(1.0 + np.eye(len(entering.kernel)) * (1 / kept - 1))
 
+    @leaf.register(Scale)
     def scale(self, leaf: Scale, change: Change, entering: Site, leaving: Site) -> Change:
         return change.times(float(leaf.parameters["weight_variance"]))
 
+    @leaf.register(Pool)
     def pool(self, leaf: Pool, change: Change, entering: Site, leaving: Site) -> Change:
         weights = leaf.weights(len(entering.kernel))
         return change.each(lambda part: weights @ part @ weights.T)
@@ -622,23 +616,3 @@ def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob
         found.beyond,
         found.drawn,
     )
-
-
-def uncovered(component: Any) -> DomainError:
-    kind = type(component).__name__
-    label = getattr(component, "label", "")
-    known = ", ".join(sorted(one.__name__ for one in _STEPS))
-    return DomainError(f"the first step does not cover {kind} ({label}): only {known}")
-
-
-_STEPS: dict[type, Callable[..., Change]] = {
-    Linear: Walk.linear,
-    SelfAttention: Walk.attention,
-    CrossAttention: Walk.attention,
-    GatedLinear: Walk.gated,
-    Activation: Walk.activation,
-    FiniteNormalization: Walk.norm,
-    Dropout: Walk.dropout,
-    Scale: Walk.scale,
-    Pool: Walk.pool,
-}

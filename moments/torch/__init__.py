@@ -1,9 +1,9 @@
 """Real torch modules: measure, initialise, audit, fold and describe them.
 
-`roles` says which role every parameter plays, `hook_points` where residual sums, branches and norms
-sit, `scales` sets residual and norm scales as hooks, `expectation` is what a model says of every
-role, `running` how a module is run and seen, `draft` the names and sites of one that no family
-knows. `dataflow/` reads any module from one pass, `anatomy` asks whoever knows.
+`dataflow/` reads any module from one pass: `roles` says which role every parameter plays,
+`hook_points` where residual sums, branches and norms sit, `anatomy` keeps both. `scales` sets
+residual and norm scales as hooks, `expectation` is what a model says of every role, `running` how a
+module is run and seen, `draft` the names and sites of one as code to correct.
 
 The only folder beside `simulation` that imports torch; nothing but the commands imports it. Start
 with `measure`, then `audit`.
@@ -14,13 +14,14 @@ from __future__ import annotations
 from ..errors import optional
 
 with optional("torch", "torch"):
+    from .anatomy import hook_points
     from .audit import AuditReport, audit
     from .companion import Watch, lightning_callback, trainer_callback, watch
     from .describe import describe, weight_statistics
     from .diagnose import diagnose
     from .draft import Draft, draft
     from .fold import fold
-    from .hook_points import HookPoint, hook_points
+    from .hook_points import HookPoint
     from .initialize import Initialization, attach, initialize
     from .measure import measure
     from .scales import AppliedScales

@@ -1,7 +1,8 @@
-"""What a module is made of, whoever knows it: its author, a family, or one pass through it."""
+"""What a module is made of, as its author says or one pass through it tells."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -13,11 +14,11 @@ from ..model.huggingface import FAMILIES
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from ..prediction.draws import STREAM, WeightGradient
-from .checkpoints import is_meta
+from .checkpoints import drawn, is_meta
 from .dataflow import ModuleReading, read
 from .draft import unread
-from .hook_points import HookPoint, WeightPart, hook_points, points_of, weight_parts
-from .roles import ModuleRoles, roles_of
+from .hook_points import HookPoint, WeightPart, points_of
+from .roles import ModuleRoles, branches, roles_of
 
 with optional("torch", "torch"):
     from torch import nn
@@ -30,31 +31,31 @@ class Anatomy:
     Attributes:
         found: parameters by role, and residual branches.
         sites: hook points; None where the user named parameters alone.
-        reading: what one pass told, of a module that no family knows.
-        given: the user's hook points.
+        reading: what one pass told; None where the user named the parameters.
     """
 
     found: ModuleRoles
     sites: tuple[HookPoint, ...] | None
     reading: ModuleReading | None = None
-    given: bool = False
 
-    def parts(self, module: nn.Module) -> list[tuple[WeightGradient, WeightPart]]:
-        """Every parameter that can learn, split into its matrices, as `weight_parts` has them."""
-        if self.reading is None:
-            return weight_parts(module, self.sites if self.given else None)
+    def parts(self, module: nn.Module) -> Measured:
+        """Hook points, and every parameter that can learn, split into its matrices.
+
+        Names are those of `moments.Weights`, with ".bias" for biases, "attention.norm.gain" and the
+        like for norms, "token", "position", "segment", "patch" and "class" in layer 0,
+        "final.norm.gain", "head.transform" and "head" in layer N + 1; those of an encoder beside
+        the main stack begin with "encoder.". A parameter without a role keeps its own name as one,
+        in layer 0.
+        """
         learn = {name for name, p in module.named_parameters() if p.requires_grad}
         roles = [*self.found.roles, *self.found.scales]
         rows = [(WeightGradient(r.layer, r.full_name, r.parameter), r.part) for r in roles]
-        rows += [
-            (WeightGradient(0, name, name), WeightPart(name, name))
-            for name in self.found.unidentified
-        ]
-        return [(row, part) for row, part in rows if row.parameter in learn]
+        rows += _unnamed(self.found.unidentified)
+        return self.sites or (), [(row, part) for row, part in rows if row.parameter in learn]
 
     @property
     def example(self) -> Any:
-        """What the module was run on to be read; None where a family knows it."""
+        """What the module was run on to be read; None where it was not."""
         return None if self.reading is None else self.reading.example
 
     def architecture(self) -> Transformer | None:
@@ -63,35 +64,56 @@ class Anatomy:
         Of its tables and its head nothing is said, since nothing in it tells how they are meant to
         be drawn.
         """
-        if self.reading is None or self.reading.model is None:
-            return None
-        return _as_drawn(self.reading.model)
+        model = None if self.reading is None else self.reading.model
+        crossing = any(block.name == "cross" for block in self.found.blocks)
+        if model is None or (crossing and model.encoder is None):
+            return None  # what a decoder alone reads, nothing in it says
+        return _as_drawn(model)
 
 
 Measured = tuple[tuple[HookPoint, ...], list[tuple[WeightGradient, WeightPart]]]
 """Where to watch a module, and what its parameters are."""
 
 
+def _unnamed(parameters: Iterable[str]) -> list[tuple[WeightGradient, WeightPart]]:
+    return [(WeightGradient(0, name, name), WeightPart(name, name)) for name in parameters]
+
+
+def hook_points(module: nn.Module, batch: Any = None) -> tuple[HookPoint, ...]:
+    """Every site of a module that a submodule takes or gives.
+
+    The result is also a template: edit a copy of it, and pass it as `sites` to
+    `moments.torch.measure`. A mapping of your own needs at least the site "stream" at the input of
+    layer 1, as layer 0, and at the output of every layer.
+
+    Args:
+        batch: what the module reads, as in `moments.torch.measure`. None: random token ids,
+            features or pictures, as it takes them. A module on the meta device is read as its own
+            initialisation would draw it.
+
+    Raises:
+        MomentsError: the module could not be read.
+    """
+    told = drawn(module)[0] if is_meta(module) else module
+    return anatomy_of(told, batch).sites or ()
+
+
 def measured_parts(module: nn.Module, batch: Any, sites: tuple[HookPoint, ...] | None) -> Measured:
-    """Where a module is watched, and its parameters by role.
+    """Where a module is watched, and its parameters by role; by their own names with `sites`.
 
     Raises:
         MomentsError: that is not known, or no submodule gives the stream.
     """
     if sites is not None:
-        return sites, weight_parts(module, sites)
-    try:
-        return hook_points(module), weight_parts(module)
-    except MomentsError:
-        parts = anatomy_of(module, batch)
-    points = parts.sites or ()
-    layers = [point.layer for point in points if point.site == STREAM]
+        return sites, _unnamed(n for n, p in module.named_parameters() if p.requires_grad)
+    parts = anatomy_of(module, batch)
+    layers = [point.layer for point in parts.sites or () if point.site == STREAM]
     if sorted(layers) != list(range(parts.found.layers + 1)):
         raise MomentsError(
             f"{type(module).__name__} was read, but no submodule gives or takes the stream of "
             "every layer, where a hook could see it: make its layers submodules"
         )
-    return points, parts.parts(module)
+    return parts.parts(module)
 
 
 def _as_drawn(model: Transformer) -> Transformer:
@@ -114,16 +136,16 @@ def anatomy_of(
     names: Mapping[str, str] | None = None,
     sites: Iterable[Any] | None = None,
 ) -> Anatomy:
-    """A module's parts, as its author names them, its family does, or one pass tells.
+    """A module's parts, as its author names them, or one pass tells.
 
     Args:
-        batch: what it reads, as in `moments.torch.measure`; for a module that no family knows.
+        batch: what it reads, as in `moments.torch.measure`.
         names, sites: for a module of one's own, as in `roles_of`.
 
     Raises:
         DomainError: a module on the meta device, a pattern of `names` that matches nothing, or an
             unknown role.
-        MomentsError: no family knows the module, and it could not be read.
+        MomentsError: the module could not be read; with a draft of `names`.
     """
     if is_meta(module):
         name = next(name for name, p in module.named_parameters() if p.is_meta)
@@ -134,32 +156,21 @@ def anatomy_of(
         )
     given = None if sites is None else points_of(sites)
     if names is not None:
-        return Anatomy(roles_of(module, names, given), given, given=given is not None)
-    if given is None and of_another_type(module):
-        # Layers that look like a family's may be put together otherwise.
-        with suppress(MomentsError):
-            reading = _read(module, batch)
-            if reading.model is not None:
-                return Anatomy(reading.roles, reading.sites, reading)
+        found = roles_of(module, names, given)
+        with suppress(MomentsError):  # what q k is multiplied by has no name
+            told = _read(module, batch).roles
+            if told.layers == found.layers:
+                found = dataclasses.replace(found, multipliers=told.multipliers)
+        return Anatomy(found, given)
     try:
-        found = roles_of(module, None, given)
-        return Anatomy(found, given or hook_points(module), given=given is not None)
-    except DomainError:
-        raise
-    except MomentsError as error:
-        try:
-            reading = _read(module, batch)
-        except MomentsError as why:
-            draft = unread(module, "say what these are, and pass them as names=")
-            raise MomentsError(f"{why}\n{error}\n{draft}") from None
-    return Anatomy(reading.roles, given or reading.sites, reading, given is not None)
-
-
-def of_another_type(module: nn.Module) -> bool:
-    """Whether a module's config names a type that no reader knows."""
-    config = getattr(module, "config", None)
-    kind = getattr(config, "model_type", None)
-    return hasattr(config, "to_dict") and isinstance(kind, str) and kind not in FAMILIES
+        reading = _read(module, batch)
+    except MomentsError as why:
+        draft = unread(module, "or say what these are, and pass them as names= with sites=")
+        raise MomentsError(f"{why}\n{draft}") from None
+    if given is None:
+        return Anatomy(reading.roles, reading.sites, reading)
+    found = dataclasses.replace(reading.roles, blocks=branches(module, given))
+    return Anatomy(found, given, reading)
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ModuleReading]] = (
@@ -177,9 +188,16 @@ def _read(module: nn.Module, batch: Any) -> ModuleReading:
     mark = _structure(module)
     known = _KNOWN.get(module)
     if known is None or known[0] != mark:
-        known = mark, read(module, batch)
+        known = mark, read(module, None if _says_its_input(module) else batch)
         _KNOWN[module] = known
     return known[1]
+
+
+def _says_its_input(module: nn.Module) -> bool:
+    """Whether a module is sure to run on random input: a batch may be padded, packed or long."""
+    config = getattr(module, "config", None)
+    known = hasattr(config, "to_dict") and getattr(config, "model_type", None) in FAMILIES
+    return known or isinstance(module, nn.TransformerEncoder | nn.Transformer)
 
 
 def _structure(module: nn.Module) -> tuple[Any, ...]:

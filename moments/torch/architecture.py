@@ -12,8 +12,6 @@ from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from .anatomy import Anatomy, anatomy_of
 from .expectation import check_fits, model_of
-from .hook_points import ENCODER, stacks_of
-from .roles import roles_of, tensors_of
 from .running import own_module
 
 with optional("torch", "torch"):
@@ -68,15 +66,9 @@ def fitted(
             "another target, or pass plan.model to take the nearest model all the same"
         )
     parts = anatomy_of(module, batch, names, sites)
-    described = architecture or parts.architecture()
+    described = architecture
     if described is None and names is None:
-        try:
-            described = architecture_of(module)
-        except DomainError:
-            if isinstance(plan, str):  # only a scheme cannot do without it
-                raise
-    if described is None and names is None and isinstance(plan, str):
-        described = read_architecture(module)
+        described = promised_by(module) or parts.architecture()
     model = model_of(plan, described, options)
     check_fits(model, parts.found, described, placement=strict)
     return Fitted(module, parts, model, described)
@@ -100,20 +92,17 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
     if hasattr(config, "to_dict"):
         with without_warnings():
             model = from_huggingface(config, seq_len=seq_len)
-        alone = model.encoder is not None and ENCODER not in stacks_of(module)
-        return model.encoder if alone else model
-    stacks = {
-        stack: [module.get_submodule(path) for path, _ in rows]
-        for stack, rows in stacks_of(module).items()
-    }
-    main, encoder = stacks[""], stacks.get(ENCODER)
-    kinds = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
-    if not isinstance(main[0], kinds) or not _activation(main[0]):
-        return None
-    if isinstance(main[0], nn.TransformerEncoderLayer):
-        return _of_torch(main, seq_len, together=False)
-    if encoder is None:
-        return None  # what such a decoder reads, nothing in it says
+        if model.encoder is None or any(b.stack for b in anatomy_of(module).found.blocks):
+            return model
+        return model.encoder
+    encoder, main = (
+        [part for part in module.modules() if isinstance(part, kind)]
+        for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    )
+    if not encoder or not all(map(_activation, (*encoder, *main))):
+        return None  # what a decoder alone reads, nothing in it says
+    if not main:
+        return _of_torch(encoder, seq_len, together=False)
     both = any(isinstance(part, nn.Transformer) for part in module.modules())
     normed = any(
         part.norm is not None
@@ -131,59 +120,6 @@ def promised_by(module: nn.Module, seq_len: int | None = None) -> Transformer | 
         return architecture_of(module, seq_len)
     except MomentsError:
         return None
-
-
-_HEADS = ("n_head", "num_heads", "n_heads", "num_attention_heads", "heads", "nhead")
-_MODULES = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh: "tanh"}
-
-
-def read_architecture(module: nn.Module) -> Transformer | None:
-    """What the layers of a module of one's own show: shapes, norms, activation, dropout.
-
-    Its matrices and biases are declared as nn.Linear draws them; of its tables and its head nothing
-    is said, since nothing in the module tells how they are meant to be drawn. None where its layers
-    are not those of a known layout, or have no number of heads.
-    """
-    try:
-        found = roles_of(module)
-    except MomentsError:
-        return None
-    query, inner = found.named("query"), found.named("ffn_in")
-    layers = [module.get_submodule(path) for path, _ in stacks_of(module)[""]]
-    parts = list(layers[0].modules())
-    holders = [*parts, getattr(module, "config", None)]
-    heads = next((getattr(p, n) for n in _HEADS for p in holders if hasattr(p, n)), None)
-    kinds = (_MODULES[kind] for part in parts for kind in _MODULES if type(part) is kind)
-    activation = next(kinds, None)
-    if not (query and inner and isinstance(heads, int) and activation and found.blocks):
-        return None
-    d_model, d_ff = query[0].fan_in, inner[0].fan_out
-    block = found.blocks[0]
-    norm = None if block.norm is None else module.get_submodule(block.norm)
-    position = found.named("position")
-    length = len(tensors_of(module)[position[0].parameter]) if position else SEQ_LEN
-    drops = {b.name: getattr(module.get_submodule(b.branch.path), "p", 0.0) for b in found.blocks}
-    biased = {
-        role.name.removesuffix(".bias") for role in found.roles if role.name.endswith(".bias")
-    }
-    drawn = Biases.torch_default(d_model, d_ff).to_dict()
-    biases = {name: drawn[name] for name in drawn if name in biased}
-    return Transformer(
-        layers=found.layers,
-        d_model=d_model,
-        heads=heads,
-        seq_len=length,
-        d_ff=d_ff,
-        norm=block.placement,
-        normalization="rmsnorm" if "rms" in type(norm).__name__.lower() else "layernorm",
-        activation=activation,
-        dropout=drops.get("attention", 0.0),
-        causal=True,  # the known layouts without a config of their own are GPTs
-        weights=Weights.torch_default(d_model, d_ff),
-        biases=Biases.of().replace(**biases) if biases else None,
-        norm_affine=True,
-        norm_epsilon=float(getattr(norm, "eps", None) or 0.0),
-    )
 
 
 def _of_torch(layers: list[Any], seq_len: int | None, *, together: bool) -> Transformer:

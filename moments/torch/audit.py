@@ -20,6 +20,7 @@ from ..show.report import number, render
 from .advice import Advice, Convention, advise, conventions
 from .architecture import fitted
 from .assumptions import Copies, copies, copy_findings, copy_notes
+from .dataflow.reading import example
 from .entries import EntryMoments
 from .expectation import scales_of
 from .findings import (
@@ -33,7 +34,7 @@ from .findings import (
     unprobed_findings,
     variance_findings,
 )
-from .probe import BlockProbe, Slope, default_batch, logits_path, measured_scale, probe_or_why
+from .probe import BlockProbe, Slope, logits_path, measured_scale, probe_or_why
 from .roles import ModuleRoles, Role, block_of, gain_of, tensors_of
 from .running import padding_rows
 from .scales import FOLDED
@@ -131,7 +132,7 @@ def audit(
     fails with probability 1e-5, all checks together.
 
     Args:
-        module: a module of a known family, or any with `names`. It is left as it was. Compiled and
+        module: any that can be read, or with `names`. It is left as it was. Compiled and
             data-parallel modules are audited as what they hold.
         plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
             the module's own architecture.
@@ -145,7 +146,7 @@ def audit(
 
     Raises:
         DomainError: a plan of another depth, width or number of heads.
-        MomentsError: the module is of no known family and `names` is None.
+        MomentsError: the module cannot be read and `names` is None.
     """
     module, parts, model, described = fitted(
         module, plan, names, sites, architecture, options, batch, strict=False
@@ -188,8 +189,7 @@ class AuditedModule:
         """What multiplies the logits, by `measured_scale`, once."""
         capped = model.head is not None and model.head.logit_softcap is not None
         if model.head is not None and capped not in self._slopes:
-            reads = default_batch(self.module, self.found) if self.batch is None else self.batch
-            self._slopes[capped] = measured_scale(self.module, self.found, model, reads)
+            self._slopes[capped] = measured_scale(self.module, self.found, model, self.batch)
         return self._slopes.get(capped)
 
     @classmethod
@@ -204,7 +204,7 @@ class AuditedModule:
         """
         entries, repeated = entries_of(module, found)
         probes, why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
-        reads = default_batch(module, found) if batch is None and probes else batch
+        reads = example(module) if batch is None and probes else batch
         return cls(module, found, entries, repeated, tuple(probes), why, reads)
 
 
@@ -224,8 +224,7 @@ def audit_read(
     measured, findings = _weights(read.entries, read.repeated, model)
     repeated, probes = read.repeated, read.probes
     findings += scale_findings(model, probes) if probes else unprobed_findings(model, why)
-    reads = None if why else read.batch
-    findings += temperature_findings(module, found, model, described, reads)
+    findings += temperature_findings(module, found, model, described)
     findings += [] if why else _logits(read, model)
     findings.sort(key=lambda finding: -finding.severity)
     undeclared = tuple(m.role.label for m in measured if m.expected is None)
@@ -287,7 +286,7 @@ def weight_advice(
 
 def _logits(read: AuditedModule, model: Transformer) -> list[Finding]:
     """What multiplies the logits against the head's output scale."""
-    path = logits_path(read.module, read.found)
+    path = logits_path(read.found)
     if path is None or model.head is None:
         return []
     wanted, slope = model.head.output_scale, read.logit_slope(model)

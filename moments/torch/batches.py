@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,29 +97,3 @@ def measured_gradient(
 def _possible(correlation: float, measurement: Measurement) -> float:
     """Of so many tokens, what sampling may have put outside of that range."""
     return float(np.clip(correlation, -1 / max(measurement.seq_len - 1, 1), 1.0))
-
-
-def measured_dropout(measurement: Measurement) -> tuple[float, float] | None:
-    """Probability with which entries of the blocks' outputs were dropped, and its standard error.
-
-    None where blocks have no sites on both sides of it.
-
-    Kept entries are divided by 1 - p, so that dropout divides the variance by 1 - p.
-    """
-    import pandas as pd
-
-    frame = measurement.to_frame()
-    table = pd.pivot_table(frame, index="layer", columns="site", values="variance", dropna=False)
-    ratios = []
-    for before, after in (
-        ("attention.projection", "attention.dropout"),
-        ("ffn.out", "ffn.dropout"),
-    ):
-        if before in table and after in table:
-            both = table[[before, after]].dropna()
-            both = both[(both > 0).all(axis=1)]
-            ratios += (both[before] / both[after]).tolist()
-    if len(ratios) < 2:
-        return None
-    stderr = float(np.std(ratios, ddof=1)) / math.sqrt(len(ratios))
-    return max(0.0, 1 - float(np.mean(ratios))), stderr

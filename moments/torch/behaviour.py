@@ -34,7 +34,7 @@ class Behaviour(NamedTuple):
 def behaviour(module: nn.Module, batch: Any) -> Behaviour:
     """Run a module twice on one batch, without dropout."""
     runs: list[list[tuple[str, Tensor | None]]] = []
-    watch = _watch([])
+    watch = _watch()
 
     def keep(path: str, seen: list[tuple[str, Tensor | None]]) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
@@ -82,15 +82,7 @@ def _first_apart(
     return None
 
 
-def logits_with_itself(module: nn.Module, batch: Any) -> list[Tensor]:
-    """The logit of every token with itself, in every attention in order, each (..., L)."""
-    kept: list[Tensor] = []
-    with in_mode(module, False), torch.no_grad(), _watch(kept):
-        run(module, batch)
-    return kept
-
-
-def _watch(diagonals: list[Tensor]) -> Any:
+def _watch() -> Any:
     """A mode that sees every softmax over L x L logits, and every parameter that is used."""
     by_hand = (nn.functional.softmax, torch.softmax, Tensor.softmax)
 
@@ -106,11 +98,9 @@ def _watch(diagonals: list[Tensor]) -> Any:
             kwargs = kwargs or {}
             if func is nn.functional.scaled_dot_product_attention:
                 self.over_keys.append(True)
-                diagonals.append(_fused(*args, **kwargs))
             elif func in by_hand and args and _square(args[0]):
                 axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
                 self.over_keys.append(axis in (-1, args[0].ndim - 1))
-                diagonals.append(args[0].detach().diagonal(dim1=-2, dim2=-1).double())
             given = func(*args, **kwargs)
             if not isinstance(given, bool | int | torch.dtype | torch.device | torch.Size):
                 # A table's weight may be added, and a projection's given to a fused kernel.
@@ -135,25 +125,3 @@ def _square(logits: Any) -> bool:
     if not isinstance(logits, Tensor) or logits.ndim not in (3, 4):
         return False
     return bool(logits.shape[-1] == logits.shape[-2] > 1)
-
-
-def _fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The diagonal of the logits of scaled_dot_product_attention; empty where they have none."""
-    if query.shape[-2] != key.shape[-2]:
-        return query.new_empty(0)
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    logits = (query.detach().double() * key.detach().double()).sum(-1) * factor
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        logits = logits + attn_mask.detach().double().diagonal(dim1=-2, dim2=-1)
-    return logits

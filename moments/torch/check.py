@@ -23,7 +23,6 @@ from ..errors import (
     without_warnings,
 )
 from ..model.embedding import Embedding
-from ..model.head import Head
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..prediction.measurement import Measurement, last_grad_kernel
@@ -41,26 +40,24 @@ from ..show.health import (
 )
 from ..show.recognition import Weight, WeightRule, in_words, recognise
 from .advice import SCALE_WORDS, Advice, advise
-from .anatomy import Anatomy, anatomy_of, forget, of_another_type
-from .architecture import promised_by, read_architecture
+from .anatomy import Anatomy, anatomy_of, forget
+from .architecture import promised_by
 from .audit import AuditedModule, audit_read
 from .batches import measured_gradient, measured_moments
 from .behaviour import behaviour
 from .checkpoints import opened
-from .describe import NO_ROLE, describe, described_as, unplaced_by
+from .describe import NO_ROLE, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, tokens_entering
 from .entering import first_stream, ids_read, sees_ahead
 from .expectation import model_of
 from .findings import Finding, measure_roles
-from .hook_points import stacks_of
 from .measure import measure, needs_labels
-from .probe import default_batch
 from .roles import (
     ModuleRoles,
-    block_of,
     gathered,
     gathered_names,
     gathered_pattern,
+    parted,
     tensors_of,
 )
 from .running import (
@@ -154,7 +151,7 @@ class _Checking:
     """One module: everything that is read of it, then what is found."""
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
-        self.module, self.scheme = module, scheme
+        self.module, self.scheme, self.loss = module, scheme, loss
         forget(module)  # entries may be others than when it was read
         try:
             self.parts = anatomy_of(module, batch)
@@ -162,21 +159,20 @@ class _Checking:
             raise
         except MomentsError as error:
             raise not_read(module, batch, str(error)) from None
-        self.found = self.parts.found
-        self.promised = None if self.parts.reading is not None else promised_by(module)
+        assert self.parts.reading is not None
+        self.found, self._reading = self.parts.found, self.parts.reading
+        self.promised = promised_by(module)
         self.promised_by = "config" if hasattr(module, "config") else "class"
-        read = self.promised or architecture_read(module, batch, self.parts)
+        read = architecture_read(module, batch, self.parts, self.promised)
         example = self.parts.example
-        self.inputs = inputs_for(module, self.found, read, batch, loss, example)
+        self.inputs = inputs_for(module, self.found, self.promised or read, batch, loss, example)
         self.measurement = self._measured(batch is None)
-        read = at_length(read, self.measurement)
+        self.architecture = at_length(read, self.measurement)
         if self.promised is not None:
             self.promised = at_length(self.promised, self.measurement)
-        self.tensors = AuditedModule.of(module, self.found, self.inputs.few, read)
+        self.tensors = AuditedModule.of(module, self.found, self.inputs.few, self.architecture)
         self.seen = behaviour(module, self.inputs.few)
         self.idle = tuple(self._unused())
-        guess = self.parts.reading is None  # one pass tells what it adds up
-        self.architecture = whole(module, self.found, read, self.measurement, self.idle, guess)
         self.notes: list[str] = []
         self.described = self._described()
         self.random = self.seen.random
@@ -237,8 +233,8 @@ class _Checking:
         return sees_ahead(self.module, few, self.parts.sites, self.described.layers, known)
 
     def _compared(self) -> Comparison:
-        text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
-        case, _ = case_of(self.described, text, self.measurement, None)
+        self.text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
+        case, _ = case_of(self.described, self.text, self.measurement, None)
         self.case = self._by_token(case)
         with without_warnings():
             try:
@@ -279,8 +275,11 @@ class _Checking:
         strict = self.scheme is not None or self.promised is not None
         weights = _Weights(self, reading, target, advice, strict)
         told = {"temperature"} if self.random is None else {"temperature", *_SUMS}
+        odd = {f"{name} sum in {layer}" for layer, name in self._reading.odd}  # told by themselves
         offenders = [
-            f for f in audited.offenders if f.quantity not in told and not self._passed_by(f)
+            f
+            for f in audited.offenders
+            if f.quantity not in told and f"{f.role} in {f.layer}" not in odd
         ]
         troubles, notes = list(weights.troubles(offenders)), [*remarks, *weights.notes]
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
@@ -354,8 +353,7 @@ class _Checking:
                 mend="call it in forward, or delete it",
             )
         yield from random_outcome(self.random)
-        head = self.described.head
-        if self.ahead and head is not None and head.loss == "causal":
+        if self.ahead and self._predicts_the_next():
             yield Trouble(
                 "error",
                 "tokens see later ones",
@@ -367,9 +365,32 @@ class _Checking:
             )
         yield from self._odd()
 
+    def _predicts_the_next(self) -> bool:
+        """Whether the loss is the next token's, unless it is one that a module was given here."""
+        head, text = self.described.head, self.text
+        if head is not None and head.loss == "causal":
+            return True
+        if self.inputs.loss is not self.loss or text.ids is None or text.targets is None:
+            return False
+        return np.array_equal(text.targets[:, :-1], text.ids[:, 1:])
+
     def _odd(self) -> Iterator[Trouble]:
-        """Blocks without the norms that all others have."""
-        odd = () if self.parts.reading is None else self.parts.reading.odd
+        """Blocks without the norms that all others have, and a first norm that acts elsewhere."""
+        named = self.found.named
+        before = [r.parameter for r in named("embedding.norm.gain", "embedding.norm.bias")]
+        first = {parted(role.parameter)[:2] for role in named("query") if role.layer == 1}
+        if before and {parted(name)[:2] for name in before} == first:
+            yield Trouble(
+                "warning",
+                "norm placement",
+                gathered_names(before),
+                (1,),
+                0.0,
+                1.0,
+                "a norm of layer 1 normalises the stream itself, beside what its block reads",
+                _PRE_OR_POST,
+            )
+        odd = self._reading.odd
         tensors = tensors_of(self.module)
         zero = [
             name
@@ -399,7 +420,7 @@ class _Checking:
                 0.0,
                 1.0,
                 f"the {name} block of layer {layer} has no norm, where the other blocks have one",
-                "x = x + block(norm(x)) in every layer alike",
+                _PRE_OR_POST,
             )
 
     def _idle_parts(self) -> list[str]:
@@ -428,19 +449,6 @@ class _Checking:
         names = inspect.signature(self.module.forward).parameters if large else ()
         return tuple(n for n in names if n not in given and OTHER_INPUTS.fullmatch(n))
 
-    def _passed_by(self, finding: Finding) -> bool:
-        """Whether a sum was not seen for the sake of parts that were never run."""
-        head = "no tensor passes "
-        if not finding.note.startswith(head):
-            return False
-        paths = finding.note.removeprefix(head).partition(":")[0].split(", ")
-        skipped = {  # norms of blocks whose matrices were run
-            block.norm
-            for block in self.found.blocks
-            if not any(f"{idle}.".startswith(f"{block.raw.path}.") for idle in self.idle)
-        }
-        return set(paths) <= set(self.idle) and not skipped & set(paths)
-
     def _attention(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
         """What multiplies q k, and over which axis the weights sum to one."""
         over = self.seen.over_keys
@@ -458,7 +466,7 @@ class _Checking:
         groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for stack, layer, factor in self._factors(audited):
             words = next((w for by, w in self._slips() if abs(factor / by - 1) < NEAR), "")
-            if words or self.parts.reading is None:
+            if words or self.promised is not None:
                 groups.setdefault((stack, words), []).append((layer, factor))
         for (stack, words), rows in groups.items():
             layers, factor = tuple(layer for layer, _ in rows), rows[0][1]
@@ -477,8 +485,8 @@ class _Checking:
 
     def _factors(self, audited: Sequence[Finding]) -> Iterator[tuple[str, int, float]]:
         """Stacks and layers in which q k is multiplied by too much, and by how much."""
-        reading, weights = self.parts.reading, self.described.weights
-        if reading is None or self.scheme is not None:
+        reading, weights = self._reading, self.described.weights
+        if self.promised is not None or self.scheme is not None:
             for f in audited:
                 if f.quantity == "temperature" and f.passed is False:
                     yield f.role.removesuffix("attention"), f.layer, f.expected / f.measured
@@ -573,7 +581,7 @@ class _Checking:
         strict = self.scheme is not None or self.promised is not None
         told = [p for p in audited if strict or "(the plan says nothing of it)" not in p]
         told = [p.replace("some temperatures", "the scale of attention logits") for p in told]
-        if self.parts.reading is not None and self.scheme is None:  # one pass told it
+        if self.promised is None and self.scheme is None:  # one pass told it
             told = [p for p in told if not p.startswith("the scale of attention logits")]
         if self.described.embedding is None:
             told.append("the embedding (what enters layer 1 was measured, not predicted)")
@@ -790,7 +798,7 @@ class _Weights:
 
     def _drawn_gains(self) -> Iterator[Trouble]:
         """Gains about zero, of a module whose gains are held against nothing."""
-        if self.checking.parts.reading is None:
+        if self.checking.promised is not None:
             return
         drawn = [
             (role, entries)
@@ -842,7 +850,7 @@ class _Weights:
             worst.measured,
             worst.expected,
             reason,
-            "x = x + block(norm(x)) is Pre-LN, x = norm(x + block(x)) Post-LN: every layer alike"
+            _PRE_OR_POST
             if kind in ("norm placement", "skip_scale", "unexplained share of the sum")
             else "let the code multiply by the scheme's factor once",
         )
@@ -887,6 +895,7 @@ class _Weights:
 
 _GAINS = "an initialiser that runs over all parameters draws gains and biases of norms too"
 _LEAVE_NORMS = "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)"
+_PRE_OR_POST = "x = x + block(norm(x)) is Pre-LN, x = norm(x + block(x)) Post-LN: every layer alike"
 _VECTORS = ("gain", "mean square")
 _KINDS = {"unexplained share of the sum": "norm placement"}
 _SUMS = ("norm placement", "unexplained share of the sum")
@@ -909,24 +918,19 @@ def _stated(
     return names, tuple(layers), worst.measured, worst.expected
 
 
-def architecture_read(module: nn.Module, batch: Any, parts: Anatomy) -> Transformer:
-    """What the module's layers show, or one pass through it.
+def architecture_read(
+    module: nn.Module, batch: Any, parts: Anatomy, promised: Transformer | None
+) -> Transformer:
+    """What the module is, as one pass tells it; what it promises, where no Transformer says that.
 
     Raises:
-        MomentsError: neither, or it does what no Transformer says.
+        MomentsError: neither.
     """
-    if parts.reading is None and not of_another_type(module):
-        known = read_architecture(module)
-        if known is not None:
-            return known
-    if parts.reading is not None:
-        model, unplaced = parts.reading.model, unplaced_by(parts.reading)
-    else:
-        with without_warnings():
-            described = describe(module, batch=batch)
-        model, unplaced = described.model, described.unplaced
+    assert parts.reading is not None
+    model = parts.reading.model or promised
     if model is None:
         said = f"no Transformer says what {type(module).__name__} does"
+        unplaced = unplaced_by(parts.reading)
         names = [words for words in unplaced if words.endswith(NO_ROLE)]
         why = [words for words in unplaced if words not in names]
         why += [f"{len(names)} parameters of unknown role"] if names else []
@@ -961,99 +965,6 @@ def _outside(target: Transformer, read: Transformer) -> Transformer:
     )
 
 
-def whole(
-    module: nn.Module,
-    found: ModuleRoles,
-    model: Transformer,
-    measurement: Measurement,
-    idle: Sequence[str],
-    guess: bool = True,
-) -> Transformer:
-    """An architecture that was read off layers alone, with the tables and the head beside them.
-
-    Args:
-        guess: whether tables that the layers do not tell may be taken for what people write.
-    """
-    unused = {f"{path}." for path in idle}
-    final = [
-        role
-        for role in found.named("final.norm.gain")
-        if not any(role.parameter.startswith(path) for path in unused)
-    ]
-    if model.embedding is not None or model.encoder is not None:
-        lost = model.head is not None and model.head.norm and found.named("final.norm.gain")
-        if lost and not final:
-            assert model.head is not None
-            model = model.replace(head=model.head.replace(norm=False, norm_gain=1.0))
-        return model
-    tensors = tensors_of(module)
-    embedding = _embedding(module, found, model, measurement, tensors) if guess else None
-    if embedding is None:
-        return model
-    heads = found.named("head")
-    table = tensors[found.named("token")[0].parameter]
-    tied = any(isinstance(part, nn.Linear) and part.weight is table for part in module.modules())
-    if not heads and not tied:
-        return model.replace(embedding=embedding)
-    square = None if tied else float(block_of(tensors, heads[0]).double().square().mean())
-    bias = any(role.name == "head.bias" for role in found.roles)
-    head = Head(tied=tied, weight_variance=square, norm=bool(final), bias=bias, loss="causal")
-    return model.replace(embedding=embedding, head=head)
-
-
-CLOSE = 0.1
-"""Relative difference of measured and declared variance of what enters layer 1, below which an
-embedding is taken for what its tables show."""
-
-
-def _embedding(
-    module: nn.Module,
-    found: ModuleRoles,
-    model: Transformer,
-    measurement: Measurement,
-    tensors: Mapping[str, Tensor],
-) -> Embedding | None:
-    """Of the sums of tables that people write, the one that has the measured variance."""
-    token, position = found.named("token"), found.named("position")
-    if not token:
-        return None
-    squares = [
-        float(block_of(tensors, roles[0]).double().square().mean()) if roles else 0.0
-        for roles in (token, position)
-    ]
-    vocab = len(tensors[token[0].parameter])
-    try:
-        inside = tuple(path for path, _ in stacks_of(module)[""])
-    except MomentsError:
-        return None
-    drops = [
-        part.p
-        for path, part in module.named_modules()
-        if isinstance(part, nn.Dropout) and not path.startswith(inside)
-    ]
-    dropout = drops[0] if drops else 0.0
-    seen = float(measurement.variance[0]) * (1 - dropout)
-    for scale in (1.0, math.sqrt(model.d_model)):
-        for norm in (False, True):
-            for positions in ("learned", "sinusoidal") if not position else ("learned",):
-                try:
-                    tried = Embedding(
-                        vocab,
-                        squares[0],
-                        squares[1],
-                        dropout=dropout,
-                        scale=scale,
-                        positions=positions,
-                        norm=norm,
-                    )
-                except MomentsError:
-                    return None
-                wanted = 1.0 if norm else tried.variance
-                if abs(seen / wanted - 1) < CLOSE:
-                    return tried
-    return None
-
-
 # --- what it is run on ----------------------------------------------------------------------------
 
 
@@ -1063,7 +974,7 @@ def inputs_for(
     model: Transformer,
     batch: Any,
     loss: Loss | None,
-    example: Any = None,
+    example: Any,
 ) -> _Inputs:
     """A batch of one's own, or the user's.
 
@@ -1071,11 +982,9 @@ def inputs_for(
         example: what a module was run on to be read.
     """
     random = batch is None
-    given = _own_batch(module, found, model) if random else _cropped(batch, SEQUENCES, TOKENS)
-    if random and example is not None:
-        given = _that_runs(module, given, example)
-    if given is None:
-        raise MomentsError(f"nothing in {type(module).__name__} says what it reads: pass batch=")
+    given = _cropped(batch, SEQUENCES, TOKENS)
+    if random:
+        given = _that_runs(module, _own_batch(module, found, model, example), example)
     given = _with_labels(module, _with_targets(module, given))
     loss = loss or _next_token(module, given, found)
     few = _cropped(given, 1, FEW)
@@ -1088,7 +997,7 @@ def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
     """Of the longest first tokens of a batch those that the module reads; else the example."""
     lengths = (TOKENS, 24, FEW) if _ids_alone(given) else (TOKENS,)
     with torch.no_grad(), in_mode(module, False):
-        for length in lengths if given is not None else ():
+        for length in lengths:
             few = _cropped(given, SEQUENCES, length)
             with contextlib.suppress(Exception):  # the module's own code, on too many tokens
                 run(module, few)
@@ -1108,9 +1017,8 @@ def _shape(batch: Any) -> str:
 
 
 @made_at_hand
-def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer) -> Any:
-    """Random input, with what the module is trained on."""
-    given = default_batch(module, found)
+def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer, given: Any) -> Any:
+    """Random input like what is `given`, with what the module is trained on."""
     generator = torch.Generator().manual_seed(0)
     task = None if model.head is None else model.head.loss
     if isinstance(given, Mapping) and "pixel_values" in given:

@@ -23,7 +23,7 @@ from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from .anatomy import anatomy_of
 from .architecture import promised_by
-from .check import FAR, architecture_read, inputs_for, whole
+from .check import FAR, architecture_read, inputs_for
 from .describe import describe
 from .diagnose import Text, at_length, case_of
 from .measure import measure
@@ -82,7 +82,7 @@ class Watch:
             hold.
         optimizer: whose steps are counted; its hooks then do everything. None: call
             `watching.step()` after every backward pass.
-        batch: what a module that no family knows is run on to be read; None: random input.
+        batch: what the module is run on to be read; None: random input.
         every: steps between two looks.
         loss: as of `moments.check`.
         writer: a TensorBoard SummaryWriter (anything with `add_scalar`) or a Weights & Biases run
@@ -124,7 +124,7 @@ class Watch:
         self._unwritten, self._words = 0, list[str]()
         self._parts = anatomy_of(module, batch)
         self._found = self._parts.found
-        self._read: Any = None if self._parts.reading is not None else promised_by(module)
+        self._read: Any = None
         self._batch: Any = None
         self._before: dict[str, Any] | None = None
         self._expected: dict[str, float] = {}
@@ -203,10 +203,10 @@ class Watch:
         self.seconds += time.perf_counter() - began
 
     def _compared(self, given: Any) -> Comparison:
-        inputs = inputs_for(self.module, self._found, self._architecture(), given, self.loss)
+        read, example = self._architecture(), self._parts.example
+        inputs = inputs_for(self.module, self._found, read, given, self.loss, example)
         measured = measure(self.module, inputs.batch, loss=inputs.loss)
-        read = at_length(self._architecture(), measured)
-        model = whole(self.module, self._found, read, measured, ())
+        model = at_length(read, measured)
         described = describe(self.module, batch=inputs.few, architecture=model)
         found = described.model
         if found is None:
@@ -218,7 +218,8 @@ class Watch:
 
     def _architecture(self) -> Any:
         if self._read is None:
-            self._read = architecture_read(self.module, None, self._parts)
+            promised = promised_by(self.module)
+            self._read = architecture_read(self.module, None, self._parts, promised)
         return self._read
 
     def _rows_of(self, comparison: Comparison) -> None:

@@ -17,7 +17,7 @@ from ..files import as_frame
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
 from .anatomy import anatomy_of
-from .architecture import architecture_of
+from .architecture import promised_by
 from .assumptions import Copies, WeightStatistics, alignment_note, copy_notes, gain_notes, notes
 from .audit import AuditedModule, entries_of
 from .checkpoints import drawn, is_meta, opened
@@ -27,7 +27,7 @@ from .entries import EntryMoments
 from .expectation import OUTSIDE, check_fits, model_of_stack
 from .hook_points import ENCODER, HookPoint
 from .probe import BlockProbe, Slope
-from .roles import ModuleRoles, Role, block_of, gain_of, layer_pattern, roles_of, tensors_of
+from .roles import ModuleRoles, Role, block_of, gain_of, layer_pattern, tensors_of
 
 with optional("torch", "torch"):
     from torch import nn
@@ -54,9 +54,9 @@ def describe(
     """A module or checkpoint as a Transformer with its real variances, and its parameters by role.
 
     A variance is the mean square of a matrix's entries, a norm's gain its root mean square;
-    residual multipliers and LayerNorm Scaling are measured by running the module once. A module
-    that no family knows is read from that pass: what it computes is followed from the tables to
-    the logits, whatever its parts are called.
+    residual multipliers and LayerNorm Scaling are measured by running the module once. Its parts
+    are read from that pass: what it computes is followed from the tables to the logits, whatever
+    they are called.
 
     Args:
         module: any; or the path of a checkpoint's folder, or of a .safetensors file with
@@ -97,11 +97,7 @@ def describe(
     parts = anatomy_of(module, batch, names, sites)
     found, model = parts.found, architecture
     if model is None and names is None:
-        try:
-            model = None if parts.reading is not None else architecture_of(module, seq_len)
-        except DomainError:
-            if sites is not None:
-                raise
+        model = promised_by(module, seq_len)
         if model is None and sites is None:
             return _of_reading(module, read(module, batch, seq_len))
     if model is None:
@@ -220,7 +216,7 @@ def weight_statistics(
     """Every matrix of a module against independent entries of its variance.
 
     Args:
-        module: any whose parameters' roles are known, or given.
+        module: any that can be read, or whose parameters' roles are given.
         names: as in `describe`.
 
     Returns:
@@ -228,10 +224,10 @@ def weight_statistics(
         squared singular value over that of independent entries), stable_rank.
 
     Raises:
-        MomentsError: a module whose layers are not known.
+        MomentsError: the module could not be read.
         DomainError: `names` gives a role that there is not.
     """
-    found = roles_of(module, names)
+    found = anatomy_of(module, names=names).found
     tensors = tensors_of(module)
     rows = []
     for role in found.roles:

@@ -20,10 +20,10 @@ from ..show.differences import Case, Feature, differences
 from ..show.expected import TOLERANCE
 from .advice import conventions
 from .anatomy import anatomy_of
-from .architecture import promised_by, read_architecture
+from .architecture import promised_by
 from .assumptions import Copies, copies, copy_notes, shuffle, shuffled
 from .audit import weight_advice
-from .batches import inputs_of, measured_dropout, measured_gradient, measured_moments
+from .batches import inputs_of, measured_gradient, measured_moments
 from .describe import describe
 from .entering import first_stream, ids_read, sees_ahead, targets_read
 from .expectation import model_of
@@ -42,9 +42,6 @@ Loss = Callable[[Any, Any], "torch.Tensor"]
 
 LARGE = 1e10
 """Parameters times tokens times draws from which a diagnosis tells how far it is."""
-
-DROPOUT = 0.02
-"""Difference in probability from which dropout is taken to be another than declared."""
 
 
 def diagnose(
@@ -112,9 +109,8 @@ def diagnose(
     measurement = measured(module)
     described = promised_by(target, measurement.seq_len) if names is None else None
     read = described
-    if described is None and names is None:
-        read = read_architecture(target) if parts is None else parts.architecture()
-        read = read or read_architecture(target)
+    if described is None and parts is not None:
+        read = parts.architecture()
     if model is None and described is None:
         raise _meant(read)
     declared = at_length(
@@ -132,11 +128,10 @@ def diagnose(
     advice: tuple[str, ...] = ()
     if found is not None:
         roles = anatomy_of(target, batch, names, sites).found
-        if parts is not None and parts.reading is not None:
-            sites = list(parts.reading.sites)
         ahead = sees_ahead(target, batch, sites, declared.layers, text.ids)
         changed = _with_mask(found, ahead)
-        changed = _with_dropout(changed, declared, measurement)
+        reading = None if parts is None else parts.reading
+        changed = _with_dropout(changed, None if reading is None else reading.model)
         likely = weight_advice(target, roles, declared, read, conventions(model, options, declared))
         own_features = _reasoned(differences(declared, changed), likely.reasons)
         advice = likely.crossed
@@ -400,14 +395,9 @@ def _with_mask(model: Transformer, ahead: bool | None) -> Transformer:
         return model
 
 
-def _with_dropout(
-    model: Transformer, declared: Transformer, measurement: Measurement
-) -> Transformer:
-    seen = measured_dropout(measurement)
+def _with_dropout(model: Transformer, seen: Transformer | None) -> Transformer:
+    """The model with the dropout that one pass saw; None: not seen."""
     if seen is None:
         return model
-    value, stderr = seen
-    unclear = max(DROPOUT, 4 * stderr)
-    if abs(value - declared.dropout) < unclear:
-        return model.replace(dropout=declared.dropout)
-    return model.replace(dropout=round(value, 3) if value >= unclear else 0.0)
+    names = ("dropout", "attention_dropout", "activation_dropout", "ffn_dropout")
+    return model.replace(**{name: getattr(seen, name) for name in names})

@@ -1,4 +1,4 @@
-"""Names and sites of a module that no family knows, as one pass through it tells them.
+"""Names and sites of a module, as one pass through it tells them.
 
 A draft, to be corrected by whoever wrote the module: what could not be placed is said.
 """

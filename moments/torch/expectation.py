@@ -154,6 +154,8 @@ def expected_variance(model: Transformer, role: Role) -> float | None:
         if role.name in ("attention.norm.gain", "cross.norm.gain", "ffn.norm.gain"):
             column = int(matrix.startswith("ffn"))
             return float(model.norm_gains[role.layer - 1, column]) ** 2
+    if role.name.startswith("head") and model.head is None:
+        return None
     if role.name in OUTSIDE:
         part, name = OUTSIDE[role.name]
         # A table that the model does not declare has variance 0 or none: nothing is said of it.

@@ -208,7 +208,7 @@ def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator
             yield Finding(*of, "norm placement", 1, 0, False, note)
             continue
         if p.skip is not None and not p.skip.unexplained < 0.02:
-            note = "not lambda x + beta f: norms or sums sit elsewhere than in this family"
+            note = "not lambda x + beta f: norms or sums sit elsewhere than was read"
             share = p.skip.unexplained
             yield Finding(*of, "unexplained share of the sum", 0.0, share, False, note)
             continue

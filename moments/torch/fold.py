@@ -67,7 +67,7 @@ def fold(
     found = parts.found
     if not found.blocks:
         raise DomainError("sites are needed: where the module's sums and norms sit is not known")
-    logits = logit_factor(module, found, model, described)
+    logits = logit_factor(found, model, described)
     _check_hooks(module, model, logits)
     steps = [
         step

@@ -83,7 +83,7 @@ def initialize(
     (OPT) moves into the hook. Attention temperatures go into the attention modules' `scaling`.
 
     Args:
-        module: a module of a known family, or any with `names`.
+        module: any that one pass tells, or with `names`.
         plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
             the module's own architecture.
         seed: the same seed gives the same entries, for each parameter on its own.
@@ -102,7 +102,7 @@ def initialize(
     Raises:
         DomainError: a plan of another architecture, or something the module cannot carry, named
             with the reason; nothing is written then.
-        MomentsError: the module is of no known family and `names` is None.
+        MomentsError: the module cannot be read and `names` is None.
     """
     check_count("seed", seed, least=0)
     of = fitted(module, plan, names, sites, architecture, options, batch)
@@ -154,7 +154,7 @@ def attach(
 
     Raises:
         DomainError: as `initialize`, or the module was folded: its weights carry the scales.
-        MomentsError: the module is of no known family and `names` is None.
+        MomentsError: the module cannot be read and `names` is None.
     """
     of = fitted(module, plan, names, sites, architecture, options, batch)
     if getattr(of.module, FOLDED, False):
@@ -165,7 +165,7 @@ def attach(
 def _attached(of: Fitted, batch: Any) -> AppliedScales | None:
     """Hooks and temperatures, decided before the first is placed."""
     module, parts, model, described = of
-    found = parts.found
+    found, batch = parts.found, of.parts.example if batch is None else batch
     stacks = scales_of(model)
     held = _check_scales(found, stacks[""])
     scalings = factors(module, found, model, described)
@@ -180,7 +180,7 @@ def _attached(of: Fitted, batch: Any) -> AppliedScales | None:
         known = known | held_dropouts(module, behind - set(known), batch)
         return {block: known.get(block) for block in behind}
 
-    logits = logit_factor(module, found, model, described)
+    logits = logit_factor(found, model, described)
     applied = apply_scales(module, found.blocks, stacks, drops=drops, held=held, logits=logits)
     if hasattr(module, FOLDED):
         delattr(module, FOLDED)

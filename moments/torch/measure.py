@@ -68,12 +68,10 @@ def measure(
     own.
 
     Args:
-        module: a Hugging Face module of a known family (see `moments.model.huggingface`), bare or
-            with its head, an nn.TransformerEncoder, or any module with `sites`; compiled and
-            data-parallel modules are measured as what they hold. With a module its
-            weights stay as they are and the draws differ in dropout alone, so that standard errors
-            say nothing about other weights; with a factory, called with seed, seed + 1, ...,
-            every draw has fresh weights.
+        module: any that one pass tells, or with `sites`; compiled and data-parallel modules are
+            measured as what they hold. With a module its weights stay as they are and the draws
+            differ in dropout alone, so that standard errors say nothing about other weights; with a
+            factory, called with seed, seed + 1, ..., every draw has fresh weights.
         batch: keyword arguments of the module as a mapping of arrays or tensors, or its one
             positional argument. Tokens that `attention_mask` or `src_key_padding_mask` leave out
             are left out of every moment; of a decoder beside an encoder, those that
@@ -87,7 +85,7 @@ def measure(
         seeds: draws.
         seed: of the draws; the same seed on the same device gives the same result.
         sites: (layer, site, submodule path, "input" or "output") for each point of a module that is
-            not known; see `hook_points`, which shows them for one that is.
+            not read; see `hook_points`, which shows them for one that is.
         progress: write one line per draw to standard error.
 
     Returns:

@@ -17,23 +17,15 @@ from typing import Any, NamedTuple
 
 from ..errors import MomentsError, optional
 from ..model.transformer import Transformer
-from .hook_points import ModuleBranch, SubmoduleTensor, hook_points
-from .roles import ModuleRoles, roles_of
-from .running import in_mode, made_at_hand, run, watch_tensor
+from .dataflow.reading import example
+from .hook_points import ModuleBranch, SubmoduleTensor
+from .roles import ModuleRoles
+from .running import in_mode, run, watch_tensor
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
-
-TOKENS = 16
-
-_TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (nn.TransformerEncoder, ("src",)),
-    (nn.TransformerDecoder, ("tgt", "memory")),
-    (nn.Transformer, ("src", "tgt")),
-)
-"""torch's own modules and the arguments of their forward that hold tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,6 @@ class BlockProbe:
     Attributes:
         skip, branch: lambda and beta.
         norm_input, norm_output: factors before and behind the norm, beside its own gain.
-        normalization: "layernorm" or "rmsnorm", whichever the output is closer to.
         unseen: paths of submodules that no tensor passed.
     """
 
@@ -61,7 +52,6 @@ class BlockProbe:
     branch: Slope | None
     norm_input: Slope | None
     norm_output: Slope | None
-    normalization: str | None
     unseen: tuple[str, ...] = ()
 
 
@@ -102,61 +92,13 @@ def drops_behind(
     parts = dict(module.named_modules())
     doubtful = tuple(b for b in blocks if not isinstance(parts[b.branch.path], nn.Dropout))
     if doubtful and batch is None:
-        batch = default_batch(module)
+        batch = example(module)
     if not doubtful or batch is None:
         return set(doubtful)
     probes = probe(module, doubtful, batch, training=True)
     return {
         p.block for p in probes if p.skip is None or p.branch is None or p.skip.unexplained > 1e-3
     }
-
-
-@made_at_hand
-def default_batch(module: nn.Module, found: ModuleRoles | None = None) -> Any:
-    """Random input for a module that says what it takes; None where it does not.
-
-    Args:
-        found: its roles, where they are known; a token table takes token ids.
-    """
-    generator = torch.Generator().manual_seed(0)
-    config: Any = getattr(module, "config", None)
-    dtype = next(module.parameters()).dtype
-    if hasattr(config, "image_size") and hasattr(config, "num_channels"):
-        size = config.image_size
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        shape = (2, config.num_channels, height, width)
-        return {"pixel_values": torch.randn(shape, generator=generator).to(dtype)}
-    if hasattr(config, "vocab_size") and hasattr(config, "to_dict"):
-        ids = torch.randint(config.vocab_size, (2, TOKENS), generator=generator)
-        both = getattr(config, "is_encoder_decoder", False)
-        return {"input_ids": ids} | ({"decoder_input_ids": ids} if both else {})
-    attention = next((p for p in module.modules() if isinstance(p, nn.MultiheadAttention)), None)
-    names = next((given for kind, given in _TORCH if isinstance(module, kind)), ())
-    if attention is None or not names:
-        return _random_ids(module, found, generator)
-    tokens = (2, TOKENS, attention.embed_dim)
-    return {name: torch.randn(tokens, generator=generator).to(dtype) for name in names}
-
-
-def _random_ids(
-    module: nn.Module, found: ModuleRoles | None, generator: torch.Generator
-) -> Tensor | None:
-    """What a module's token table reads, as many as its table of positions has rows for."""
-    if found is None:
-        try:
-            found = roles_of(module)
-        except MomentsError:
-            return None
-    tensors = dict(module.named_parameters())
-    rows = {
-        name: tensors[role.parameter].numel() // tensors[role.parameter].shape[-1]
-        for name in ("token", "position")
-        for role in found.named(name)[:1]
-    }
-    if "token" not in rows:
-        return None
-    length = min(TOKENS, rows.get("position", TOKENS))
-    return torch.randint(rows["token"], (2, length), generator=generator)
 
 
 def probe_or_why(
@@ -170,7 +112,7 @@ def probe_or_why(
     """
     if not found.blocks:
         return [], "no sites inside its layers are known (pass batch= and sites=)"
-    given = default_batch(module, found) if batch is None else batch
+    given = example(module) if batch is None else batch
     if given is None:
         return [], "nothing in it says what it reads (pass batch=)"
     try:
@@ -229,13 +171,13 @@ def _measured(
     slopes: list[Slope | None] = [None] * (1 + len(together))
     if total is not None and x is not None and all(f is not None for f in branches):
         slopes = regress(total, [x, *(_as(total, f) for f in branches if f is not None)])
-    norm_input = norm_output = normalization = None
+    norm_input = norm_output = None
     before, entering = seen.get((block, "norm before")), seen.get((block, "norm input"))
     output = seen.get((block, "norm output"))
     if block.norm is not None and before is not None and entering is not None:
         (norm_input,) = regress(entering, [before])
         if output is not None:
-            normalization, norm_output = _norm_slope(parts[block.norm], entering, output, epsilon)
+            norm_output = _norm_slope(parts[block.norm], entering, output, epsilon)
     unseen = (p.path for name, p in _points(block).items() if seen.get((block, name)) is None)
     return BlockProbe(
         block,
@@ -243,7 +185,6 @@ def _measured(
         slopes[1 + together.index(block)],
         norm_input,
         norm_output,
-        normalization,
         tuple(dict.fromkeys(unseen)),
     )
 
@@ -254,21 +195,17 @@ def _as(total: Tensor, branch: Tensor) -> Tensor:
     return branch.transpose(0, 1) if swapped and branch.shape[:2] == total.shape[1::-1] else branch
 
 
-def _norm_slope(
-    norm: nn.Module, x: Tensor, output: Tensor, epsilon: float
-) -> tuple[str, Slope | None]:
-    """Output, less the norm's bias, upon the normalised input."""
+def _norm_slope(norm: nn.Module, x: Tensor, output: Tensor, epsilon: float) -> Slope | None:
+    """Output, less the norm's bias, upon the normalised input, centred or not as fits better."""
     epsilon = float(getattr(norm, "eps", getattr(norm, "variance_epsilon", epsilon)) or 0.0)
     bias = getattr(norm, "bias", None)
     if isinstance(bias, Tensor) and bias.numel() == output.shape[-1]:
         output = output - bias.detach().double()
-    found: list[tuple[str, Slope | None]] = []
-    for name in ("layernorm", "rmsnorm"):
-        centred = x - x.mean(-1, keepdim=True) if name == "layernorm" else x
-        square = centred.square().mean(-1, keepdim=True)
-        (slope,) = regress(output, [centred * (square + epsilon).rsqrt()])
-        found.append((name, slope))
-    return min(found, key=lambda pair: math.inf if pair[1] is None else pair[1].unexplained)
+    found: list[Slope | None] = []
+    for entering in (x - x.mean(-1, keepdim=True), x):
+        square = entering.square().mean(-1, keepdim=True)
+        found += regress(output, [entering * (square + epsilon).rsqrt()])
+    return min(found, key=lambda slope: math.inf if slope is None else slope.unexplained)
 
 
 def regress(target: Tensor, columns: list[Tensor]) -> list[Slope | None]:
@@ -314,21 +251,17 @@ class LogitFactor(NamedTuple):
     factor: float
 
 
-def logits_path(module: nn.Module, found: ModuleRoles) -> str | None:
+def logits_path(found: ModuleRoles) -> str | None:
     """Path of the submodule that gives the logits; None where the module has no head."""
-    try:
-        sites = [point.path for point in hook_points(module) if point.site == "logits"]
-    except MomentsError:
-        sites = []
     heads = [role.parameter.rpartition(".")[0] for role in found.named("head")]
-    return next(iter([*sites, *heads]), None)
+    return found.logits or next(iter(heads), None)
 
 
 def logit_factor(
-    module: nn.Module, found: ModuleRoles, model: Transformer, described: Transformer | None
+    found: ModuleRoles, model: Transformer, described: Transformer | None
 ) -> LogitFactor | None:
     """The hook that a model's output scale needs beside the module's own; None where none."""
-    path = logits_path(module, found)
+    path = logits_path(found)
     if path is None or model.head is None:
         return None
     there = 1.0 if described is None or described.head is None else described.head.output_scale
@@ -344,7 +277,7 @@ def measured_scale(
     The product of two slopes: of the module's logits upon what the head's own matrix gives, and of
     what that matrix reads upon the final norm's output where it is a multiple of it (T5).
     """
-    path = logits_path(module, found)
+    path = logits_path(found)
     if path is None or batch is None or model.head is None:
         return None
     seen: dict[str, Tensor] = {}

@@ -14,11 +14,9 @@ from .hook_points import (
     ModuleBranch,
     WeightPart,
     blocks_of,
-    hook_points,
     points_of,
-    weight_parts,
 )
-from .running import grouped, thawed
+from .running import grouped
 
 with optional("torch", "torch"):
     import torch
@@ -92,6 +90,8 @@ class ModuleRoles:
         unidentified: names of parameters that no rule knows.
         blocks: the residual branches; empty where the module's sites are not known.
         scales: parameters and buffers that hold a residual scale.
+        multipliers: stack, layer and what q k is multiplied by, where that was seen.
+        logits: path of the submodule that gives the logits; "" where none was seen.
     """
 
     layers: int
@@ -99,6 +99,8 @@ class ModuleRoles:
     unidentified: tuple[str, ...]
     blocks: tuple[ModuleBranch, ...]
     scales: tuple[Role, ...] = ()
+    multipliers: tuple[tuple[str, int, float], ...] = ()
+    logits: str = ""
 
     def named(self, *names: str, stack: str = "") -> tuple[Role, ...]:
         """The roles of these names in a stack, in the order of the layers."""
@@ -108,34 +110,26 @@ class ModuleRoles:
 
 def roles_of(
     module: nn.Module,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[str, str],
     sites: Iterable[Any] | None = None,
 ) -> ModuleRoles:
-    """Every parameter of a module with its role.
+    """Every parameter of a module with the role that its author gives it.
 
     Args:
-        module: of a known family, or any with `names`.
-        names: for a module of one's own, patterns of parameter (or buffer) names with {layer} in
-            them -> role: {"blocks.{layer}.wq.weight": "query", "embed.weight": "token"}. A fused
-            matrix of equal parts is "query+key+value". Roles are the names of moments.Weights,
-            those with ".bias", norms "attention.norm.gain", tables "token", ..., and "skip_scale",
-            "branch_scale" (of both blocks, or "attention.branch_scale").
+        names: patterns of parameter (or buffer) names with {layer} in them -> role:
+            {"blocks.{layer}.wq.weight": "query", "embed.weight": "token"}. A fused matrix of equal
+            parts is "query+key+value". Roles are the names of moments.Weights, those with ".bias",
+            norms "attention.norm.gain", tables "token", ..., and "skip_scale", "branch_scale" (of
+            both blocks, or "attention.branch_scale").
         sites: for a module of one's own, its hook points as in `moments.torch.measure`; needed
             where residual scales are set or probed.
 
     Raises:
-        MomentsError: the module is of no known family and `names` is None.
         DomainError: a pattern that matches nothing, or an unknown role.
     """
-    given = None if sites is None else points_of(sites)
-    found = _by_family(module) if names is None else _by_name(module, names)
-    if names is None and given is None:
-        given = hook_points(module)
-    owners = dict(module.named_modules())
-    absent = {path for path, part in owners.items() if isinstance(part, nn.Identity)}
-    blocks = () if given is None else blocks_of(given, absent)
-    tensors = tensors_of(module)
-    roles = [_role(owners, tensors, layer, part) for layer, part in found]
+    blocks = () if sites is None else branches(module, sites)
+    owners, tensors = dict(module.named_modules()), tensors_of(module)
+    roles = [_role(owners, tensors, layer, part) for layer, part in _by_name(module, names)]
     known = {role.parameter for role in roles}
     numbers = [block.layer for block in blocks if not block.stack]
     numbers += [role.layer for role in roles if role.name in MATRICES and not role.stack]
@@ -148,20 +142,15 @@ def roles_of(
     )
 
 
+def branches(module: nn.Module, sites: Iterable[Any]) -> tuple[ModuleBranch, ...]:
+    """The residual branches that hook points of a user's tell."""
+    absent = {path for path, part in module.named_modules() if isinstance(part, nn.Identity)}
+    return blocks_of(points_of(sites), absent)
+
+
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
-
-
-def _by_family(module: nn.Module) -> list[tuple[int, WeightPart]]:
-    """Parts that the module's family names; a frozen parameter has a role too."""
-    with thawed(module):
-        rows = weight_parts(module)
-    return [
-        (row.layer, part._replace(weight=row.weight))
-        for row, part in rows
-        if row.weight != row.parameter  # its own name is the role of what no family names
-    ]
 
 
 def _by_name(module: nn.Module, names: Mapping[str, str]) -> list[tuple[int, WeightPart]]:

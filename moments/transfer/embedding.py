@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.classes import Matrix, PositionClasses
+from ..engine.classes import Matrix, PositionClasses, one_class
 from ..engine.layout import places
 from ..engine.state import Array, Kernel, Repeats
 from ..engine.texts import TextClasses
@@ -15,7 +15,7 @@ from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
 from ..formulas.law import ComponentLaws, Theory
 from ..model.embedding import Embedding
-from .attention.kernels.relative_positions import Hats, of_pairs, turned_means
+from .attention.kernels.relative_positions import hats_of, of_pairs, turned_means
 
 WIDEST = 2**16
 """Width at which sinusoidal positions, whose frequencies meet in pairs, take some seconds."""
@@ -180,7 +180,7 @@ def placed_repeats(embedding: Embedding, classes: PositionClasses, d_model: int)
 def _scatter(d_model: int, classes: PositionClasses) -> np.ndarray:
     frequencies = _frequencies(d_model)
     share = np.full(len(frequencies), 0.5 / len(frequencies))
-    return Hats(classes, frequencies).scatter(share)
+    return hats_of(classes, frequencies).scatter(share)
 
 
 def _frequencies(d_model: int) -> np.ndarray:
@@ -234,9 +234,10 @@ def fixed_positions(
     if classes is not None:
         blocks = _fixed_on(d_model, classes.inside)
         return FixedPart(*(Kernel(*classes.everywhere(block), classes) for block in blocks))
-    frequencies = _frequencies(d_model)
     if sequences is None:
-        return _fixed_alike(frequencies, seq_len)
+        alike = _fixed_on(d_model, one_class(seq_len))
+        return FixedPart(*(Kernel(own[0], pairs[0, 0]) for own, pairs in alike))
+    frequencies = _frequencies(d_model)
     angles = np.multiply.outer(np.arange(seq_len), frequencies)
     rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     means = rows.mean(1)
@@ -250,7 +251,7 @@ def _fixed_on(d_model: int, one: PositionClasses) -> tuple[Matrix, Matrix]:
     """Means over cells, of one place or of two: the same in every document."""
     frequencies = _frequencies(d_model)
     count = len(frequencies)
-    phases, mass, twice = Hats(one, frequencies).sums(0, one.length)
+    phases, mass, twice = hats_of(one, frequencies).sums(0, one.length)
     cosines = (phases @ phases.conj().T).real / count
     pairs = mass[:, None] * mass
     near = float(np.cos(frequencies).mean())
@@ -259,44 +260,12 @@ def _fixed_on(d_model: int, one: PositionClasses) -> tuple[Matrix, Matrix]:
     turned = turned_means(one.length, frequencies, np.full(count, 0.5 / count))
     means = turned.real + turned.imag
     sums, squares = one.hats @ means, (one.hats * means**2) @ one.hats.T
-    own = one.cell_means(means**2)
+    own = one.hats @ means**2 / mass
     common = np.outer(sums, sums) - squares
     rest = pairs - twice
     usable = rest > 0.5
     common = np.where(usable, common / np.where(usable, rest, 1.0), 0.0)
     return (np.full(len(mass), 0.5), kernel), (own, common)
-
-
-def _fixed_alike(frequencies: np.ndarray, seq_len: int) -> FixedPart:
-    """Averages over tokens and pairs of them, by geometric series over the positions t < L.
-
-    sum_ij p_i . p_j = sum_m |S(w_m)|^2 with S(w) = sum_t e^{iwt}. A token's mean over features is
-    sum_m (sin + cos)(w_m t)/d, and (sin + cos)(a) (sin + cos)(b) = cos(a - b) + sin(a + b).
-    """
-    d_model, count = 2 * len(frequencies), float(seq_len)
-    of_one = _positions_sum(frequencies, seq_len)
-    whole = float((np.abs(of_one) ** 2).sum()) / d_model
-    means = float((of_one.imag + of_one.real).sum()) / d_model
-    squares = sum(
-        float(_positions_sum(w - frequencies, seq_len).real.sum())
-        + float(_positions_sum(w + frequencies, seq_len).imag.sum())
-        for w in frequencies
-    )
-    squares /= d_model**2
-    pairs = count * (count - 1)
-    return FixedPart(
-        Kernel(0.5, (whole - count / 2) / pairs),
-        Kernel(squares / count, (means * means - squares) / pairs),
-    )
-
-
-def _positions_sum(frequency: np.ndarray, seq_len: int) -> np.ndarray:
-    """sum of e^{iwt} over t = 0 ... L - 1."""
-    half = frequency / 2
-    still = np.abs(half) < 1e-300
-    sine = np.sin(np.where(still, 1.0, half))
-    size = np.where(still, float(seq_len), np.sin(half * seq_len) / sine)
-    return np.asarray(size * np.exp(1j * half * (seq_len - 1)))
 
 
 def embedding_gradients(

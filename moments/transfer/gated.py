@@ -72,7 +72,6 @@ class GatedLinear(Leaf):
     bias: Any = 0.0
     has_bias: bool = False
 
-    reads_realised: ClassVar[bool] = True
     matrices: ClassVar[tuple[str, ...]] = ("gate", "ffn_in")
     hidden: ClassVar[Hidden] = Hidden(1, 1.0)
 

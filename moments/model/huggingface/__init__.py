@@ -1,13 +1,10 @@
-"""Model families of Hugging Face: how a config is read, and where a module keeps its parts.
+"""Model families of Hugging Face: how a config is read.
 
 entries          reading a config and naming what is left unread
 family, sizes    what a family is, with the heads that most share; its architecture at another size
 defaults.json    what entries that are left out mean, from the config classes themselves
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
-layout           tables of paths inside a module
-bert, gpt, parallel, llama, t5, vit: one group of families each, configs first, modules below
-bart             encoders with decoders whose modules are measured, and whose configs are not read
-encoder          torch's own encoder
+bert, gpt, parallel, llama, t5, vit: one group of families each
 """
 
 from __future__ import annotations
@@ -16,14 +13,12 @@ import dataclasses
 import json
 from pathlib import Path
 
-from . import bart, bert, encoder, gpt, llama, parallel, t5, vit
+from . import bert, gpt, llama, parallel, t5, vit
 from .family import Family
-from .layout import Layout
 
-__all__ = ["FAMILIES", "LAYOUTS", "NEAREST", "REFUSED", "Family", "Layout"]
+__all__ = ["FAMILIES", "NEAREST", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
-_PLACES = (encoder, bart, bert, gpt, parallel, llama, t5, vit)
 
 _DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 FAMILIES: dict[str, Family] = {
@@ -32,9 +27,6 @@ FAMILIES: dict[str, Family] = {
     for kind, family in group.FAMILIES.items()
 }
 """`model_type` -> family."""
-
-LAYOUTS: tuple[Layout, ...] = tuple(layout for group in _PLACES for layout in group.LAYOUTS)
-"""Kinds of layers; where several recognise a layer, the one that names most of it holds."""
 
 _BEYOND = {
     "one layer's weights shared by all layers": "albert",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from ..transformer import Transformer
 from .entries import Entries
 from .family import Family, declared, masked_head
-from .layout import Layout, Site, attention, feed_forward, matrices, projections
 
 
 def _read(
@@ -159,102 +157,3 @@ FAMILIES = {
         {"legacy": ..., "conv_act": ..., "conv_groups": ...},
     ),
 }
-
-
-# --- where modules keep their sites and parameters -----------------------------------------------
-
-
-_TABLES = (
-    ("token", "embeddings.word_embeddings"),
-    ("position", "embeddings.position_embeddings"),
-    ("segment", "embeddings.token_type_embeddings"),
-    ("embedding.norm", "embeddings.LayerNorm"),
-)
-_BEFORE: tuple[Site, ...] = (
-    ("embedding.sum", "embeddings.LayerNorm", "input"),
-    ("embedding.norm", "embeddings.LayerNorm", "output"),
-    ("embedding", "embeddings.dropout", "output"),
-)
-# Hidden layer, norm, matrix and bias.
-_HEADS = (
-    (
-        "predictions.transform.dense",
-        "predictions.transform.LayerNorm",
-        "predictions.decoder",
-        "predictions.bias",
-    ),
-    ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias"),
-    (
-        "generator_predictions.dense",
-        "generator_predictions.LayerNorm",
-        "generator_lm_head",
-        "",
-    ),
-    ("vocab_transform", "vocab_layer_norm", "vocab_projector", ""),
-)
-_HEAD_PARTS = ("head.transform", "head.norm", "head", "head.bias")
-
-
-def _encoder(
-    name: str,
-    norms: tuple[str, str],
-    blocks: tuple[tuple[Site, ...], ...],
-    weights: Any,
-    heads: Any,
-) -> Layout:
-    """The hidden layer counts as it leaves its activation, which is what enters its norm."""
-    after: list[Site] = []
-    for _, norm, matrix, _ in heads:
-        after += [("head.transform", norm, "input"), ("head.norm", norm, "output")]
-        after.append(("logits", matrix, "output"))
-    parts = [pair for head in heads for pair in zip(_HEAD_PARTS, head, strict=True) if pair[1]]
-    return Layout.of(
-        name,
-        "post",
-        dict(zip(("attention", "ffn"), zip(norms, blocks, strict=True), strict=True)),
-        weights=weights,
-        before=_BEFORE,
-        outside=(*_TABLES, *parts),
-        after=tuple(after),
-    )
-
-
-def _bert_layout(name: str, projected: tuple[str, str, str]) -> Layout:
-    query, key, value = (f"attention.self.{path}" for path in projected)
-    output = "attention.output.dense"
-    sites: tuple[Site, ...] = (
-        ("attention.heads", "attention.self", "output"),
-        *attention(output, "attention.output.dropout")[1:],
-    )
-    inside: tuple[Site, ...] = (
-        ("ffn.in", "intermediate.dense", "output"),
-        ("ffn.activation", "intermediate", "output"),
-        ("ffn.out", "output.dense", "output"),
-        ("ffn.dropout", "output.dropout", "output"),
-    )
-    weights = matrices(
-        query=query,
-        key=key,
-        value=value,
-        output=output,
-        ffn_in="intermediate.dense",
-        ffn_out="output.dense",
-    )
-    norms = ("attention.output.LayerNorm", "output.LayerNorm")
-    return _encoder(name, norms, (sites, inside), weights, _HEADS[:3])
-
-
-LAYOUTS = (
-    _bert_layout("BERT", ("query", "key", "value")),
-    _bert_layout("DeBERTa", ("query_proj", "key_proj", "value_proj")),
-    _encoder(
-        "DistilBERT",
-        ("sa_layer_norm", "output_layer_norm"),
-        (attention("attention.out_lin"), feed_forward("ffn.lin1", "ffn.lin2", "ffn.dropout")),
-        (
-            *projections("attention", ("q_lin", "k_lin", "v_lin", "out_lin")),
-            *matrices(ffn_in="ffn.lin1", ffn_out="ffn.lin2"),
-        ),
-        _HEADS[3:],
-    ),
-)

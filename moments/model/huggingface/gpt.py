@@ -10,7 +10,6 @@ from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
 from .family import Family, causal_head, declared
-from .layout import Fused, Layout, dropped, thirds, two_blocks
 
 
 def _gpt2(read: Entries, seq_len: int | None) -> Transformer:
@@ -145,98 +144,3 @@ FAMILIES = {
         },
     ),
 }
-
-
-# --- where modules keep their sites and parameters -----------------------------------------------
-
-
-_NORMS = ("ln_1", "ln_2")
-_TABLES = (("token", "wte"), ("position", "wpe"))
-
-
-def _opt_layout(*, pre: bool) -> Layout:
-    """The same submodules in either placement; layers know which it is."""
-    return two_blocks(
-        "OPT" if pre else "OPT, Post-LN",
-        ("self_attn_layer_norm", "final_layer_norm"),
-        "self_attn.out_proj",
-        ("fc1", "fc2"),
-        placement="pre" if pre else "post",
-        outside=(("token", "decoder.embed_tokens"), ("position", "decoder.embed_positions")),
-        final="decoder.final_layer_norm",
-        applies=lambda layer: getattr(layer, "do_layer_norm_before", None) is pre,
-    )
-
-
-def _head_dims(layer: Any) -> tuple[int, ...]:
-    """Query, key and value of one head after the other."""
-    return (layer.self_attention.head_dim,) * 3
-
-
-def _gpt2_layout(
-    name: str,
-    *,
-    axis: int,
-    dropouts: tuple[str, str] = ("attn.resid_dropout", "mlp.dropout"),
-) -> Layout:
-    """GPT-2's submodules, fused into (d, 3 d) matrices applied from the right or nn.Linear's.
-
-    Query, key and value stand side by side along `axis`; GPTBigCode, which may interleave them by
-    head, says so by an attribute.
-    """
-
-    def applies(layer: Any) -> bool:
-        shape = layer.attn.c_attn.weight.shape
-        return shape[axis] == 3 * shape[1 - axis] and not hasattr(layer.attn, "multi_query")
-
-    return two_blocks(
-        name,
-        _NORMS,
-        "attn.c_proj",
-        ("mlp.c_fc", "mlp.c_proj"),
-        dropouts=dropouts,
-        fused=(thirds("attn.c_attn.weight", axis=axis),),
-        outside=_TABLES,
-        before=dropped("drop"),
-        final="ln_f",
-        applies=applies,
-    )
-
-
-LAYOUTS = (
-    _gpt2_layout("GPT-2", axis=1),
-    _gpt2_layout("GPT of nn.Linear", axis=0),
-    _gpt2_layout("GPT of nn.Linear without dropout modules", axis=0, dropouts=("", "")),
-    two_blocks(
-        "GPT-Neo",
-        _NORMS,
-        "attn.attention.out_proj",
-        ("mlp.c_fc", "mlp.c_proj"),
-        dropouts=("attn.attention.resid_dropout", "mlp.dropout"),
-        outside=_TABLES,
-        before=dropped("drop"),
-        final="ln_f",
-    ),
-    _opt_layout(pre=True),
-    _opt_layout(pre=False),
-    two_blocks(
-        "BLOOM",
-        ("input_layernorm", "post_attention_layernorm"),
-        "self_attention.dense",
-        ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
-        fused=(
-            Fused(("query", "key", "value"), "self_attention.query_key_value.weight", _head_dims),
-        ),
-        outside=(
-            ("token", "word_embeddings"),
-            ("embedding.norm", "word_embeddings_layernorm"),
-        ),
-        before=(
-            ("embedding.sum", "word_embeddings_layernorm", "input"),
-            ("embedding.norm", "word_embeddings_layernorm", "output"),
-            ("embedding", "word_embeddings_layernorm", "output"),
-        ),
-        final="ln_f",
-        applies=lambda layer: hasattr(layer.self_attention, "inv_norm_factor"),
-    ),
-)

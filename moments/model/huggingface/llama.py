@@ -9,7 +9,6 @@ from ..transformer import Transformer
 from ..weights import Biases
 from .entries import Entries
 from .family import Family, causal_head, declared
-from .layout import Fused, Layout, two_blocks
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
@@ -240,65 +239,3 @@ FAMILIES = {
     "cohere": Family(_cohere, "CohereForCausalLM", "causal"),
     "granite": Family(_granite, "GraniteForCausalLM", "causal"),
 }
-
-
-# --- where modules keep their sites and parameters -----------------------------------------------
-
-
-_GATED = ("mlp.up_proj", "mlp.down_proj", "mlp.gate_proj")
-
-
-def _layout(
-    name: str,
-    second: str = "post_attention_layernorm",
-    *,
-    ffn: tuple[str, ...] = _GATED,
-    behind: tuple[str, str] = ("", ""),
-    **rest: Any,
-) -> Layout:
-    """`second`: the feed-forward block's norm; without one the blocks are side by side."""
-    heads = (("query.norm", "self_attn.q_norm"), ("key.norm", "self_attn.k_norm"))
-    return two_blocks(
-        name,
-        ("input_layernorm", second),
-        "self_attn.o_proj",
-        ffn,
-        placement="pre" if second else "parallel",
-        behind=behind,
-        beside=() if behind[0] else heads,
-        outside=(("token", "embed_tokens"),),
-        final="norm",
-        **rest,
-    )
-
-
-def _phi3_split(layer: Any) -> tuple[int, ...]:
-    attention = layer.self_attn
-    queries = attention.o_proj.in_features
-    shared = queries // attention.num_key_value_groups
-    return (queries, shared, shared)
-
-
-def _halves(layer: Any) -> tuple[int, ...]:
-    return (layer.mlp.down_proj.in_features,) * 2
-
-
-LAYOUTS = (
-    _layout(
-        "Gemma-2",
-        "pre_feedforward_layernorm",
-        behind=("post_attention_layernorm", "post_feedforward_layernorm"),
-    ),
-    _layout("Llama"),
-    _layout("Cohere", ""),
-    _layout(
-        "Phi-3",
-        ffn=("", "mlp.down_proj"),
-        dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
-        fused=(
-            Fused(("query", "key", "value"), "self_attn.qkv_proj.weight", _phi3_split),
-            Fused(("gate", "ffn_in"), "mlp.gate_up_proj.weight", _halves),
-        ),
-    ),
-    _layout("StarCoder2", ffn=("mlp.c_fc", "mlp.c_proj")),
-)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases
 from .entries import Entries
 from .family import Family, causal_head, declared
-from .layout import Fused, Layout, Split, dropped, two_blocks
 
 _FFN = ("ffn_in", "ffn_out")
 _ALL = ("query", "key", "value", "output", *_FFN)
@@ -126,92 +123,3 @@ FAMILIES = {
         {"apply_residual_connection_post_layernorm": False, "unk_token_id": ...},
     ),
 }
-
-
-# --- where modules keep their sites and parameters -----------------------------------------------
-
-
-def _fused(attended: str, split: Split) -> tuple[Fused, ...]:
-    return (Fused(("query", "key", "value"), f"{attended}.query_key_value.weight", split),)
-
-
-_WIDE = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-
-
-def _neox_split(layer: Any) -> tuple[int, ...]:
-    return (layer.attention.head_size,) * 3
-
-
-def _neox_layout(*, parallel: bool) -> Layout:
-    return two_blocks(
-        "GPT-NeoX" if parallel else "GPT-NeoX, sequential",
-        ("input_layernorm", "post_attention_layernorm"),
-        "attention.dense",
-        _WIDE,
-        placement="parallel" if parallel else "pre",
-        dropouts=("post_attention_dropout", "post_mlp_dropout"),
-        fused=_fused("attention", _neox_split),
-        outside=(("token", "embed_in"), ("head", "embed_out")),
-        before=dropped("emb_dropout"),
-        final="final_layer_norm",
-        applies=lambda layer: layer.use_parallel_residual == parallel,
-    )
-
-
-def _falcon_split(layer: Any) -> tuple[int, ...]:
-    """Rows of query, key and value within each group of heads that shares keys and values."""
-    attention = layer.self_attention
-    width, heads = attention.head_dim, attention.num_heads
-    if attention.new_decoder_architecture:
-        return (heads // attention.num_kv_heads * width, width, width)
-    return (heads * width, width, width) if attention.multi_query else (width,) * 3
-
-
-def _falcon_layout(norms: tuple[str, ...], *, parallel: bool) -> Layout:
-    def applies(layer: Any) -> bool:
-        names = [name for name, _ in layer.named_children()]
-        normed = [name for name in names if name.startswith(("ln_", "input_l", "post_a"))]
-        return hasattr(layer.self_attention, "multi_query") and len(normed) == len(norms)
-
-    return two_blocks(
-        f"Falcon, {len(norms)} norms{'' if parallel else ', sequential'}",
-        norms,
-        "self_attention.dense",
-        _WIDE,
-        placement="parallel" if parallel else "pre",
-        fused=_fused("self_attention", _falcon_split),
-        outside=(("token", "word_embeddings"),),
-        final="ln_f",
-        applies=applies,
-    )
-
-
-LAYOUTS = (
-    _neox_layout(parallel=True),
-    _neox_layout(parallel=False),
-    two_blocks(
-        "GPT-J",
-        ("ln_1",),
-        "attn.out_proj",
-        ("mlp.fc_in", "mlp.fc_out"),
-        dropouts=("attn.resid_dropout", "mlp.dropout"),
-        outside=(("token", "wte"),),
-        placement="parallel",
-        before=dropped("drop"),
-        final="ln_f",
-    ),
-    two_blocks(
-        "Phi",
-        ("input_layernorm",),
-        "self_attn.dense",  # resid_dropout is passed twice in a layer, so that it is no site
-        ("mlp.fc1", "mlp.fc2"),
-        beside=(("query.norm", "self_attn.q_layernorm"), ("key.norm", "self_attn.k_layernorm")),
-        outside=(("token", "embed_tokens"),),
-        placement="parallel",
-        before=dropped("embed_dropout"),
-        final="final_layernorm",
-    ),
-    _falcon_layout(("input_layernorm",), parallel=True),
-    _falcon_layout(("ln_attn", "ln_mlp"), parallel=True),
-    _falcon_layout(("input_layernorm", "post_attention_layernorm"), parallel=False),
-)

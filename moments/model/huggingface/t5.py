@@ -13,7 +13,6 @@ from ..transformer import Transformer
 from ..weights import Weights
 from .entries import ACTIVATIONS, Entries
 from .family import Family
-from .layout import Layout, Site, attention, feed_forward, matrices, projections
 
 
 def _t5(read: Entries, seq_len: int | None) -> Transformer:
@@ -105,73 +104,3 @@ FAMILIES = {
     "t5": Family(_t5, "T5ForConditionalGeneration", "translation", _USUAL),
     "mt5": Family(_t5, "MT5ForConditionalGeneration", "translation", _USUAL),
 }
-
-
-_LETTERS = ("q", "k", "v", "o")
-
-
-def _sublayer(path: str, block: str, inside: tuple[Site, ...]) -> tuple[Site, ...]:
-    """A norm, the block and the sum, which a submodule of their own holds."""
-    normed: Site = (f"{block}.norm", f"{path}.layer_norm", "output")
-    return (normed, *inside, (f"{block}.sum", path, "output"))
-
-
-def _attended(path: str, block: str, inner: str) -> tuple[Site, ...]:
-    return _sublayer(path, block, attention(f"{path}.{inner}.o", f"{path}.dropout", name=block))
-
-
-def _ffn(path: str, *, gated: bool) -> tuple[Site, ...]:
-    dense = f"{path}.DenseReluDense"
-    inner, gate = (f"{dense}.wi_1", f"{dense}.wi_0") if gated else (f"{dense}.wi", "")
-    inside = feed_forward(inner, f"{dense}.wo", f"{path}.dropout", gate)
-    dropped: tuple[Site, ...] = (
-        ("ffn.activation", f"{dense}.dropout", "input"),
-        ("ffn.activation_dropout", f"{dense}.dropout", "output"),
-    )
-    inside = (*(s for s in inside if s[0] != "ffn.activation"), *dropped)
-    return (*_sublayer(path, "ffn", inside), ("stream", "", "output"))
-
-
-def _layout(*, decoder: bool, gated: bool) -> Layout:
-    last = "layer.2" if decoder else "layer.1"
-    stack = "decoder" if decoder else "encoder"
-    dense = f"{last}.DenseReluDense"
-    inner = matrices(gate=f"{dense}.wi_0", ffn_in=f"{dense}.wi_1")
-    cross: tuple[Site, ...] = ()
-    other: tuple[tuple[str, str], ...] = ()
-    if decoder:
-        other = projections("layer.1.EncDecAttention", _LETTERS)
-        cross = _attended("layer.1", "cross", "EncDecAttention")
-    norms = (("attention.norm", "layer.0.layer_norm"), ("ffn.norm", f"{last}.layer_norm"))
-    table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
-    return Layout(
-        f"T5 {stack}{', gated' if gated else ''}",
-        sites=(
-            *_attended("layer.0", "attention", "SelfAttention"),
-            *cross,
-            *_ffn(last, gated=gated),
-        ),
-        weights=(
-            *projections("layer.0.SelfAttention", _LETTERS),
-            *((f"cross_{name}", path) for name, path in other),
-            *(inner if gated else matrices(ffn_in=f"{dense}.wi")),
-            *matrices(ffn_out=f"{dense}.wo"),
-        ),
-        norms=(*norms, ("cross.norm", "layer.1.layer_norm")) if decoder else norms,
-        outside=(
-            ("relative_bias", table),
-            ("final.norm", f"{stack}.final_layer_norm"),
-            *((("token", "shared"), ("head", "lm_head")) if decoder else ()),
-        ),
-        after=(
-            ("final.norm", f"{stack}.final_layer_norm", "output"),
-            *((("logits", "lm_head", "output"),) if decoder else ()),
-        ),
-        prefix="" if decoder else "encoder.",
-        applies=lambda layer: layer.is_decoder == decoder,
-    )
-
-
-LAYOUTS = tuple(
-    _layout(decoder=decoder, gated=gated) for decoder in (True, False) for gated in (True, False)
-)

@@ -8,7 +8,6 @@ from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
 from .family import Family
-from .layout import Layout, dropped, matrices, projections, two_blocks
 
 
 def _vit(read: Entries, seq_len: int | None) -> Transformer:
@@ -60,39 +59,3 @@ FAMILIES = {
         {"encoder_stride": ..., "pooler_output_size": ..., "pooler_act": ...},
     )
 }
-
-
-def _layout(
-    name: str,
-    names: tuple[str, str, str, str],
-    ffn: tuple[str, str],
-    dropout: str = "",
-) -> Layout:
-    return two_blocks(
-        name,
-        ("layernorm_before", "layernorm_after"),
-        f"attention.{names[3]}",
-        ffn,
-        dropouts=(dropout, ""),
-        weights=(*projections("attention", names), *matrices(ffn_in=ffn[0], ffn_out=ffn[1])),
-        outside=(
-            ("patch", "patch_embeddings.projection"),
-            ("position", "embeddings.position_embeddings"),
-            ("class", "embeddings.cls_token"),
-            ("head", "classifier"),
-        ),
-        before=dropped("embeddings.dropout"),
-        head="",
-        final="layernorm",
-    )
-
-
-LAYOUTS = (
-    _layout("ViT", ("q_proj", "k_proj", "v_proj", "o_proj"), ("mlp.fc1", "mlp.fc2")),
-    _layout(
-        "ViT, transformers 4",
-        ("attention.query", "attention.key", "attention.value", "output.dense"),
-        ("intermediate.dense", "output.dense"),
-        "attention.output.dropout",
-    ),
-)

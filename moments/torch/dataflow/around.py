@@ -27,7 +27,7 @@ class Before:
         tables: role -> parameter ("token", "position", "segment", "class").
         patch: the map of image patches.
         scale: multiplies the token's row; `factors` what else is added.
-        total: the sum, before its norm.
+        total: the sum, before its norm and dropout.
         shape: of the picture; () for text.
     """
 
@@ -192,8 +192,11 @@ def _norm(stream: StreamReader, found: Before, start: int, nodes: list[Node]) ->
                 break
         if found.norm is not None:
             break
-    drops = [p for node in nodes if (p := read.dropout_of(node)) is not None]
-    found.dropout = drops[-1] if drops else 0.0
+    drops = [(node, p) for node in nodes if (p := read.dropout_of(node)) is not None]
+    if drops:
+        node, found.dropout = drops[-1]
+        if found.norm is None:
+            found.total = next(v for v in node.inputs if read.live(v))
 
 
 def _constant(stream: StreamReader, found: Before, zeros: dict[int, Tensor], width: int) -> None:
@@ -231,10 +234,14 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
         for rows in block.attention.projections.values()
         for linear, _ in rows
     }
+    ends = (other.sums[-1].value for other in others if other is not chain)
+    later = [value for value in ends if graph.rests_on(value, last)]
     behind = [
         linear
         for index, linear in sorted(read.linears.items())
-        if index not in inside and graph.rests_on(linear.read, last)
+        if index not in inside
+        and graph.rests_on(linear.read, last)
+        and not any(graph.rests_on(linear.read, value) for value in later)
     ]
     if len(behind) > 2:
         found.doubts += [
@@ -327,5 +334,7 @@ def _logits(stream: StreamReader, found: After) -> None:
     )
     if slope is None:
         found.doubts.append("what is made of the logits is neither a factor nor a cap")
+    elif found.softcap == 1:  # a pooler's activation
+        found.matrix = found.softcap = None
     else:
         found.scale *= slope

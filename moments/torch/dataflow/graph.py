@@ -481,8 +481,10 @@ def record(module: nn.Module, call: Callable[[], Any], batch: Mapping[str, Tenso
             def after(_: Any, __: Any, made: Any, path: str = path) -> None:
                 keep(path, "output", made)
 
-            stack.callback(part.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(part.register_forward_hook(after).remove)
+            # Ahead of hooks that change it: what a part takes and gives by its own code.
+            entering = part.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            stack.callback(entering.remove)
+            stack.callback(part.register_forward_hook(after, prepend=True).remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         with recorder:

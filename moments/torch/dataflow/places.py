@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ...errors import optional
@@ -245,15 +246,26 @@ def _followed(
 
 
 class Sites:
-    """Submodules at whose inputs and outputs the values of a graph pass."""
+    """Submodules at whose inputs and outputs the values of a graph pass.
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    Attributes:
+        tokens: those that hold every token, in sequences or one after the other.
+
+    Args:
+        streams: the first values of the residual streams.
+        dropouts: paths of submodules that are nn.Dropout, which may drop nothing yet.
+    """
+
+    def __init__(self, graph: Graph, streams: Iterable[int], dropouts: Collection[str]) -> None:
+        self.graph, self.dropouts = graph, dropouts
+        rows = {graph.tensor(v).numel() // graph.tensor(v).shape[-1] for v in streams}
         self.at: dict[int, list[SubmoduleTensor]] = {}
         counts: dict[tuple[str, str], set[int]] = {}
         seen = [b for b in graph.boundaries if graph.tensor(b.value).ndim in (2, 3)]
         self.tokens = {
-            SubmoduleTensor(b.path, b.side) for b in seen if graph.tensor(b.value).ndim == 3
+            SubmoduleTensor(path, side)
+            for path, side, value in seen
+            if graph.tensor(value).ndim == 3 or len(graph.tensor(value)) in rows
         }
         for path, side, value in seen:
             counts.setdefault((path, side), set()).add(self._same(value))
@@ -280,6 +292,13 @@ class Sites:
         """The innermost submodule that gives a value, else the first that takes it."""
         return next(iter(sorted(self.of(value), key=lambda point: point.side == "input")), None)
 
+    def dropped(self, unit: BranchUnit) -> SubmoduleTensor | None:
+        """The submodule that drops what a block gives."""
+        if unit.dropped is not None:
+            return self.output(unit.dropped)
+        points = (p for p in self.of(unit.raw) if p.path in self.dropouts and p.side == "output")
+        return next(points, None)
+
     def input(self, value: int) -> SubmoduleTensor | None:
         """The first submodule that takes a value, else the innermost that gives it."""
         return next(iter(sorted(self.of(value), key=lambda point: point.side == "output")), None)
@@ -301,9 +320,19 @@ class Placed:
 
 
 def place(
-    sites: Sites, chain: SumChain, layers: list[list[BranchUnit]], stack: str, placements: list[str]
+    sites: Sites,
+    chain: SumChain,
+    layers: list[list[BranchUnit]],
+    stack: str,
+    placements: list[str],
+    odd: Collection[tuple[int, str]],
 ) -> Placed:
-    """The sites of one stack."""
+    """The sites of one stack.
+
+    Args:
+        placements: by layer.
+        odd: layer and block of the few without norms.
+    """
     found = Placed()
     ends = [u.sum.value if u.after is None else u.after.end for *_, u in layers]
     streams = _alike([sites.of(value) for value in ends])
@@ -314,7 +343,10 @@ def place(
             rows += [(number, *row) for row in _unit(sites, unit, alone)]
         rows.append((number, STREAM, stream))
         if stream is not None:
-            found.blocks += _blocks(sites, stack, number, units, placements[number - 1], stream)
+            placement = placements[number - 1]
+            for block in _blocks(sites, stack, number, units, placement, stream):
+                bare = (number, block.name) in odd
+                found.blocks.append(dataclasses.replace(block, placement="none") if bare else block)
     for layer, site, point in rows:
         if point is not None and point in sites.tokens:
             found.points.append(HookPoint(layer, stack + site, point.path, point.side))
@@ -366,10 +398,15 @@ def _unit(
             for role, side in (("ffn_in", "ffn.in"), ("gate", "ffn.gate")):
                 for linear, _ in unit.feed.into.get(role, [])[:1]:
                     yield side, sites.output(linear.made)
-        yield "ffn.activation", sites.input(unit.feed.output.read)
+        if unit.feed.dropped is None:
+            yield "ffn.activation", sites.input(unit.feed.output.read)
+        else:
+            before, behind = unit.feed.dropped
+            yield "ffn.activation", sites.output(before)
+            yield "ffn.activation_dropout", sites.output(behind)
         yield "ffn.out", sites.output(unit.raw)
-    if unit.dropped is not None:
-        yield f"{name}.dropout", sites.output(unit.dropped)
+    if (dropped := sites.dropped(unit)) is not None:
+        yield f"{name}.dropout", dropped
     if unit.behind is not None:
         yield f"{name}.post_norm", sites.output(unit.behind.end)
     if alone:
@@ -390,8 +427,12 @@ def _blocks(
         norm = unit.before or unit.after
         takes = sites.norm(norm) if norm is not None else None
         entering = sites.input(unit.sum.stream)
+        # Where a layer takes it that runs alone, as checkpointing does.
+        inside = SubmoduleTensor(takes if unit.before and takes else stream.path, "input")
+        if inside in sites.of(unit.sum.stream):
+            entering = inside
         raw = sites.output(unit.raw if unit.behind is None else unit.behind.end)
-        branch = sites.output(unit.dropped) if unit.dropped is not None else None
+        branch = sites.dropped(unit) if unit.behind is None or unit.dropped is not None else None
         total = sites.output(unit.sum.value)
         post = sites.norm(unit.behind) if unit.behind is not None else None
         if entering is None or raw is None or total is None or (norm is not None and takes is None):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,6 +33,8 @@ with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
     from torch.utils._pytree import tree_map
+
+    from ...simulation.collector import squared_norm
 
 TOKENS = 12
 """Tokens of the sequences that a module is run on; what lies farther apart is not seen."""
@@ -130,6 +134,17 @@ def called(module: nn.Module, batch: Any) -> Call:
     _, _, given = _recorded(near, batch)
     tensors = {f"{i}": t for i, t in enumerate(_tensors(given))}
     return Call(near, functools.partial(run, near, given), tensors, _as_read(given, module))
+
+
+@made_at_hand
+def example(module: nn.Module) -> Any:
+    """Random input that a module runs on; None where none is found."""
+    for given, _ in _examples(module):
+        # the module's own code, on input that may be none of its
+        with contextlib.suppress(Exception), in_mode(module, False):
+            run(module, given)
+            return given
+    return None
 
 
 # --- where it is read -----------------------------------------------------------------------------
@@ -257,6 +272,11 @@ def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
         low = min(5, rows // 2)  # special tokens are the first ones
         return torch.randint(low, rows, (2, length), generator=generator)
 
+    def both(*tensors: Tensor) -> dict[str, Tensor]:
+        arguments = inspect.signature(module.forward).parameters.values()
+        names = [a.name for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
+        return dict(zip(names, tensors, strict=False))
+
     size = getattr(config, "image_size", None)
     kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     if size is not None and hasattr(config, "num_channels"):
@@ -275,14 +295,14 @@ def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
     for rows in sorted(set(tables), reverse=True)[:2]:
         length = min([TOKENS, *(n for n in tables if n > 3)])
         yield ids(rows, length), None
-        yield (ids(rows, length), ids(rows, length)), None
+        yield both(ids(rows, length), ids(rows, length)), None
     widths = [p.embed_dim for p in module.modules() if isinstance(p, nn.MultiheadAttention)]
     widths += [p.in_features for p in module.modules() if isinstance(p, nn.Linear)]
     widths += [p.shape[-1] for p in module.parameters() if p.ndim == 1]
     for width in dict.fromkeys(widths):
         rows = torch.randn((2, TOKENS, width), generator=generator).to(kind)
         if isinstance(module, nn.Transformer | nn.TransformerDecoder):
-            yield (rows, torch.randn(rows.shape, generator=generator).to(kind)), None
+            yield both(rows, torch.randn(rows.shape, generator=generator).to(kind)), None
         yield rows, None
         break
     convolution = next((p for p in module.modules() if isinstance(p, nn.Conv2d)), None)
@@ -392,13 +412,18 @@ class _Reading:
         self.tensors = dict(self.module.named_parameters())
         stacks = self._stacks(chains)
         roles = Roles(self.graph)
-        sites = Sites(self.graph)
+        drops = {p for p, part in self.module.named_modules() if isinstance(part, nn.Dropout)}
+        sites = Sites(self.graph, [chain.start for chain in chains], drops)
         points: list[HookPoint] = []
         branches: list[ModuleBranch] = []
         for stack in stacks:
             self._claim(roles, stack)
-            placed = place(sites, stack.chain, stack.layers, stack.prefix, stack.placements)
+            placed = place(
+                sites, stack.chain, stack.layers, stack.prefix, stack.placements, self.odd
+            )
             points += placed.points + self._points_around(sites, stack)
+            head = None if stack.after.doubts else stack.after.matrix
+            logits = None if head is None else sites.output(head.made)
             if len(placed.blocks) == sum(len(layer) for layer in stack.layers):
                 branches += placed.blocks
             if not placed.streams:
@@ -416,6 +441,14 @@ class _Reading:
             unidentified=tuple(n for n, p in self.tensors.items() if n not in known and p.numel()),
             blocks=tuple(branches),
             scales=scales,
+            multipliers=tuple(
+                (stack.prefix, number, unit.attention.multiplier)
+                for stack in stacks
+                for number, units in enumerate(stack.layers, start=1)
+                for unit in units
+                if unit.name == "attention" and unit.attention and unit.attention.multiplier
+            ),
+            logits=logits.path if logits is not None and logits.side == "output" else "",
         )
         self.squares = _squares(self.tensors, found)
         model = self._model(stacks)
@@ -608,8 +641,9 @@ class _Reading:
         last = len(stack.layers) + 1
         rows: list[tuple[int, str, Any]] = []
         found = stack.before
-        if found.norm is not None:
+        if found.total != stack.chain.start:
             rows.append((0, "embedding.sum", sites.output(found.total)))
+        if found.norm is not None:
             rows.append((0, "embedding.norm", sites.output(found.norm.end)))
         if not found.given:
             rows.append((0, "embedding", sites.output(stack.chain.start)))
@@ -618,7 +652,7 @@ class _Reading:
         if stack.after.norm is not None:
             rows.append((last, "head.transform", sites.output(stack.after.norm.start)))
             rows.append((last, "head.norm", sites.output(stack.after.norm.end)))
-        if stack.after.matrix is not None and stack.after.pool is None:
+        if stack.after.matrix is not None and stack.after.pool not in ("first", "mean"):
             rows.append((last, "logits", sites.output(stack.after.matrix.made)))
         return [
             HookPoint(layer, stack.prefix + site, point.path, point.side)
@@ -631,12 +665,12 @@ class _Reading:
     def _model(self, stacks: list[_Stack]) -> Transformer | None:
         models: list[Transformer] = []
         for stack in stacks:
-            fields = self._fields(stack)
-            if self.reasons:
-                return None
-            if models:
-                fields["encoder"] = models[-1]
             try:
+                fields = self._fields(stack)
+                if self.reasons:
+                    return None
+                if models:
+                    fields["encoder"] = models[-1]
                 models.append(Transformer(**fields))
             except DomainError as error:
                 self.reasons.append(str(error))
@@ -790,7 +824,12 @@ class _Reading:
         for number, units in enumerate(stack.layers):
             for unit in units:
                 column = int(unit.name == "ffn")
-                skip[number, column], branch[number, column] = unit.skip, unit.branch
+                skip[number, column], branch[number, column] = unit.skip or 1.0, unit.branch
+                if unit.skip == 0:
+                    self.doubts.append(
+                        f"nothing passes beside the {unit.name} block of layer {number + 1}: the "
+                        "model has the stream there"
+                    )
                 if stack.placements[number] == "none" and unit.before is None:
                     branch[number, column] *= unit.factor
         return {"skip_scale": fewest(skip), "branch_scale": fewest(branch)}
@@ -873,7 +912,7 @@ class _Reading:
         padding = padding_row(self.module, self.tensors[name])
         rows = rows.reshape(-1, rows.shape[-1])
         skipped = padding is not None and not bool(rows[padding].any())
-        return float(rows.double().square().sum() / (rows.shape[-1] * (len(rows) - skipped)))
+        return squared_norm(rows) / float(rows.shape[-1] * (len(rows) - skipped))
 
     def _embedding(self, stack: _Stack) -> Any:
         found = stack.before
@@ -1022,7 +1061,7 @@ def _squares(tensors: Mapping[str, Tensor], roles: list[Role]) -> dict[Any, floa
             block = role.part.of(tensors[role.parameter].detach())
             key = role.stack, role.layer, role.name
             total, count = sums.get(key, (0.0, 0))
-            sums[key] = total + float(block.double().square().sum()), count + block.numel()
+            sums[key] = total + squared_norm(block), count + block.numel()
     return {key: total / count for key, (total, count) in sums.items()}
 
 

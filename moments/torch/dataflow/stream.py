@@ -53,6 +53,7 @@ class Feed:
     gated: bool
     d_ff: int
     dropout: float
+    dropped: tuple[int, int] | None = None
 
 
 @dataclass
@@ -193,7 +194,23 @@ class StreamReader:
             chain = SumChain(rows[0].stream, rows)
             if any(self._cores(s, t) for s in rows for t in s.tips):
                 found.append(chain)
-        return sorted(found, key=lambda chain: chain.sums[0].index)
+        return self._joined(sorted(found, key=lambda chain: chain.sums[0].index))
+
+    def _joined(self, chains: list[SumChain]) -> list[SumChain]:
+        """Streams in a row as one, where nothing but one block stands between them: its sum lacks
+        the stream, as if that were multiplied by 0."""
+        found = chains[:1]
+        for chain in chains[1:]:
+            before, value = found[-1].sums[-1].value, chain.start
+            between = self.read.between(before, value)
+            alike = self.graph.tensor(before).shape == self.graph.tensor(value).shape
+            made = self.graph.producer(value)
+            if made is None or not alike or not 2 <= len(between) <= 4:
+                found.append(chain)
+                continue
+            gap = StreamSum(made.index, value, before, (self.read.up(value),), (value,))
+            found[-1].sums += [gap, *chain.sums]
+        return found
 
     def _cores(self, one: StreamSum, tip: int) -> list[Core]:
         nodes = {node.index for node in self.graph.path([one.stream], tip)}
@@ -378,6 +395,10 @@ class StreamReader:
             d_ff=graph.tensor(output.read).shape[-1],
             dropout=drops[0][1] if drops else 0.0,
         )
+        if drops:
+            (node, _), *_ = drops
+            entering = next(v for v in node.inputs if read.live(v))
+            block.feed.dropped = entering, node.outputs[0]
         if activation is None:
             self.doubts.append("a feed-forward block's activation is not a known one")
         return block
@@ -520,8 +541,8 @@ class StreamReader:
         slope, found.softcap = multiple_or_cap(dots[there], moved)
         if slope is None:
             found.doubts.append("logits are not a multiple of queries times keys")
-        multiplier = scale * (slope or 0.0)
-        found.temperature = 1 / (multiplier * math.sqrt(found.d_head)) if multiplier else 1.0
+        else:
+            found.multiplier = scale * slope
 
     def _source(self, side: list[tuple[LinearUnit, Tensor]], end: int) -> tuple[LinearUnit, Tensor]:
         """Of some matrices the one that makes a value, and its columns."""

@@ -94,12 +94,16 @@ class Core:
 
 @dataclass
 class AttentionUnit:
-    """What one attention computes; see `Transformer` for the fields."""
+    """What one attention computes; see `Transformer` for the fields.
+
+    Attributes:
+        multiplier: of q k; None where logits are no multiple of it.
+    """
 
     heads: int
     d_head: int
     kv_heads: int
-    temperature: float = 1.0
+    multiplier: float | None = None
     causal: bool = False
     window: int | None = None
     alibi: bool | float = False
@@ -113,6 +117,11 @@ class AttentionUnit:
     projections: dict[str, list[tuple[LinearUnit, Tensor]]] = field(default_factory=dict)
     output: list[LinearUnit] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
+
+    @property
+    def temperature(self) -> float:
+        """Logits are q k / (sqrt(d_head) temperature)."""
+        return 1 / (self.multiplier * math.sqrt(self.d_head)) if self.multiplier else 1.0
 
 
 class GraphReader:

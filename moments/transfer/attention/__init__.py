@@ -2,7 +2,7 @@
 
 `self_attention` holds the components, `projections` what stands between tokens and logits, `laws`
 tokens alike that attend to themselves, `layers` every other resolution, `response` first-order
-changes; `kernels/` is the closure for any kernel, `softmax/` exact statistics of a row.
+changes; `kernels/` is the closure for any kernel, `softmax/` tabulated statistics of a row.
 
 Start with `self_attention`, then `laws`.
 """

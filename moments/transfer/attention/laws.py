@@ -1,21 +1,10 @@
 """Self-attention with tokens alike, by the refined laws.
 
-After a normalisation, layers with equal weights differ only in their tokens' correlation. One
-vectorised evaluation at Chebyshev nodes then serves all of them: a deep model costs little more
-than a shallow one. At logit scales up to 5 the moments of 24-layer models move by 1e-10; a test
-compares the interpolation with the statistics it stands for.
-
-Softmax statistics of one attention layer with tokens alike, averaged over the tokens' norms.
-
-A row's logits are w.x_j with w = W_k^T W_q x_i. Two things at finite width:
-
-Queries. |w|^2 fluctuates: as a chi-square over d_head (the query's entries) and over d_model (the
-key weights), and with |x_i|^2. It is replaced by a gamma variable of the same relative variance
-2/nu, and the average by a Gauss rule. Two rows fluctuate together: with w, w' = sqrt((1+r)/2) p +-
-sqrt((1-r)/2) q, what enters are |p|^2 and |q|^2.
-
-Keys. Given w, logits of Gaussian tokens are Gaussian; what tokens of fixed norm change is derived
-in `softmax.norms`, here for queries and keys that share the same fraction r.
+Softmax statistics are averaged over the norms of queries and keys. After a normalisation, layers
+with equal weights differ only in their tokens' correlation: one vectorised evaluation at Chebyshev
+nodes then serves all of them, and a deep model costs little more than a shallow one. At logit
+scales up to 5 the moments of 24-layer models move by 1e-10; a test compares the interpolation with
+the statistics it stands for.
 
 See docs/theory/softmax.md, Queries of finite width.
 """
@@ -51,13 +40,11 @@ class AttentionStatistics:
         values: symbol name -> value, shape (...,).
         logit_variance: theta, within a row.
         entropy: E[-sum_j a_ij log a_ij] in nats.
-        valid: False where theta is beyond what the statistics are validated for.
     """
 
     values: dict[str, Array]
     logit_variance: Array
     entropy: Array
-    valid: Any
 
 
 STATISTICS = (
@@ -143,7 +130,6 @@ def attention_statistics(
         {name: shaped(value) for name, value in values.items()},
         shaped(theta),
         shaped(row["entropy"]),
-        found.valid,
     )
 
 
@@ -189,10 +175,10 @@ def _one(
     """Statistics of one configuration, in the order of `STATISTICS`, and what else there is."""
     widths = seq_len, d_model, d_head
     if profiled and correlation >= 0:
-        (*numbers, entropy), valid = profiled_numbers(scale, correlation, *widths)
-        return (*numbers, (1 - correlation) * scale, entropy, float(valid))
+        *numbers, entropy = profiled_numbers(scale, correlation, *widths)
+        return (*numbers, (1 - correlation) * scale, entropy)
     found = attention_statistics(scale, correlation, *widths, spread)
-    return (*found.values.values(), found.logit_variance, found.entropy, float(found.valid))
+    return (*found.values.values(), found.logit_variance, found.entropy)
 
 
 def _many(
@@ -210,17 +196,15 @@ def _many(
     scales = scale[:1] if scale.min() == scale.max() else np.unique(scale)
     if not profiled or scales.size > MOST_PROFILES or np.min(correlation) < 0:
         found = attention_statistics(scale, correlation, *widths, spread)
-        values = (*found.values.values(), found.logit_variance, found.entropy)
-        return (*values, float(found.valid))
+        return (*found.values.values(), found.logit_variance, found.entropy)
     if scales.size == 1:
-        columns, valid = profiled_columns(float(scales[0]), correlation, *widths)
+        columns = profiled_columns(float(scales[0]), correlation, *widths)
     else:
-        columns, valid = np.empty((len(STATISTICS) + 1, scale.size)), True
+        columns = np.empty((len(STATISTICS) + 1, scale.size))
         for one in scales:
             at = scale == one
-            columns[:, at], known = profiled_columns(float(one), correlation[at], *widths)
-            valid = valid and known
-    return (*columns[:-1], (1 - correlation) * scale, columns[-1], float(valid))
+            columns[:, at] = profiled_columns(float(one), correlation[at], *widths)
+    return (*columns[:-1], (1 - correlation) * scale, columns[-1])
 
 
 MOST_PROFILES = 16
@@ -231,10 +215,8 @@ _flat = whole(_one, _many)
 
 
 def _from_flat(*values: Any) -> AttentionStatistics:
-    *numbers, logit_variance, entropy, valid = values
-    return AttentionStatistics(
-        dict(zip(STATISTICS, numbers, strict=True)), logit_variance, entropy, valid == 1.0
-    )
+    *numbers, logit_variance, entropy = values
+    return AttentionStatistics(dict(zip(STATISTICS, numbers, strict=True)), logit_variance, entropy)
 
 
 def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePullback]:
@@ -355,16 +337,10 @@ class AlikePullback(NamedTuple):
 _NODES = 40
 
 
-class _Profile(NamedTuple):
+@functools.lru_cache(maxsize=512)
+def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) -> Array:
     """Chebyshev coefficients on correlations in [0, 1], a row for each of `STATISTICS` and for the
     entropy."""
-
-    coefficients: np.ndarray
-    valid: bool
-
-
-@functools.lru_cache(maxsize=512)
-def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) -> _Profile:
     angles = math.pi * (np.arange(_NODES) + 0.5) / _NODES
     correlation = (1 + np.cos(angles)) / 2
     found = attention_statistics(
@@ -374,37 +350,32 @@ def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) ->
     values = np.stack([np.broadcast_to(v, correlation.shape) for v in columns], axis=-1)
     transform = np.cos(np.outer(np.arange(_NODES), angles)) * (2 / _NODES)
     transform[0] /= 2
-    return _Profile(np.ascontiguousarray((transform @ values).T), found.valid)
+    return np.ascontiguousarray((transform @ values).T)
 
 
 _ORDERS = np.arange(float(_NODES))
 _NEAR = 2048  # correlations whose polynomials fit into a near cache
 
 
-class Columns(NamedTuple):
-    """Statistics of several correlations: (23, B), the entropy last."""
-
-    values: np.ndarray
-    valid: bool
-
-
 def profiled_columns(
     logit_scale: float, correlation: np.ndarray, seq_len: int, d_model: float, d_head: float
-) -> Columns:
-    """`attention_statistics` of several correlations, (B,), none negative, by interpolation."""
-    profile = _profile(logit_scale, seq_len, d_model, d_head)
-    found = np.empty((len(profile.coefficients), correlation.size))
+) -> Array:
+    """(23, B): `attention_statistics` of several correlations, none negative, by interpolation, the
+    entropy last."""
+    coefficients = _profile(logit_scale, seq_len, d_model, d_head)
+    found = np.empty((len(coefficients), correlation.size))
     for start in range(0, correlation.size, _NEAR):
         part = slice(start, start + _NEAR)
-        basis = chebyshev_basis(2 * correlation[part] - 1, _NODES)
-        found[:, part] = profile.coefficients @ basis
-    return Columns(found, profile.valid)
+        found[:, part] = coefficients @ chebyshev_basis(2 * correlation[part] - 1, _NODES)
+    return found
 
 
 def profiled_numbers(
     logit_scale: float, correlation: float, seq_len: int, d_model: float, d_head: float
-) -> tuple[list[float], bool]:
-    """`profiled_columns` of one correlation, and whether they are valid."""
-    profile = _profile(logit_scale, seq_len, d_model, d_head)
-    basis = np.cos(_ORDERS * math.acos(2 * correlation - 1))
-    return profile.coefficients.dot(basis).tolist(), profile.valid
+) -> list[float]:
+    """`profiled_columns` of one correlation."""
+    coefficients = _profile(logit_scale, seq_len, d_model, d_head)
+    numbers: list[float] = coefficients.dot(
+        np.cos(_ORDERS * math.acos(2 * correlation - 1))
+    ).tolist()
+    return numbers

@@ -3,22 +3,14 @@
 `TokenLayer` is any kernel under any mask, `ClassLayer` classes of positions, `AlikeLayer` keys that
 are alike, met by queries of any resolution: in cross-attention, with biases on the queries and
 behind normalised queries and keys. (Tokens alike that attend to themselves, with none of these,
-have the laws of `laws`.) With query kernel (q, q rho), keys (k, k - k_own) and values (v, v -
-v_own), rows have logits of variance theta = tau q k_own and of correlation rho between rows, and by
-symmetry between keys
+have the laws of `laws`.)
 
-    O = v - v_own + v_own C2,      V_jj = sum_ii' G_ii' C2/n,     V_jl = sum G (1 - C2)/(n (n-1)),
-    Q_ii' = G_ii' tau v_own k_own T,    K_jj = sum_ii' G_ii' tau q_ii' v_own T/n = (1 - n) K_jl,
-
-with the exact C2 = E sum a a' and T = E tr J J' at rho, or at 1 for i = i'. Orders 1/d_model and
-1/d_head as by token (`kernels.finite_rows`).
-
-That is what the others are held to, not one of them: one class of all tokens meets it to single
-precision (1e-7 in every path, 4e-5 with biases on the queries), the closure by token to 5e-4 and
-behind normalised queries and keys to .5 %. It stands for itself because its queries may be more or
-fewer than its keys and of another resolution, and because it takes any number of configurations at
-once, where a class costs three times as much for each. The laws differ from it by 1e-4 at most, in
-orders 1/d_model^2, and cost a seventieth.
+The latter is what the others are held to, not one of them: one class of all tokens meets it to
+single precision (1e-7 in every path, 4e-5 with biases on the queries), the closure by token to 5e-4
+and behind normalised queries and keys to .5 %. It stands for itself because its queries may be more
+or fewer than its keys and of another resolution, and because it takes any number of configurations
+at once, where a class costs three times as much for each. The laws differ from it by 1e-4 at most,
+in orders 1/d_model^2, and cost a seventieth.
 
 See docs/theory/attention.md, Tokens alike.
 """
@@ -169,7 +161,6 @@ def build(
     memory: Kernel,
     allowed: list[Mask],
     norm_spread: Array,
-    separate_queries: bool,
 ) -> tuple[list[HeadAverage], Array]:
     """The layer on every kernel of a batch, and the variance its logits were to have in each.
 
@@ -179,7 +170,6 @@ def build(
         memory: (..., Lk, Lk) kernel of the tokens attended to.
         allowed: a mask for every kernel.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged over each kernel's.
-        separate_queries: whether the queries are not the tokens attended to.
     """
     queries, keys = law.queries.kernel, law.keys.kernel
     scales, wanted = logit_scales(law)
@@ -205,7 +195,6 @@ def build(
             "key_kernel": None if plain else key_tokens,
             "rotation": _rotation(leaf, where) if turned else None,
             "value_bias": leaf.value_bias / value_gain,
-            "separate_queries": separate_queries,
         }
         heads.append(_heads(leaf, values, where, settings))
     return heads, wanted
@@ -293,8 +282,7 @@ class TokenLayer(_Layer):
         self._leaf, self._shape, self._memory_shape = leaf, queries.pairs.shape, memory.pairs.shape
         count = int(np.prod(self._shape[:-2], dtype=int))
         self._masks = leaf.sight(self._shape[-1], self._memory_shape[-1], count)
-        others = queries is not memory
-        self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread, others)
+        self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread)
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
 
     def _kernel(self, matrices: list[Array]) -> Kernel:
@@ -700,7 +688,7 @@ class AlikeLayer(_Layer):
         taken = np.maximum(sizes, FAINT)
         self._drive = two(scale) * size / self._of(taken)
         rows = finite_rows(
-            tables.tabulated(taken),
+            exact_rows.tabulated(taken),
             np.full(taken.size, float(key_count)),
             np.clip(unshared, 0.0, 2.0),
             np.column_stack([np.ones_like(cosines), cosines]),

@@ -1,23 +1,10 @@
 """Attention about its mean: how one layer answers to small changes of its kernels, by token.
 
-Logits of rows i and i' covary by tau C_ii' C_jl. To first order in that, with w the mean attention
-and P_i = diag(w_i) - w_i w_i^T, the joint law of two rows is (Price's theorem)
-
-    E a_ij a_i'l = w_ij w_i'l + tau C_ii' R1 (P_i C P_i')_jl.
-
-It saturates as exact rows do: where n keys of logit variance theta have E sum_j a_ij^2 = S, the
-odds exp(t) = S (n - 1)/(1 - S) of one key give, with p = 1/(1 + (n - 1) exp(-rho t)),
-
-    R1 = (p - 1/n)/(rho theta m),    R2 = d(rho R1)/drho = (t/theta) p (1 - p)/m,
-
-with m = (n - 1)/n^2.
-
-Products of (L, L) matrices alone: a small part of what `kernels.KernelAttention` costs. It is for
-sensitivities, which need a shape; the size comes from the moments that were traced.
-
-Sensitivities through attention, and what one draw of its heads adds at random.
-
-What attention does to two tokens' overlap; derived in `moments.noise.overlap`.
+The joint law of two rows to first order in the covariance of their logits, which saturates as exact
+rows do: products of (L, L) matrices alone, a small part of what `kernels.KernelAttention` costs. It
+is for sensitivities, which need a shape; the size comes from the moments that were traced. Beside
+it stand what one draw of its heads adds at random, and what attention does to two tokens' overlap
+(`moments.noise.overlap`).
 
 See docs/theory/band.md, Saturation.
 """

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.classes import ClassMatrix, PositionClasses, one_class
+from ...engine.classes import ClassMatrix, OneClass, PositionClasses, one_class
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
-from ...engine.response import SINGLE, Around, GradientAdjoint, Response, SignalAdjoint
+from ...engine.response import SINGLE, Around, GradientAdjoint, Response, SignalAdjoint, own_entries
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...formulas.activation import (
@@ -223,10 +223,11 @@ class Pool(Leaf):
         return Pulled(Gradient(sent, count))
 
     def response(self, record: Record, around: Around) -> Response:
+        classes = record.input.kernel.classes
         if not record.input.resolved:
-            return _PooledAlike(self.kind, record.input.seq_len)
-        if record.input.kernel.classes is not None:
-            return _PooledClasses(self.kind, record.input.kernel.classes.of_one)
+            return _PooledClasses(self.kind, one_class(record.input.seq_len))
+        if classes is not None:
+            return _PooledClasses(self.kind, classes.of_one)
         return _Pooled(self.weights(record.input.kernel.pairs.shape[-1]))
 
     def weights(self, count: int) -> np.ndarray:
@@ -272,58 +273,32 @@ class _Pooled:
 
 @dataclass(frozen=True)
 class _PooledClasses:
-    """One vector of a sequence on classes."""
+    """One vector of a sequence on classes, of which tokens alike are one.
+
+    Of those the first token's gradient is spread over all, whose fluctuations then average out: at
+    3 layers of width 64 and 16 tokens the band is 13 percent narrower in deviation than by token.
+    The mean's agrees to 2e-5.
+    """
 
     kind: str
     classes: PositionClasses
 
     def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
-        found = sensitivity.own[..., 0]
+        found = np.asarray(sensitivity.own[..., 0])
         if self.kind == "mean":
-            found = sensitivity.total() / self.classes.length**2
-        onward = np.asarray(found)[..., None, None].astype(SINGLE)
-        return GradientAdjoint(onward, None, none, none + 1.0)
+            found = np.asarray(sensitivity.total() / self.classes.length**2)
+        onward: Any = found[..., None, None]
+        if isinstance(self.classes, OneClass):
+            onward = ClassMatrix(found[..., None], 0.0 * onward, one_class(1))
+        return GradientAdjoint(onward.astype(SINGLE), None, none, none + 1.0)
 
-    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        none, given = np.zeros(sensitivity.shape[:-2]), sensitivity[..., 0, 0]
+    def signal_adjoint(self, sensitivity: Any, exposure: Any) -> SignalAdjoint:
+        none, given = np.zeros(sensitivity.shape[:-2]), own_entries(sensitivity)[..., 0]
         size = len(self.classes.nodes)
-        own, pairs = given[..., None] * np.eye(1, size)[0], np.zeros((*given.shape, size, size))
+        first = np.eye(1, size)[0] / self.classes.count[0]
+        own, pairs = given[..., None] * first, np.zeros((*given.shape, size, size))
         if self.kind == "mean":
             pairs = pairs + given[..., None, None] / self.classes.length**2
             own = pairs[..., 0]
         return SignalAdjoint(ClassMatrix(own, pairs, self.classes).astype(SINGLE), none, none)
-
-
-@dataclass(frozen=True)
-class _PooledAlike:
-    """The same of tokens alike: the mean of a token's entries, or of all pairs'.
-
-    The first token's gradient is spread over all tokens, whose fluctuations then average out: at 3
-    layers of width 64 and 16 tokens the band is 13 percent narrower in deviation than by token. The
-    mean's agrees to 2e-5.
-    """
-
-    kind: str
-    count: int
-
-    def gradient_adjoint(self, sensitivity: Any) -> GradientAdjoint:
-        none, own, pairs = self._entries(sensitivity)
-        if self.kind == "mean":
-            own = (own + (self.count - 1) * pairs) / self.count
-        onward = ClassMatrix(own, 0.0 * sensitivity.pairs, one_class(1))
-        return GradientAdjoint(onward.astype(SINGLE), None, none, none + 1.0)
-
-    def signal_adjoint(self, sensitivity: Any, exposure: Any) -> SignalAdjoint:
-        none, own, _ = self._entries(sensitivity)
-        each = own / self.count**2 if self.kind == "mean" else own / self.count
-        pairs = each if self.kind == "mean" else 0.0 * each
-        found = ClassMatrix(each, pairs[..., None], one_class(self.count))
-        return SignalAdjoint(found.astype(SINGLE), none, none)
-
-    def _entries(self, sensitivity: Any) -> tuple[Array, Array, Array]:
-        return (
-            np.zeros(sensitivity.shape[:-2]),
-            np.asarray(sensitivity.own),
-            np.asarray(sensitivity.pairs[..., 0]),
-        )

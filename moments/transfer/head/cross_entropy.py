@@ -1,17 +1,10 @@
 """A softmax over a vocabulary of Gaussian logits: its expectations, exact for one token.
 
-S = sum_v exp(f(z_v)) has the Laplace transform E exp(-t S) = prod_v E exp(-t exp(f(z_v))), a
-product of one-dimensional integrals. With t = exp(-y) every expectation of a softmax is an integral
-over y:
-
-    E log S = y0 + int [exp(-exp(y0 - y)) - E exp(-exp(-y) S)] dy      (a Gumbel law at y0 compared)
-    E p_v^k = int E[exp(k u - exp(u))] prod_{v' != v} E exp(-exp(u')) dy / (k - 1)!,  u = f(z) - y
-
-Integrands are analytic within |Im| < pi/2, so that equally spaced points converge exponentially.
-
-exp(-exp(u)) = P(G < -u) for a Gumbel variable G, so that E exp(-exp(z - y)) = P(z + G < y). Where
-logits vary widely that is a normal distribution smoothed over a few units, and the integral is
-taken over G, which needs as many points at any variance; those over y spread in proportion.
+Every one of them is an integral over y = -log t, t the argument of the Laplace transform of the
+softmax's sum. Integrands are analytic within |Im| < pi/2, so that equally spaced points converge
+exponentially. Where logits vary widely E exp(-exp(z - y)) is a normal distribution smoothed over a
+few units, by a Gumbel variable G: the integral is taken over G, which needs as many points at any
+variance, and those over y spread in proportion.
 
 See docs/theory/loss.md.
 """
@@ -23,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...engine.classes import lagrange
 from ...engine.state import Array
 
 _STEP = 0.4  # of y and z: an error of exp(-pi^2 / step) = 2e-11
@@ -112,49 +104,10 @@ def softmax_expectations(
     rows, where = np.unique(
         np.stack([a.ravel() for a in arrays], axis=-1).round(12), axis=0, return_inverse=True
     )
-    asked, shares = _few(rows)
-    found = np.array(
-        [_single(vocab_size, v, mean, own, softcap) for v, mean, own in asked.tolist()]
-    )
-    if shares is not None:
-        found = shares @ found
+    found = np.array([_single(vocab_size, v, mean, own, softcap) for v, mean, own in rows.tolist()])
     table = found[where.ravel()].T
     log_sum, own, other = table[0], Logit(*table[1:10]), Logit(*table[10:])
     return Softmax(log_sum.reshape(shape)[()], own.reshaped(shape), other.reshaped(shape))
-
-
-def _few(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rows to evaluate, and what the given ones have of each; None: they are the same.
-
-    Tokens of one text differ little: their variances as a norm's epsilon leaves them, their own
-    logits' means as far as branches have grown. Expectations are analytic in all three, and taken
-    between Chebyshev nodes of each: n of them leave (w/4)^n of a relative range w, or, of a mean,
-    of a Gaussian's moments, (w/4)^n/n!.
-    """
-    low, high = rows.min(0), rows.max(0)
-    spread = (high - low) / np.array([max(low[0], 1e-300), 1.0, max(low[2], 1e-300)])
-    if np.any(spread > _NARROW):
-        return rows, None
-    counts = [1 if w == 0 else math.ceil(math.log(_LOST) / math.log(w / 4)) for w in spread]
-    if math.prod(counts) > len(rows) / 2:
-        return rows, None
-    shares = np.ones((len(rows), 1))
-    axes = []
-    for column, count in enumerate(counts):
-        place = np.cos((np.arange(count) + 0.5) * np.pi / count)
-        nodes = (low + high)[column] / 2 + place * (high - low)[column] / 2
-        basis = lagrange(nodes, rows[:, column]).T
-        shares = (shares[:, :, None] * basis[:, None, :]).reshape(len(rows), -1)
-        axes.append(nodes)
-    grid = np.meshgrid(*axes, indexing="ij")
-    return np.stack([axis.ravel() for axis in grid], axis=-1), shares
-
-
-_NARROW = (0.01, 0.5, 0.01)
-"""Widest ranges of variance, own mean and own variance that are interpolated in."""
-
-_LOST = 1e-12
-"""What interpolation may lose."""
 
 
 class _Nodes:

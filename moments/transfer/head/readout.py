@@ -1,14 +1,9 @@
 """Logits of a random matrix and their cross-entropy: loss, gradient at the input, at the matrix.
 
-With E the matrix's rows, z_i(v) = scale h_i . E_v, d_i = softmax(z_i) - target_i and T targets,
-the gradient at h_i is scale/T sum_v d_i(v) E_v. By Stein's lemma E_v splits into a part along h_i,
-which a normalisation before the head removes, and the rest, independent of z_i:
-
-    T^2 G_ij = scale^2 variance D_ij + radial part,   D_ij = E sum_v d_i(v) d_j(v)
-
-D_ii is exact for logits of one token. A pair's expectations are exact where the two tokens' logits
-are independent or equal. Between, E sum_v p_i(v) p_j(v) over tokens that neither reads follows
-`softmax_agreement`; the others are geometric in the correlation, as exp(c) is in E exp(z + z').
+D_ij = E sum_v d_i(v) d_j(v) of d_i(v) = dloss_i/dz_i(v) is exact for logits of one token. A pair's
+expectations are exact where the two tokens' logits are independent or equal. Between, those over
+tokens that neither reads follow `softmax_agreement`; the others are geometric in the correlation,
+as exp(c) is in E exp(z + z').
 
 See docs/theory/loss.md, The gradient of random logits.
 """

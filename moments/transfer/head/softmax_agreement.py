@@ -1,17 +1,8 @@
 """How much two softmaxes of correlated Gaussian logits agree: E sum_v p_v p'_v.
 
-A softmax's choice is the largest of z_v + G_v with independent Gumbel variables G_v, so that
-E p_v p'_v is the probability that v is chosen twice, with G and G' independent:
-
-    E p_v p'_v = int int f(y, y') F(y, y')^(V-1) dy dy',  F the distribution of (z + G, z' + G')
-
-and f its density. The Fourier transform of f is exp(-(w^2 + w'^2 + 2 rho w w') v/2) Gamma(1 - i w)
-Gamma(1 - i w'); f and F follow on equally spaced points, which spread with the logits' deviation.
-
-Between E p_v E p'_v, where the logits are independent, and E p_v^2, where they are equal, its
-logarithm rises in proportion to the correlation as long as softmaxes are flat. Peaked ones agree
-where their largest logits do, and those agree by V^-(1 - rho)/(1 + rho): the rise is
-2 rho/(1 + rho) there.
+That two softmaxes' choices, with Gumbel variables of their own, are one is an integral over the
+density and the distribution of two logits that these are added to. Both follow from their Fourier
+transform on equally spaced points, which spread with the logits' deviation.
 
 See docs/theory/loss.md.
 """

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ....errors import domain_error
 from ..softmax.table import THETA_MAX
-from .closure import DroppedAttention, OverlapClosure, WidthTerms
+from .closure import DroppedAttention, OverlapClosure, width_terms
 from .finite_rows import Widths
 from .logits import Logits, Rotation, prior_weights
 
@@ -37,14 +37,17 @@ class AttentionGradient(NamedTuple):
         query: through the queries.
         key: through the keys.
         cross: correlation of the value and key paths, of order 1/d_model.
-        total: their sum, symmetric; without `query` where the queries come from elsewhere.
     """
 
     value: Array
     query: Array
     key: Array
     cross: Array
-    total: Array
+
+    @property
+    def total(self) -> Array:
+        """Their sum, where the tokens that ask are those attended to."""
+        return self.value + self.query + self.key + self.cross
 
 
 class KernelAttention:
@@ -115,7 +118,6 @@ class KernelAttention:
         rotation: Rotation | None = None,
         bias: ArrayLike | None = None,
         value_bias: float = 0.0,
-        separate_queries: bool = False,
     ) -> None:
         """Build the layer's joint law; O(L^3).
 
@@ -135,7 +137,6 @@ class KernelAttention:
             value_bias: variance of the values' bias over the gain of their weights. Rows of
                 attention sum to 1, so that only dropped attention can tell; it is not in
                 `forward`, which without dropout it would raise by itself everywhere.
-            separate_queries: whether the queries are not the tokens attended to.
 
         Raises:
             DomainError: an argument of the wrong shape or outside its range.
@@ -179,7 +180,6 @@ class KernelAttention:
             offset is not None,
             rotation,
         )
-        self._separate = separate_queries
         self._dropped = self.drop_prob / (1.0 - self.drop_prob)
         self._values = np.diag(self.kernel) + float(value_bias)
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
@@ -214,9 +214,9 @@ class KernelAttention:
         closure, variance = self._closure, np.diag(self.kernel)
         excess, slope = closure.gather(self.kernel)
         linear = self._linear
-        terms = WidthTerms(closure, self.logits, self._widths, mean, excess, slope)
-        output = mean + linear * (excess + terms.output)
-        query = closure.pairs.query * slope / self._norm + terms.overlap_path / self._widths.d_model
+        gained, overlap_path = width_terms(closure, self._widths, mean, excess, slope)
+        output = mean + linear * (excess + gained)
+        query = closure.pairs.query * slope / self._norm + overlap_path / self._widths.d_model
         group = closure.group[closure.pattern]
         common = closure.calibration.common[group] * np.diag(slope) / self.logits.temperature
         query = query + np.diag(common)
@@ -225,7 +225,7 @@ class KernelAttention:
             masks = (1.0 + closure.calibration.masks[group]) * (closure.squares @ variance)
             output = output + self._dropped * np.diag(masks)
             query = query + self._dropped * self.logits.scale * np.diag(noise)
-        return output, linear * query, linear * terms.overlap_path
+        return output, linear * query, linear * overlap_path
 
     @property
     def overlap_path(self) -> Array:
@@ -269,10 +269,7 @@ class KernelAttention:
         query = gradient * self._forward[1]
         # an antisymmetric rounding error would be amplified through a deep network
         value, key, cross = (0.5 * (path + path.T) for path in (value, key, cross))
-        total = value + key + cross
-        if not self._separate:
-            total = total + query
-        return AttentionGradient(value, query, key, cross, total)
+        return AttentionGradient(value, query, key, cross)
 
 
 def square(name: str, kernel: ArrayLike, length: int | None = None) -> Array:
@@ -413,5 +410,4 @@ class HeadAverage(Heads):
         if self.noise is None:
             return paths
         gained = self.noise.backward(*gradient)
-        gained = 0.5 * (gained + gained.T)
-        return paths._replace(value=paths.value + gained, total=paths.total + gained)
+        return paths._replace(value=paths.value + 0.5 * (gained + gained.T))

@@ -2,12 +2,9 @@
 
 A law of two rows has a number for every two keys, j of one row and l of the other, and for a key of
 both with itself. In a text two keys may be of one word: of each class of frequency that words are
-put in there is a kind of pairs beside that of two words (`moments.engine.texts`). `Mixture` says
-what each counts, and how a matrix over keys that tells them apart multiplies.
-
-A law's means over either key are given: 1, or how much more than others words get that are as
-frequent. It is scaled to have them by factors of its keys (Sinkhorn), which with words are those of
-a key's frequency; so are its derivatives.
+put in there is a kind of pairs beside that of two words (`Mixture`). A law is scaled to have given
+means over either key, 1 or how much more than others words get that are as frequent, by factors of
+its keys (Sinkhorn), and so are its derivatives (`Sums`).
 
 See docs/theory/state.md, Classes of positions.
 """

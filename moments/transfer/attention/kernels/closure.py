@@ -1,44 +1,23 @@
 """The joint law of two attention rows on an arbitrary token kernel.
 
-With logits of covariance tau Cq_ii' C_jl, the matrix F(rho)_jl = E a_ij a_i'l depends on two rows
-only through the correlation rho of their queries and through their supports, and Price's theorem
-gives dF/drho = tau E[J C J'] with J = diag(a) - a a^T. Everything attention does to a kernel
-follows from F. To first order in rho, exactly,
-
-    F = w w'^T + rho tau Wd (1 - A) C (1 - A')^T Wd',      A_jl = E[a_j a_l]/E a_j,  Wd = diag(w),
-
-since E J = Wd (1 - A). The closure exponentiates this and keeps the marginals:
-
-    F proportional to w_j w'_l exp(beta(rho) [(1 - A) C (1 - A')^T]_jl), Sinkhorn scaled to w, w',
-
-with A = F(1)/w self-consistent and beta(rho) fixed by exact exchangeable rows (`finite_rows`). It
-is exact to first order given w and A, exact in everything for exchangeable kernels, and otherwise
+`OverlapClosure` makes the laws of all rows, which are exact to first order in the logits given mean
+attention w and A_jl = E[a_j a_l]/E a_j, exact in everything for exchangeable kernels, and otherwise
 an approximation whose errors are measured in `attention.KernelAttention`.
 
-Where positions are rotated, rows i and i' meet C times rho(D) rho(delta), treated as above, and a
-remainder (`logits.Rotation`) that is added to first order, times the growth of an exchangeable
-row's response from correlation 0 to that of the two rows.
-
-Response of attention rows to noise that is independent between keys: attention dropout.
-
-Dropping entries of a row multiplies a_j by independent factors of mean 1 and variance p/(1-p).
-Besides E a_j^2, the paths through the logits need E[J D J], D = diag(C_jj). By Price's theorem that
-is the derivative of the row's joint law with itself along D instead of along C, and in the closure
-such a derivative replaces (1-A) C (1-A)^T by (1-A) D (1-A)^T:
+Attention dropout multiplies a_j by independent factors of mean 1 and variance p/(1-p). Besides
+E a_j^2, the paths through the logits need E[J D J], D = diag(C_jj), the derivative of a row's law
+with itself along D instead of along C:
 
     E[J D J] = P_i N P_i,    N = (F/(w w^T)) o [(dbeta/drho)/tau (1-A) D (1-A)^T + u 1^T + 1 u^T]
 
 at rho = 1, where u keeps the marginals of F. Its shape is used; its trace is known better from
-E a_j^2: that of the exchangeable row with the same number of keys and the same E sum a^2. Both are
-exact for exchangeable rows; elsewhere this is an approximation, measured in
-`attention.KernelAttention`.
+E a_j^2: that of the exchangeable row with the same number of keys and the same E sum a^2.
 
-What finite widths do to an attention layer's outputs, at order 1/d_model.
-
-Derived for tokens alike in `formulas.attention`; here per pair of rows. Given the direction w_i
-that row i looks in, token j has a component along it, and the values of the attended tokens share
-that component: E tr(J C) for either row. Tokens of fixed norm pay for it. With delta the deficit of
-their norm's fluctuation and u the fraction of a key that it does not share with the others,
+What finite widths do to the outputs, at order 1/d_model, is derived for tokens alike in
+`formulas.attention`; here per pair of rows. Given the direction w_i that row i looks in, token j
+has a component along it, and the values of the attended tokens share that component: E tr(J C) for
+either row. Tokens of fixed norm pay for it. With delta the deficit of their norm's fluctuation and
+u the fraction of a key that it does not share with the others,
 
     a token's overlap with itself does not fluctuate: of what rows hold in common of the same token
     remains the fraction e^{-x (1 + rho)}, x = u^2 delta theta (2 P2 - 5 P3 + 3 P4)/P2;
@@ -244,16 +223,6 @@ class OverlapClosure:
 
     # --- single rows ---------------------------------------------------------------------------
 
-    @property
-    def effective_keys(self) -> Array:
-        """(Lq,) n_e of a row's reference."""
-        return np.asarray(self.rows.keys[self.pattern])
-
-    @property
-    def unshared_by_mean(self) -> Array:
-        """(Lq,) the fraction of a key that it does not share with the row's others."""
-        return np.asarray(self.rows.unshared_by_mean[self.pattern])
-
     @functools.cached_property
     def squares(self) -> Array:
         """(Lq, Lk) E a_ij^2."""
@@ -405,65 +374,69 @@ class DroppedAttention:
 # --- finite width ---------------------------------------------------------------------------------
 
 
-class WidthTerms:
-    """The terms of one layer.
+def width_terms(
+    closure: OverlapClosure, widths: Widths, mean: Array, excess: Array, slope: Array
+) -> tuple[Array, Array]:
+    """Two (Lq, Lq): what O gains, and what the query path gains per unit of its gradient and of
+    1/d_model.
 
-    Attributes:
-        overlap_path: (Lq, Lq) what the query path gains per unit of its gradient and of 1/d_model.
-        output: (Lq, Lq) what O gains.
+    Args:
+        closure, widths: of the layer.
+        mean: (Lq, Lq) overlap W C W^T of mean outputs.
+        excess: (Lq, Lq) what the joint laws add to it.
+        slope: (Lq, Lq) its derivative in the correlation of two queries.
     """
+    logits, weights, pairs = closure.logits, closure.weights, closure.pairs
+    calibration, leader_class = closure.calibration, closure.group[closure.pattern]
+    rows, pattern, variance = closure.rows, closure.pattern, np.diagonal(logits.values)
+    shift = weights @ variance - np.diagonal(mean + excess)
+    if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
+        moved, looked = _apart(weights, logits.values), _apart(weights, logits.keys)
+        shift = shift * toward_keys(moved, looked, weights @ variance)
+    looking = logits.scale * _looking(weights, logits, shift)
+    overlap_path = looking * pairs.query_shift
+    output = looking * pairs.joint_shift * logits.queries / widths.d_model
+    if widths.deficit <= 0.0:
+        return output, overlap_path
+    unshared = unshared_part(
+        rows.keys[pattern],
+        weights @ variance - np.diagonal(mean),
+        (weights * weights).sum(1),
+    )
+    rooted = weights * np.sqrt(unshared)[:, None]
+    every = np.arange(len(weights))
+    output += fixed_norms(
+        widths,
+        (every[:, None], every[None, :]),
+        pairs.correlation,
+        pairs.growth,
+        calibration.stiffness[leader_class],
+        calibration.against[leader_class],
+        rows.unshared_by_mean[pattern],
+        mean,
+        excess,
+        slope,
+        rooted @ rooted.T,
+    )
+    return output, overlap_path
 
-    def __init__(
-        self,
-        closure: OverlapClosure,
-        logits: Logits,
-        widths: Widths,
-        mean: Array,
-        excess: Array,
-        slope: Array,
-    ) -> None:
-        """Evaluate them.
 
-        Args:
-            closure, logits, widths: of the layer.
-            mean: (Lq, Lq) overlap W C W^T of mean outputs.
-            excess: (Lq, Lq) what the joint laws add to it.
-            slope: (Lq, Lq) its derivative in the correlation of two queries.
-        """
-        weights, pairs = closure.weights, closure.pairs
-        calibration, leader_class = closure.calibration, closure.group[closure.pattern]
-        variance = np.diagonal(logits.values)
-        shift = weights @ variance - np.diagonal(mean + excess)
-        if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-            moved = _apart(weights, logits.values)
-            usable = moved > 1e-9 * (weights @ variance)
-            ratio = _apart(weights, logits.keys) / np.where(usable, moved, 1.0)
-            shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
-        looking = logits.scale * _looking(weights, logits, shift)
-        self.overlap_path = looking * pairs.query_shift
-        self.output = looking * pairs.joint_shift * logits.queries / widths.d_model
-        if widths.deficit <= 0.0:
-            return
-        unshared = unshared_part(
-            closure.effective_keys,
-            weights @ variance - np.diagonal(mean),
-            (weights * weights).sum(1),
-        )
-        rooted = weights * np.sqrt(unshared)[:, None]
-        every = np.arange(len(weights))
-        self.output += fixed_norms(
-            widths,
-            (every[:, None], every[None, :]),
-            pairs.correlation,
-            pairs.growth,
-            calibration.stiffness[leader_class],
-            calibration.against[leader_class],
-            closure.unshared_by_mean,
-            mean,
-            excess,
-            slope,
-            rooted @ rooted.T,
-        )
+def toward_keys(moved: Array, looked: Array, size: Array) -> Array:
+    """(Lq,) factor on a row's shift where it looks at keys and moves values.
+
+    Args:
+        moved, looked: what the attended tokens' values do not share, and their keys.
+        size: of the attended values.
+    """
+    usable = moved > 1e-9 * size
+    return np.sqrt(np.where(usable, looked / np.where(usable, moved, 1.0), 0.0))
+
+
+def of_shift(parts: Array, shift: Array) -> Array:
+    """(Lq, Lk) the keys' parts of a row's shift, in proportion to these."""
+    total = parts.sum(1)
+    usable = np.abs(total) > 1e-300
+    return np.asarray(parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None])
 
 
 def unshared_part(effective_keys: Array, apart: Array, square: Array) -> Array:
@@ -501,7 +474,7 @@ def fixed_norms(
         rows: both indices of every pair.
         correlation, growth: as in `joint_laws.PairWeights`.
         stiffness, against, unshared_by_mean: (Lq,) of every row.
-        mean, excess, slope: as in `WidthTerms`.
+        mean, excess, slope: as in `width_terms`.
         held: what two rows hold in common of the same tokens' own parts.
     """
     one, two = rows
@@ -526,10 +499,7 @@ def _looking(weights: Array, logits: Logits, shift: Array) -> Array:
     if rotation is None:
         return np.outer(shift, shift)
     parts = weights * (np.diagonal(logits.values) - weights @ logits.values)
-    total = parts.sum(1)
-    usable = np.abs(total) > 1e-300
-    parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
     phases = np.multiply.outer(rotation.key_positions, 1j * rotation.frequencies)
-    turned = parts @ np.exp(phases)
+    turned = of_shift(parts, shift) @ np.exp(phases)
     turned *= np.exp(-np.multiply.outer(rotation.query_positions, 1j * rotation.frequencies))
     return np.asarray(np.real((turned * rotation.shares) @ turned.conj().T))

@@ -1,32 +1,14 @@
-"""Exchangeable softmax rows of finite width, path by path, for queries of any correlation.
+"""Exchangeable softmax rows of finite width, path by path, and what ties the closure to them.
 
 The realised query products q_i.q_i'/d_head fluctuate: in distribution the sum and the difference of
-two queries have independent chi-square norms of relative variance 2/nu (`Widths.variance`), less
-what tokens of fixed norm take away (`softmax.norms`, which also says at what covariance their
-keys' logits are to be read). Every exact statistic is averaged over two such rules. The terms of
+two queries have independent chi-square norms (`Widths.variance`), less what tokens of fixed norm
+take away (`softmax.norms`). Every exact statistic is averaged over two such rules. The terms of
 order 1/d_model and 1/d_head are those that `formulas.attention` derives for tokens alike, whose
 queries and keys share one fraction r of their second moment: here the queries correlate by rho, and
-of a key's second moment the fraction u = 1 - r is its own.
+of a key's second moment the fraction u = 1 - r is its own. The gradient paths carry these terms,
+divided by the closure's own derivative dC2/drho, as factors.
 
-Scalar functions of the correlation between two queries that tie the closure to exact rows.
-
-For an exchangeable row everything the closure leaves open is one number per correlation rho of two
-queries: the overlap C2(rho) = E sum_j a_j a'_j of their rows. A key holds the fraction C2 of its
-own column of the joint law and (1 - C2)/(n-1) of each other, so a law proportional to exp(beta gap)
-on its diagonal needs
-
-    beta gap = log[(n-1) C2/(1-C2)],     gap = (theta/tau) strength^2.
-
-For rows of different length or variance the geometric mean of the two log odds is used: exact to
-first order in rho, and within 1 % of the exact log odds for theta <= 1, 3 % for theta <= 3 (the
-worst case being a row of two or three keys against a long one).
-
-Finite widths enter here and in `closure.WidthTerms`. The gradient paths carry the width terms of an
-exchangeable layer, divided by the closure's own derivative dC2/drho, as factors.
-
-See docs/theory/softmax.md, Queries of finite width.
-
-See docs/theory/attention.md, The closure.
+See docs/theory/softmax.md, Queries of finite width, and docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations
@@ -86,10 +68,6 @@ Array = NDArray[np.float64]
 
 class Tables(Protocol):
     """Where exact statistics come from; as the functions of `exact_rows`."""
-
-    def tabulated(self, theta: Array) -> Array:
-        """The nearest variance at which there are statistics."""
-        ...
 
     def rows(self, theta: Array, keys: Array) -> RowStatistics:
         """Of single rows."""
@@ -216,14 +194,12 @@ class Averages(NamedTuple):
         pair: (m, s) by those of `PairStatistics`; likewise times the logits' covariance.
         dropped: (m,) theta (2 P2 - 5 P3 + 3 P4).
         curvature: (m,) of `KeyCorrections`.
-        valid: whether all were inside what they are validated for.
     """
 
     row: dict[str, Array]
     pair: dict[str, Array]
     dropped: Array
     curvature: Array
-    valid: bool
 
 
 def averages(
@@ -241,11 +217,11 @@ def averages(
     along = np.asarray(spreads.along)[..., None] * total
     minus = 0.5 * (1.0 - rho[..., None]) * np.maximum(1.0 + apart + along, 0.0)
     norm = np.maximum(plus + minus, 1e-12)
-    size = tables.tabulated(theta[:, None, None] * norm)
+    size = exact_rows.tabulated(theta[:, None, None] * norm)
     psi = size * (plus - minus) / norm
     relative = np.sqrt(1.0 + 2.0 * share[:, 0] * shared**2)[:, None] * (rule.nodes - 1.0)
     relative = np.maximum(1.0 + relative, 0.0)
-    alone = tables.tabulated(theta[:, None] * relative)
+    alone = exact_rows.tabulated(theta[:, None] * relative)
     dimension = 1.0 / (deficit * unshared**2 + STIFFNESS_LEAST) + 2.0
     corrections = key_corrections(
         lambda around: tables.rows(around, keys), theta, dimension, CORRECTED_MAX
@@ -256,19 +232,19 @@ def averages(
         lifted = corrections._replace(
             dimension=corrections.dimension[:, None], share=corrections.share[:, None]
         )
-        alone_seen = tables.tabulated(np.where(fixed, lifted.covariance(alone, alone), alone))
+        alone_seen = exact_rows.tabulated(np.where(fixed, lifted.covariance(alone, alone), alone))
         fixed = fixed[..., None]
         lifted = corrections._replace(
             dimension=corrections.dimension[:, None, None], share=corrections.share[:, None, None]
         )
-        size_seen = tables.tabulated(np.where(fixed, lifted.covariance(size, size), size))
+        size_seen = exact_rows.tabulated(np.where(fixed, lifted.covariance(size, size), size))
         psi_seen = np.where(fixed, lifted.covariance(size, psi), psi)
     cosine = np.clip(psi_seen / size_seen, -1.0, 1.0)
     flat = (len(theta), -1)
     pairs = tables.pairs(size_seen.reshape(flat), keys, cosine.reshape(flat))
     rows = tables.rows(alone_seen, keys[:, None])
-    of_pairs = {name: np.reshape(getattr(pairs, name), size.shape) for name in pairs._fields[:-1]}
-    of_rows = {name: np.asarray(getattr(rows, name)) for name in rows._fields[:-1]}
+    of_pairs = {name: np.reshape(getattr(pairs, name), size.shape) for name in pairs._fields}
+    of_rows = {name: np.asarray(getattr(rows, name)) for name in rows._fields}
     p2, p3, p4 = (of_rows[f"sum_{power}"] for power in ("square", "cube", "fourth"))
     dropped = np.minimum(alone, CORRECTED_MAX) * (2.0 * p2 - 5.0 * p3 + 3.0 * p4)
     return Averages(
@@ -276,7 +252,6 @@ def averages(
         _weighed(of_pairs, rule.pair_weights[..., None, :], psi),
         (dropped * rule.weights).sum(-1),
         corrections.curvature,
-        bool(np.all(rows.valid) and np.all(pairs.valid)),
     )
 
 

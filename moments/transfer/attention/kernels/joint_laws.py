@@ -254,7 +254,7 @@ class PairWeights:
         turn: the correlation at which the joint law is read, over that of the queries.
         bare: correlation of the queries.
         terms: (1 + t, ...) covariance per unit of `bare` along each of `Rotation.kernels` that this
-            leaves out, times the growth of the response; None without rotation.
+            leaves out; None without rotation.
     """
 
     value: Single
@@ -319,12 +319,9 @@ class PairWeights:
         beside = calibration.key - nodes.rho * calibration.along
         key = bare * rotation.queries * between(calibration.along) + between(beside)
         key, cross = key * sharpened, shared * growth * sharpened
-        classes = slice(len(group), None)
-        risen = np.sqrt(_growth(stats.theta[classes], stats.keys[classes], nodes))
-        risen = np.einsum("rij,ir->ij", value, risen[of_class])
         amplitude = np.sqrt(logits.scale * logits.temperature * stats.softening[pattern])
-        size = risen * risen.T * np.outer(amplitude, amplitude)
-        terms = size * np.concatenate([(rotation.queries - turn)[None], rotation.query_terms])
+        left_out = np.concatenate([(rotation.queries - turn)[None], rotation.query_terms])
+        terms = np.outer(amplitude, amplitude) * left_out
         rest = growth, *joint_shifts, correlation, turn, bare, terms
         return cls(read, read_slope, key, query, cross, *rest)
 
@@ -340,15 +337,6 @@ def _turn(rotation: Rotation, overlaps: Array, bare: Array, low: float) -> Array
     apart = np.abs(bare) > 1e-12
     inside = np.clip(turn * bare, low, 1.0) / np.where(apart, bare, 1.0)
     return np.where(apart, inside, np.clip(turn, -1.0, 1.0))
-
-
-def _growth(theta: Array, keys: Array, nodes: Nodes) -> Array:
-    """(classes, r): E tr J J' of exchangeable rows at the nodes over its value at correlation 0."""
-    rho = np.append(0.0, nodes.rho)
-    exact = exact_rows.pairs(theta[:, None], np.maximum(keys, 1.0), rho)
-    overlap = np.maximum(np.asarray(exact.jacobian_overlap), 1e-300)
-    ratio = overlap[:, 1:] / overlap[:, :1]
-    return np.where(keys[:, None] > 1.0, ratio, 1.0)
 
 
 def sharpening(

@@ -1,26 +1,15 @@
 """What the logits of one attention layer look like, for one pattern of weights.
 
-Rotary positions: how turning queries and keys decorrelates the logits of two rows.
+Rotary positions: of rho(delta - D) = rho(D) rho(delta) + sum_t U_t(D) V_t(delta), offsets D of the
+rows and delta of the keys, the sum vanishes where either is 0. Sums over rows or over keys meet it
+through smooth weights, which average fast frequencies out: those that turn by more than `TURNS`
+full circles over the tokens are kept at delta = 0 and at D = 0 only.
 
-With rotation at frequencies w_m of shares s_m, and rho(x) = sum_m s_m cos(w_m x),
-
-    Cov(s_ij, s_i'j') = tau Cq_ii' Ck_jj' rho(delta - D),    D = i' - i,    delta = j' - j.
-
-Within a row (D = 0) the keys have the kernel Ck o rho(delta). Between rows it is split:
-
-    rho(delta - D) = rho(D) rho(delta) + sum_t U_t(D) V_t(delta),
-
-whose first part is a smaller correlation of the two queries over the same key kernel, and whose sum
-vanishes where D = 0 or delta = 0. Sums over rows or over keys meet the rest through smooth weights,
-which average fast frequencies out: those that turn by more than `TURNS` full circles over the
-tokens are kept at delta = 0 and at D = 0 only.
-
-Which rows of a mask are alike, and what alike rows share.
-
-Two levels. Rows with the same keys and nearly the same query norm are one *pattern*: full
-attention has one pattern, a causal mask one per row. Patterns with nearly the same keys form a
-*class*, which stands for the row that attends to every key its members attend to. A class shares
-that row's self-consistent overlaps; the mean attention of its patterns stays their own.
+Which rows of a mask are alike has two levels. Rows with the same keys and nearly the same query
+norm are one *pattern*: full attention has one pattern, a causal mask one per row. Patterns with
+nearly the same keys form a *class*, which stands for the row that attends to every key its members
+attend to. A class shares that row's self-consistent overlaps; the mean attention of its patterns
+stays their own.
 
 See docs/theory/attention.md, The closure.
 """

@@ -4,16 +4,11 @@ Every node of `classes.PositionClasses` is a row and a key. A matrix over keys i
 products close, so that each step of the closure keeps its form: reference rows, mean attention, the
 self overlap of a row, joint laws of two rows, dropped attention. Masks and windows are the counts
 of a `Sight`, distance penalties those of a `FadingSight`, rotary positions the means of a
-`Turning`; all tokens may be one class. Every node is a row class of its own, exact
-on its own reference, and every two of them have a law at the correlation of their queries and its
-derivative there; between nodes everything is interpolated.
-
-For tokens that are alike but for their position nothing else is approximated: with every position
-a node, a layer meets `KernelAttention` as closely as that one's single precision and its nodes in
-the correlation allow, where it gives every row a class of its own. `tests/test_position_classes.py`
-holds that; what nodes lose in whole models is in `benchmarks/data/position_classes.json`.
-
-Every two rows of an attention layer on classes, in tiles of rows that see nearly the same keys.
+`Turning`; all tokens may be one class. Every node is a row class of its own, exact on its own
+reference, and every two of them have a law at the correlation of their queries and its derivative
+there; between nodes everything is interpolated. With every position a node, a layer meets
+`KernelAttention` as closely as that one's single precision and its nodes in the correlation allow,
+where it gives every row a class of its own: `tests/test_position_classes.py` holds that.
 
 The laws of two rows are arrays over the keys of either. A tile of rows sees a range of classes, and
 pairs of two tiles are treated together, over those two ranges: half of what a causal mask would
@@ -41,7 +36,7 @@ from ..softmax.table import THETA_MAX
 from . import exact_rows
 from .attention import Heads
 from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
-from .closure import MARGINAL_SWEEPS, fixed_norms, unshared_part
+from .closure import MARGINAL_SWEEPS, fixed_norms, of_shift, toward_keys, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
 from .joint_laws import (
     EXPONENT_MAX,
@@ -65,11 +60,6 @@ TILE = 12
 14 nodes, take a fifth longer."""
 
 
-MOST_ROWS = 24
-"""Rows whose laws with themselves are found together: fewer calls than by tiles. All go on until
-the last one settles, which moves correlations by 3e-7 at most."""
-
-
 @dataclass(frozen=True, eq=False)
 class Tile:
     """Pairs of rows of two ranges.
@@ -84,7 +74,6 @@ class Tile:
             without rotary positions.
         still: (c, n, k) means of rho of two keys of the longer row; None likewise.
         away: (c, n, k) root of the variance inside cells of what `turned` has the means of.
-        rule: of its distribution.
         begun: (c, o) ones where the keys of both rows have begun; None where all begin at once.
     """
 
@@ -101,7 +90,6 @@ class Tile:
     turned: tuple[Array, Array] | None
     still: Array | None
     away: Array | None
-    rule: Rule
     begun: Array | None
 
     def diagonal(self, pairs: Array) -> Array:
@@ -209,31 +197,6 @@ class RowPairs:
     alone: NDArray[np.bool_]
     phases: NDArray[np.complex128] | None
 
-    @functools.cached_property
-    def together(self) -> list[tuple[slice, slice]]:
-        """Ranges as `rows`, of up to `MOST_ROWS` rows: those of one row with itself are small."""
-        found = [self.rows[0]]
-        for rows, keys in self.rows[1:]:
-            before, seen = found[-1]
-            if rows.stop - before.start <= MOST_ROWS:
-                both = slice(min(seen.start, keys.start), max(seen.stop, keys.stop))
-                found[-1] = slice(before.start, rows.stop), both
-            else:
-                found.append((rows, keys))
-        return found
-
-    @classmethod
-    def of(cls, sight: Sight, turning: Turning | None) -> RowPairs:
-        """The same for the same arguments."""
-        return _pairs(sight, turning)
-
-    @classmethod
-    def of_neighbours(
-        cls, sight: Sight, turning: Turning | None, before: tuple[int, ...]
-    ) -> NeighbourRows:
-        """Of every row and the one before it, which is of node `before`; the same for the same."""
-        return _neighbours(sight, turning, before)
-
     def split(self, of_pairs: Array) -> Matrix:
         """(own (P,), pairs (P, P)) of a symmetric number for every pair."""
         own, several = of_pairs[self.alone], ~self.alone
@@ -257,8 +220,9 @@ class NeighbourRows(RowPairs):
 
 
 @functools.lru_cache(maxsize=16)
-def _neighbours(sight: Sight, turning: Turning | None, before: tuple[int, ...]) -> NeighbourRows:
-    previous, whole = np.array(before), RowPairs.of(sight, turning)
+def neighbour_rows(sight: Sight, turning: Turning | None, before: tuple[int, ...]) -> NeighbourRows:
+    """Every row and the one before it, which is of node `before`; the same for the same."""
+    previous, whole = np.array(before), row_pairs(sight, turning)
     tiles, phases = [], []
     for rows, keys in whole.rows:
         long = np.arange(rows.start, rows.stop)
@@ -304,7 +268,7 @@ def _tile(
     left: slice,
     right: slice,
     turned: tuple[Array, Array] | None,
-    varying: tuple[Array, Rule] | None,
+    away: Array | None,
     turning: Turning | None,
 ) -> Tile:
     start, stop = max(left.start, right.start), min(left.stop, right.stop)
@@ -322,12 +286,12 @@ def _tile(
     several = None if begun.all() else begun.astype(float)
     where = left, right, own, own_left, own_right
     still = None if turning is None else turning.within[long, left, right]
-    away, rule = varying or (None, [])
-    return Tile(pairs, long, short, *where, met, met_own, turned, still, away, rule, several)
+    return Tile(pairs, long, short, *where, met, met_own, turned, still, away, several)
 
 
 @functools.lru_cache(maxsize=16)
-def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
+def row_pairs(sight: Sight, turning: Turning | None) -> RowPairs:
+    """Of every row with every other and with itself; the same for the same arguments."""
     size = len(sight.keys)
     ends = np.linspace(0, size, max(1, round(size / TILE)) + 1).round().astype(int)
     rows = []
@@ -349,10 +313,7 @@ def _pairs(sight: Sight, turning: Turning | None) -> RowPairs:
             if turning is not None:
                 away = turning.away(long, short, left, right, True)
                 itself = long[alone], left, right
-                away[0][alone] = turning.deviation[itself]
-                for (z, w), (own_z, own_w) in zip(away[1], turning.rule_at(itself), strict=True):
-                    if np.ndim(z):
-                        z[alone], w[alone] = own_z, own_w
+                away[alone] = turning.deviation[itself]
                 together = turning.of_rows(long, short)
                 together[alone] = 1.0
                 between = turning.between(long, short, together, left, right)
@@ -631,7 +592,7 @@ class PositionAttention:
         self.weights = several @ logits.mixture().frequencies.portion
         self._by_frequency = ratio_or_zero(several, self.weights[:, :, None])
         self.counted = logits.sight.keys * self.weights
-        self._pairs = RowPairs.of(sight, logits.turning)
+        self._pairs = row_pairs(sight, logits.turning)
         self._rare = np.zeros_like(self.weights)
         kinds = logits.mixture().kinds
         self._together, self._moving = np.zeros((2, kinds, *self.weights.shape))
@@ -671,7 +632,7 @@ class PositionAttention:
         """Every row met by the one before it, which sees the same keys but for the row's own."""
         logits = self.logits
         kernels = logits._replace(queries=(met.queries, logits.queries[1]))
-        pairs = RowPairs.of_neighbours(logits.sight, logits.turning, met.before)
+        pairs = neighbour_rows(logits.sight, logits.turning, met.before)
         return self._met(kernels, pairs)
 
     def _met(self, kernels: Across | ClassLogits, pairs: RowPairs) -> PositionAttention:
@@ -731,7 +692,7 @@ class PositionAttention:
         counts = self._counts(self.logits.sight.keys)
         found = np.zeros((len(counts), *self.weights.shape))
         inside = np.zeros((*found.shape, found.shape[-1]))
-        for rows, keys in self._pairs.together:
+        for rows, keys in self._pairs.rows:
             for part, (own, pairs) in enumerate(self._responses(rows, keys)):
                 found[part, rows, keys], inside[part, rows, keys, keys] = own, pairs
         return [RowMaps.of(*one) for one in zip(found, inside, counts, strict=True)]
@@ -760,9 +721,7 @@ class PositionAttention:
             beside = np.where(seen, prior * (alone - diagonal(of_kinds[kind])) / total, 0.0)
             found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        rule: Rule = []
-        if logits.turning is not None:
-            rule = logits.turning.rule_at((of, among, among))
+        rule = [] if logits.turning is None else logits.turning.rule
         aways = None if away is None else [log_mean(rule, exponent * away[kind]) for kind in spread]
         varying = None if away is None else [_varying(keys, away[kind]) for kind in spread]
         together: list[Array] = []
@@ -1053,7 +1012,8 @@ class PositionAttention:
             slope: (c,) its derivative in the correlation.
         """
         varying, leans = None, None
-        if tile.away is not None:
+        if tile.away is not None and self.logits.turning is not None:
+            rule = self.logits.turning.rule
             varying, leans = [], []
             _, of_kinds = self._between_keys(tile)
             kinds = zip(sums.mixture.values, self._moving, directions[0], strict=True)
@@ -1062,7 +1022,7 @@ class PositionAttention:
                 away = of_kinds[kind] * tile.away
                 away *= moving[tile.long, tile.left][:, :, None]
                 away *= moving[tile.short, tile.right][:, None, :]
-                mean, moved = leaning(tile.rule, factor[:, None, None] * away)
+                mean, moved = leaning(rule, factor[:, None, None] * away)
                 varying.append(mean)
                 # what the law weighs by is what moves it
                 leans.append(moved)
@@ -1249,10 +1209,8 @@ class PositionAttention:
         own = logits.values[0]
         shift = (self.counted @ own - output) * np.sqrt(self._rows.softening)
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-            moved = self._apart(self._mean_of("values"))
-            usable = moved > 1e-9 * (self.counted @ own)
-            ratio = self._apart(self._mean_of("keys")) / np.where(usable, moved, 1.0)
-            shift = shift * np.sqrt(np.where(usable, ratio, 0.0))
+            moved, looked = (self._apart(self._mean_of(name)) for name in ("values", "keys"))
+            shift = shift * toward_keys(moved, looked, self.counted @ own)
         return np.asarray(shift)
 
     def _mean_of(self, name: str) -> Matrix:
@@ -1282,10 +1240,7 @@ class PositionAttention:
             return shift[long] * shift[short]
         values = self._mean_of("values")
         parts = self.counted * (values[0] - self._met_by(values))
-        total = parts.sum(1)
-        usable = np.abs(total) > 1e-300
-        parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
-        turned = np.einsum("pq,pqm->pm", parts, turning.keys)
+        turned = np.einsum("pq,pqm->pm", of_shift(parts, shift), turning.keys)
         both = turned[long] * turned[short].conj() * self._pairs.phases.conj()
         return np.asarray((both @ turning.shares).real)
 

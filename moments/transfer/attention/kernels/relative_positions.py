@@ -1,20 +1,11 @@
 """Relative positions on classes: rotation, distance penalties and biases, by cells of positions.
 
-Rotation: what it is on average within cells.
+Rotation multiplies the kernel of two keys of one row by rho(j' - j), and the covariance of two
+rows' logits by rho(j' - j - (i' - i)), with rho(x) = sum_m s_m cos(w_m x): cells hold its mean, a
+token with itself left out, and the variance inside them.
 
-The kernel of two keys of one row is multiplied by rho(j' - j), and the covariance of two rows'
-logits by rho(j' - j - (i' - i)), with rho(x) = sum_m s_m cos(w_m x). That oscillates within cells,
-whatever their number, so cells hold its mean: for every frequency that of the phase e^{i w j} under
-hats that are linear in log j, whose products are the means over two cells of rows and two of keys.
-A token with itself is left out, being no pair. What laws that are not linear in the kernel make of
-the rest is followed to second order, by the variance of rho inside the cells.
-
-Distance penalties: what rows of a causal mask see when weights fade with distance.
-
-A head of slope s adds -s (i - j) to its logits, a prior p_ij = e^{-s (i - j)} on its weights that
-varies inside cells. A row p counts a class q by n tokens of one prior w, n w = sum_j p and
-n w^2 = sum_j p^2 over the cell: sums over keys, and over keys met twice, are those of the prior.
-What two rows share is its mean over two tokens of their cells, a token with itself left out,
+Distance penalties are a prior on weights that varies inside cells. What two rows share is its mean
+over two tokens of their cells, a token with itself left out,
 
     sum_j p_ij p_i'j,    i in one cell and i' in the other,
 
@@ -22,17 +13,15 @@ and so is what two keys send to the rows that see both. All are sums of exponent
 that are linear in log position, found by recursion over positions. What tokens a few apart have in
 common beyond the rest of their cells is averaged over these.
 
-Biases by relative position, to first order, as `attention.RelativeBiasNoise` by token.
-
-A bias of variance v that all pairs of tokens of one bucket share adds v sum_b U^b_i U^b_i'^T to the
-joint law of two rows, U^b_ij = w_ij (1[b_ij = b] - m_b(i)) and m_b(i) what row i's bucket holds of
-its attention. Of a kernel of own parts a_j beside what two tokens share, the first kind meets
+Biases by relative position, to first order, are as `attention.RelativeBiasNoise` by token. One of
+variance v that all pairs of tokens of one bucket share adds v sum_b U^b_i U^b_i'^T to the joint law
+of two rows, U^b_ij = w_ij (1[b_ij = b] - m_b(i)) and m_b(i) what row i's bucket holds of its
+attention. Of a kernel of own parts a_j beside what two tokens share, the first kind meets
 
     sum_j a_j w_ij w_i'j (1[b_ij = b_i'j] - m_{b_ij}(i') - m_{b_i'j}(i) + sum_b m_b(i) m_b(i')),
 
-over the keys that both rows see, and the second the sums of U^b over classes. Buckets are ranges of
-positions, over which `classes.PositionClasses.hats` sum in closed form: they are linear in log j,
-and sum log j = log Gamma. Two rows of one class are as far apart as sums over rows count them.
+over the keys that both rows see, and the second the sums of U^b over classes. Two rows of one class
+are as far apart as sums over rows count them.
 
 Tokens of one class are one row and one key here whose numbers are means over all rows and pairs of
 rows: sums over classes then vanish, and a key takes back from all others what it sends itself.
@@ -69,8 +58,10 @@ from ....model.positions import RelativeBias
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Phases = NDArray[np.complex128]
-Rule = list[tuple[Any, Any]]
+Rule = list[tuple[float, float]]
 """Nodes and weights of a distribution, in units of its deviation about its mean."""
+
+TWO_POINTS: Rule = [(1.0, 0.5), (-1.0, 0.5)]
 
 SAMPLED = 32
 """Positions of a cell that the variance of rho is averaged over."""
@@ -86,7 +77,7 @@ class Turning:
     Attributes:
         within: (P, P, P) [p, q, r] of two different keys of a row.
         deviation: (P, P, P) root of its variance inside the cells.
-        rule: of its distribution there, the same for all or (P, P, P).
+        rule: of its distribution there.
         rows: (P, P) variance of rho(i - i') of two different rows of two cells.
         keys: (P, P, m) of e^{i w j} over a row's keys in a cell.
         shares: (m,) s_m.
@@ -117,16 +108,11 @@ class Turning:
             self,
             within=self.within[two],
             deviation=self.deviation[two],
-            rule=self.rule_at(two),
             keys=self.keys[:, held],
             _mass=self._mass[:, held],
             _same=self._same[two],
             _keys_at=(self._keys_at[0][:, held], self._keys_at[1][:, held]),
         )
-
-    def rule_at(self, where: Any) -> Rule:
-        """The rule for some rows and keys."""
-        return [(z[where], w[where]) if np.ndim(z) else (z, w) for z, w in self.rule]
 
     def of_rows(self, long: Indices, short: Indices) -> Phases:
         """(C, m) mean e^{i w (i - i')} of two different rows."""
@@ -138,45 +124,37 @@ class Turning:
         return np.asarray(np.where(usable[:, None], found, np.exp(1j * self._speed)))
 
     @functools.cached_property
-    def _deviations(self) -> tuple[Array, Array, Array]:
-        """(s,) deviations of an offset, and (s, 2 L) the roots of rho's variance about a mean one,
-        and its skewness: both Gaussian, by cosine transforms of what is even."""
+    def _deviations(self) -> tuple[Array, Array]:
+        """(s,) deviations of an offset, and (s, 2 L) the roots of rho's variance about a mean one:
+        both Gaussian, by cosine transforms of what is even."""
         from scipy.fft import dct  # takes a tenth of a second
 
         count = 2 * int(self._rows_at[0].max()) + 2
         sizes = 2.0 ** np.arange(-1.0, np.log2(count))
         rho = turned_means(count, self._speed, self.shares).real
         waves = np.pi * np.arange(count) / (count - 1)
-        powers = dct(np.stack([rho, rho**2, rho**3]), 1) / (2.0 * (count - 1))
+        powers = dct(np.stack([rho, rho**2]), 1) / (2.0 * (count - 1))
         found = []
         for size in sizes:
-            mean, square, cube = dct(powers * np.exp(-0.5 * (waves * size) ** 2), 1)
-            root = np.sqrt(np.maximum(square - mean**2, 0.0))
-            found.append((root, skewness(cube - mean * (3.0 * square - 2.0 * mean**2), root)))
-        roots, skews = (np.stack(one) for one in zip(*found, strict=True))
-        return sizes, roots, skews
+            mean, square = dct(powers * np.exp(-0.5 * (waves * size) ** 2), 1)
+            found.append(np.sqrt(np.maximum(square - mean**2, 0.0)))
+        return sizes, np.stack(found)
 
-    def away(
-        self, long: Indices, short: Indices, left: slice, right: slice, rows: bool
-    ) -> tuple[Array, Rule]:
+    def away(self, long: Indices, short: Indices, left: slice, right: slice, rows: bool) -> Array:
         """(C, n, k) root of the variance of rho(j' - j - (i' - i)) inside the cells of two rows and
-        a key of each, and the rule; `rows`: whether rows vary, or follow one another."""
+        a key of each; `rows`: whether rows vary, or follow one another."""
         (places, varying), (keys, inside) = self._rows_at, self._keys_at
         apart = places[long] - places[short] if rows else np.ones(len(long))
         size = varying[long] + varying[short] if rows else np.zeros(len(long))
         mean = keys[short][:, None, right] - keys[long][:, left, None] + apart[:, None, None]
         whole = inside[short][:, None, right] + inside[long][:, left, None] + size[:, None, None]
-        sizes, roots, skews = self._deviations
+        sizes, roots = self._deviations
         level = np.log2(np.maximum(np.sqrt(whole) / sizes[0], 1e-9))
         lower = np.clip(np.floor(level), 0, len(sizes) - 2).astype(np.intp)
         share = np.clip(level - lower, 0.0, 1.0)
         where = np.minimum(np.abs(mean).round().astype(np.intp), roots.shape[1] - 1)
-        root, skew = (
-            (1.0 - share) * one[lower, where] + share * one[lower + 1, where]
-            for one in (roots, skews)
-        )
-        rule = two_points(skew) if np.ndim(self.rule[0][0]) else self.rule
-        return np.asarray(np.where(whole > 0.0, root, 0.0)), rule
+        root = (1.0 - share) * roots[lower, where] + share * roots[lower + 1, where]
+        return np.asarray(np.where(whole > 0.0, root, 0.0))
 
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different positions of two cells: by what their means weigh,
@@ -203,25 +181,6 @@ class Turning:
         mass = self._mass[long, left][:, :, None] * self._mass[short, right][:, None, :]
         turned = (rows @ self.shares).real[:, None, None]
         return of_pairs(total, mass, self._same[short][:, left, right], turned, turned)
-
-
-MOST_SKEWED = 4.0
-"""Bound of what may be a number next to nothing over another. Chosen; 2 and 16 move Llama's and
-Mistral's layers at 2048 and 4096 tokens by no 1e-8."""
-
-
-def skewness(cube: Array, root: Array) -> Array:
-    """Of a third central moment and a deviation."""
-    there = root > 1e-9
-    found = cube / np.where(there, root, 1.0) ** 3
-    return np.where(there, np.clip(found, -MOST_SKEWED, MOST_SKEWED), 0.0)
-
-
-def two_points(skew: Array) -> Rule:
-    """The Gauss rule of two nodes, of mean 0, variance 1 and that skewness."""
-    above = 0.5 * skew + np.sqrt(1.0 + 0.25 * skew**2)
-    share = 1.0 / (1.0 + above**2)
-    return [(above, share), (-1.0 / above, 1.0 - share)]
 
 
 def _turns(count: int, speed: Array) -> tuple[Phases, Phases]:
@@ -268,7 +227,7 @@ def of_pairs(mean: Array, pairs: Array, itself: Array, of_itself: Any, beside: A
 def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, ...]) -> Turning:
     speed, share = np.array(frequencies), np.array(shares)
     size = len(sight.classes.nodes)
-    hats = (OneHat if isinstance(sight.classes, OneClass) else Hats)(sight.classes, speed)
+    hats = hats_of(sight.classes, speed)
     # A window begins inside a cell that its counts reach into: they are of what whole cells hold.
     whole = isinstance(sight.classes, BothSides | OneClass)
     ends = np.full(size, sight.classes.length) if whole else sight.ends
@@ -280,8 +239,8 @@ def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, 
     within = of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
     rows = hats.sums(0, sight.classes.length)
     ending = not isinstance(sight.classes, BothSides)
-    deviation, rule = hats.deviation(share, ending)
-    varying = deviation, rule, hats.deviation(share, False)[0][0] ** 2
+    of_rows = hats.deviation(share, False)[0] ** 2
+    varying = hats.deviation(share, ending), hats.rule(share), of_rows
     return Turning(within, *varying, keys, share, mass, same, rows, speed, *hats.places(ending))
 
 
@@ -356,6 +315,15 @@ class Hats:
         """(L,) rho of every offset."""
         return turned_means(int(self._nodes[-1]), self._speed, share).real
 
+    def _about_mean(
+        self, table: Array, one: tuple[Array, Array], other: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """Shares of pairs of different positions of two cells, and rho of each about its mean."""
+        offset = np.abs(np.subtract.outer(one[0], other[0])).astype(np.intp)
+        weight = np.outer(one[1], other[1]) * (offset > 0)
+        weight /= max(weight.sum(), 1e-300)
+        return weight, table[offset] - (weight * table[offset]).sum()
+
     def scatter(self, share: Array) -> Array:
         """(P, P) variance of rho inside two cells, less that of its means over either."""
         size, table = len(self._nodes), self._table(share)
@@ -363,45 +331,34 @@ class Hats:
         found = np.zeros((size, size))
         for q in range(size):
             for r in range(q + 1):
-                (one, left), (other, right) = every[q], every[r]
-                offset = np.abs(np.subtract.outer(one, other)).astype(np.intp)
-                weight = np.outer(left, right) * (offset > 0)
-                mass, rho = weight.sum(), table[offset]
-                if mass <= 0.0:
-                    continue
-                apart = rho - (weight * rho).sum() / mass
+                weight, apart = self._about_mean(table, every[q], every[r])
                 for axis in (0, 1):
                     sums = weight.sum(axis, keepdims=True)
                     means = (weight * apart).sum(axis, keepdims=True)
                     apart = apart - means / np.where(sums > 0.0, sums, 1.0)
-                found[q, r] = found[r, q] = (weight * apart**2).sum() / mass
+                found[q, r] = found[r, q] = (weight * apart**2).sum()
         return found
 
-    def deviation(self, share: Array, ending: bool = True) -> tuple[Array, Rule]:
-        """See `Turning.deviation`, and its rule; those of a window's first cell are of all of it.
-        `ending`: whether rows end at their own position."""
+    def rule(self, share: Array) -> Rule:
+        """See `Turning.rule`."""
+        return TWO_POINTS
+
+    def deviation(self, share: Array, ending: bool) -> Array:
+        """See `Turning.deviation`; that of a window's first cell is of all of it. `ending`: whether
+        rows end at their own position."""
         size, table = len(self._nodes), self._table(share)
-
-        def moments(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[float, float]:
-            offset = np.abs(np.subtract.outer(one[0], other[0])).astype(np.intp)
-            weight = np.outer(one[1], other[1]) * (offset > 0)
-            mass, rho = weight.sum(), table[offset]
-            if mass <= 0.0:
-                return 0.0, 0.0
-            apart = rho - (weight * rho).sum() / mass
-            return float((weight * apart**2).sum() / mass), float((weight * apart**3).sum() / mass)
-
         every, ends = ([self._sample(c, behind) for c in range(size)] for behind in (True, False))
-        found, last = np.zeros((size, size, 2)), np.zeros((size, size, 2))
+        found, last = np.zeros((size, size)), np.zeros((size, size))
         for q in range(size):
             for r in range(q + 1):
-                found[q, r] = found[r, q] = moments(every[q], every[r])
-                last[q, r] = moments(ends[q], ends[q] if r == q else every[r])
+                weight, apart = self._about_mean(table, every[q], every[r])
+                found[q, r] = found[r, q] = (weight * apart**2).sum()
+                weight, apart = self._about_mean(table, ends[q], ends[q] if r == q else every[r])
+                last[q, r] = (weight * apart**2).sum()
         whole = np.broadcast_to(found, (size, *found.shape)).copy()
         for p in range(size if ending else 0):
             whole[p, p, : p + 1] = whole[p, : p + 1, p] = last[p, : p + 1]
-        root = np.sqrt(whole[..., 0])
-        return root, two_points(skewness(whole[..., 1], root))
+        return np.sqrt(whole)
 
 
 class OneHat(Hats):
@@ -424,14 +381,21 @@ class OneHat(Hats):
         apart = rho - count @ rho
         return apart, count, float(np.sqrt(count @ apart**2))
 
-    def deviation(self, share: Array, ending: bool = True) -> tuple[Array, Rule]:
+    def rule(self, share: Array) -> Rule:
         """By a Gauss rule for the offsets of all pairs."""
         apart, count, size = self._spread(share)
-        rule: Rule = [(1.0, 0.5), (-1.0, 0.5)]
-        if size >= 1e-12:
-            nodes, weights = few_points(apart / size, OFFSETS, count)
-            rule = list(zip(nodes.tolist(), weights.tolist(), strict=True))
-        return np.full((1, 1, 1), size), rule
+        if size < 1e-12:
+            return TWO_POINTS
+        nodes, weights = few_points(apart / size, OFFSETS, count)
+        return list(zip(nodes.tolist(), weights.tolist(), strict=True))
+
+    def deviation(self, share: Array, ending: bool) -> Array:
+        return np.full((1, 1, 1), self._spread(share)[2])
+
+
+def hats_of(classes: PositionClasses, speed: Array) -> Hats:
+    """Those of classes of positions, or of one class of all."""
+    return OneHat(classes, speed) if isinstance(classes, OneClass) else Hats(classes, speed)
 
 
 # --- distance penalties ---------------------------------------------------------------------------

@@ -1,16 +1,8 @@
 """Statistics of single attention rows: variance, participation, entropy and mean attention.
 
-The exchangeable row that stands for each row of a token kernel.
-
-Attention row i has Gaussian logits with covariance tau C_ii C_jk over its allowed keys. Its softmax
-is compared with that of n_e keys whose covariance is tau (b + (spread) delta_jk): softmax ignores
-the common part b, so two numbers describe that row, its logit variance theta and its number of keys
-n_e. They are chosen to reproduce the overlap distribution of the kernel's keys through
-
-    mean C,    log mean e^{tau C},    log mean e^{2 tau C}    (means over pairs of allowed keys),
-
-the last two being the second and fourth annealed moments of the partition sum. An exchangeable
-kernel is returned exactly, and so are clusters of equal size whose members coincide.
+The softmax of a row is compared with that of n_e keys whose logits have covariance
+tau (b + (spread) delta_jk), which does not know b: its logit variance theta and its number of keys
+n_e reproduce the overlap distribution of the row's keys.
 
 See docs/theory/attention.md, The closure.
 """
@@ -207,7 +199,6 @@ class AttentionRows:
             the row's; as `unshared_fraction` for exchangeable keys, 2 for two opposite ones.
         theta: the same within the tables, where the exact statistics were taken.
         keys: effective number of keys n_e.
-        sum_square: P2 = E sum a^2 of the reference row.
         entropy: E[-sum a log a] in nats, over all allowed keys.
         strength: (1 - P2)/(1 - 1/n_e), the exact response of the softmax to its own logits.
         odds: log-odds of P2 per logit variance.
@@ -225,7 +216,6 @@ class AttentionRows:
     unshared_by_mean: Array
     theta: Array
     keys: Array
-    sum_square: Array
     entropy: Array
     strength: Array
     odds: Array
@@ -363,7 +353,6 @@ def statistics_of(
         np.where(several, np.clip(own_part, 0.0, 2.0), 0.0),
         theta,
         reference.keys,
-        np.asarray(exact.sum_square),
         np.asarray(exact.entropy) + uniform - np.log(reference.keys),
         strength,
         np.maximum(odds, 1e-12),

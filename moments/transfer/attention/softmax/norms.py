@@ -1,35 +1,13 @@
 """How much the logits of an attention row vary over draws, and what fixed norms take from that.
 
-What fixing the tokens' norms takes.
+A row's logits are w.x_j with w = W_k^T W_q x_i. The average over |w|^2 is taken by Gaussian
+quadrature (`chi_square_rule`). Tokens whose norm is fixed, by a normalisation, lack the fluctuation
+2/d of |x_j|^2, or the part 2 delta of it: delta = 1/d - Var|x|^2 / (2 E^2|x|^2). To first order in
+delta, from the covariance of sample correlations (Isserlis' theorem for the inner products, the
+delta method for the norms), the overlaps of two queries fluctuate less (`pair_spreads`), and keys'
+logits are those of Gaussian ones at another covariance (`KeyCorrections`).
 
-A row's logits are w.x_j with w = W_k^T W_q x_i. Given w, logits of Gaussian tokens are Gaussian.
-Tokens whose norm is fixed, by a normalisation, lack the fluctuation 2/d of |x_j|^2, or the part
-2 delta of it: delta = 1/d - Var|x|^2 / (2 E^2|x|^2). To first order in delta, from the covariance
-of sample correlations (Isserlis' theorem for the inner products, the delta method for the norms),
-for keys that share the fraction k of their second moment,
-
-    the own logit variance, 1 - k, fluctuates with all overlaps: relative variance 2 k^2 delta;
-    own logits given that have fourth cumulant -6 (1-k)^2 delta times their variance squared;
-
-and the overlaps of two queries fluctuate less (`pair_spreads`). A fourth cumulant 3 z theta^2 acts
-as an independent fluctuation z of each key's own variance. On P_2 = 1 - 2 d/dtheta E log sum e^s
-that is, exactly,
-
-    dP_2 = -(z theta^2 / 4) d/dtheta (1 - 7 P_2 + 12 P_3 - 6 P_4).
-
-For many keys it replaces the logit covariance psi of two rows by log E e^{s+s'} - log E e^s -
-log E e^s', with s on a sphere. Finite rows are taken at that psi with its shift scaled by dP_2 over
-the limit of dP_2: first order is exact for P_2, and the limit of many keys for all statistics.
-
-The average over the fluctuation of a row's logit variance where no norm is fixed.
-
-The logits of query i are <w_i, x_j>, and given w_i their variance within the row is theta |w_i|^2
-over its mean. |w_i|^2 is close to a gamma variable of mean 1 and variance 2/nu (chi-square over nu,
-nu degrees of freedom); the rule below is Gaussian quadrature for exactly that density.
-
-See docs/theory/softmax.md, Tokens of fixed norm.
-
-See docs/theory/softmax.md, Queries of finite width.
+See docs/theory/softmax.md, Queries of finite width and Tokens of fixed norm.
 """
 
 from __future__ import annotations
@@ -41,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....errors import domain_error
-from .exact import Array, RowStatistics
+from .table import Array, RowStatistics
 
 # --- queries whose norm fluctuates ----------------------------------------------------------------
 

@@ -1,24 +1,13 @@
 """Softmax rows of logit variances beyond the tables, from the law of rows that all but pick a key.
 
-Adding Gumbel noise to logits and taking the largest draws a key from their softmax, so that
-C2(theta, rho) is the chance that two rows, each with noise of its own, pick one key: that of a hard
-maximum at a lower correlation. Lines of equal C2 run along d log rho/d log theta = -kappa/theta,
-kappa = (dC2/dlog theta)/(rho theta/theta dC2/drho) -> pi^2/6, Gumbel's variance, for many units of
-theta. With kappa = pi^2/6 + c/theta, c from the edge of the tables, they are followed back to
-there.
+Lines of equal C2 run along d log rho/d log theta = -kappa/theta; with kappa = pi^2/6 + c/theta, c
+from the edge of the tables, they are followed back to there. Beyond the line through equal rows at
+the edge (1 - C2)^2, nearly linear in 1 - rho, is Hermite's cubic up to equal rows. Of single rows
+1 - P2 is f/sigma, f less a part in 1/theta, which the edge gives; their other moments are those of
+Poisson's and Dirichlet's law of this P2, from the chances of its partitions (Pitman 1995), beside
+which the edge's own ratio wanes as 1/theta. Derived on the page.
 
-Single rows. The two largest logits lie x apart with density f/sigma at x = 0, f = n (n - 1) int
-phi^2 Phi^(n-2), so that 1 - P2 = f/sigma to leading order; f less a part in 1/theta, which the edge
-gives, is what is taken. And the largest logits of many make a Poisson process of exponential
-intensity, whose softmax is Poisson and Dirichlet's of one parameter (Ruelle 1987), 1 - P2:
-
-    E tr J^2 = P2 (1 - P2)/3,   P3 = P2 (1 + P2)/2,   P4 = P3 (2 + P2)/3,
-
-from the chances of its partitions (Pitman 1995); beside it the edge's own ratio wanes as 1/theta.
-Beyond the line through equal rows at the edge (1 - C2)^2, nearly linear in 1 - rho, is Hermite's
-cubic up to equal rows. Derived here.
-
-Error of C2, of 1 - C2 and of dC2/drho beside the exact evaluator: `tests/test_peaked.py`.
+Error of C2, of 1 - C2 and of dC2/drho beside the exact integrals: `tests/test_peaked.py`.
 
 See docs/theory/softmax.md, Beyond the tables.
 """
@@ -31,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from .exact import Array, PairStatistics, RowStatistics
-from .table import THETA_MAX
+from .table import THETA_MAX, Array, PairStatistics, RowStatistics
 
 GUMBEL = math.pi**2 / 6
 """Variance of Gumbel noise."""
@@ -142,11 +130,9 @@ def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics
         mean_logit_square=towards(edge.mean_logit_square, top),
         weighted_logit_square=towards(edge.weighted_logit_square, top),
         entropy=towards(edge.entropy, 0.0),
-        valid=edge.valid,
     )
     beyond = (theta > THETA_MAX) & (keys > 1.0 + 1e-6)
-    fields = [np.where(beyond, a, b) for a, b in zip(found[:-1], edge[:-1], strict=True)]
-    return RowStatistics(*fields)._replace(valid=edge.valid)
+    return RowStatistics(*[np.where(beyond, a, b) for a, b in zip(found, edge, strict=True)])
 
 
 def at_edge(theta: Array, rho: Array, edge: RowStatistics) -> tuple[Array, Array]:
@@ -204,6 +190,5 @@ def pairs_beyond(
     radial = np.asarray(found.radial_overlap) * jacobian / before * radial_ratio
     growth = np.asarray(found.overlap_slope) * jacobian / before
     beyond = (theta > THETA_MAX) & (keys > 1.0 + 1e-6)
-    fields = zip((overlap, jacobian, radial, growth), found[:4], strict=True)
-    overlap, jacobian, radial, growth = (np.where(beyond, a, b) for a, b in fields)
-    return PairStatistics(overlap, jacobian, radial, growth, found.valid)
+    fields = zip((overlap, jacobian, radial, growth), found, strict=True)
+    return PairStatistics(*[np.where(beyond, a, b) for a, b in fields])

@@ -42,17 +42,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....errors import domain_error
+from moments.errors import domain_error
+from moments.transfer.attention.softmax import PairStatistics, RowStatistics, table
 
 # --- integrals over the partition sum -------------------------------------------------------------
 
 Array = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 
 PAIR_STEP = 0.35
 """Spacing in log t for two rows, where p <= 2: |Gamma(2 + 2 pi i / step)| = 1e-10."""
@@ -189,54 +190,6 @@ to a part e^{2 psi} of their size, which leaves five digits at -12 and nine at -
 rho = -1 has no such limit."""
 
 
-class PairStatistics(NamedTuple):
-    """Two softmax rows; floats from the evaluator, broadcast arrays from a table.
-
-    Attributes:
-        overlap: C2 = E sum_j a_j a'_j.
-        jacobian_overlap: T = E tr(J J') = dC2/dpsi.
-        radial_overlap: UD = E (J s).(J' s') / psi; (1 + psi) T for many keys.
-        overlap_slope: dC2/dlog theta at fixed rho, both rows' variances moving together.
-        valid: False where the variance is beyond what is validated and the numbers are clipped.
-    """
-
-    overlap: Array | float
-    jacobian_overlap: Array | float
-    radial_overlap: Array | float
-    overlap_slope: Array | float
-    valid: BoolArray | bool = True
-
-
-class RowStatistics(NamedTuple):
-    """One row a of n keys, its logits s of variance theta; S = sum_j a_j^2, m = sum_j a_j s_j.
-
-    Attributes:
-        sum_square: P2 = E S.
-        sum_cube: P3 = E sum a^3.
-        sum_fourth: P4 = E sum a^4.
-        trace_square: E (tr J)^2 = E (1 - S)^2; hence E S^2 = trace_square - 1 + 2 P2.
-        jacobian_square: T2 = E tr J^2.
-        radial_square: U = E |J s|^2 / theta; (1 + theta) T2 for many keys.
-        sum_square_slope: dP2/dlog theta.
-        mean_logit_square: E m^2 / theta.
-        weighted_logit_square: E sum a^2 s^2 / theta.
-        entropy: E[-sum a log a], in nats.
-        valid: False where the variance is beyond what is validated and the numbers are clipped.
-    """
-
-    sum_square: Array | float
-    sum_cube: Array | float
-    sum_fourth: Array | float
-    trace_square: Array | float
-    jacobian_square: Array | float
-    radial_square: Array | float
-    sum_square_slope: Array | float
-    mean_logit_square: Array | float
-    weighted_logit_square: Array | float
-    entropy: Array | float
-    valid: BoolArray | bool = True
-
-
 def check_theta(name: str, theta: float) -> float:
     """`theta` as a float in [0, THETA_EXACT]; DomainError otherwise."""
     if not 0.0 <= theta <= THETA_EXACT:
@@ -244,7 +197,6 @@ def check_theta(name: str, theta: float) -> float:
             name,
             theta,
             f"a logit variance in [0, {THETA_EXACT:g}]",
-            "a table clips larger ones and says so in `valid`",
         )
     return float(theta)
 
@@ -431,3 +383,94 @@ def _row(theta: float, n: float) -> RowStatistics:
         weighted_logit_square=keys(a2gg),
         entropy=max(log_z - theta * one_minus_p2, 0.0),
     )
+
+
+# --- what is tabulated ----------------------------------------------------------------------------
+
+
+def encode_row(theta: float, n: float) -> Array:
+    """(10,) functions of one row that are tabulated; theta > 0 and n > 1.
+
+    First the log-odds of P2 per theta, log[(n-1) P2 / (1-P2)] / theta: 1 at theta = 0.
+    """
+    row = row_statistics(theta, n)
+    rest = 1.0 - row.sum_square
+    return np.array(
+        [
+            math.log((n - 1.0) * row.sum_square / rest) / theta,
+            row.jacobian_square / (row.sum_square * rest),
+            row.sum_square_slope / (theta * row.jacobian_square),
+            row.radial_square / row.jacobian_square,
+            row.trace_square / rest,
+            (row.mean_logit_square - theta * rest**2) / row.sum_square,
+            math.log(row.weighted_logit_square / row.sum_square),
+            (math.log(n) - row.entropy) / (theta * rest),
+            math.log(n**2 * row.sum_cube) / theta,
+            math.log(n**3 * row.sum_fourth) / theta,
+        ]
+    )
+
+
+def _pair_at_small_theta(theta: float, n: float, rho: float) -> PairStatistics:
+    """The pair, its overlap divided by the evaluator's own error in the exact C2(rho = 0) = 1/n.
+
+    log(n C2) is divided by psi below, which would magnify that error near theta = 0.
+    """
+    pair = pair_statistics(theta, n, rho)
+    if theta > 0.1:
+        return pair
+    uncorrelated = n * pair_statistics(theta, n, 0.0).overlap
+    return pair._replace(overlap=pair.overlap / uncorrelated)
+
+
+def encode_square_pair(theta: float, n: float, rho: float) -> Array:
+    """(4,) functions of two rows of n keys; theta > 0, n > 1 and rho != 0.
+
+    The first is the log-odds of C2 per psi: at rho = 1 that of P2 per theta.
+    """
+    pair, psi = _pair_at_small_theta(theta, n, rho), rho * theta
+    rest = 1.0 - pair.overlap
+    return np.array(
+        [
+            math.log((n - 1.0) * pair.overlap / rest) / psi,
+            math.log(pair.jacobian_overlap / (pair.overlap * rest)),
+            pair.radial_overlap / pair.jacobian_overlap,
+            pair.overlap_slope / (psi * pair.jacobian_overlap),
+        ]
+    )
+
+
+def gauss_nodes(count: int) -> Array:
+    """Roots of the Chebyshev polynomial of degree `count`: none at an end, where ratios are 0/0."""
+    return np.cos(np.pi * (np.arange(count) + 0.5) / count)
+
+
+def chebyshev_coefficients(values: Array, axes: Sequence[int]) -> Array:
+    """Coefficients of the interpolant through `values` at the gauss_nodes of each of `axes`."""
+    for axis in axes:
+        count = values.shape[axis]
+        transform = np.cos(np.outer(np.arange(count), np.arccos(gauss_nodes(count))))
+        transform *= 2.0 / count
+        transform[0] *= 0.5
+        values = np.moveaxis(np.tensordot(transform, values, (1, axis)), 0, axis)
+    return values
+
+
+def theta_at(coordinate: float) -> float:
+    """Inverse of `theta_coordinate`."""
+    return table.THETA_MAX * (0.5 * (1.0 + coordinate)) ** 2
+
+
+def far_theta_at(coordinate: float) -> float:
+    """Inverse of `far_coordinate`."""
+    return (table._NEAR + (table._FAR - table._NEAR) * 0.5 * (1.0 + coordinate)) ** 2
+
+
+def far_rho_at(coordinate: float) -> float:
+    """Inverse of `far_rho_coordinate`."""
+    return table.RHO_FAR + (1.0 - table.RHO_FAR) * 0.5 * (1.0 + coordinate)
+
+
+def length_at(coordinate: float) -> float:
+    """Inverse of `length_coordinate`."""
+    return math.exp(0.5 * table.LOG_LENGTH_MAX * (1.0 + coordinate))
