@@ -27,7 +27,7 @@ from moments.papers.analysis import (
     variance_recursion,
 )
 from moments.papers.analysis.fixed_points import repeated_layer
-from moments.papers.analysis.results import blocks
+from moments.papers.analysis.recursion import blocks
 
 
 def model(**changes: object) -> moments.Transformer:

@@ -277,6 +277,17 @@ def test_double_query_key_grows_with_depth() -> None:
     assert found["post, deviations: over Xavier's"] > found["post, variances: over Xavier's"] > 1
 
 
+def test_doubled_queries_and_keys_are_not_ten_thousandfold() -> None:
+    """Two simulated draws of the Pre-LN with 512 tokens grow 192-fold (65) where variances are
+    doubled, and 1.9e8-fold (1.7e8) where deviations are."""
+    found = double_query_key().predicted
+    assert found["pre, variances: growth"] == pytest.approx(192, abs=65)
+    assert 1e7 < found["pre, deviations: growth"] < 1e9
+    for norm in ("pre", "post"):
+        assert found[f"{norm}, variances: over Xavier's"] < 100
+        assert found[f"{norm}, deviations: over Xavier's"] > 1e6
+
+
 def test_norm_growth_before_attention_is_sharp() -> None:
     """Figure 11's first five layers against draws of the linear network."""
     width, tokens, layers = 30, 20, 4

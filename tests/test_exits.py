@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from moments import Biases, Embedding, Head, Rotary, Transformer, Weights, predict
 from moments.errors import DomainError, MomentsError, ValidityWarning
 from moments.formulas.algebra import NUMPY
-from moments.model.declaration import NORM_PLACEMENTS, NORMALIZATIONS
+from moments.model.declaration import NORMALIZATIONS
+from moments.model.placement import BUILT_IN
 from moments.model.weights import MATRICES
 from moments.prediction.gate import Gate
 from moments.transfer.embedding import fixed_positions
@@ -53,7 +54,7 @@ def declarations(draw: Any, published: bool) -> Transformer:
         "branch_scale": draw(magnitudes(-2, 1)),
     }
     if not published:
-        norm = fields["norm"] = draw(st.sampled_from(NORM_PLACEMENTS))
+        norm = fields["norm"] = draw(st.sampled_from(BUILT_IN))
         fields |= {
             "normalization": draw(st.sampled_from(NORMALIZATIONS)),
             "activation": draw(st.sampled_from(["relu", "gelu", "silu", "erf", "tanh", "swiglu"])),

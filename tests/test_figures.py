@@ -14,10 +14,8 @@ import pytest
 import moments
 from moments.papers.analysis import angular_distance
 from moments.papers.figures import draw, names, setup
-from moments.papers.figures.catalogue import NAMES, _declared
-from moments.papers.figures.drawing import _about_points, key, stored
+from moments.papers.figures.drawing import key, stored
 from moments.papers.figures.setup import LAYER_NORM, HeatMap, read
-from moments.show.palette import typeset
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -34,25 +32,21 @@ def script(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def test_the_catalogue_is_what_the_papers_modules_declare() -> None:
-    for paper in set(NAMES.values()):
-        assert list(_declared(paper)) == [name for name in NAMES if NAMES[name] == paper]
+def test_figures_are_named_by_paper_and_number() -> None:
+    for name in names():
+        paper, _, number = name.partition("-")
+        assert setup(name).source.place.startswith(f"Figure {number}")
+        assert paper in {"kedia", "sun", "noci"}
     with pytest.raises(moments.DomainError, match="kedia-13"):
         setup("kedia-5")
 
 
 def test_points_are_those_of_the_declared_set_ups() -> None:
     made_with = script("figures").made_with
-    simulated = set()
     for name, index, line in LINES:
-        found = stored().get(key(name, index, line.label))
-        if found is None:
-            assert "NOT SIMULATED" in _about_points(setup(name))[0]
-            continue
-        simulated.add(name)
+        found = stored()[key(name, index, line.label)]
         assert made_with(found["made"], line), (name, line.label)
         assert len(found["x"]) == len(found["value"]) == len(found["stderr"])
-    assert simulated == {name for name, _, _ in LINES}
 
 
 @pytest.mark.parametrize("name", ["kedia-13", "kedia-8", "noci-8", "noci-10"])
@@ -81,13 +75,10 @@ def test_draw_saves_a_picture(tmp_path: Path) -> None:
     ]
 
 
-def test_axes_panels_and_greek_letters() -> None:
+def test_axes_and_panels() -> None:
     (left, right) = draw("kedia-2").axes
     assert {ax.get_yscale() for ax in (left, right)} == {"log"}
     assert {ax.get_xscale() for ax in (left, right)} == {"symlog"}
-    assert typeset("Xavier, lambda = 1, beta^2 = 2/N") == (
-        r"Xavier, $\lambda$ = 1, $\beta^2$ = 2/N"
-    )
     assert {panel.title for panel in setup("kedia-4").panels} == {"Pre-LN", "Post-LN"}
     with pytest.raises(moments.DomainError, match=r"\.svg or \.pdf"):
         draw("kedia-13", "figure.gif")

@@ -12,9 +12,10 @@ import pytest
 import moments
 from moments import DomainError, Embedding, Transformer, Weights
 from moments.formulas.activation import activation_names, register_activation
-from moments.model.declaration import LAYERNORM_SCALINGS, NORM_PLACEMENTS
+from moments.model.declaration import LAYERNORM_SCALINGS
 from moments.model.head import Head
 from moments.model.patches import PatchEmbedding
+from moments.model.placement import BUILT_IN
 from moments.model.positions import RelativeBias, Rotary
 from moments.model.weights import DISTRIBUTIONS, Biases
 from moments.prediction.measurement import Measurement
@@ -304,7 +305,7 @@ def weights_of(measured, number):
     return set(frame[frame["layer"] == number]["weight"])
 
 
-@pytest.mark.parametrize("placement", NORM_PLACEMENTS)
+@pytest.mark.parametrize("placement", BUILT_IN)
 @pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
 def test_every_placement_runs_with_every_feature(placement):
     extra = {"post_layers": 1} if placement == "mix" else {}

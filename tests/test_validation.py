@@ -23,7 +23,7 @@ from moments import DomainError
 from moments.cli import app
 from moments.formulas.law import THEORIES
 from moments.papers.validation import store
-from moments.papers.validation.errors import MEASURES, by_class, by_layer, errors, measure, worst
+from moments.papers.validation.errors import MEASURES, by_class, errors, measure, worst
 from moments.papers.validation.grid import (
     ARRAY,
     BASELINES,
@@ -443,13 +443,3 @@ def test_command_runs_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = data.read_text()
     assert RUNNER.invoke(app, arguments).exit_code == 0
     assert data.read_text() == before
-
-
-def test_by_layer_shows_both_sides(stored: dict[str, StoredSimulation]) -> None:
-    c = QUICK[0]
-    prediction = moments.predict(c.model, **c.ends, theory="published")
-    frame = by_layer(c, prediction, stored[c.name])
-    assert frame["layer"].tolist() == list(range(c.layers + 1))
-    np.testing.assert_allclose(
-        frame["grad"], np.abs(np.log(frame["grad_predicted"] / frame["grad_simulated"]))
-    )

@@ -512,20 +512,27 @@ def stored_model(entries: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
 
 
 def scheme_options(given: list[str] | None) -> dict[str, Any]:
-    """NAME=VALUE of every --option: numbers, true, false, null and lists as in JSON, else text."""
+    """NAME=VALUE of every --option."""
     found: dict[str, Any] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise domain_error("--option", text, "NAME=VALUE, such as per_head=false")
-        try:
-            spelled = value.lower() if value.lower() in ("true", "false") else value
-            found[name] = parse_json(spelled, f"--option {brief(name)}")
-        except DomainError:
-            raise
-        except ValueError:
-            found[name] = value
+        found[name] = spelled(value, f"--option {brief(name)}")
     return found
+
+
+def spelled(text: str, argument: str) -> Any:
+    """A number, true, false, null or a list as in JSON, none for null too, else the text itself."""
+    words = {"true": True, "false": False, "none": None}
+    if text.strip().lower() in words:
+        return words[text.strip().lower()]
+    try:
+        return parse_json(text, argument)
+    except DomainError:
+        raise
+    except ValueError:
+        return text.strip()
 
 
 def write_plot(figure: Any, path: Path) -> None:
@@ -560,28 +567,6 @@ def pictures(model: Transformer, variance: float | None, correlation: float | No
     return photograph(embedding.image_size)
 
 
-def input_moments(
-    model: Transformer,
-    variance: float | None,
-    correlation: float | None,
-    known: dict[str, Any],
-) -> dict[str, Any]:
-    """What the user says of the input, else what a plan knows of it; of a vision model's without
-    either, the photograph's moments."""
-    given = {"variance": variance, "correlation": correlation}
-    found = known | {name: value for name, value in given.items() if value is not None}
-    pixels = None if known else pictures(model, variance, correlation)
-    if pixels is None:
-        return found
-    from ..prediction.predict import predict
-
-    entering = predict(model, pixels=pixels)
-    return {
-        "variance": float(entering.variance[0]),
-        "correlation": float(entering.correlation[0]),
-    }
-
-
 def with_input(
     model: str | None,
     layers: int | None,
@@ -589,10 +574,19 @@ def with_input(
     variance: float | None,
     correlation: float | None,
 ) -> tuple[Transformer, dict[str, Any]]:
-    """The model that MODEL and options declare, and what `predict` is told of its input."""
+    """The model that MODEL and options declare, and what `predict` is told of its input: what the
+    user says, else what a plan knows; of a vision model without either, a photograph's moments."""
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)
-    return described, input_moments(described, variance, correlation, known)
+    given = {"variance": variance, "correlation": correlation}
+    found = known | {name: value for name, value in given.items() if value is not None}
+    pixels = None if known else pictures(described, variance, correlation)
+    if pixels is None:
+        return described, found
+    from ..prediction.predict import predict
+
+    entering = predict(described, pixels=pixels)
+    return described, {name: float(getattr(entering, name)[0]) for name in given}
 
 
 # Tokens that attention is resolved over where the user names no length: the cost per layer grows

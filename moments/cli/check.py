@@ -117,19 +117,15 @@ def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
     from ..torch.checkpoints import load
     from ..torch.huggingface_modules import build_module
 
-    refuse_pickle("MODULE", name)
-    path, (file, colon, inside) = Path(name), name.rpartition(":")
-    own = bool(colon) and file.endswith(".py")
-    if name in preset.names():
-        return build_module(preset.config(name), seed, layers=layers), None
-    stored = _stored(name)
-    if stored or own:
+    found = _of_user("MODULE", name)
+    if found is not None:
         if layers is not None:
             raise DomainError("--layers is for a module drawn afresh: this one has its own")
-        return made(file, inside, "MODULE") if own else (load(path), None)
-    if path.suffix == ".py":
-        raise DomainError(f"MODULE = {brief(name)}: say what in it: {name}:NAME")
-    if os.path.exists(path):
+        module, batch = found
+        return load(module) if isinstance(module, str) else module, batch
+    if name in preset.names():
+        return build_module(preset.config(name), seed, layers=layers), None
+    if os.path.exists(name):
         return build_module(name, seed, layers=layers), None
     raise no_preset("MODULE", name, "FILE.py:NAME, a checkpoint, a config nor a preset")
 
@@ -221,25 +217,19 @@ def check(
 def _checked(subject: str, scheme: str | None, seq_len: int | None) -> Any:
     import moments
 
-    refuse_pickle("SUBJECT", subject)
-    file, colon, name = subject.rpartition(":")
-    if colon and file.endswith(".py"):
-        module, batch = made(file, name, "SUBJECT")
-    elif _stored(subject):
-        module, batch = subject, None
-    elif subject.endswith(".py"):
-        raise DomainError(f"SUBJECT = {brief(subject)}: say what in it: {subject}:NAME")
-    elif os.path.exists(subject) or subject.endswith(".json") or subject in moments.preset.names():
+    found = _of_user("SUBJECT", subject)
+    if found is None:
+        known = subject.endswith(".json") or subject in moments.preset.names()
+        if not (known or os.path.exists(subject)):
+            raise no_preset("SUBJECT", subject, "FILE.py:NAME, a file nor a preset")
         model, _ = declared(subject, {"seq_len": seq_len})
         from ..show.health import check_declared
 
         return check_declared(model, subject, scheme=scheme)
-    else:
-        raise no_preset("SUBJECT", subject, "FILE.py:NAME, a file nor a preset")
     if seq_len is not None:
         raise DomainError("--seq-len is for a config: a module reads its own batch")
     with running(subject):
-        return moments.check(module, batch, scheme=scheme)
+        return moments.check(*found, scheme=scheme)
 
 
 @contextlib.contextmanager
@@ -258,27 +248,29 @@ def running(subject: str) -> Iterator[None]:
         raise kind(f"{subject} cannot be checked: {why}") from None
 
 
-def _stored(subject: str) -> bool:
-    """Whether it names a checkpoint."""
-    folder = os.path.isdir(subject) and any(Path(subject).glob("*.safetensors"))
-    return folder or subject.endswith(".safetensors")
-
-
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
-def refuse_pickle(argument: str, name: str) -> None:
-    """Say what to do with a file that may run code as it is read.
+def _of_user(argument: str, name: str) -> tuple[Any, Any] | None:
+    """What FILE.py:NAME makes, and its batch where it gives one; or the path of a checkpoint; None:
+    neither is named.
 
     Raises:
-        DomainError: it is one.
+        DomainError: a file that may run code as it is read, or a FILE.py alone.
     """
-    if Path(name).suffix in PICKLES:
+    path, (file, colon, inside) = Path(name), name.rpartition(":")
+    if path.suffix in PICKLES:
         raise DomainError(
             f"{argument} = {brief(name)}: a pickle, which may run code as it is read: name "
             "model.safetensors with its config.json beside it, or load it in a file of your own "
             "and name FILE.py:NAME"
         )
+    if colon and file.endswith(".py"):
+        return made(file, inside, argument)
+    if path.suffix == ".py":
+        raise DomainError(f"{argument} = {brief(name)}: say what in it: {name}:NAME")
+    folder = path.is_dir() and any(path.glob("*.safetensors"))
+    return (name, None) if folder or path.suffix == ".safetensors" else None
 
 
 def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
@@ -367,7 +359,11 @@ def compare(
     config = _config_at(model, layers)
     described, read = _described(config, seq_len, batch, seed)
     check_coverage(described, theory.value)
-    measurement = _measured(config, read, seeds, seed)
+    from ..torch.huggingface_modules import build_module
+    from ..torch.measure import measure
+
+    build = functools.partial(build_module, config)
+    measurement = measure(build, read, seeds=seeds, seed=seed, progress=True)
     given = _given(described, read, measurement, theory.value, measured_gradient)
     prediction = run(described, theory=theory.value, progress=True, **given)
     comparison = put_beside(prediction, measurement)
@@ -429,14 +425,6 @@ def _described(
         seq_len = SEQ_LEN if seq_len is None else seq_len
     data = module_batch(config, seq_len=seq_len, batch=batch, seed=seed)
     return from_huggingface(config, seq_len=seq_len), data
-
-
-def _measured(config: dict[str, Any], data: Any, seeds: int, seed: int) -> Measurement:
-    from ..torch.huggingface_modules import build_module
-    from ..torch.measure import measure
-
-    build = functools.partial(build_module, config)
-    return measure(build, data, seeds=seeds, seed=seed, progress=True)
 
 
 def _given(

@@ -67,19 +67,15 @@ def report(
     if scheme and not schemes:
         raise DomainError("--scheme names what --no-schemes leaves out: give one of them")
     described, inputs = with_input(model, layers, seq_len, variance, correlation)
-    chosen = (scheme or True) if schemes else False
-    work = {one.name: 1 + one.predictions for one in every()} if schemes else {}
-    before = 0
-
-    def step(name: str) -> None:
-        nonlocal before
-        advance(before, name)
-        before = work.get(name, 1)
-
-    total = sum(work.get(name, 1) for name in scheme or work)
-    with steps("applying schemes", total) as advance:
-        found = make(described, name=named(model), schemes=chosen, step=step, **inputs)
-        advance(before)
+    names = (scheme or [one.name for one in every()]) if schemes else []
+    with steps("applying schemes", len(names)) as advance:
+        found = make(
+            described,
+            name=named(model),
+            schemes=names,
+            step=lambda name: advance(1, name),
+            **inputs,
+        )
     found.save(output)
     verdict = growth(found.prediction)
     return Answer(
@@ -143,20 +139,13 @@ def server(
 
 def _python(model: str, layers: int | None, described: Transformer) -> str:
     """The expression that declares a MODEL argument in a session."""
+    from ..model.huggingface.config import read_config
     from ..model.presets import preset
 
     if model in preset.names():
         made = f"moments.preset({model!r}, seq_len={described.seq_len})"
-        return made if layers is None else f"{made}.replace(layers={layers})"
-    if model.endswith(".toml") or described != _huggingface(model, described.seq_len):
+    elif not model.endswith(".toml") and "model_type" in read_config(model):
+        made = f"moments.from_huggingface({model!r}, seq_len={described.seq_len})"
+    else:
         return f"moments.Transformer.from_dict({described.to_dict()!r})"
-    return f"moments.from_huggingface({model!r}, seq_len={described.seq_len})"
-
-
-def _huggingface(model: str, seq_len: int) -> Transformer | None:
-    from ..model.huggingface.config import from_huggingface
-
-    try:
-        return from_huggingface(model, seq_len=seq_len)
-    except DomainError:
-        return None
+    return made if layers is None else f"{made}.replace(layers={layers})"

@@ -68,7 +68,9 @@ def predict(
 ) -> Answer:
     """Predict every layer's variance, token correlation and gradient moments."""
     from ..prediction.predict import predict as run
+    from ..scheme.registry import scheme as known_scheme
     from ..show.report import prediction_table
+    from ..show.scheme_table import input_options
 
     described, known = declared(
         model,
@@ -86,21 +88,19 @@ def predict(
     )
     if theory == "refined":
         described = shortened(described, seq_len)
-    if scheme is None and option:
-        raise DomainError("--option is of a scheme: add --scheme")
-    if scheme is not None:
-        options = scheme_options(option)
-        if scheme == "dslm" and described.embedding is None and correlation is not None:
-            # The scheme counts from before the embedding's dropout, which lowers the correlation.
-            before = min(1.0, correlation / (1 - described.dropout))
-            options.setdefault("input_correlation", before)
-        described = described.with_scheme(scheme, **options)
     given = {
         "variance": variance,
         "correlation": correlation,
         "grad_variance": grad_variance,
         "grad_correlation": grad_correlation,
     }
+    if scheme is None and option:
+        raise DomainError("--option is of a scheme: add --scheme")
+    if scheme is not None:
+        options = scheme_options(option)
+        if described.embedding is None and correlation is not None:
+            options = input_options(described, known_scheme(scheme), given) | options
+        described = described.with_scheme(scheme, **options)
     inputs = known | {name: value for name, value in given.items() if value is not None}
     if not known:
         inputs["pixels"] = pictures(described, variance, correlation)

@@ -13,7 +13,6 @@ import numpy as np
 import typer
 
 from ..errors import DomainError, brief, domain_error, unknown_name
-from ..files import parse_json
 from ..formulas.checks import check_choice
 from .base import (
     Answer,
@@ -31,6 +30,7 @@ from .base import (
     declared,
     named,
     scheme_options,
+    spelled,
     with_input,
 )
 
@@ -117,10 +117,10 @@ def sweep(
         raise DomainError("no --axis given: add one such as --axis layers=12,24,48")
     options: dict[str, _Values] = {}
     for text in axis:
-        name, spelled = _axis(text)
+        name, values = _axis(text)
         if name in options:
             raise domain_error("--axis", text, f"once for each name: {name} is given twice")
-        options[name] = spelled
+        options[name] = values
     sizes = {"layers": layers, "d_model": d_model, "heads": heads, "seq_len": seq_len}
     if model is None:  # what varies need not be said twice
         sizes = {
@@ -129,8 +129,8 @@ def sweep(
         }
     described, known = declared(model, sizes)
     axes = {
-        name: _whole(name, spelled) if _counts(described, name) else spelled.values
-        for name, spelled in options.items()
+        name: _whole(name, given) if _counts(described, name) else given.values
+        for name, given in options.items()
     }
     if quantity not in QUANTITIES:
         raise unknown_name("--quantity", quantity, QUANTITIES)
@@ -140,7 +140,7 @@ def sweep(
         if plot is None or x is None or y is None:
             raise DomainError("--line is drawn over a map: add --plot, --x and --y")
         for kind in line:
-            check_choice("--line", kind, KINDS)
+            check_choice("--line", kind, tuple(KINDS))
     for option, chosen in (("--x", x), ("--y", y), ("--by", by)):
         if chosen is not None and chosen not in axes:
             raise unknown_name(option, chosen, axes)
@@ -206,14 +206,17 @@ class _Values(NamedTuple):
 
 def _axis(text: str) -> tuple[str, _Values]:
     """Name and values of one --axis."""
-    name, sign, spelled = text.partition("=")
-    if not sign or not name or not spelled:
+    name, sign, values = text.partition("=")
+    if not sign or not name or not values:
         allowed = "NAME=VALUES, such as layers=12,24,48 or weights.query=log:1e-4:1e-1:9"
         raise domain_error("--axis", text, allowed)
-    kind, colon, rest = spelled.partition(":")
+    kind, colon, rest = values.partition(":")
     if colon and kind in ("log", "lin", "range"):
         return name, _Values(_progression(text, kind, rest.split(":")), True)
-    return name, _Values([_value(one, text) for one in spelled.split(",")], False)
+    words = values.split(",")
+    if not all(word.strip() for word in words):
+        raise domain_error("--axis", text, "values between its commas")
+    return name, _Values([spelled(word, f"--axis {brief(text)}") for word in words], False)
 
 
 def _progression(text: str, kind: str, parts: list[str]) -> list[Any]:
@@ -262,21 +265,6 @@ def _counts(model: Transformer, name: str) -> bool:
             return False
         holder = getattr(holder, part, None)
     return isinstance(holder, int) and not isinstance(holder, bool)
-
-
-def _value(spelled: str, text: str) -> Any:
-    """A number, true, false or null as in JSON, "none" for null too, else a name."""
-    spelled = spelled.strip()
-    if spelled.lower() == "none":
-        return None
-    if not spelled:
-        raise domain_error("--axis", text, "values between its commas")
-    try:
-        return parse_json(spelled, f"--axis {brief(text)}")
-    except DomainError:
-        raise
-    except ValueError:
-        return spelled
 
 
 @app.command(

@@ -24,14 +24,13 @@ from .embedding import Embedding
 from .fields import set_field, settle
 from .head import Head
 from .patches import PatchEmbedding
-from .placement import BUILT_IN, placement_names
+from .placement import placement_names
 from .positions import RelativeBias, Rotary
 from .weights import Biases, Weights, check_lengths
 
 if TYPE_CHECKING:
     from .transformer import Transformer
 
-NORM_PLACEMENTS = BUILT_IN
 NORMALIZATIONS = ("layernorm", "rmsnorm", "dyt")
 LAYERNORM_SCALINGS = (
     False,

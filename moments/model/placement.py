@@ -7,44 +7,28 @@ here, its components in `moments.transfer.architecture` and its torch twin in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..errors import DomainError
 
 BUILT_IN = ("pre", "post", "none", "sandwich", "mix", "hybrid", "b2t")
+_REGISTERED: dict[str, tuple[str, ...]] = {}
 
 
-@dataclass(frozen=True)
-class Placement:
-    """A kind of layer that is registered.
+def register_placement(name: str, norm_sites: tuple[str, ...]) -> None:
+    """Make a kind of layer known to declarations.
 
-    Attributes:
+    Args:
         name: what `norm` calls it.
         norm_sites: of the norms in a layer, such as "attention.norm".
-    """
-
-    name: str
-    norm_sites: tuple[str, ...]
-
-
-_REGISTERED: dict[str, Placement] = {}
-
-
-def register_placement(name: str, norm_sites: tuple[str, ...]) -> Placement:
-    """Make a kind of layer known to declarations.
 
     Raises:
         DomainError: the name is that of another kind.
     """
-    found = Placement(name, norm_sites)
-    if name in BUILT_IN or _REGISTERED.get(name, found) != found:
+    if name in BUILT_IN or _REGISTERED.setdefault(name, norm_sites) != norm_sites:
         raise DomainError(f"norm = {name!r} is another kind of layer: choose a name of your own")
-    _REGISTERED[name] = found
-    return found
 
 
-def placement(name: str) -> Placement | None:
-    """A registered kind; None: it is one of this package."""
+def registered_norm_sites(name: str) -> tuple[str, ...] | None:
+    """Of a registered kind; None: it is one of this package."""
     return _REGISTERED.get(name)
 
 

@@ -10,6 +10,14 @@ if TYPE_CHECKING:
     from .transformer import Transformer
 
 
+def in_brief(model: Transformer) -> str:
+    """Its shape in a line."""
+    return (
+        f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, "
+        f"{model.seq_len} tokens, {model.norm} norm"
+    )
+
+
 def rows(model: Transformer) -> list[tuple[str, str]]:
     """(name, text) of everything that is not at its default."""
     mask = "causal" if model.causal else "full attention"

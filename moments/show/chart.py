@@ -8,14 +8,12 @@ about a millisecond. Ticks are matplotlib's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import numpy as np
-
-from .palette import BLACK, GRADIENT, GREEN, ORANGE, PURPLE, SIGNAL, SKY
 
 WIDTH, HEIGHT = 460, 262
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 30, 36
@@ -27,22 +25,15 @@ _DASHES = {"signal": "", "gradient": "7 3", "third": "2 2", "fourth": "8 2 2 2"}
 _DASHES |= {"fifth": "1 3", "sixth": "12 4", "seventh": "", "held": "4 3", "before": ""}
 _BEHIND = ("held", "before")
 
-STYLE = f""".chart {{ --signal: {SIGNAL}; --gradient: {GRADIENT}; --third: {GREEN};
-  --fourth: {PURPLE}; --fifth: {ORANGE}; --sixth: {SKY}; --seventh: {BLACK}; --held: #767676;
-  --before: #8886; --rule: #8884; max-width: 100%; height: auto; overflow: visible }}
-.chart text {{ fill: currentColor; font: 11px system-ui, "DejaVu Sans", sans-serif }}
-.chart .title {{ font-size: 13px; font-weight: 600 }}
-.chart .rule {{ stroke: var(--rule); stroke-width: .7 }}
-.chart .band {{ stroke: none; opacity: .16 }}
-.chart .line {{ fill: none; stroke-width: 2; stroke-linejoin: round }}
-.chart .spot {{ fill: transparent; stroke: none }}
-@media (prefers-color-scheme: dark) {{ .chart {{ --signal: #56b4e9; --gradient: #f0803c;
-  --third: #2cc79c; --fourth: #e3a1c6; --fifth: #f0c04c; --sixth: #9fd4f5; --seventh: #dddddd;
-  --held: #9a9a9a }} }}
-@media print {{ .chart {{ --signal: {SIGNAL}; --gradient: {GRADIENT}; --third: {GREEN};
-  --fourth: {PURPLE}; --fifth: {ORANGE}; --sixth: {SKY}; --seventh: {BLACK} }} }}
+STYLE = """.chart { max-width: 100%; height: auto; overflow: visible }
+.chart text { fill: currentColor; font: 11px system-ui, "DejaVu Sans", sans-serif }
+.chart .title { font-size: 13px; font-weight: 600 }
+.chart .rule { stroke: #8884; stroke-width: .7 }
+.chart .band { stroke: none; opacity: .16 }
+.chart .line { fill: none; stroke-width: 2; stroke-linejoin: round }
+.chart .spot { fill: transparent; stroke: none }
 """
-"""Of a page that holds charts, once."""
+"""Of a page of `html` that holds charts, once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,20 +72,24 @@ class Chart:
     bounded: bool = False
 
     def svg(self) -> str:
-        """The panel; an HTML page that holds it needs STYLE."""
+        """The panel; the page of `html` that holds it needs STYLE."""
         return _svg(self)
 
 
-def _limits(chart: Chart) -> tuple[float, float, bool]:
-    """Ends of the axis, and whether it is logarithmic: where values span a factor of five."""
-    parts = [c.y for c in chart.curves] + [c.band for c in chart.curves if c.band is not None]
+def limits(parts: Iterable[np.ndarray], bounded: bool) -> tuple[float, float, bool]:
+    """Ends of an axis, and whether it is logarithmic: where values span a factor of five.
+
+    Args:
+        parts: what is drawn on it.
+        bounded: whether these are correlations or shares, drawn from 0.
+    """
     values = np.concatenate([np.ravel(part) for part in parts])
     values = values[np.isfinite(values)]
     low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))
     if not values.size:
         return 0.0, 1.0, False
-    if chart.bounded:
-        return min(0.0, 1.1 * low), min(1.02, max(1.25 * high, 0.1)), False
+    if bounded:
+        return min(0.0, 1.1 * low), max(1.02 * high, min(1.02, max(1.25 * high, 0.1))), False
     positive = values[values > 0]
     if low >= 0 and positive.size > 0.9 * values.size:  # a zero among many lies on the floor
         low = float(positive.min())
@@ -131,7 +126,8 @@ def shown(value: float) -> str:
 
 
 def _svg(chart: Chart) -> str:
-    low, high, log = _limits(chart)
+    bands = [c.band for c in chart.curves if c.band is not None]
+    low, high, log = limits([*(c.y for c in chart.curves), *bands], chart.bounded)
     xs = np.concatenate([c.x for c in chart.curves])
     first, last = float(xs.min()), float(xs.max())
     legend, rows = _legend([c for c in chart.curves if c.label])

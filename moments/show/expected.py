@@ -23,7 +23,6 @@ import numpy as np
 
 from ..engine.state import Kernel
 from ..engine.trace import Point
-from ..errors import MomentsError
 from ..noise.band import NORMAL_95
 from ..prediction.measurement import Measurement
 from ..prediction.result import Prediction
@@ -142,11 +141,8 @@ def _total(norms: Kernel, tokens: int, real: np.ndarray | None) -> float:
 
 
 def _gradient_log_variance(prediction: Prediction) -> np.ndarray:
-    """That of one draw's gradient variance, from the band; nan where there is no band."""
-    try:
-        low, high = prediction.grad_variance_band
-    except MomentsError:  # cross-attention has none
-        return np.full(prediction.variance.shape, np.nan)
+    """That of one draw's gradient variance, from the band."""
+    low, high = prediction.grad_variance_band
     positive = (low > 0) & (high > 0)
     width = np.log(np.divide(high, low, out=np.ones_like(high), where=positive))
     return np.asarray((width / (2 * NORMAL_95)) ** 2)
@@ -195,10 +191,8 @@ def one_draw(prediction: Prediction) -> dict[str, Expected]:
     """
     if prediction.variance.ndim > 1 or prediction.theory != "refined":
         return {}
-    low, high = prediction.grad_variance_band
-    positive = (low > 0) & (high > 0)
-    width = np.log(np.divide(high, low, out=np.ones_like(high), where=positive))
-    found = {"grad_variance": Expected(prediction.grad_variance, width / (2 * NORMAL_95))}
+    deviation = np.sqrt(_gradient_log_variance(prediction))
+    found = {"grad_variance": Expected(prediction.grad_variance, deviation)}
     if "none" not in prediction.model.placements:
         deviation = np.sqrt(signal_log_variance(prediction))
         if np.all(np.isfinite(deviation)):

@@ -13,14 +13,14 @@ import functools
 import math
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from ..errors import MomentsError, domain_error
+from ..errors import MomentsError, domain_error, without_warnings
 from ..model.declaration import GATED
+from ..model.summary import in_brief
 from ..model.transformer import Transformer
 from ..prediction.predict import SoFar, predict
 from ..prediction.result import Prediction
@@ -313,8 +313,7 @@ class Explorer:
             progress.ended.set()
 
     def _view(self, query: str, progress: _Progress | None) -> View:
-        with self._lock, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with self._lock, without_warnings():  # they stand in the view
             began = time.perf_counter()
             state = {name: control.start for name, control in self.controls.items()}
             try:
@@ -426,10 +425,7 @@ class Explorer:
     def _title(self, model: Transformer, state: Mapping[str, Value]) -> str:
         scheme = state.get("scheme", NO_SCHEME)
         under = "" if scheme == NO_SCHEME else f", scheme {scheme}"
-        return (
-            f"{self.name}: {model.layers} layers, d_model {model.d_model}, {model.heads} heads, "
-            f"{model.seq_len} tokens, {model.norm} norm{under}"
-        )
+        return f"{self.name}: {in_brief(model)}{under}"
 
     def python(self, state: Mapping[str, Value]) -> str:
         """One line that gives the state's prediction."""

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from ..errors import DomainError
 from .chart import STYLE
 from .explorer import Explorer
+from .html import document
 
 ADDRESS = "127.0.0.1"
 _NOTHING_ELSE = (
@@ -31,9 +32,10 @@ MOST_QUERY = 4096
 
 def page(explorer: Explorer) -> str:
     """The page's text, controls included."""
-    text = Path(__file__).with_name("explorer.html").read_text(encoding="utf-8")
+    body = Path(__file__).with_name("explorer.html").read_text(encoding="utf-8")
     known = json.dumps([dataclasses.asdict(control) for control in explorer.controls.values()])
-    return text.replace("/*STYLE*/", STYLE).replace("/*CONTROLS*/", known.replace("<", "\\u003c"))
+    body = body.replace("/*CONTROLS*/", known.replace("<", "\\u003c"))
+    return document("moments explore", body, STYLE)
 
 
 class Server(ThreadingHTTPServer):

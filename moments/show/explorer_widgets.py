@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ..errors import optional
 from .chart import STYLE
 from .explorer import Control, Explorer, Value
+from .html import fragment
 
 if TYPE_CHECKING:
     from ..model.transformer import Transformer
     from .explorer import View
-
-_GRID = "display:grid;grid-template-columns:repeat(auto-fit,minmax(19rem,1fr));gap:.6rem"
 
 
 class Widgets:
@@ -137,8 +136,9 @@ def _html(view: View) -> str:
     if view.error:
         return f"<p><b>{escape(view.error)}</b></p><pre>{escape(view.python)}</pre>"
     notes = "".join(f"<p>{escape(note)}</p>" for note in (*view.settled, *view.warnings))
-    return (
-        f"<style>{STYLE}</style><div style='min-width:40rem'><b>{escape(view.title)}</b>"
-        f"<p>{escape(view.verdict)}</p><div style='{_GRID}'>{''.join(view.charts)}</div>{notes}"
-        f"<pre>{escape(view.python)}</pre></div>"
+    return fragment(
+        f"<div style='min-width:40rem'><b>{escape(view.title)}</b><p>{escape(view.verdict)}</p>"
+        f"<div class='charts'>{''.join(view.charts)}</div>{notes}"
+        f"<pre>{escape(view.python)}</pre></div>",
+        STYLE,
     )

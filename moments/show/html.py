@@ -16,16 +16,20 @@ from . import palette
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_SERIES = """--signal: #0072b2; --gradient: #d55e00; --third: #009e73; --fourth: #cc79a7;
+  --fifth: #e69f00; --sixth: #56b4e9; --seventh: #222222"""
+
 _STYLE = """
 & { color-scheme: light dark; --ground: #ffffff; --ink: #1d1d1f; --soft: #5b5f66;
-  --edge: #d8dbe0; --panel: #f6f7f9; --signal: #0072b2; --gradient: #d55e00; --outside: #a8527f;
+  --edge: #d8dbe0; --panel: #f6f7f9; SERIES; --held: #767676; --before: #8886; --outside: #a8527f;
   --alarm: #b80000; --warn: #e69f00; --good: #1f7a3d; background: var(--ground);
   color: var(--ink); font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif }
 @media (prefers-color-scheme: dark) { & { --ground: #15171a; --ink: #e8e8ea; --soft: #a5abb4;
-  --edge: #363a41; --panel: #1e2126; --signal: #56b4e9; --gradient: #f0803c; --outside: #e3a3c4;
-  --alarm: #ff7b72; --good: #6fcf8f } }
+  --edge: #363a41; --panel: #1e2126; --signal: #56b4e9; --gradient: #f0803c; --third: #2cc79c;
+  --fourth: #e3a1c6; --fifth: #f0c04c; --sixth: #9fd4f5; --seventh: #dddddd; --held: #9a9a9a;
+  --outside: #e3a3c4; --alarm: #ff7b72; --good: #6fcf8f } }
 @media print { & { --ground: #ffffff; --ink: #000000; --soft: #444444; --edge: #bbbbbb;
-  --panel: #ffffff; --signal: #0072b2; --gradient: #d55e00 } }
+  --panel: #ffffff; SERIES } }
 & * { box-sizing: border-box }
 & h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem }
 & h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid var(--edge) }
@@ -52,7 +56,7 @@ _STYLE = """
   & .wide { overflow: visible } & table { font-size: 7.5pt } & th, & td { padding: .1rem .25rem }
   & td.text:last-child { min-width: 0 }
   & svg, & tr, & .card { break-inside: avoid } & h2 { break-after: avoid } }
-""".replace("&", ".moments-page")
+""".replace("&", ".moments-page").replace("SERIES", _SERIES)
 
 _WHOLE = """
 :root { color-scheme: light dark } body { margin: 0 }

@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import DomainError, domain_error, without_warnings
 from ..files import replacing
 from ..formulas.references import bibtex
-from ..model.summary import rows
+from ..model.summary import in_brief, rows
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..prediction.explanation import Explanation, explain
@@ -123,7 +123,7 @@ def report(
         except DomainError:
             explanation = None
         compared = None
-        if schemes is True or (schemes is not False and len(schemes)):
+        if schemes is not False and names:
             compared = compare_schemes(model, names, step=step, **plain)
     title = name or model.name or "a declared model"
     return Report(title, prediction, compared, explanation)
@@ -139,8 +139,7 @@ def _page(report: Report) -> str:
     title = escape(report.name)
     body = [
         f"<h1>{title} at initialisation</h1>",
-        f'<p class="soft">{model.layers} layers, d_model {model.d_model}, {model.heads} heads, '
-        f"{model.seq_len} tokens, {model.norm} norm; theory {prediction.theory}, "
+        f'<p class="soft">{in_brief(model)}; theory {prediction.theory}, '
         f"{escape(prediction.resolution)}; moments {__version__}</p>",
         f'<p class="card">{escape(_sentence(growth(prediction)))}</p>',
         _warnings(prediction),

@@ -7,8 +7,6 @@ Lines that share a panel differ in their dashes too, so that a grey print is rea
 
 from __future__ import annotations
 
-import re
-
 BLUE, VERMILION, GREEN = "#0072b2", "#d55e00", "#009e73"
 PURPLE, ORANGE, SKY, BLACK = "#cc79a7", "#e69f00", "#56b4e9", "#222222"
 
@@ -22,10 +20,3 @@ DASHES = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)), (0, (1, 1)),
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 SEQUENTIAL = "cividis"
 """Colour map of one quantity over a plane."""
-
-_GREEK = r"\b(alpha|beta|gamma|delta|epsilon|lambda|mu|rho|sigma|tau)\b([\^_](?:\w|\{[^}]*\}))?"
-
-
-def typeset(text: str) -> str:
-    """Greek letters, written out where lines are stored by name, with their powers and indices."""
-    return re.sub(_GREEK, r"$\\\1\2$", text)

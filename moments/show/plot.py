@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from ..errors import domain_error
 from ..files import replacing
+from ..model.summary import in_brief
 from ..model.weights import MATRICES
 from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
+from .chart import limits, shown, ticks
 from .diagnosis import SHARE
 from .expected import Expected, one_draw
 from .palette import DASHES, FOUND, GRADIENT, GREY, MEASURED, OUTSIDE, SERIES, SIGNAL, SOFT
@@ -82,16 +84,13 @@ def check_ending(path: str | os.PathLike[str]) -> str:
     return ending
 
 
-def round_ticks(ax: Axes) -> None:
-    """On a logarithmic axis of few decades: round numbers, also between powers of ten, all written
-    alike."""
-    low, high = ax.get_ylim()
-    decades = np.log10(high / low)
-    if decades > 4:
-        return
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 3) if decades > 1.7 else (1, 2, 5), numticks=12))
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-    ax.yaxis.set_minor_locator(NullLocator())
+def round_ticks(axis: Any, low: float, high: float) -> None:
+    """Round numbers between two ends of a logarithmic axis or colour bar, all written alike;
+    beyond four decades powers of ten do."""
+    if high < 1e4 * low:
+        found = ticks(low, high, True)
+        axis.set_ticks(found, labels=[shown(tick) for tick in found])
+        axis.set_ticks([], minor=True)
 
 
 def along_layers(ax: Axes, label: str = "layer") -> None:
@@ -123,19 +122,13 @@ def dress(ax: Axes, title: str = "", size: float = 10.5) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def _scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
-    """Logarithmic where a variance spans a factor of five, else from zero."""
-    values = np.concatenate([np.ravel(c) for c in curves])
-    values = values[np.isfinite(values)]
-    low, high = float(values.min()), float(values.max())
-    if quantity.endswith("correlation"):
-        ax.set_ylim(min(0.0, 1.1 * low), max(1.02 * high, 0.1, min(1.02, 1.25 * high)))
-    elif low > 0 and high > 5 * low:
+def scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
+    """The axis of a quantity, from what is drawn on it."""
+    low, high, log = limits(curves, quantity.endswith("correlation"))
+    if log:
         ax.set_yscale("log")
-        round_ticks(ax)
-    else:
-        ax.set_ylim(0.0, 1.15 * high)
-        ax.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+        round_ticks(ax.yaxis, low, high)
+    ax.set_ylim(low, high)
 
 
 def called(model: Transformer, name: str | None) -> str:
@@ -145,10 +138,7 @@ def called(model: Transformer, name: str | None) -> str:
 
 def _describe(prediction: Prediction, name: str | None) -> str:
     model = prediction.model
-    return f"{called(model, name)}: " + (
-        f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, "
-        f"{model.seq_len} tokens, {model.norm} norm, theory {prediction.theory}"
-    )
+    return f"{called(model, name)}: {in_brief(model)}, theory {prediction.theory}"
 
 
 def _shade_band(ax: Axes, quantity: str, band: Expected) -> str:
@@ -174,7 +164,7 @@ def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
         for curve in curves:
             ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, alpha=0.9, label=label)
             label = "_" if len(curves) > 1 else label
-        _scale(ax, quantity, curves, *(() if band is None else (band.high,)))
+        scale(ax, quantity, curves, *(() if band is None else (band.low, band.high)))
         if quantity in ("variance", "grad_variance"):
             ax.legend(frameon=False, fontsize=9)
     return figure
@@ -227,8 +217,8 @@ def plot_comparison(
                 label="out of its band",
             )
         expected = comparison.ranges.get(quantity)
-        tops = () if expected is None else (expected.high,)
-        _scale(ax, quantity, curve, points, *tops, *others)
+        ends = () if expected is None else (expected.low, expected.high)
+        scale(ax, quantity, curve, points, *ends, *others)
     _legend_beside(figure)
     return figure
 
@@ -248,8 +238,8 @@ def _legend_beside(figure: Figure) -> None:
 def plot_diagnosis(diagnosis: Diagnosis, name: str | None = None) -> Figure:
     """The comparison, the prediction for the module as it was found, verdict and causes below."""
     likely = [cause for cause in diagnosis.causes if cause.explains >= SHARE]
-    shown = diagnosis.found if likely else None
-    figure = plot_comparison(diagnosis.comparison, name, shown)
+    found = diagnosis.found if likely else None
+    figure = plot_comparison(diagnosis.comparison, name, found)
     words = [diagnosis.comparison.verdict()]
     words += [f"{number}. {cause}" for number, cause in enumerate(likely[:3], start=1)]
     if len(likely) > 3:
@@ -277,7 +267,7 @@ def plot_plan(plan: Plan, name: str | None = None) -> Figure:
     for ax, quantity in zip(axes[2:], ("variance", "grad_variance"), strict=True):
         values = getattr(found, quantity)
         ax.plot(np.arange(model.layers + 1), values, color=_color(quantity), linewidth=1.8)
-        _scale(ax, quantity, values)
+        scale(ax, quantity, values)
     titles = ["variance of the weights", r"residual scales $\lambda$ (skip) and $\beta$ (branch)"]
     titles += ["signal variance, predicted", "gradient variance, predicted"]
     for ax, title in zip(axes, titles, strict=True):
@@ -303,7 +293,7 @@ def plot_change(before: Prediction, after: Prediction, title: str) -> Figure:
             curves.append(getattr(found, quantity))
             (line,) = ax.plot(np.arange(found.model.layers + 1), curves[-1], label=label)
             line.set(color=color, linestyle=dash, linewidth=1.8)
-        _scale(ax, quantity, *curves)
+        scale(ax, quantity, *curves)
     axes["variance"].legend(frameon=False, fontsize=9)
     return figure
 
@@ -314,7 +304,7 @@ def _steps(ax: Axes, layers: np.ndarray, curves: dict[str, np.ndarray]) -> None:
         (line,) = ax.plot(layers, values, drawstyle="steps-mid", label=label)
         line.set(color=SERIES[index % len(SERIES)], linestyle=DASHES[index % len(DASHES)])
         line.set_linewidth(2.6 - 0.25 * index)
-    _scale(ax, "variance", *curves.values())
+    scale(ax, "variance", *curves.values())
     ax.legend(frameon=False, fontsize=8.5, ncols=2)
 
 

@@ -54,11 +54,6 @@ class Format:
         """M + h, beyond which rounding leaves the finite numbers."""
         return self.largest + 2.0 ** (math.floor(math.log2(self.largest)) - self.mantissa - 1)
 
-    @property
-    def rounding(self) -> float:
-        """Largest relative error of rounding a normal number, 2^-(p + 1)."""
-        return 2.0 ** -(self.mantissa + 1)
-
     def shares(self, variance: np.ndarray | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of Gaussian entries of these variances: the shares that become 0, that become subnormal,
         and that overflow."""

@@ -123,4 +123,4 @@ def _scale(ax: Axes, quantity: str, curves: list[np.ndarray]) -> None:
     low, high = np.quantile(ends[:, 0], 0.04), np.quantile(ends[:, 1], 0.96)
     margin = 0.1 * max(high - low, 1.0)
     ax.set_ylim(10 ** (low - margin), 10 ** (high + margin))
-    round_ticks(ax)
+    round_ticks(ax.yaxis, *ax.get_ylim())

@@ -94,26 +94,27 @@ def _numbers(found: Prediction) -> tuple[str, float, float, float, float]:
         float(found.variance[-1] / found.variance[0]),
         float(found.grad_variance[0] / found.grad_variance[-1]),
         float(found.correlation[-1]),
-        _sensitivity(found),
+        float(np.median(block_sensitivity(found))),
     )
 
 
-def _sensitivity(found: Prediction) -> float:
-    """Median over residual sums of N sigma_block^2 / sigma_skip^2, scales included.
+def block_sensitivity(found: Prediction) -> np.ndarray:
+    """N sigma_block^2 / sigma_skip^2 of every residual sum in order, scales included.
 
     What enters a sum is its last block's output, the point before it in the trace, times the branch
-    scale; the rest came by the skip connection.
+    scale; the rest came by the skip connection. Averaged over tokens and configurations.
 
-    Source: Davis et al. 2021 in the form of Kedia et al. 4.6, and its robust median.
+    Source: Davis et al. 2021 in the form of Kedia et al. 4.6, who take its median, which first
+    blocks do not dominate.
     """
     scales, points = found.model.by_block("branch_scale"), found.trace.points
     ratios = []
     for block, total in itertools.pairwise(points):
         if total.site in ("attention.sum", "cross.sum", "ffn.sum"):
             square = scales[total.layer - 1, int(total.site == "ffn.sum")] ** 2
-            added = square * found.layout.moments(block)[1]
-            ratios.append(added / (found.layout.moments(total)[1] - added))
-    return float(np.median(ratios)) * found.model.layers
+            added = square * np.mean(found.layout.moments(block)[1])
+            ratios.append(added / (np.mean(found.layout.moments(total)[1]) - added))
+    return np.array(ratios) * found.model.layers
 
 
 def compare_schemes(
@@ -199,7 +200,7 @@ def input_options(model: Transformer, scheme: Scheme, inputs: Mapping[str, Any])
     given = {name: inputs[name] for name in names if inputs.get(name) is not None}
     if model.embedding is None and set(given) <= {"correlation"} and given.get("correlation"):
         # The correlation is that after the embedding's dropout, as `predict` takes it.
-        return {"input_correlation": given["correlation"] / (1 - model.dropout)}
+        return {"input_correlation": min(1.0, given["correlation"] / (1 - model.dropout))}
     if model.embedding is None:
         return {"variant": "solved", "inputs": {"correlation": 0.0, **given}}
     return {"variant": "solved", "inputs": given} if given else {}

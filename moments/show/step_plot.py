@@ -82,7 +82,7 @@ def plot_first_step(
             if high < 3 * low:
                 middle = (low * high) ** 0.5
                 ax.set_ylim(middle / 2, middle * 2)
-            round_ticks(ax)
+            round_ticks(ax.yaxis, *ax.get_ylim())
     axes[2].set_ylim(0.45, 1.05)
     for ax in (axes[0], axes[1]):
         handles, _ = ax.get_legend_handles_labels()

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name
 from . import palette
-from .chart import shown, ticks
-from .plot import Picture, dress
+from .chart import ticks
+from .plot import Picture, dress, round_ticks, scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Panel
@@ -170,11 +170,7 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Picture:
         ax.plot(places, curve, style, marker=marker, markersize=3.5, color=colors[i], label=label)
     _set_axis(ax, "x", x, sweep.axes.values[x])
     ax.set_ylabel(NAMES[quantity])
-    low, high = _range(values)
-    if _logarithmic(quantity, values):
-        ax.set_yscale("log")
-    elif quantity.endswith("correlation"):
-        ax.set_ylim(min(0.0, 1.1 * low), max(min(1.02, 1.2 * high), 0.05))
+    scale(ax, quantity, values)
     if quantity.endswith("growth"):
         ax.axhline(1.0, color="#888888", linewidth=0.8, zorder=0)
     dress(ax)
@@ -207,12 +203,7 @@ def _maps(
             ax.set_visible(False)
             continue
         here = {n: (f[i] if by is not None else f) for n, f in flags.items()}
-        levels = [
-            level
-            for level in _levels(quantity, values)
-            if not any(level == line.level and _same(line.values, panels[i]) for line in lines)
-        ]
-        mesh = _map(ax, sweep, x, y, panels[i], levels, colors, here)
+        mesh = _map(ax, sweep, x, y, panels[i], _levels(quantity, values), colors, here)
         _boundaries(ax, sweep, x, y, lines)
         if by is not None:
             ax.set_title(f"{axis_title(by)} {_value(sweep.axes.values[by][i])}", fontsize=10)
@@ -221,18 +212,12 @@ def _maps(
     )
     bar.set_label(NAMES[quantity])
     if _logarithmic(quantity, values):
-        found = ticks(mesh.norm.vmin, mesh.norm.vmax, True)
-        bar.set_ticks(found, labels=[shown(tick) for tick in found], minor=False)
-        bar.set_ticks([], minor=True)
+        round_ticks(bar, mesh.norm.vmin, mesh.norm.vmax)
     for ax in grid[:, 1:].ravel():
         ax.set_ylabel("")
     for ax in grid[:-1].ravel():
         ax.set_xlabel("")
     return figure
-
-
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    return np.shape(one) == np.shape(other) and bool(np.allclose(one, other, equal_nan=True))
 
 
 def _map(
@@ -334,10 +319,8 @@ def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None
                 whole = [n for n in _ROUND if min(whole) <= n <= max(whole)]
             getattr(ax, f"set_{which}ticks")(whole, [str(v) for v in whole])
             getattr(ax, f"set_{which}ticks")([], minor=True)
-        elif places.max() < 1e3 * places.min():  # beyond, powers of ten do
-            found = ticks(places.min(), places.max(), True)
-            getattr(ax, f"set_{which}ticks")(found, [shown(tick) for tick in found])
-            getattr(ax, f"set_{which}ticks")([], minor=True)
+        else:
+            round_ticks(getattr(ax, f"{which}axis"), places.min(), places.max())
     elif all(isinstance(v, int) for v in values):
         getattr(ax, f"{which}axis").get_major_locator().set_params(integer=True)
 
@@ -381,23 +364,14 @@ def _colors(quantity: str, values: np.ndarray) -> dict[str, Any]:
 
 def _levels(quantity: str, values: np.ndarray) -> list[float]:
     """Round levels inside the range of values."""
-    from matplotlib.ticker import MaxNLocator
-
     low, high = _range(values)
     if not high > low:
         return []
-    if _logarithmic(quantity, values):
-        decades = math.log10(high / low)
-        step = max(1, round(decades / 6))
-        exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        found = [10.0**e for e in exponents if e % step == 0]
-        if decades < 3:
-            found = [m * 10.0**e for e in exponents for m in (1, 2, 5)]
-    elif quantity.endswith("correlation"):
+    if quantity.endswith("correlation"):
         found = [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999]
     else:
-        found = list(map(float, MaxNLocator(7).tick_values(low, high)))
-    return sorted(level for level in found if low < level < high)
+        found = ticks(low, high, _logarithmic(quantity, values))
+    return [level for level in found if low < level < high]
 
 
 def _value(value: Any) -> str:

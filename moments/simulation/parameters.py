@@ -9,7 +9,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from ..model import placement as kinds
+from ..model.placement import registered_norm_sites
 from ..model.transformer import Transformer
 
 CROSS = "cross_"
@@ -74,8 +74,9 @@ def affine(
 def norm_sites(model: Transformer, number: int) -> tuple[str, ...]:
     """Sites of the norms that layer `number` has on its stream or its blocks' outputs."""
     placement = model.placements[number - 1]
-    if (registered := kinds.placement(placement)) is not None:
-        return registered.norm_sites
+    registered = registered_norm_sites(placement)
+    if registered is not None:
+        return registered
     if placement == "none":
         return ()
     if placement == "hybrid":

@@ -18,7 +18,7 @@ from ..formulas.law import Theory
 from ..formulas.linear import DROPOUT, LINEAR, SCALE
 from ..formulas.normalization import LAYERNORM
 from ..model.embedding import Embedding
-from ..model.placement import placement
+from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .elementary import Activation, Dropout, Lawful, Linear, Scale
@@ -521,7 +521,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
     return {
         f"activation = {model.activation!r}": model.activation not in known,
         f"normalization = {model.normalization!r}": model.normalization != "layernorm",
-        f"norm = {model.norm!r}": model.norm in ("hybrid", "b2t") or placement(model.norm),
+        f"norm = {model.norm!r}": model.norm in ("hybrid", "b2t") or model.norm not in BUILT_IN,
         "gated units": model.gated,
         "grouped heads (kv_heads)": model.kv_heads != model.heads,
         "biases": model.biases is not None and any(_entries(model.biases)),

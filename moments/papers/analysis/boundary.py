@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,11 +11,21 @@ from ...errors import MomentsError
 from ...formulas.checks import PROBABILITY, check_choice, check_in
 from ...grids.result import Sweep
 from ...model.transformer import Transformer
-from ...show.sweep_plot import LevelLine
 from .fixed_points import many_exponents, repeated
 from .frozen import RandomEnergy, random_energy
 
-KINDS = ("angle", "gradient", "entropy", "rank", "correlation")
+if TYPE_CHECKING:
+    from ...show.sweep_plot import LevelLine
+
+KINDS = {
+    "angle": "tokens neither part nor meet (angle exponent 0, Cowsik et al.)",
+    "gradient": "gradients neither grow nor shrink (gradient exponent 0, Cowsik et al.)",
+    "entropy": "attention freezes at infinite length (Giorlandino and Goldt)",
+    "rank": "correlation {:g} at infinite size (Giorlandino and Goldt)",
+    "correlation": "correlation {:g}, predicted at this size",
+}
+"""Which boundary, and its label."""
+
 TOGETHER = 128
 
 
@@ -44,8 +54,10 @@ def boundaries(
     Raises:
         DomainError: no such kind or axis.
     """
+    from ...show.sweep_plot import LevelLine
+
     for kind in kinds:
-        check_choice("kinds", kind, KINDS)
+        check_choice("kinds", kind, tuple(KINDS))
     check_in("correlation", correlation, PROBABILITY)
     models = [
         [_undropped(sweep, {x: across, y: up}) for up in sweep.axes.values[y]]
@@ -55,24 +67,16 @@ def boundaries(
     found = []
     cache: dict[str, np.ndarray] = {}
     for kind in kinds:
-        if kind in ("angle", "gradient") and not cache:
-            cache = _exponents(models)
-        if kind == "angle":
-            label = "tokens neither part nor meet (angle exponent 0, Cowsik et al.)"
-            found.append(LevelLine(label, cache["angle"]))
-        elif kind == "gradient":
-            label = "gradients neither grow nor shrink (gradient exponent 0, Cowsik et al.)"
-            found.append(LevelLine(label, cache["gradient"]))
-        elif kind == "entropy":
-            label = "attention freezes at infinite length (Giorlandino and Goldt)"
-            found.append(LevelLine(label, _each(sweep, models, given, x, y, _freezing)))
-        elif kind == "rank":
-            label = f"correlation {correlation:g} at infinite size (Giorlandino and Goldt)"
-            values = _each(sweep, models, given, x, y, lambda r: float(r.correlation[-1]))
-            found.append(LevelLine(label, values, correlation))
+        level = correlation if kind in ("rank", "correlation") else 0.0
+        if kind in ("angle", "gradient"):
+            cache = cache or _exponents(models)
+            values = cache[kind]
+        elif kind == "correlation":
+            values = _predicted(sweep, x, y)
         else:
-            label = f"correlation {correlation:g}, predicted at this size"
-            found.append(LevelLine(label, _predicted(sweep, x, y), correlation))
+            read = _freezing if kind == "entropy" else _last_correlation
+            values = _each(sweep, models, given, x, y, read)
+        found.append(LevelLine(KINDS[kind].format(correlation), values, level))
     return found
 
 
@@ -128,6 +132,10 @@ def _each(
 def _freezing(found: RandomEnergy) -> float:
     """Logarithm of the largest logit variance over the critical one."""
     return float(np.log(found.logit_variance.max() / found.critical_logit_variance))
+
+
+def _last_correlation(found: RandomEnergy) -> float:
+    return float(found.correlation[-1])
 
 
 def _predicted(sweep: Sweep, x: str, y: str) -> np.ndarray:

@@ -8,6 +8,7 @@ order of 1/width and 1/log(length), which `moments.predict` has.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,26 +149,18 @@ def _activated(laws: Any, gain: float, entering: tuple[float, float]) -> tuple[f
     return own + square, pairs + square
 
 
+_SIZES = ("layers", "d_model", "heads", "d_head", "kv_heads", "seq_len", "d_ff", "weights")
+_NORMS = ("norm", "normalization", "norm_affine", "norm_bias", "norm_gain", "norm_epsilon")
+_REST = ("activation", "temperature", "skip_scale", "branch_scale", "embedding", "head")
+COVERED = (*_SIZES, *_NORMS, *_REST)
+"""Fields of a Transformer that the theory reads, or that make no difference in its limit."""
+
+
 def _check(model: Transformer) -> None:
     if model.norm not in ("pre", "post", "none"):
         raise domain_error("norm", model.norm, "'pre', 'post' or 'none' in this theory")
-    dropped = (model.dropout, model.attention_dropout, model.ffn_dropout, model.activation_dropout)
-    beyond = {
-        "dropout": any(dropped),
-        "causal": model.causal,
-        "gated": model.gated,
-        "parallel": model.parallel,
-        "biases": model.biases is not None,
-        "layernorm_scaling": bool(model.layernorm_scaling),
-        "identity_attention": model.identity_attention,
-        "encoder": model.encoder is not None,
-        "rotary": model.rotary is not None,
-        "alibi": bool(model.alibi),
-        "relative_bias": model.relative_bias is not None,
-        "window": any(window is not None for window in model.windows),
-        "qk_norm": model.qk_norm is not None,
-        "logit_softcap": model.logit_softcap is not None,
-    }
-    for name, present in beyond.items():
-        if present:
-            raise domain_error(name, getattr(model, name), "absent in this theory")
+    plain = Transformer(1, model.d_model, model.heads, 2, d_head=model.d_head)
+    for f in dataclasses.fields(model):
+        value = getattr(model, f.name)
+        if f.compare and f.name not in COVERED and value != getattr(plain, f.name):
+            raise domain_error(f.name, value, "absent in this theory")

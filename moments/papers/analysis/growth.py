@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,27 +18,25 @@ from ...formulas.law import Theory
 from ...model.transformer import Transformer
 from ...model.weights import Weights
 from ...prediction.result import Prediction
-from .fixed_points import FixedPoints, correlation_fixed_points, repeated_layer
-from .kedia import block_sensitivity, chain_constants
+from ...show.scheme_table import block_sensitivity
+from .fixed_points import correlation_fixed_points, repeated_layer
+from .kedia import chain_constants, received_correlation
 from .results import Result, predict_alike
 
 # --- methods --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """One row of Table 3.
 
     Attributes:
         branch_square: beta^2 at N layers, as constant and exponent of N, lambda being 1; None: set
             by the scheme "dslm".
         printed: by norm, the printed order of each quantity.
-        note: where the effective scale comes from.
     """
 
     branch_square: tuple[float, float] | None
     printed: Mapping[str, Mapping[str, str]]
-    note: str
 
 
 _BETA = 1e-2  # LayerScale's initial value; the orders do not depend on it while N beta^2 is small
@@ -63,32 +61,15 @@ METHODS: dict[str, Method] = {
                 "sensitivity (mean)": "O(log N)",
             },
         },
-        "no scaling",
     ),
-    "ds-init": Method(
-        (1.0, -2.0),
-        _both("O(1)", "O(N^-1)", "O(1)"),
-        "effective beta^2 = N^-2, as Kedia et al. 4.5 and K.3 count it",
-    ),
-    "layerscale": Method(
-        (_BETA**2, 0.0),
-        _both("O(1)", "O(beta N)", "O(1)"),
-        "a learned beta at its initial value, the same at every depth; the order N beta^2 of "
-        "Section 4.6 is printed as beta N",
-    ),
-    "deepnet": Method(
-        (1.0, -1.5),
-        {"post": {"backward": "O(1)"}},
-        "effective beta^2 = N^-1.5, as Kedia et al. 4.5 and K.3 count it",
-    ),
-    "dslm": Method(
-        None,
-        {
-            "post": {"backward": "O(1)"},
-            "pre": {"forward": "1", "backward": "O(1)", "sensitivity": "O(1)"},
-        },
-        "lambda^2 = 1 - 2/N, beta^2 = 2/N, blocks of variance 1",
-    ),
+    # As Kedia et al. 4.5 and K.3 count it, like DeepNet's below.
+    "ds-init": Method((1.0, -2.0), _both("O(1)", "O(N^-1)", "O(1)")),
+    # A learned beta at its initial value, the same at every depth; the order N beta^2 of Section
+    # 4.6 is printed as beta N.
+    "layerscale": Method((_BETA**2, 0.0), _both("O(1)", "O(beta N)", "O(1)")),
+    "deepnet": Method((1.0, -1.5), {"post": {"backward": "O(1)"}}),
+    # lambda^2 = 1 - 2/N, beta^2 = 2/N, blocks of variance 1
+    "dslm": Method(None, _both("O(1)", "O(1)", "1")),
 }
 
 
@@ -171,11 +152,10 @@ def growth_laws(
             "growth_laws covers pre and post norm with skip_scale 1; "
             "for DeepScaleLM see dslm_bounds"
         )
-    c1, c2 = chain_constants(model)
+    gains = chain_constants(model)._asdict()  # refuses what Table 2 does not cover
     table = correlation_fixed_points(model, "simplified")
     values = {
-        "attention_gain": c1,
-        "ffn_gain": c2,
+        **gains,
         "x_correlation": table.correlation,
         "grad_correlation": table.grad_correlation,
     }
@@ -190,7 +170,14 @@ def growth_laws(
     if model.norm == "post":
         middle = slice(layers // 4, 3 * layers // 4)
         slope = np.polyfit(depth[middle], np.log(prediction.grad_variance[middle]), 1)[0]
-        values["grad_correlation"] = _at_attention(model, table)
+        once = predict_alike(
+            repeated_layer(model, 1, 1),
+            "simplified",
+            correlation=table.correlation,
+            grad_correlation=table.grad_correlation,
+        )
+        # That which meets the attention: the stream's, through the feed-forward block.
+        values["grad_correlation"] = float(received_correlation(once)[0])
         closed = {"grad_growth": float(POST_LN_CHAIN.law("grad_growth")(**values))}
         return GrowthLaws(model, theory, closed, {"grad_growth": float(np.exp(-slope))}, prediction)
     late = depth >= layers // 2
@@ -200,19 +187,6 @@ def growth_laws(
     closed = {name: float(PRE_LN_CHAIN.law(name)(**values)) for name in names}
     predicted = {"variance_growth": float(line), "grad_exponent": float(-power)}
     return GrowthLaws(model, theory, closed, predicted, prediction)
-
-
-def _at_attention(model: Transformer, table: FixedPoints) -> float:
-    """Correlation of the gradient that meets the attention: the stream's, through the FFN."""
-    p = predict_alike(
-        repeated_layer(model, 1, 1),
-        "simplified",
-        correlation=table.correlation,
-        grad_correlation=table.grad_correlation,
-    )
-    gradient = next(q.gradient for q in p.trace.points if q.site == "attention.sum")
-    assert gradient is not None
-    return float(gradient.kernel.mean_pairs() / gradient.kernel.mean_diagonal())
 
 
 @dataclass(frozen=True)

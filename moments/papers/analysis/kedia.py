@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import domain_error
+from ...errors import DomainError, domain_error
 from ...formulas.block import ATTENTION_BLOCK, FFN_BLOCK
 from ...formulas.checks import Interval, check_count, check_in
 from ...formulas.kedia_chain import DSLM_CHAIN
 from ...formulas.law import Theory
 from ...model.transformer import Transformer
 from ...prediction.result import Prediction
-from .results import Result, blocks, predict_alike
+from ...show.scheme_table import block_sensitivity
+from .results import Result, predict_alike
 
 # --- Kedia et al.'s constants of a stack: what a block adds at unit input, from Table 2's laws ----
 
@@ -148,7 +149,7 @@ def dslm_bounds(
         correlation=correlation * (1 - model.dropout),
         grad_correlation=grad_correlation,
     )
-    ratios = _gradient_ratios(p)
+    ratios = received_correlation(p) / p.correlation[:-1]
     k = float(model.layers * np.mean(model.by_block("branch_scale") ** 2))
     low, high = min(1.0, float(ratios.min())), max(1.0, float(ratios.max()))
     laws = DSLM_CHAIN.laws
@@ -173,28 +174,17 @@ def dslm_bounds(
     return DslmBounds(p, simplified, k, found, bounds, extremes)
 
 
-def _gradient_ratios(prediction: Prediction) -> np.ndarray:
-    """C_6 of every layer, (N,)."""
-    received = [
-        point.gradient.kernel.mean_pairs() / point.gradient.kernel.mean_diagonal()
+def received_correlation(prediction: Prediction) -> np.ndarray:
+    """Correlation of the gradient that meets the attention of every layer, (N,)."""
+    gradients = [
+        point.gradient.kernel
         for point in prediction.trace.points
         if point.site == "attention.sum" and point.gradient is not None
     ]
-    return np.asarray(np.array(received, dtype=float) / prediction.correlation[:-1])
+    return np.array([k.mean_pairs() / k.mean_diagonal() for k in gradients], dtype=float)
 
 
 # --- Sensitivity (Davis et al. 2021) and what it costs in stability, over k and alpha -------------
-
-
-def block_sensitivity(prediction: Prediction) -> np.ndarray:
-    """N sigma_block^2 / sigma_skip^2 of every attention and feed-forward block, shape (N, 2).
-
-    Source: Davis et al. 2021 in the form of Kedia et al. 4.6. Variances as they are added, scales
-    included, averaged over tokens and configurations.
-    """
-    model = prediction.model
-    added = [b.total / (b.skip_square * b.entering) - 1 for b in blocks(prediction)]
-    return np.asarray(model.layers * np.reshape(added, (model.layers, 2)))
 
 
 @dataclass(frozen=True)
@@ -234,11 +224,23 @@ class Sensitivity(Result):
 
 
 def sensitivity(prediction: Prediction) -> Sensitivity:
-    """N sigma_block^2 / sigma_skip^2 of every block, its mean and its median."""
+    """N sigma_block^2 / sigma_skip^2 of every block, its mean and its median.
+
+    Raises:
+        DomainError: a model whose layers are not an attention and a feed-forward addition alone.
+    """
     model = prediction.model
-    scale = float(np.mean(model.branch_scales**2))
-    closed = DSLM_CHAIN.law("sensitivity")(layers=model.layers, branch_square=scale)
-    return Sensitivity(prediction, block_sensitivity(prediction), float(closed))
+    found = block_sensitivity(prediction)
+    if len(found) != 2 * model.layers or model.norm in ("b2t", "hybrid"):
+        raise DomainError(
+            f"{model.norm} norm, {len(found)} residual sums in {model.layers} layers: sensitivity "
+            "covers layers that are an attention block and a feed-forward block added to the "
+            "stream one after the other"
+        )
+    closed = DSLM_CHAIN.law("sensitivity")(
+        layers=model.layers, branch_square=float(np.mean(model.branch_scales**2))
+    )
+    return Sensitivity(prediction, found.reshape(-1, 2), float(closed))
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,9 @@ def uniform_attention(
     )
     engine: tuple[np.ndarray | None, np.ndarray | None] = None, None
     if squares[0] == squares[1]:
-        engine = _engine(layers, seq_len, variance, correlation, squares[0], d_model)
+        model = linear_stack(layers, d_model, seq_len, squares[0])
+        p = expected(model, variance=variance, correlation=correlation)
+        engine = p.variance, p.correlation
     return UniformAttention(
         *squares,
         growth,
@@ -142,14 +144,6 @@ def linear_stack(layers: int, d_model: int, seq_len: int, branch_square: float) 
         branch_scale=branch_square**0.5,
         weights=Weights(0.0, 0.0, unit, unit, unit, unit),
     )
-
-
-def _engine(
-    layers: int, seq_len: int, variance: float, correlation: float, square: float, d_model: int
-) -> tuple[np.ndarray, np.ndarray]:
-    model = linear_stack(layers, d_model, seq_len, square)
-    p = expected(model, variance=variance, correlation=correlation)
-    return p.variance, p.correlation
 
 
 # --- How far query gradients fall behind value gradients, and the temperature that evens them out -

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...show.palette import MARKERS, PALE, SEQUENTIAL, SERIES, typeset
+from ...show.palette import MARKERS, PALE, SEQUENTIAL, SERIES
 from ...show.plot import Picture, dress, round_ticks, save
 from .catalogue import setup
 from .setup import FigureLine, HeatMap, Panel, Setup
@@ -30,7 +30,8 @@ DATA = Path(__file__).parent / "data" / "points.json"
 @cache
 def stored() -> Mapping[str, Any]:
     """By key: x, value, stderr, seeds, and the model and inputs they were made with."""
-    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+    found: Mapping[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
+    return found
 
 
 def key(figure: str, panel: int, label: str) -> str:
@@ -90,11 +91,8 @@ def _simulated(found: Setup) -> list[tuple[FigureLine, str]]:
 
 
 def _about_points(found: Setup) -> list[str]:
-    """What points and bars are; and which lines have none."""
+    """What points and bars are."""
     lines = _simulated(found)
-    missing = sum(where not in stored() for _, where in lines)
-    if missing:
-        return [f"NOT SIMULATED yet: {missing} lines"]
     draws = sorted({stored()[where]["made"]["seeds"] for _, where in lines})
     if not draws:
         return []
@@ -155,7 +153,7 @@ def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
         # What is held beside a prediction is drawn over it, where the two coincide too.
         shade, order = (color, 2) if line.points else (_darker(color), 4)
         style = {"linestyle": dash, "linewidth": width, "zorder": order}
-        (drawn,) = ax.plot(x, values, color=shade, label=typeset(line.label))
+        (drawn,) = ax.plot(x, values, color=shade, label=line.label)
         drawn.set(**style)
         if line.points:
             _points(ax, line, key(found.name, index, line.label), color, panel)
@@ -168,7 +166,7 @@ def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if panel.log:
         ax.set_yscale("log")
-        round_ticks(ax)
+        round_ticks(ax.yaxis, *ax.get_ylim())
     else:
         ax.margins(y=0.08)
         ax.set_ylim(bottom=min(0.0, *(float(v.min()) for v in ends)))
@@ -184,9 +182,7 @@ def _shown(count: int, log: bool) -> np.ndarray:
 
 
 def _points(ax: Axes, line: FigureLine, where: str, color: str, panel: Panel) -> None:
-    points = stored().get(where)
-    if points is None:
-        return
+    points = stored()[where]
     chosen = _shown(len(points["x"]), panel.log_x)
     x, value, stderr = (np.array(points[name])[chosen] for name in ("x", "value", "stderr"))
     bar = 2 * np.nan_to_num(stderr)

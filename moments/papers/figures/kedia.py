@@ -38,14 +38,12 @@ def scaled(norm: str) -> Transformer:
     return deep(norm).replace(seq_len=64).with_scheme("dslm", input_correlation=CORRELATION)
 
 
-def _both(label: str, model: Transformer, quantity: str, over: str = "") -> tuple[FigureLine, ...]:
+def _both(model: Transformer, quantity: str) -> tuple[FigureLine, ...]:
     """Our line with points, and the paper's full forms."""
     printed = quantity.removesuffix("_typical")
     return (
-        FigureLine(f"{label}refined", model, quantity, INPUT, over=over, seeds=2),
-        FigureLine(
-            f"{label}paper's forms", model, printed, INPUT, theory="published", points=False
-        ),
+        FigureLine("refined", model, quantity, INPUT, seeds=2),
+        FigureLine("paper's forms", model, printed, INPUT, theory="published", points=False),
     )
 
 
@@ -53,7 +51,7 @@ def _deep(
     name: str, number: int, title: str, norm: str, quantity: str, label: str, log: str = ""
 ) -> Setup:
     y, x = "y" in log, "x" in log
-    panels = [Panel("", _both("", deep(norm), quantity), y=label, log=y, log_x=x)]
+    panels = [Panel("", _both(deep(norm), quantity), y=label, log=y, log_x=x)]
     settings = DEEP
     if quantity != "variance":
         lines = (
@@ -75,8 +73,8 @@ def _conserved() -> Setup:
         norms = FigureLine("refined", model, LAYER_NORM, INPUT, over="last", seeds=2)
         title = f"{norm.title()}-LN"
         panels += [
-            Panel(title, _both("", model, "variance"), y=STREAM),
-            Panel(title, _both("", model, "grad_variance_typical"), y=GRADIENT),
+            Panel(title, _both(model, "variance"), y=STREAM),
+            Panel(title, _both(model, "grad_variance_typical"), y=GRADIENT),
             Panel(title, (norms,), x="layer", y=f"{LAYER_NORM} (last: 1)"),
         ]
     title = "DeepScaleLM conserves the variance forward, norms of weight gradients backward"
@@ -111,7 +109,7 @@ def _no_collapse() -> Setup:
     base = Transformer(100, 128, 4, 64, dropout=DROPOUT)
     models = {
         "Xavier": base,
-        "Xavier, lambda = 1, beta^2 = 2/N": base.replace(branch_scale=math.sqrt(2 / 100)),
+        "Xavier, λ = 1, β² = 2/N": base.replace(branch_scale=math.sqrt(2 / 100)),
         "DeepScaleLM": base.with_scheme("dslm", input_correlation=CORRELATION),
     }
     lines = tuple(

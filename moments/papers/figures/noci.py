@@ -22,7 +22,7 @@ def linear(depth_scaled: bool, layers: int = DEPTH) -> Transformer:
 
 
 def _norms() -> Setup:
-    made = {"alpha = 1": linear(False), "alpha = 1/sqrt(L)": linear(True)}
+    made = {"α = 1": linear(False), "α = 1/√L": linear(True)}
     panels = (
         Panel(
             "",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import DomainError, domain_error, without_warnings
+from ...errors import DomainError, domain_error
 from ...files import as_frame
 from ...formulas.law import THEORIES, Theory
-from ...prediction.predict import predict
 from ...prediction.result import Prediction
+from ..analysis.results import expected
 from .grid import FACTORS, GRID, Configuration
 from .store import StoredSimulation, load
 
@@ -48,51 +48,12 @@ no mean; a measure that a theory does not offer is NaN."""
 CLASS = ("norm", "mask", "layers")
 
 
-def predicted(configuration: Configuration, theory: Theory) -> Prediction:
-    """The prediction under test; validity warnings stay in its `warnings`.
-
-    Raises:
-        DomainError: the theory's numbers overflow.
-    """
-    with without_warnings():
-        return predict(configuration.model, **configuration.ends, theory=theory)
-
-
 def _log_ratio(prediction: Array, simulated: Array) -> Array:
     return np.log(np.maximum(prediction, np.finfo(float).tiny) / simulated)
 
 
 def _beyond(error: Array, stderr: Array) -> Array:
     return np.maximum(error - 2 * stderr, 0.0)
-
-
-def by_layer(
-    configuration: Configuration, prediction: Prediction, stored: StoredSimulation
-) -> pd.DataFrame:
-    """Every index of the stream: predicted, simulated, stderr and error of each quantity.
-
-    Columns: layer, then for `grad`, `variance`, `correlation` and, where judged, `typical`: the
-    four numbers, such as `grad_predicted`, `grad_simulated`, `grad_stderr` and `grad`. Standard
-    errors are those of the error: relative for variances, of the mean logarithm for `typical`.
-    """
-    columns: dict[str, Any] = {"layer": np.arange(configuration.layers + 1)}
-
-    def add(name: str, prediction: Array, simulated: Array, stderr: Array, error: Array) -> None:
-        columns[f"{name}_predicted"], columns[f"{name}_simulated"] = prediction, simulated
-        columns[f"{name}_stderr"], columns[name] = stderr, np.abs(error)
-
-    values, stderr = stored.values, stored.stderr
-    found, seen = prediction.grad_variance, values["grad_variance"]
-    add("grad", found, seen, stderr["grad_variance"] / seen, _log_ratio(found, seen))
-    found, seen = prediction.variance, values["variance"]
-    add("variance", found, seen, stderr["variance"] / seen, found / seen - 1)
-    found, seen = prediction.correlation, values["correlation"]
-    add("correlation", found, seen, stderr["correlation"], found - seen)
-    typical = _typical(configuration, prediction)
-    if typical is not None:
-        seen = np.exp(values["log_grad_variance"])
-        add("typical", typical, seen, stderr["log_grad_variance"], _log_ratio(typical, seen))
-    return as_frame(columns)
 
 
 def _typical(configuration: Configuration, prediction: Prediction) -> Array | None:
@@ -123,20 +84,27 @@ def measure(
     configuration: Configuration, prediction: Prediction, stored: StoredSimulation
 ) -> dict[str, float]:
     """All MEASURES of one prediction, and `noise`, the mean relative stderr of `grad`."""
-    frame = by_layer(configuration, prediction, stored)
-    above_input, below_output = frame.iloc[1:], frame.iloc[:-1]
-    parts = {"variance": above_input, "correlation": above_input}
-    parts |= {"grad": below_output, "typical": below_output}
+    values, stderr = stored.values, stored.stderr
+    seen, variance = values["grad_variance"], values["variance"]
+    gradient = _log_ratio(prediction.grad_variance, seen), stderr["grad_variance"] / seen
+    compared = {
+        "grad": gradient,
+        "variance": (prediction.variance / variance - 1, stderr["variance"] / variance),
+        "correlation": (prediction.correlation - values["correlation"], stderr["correlation"]),
+    }
+    typical = _typical(configuration, prediction)
+    if typical is not None:
+        error = _log_ratio(typical, np.exp(values["log_grad_variance"]))
+        compared["typical"] = error, stderr["log_grad_variance"]
     result = dict.fromkeys(MEASURES, float("nan"))
-    for name, part in parts.items():
-        if name in part:
-            error, stderr = part[name].to_numpy(), part[f"{name}_stderr"].to_numpy()
-            result[name] = float(error.mean())
-            result[f"{name}_beyond"] = float(_beyond(error, stderr).mean())
-    signed = _log_ratio(prediction.grad_variance, stored.values["grad_variance"])
-    result["grad_bias"] = float(signed[:-1].mean())
+    for name, (error, noise) in compared.items():
+        judged = slice(1, None) if name in ("variance", "correlation") else slice(None, -1)
+        size = np.abs(error[judged])
+        result[name] = float(size.mean())
+        result[f"{name}_beyond"] = float(_beyond(size, noise[judged]).mean())
+    result["grad_bias"] = float(gradient[0][:-1].mean())
     result["profile"], result["profile_beyond"] = _profile(prediction, stored)
-    return result | {"noise": float(below_output["grad_stderr"].mean())}
+    return result | {"noise": float(gradient[1][:-1].mean())}
 
 
 def errors(
@@ -177,7 +145,7 @@ def errors(
             row |= {"seeds": entry.seeds, "simulated_seconds": entry.seconds}
             began = time.perf_counter()
             try:
-                prediction = predicted(c, theory)
+                prediction = expected(c.model, **c.ends, theory=theory)
             except DomainError as error:
                 row |= {"failure": str(error), "seconds": time.perf_counter() - began}
                 row |= dict.fromkeys(["noise", *MEASURES], float("nan"))
@@ -200,11 +168,11 @@ def by_class(frame: pd.DataFrame, keys: Sequence[str] = CLASS) -> pd.DataFrame:
     result = grouped[["noise", *MEASURES]].mean()
     result.insert(0, "failed", grouped["failure"].agg(lambda messages: int((messages != "").sum())))
     result.insert(0, "runs", grouped.size())
-    order = {theory: place for place, theory in enumerate(THEORIES)}
-    result = result.reset_index()
-    result["_order"] = result["theory"].map(order)
-    result = result.sort_values([*keys, "_order"], ignore_index=True)
-    return result.drop(columns="_order")
+    return result.reset_index().sort_values(
+        [*keys, "theory"],
+        key=lambda of: of.map(THEORIES.index) if of.name == "theory" else of,
+        ignore_index=True,
+    )
 
 
 def worst(frame: pd.DataFrame, theory: Theory = "refined", count: int = 5) -> pd.DataFrame:

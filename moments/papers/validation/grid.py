@@ -4,93 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import random
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
-from itertools import combinations
 from typing import Any
 
 from ...errors import domain_error
 from ...model.transformer import Transformer
-from ...model.weights import Weights
-
-# --- Orthogonal arrays of two- and four-level factors in a power of two of runs -------------------
-
-
-Masks = tuple[int, ...]
-
-
-def _bits(levels: Sequence[Any]) -> int:
-    """Two levels take one parity of the run's bits, four take two."""
-    return {2: 1, 4: 2}[len(levels)]
-
-
-def _span(masks: Masks) -> frozenset[int]:
-    """Nonzero vectors of the subspace over GF(2) that the masks generate."""
-    vectors = {0}
-    for mask in masks:
-        vectors |= {vector ^ mask for vector in vectors}
-    return frozenset(vectors - {0})
-
-
-def _level(run: int, masks: Masks) -> int:
-    """The level whose binary digits are the parities of the run's bits under each mask."""
-    return sum(((run & mask).bit_count() & 1) << place for place, mask in enumerate(masks))
-
-
-def _parities(
-    crossed: Mapping[str, Sequence[Any]], fractional: Mapping[str, Sequence[Any]], seed: int
-) -> dict[str, Masks]:
-    parities: dict[str, Masks] = {}
-    bits = 0
-    for name, levels in crossed.items():
-        parities[name] = tuple(1 << (bits + place) for place in range(_bits(levels)))
-        bits += _bits(levels)
-    search = random.Random(seed)
-    while True:
-        chosen = dict(parities)
-        taken = frozenset[int]().union(
-            *(_span(a + b) for a, b in combinations(parities.values(), 2))
-        )
-        for name, levels in fractional.items():
-            free = [mask for mask in range(1, 1 << bits) if mask not in taken]
-            options = [m for m in combinations(free, _bits(levels)) if not _span(m) & taken]
-            if not options:
-                break
-            chosen[name] = search.choice(options)
-            taken |= _span(chosen[name])
-        else:
-            return chosen
-
-
-def orthogonal_array(
-    crossed: Mapping[str, Sequence[Any]], fractional: Mapping[str, Sequence[Any]], seed: int
-) -> list[dict[str, Any]]:
-    """One dictionary of levels by factor for each run; every factor has two or four levels.
-
-    Runs are numbered by bits. The `crossed` factors are the bits themselves, so each combination of
-    their levels occurs exactly once. Every `fractional` factor is one parity of the bits, or two.
-    Factors whose parities span subspaces of GF(2)^bits that meet in 0 take every combination of
-    their levels equally often. A seeded search, which sees nothing but these subspaces, chooses
-    parities for which this holds
-
-    - for any two factors (strength 2), and
-    - for every fractional factor with any two crossed ones.
-
-    It does not end where no such parities exist.
-    """
-    factors = {**crossed, **fractional}
-    parities = _parities(crossed, fractional, seed)
-    bits = sum(_bits(levels) for levels in crossed.values())
-    return [
-        {name: factors[name][_level(run, masks)] for name, masks in parities.items()}
-        for run in range(1 << bits)
-    ]
-
-
-DESIGN_SEED = 20240
 
 FACTORIAL: dict[str, tuple[Any, ...]] = {
     "norm": ("pre", "post"),
@@ -110,9 +29,29 @@ FRACTIONAL: dict[str, tuple[Any, ...]] = {
     "correlation": (0.25, 0.1, 0.25, 0.5),
 }
 """Every level meets all pairs of levels of two factors above, and every level of one other factor
-here, equally often; see `orthogonal_array`. A level listed twice occurs twice as often."""
+here, equally often. A level listed twice occurs twice as often."""
 
 FACTORS = FACTORIAL | FRACTIONAL
+
+PARITIES = {
+    "norm": (1,),
+    "causal": (2,),
+    "layers": (4, 8),
+    "weights": (16, 32),
+    "activation": (62,),
+    "dropout": (61,),
+    "grad_correlation": (29,),
+    "d_model": (11, 30),
+    "heads": (19, 53),
+    "seq_len": (25, 35),
+    "correlation": (22, 47),
+}
+"""The binary digits of a factor's level in a run: parities of the run's six bits under these masks.
+
+Factors whose masks span subspaces of GF(2)^6 that meet in 0 take every combination of their levels
+equally often. Those of the crossed factors are the bits themselves; the others were drawn among all
+that balance what is said above.
+"""
 
 
 # Entries of Weights that say nothing: a matrix that is not there, Gaussian entries.
@@ -157,7 +96,7 @@ class Configuration:
     @property
     def model(self) -> Transformer:
         """The declaration."""
-        return Transformer(
+        plain = Transformer(
             layers=self.layers,
             d_model=self.d_model,
             heads=self.heads,
@@ -166,8 +105,19 @@ class Configuration:
             activation=self.activation,
             dropout=self.dropout,
             causal=self.causal,
-            **_WEIGHTS[self.weights](self),
+            layernorm_scaling=self.weights == "lns",
         )
+        if self.weights == "doubled-qk":
+            weights = plain.weights
+            assert weights is not None
+            first = weights.layer(1)
+            return plain.replace(weights=weights.replace(query=2 * first.query, key=2 * first.key))
+        if self.weights == "dslm":
+            # The papers' recursion for ReLU without a mask, as it stands for GeLU and causal models
+            # too. It starts behind an embedding's dropout, which this grid has not.
+            start = self.correlation / (1 - self.dropout)
+            return plain.with_scheme("dslm", variant="released", input_correlation=start)
+        return plain
 
     @property
     def ends(self) -> dict[str, Any]:
@@ -222,55 +172,6 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def _xavier(c: Configuration) -> dict[str, Any]:
-    return {"weights": Weights.xavier(c.d_model, c.heads)}
-
-
-def _doubled(c: Configuration) -> dict[str, Any]:
-    xavier = Weights.xavier(c.d_model, c.heads)
-    assert isinstance(xavier.query, float)
-    assert isinstance(xavier.key, float)
-    return {"weights": xavier.replace(query=2 * xavier.query, key=2 * xavier.key)}
-
-
-def _lns(c: Configuration) -> dict[str, Any]:
-    return _xavier(c) | {"layernorm_scaling": True}
-
-
-def _dslm(c: Configuration) -> dict[str, Any]:
-    """Kedia et al.'s DeepScaleLM, with the correlation that enters each layer.
-
-    Each block is given unit output variance: (1 - p)/r for attention, whose value path has variance
-    d^2 s_v s_o r/(1 - p), and (1 - p)/2 for the feed-forward one. The papers' recursion starts
-    after embedding dropout, which this grid has not: here it starts from the declared correlation.
-    It is their ReLU recursion without a mask, used as it stands for GeLU and causal models too.
-    """
-    d, p = c.d_model, c.dropout
-    branch = 2 / c.layers
-    skip = 1 - branch
-    entering, r = [], c.correlation
-    for _ in range(c.layers):
-        entering.append(r)
-        r = skip * r + branch * (1 - p)
-        ffn = r + math.sqrt(1 - r**2) / math.pi - r * math.acos(r) / math.pi
-        r = skip * r + branch * (1 - p) * ffn
-    attention = [math.sqrt((1 - p) / correlation) / d for correlation in entering]
-    ffn_matrix = math.sqrt((1 - p) / 2) / d
-    return {
-        "weights": Weights(1 / d, 1 / d, attention, attention, ffn_matrix, ffn_matrix),
-        "skip_scale": math.sqrt(skip),
-        "branch_scale": math.sqrt(branch),
-    }
-
-
-_WEIGHTS: dict[str, Callable[[Configuration], dict[str, Any]]] = {
-    "xavier": _xavier,
-    "doubled-qk": _doubled,
-    "dslm": _dslm,
-    "lns": _lns,
-}
-
-
 def _baseline(norm: str, layers: int = 24, **changes: Any) -> Configuration:
     common: dict[str, Any] = {
         "causal": False,
@@ -286,8 +187,17 @@ def _baseline(norm: str, layers: int = 24, **changes: Any) -> Configuration:
     return Configuration(norm=norm, layers=layers, **(common | changes))
 
 
-ARRAY = tuple(Configuration(**row) for row in orthogonal_array(FACTORIAL, FRACTIONAL, DESIGN_SEED))
-"""The 64 runs of the orthogonal array."""
+def _run(number: int) -> Configuration:
+    """One of the array, by its number, whose bits decide every level."""
+    levels = {
+        name: sum(((number & mask).bit_count() & 1) << place for place, mask in enumerate(masks))
+        for name, masks in PARITIES.items()
+    }
+    return Configuration(**{name: FACTORS[name][level] for name, level in levels.items()})
+
+
+ARRAY = tuple(map(_run, range(64)))
+"""The runs of the orthogonal array."""
 
 BASELINES = (
     _baseline("pre"),

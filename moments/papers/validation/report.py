@@ -73,21 +73,19 @@ def _rows(
     return rows
 
 
-def class_tables(frame: pd.DataFrame, keys: Sequence[str] = CLASS) -> tuple[Table, Table]:
+def class_tables(frame: pd.DataFrame) -> tuple[Table, Table]:
     """Errors by class and theory, of the gradient and of the signal, for a terminal."""
-    classes = by_class(frame, keys)
+    classes = by_class(frame)
     shown = dict(_shown(classes))
     gradient = [name for name in shown if not name.startswith(("variance", "correlation"))]
     signal = [name for name in shown if name not in gradient]
     return (
-        _class_table(classes, keys, "gradient variance", gradient, CAPTION),
-        _class_table(classes, keys, "signal", signal, ""),
+        _class_table(classes, "gradient variance", gradient, CAPTION),
+        _class_table(classes, "signal", signal, ""),
     )
 
 
-def _class_table(
-    classes: pd.DataFrame, keys: Sequence[str], title: str, names: Sequence[str], caption: str
-) -> Table:
+def _class_table(classes: pd.DataFrame, title: str, names: Sequence[str], caption: str) -> Table:
     table = headed(f"errors of the theories against simulations: {title}", caption)
     table.box, table.padding = SIMPLE, (0, 1, 0, 0)
     for name in ("models", "theory"):
@@ -96,10 +94,10 @@ def _class_table(
     titles = [heads.get(name, dict(COLUMNS)[name]) for name in names]
     for head in ("runs", "s.e.", *titles) if "grad" in names else ("runs", *titles):
         table.add_column(head, justify="right", no_wrap=True)
-    rows = _rows(classes, keys, [(name, "") for name in names])
+    rows = _rows(classes, CLASS, [(name, "") for name in names])
     ends = [bool(row[0]) for row in rows[1:]] + [True]
     for row, end in zip(rows, ends, strict=True):
-        group, (theory, runs, noise, *cells) = row[: len(keys)], row[len(keys) :]
+        group, (theory, runs, noise, *cells) = row[: len(CLASS)], row[len(CLASS) :]
         stderr = [noise] if "grad" in names else []
         table.add_row(" ".join(group), theory, runs, *stderr, *cells, end_section=end)
     return table
