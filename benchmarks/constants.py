@@ -124,6 +124,7 @@ TABLE = (
     Constant(
         f"{KERNELS}.relative_positions", "LEAST_PAIRS", (1e-3, 1e-9), "range", ("long rotary",)
     ),
+    Constant(f"{KERNELS}.position_attention", "MOST_ROWS", (8, 96), "precision", CLASSES),
     Constant(f"{KERNELS}.position_attention", "WARM_SWEEPS", (1, 4), "precision", CLASSES),
     Constant(f"{KERNELS}.position_attention", "LEAST_STEP", (0.25, 0.6), "precision", CLASSES),
     Constant("prediction.predict", "LAST_PER_OCTAVE", (1.0, 2.0), "precision", ("no text",)),
