@@ -373,3 +373,40 @@ def test_texts_of_few_words(
     np.testing.assert_allclose(by_word.correlation, by_token.correlation, atol=0.03)
     np.testing.assert_allclose(by_word.grad_variance[1:], by_token.grad_variance[1:], rtol=0.03)
     assert by_word.grad_variance[0] == pytest.approx(by_token.grad_variance[0], rel=0.1)
+
+
+def test_words_of_two_texts_that_classes_lose_carry_a_note() -> None:
+    """By the kernels themselves. A share of pairs that are of one word is one: of two documents it
+    was negative in cells that are read off those beside them, and some texts were refused."""
+    weights = moments.Weights.normal(0.0064)
+    model = moments.Transformer(
+        layers=1,
+        d_model=256,
+        heads=4,
+        seq_len=512,
+        d_ff=512,
+        normalization="rmsnorm",
+        activation="silu",
+        causal=True,
+        weights=weights,
+        rotary=moments.Rotary(),
+        embedding=moments.Embedding(vocab_size=32000, token_variance=0.0064),
+        head=moments.Head(tied=False, weight_variance=0.0064, loss="causal"),
+    )
+    shares = []
+    for seed in range(6):
+        ids = np.minimum(np.random.default_rng(seed).zipf(1.1, 512), 31_999)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", moments.ValidityWarning)
+            found = moments.predict(
+                model, token_ids=ids, document_ids=np.repeat([0, 1], [292, 220])
+            )
+        shares += [share for _, share in found.layout.classes.shares]
+        records = found.trace.stack.walk()
+        ratio = max(
+            np.max(np.abs(one.output.kernel.pairs)) / np.max(one.output.kernel.diagonal)
+            for one in records
+        )
+        assert any("two of these texts" in note for note in found.warnings) == (ratio > 1.5)
+    assert np.min(shares) >= 0.0
+    assert np.max(shares) <= 1.0

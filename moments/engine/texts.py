@@ -129,7 +129,9 @@ class TextClasses(TwiceClasses):
     @functools.cached_property
     def shares(self) -> tuple[Matrix, ...]:
         """`share` in one document and in two, own parts being those of pairs at one place."""
-        return self.one.blocks(np.zeros(self.size), self.share)
+        found = self.one.blocks(np.zeros(self.size), self.share)
+        # Of two documents a cell with itself is read off those beside it, which may lead beyond.
+        return tuple((own, np.clip(share, 0.0, 1.0)) for own, share in found)
 
     @functools.cached_property
     def most_of_a_cell(self) -> float:
