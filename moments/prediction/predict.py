@@ -403,7 +403,9 @@ def _finer(stack: Stack, outcome: Outcome) -> NeighbouringClasses | None:
 MOST_SHARED = 1.5
 """Largest second moment of two tokens over that of one from which classes have lost what one word
 has in two documents: at most 1 but for what cells interpolate. Of 430 batches and packed rows of
-two texts of some 300 words by Zipf's law, at a logit variance of 2.7, 15 % are beyond it."""
+two texts of some 300 words by Zipf's law, at a logit variance of 2.7, 15 % are beyond it. Chosen:
+it tells that something was lost and not how much. Of four that were looked at, three, at 7 to 159,
+are as near to every token by itself as texts below it, and one, at 85, is 1e9 too large."""
 
 BEYOND_SHARED = (
     "what one word shares in two of these texts came out beyond a token's own square, as classes "
