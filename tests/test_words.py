@@ -408,14 +408,16 @@ def test_shares_of_words_of_two_texts_are_shares() -> None:
     assert np.max(found) <= 1.0
 
 
-@pytest.mark.parametrize(("seed", "noted"), [(0, False), (44, True)])
-def test_what_classes_lose_of_words_of_two_texts_is_noted(seed: int, noted: bool) -> None:
-    """Of these texts neither is off in what values learn."""
-    ours, every = packed(seed, 264, 72), packed(seed, 264, 72, tokens=True)
-    assert any("two of these texts" in note for note in ours.warnings) == noted
-    assert not any("two of these texts" in note for note in every.warnings)
+def test_rows_of_two_texts_move_their_own() -> None:
+    """What a row adds to the tokens that it attends to is of its own text: spread over what two
+    texts share at one place, which may sum to nothing, gradients came out up to 1e9 too large."""
+    ours, every = packed(2, 292, 281), packed(2, 292, 281, tokens=True)
+    for layer in ours.trace.stack.walk():
+        kernel = layer.output.kernel
+        assert np.abs(kernel.pairs).max() <= kernel.diagonal.max() * (1.0 + 1e-9)
     norms = [
         one.weight_gradients().set_index(["layer", "weight"])["squared_norm"]
         for one in (ours, every)
     ]
-    assert norms[0][1, "value"] == pytest.approx(norms[1][1, "value"], rel=0.1)
+    for weight, bound in (("value", 0.1), ("output", 0.1), ("key", 0.2)):
+        assert norms[0][1, weight] == pytest.approx(norms[1][1, weight], rel=bound)

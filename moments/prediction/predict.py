@@ -200,8 +200,6 @@ def predict(
     if stack.classes is not None and stack.classes.of_one is not stack.classes:
         given = (grad_variance, grad_correlation)
         alone = functools.partial(_of_one_document, stack, stack.classes.ends, given, batch)
-    if _beyond_shared(stack):
-        stack.notes += (BEYOND_SHARED,)
     found = stack.prediction(batch, outcome, encoder, alone=alone)
     for note in found.warnings:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
@@ -398,29 +396,6 @@ def _finer(stack: Stack, outcome: Outcome) -> NeighbouringClasses | None:
         return None
     found = float(np.max(output.readout.softmax.own.probability))
     return with_neighbours(classes) if found >= LEAST_FOUND else None
-
-
-MOST_SHARED = 1.5
-"""Largest second moment of two tokens over that of one from which classes have lost what one word
-has in two documents: at most 1 but for what cells interpolate. Of 430 batches and packed rows of
-two texts of some 300 words by Zipf's law, at a logit variance of 2.7, 15 % are beyond it. Chosen:
-it tells that something was lost and not how much. Of four that were looked at, three, at 7 to 159,
-are as near to every token by itself as texts below it, and one, at 85, is 1e9 too large."""
-
-BEYOND_SHARED = (
-    "what one word shares in two of these texts came out beyond a token's own square, as classes "
-    "of positions hold it: gradients of weights may be too large, by up to 1e9 where logits are "
-    "strong; tokens=True resolves each, or predict the texts one by one"
-)
-
-
-def _beyond_shared(stack: Stack) -> bool:
-    """Whether words of several documents have more in common than two tokens can have."""
-    if not isinstance(stack.classes, TextClasses) or len(stack.classes.ends) == 1:
-        return False
-    layers = stack.trace.stack
-    kernels = [] if layers is None else [one.output.kernel for one in layers.walk()]
-    return any(np.max(np.abs(k.pairs)) > MOST_SHARED * np.max(k.diagonal) for k in kernels)
 
 
 def _of_copies(classes: PositionClasses | None) -> bool:

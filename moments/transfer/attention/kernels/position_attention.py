@@ -1174,7 +1174,7 @@ class PositionAttention:
         excess, slope = self._gather(0) - mean, self._gather(1)
         if itself:
             self._shift = self._shifted(whole[0] + excess[alone])
-        looking = logits.scale * self._looking(self._shift)
+        looking = logits.scale * self._looking
         temperature, of_queries = logits.queries[0], pairs.joined(*met.queries)
         of_joint, of_query = (
             self._over_pairs(one) for one in (calibration.joint_shift, calibration.query_shift)
@@ -1228,15 +1228,19 @@ class PositionAttention:
         self.overlap_path = pairs.split(path)
 
     def _shifted(self, output: Array) -> Array:
-        """(P,) what a row's direction adds to the tokens that it attends to, whose average has that
-        variance."""
+        """What a row's direction adds to the tokens that it attends to, whose average has that
+        variance: (P,), or (P, m) of keys that turn with their positions."""
         logits = self.logits
         own = logits.values[0]
         shift = (self.counted @ own - output) * np.sqrt(self._rows.softening)
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
             moved, looked = (self._apart(self._mean_of(name)) for name in ("values", "keys"))
             shift = shift * toward_keys(moved, looked, self.counted @ own)
-        return np.asarray(shift)
+        if logits.turning is None:
+            return np.asarray(shift)
+        values = self._mean_of("values")
+        parts = self.counted * (values[0] - self._met_by(values))
+        return np.einsum("pq,pqm->pm", of_shift(parts, shift), logits.turning.keys)
 
     def _mean_of(self, name: str) -> Matrix:
         """Means over cells of a kernel of keys or values."""
@@ -1258,16 +1262,15 @@ class PositionAttention:
         held = (self.counted * self._met_by(kernel)).sum(1)
         return np.asarray(np.maximum(self.counted @ kernel[0] - held, 0.0))
 
-    def _looking(self, shift: Array) -> Array:
-        """(C,) products of two rows' shifts; see `closure._looking`."""
-        turning, long, short = self.logits.turning, self._pairs.long, self._pairs.short
-        if turning is None or self._pairs.phases is None:
-            return shift[long] * shift[short]
-        values = self._mean_of("values")
-        parts = self.counted * (values[0] - self._met_by(values))
-        turned = np.einsum("pq,pqm->pm", of_shift(parts, shift), turning.keys)
-        both = turned[long] * turned[short].conj() * self._pairs.phases.conj()
-        return np.asarray((both @ turning.shares).real)
+    @property
+    def _looking(self) -> Array:
+        """(C,) products of two rows' shifts, each among its own document's keys; see
+        `closure._looking`."""
+        turning, shift, pairs = self.logits.turning, self._shift, self._pairs
+        first, second = shift[pairs.long], shift[pairs.short]
+        if turning is None or pairs.phases is None:
+            return first * second
+        return np.asarray(((first * second.conj() * pairs.phases.conj()) @ turning.shares).real)
 
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
