@@ -421,3 +421,12 @@ def test_rows_of_two_texts_move_their_own() -> None:
     ]
     for weight, bound in (("value", 0.1), ("output", 0.1), ("key", 0.2)):
         assert norms[0][1, weight] == pytest.approx(norms[1][1, weight], rel=bound)
+
+
+def test_a_text_of_which_much_is_one_word_is_noted() -> None:
+    """By classes alone."""
+    text = zipf_text(3)
+    often, model = np.where(np.arange(LENGTH) % 4 == 0, 0, text), llama().replace(layers=1)
+    for ids, tokens, noted in ((text, None, False), (often, None, True), (often, True, False)):
+        notes = predicted(model, token_ids=ids, tokens=tokens).warnings
+        assert any("more than a fifth" in note for note in notes) == noted

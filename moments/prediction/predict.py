@@ -153,8 +153,7 @@ def predict(
     shape = configurations(inputs=inputs.shape, encoder_inputs=other.shape, **shapes)
     while True:
         stack = Stack(model, theory, inputs, resolved, shape)
-        if _of_copies(stack.classes):
-            stack.notes += (OF_COPIES,)
+        stack.notes += tuple(_notes_of_words(stack.classes))
         if stack.layout.classes is not None and _mostly_waves(model):
             stack.notes += (
                 "sinusoidal positions are most of this embedding's variance, and classes of "
@@ -364,6 +363,20 @@ OF_COPIES = (
     "of 2.7; GPT-2's within 3 %); tokens=True resolves each"
 )
 
+OFTEN = 0.2
+"""Share of a text that one word is, from which it carries a note: what words as frequent have
+beyond others is left out of sums over keys. Of 264 words in two layers of Llama, at a logit
+variance of 2.7, gradients of queries and keys are 2 to 4 % low where the commonest word is a tenth
+of them, 6 to 9 % at a sixth, 16 to 19 % at a quarter and 29 to 34 % at .4, those of other weights
+up to 11 %. GPT-2's are within 2 % at each."""
+
+OF_ONE_WORD = (
+    "more than a fifth of this text is one word, and classes of positions hold words by one "
+    "frequency: under strong logits gradients of queries and keys were measured 16 to 34 % low "
+    "where it is a quarter to .4 of the text, those of other weights up to 11 % (Llama's widths at "
+    "a logit variance of 2.7; GPT-2's within 2 %); tokens=True resolves each"
+)
+
 WORDS_PER_OCTAVE, UNKNOWN_PER_OCTAVE = 1.5, 1.0
 """Nodes for every doubling of the position where words are told apart, at three times the cost of
 each: of a text, and in windows where Zipf's law stands for an unknown one; not with tables of
@@ -398,11 +411,16 @@ def _finer(stack: Stack, outcome: Outcome) -> NeighbouringClasses | None:
     return with_neighbours(classes) if found >= LEAST_FOUND else None
 
 
-def _of_copies(classes: PositionClasses | None) -> bool:
-    """Whether words are told apart in texts that say the same."""
-    if not isinstance(classes, TextClasses) or len(classes.ends) == 1:
-        return False
-    return float(np.mean(classes.shares[1][0])) > COPIES
+def _notes_of_words(classes: PositionClasses | None) -> Iterator[str]:
+    """What is lost where words are told apart."""
+    if not isinstance(classes, TextClasses):
+        return
+    if len(classes.ends) > 1 and float(np.mean(classes.shares[1][0])) > COPIES:
+        yield OF_COPIES
+    if classes.ids is not None:
+        read = classes.ids[classes.there]
+        if np.bincount(np.unique(read, return_inverse=True)[1]).max() > OFTEN * read.size:
+            yield OF_ONE_WORD
 
 
 LEAST_LENGTH = 32

@@ -1240,7 +1240,7 @@ class PositionAttention:
             return np.asarray(shift)
         values = self._mean_of("values")
         parts = self.counted * (values[0] - self._met_by(values))
-        return np.einsum("pq,pqm->pm", of_shift(parts, shift), logits.turning.keys)
+        return np.asarray(np.einsum("pq,pqm->pm", of_shift(parts, shift), logits.turning.keys))
 
     def _mean_of(self, name: str) -> Matrix:
         """Means over cells of a kernel of keys or values."""
