@@ -45,6 +45,7 @@ from .stack import (
     given_shape,
     head_top,
     last_gradient,
+    placed_apart,
 )
 
 SoFar = Callable[[], np.ndarray]
@@ -90,9 +91,10 @@ def predict(
             tells tokens apart, at any length (of up to 72 windows), an encoder's tokens being
             alike, and those of several sequences or documents likewise, however long each; not at
             all without a mask, long sequences of rotary positions included; token by token for a
-            text of up to 256 tokens (of fewer than 64 where logits are as faint as GPT-2's) and
-            512 of a batch, an image or a kernel. Of longer texts, given or by Zipf's law, classes
-            tell tokens of one word from others where logits are strong; else they hold means over
+            text of up to 256 tokens and 512 of a batch (of fewer than 64 where logits are as faint
+            as GPT-2's and a table of positions is as large as that of tokens), an image or a
+            kernel. Of longer texts, given or by Zipf's law, classes tell tokens of one word from
+            others; under such logits and positions, or penalties on distance, they hold means over
             their cells and sequences. `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
@@ -454,7 +456,8 @@ def _lengths(model: Transformer, inputs: Inputs) -> tuple[int, ...] | None:
     placed = getattr(model.embedding, "position_variance", 0.0) > 0.0
     if placed and inputs.document_ids is None and len(set(where[:, 1].tolist())) > 1:
         return None  # behind padding tokens of one place do not share a row of the table
-    longest, total, weak = max(lengths), sum(lengths), faint(model)
+    longest, total = max(lengths), sum(lengths)
+    weak = faint(model) and placed_apart(model)
     if model.causal and weak:
         return lengths if longest >= SHORTEST_MEANS else None
     together = LONGEST_TEXT if weak else MOST_TOGETHER

@@ -888,12 +888,26 @@ FAINT = 0.5
 """Logit variance up to which means over cells stand for a shorter text. Measured on GPT-2's preset
 of 4 layers against every token by itself, six texts of 64 to 128 tokens, two of them of Zipf's law
 with one word in four the same: variance .2 %, correlation .005, mean gradient .7 %, gradient norms
-of weights 3 %. At logit variances of 2.4: .4 %, .005, 1.1 %, 3 %; at 17: 7 %, .02, 12 %, 15 %."""
+of weights 3 %. At logit variances of 2.4: .4 %, .005, 1.1 %, 3 %; at 17: 7 %, .02, 12 %, 15 %.
+Without a table of positions one word is the same everywhere: of 30 models on 80 to 260 words of
+Zipf's law correlations are up to .07 off, gradients 8 %, those of weights 11 %."""
 
 
 def by_word(model: Transformer, inputs: Inputs) -> bool:
-    """Whether classes of positions are to tell tokens of one word from others."""
-    return repeating(model, inputs) and not faint(model)
+    """Whether classes of positions are to tell tokens of one word from others; under distance
+    penalties and faint logits not, where gradients would be half as much again off (at 384 tokens
+    of two to six layers)."""
+    placed = model.alibi or placed_apart(model)
+    return repeating(model, inputs) and not (placed and faint(model))
+
+
+def placed_apart(model: Transformer) -> bool:
+    """Whether one word at two places is read as two, half of it being where it stands."""
+    embedding = model.embedding
+    if not isinstance(embedding, Embedding):
+        return False
+    places = 0.5 if embedding.positions == "sinusoidal" else embedding.position_variance
+    return bool(np.all(places >= np.asarray(embedding.scale) ** 2 * embedding.token_variance))
 
 
 def repeating(model: Transformer, inputs: Inputs) -> bool:

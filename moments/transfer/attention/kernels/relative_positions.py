@@ -497,6 +497,13 @@ def fading(classes: PositionClasses, slope: float, window: int | None = None) ->
     return FadingSight(classes, window, slope=slope, **found)
 
 
+MOST_TOKENS = 1.5
+"""Tokens of a class that interpolation may spread a row's weight over, in units of those that there
+are; beyond, rows are interpolated linearly. In 200 sights of 64 to 700 tokens, half of which hold
+rows that are, up to 30 times as many stood there: that of one word in two texts was refused or came
+out 100 times too large. Chosen: with 1 more rows are, with 3 as many."""
+
+
 def _fading(classes: PositionClasses, slope: float, window: int) -> dict[str, Array]:
     nodes, size = classes.nodes, len(classes.nodes)
     reach = min(int(REACH / slope) + 1, window)
@@ -510,23 +517,26 @@ def _fading(classes: PositionClasses, slope: float, window: int) -> dict[str, Ar
     in_cell = classes.cell_means(shared_by) / shared_by[nodes - 1]
     for p in range(size):
         end = int(nodes[p])
-        least, cubic = max(end - reach, 0), True
+        least = max(end - reach, 0)
 
         def of(place: Array, end: int = end) -> Array:
             one, places = np.exp(-slope * np.abs(end - place)), place.astype(np.intp) - 1
             whole = _size(min(end, window), slope) * received[places]
             return np.stack([one, one**2, one * np.maximum(whole - one, 0.0)])
 
-        found = sums(of, least, end, 0, p)
-        if found.min() < 0.0:  # all weight in few cells
-            cubic = False
+        for cubic in (True, False):
             found = sums(of, least, end, 0, p, cubic=cubic)
+            for s, at in enumerate(nodes[: p + 1].tolist()):
+                split[s, p] = sums(of, least, at, 0, s, cubic=cubic)[0]
+                split[s, p] += sums(of, max(at, least), end, s + 1, p, cubic=cubic)[0]
+            # Where all weight is in few cells cubics may leave some less than nothing, or to more
+            # tokens than there are.
+            fewest = found[0] ** 2 <= MOST_TOKENS * count * found[1]
+            if min(found.min(), split[: p + 1, p].min()) >= 0.0 and fewest.all():
+                break
         keys[p], squares[p], met[p] = found
         split[p + 1 :, p] = keys[p]
-        for s in range(p + 1):
-            at = int(nodes[s])
-            split[s, p] = sums(of, least, at, 0, s, cubic=cubic)[0]
-            split[s, p] += sums(of, max(at, least), end, s + 1, p, cubic=cubic)[0]
+        for s, at in enumerate(nodes[: p + 1].tolist()):
             if s < p:
 
                 def by_both(place: Array, end: int = end, at: int = at) -> Array:
@@ -693,6 +703,8 @@ class _Sums:
             if cell >= inner:  # beyond all nodes, as at the last
                 held = slice(inner, inner + 1)
             basis = lagrange(self._logs[held], np.log(place))
+            if not cubic:  # before the first as there
+                basis = np.clip(basis, 0.0, 1.0)
             counts[:, held] += weights(place) @ basis.T
         return counts
 
