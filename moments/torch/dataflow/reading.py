@@ -424,8 +424,7 @@ class _Reading:
             points += placed.points + self._points_around(sites, stack)
             head = None if stack.after.doubts else stack.after.matrix
             logits = None if head is None else sites.output(head.made)
-            if len(placed.blocks) == sum(len(layer) for layer in stack.layers):
-                branches += placed.blocks
+            branches += placed.blocks
             if not placed.streams:
                 self.doubts.append(
                     "no submodule gives the stream of every layer: it cannot be measured by hooks"
