@@ -451,9 +451,7 @@ class _Checking:
 
     def _attention(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
         """What multiplies q k, and over which axis the weights sum to one."""
-        over = self.seen.over_keys
-        wrong = tuple(n for n, right in enumerate(over, start=1) if not right)
-        if wrong and len(over) == self.described.layers:
+        if wrong := self._reading.over_queries:
             yield Trouble(
                 "error",
                 "softmax over the wrong axis",

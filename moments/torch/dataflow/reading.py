@@ -60,6 +60,7 @@ class ModuleReading:
         example: what the module was run on.
         odd: layer and block ("attention", "cross", "ffn") of the few that lack the norms which all
             others have; the model gives them one.
+        over_queries: layers whose attention weights sum to one over queries, not over keys.
     """
 
     model: Transformer | None
@@ -69,6 +70,7 @@ class ModuleReading:
     doubts: tuple[str, ...] = ()
     example: Any = None
     odd: tuple[tuple[int, str], ...] = ()
+    over_queries: tuple[int, ...] = ()
 
 
 @made_at_hand
@@ -458,6 +460,11 @@ class _Reading:
             tuple(dict.fromkeys(self.reasons)),
             tuple(dict.fromkeys(self.doubts)),
             odd=tuple(self.odd),
+            over_queries=tuple(
+                number
+                for number, units in enumerate(main.layers, start=1)
+                if any(u.name == "attention" and u.core and not u.core.over_keys for u in units)
+            ),
         )
 
     # --- stacks ------------------------------------------------------------------------------
