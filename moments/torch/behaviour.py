@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from ..errors import MomentsError, optional
-from .running import first_tensor, in_mode, run
+from .running import first_tensor, hooked, in_mode, run
 
 with optional("torch", "torch"):
     import torch
@@ -46,10 +46,9 @@ def behaviour(module: nn.Module, batch: Any) -> Behaviour:
     with in_mode(module, False):
         for mode in (watch, nullcontext()):
             seen: list[tuple[str, Tensor | None]] = []
-            with ExitStack() as hooks:
-                for path, part in module.named_modules():
-                    hooks.callback(part.register_forward_hook(keep(path, seen)).remove)
-                hooks.enter_context(mode)
+            parts = module.named_modules()
+            hooks = (part.register_forward_hook(keep(path, seen)) for path, part in parts)
+            with hooked(hooks), mode:
                 run(module, batch)
             runs.append(seen)
     called = {path for path, _ in runs[0]}
