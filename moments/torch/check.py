@@ -10,7 +10,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,12 +46,13 @@ from .audit import AuditedModule, audit_read
 from .batches import measured_gradient, measured_moments
 from .behaviour import behaviour
 from .checkpoints import opened
+from .dataflow.reading import in_every_layer
 from .describe import NO_ROLE, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, tokens_entering
 from .entering import first_stream, ids_read, sees_ahead
 from .expectation import model_of
 from .findings import Finding, measure_roles
-from .measure import measure, needs_labels
+from .measure import Loss, measure, needs_labels
 from .roles import (
     ModuleRoles,
     gathered,
@@ -77,8 +78,6 @@ with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
 
-
-Loss = Callable[[Any, Any], "torch.Tensor"]
 
 TOKENS, OWN, SEQUENCES = 32, 1, 2
 """Tokens of a batch of its own and of a user's text that are read, since the cost of a prediction
@@ -939,10 +938,8 @@ def architecture_read(
 def _with_weights(model: Transformer, read: AuditedModule) -> Transformer:
     """An architecture with the variances that a module's matrices have."""
     assert model.weights is not None
-    layers = range(1, model.layers + 1)
     squares = {(role.layer, role.name): e.square for role, e in read.entries if not role.stack}
-    known = [n for n in MATRICES if all((layer, n) in squares for layer in layers)]
-    values = {n: [squares[layer, n] for layer in layers] for n in known}
+    values = in_every_layer(MATRICES, model.layers, squares)
     return model.replace(weights=model.weights.replace(**values))
 
 

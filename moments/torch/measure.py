@@ -17,7 +17,7 @@ from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
 from ..transfer.head.targets import NO_TARGET
 from .anatomy import Measured, measured_parts
-from .hook_points import HookPoint, WeightPart, points_of
+from .hook_points import ENCODER, HookPoint, WeightPart, points_of
 from .running import (
     batch_first,
     built,
@@ -41,7 +41,6 @@ with optional("torch", "torch"):
     from .scales import ScaleBranch
 
 Loss = Callable[[Any, Any], Tensor]
-ENCODER = "encoder."
 _STACKS = ("", ENCODER)
 
 # Ends of class names whose forward makes no labels of its own -> what makes a batch for them
