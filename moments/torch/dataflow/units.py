@@ -140,6 +140,12 @@ class GraphReader:
         tensor = self.graph.tensor(like)
         return torch.randn(tensor.shape, generator=self.random).to(tensor.dtype)
 
+    def row(self, like: int) -> tuple[Tensor, Tensor]:
+        """A draw of one token, in double precision, and the value that has it at every place."""
+        tensor = self.graph.tensor(like)
+        row = torch.randn(tensor.shape[-1], generator=self.random)
+        return row.double(), row.to(tensor.dtype).expand(tensor.shape).contiguous()
+
     def live(self, value: int) -> bool:
         return self.graph.values[value].live
 
