@@ -79,29 +79,20 @@ def describe(
             features.
     """
     module = opened(module)
-    if is_meta(module):
-        module, lost = drawn(module)
-        described = describe(
-            module,
-            batch=batch,
-            seq_len=seq_len,
-            names=names,
-            sites=sites,
-            architecture=architecture,
-        )
-        return dataclasses.replace(described, notes=(*described.notes, *lost))
+    module, lost = drawn(module) if is_meta(module) else (module, ())
     sites = None if sites is None else list(sites)
     parts = anatomy_of(module, batch, names, sites)
     found, model = parts.found, architecture
     if model is None and names is None:
         model = promised_by(module, seq_len)
         if model is None and sites is None:
-            return _of_reading(module, read(module, batch, seq_len))
+            return _of_reading(module, read(module, batch, seq_len), lost)
     if model is None:
         raise DomainError(
             "the module's architecture is not known: pass architecture=moments.Transformer(...)"
         )
-    return described_as(model, AuditedModule.of(module, found, batch, model), parts.sites)
+    described = described_as(model, AuditedModule.of(module, found, batch, model), parts.sites)
+    return dataclasses.replace(described, notes=lost)
 
 
 def described_as(
@@ -191,14 +182,18 @@ class Description:
         return [f'"{pattern}": "{role}",' for pattern, role in lines.items()]
 
 
-def _of_reading(module: nn.Module, reading: ModuleReading) -> Description:
-    """What one pass told, with the assumptions of the theory that the weights break."""
+def _of_reading(module: nn.Module, reading: ModuleReading, lost: tuple[str, ...]) -> Description:
+    """What one pass told, with the assumptions of the theory that the weights break.
+
+    Args:
+        lost: what nothing in the module said, as a note each.
+    """
     found = reading.roles
     entries, repeated = entries_of(module, found)
     for note in _broken(module, found, dict(entries), repeated):
         warnings.warn(note, ValidityWarning, stacklevel=3)
-    unplaced = unplaced_by(reading)
-    return Description(module, reading.model, found, unplaced, reading.sites, reading.doubts)
+    unplaced, notes = unplaced_by(reading), (*reading.doubts, *lost)
+    return Description(module, reading.model, found, unplaced, reading.sites, notes)
 
 
 def unplaced_by(reading: ModuleReading) -> tuple[str, ...]:
