@@ -5,7 +5,8 @@ import pytest
 
 from moments import DomainError
 from moments.torch import text
-from moments.torch.text import IGNORED, MASK, SPECIAL_TOKENS, mask_tokens, tokenize
+from moments.torch.text import MASK, SPECIAL_TOKENS, mask_tokens, tokenize
+from moments.transfer.head.targets import NO_TARGET
 
 pytest.importorskip("tokenizers")
 
@@ -43,7 +44,7 @@ def test_text_is_text():
 def test_masking_has_bert_proportions():
     ids = tokenize(1000, 100, 400)
     corrupted, labels = mask_tokens(ids, 1000, seed=3)
-    chosen = labels != IGNORED
+    chosen = labels != NO_TARGET
     count = chosen.sum()
     np.testing.assert_array_equal(corrupted[~chosen], ids[~chosen])
     np.testing.assert_array_equal(labels[chosen], ids[chosen])
@@ -61,7 +62,7 @@ def test_masking_follows_its_seed_and_never_leaves_a_text_without_target():
         corrupted, labels = mask_tokens(ids, 1000, seed=seed)
         again, _ = mask_tokens(ids, 1000, seed=seed)
         np.testing.assert_array_equal(corrupted, again)
-        assert (labels != IGNORED).any()
+        assert (labels != NO_TARGET).any()
     many = [mask_tokens(tokenize(1000, 200), 1000, seed=s)[1] for s in (0, 1)]
     assert (many[0] != many[1]).any()
 

@@ -147,32 +147,28 @@ def causes(
     def scaled(factor: float) -> tuple[float, ...]:
         return tuple(factor * v for v in expected)
 
+    def planned(matrix: str, of: Transformer = model, shift: int = 0) -> tuple[float, ...]:
+        return tuple(getattr(of.layer_weights(n + shift), matrix) for n in layers)
+
     for reading in readings:
         if name in ("query", "key", "value"):
             read = model_of_stack(reading.model, stack)
-            yield RoleCause(
-                tuple(getattr(read.layer_weights(n), name) for n in layers), reading.words
-            )
+            yield RoleCause(planned(name, read), reading.words)
     if name in MATRICES:
-        alike: dict[tuple[float, ...], list[str]] = {}
-        for other in MATRICES:
-            if other != name and stack + other in groups:
-                variances = tuple(getattr(model.layer_weights(n), other) for n in layers)
-                alike.setdefault(variances, []).append(other)
-        for variances, others in alike.items():
+        others = (other for other in MATRICES if other != name and stack + other in groups)
+        for variances, alike in grouped(others, planned).items():
             yield RoleCause(
                 variances,
-                f"it is what the plan gives {' and '.join(others)}: {name} was skipped, or "
+                f"it is what the plan gives {' and '.join(alike)}: {name} was skipped, or "
                 "took another's scale",
             )
         if described is not None:
-            variances = tuple(getattr(described.layer_weights(n), name) for n in layers)
-            yield RoleCause(variances, "it is the framework's own initialisation, unscaled")
+            words = "it is the framework's own initialisation, unscaled"
+            yield RoleCause(planned(name, described), words)
         for shift in (1, -1):
             if all(1 <= n + shift <= model.layers for n in layers):
-                variances = tuple(getattr(model.layer_weights(n + shift), name) for n in layers)
                 yield RoleCause(
-                    variances,
+                    planned(name, shift=shift),
                     f"it is that of layer l {'+' if shift > 0 else '-'} 1: "
                     "layers are counted from another number",
                 )
@@ -268,7 +264,8 @@ def advise(
     sentences = list(_structure_sentences(failed, model))
     sentences += [sentence for _, sentence in crossed]
     sentences += _role_sentences(_with_common_cause(wanting))
-    sentences += list(_scale_sentences(failed, model))
+    scales = list(_scale_sentences(failed, model))
+    sentences += [sentence for _, _, sentence in scales]
     sentences += list(_other_sentences(failed))
     if any(MISSING in sentence for sentence in sentences):
         sentences.append(
@@ -276,7 +273,8 @@ def advise(
             "plan) puts them onto a module whose weights were loaded"
         )
     reasons = {d.name: d.causes[:SHOWN] for d in diagnoses if d.causes}
-    return Advice(tuple(sentences), tuple(sentence for _, sentence in crossed), reasons)
+    by_block = {(kind, block): said for kind, blocks, said in scales for block in blocks}
+    return Advice(tuple(sentences), tuple(sentence for _, sentence in crossed), reasons, by_block)
 
 
 class Advice(NamedTuple):
@@ -286,11 +284,13 @@ class Advice(NamedTuple):
         sentences: of everything that failed.
         crossed: those of them that find a factor on the wrong matrix.
         reasons: of a role's variance, where they are known, the likeliest first.
+        scales: what is wrong with a multiplier, by its quantity and block.
     """
 
     sentences: tuple[str, ...]
     crossed: tuple[str, ...]
     reasons: dict[str, tuple[str, ...]]
+    scales: dict[tuple[str, str], str]
 
 
 class RoleDiagnosis(NamedTuple):
@@ -321,11 +321,12 @@ def _with_common_cause(found: list[RoleDiagnosis]) -> list[RoleDiagnosis]:
 
 def _role_sentences(found: list[RoleDiagnosis]) -> Iterator[str]:
     """One each, or one together where the same cause holds in the same layers."""
-    together: dict[Any, list[RoleDiagnosis]] = {}
-    for number, diagnosis in enumerate(found):
-        shared = (diagnosis.where, diagnosis.causes[:SHOWN]) if diagnosis.causes else number
-        together.setdefault(shared, []).append(diagnosis)
-    for group in together.values():
+
+    def shared(diagnosis: RoleDiagnosis) -> Any:
+        alone = not diagnosis.causes
+        return diagnosis.name if alone else (diagnosis.where, diagnosis.causes[:SHOWN])
+
+    for group in grouped(found, shared).values():
         if len(group) == 1:
             yield str(group[0])
             continue
@@ -437,8 +438,14 @@ SCALE_WORDS = {
 }
 """Quantities of findings about multipliers, in words."""
 
+STRUCTURE = ("norm placement", "unexplained share of the sum")
+"""Quantities of findings about how layers are built."""
 
-def _scale_sentences(failed: list[Finding], model: Transformer) -> Iterator[str]:
+
+def _scale_sentences(
+    failed: list[Finding], model: Transformer
+) -> Iterator[tuple[str, list[str], str]]:
+    """Quantity, blocks, and what is wrong with that of these."""
     for quantity, words in SCALE_WORDS.items():
         told: dict[tuple[str, str], list[str]] = {}
         for stack in ("", ENCODER):
@@ -450,7 +457,7 @@ def _scale_sentences(failed: list[Finding], model: Transformer) -> Iterator[str]
             blocks = sorted({f.role.removesuffix(".norm") for f in rows})
             told.setdefault((where, _scale_fault(rows, layers)), []).extend(blocks)
         for (where, fault), blocks in told.items():
-            yield f"{words} of {' and '.join(blocks)}{where} {fault}"
+            yield quantity, blocks, f"{words} of {' and '.join(blocks)}{where} {fault}"
 
 
 def _stack(role: str) -> str:
@@ -484,16 +491,16 @@ def _scale_fault(rows: list[Finding], layers: int) -> str:
 
 def _structure_sentences(failed: list[Finding], model: Transformer) -> Iterator[str]:
     """What is wrong in how layers are built: one sentence for all layers alike."""
-    layers: dict[tuple[str, str], list[int]] = {}
-    for f in failed:
-        if f.quantity in ("norm placement", "unexplained share of the sum"):
-            layers.setdefault((f.role, f.note), []).append(f.layer)
-    roles: dict[tuple[str, str], list[str]] = {}
-    for (role, note), found in layers.items():
-        where = in_layers(sorted(found), model_of_stack(model, _stack(role)).layers)
-        roles.setdefault((where, note), []).append(role)
-    for (where, note), names in roles.items():
-        yield f"{' and '.join(names)}{where}: {note}"
+    rows = [f for f in failed if f.quantity in STRUCTURE]
+
+    def place(row: tuple[tuple[str, str], list[Finding]]) -> tuple[str, str]:
+        (role, note), found = row
+        total = model_of_stack(model, _stack(role)).layers
+        return in_layers(sorted(f.layer for f in found), total), note
+
+    by_role = grouped(rows, lambda f: (f.role, f.note))
+    for (where, note), alike in grouped(by_role.items(), place).items():
+        yield f"{' and '.join(role for (role, _), _ in alike)}{where}: {note}"
 
 
 def _other_sentences(failed: list[Finding]) -> Iterator[str]:

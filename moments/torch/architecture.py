@@ -11,14 +11,12 @@ from ..model.huggingface.config import from_huggingface
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from .anatomy import Anatomy, anatomy_of
+from .dataflow.reading import SEQ_LEN
 from .expectation import check_fits, model_of
 from .running import own_module
 
 with optional("torch", "torch"):
     from torch import nn
-
-SEQ_LEN = 128
-"""Tokens assumed where a module does not limit them."""
 
 _ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 

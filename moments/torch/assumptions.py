@@ -210,10 +210,8 @@ def copies(blocks: Iterable[tuple[Role, Tensor]]) -> list[Copies]:
 
 def copy_notes(found: Iterable[Copies]) -> Iterator[str]:
     """One sentence for all roles that are equal in the same layers."""
-    together: dict[tuple[int, ...], list[str]] = {}
-    for group in found:
-        together.setdefault(group.layers, []).append(group.roles[0].full_name)
-    for layers, names in together.items():
+    for layers, groups in grouped(found, lambda group: group.layers).items():
+        names = [group.roles[0].full_name for group in groups]
         names.sort(key=lambda name: name.endswith(".bias"))  # matrices first
         yield (
             f"{', '.join(names)} hold the same entries in layers {', '.join(map(str, layers))}: "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from ..errors import MomentsError, optional
-from .running import first_tensor, in_mode, run
+from .running import first_tensor, hooked, in_mode, run
 
 with optional("torch", "torch"):
     import torch
@@ -18,15 +18,12 @@ class Behaviour(NamedTuple):
     """What two runs of a module in evaluation mode show.
 
     Attributes:
-        over_keys: of every softmax over L x L logits, fused or by hand, in order: whether it ran
-            over the last axis.
         random: the first submodule whose output differs from one run to the next, of the same
             input; None where none does.
         never_run: submodules with parameters of their own that were not called, and whose
             parameters nothing else took.
     """
 
-    over_keys: tuple[bool, ...]
     random: str | None
     never_run: tuple[str, ...]
 
@@ -34,7 +31,7 @@ class Behaviour(NamedTuple):
 def behaviour(module: nn.Module, batch: Any) -> Behaviour:
     """Run a module twice on one batch, without dropout."""
     runs: list[list[tuple[str, Tensor | None]]] = []
-    watch = _watch()
+    watch = _Watch()
 
     def keep(path: str, seen: list[tuple[str, Tensor | None]]) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
@@ -49,10 +46,9 @@ def behaviour(module: nn.Module, batch: Any) -> Behaviour:
     with in_mode(module, False):
         for mode in (watch, nullcontext()):
             seen: list[tuple[str, Tensor | None]] = []
-            with ExitStack() as hooks:
-                for path, part in module.named_modules():
-                    hooks.callback(part.register_forward_hook(keep(path, seen)).remove)
-                hooks.enter_context(mode)
+            parts = module.named_modules()
+            hooks = (part.register_forward_hook(keep(path, seen)) for path, part in parts)
+            with hooked(hooks), mode:
                 run(module, batch)
             runs.append(seen)
     called = {path for path, _ in runs[0]}
@@ -63,7 +59,7 @@ def behaviour(module: nn.Module, batch: Any) -> Behaviour:
         and (parameters := list(part.parameters(recurse=False)))
         and not any(id(one) in watch.met for one in parameters)
     )
-    return Behaviour(tuple(watch.over_keys), _first_apart(*runs), tuple(idle))
+    return Behaviour(_first_apart(*runs), tuple(idle))
 
 
 def _first_apart(
@@ -82,34 +78,22 @@ def _first_apart(
     return None
 
 
-def _watch() -> Any:
-    """A mode that sees every softmax over L x L logits, and every parameter that is used."""
-    by_hand = (nn.functional.softmax, torch.softmax, Tensor.softmax)
+class _Watch(TorchFunctionMode):
+    """Sees every parameter that is used."""
 
-    class Watch(TorchFunctionMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.over_keys: list[bool] = []
-            self.met: set[int] = set()
+    def __init__(self) -> None:
+        super().__init__()
+        self.met: set[int] = set()
 
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            kwargs = kwargs or {}
-            if func is nn.functional.scaled_dot_product_attention:
-                self.over_keys.append(True)
-            elif func in by_hand and args and _square(args[0]):
-                axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
-                self.over_keys.append(axis in (-1, args[0].ndim - 1))
-            given = func(*args, **kwargs)
-            if not isinstance(given, bool | int | torch.dtype | torch.device | torch.Size):
-                # A table's weight may be added, and a projection's given to a fused kernel.
-                self.met.update(
-                    id(one) for one in (*args, *kwargs.values()) if isinstance(one, nn.Parameter)
-                )
-            return given
-
-    return Watch()
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = func(*args, **kwargs)
+        if not isinstance(given, bool | int | torch.dtype | torch.device | torch.Size):
+            # A table's weight may be added, and a projection's given to a fused kernel.
+            self.met.update(
+                id(one) for one in (*args, *kwargs.values()) if isinstance(one, nn.Parameter)
+            )
+        return given
 
 
 RANDOM = 0.03
@@ -118,10 +102,3 @@ dropout with probability p changes a tensor by sqrt(2 p) of its size, .045 at p 
 
 ENTRIES = 4096
 """Of every output, as many entries are held against one another."""
-
-
-def _square(logits: Any) -> bool:
-    """Whether a tensor has the shape of logits of queries against keys."""
-    if not isinstance(logits, Tensor) or logits.ndim not in (3, 4):
-        return False
-    return bool(logits.shape[-1] == logits.shape[-2] > 1)

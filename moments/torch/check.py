@@ -10,7 +10,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,19 +39,20 @@ from ..show.health import (
     stream_numbers,
 )
 from ..show.recognition import Weight, WeightRule, in_words, recognise
-from .advice import SCALE_WORDS, Advice, advise
+from .advice import SCALE_WORDS, STRUCTURE, Advice, advise
 from .anatomy import Anatomy, anatomy_of, forget
 from .architecture import promised_by
 from .audit import AuditedModule, audit_read
 from .batches import measured_gradient, measured_moments
 from .behaviour import behaviour
 from .checkpoints import opened
+from .dataflow.reading import in_every_layer
 from .describe import NO_ROLE, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, tokens_entering
 from .entering import first_stream, ids_read, sees_ahead
 from .expectation import model_of
 from .findings import Finding, measure_roles
-from .measure import measure, needs_labels
+from .measure import Loss, measure, needs_labels
 from .roles import (
     ModuleRoles,
     gathered,
@@ -77,8 +78,6 @@ with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
 
-
-Loss = Callable[[Any, Any], "torch.Tensor"]
 
 TOKENS, OWN, SEQUENCES = 32, 1, 2
 """Tokens of a batch of its own and of a user's text that are read, since the cost of a prediction
@@ -274,7 +273,7 @@ class _Checking:
         advice = advise(list(audited.findings), measured, target, self.promised)
         strict = self.scheme is not None or self.promised is not None
         weights = _Weights(self, reading, target, advice, strict)
-        told = {"temperature"} if self.random is None else {"temperature", *_SUMS}
+        told = {"temperature"} if self.random is None else {"temperature", *STRUCTURE}
         odd = {f"{name} sum in {layer}" for layer, name in self._reading.odd}  # told by themselves
         offenders = [
             f
@@ -451,9 +450,7 @@ class _Checking:
 
     def _attention(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
         """What multiplies q k, and over which axis the weights sum to one."""
-        over = self.seen.over_keys
-        wrong = tuple(n for n, right in enumerate(over, start=1) if not right)
-        if wrong and len(over) == self.described.layers:
+        if wrong := self._reading.over_queries:
             yield Trouble(
                 "error",
                 "softmax over the wrong axis",
@@ -653,7 +650,7 @@ class _Weights:
             gained = kind == "norm_output_scale" and (
                 bool(drawn) or any(key in _VECTORS for key, _ in groups)
             )
-            if kind in _SCALES and not gained:
+            if kind in (*SCALE_WORDS, *STRUCTURE) and not gained:
                 yield self._scale(kind, role, group)
             elif kind == "mean" and not all(self._fixed(f.parameter) for f in group):
                 yield self._mean(role, group)
@@ -695,12 +692,12 @@ class _Weights:
         elif crossed and all(r in crossed for r in rest):
             yield self._together(crossed, [f for g in rest.values() for f in g])
         else:
-            alike: dict[Any, list[str]] = {}
-            for number, (role, group) in enumerate(rest.items()):
-                causes = self.advice.reasons.get(role, ())
-                layers = tuple(sorted({f.layer for f in group}))
-                alike.setdefault((causes, layers) if causes else number, []).append(role)
-            for roles in alike.values():
+
+            def shared(role: str) -> Any:
+                causes = self.advice.reasons.get(role)
+                return (causes, *sorted({f.layer for f in rest[role]})) if causes else role
+
+            for roles in grouped(rest, shared).values():
                 yield self._variance(roles, [f for role in roles for f in rest[role]])
         if biases:
             yield self._biases(biases)
@@ -826,8 +823,7 @@ class _Weights:
         worst = max(group, key=lambda f: f.severity)
         layers = tuple(sorted({f.layer for f in group}))
         layers = tuple(n for n in layers if 1 <= n <= self.target.layers)
-        words = next((s for s in self.advice.sentences if _SCALES[kind] in s and role in s), "")
-        if kind in ("norm placement", "unexplained share of the sum"):
+        if kind in STRUCTURE:
             reason = f"{role}: {worst.note}"
         elif kind == "skip_scale":
             reason = (
@@ -835,8 +831,9 @@ class _Weights:
                 f"{worst.expected:.4g}"
             )
         else:
-            reason = words or (
-                f"{_SCALES[kind]} of {role} is {worst.measured:.4g} instead of {worst.expected:.4g}"
+            reason = self.advice.scales.get((kind, role)) or (
+                f"{SCALE_WORDS[kind]} of {role} is {worst.measured:.4g} instead of "
+                f"{worst.expected:.4g}"
             )
         if kind == "skip_scale" and abs(worst.measured) < 0.01:
             reason = f"{role} drops the residual connection: lambda is {worst.measured:.2g}"
@@ -844,14 +841,14 @@ class _Weights:
             reason += ": the stream itself is rescaled or normalised before the sum"
         return Trouble(
             "warning",
-            _KINDS.get(kind, kind.replace("_", " ")),
+            STRUCTURE[0] if kind in STRUCTURE else kind.replace("_", " "),
             gathered_names([f.parameter for f in group]),
             layers,
             worst.measured,
             worst.expected,
             reason,
             _PRE_OR_POST
-            if kind in ("norm placement", "skip_scale", "unexplained share of the sum")
+            if kind in (*STRUCTURE, "skip_scale")
             else "let the code multiply by the scheme's factor once",
         )
 
@@ -897,13 +894,6 @@ _GAINS = "an initialiser that runs over all parameters draws gains and biases of
 _LEAVE_NORMS = "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)"
 _PRE_OR_POST = "x = x + block(norm(x)) is Pre-LN, x = norm(x + block(x)) Post-LN: every layer alike"
 _VECTORS = ("gain", "mean square")
-_KINDS = {"unexplained share of the sum": "norm placement"}
-_SUMS = ("norm placement", "unexplained share of the sum")
-_SCALES = {
-    **SCALE_WORDS,
-    "norm placement": "the norm",
-    "unexplained share of the sum": "the sum",
-}
 
 
 # --- the module as it stands ----------------------------------------------------------------------
@@ -941,10 +931,8 @@ def architecture_read(
 def _with_weights(model: Transformer, read: AuditedModule) -> Transformer:
     """An architecture with the variances that a module's matrices have."""
     assert model.weights is not None
-    layers = range(1, model.layers + 1)
     squares = {(role.layer, role.name): e.square for role, e in read.entries if not role.stack}
-    known = [n for n in MATRICES if all((layer, n) in squares for layer in layers)]
-    values = {n: [squares[layer, n] for layer in layers] for n in known}
+    values = in_every_layer(MATRICES, model.layers, squares)
     return model.replace(weights=model.weights.replace(**values))
 
 

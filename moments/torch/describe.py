@@ -15,14 +15,14 @@ import numpy as np
 from ..errors import DomainError, ValidityWarning, optional
 from ..files import as_frame
 from ..model.transformer import Transformer
-from ..model.weights import MATRICES, Biases
+from ..model.weights import MATRICES
 from .anatomy import anatomy_of
 from .architecture import promised_by
 from .assumptions import Copies, WeightStatistics, alignment_note, copy_notes, gain_notes, notes
 from .audit import AuditedModule, entries_of
 from .checkpoints import drawn, is_meta, opened
 from .dataflow import ModuleReading, read
-from .dataflow.reading import fewest, one_or_all
+from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_layer
 from .entries import EntryMoments
 from .expectation import OUTSIDE, check_fits, model_of_stack
 from .hook_points import ENCODER, HookPoint
@@ -34,9 +34,6 @@ with optional("torch", "torch"):
 
 if TYPE_CHECKING:
     import pandas
-
-EXACT = 1e-4
-"""A probed multiplier this close to 1, or to LayerNorm Scaling's, is taken for it."""
 
 NO_ROLE = ": no role is known"
 """What is said of a parameter that could not be placed."""
@@ -82,29 +79,20 @@ def describe(
             features.
     """
     module = opened(module)
-    if is_meta(module):
-        module, lost = drawn(module)
-        described = describe(
-            module,
-            batch=batch,
-            seq_len=seq_len,
-            names=names,
-            sites=sites,
-            architecture=architecture,
-        )
-        return dataclasses.replace(described, notes=(*described.notes, *lost))
+    module, lost = drawn(module) if is_meta(module) else (module, ())
     sites = None if sites is None else list(sites)
     parts = anatomy_of(module, batch, names, sites)
     found, model = parts.found, architecture
     if model is None and names is None:
         model = promised_by(module, seq_len)
         if model is None and sites is None:
-            return _of_reading(module, read(module, batch, seq_len))
+            return _of_reading(module, read(module, batch, seq_len), lost)
     if model is None:
         raise DomainError(
             "the module's architecture is not known: pass architecture=moments.Transformer(...)"
         )
-    return described_as(model, AuditedModule.of(module, found, batch, model), parts.sites)
+    described = described_as(model, AuditedModule.of(module, found, batch, model), parts.sites)
+    return dataclasses.replace(described, notes=lost)
 
 
 def described_as(
@@ -194,14 +182,18 @@ class Description:
         return [f'"{pattern}": "{role}",' for pattern, role in lines.items()]
 
 
-def _of_reading(module: nn.Module, reading: ModuleReading) -> Description:
-    """What one pass told, with the assumptions of the theory that the weights break."""
+def _of_reading(module: nn.Module, reading: ModuleReading, lost: tuple[str, ...]) -> Description:
+    """What one pass told, with the assumptions of the theory that the weights break.
+
+    Args:
+        lost: what nothing in the module said, as a note each.
+    """
     found = reading.roles
     entries, repeated = entries_of(module, found)
     for note in _broken(module, found, dict(entries), repeated):
         warnings.warn(note, ValidityWarning, stacklevel=3)
-    unplaced = unplaced_by(reading)
-    return Description(module, reading.model, found, unplaced, reading.sites, reading.doubts)
+    unplaced, notes = unplaced_by(reading), (*reading.doubts, *lost)
+    return Description(module, reading.model, found, unplaced, reading.sites, notes)
 
 
 def unplaced_by(reading: ModuleReading) -> tuple[str, ...]:
@@ -258,18 +250,10 @@ def _held(model: Transformer, read: AuditedModule, stack: str = "") -> Transform
     model = model_of_stack(model, stack)
     assert model.weights is not None
     entries = {(r.layer, r.name): e for r, e in read.entries if r.stack == stack}
-    layers = range(1, model.layers + 1)
-
-    def squares(names: Iterable[str]) -> dict[str, list[float]]:
-        """Of roles that every layer has."""
-        known = [name for name in names if all((n, name) in entries for n in layers)]
-        return {name: [entries[n, name].square for n in layers] for name in known}
-
-    biases = squares(f"{field.name}.bias" for field in dataclasses.fields(Biases))
-    drawn = {name.removesuffix(".bias"): one_or_all(values) for name, values in biases.items()}
+    squares = {place: moments.square for place, moments in entries.items()}
     return model.replace(
-        weights=model.weights.replace(**squares(MATRICES)),
-        biases=Biases.of().replace(**drawn) if drawn else None,
+        weights=model.weights.replace(**in_every_layer(MATRICES, model.layers, squares)),
+        biases=biases_of(model.layers, squares),
         **_scales(model, entries, [p for p in read.probes if p.block.stack == stack]),
         **_outside(model, entries, None if stack or read.batch is None else read),
     )
@@ -290,7 +274,7 @@ def _scales(model: Transformer, entries: Held, probes: Sequence[BlockProbe]) -> 
             gain = _gain(entries, row + 1, block)
             gains[row, column] = 1.0 if gain is None else math.sqrt(gain.square)
     if not probes:
-        return {"norm_gain": fewest(gains)}
+        return {"norm_gain": fewest(gains)}  # LayerNorm Scaling as it is declared
     for p in probes:
         at = (p.block.layer - 1, p.block.column)
         skip[at], branch[at] = _value(p.skip, 1.0), _value(p.branch, 1.0)
@@ -298,16 +282,8 @@ def _scales(model: Transformer, entries: Held, probes: Sequence[BlockProbe]) -> 
         gain = _gain(entries, p.block.layer, p.block.name)
         mean = 1.0 if gain is None else gain.mean
         output[at] = _value(p.norm_output, mean) / mean if mean else 1.0
-    scaled = (output * np.sqrt(np.arange(1, model.layers + 1))[:, None]) - 1
-    lns = model.layers > 1 and bool(np.all(np.abs(scaled) < 20 * EXACT))
-    if not lns:
-        gains = gains * np.where(np.abs(output - 1) < 20 * EXACT, 1.0, output)
-    return {
-        "skip_scale": fewest(skip),
-        "branch_scale": fewest(branch),
-        "layernorm_scaling": lns,
-        "norm_gain": fewest(gains),
-    }
+    scales = {"skip_scale": fewest(skip), "branch_scale": fewest(branch)}
+    return scales | gain_fields(gains, output)
 
 
 def _outside(model: Transformer, entries: Held, read: AuditedModule | None) -> dict[str, Any]:

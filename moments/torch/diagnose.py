@@ -29,7 +29,7 @@ from .entering import first_stream, ids_read, sees_ahead, targets_read
 from .expectation import model_of
 from .findings import unchecked
 from .hook_points import ENCODER
-from .measure import measure
+from .measure import Loss, measure
 from .probe import probe_or_why
 from .roles import block_of, tensors_of
 from .running import at_hand, built
@@ -37,8 +37,6 @@ from .running import at_hand, built
 with optional("torch", "torch"):
     import torch
     from torch import nn
-
-Loss = Callable[[Any, Any], "torch.Tensor"]
 
 LARGE = 1e10
 """Parameters times tokens times draws from which a diagnosis tells how far it is."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from .running import (
     batch_first,
     device_of,
     first_tensor,
+    hooked,
     in_mode,
     made_at_hand,
     module_logits,
@@ -71,16 +71,12 @@ def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | Non
     None where no table of that size is read, or more than once.
     """
     seen: list[Tensor] = []
-
-    _evaluated(
-        module,
-        batch,
-        [
-            watch_tensor(part, "input", seen.append)
-            for part in module.modules()
-            if isinstance(part, nn.Embedding) and part.num_embeddings == vocab_size
-        ],
+    hooks = (
+        watch_tensor(part, "input", seen.append)
+        for part in module.modules()
+        if isinstance(part, nn.Embedding) and part.num_embeddings == vocab_size
     )
+    _evaluated(module, batch, hooks)
     texts = [ids for ids in seen if ids.ndim == 2 and ids.shape[1] > 1]
     return np.asarray(texts[0].cpu().numpy()) if len(texts) == 1 else None
 
@@ -96,7 +92,7 @@ def targets_read(
     Of the arrays in the batch, as they are and shifted by one, that whose mean cross-entropy with
     the module's logits is its loss; None where there is none.
     """
-    if (output := _evaluated(module, batch, [])) is None:
+    if (output := _evaluated(module, batch)) is None:
         return None
     alone = not isinstance(batch, Mapping)
     given = {"": batch} if alone else batch
@@ -122,11 +118,9 @@ def targets_read(
     return None
 
 
-def _evaluated(module: nn.Module, batch: Any, hooks: list[RemovableHandle]) -> Any:
+def _evaluated(module: nn.Module, batch: Any, hooks: Iterable[RemovableHandle] = ()) -> Any:
     """What a module makes of a batch without dropout; None where it cannot be run."""
-    with in_mode(module, False), ExitStack() as stack:
-        for hook in hooks:
-            stack.callback(hook.remove)
+    with in_mode(module, False), hooked(hooks):
         try:
             return run(module, batch)
         except (RuntimeError, ValueError, IndexError, MomentsError):

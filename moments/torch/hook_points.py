@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -108,12 +108,18 @@ class ModuleBranch:
         return int(self.name == "ffn")
 
 
-def blocks_of(points: Iterable[HookPoint], absent: Container[str] = ()) -> tuple[ModuleBranch, ...]:
+def blocks_of(
+    points: Iterable[HookPoint],
+    absent: Container[str] = (),
+    told: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]] | None = None,
+) -> tuple[ModuleBranch, ...]:
     """The residual branches of a module in the order the signal passes them.
 
     Args:
         points: sites of the module.
         absent: paths of norms that an nn.Identity stands in for.
+        told: placement and stream by layer and block, where they are known; None: as the points
+            tell.
 
     Raises:
         MomentsError: the points lack a site that places a branch.
@@ -127,12 +133,16 @@ def blocks_of(points: Iterable[HookPoint], absent: Container[str] = ()) -> tuple
         block
         for stack, layers in stacks.items()
         for layer in sorted(number for number in layers if number > 0)
-        for block in _layer_blocks(stack, layer, layers[layer], absent)
+        for block in _layer_blocks(stack, layer, layers[layer], absent, told or {})
     )
 
 
 def _layer_blocks(
-    stack: str, layer: int, sites: dict[str, SubmoduleTensor], absent: Container[str]
+    stack: str,
+    layer: int,
+    sites: dict[str, SubmoduleTensor],
+    absent: Container[str],
+    told: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]],
 ) -> list[ModuleBranch]:
     names = [name for name in BLOCKS if any(site.startswith(f"{name}.") for site in sites)]
     if not names:
@@ -150,6 +160,7 @@ def _layer_blocks(
         placement = _placement(post_norm, norm, total)
         if placement in ("pre", "sandwich") and norm is not None:
             entering = SubmoduleTensor(norm.path, "input")
+        placement, entering = told.get((layer, name), (placement, entering))
         branch = _first(layer, sites, (f"{name}.post_norm", f"{name}.dropout", *_raw(name)))
         blocks.append(
             ModuleBranch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +17,14 @@ from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
 from ..transfer.head.targets import NO_TARGET
 from .anatomy import Measured, measured_parts
-from .hook_points import HookPoint, WeightPart, points_of
+from .hook_points import ENCODER, HookPoint, WeightPart, points_of
 from .running import (
     batch_first,
     built,
     device_of,
     first_tensor,
+    grouped,
+    hooked,
     in_mode,
     module_logits,
     module_loss,
@@ -34,12 +35,12 @@ from .running import (
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
     from ..simulation.collector import Collector, squared_norm
     from .scales import ScaleBranch
 
 Loss = Callable[[Any, Any], Tensor]
-ENCODER = "encoder."
 _STACKS = ("", ENCODER)
 
 # Ends of class names whose forward makes no labels of its own -> what makes a batch for them
@@ -125,9 +126,12 @@ def _draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> 
         _add_labels(module, inputs)
     first = batch_first(module)
     seen = {stack: Collector(_kept(inputs, stack, points), batch_first=first) for stack in _STACKS}
-    with in_mode(module, True), thawed(module), ExitStack() as hooks:
-        for stack, collector in seen.items():
-            hooks.enter_context(_watched(module, _of_stack(points, stack), collector))
+    hooks = (
+        hook
+        for stack, collector in seen.items()
+        for hook in _watched(module, _of_stack(points, stack), collector)
+    )
+    with in_mode(module, True), thawed(module), hooked(hooks):
         output = module(*inputs.positional, **inputs.named)
         top, cotangent = _objective(output, inputs, loss)
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -149,30 +153,24 @@ def _draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> 
     return draw, seen[""].sequences
 
 
-@contextmanager
 def _watched(
     module: nn.Module, points: Iterable[HookPoint], collector: Collector
-) -> Iterator[None]:
-    """Show the collector every point as the module's forward passes it."""
-    by_tensor: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for point in points:
-        if point.side not in ("input", "output"):
-            raise domain_error(f"sites: side of {point.site}", point.side, "'input' or 'output'")
-        by_tensor.setdefault((point.path, point.side), []).append((point.layer, point.site))
+) -> Iterator[RemovableHandle]:
+    """Hooks that show the collector every point as the module's forward passes it."""
     modules = dict(module.named_modules())
-    with ExitStack() as hooks:
-        for (path, side), places in by_tensor.items():
-            if path not in modules:
-                raise domain_error(
-                    "sites: path", path, "a submodule", "list them with module.named_modules()"
-                )
-            part = modules[path]
-            # A block's output is what the block gives, not what a scale's hook makes of it.
-            scaled = any(isinstance(hook, ScaleBranch) for hook in part._forward_hooks.values())
-            keep = functools.partial(collector.watch, places=places)
-            first = scaled and side == "output"
-            hooks.callback(watch_tensor(part, side, keep, first=first).remove)
-        yield
+    for (path, side), here in grouped(points, lambda point: (point.path, point.side)).items():
+        if side not in ("input", "output"):
+            raise domain_error(f"sites: side of {here[0].site}", side, "'input' or 'output'")
+        if path not in modules:
+            raise domain_error(
+                "sites: path", path, "a submodule", "list them with module.named_modules()"
+            )
+        part = modules[path]
+        # A block's output is what the block gives, not what a scale's hook makes of it.
+        scaled = any(isinstance(hook, ScaleBranch) for hook in part._forward_hooks.values())
+        places = [(point.layer, point.site) for point in here]
+        keep = functools.partial(collector.watch, places=places)
+        yield watch_tensor(part, side, keep, first=scaled and side == "output")
 
 
 def _of_stack(points: Iterable[HookPoint], stack: str) -> list[HookPoint]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from ..model.transformer import Transformer
 from .dataflow.reading import example
 from .hook_points import ModuleBranch, SubmoduleTensor
 from .roles import ModuleRoles
-from .running import in_mode, run, watch_tensor
+from .running import hooked, in_mode, run, watch_tensor
 
 with optional("torch", "torch"):
     import torch
@@ -72,11 +71,8 @@ def probe(
     """
     seen: Seen = {}
     parts = dict(module.named_modules())
-    with ExitStack() as stack:
-        stack.enter_context(in_mode(module, training))
-        for block in blocks:
-            for hook in _watch(parts, block, seen):
-                stack.callback(hook.remove)
+    hooks = (hook for block in blocks for hook in _watch(parts, block, seen))
+    with in_mode(module, training), hooked(hooks):
         run(module, batch)
     return [_measured(parts, block, blocks, seen, epsilon) for block in blocks]
 
@@ -285,18 +281,18 @@ def measured_scale(
     def keep(name: str, tensor: Tensor) -> None:
         seen[name] = tensor.detach().to(torch.float64, copy=True)
 
-    with ExitStack() as stack:
-        stack.enter_context(in_mode(module, False))
-        head = module.get_submodule(path)
-        norms = (role.parameter.rpartition(".")[0] for role in found.named("final.norm.gain"))
+    head = module.get_submodule(path)
+    norms = (role.parameter.rpartition(".")[0] for role in found.named("final.norm.gain"))
+    hooks = (
+        watch_tensor(part, side, functools.partial(keep, name), first=first)
         for name, part, side, first in (
             ("read", head, "input", False),
             ("own", head, "output", True),
             ("hooked", head, "output", False),
             *(("norm", module.get_submodule(norm), "output", False) for norm in norms),
-        ):
-            hook = watch_tensor(part, side, functools.partial(keep, name), first=first)
-            stack.callback(hook.remove)
+        )
+    )
+    with in_mode(module, False), hooked(hooks):
         output = run(module, batch)
     logits = getattr(output, "logits", None)
     capped = model.head.logit_softcap is not None

@@ -162,12 +162,15 @@ def _output_scale(model: Transformer) -> str:
 
 def _left_out(model: Transformer, roles: list[str]) -> str:
     """Tables that the plan draws and no name stands for."""
-    rows = []
-    for table in TABLES:
-        variance = getattr(model.embedding, f"{table}_variance", None)
-        if variance and table not in roles:
-            rows.append(f"{table} (variance {variance:.6g})")
+    drawn = _tables(model).items()
+    rows = [f"{table} (variance {value:.6g})" for table, value in drawn if table not in roles]
     return _LEFT_OUT.format(roles=", ".join(rows)) if rows else ""
+
+
+def _tables(model: Transformer) -> dict[str, float]:
+    """Variances of the tables that the plan draws."""
+    found = {table: getattr(model.embedding, f"{table}_variance", None) for table in TABLES}
+    return {table: float(variance) for table, variance in found.items() if variance}
 
 
 def _model(plan: Any) -> Transformer:
@@ -248,11 +251,7 @@ def tensor_table(plan: Any) -> pandas.DataFrame:
         DomainError: no plan and no Transformer.
     """
     model = _model(plan)
-    rows = []
-    for table in TABLES:
-        variance = getattr(model.embedding, f"{table}_variance", None)
-        if variance:
-            rows.append((0, table, 0, model.d_model, float(variance)))
+    rows = [(0, name, 0, model.d_model, value) for name, value in _tables(model).items()]
     for n in range(1, model.layers + 1):
         weights = model.layer_weights(n)
         rows += [(n, name, *fan, getattr(weights, name)) for name, fan in fans_of(model).items()]

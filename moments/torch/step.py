@@ -10,7 +10,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,12 @@ from ..step.measured import Place, StepDraw, StepMeasurement
 from ..step.rules import group_of
 from .anatomy import measured_parts
 from .measure import Loss, _add_labels, _objective, _tensors
-from .running import built, in_mode, module_logits, watch_tensor
+from .running import built, hooked, in_mode, module_logits, watch_tensor
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
 OPTIONS = ("betas", "eps", "weight_decay", "momentum", "nesterov", "adjust")
 
@@ -123,8 +124,7 @@ class _Run:
         torch.manual_seed(self.state)
         sites: dict[Place, Tensor] = {}
         entering: dict[str, Tensor] = {}
-        with ExitStack() as hooks:
-            self._watch(hooks, sites, entering)
+        with hooked(self._watch(sites, entering)):
             output = self.module(*self.inputs.positional, **self.inputs.named)
         top, cotangent = _objective(output, self.inputs, self.loss)
         if cotangent is not None:
@@ -136,8 +136,8 @@ class _Run:
         return top, sites, entering
 
     def _watch(
-        self, hooks: ExitStack, sites: dict[Place, Tensor], entering: dict[str, Tensor]
-    ) -> None:
+        self, sites: dict[Place, Tensor], entering: dict[str, Tensor]
+    ) -> Iterator[RemovableHandle]:
         modules = dict(self.module.named_modules())
 
         def keep(place: Place, tensor: Tensor) -> None:
@@ -148,12 +148,11 @@ class _Run:
 
         for point in self.points:
             shown = functools.partial(keep, (point.layer, point.site))
-            hooks.callback(watch_tensor(modules[point.path], point.side, shown).remove)
+            yield watch_tensor(modules[point.path], point.side, shown)
         for name in {row.parameter for row, _ in self.parts}:
             path, _, kind = name.rpartition(".")
             if kind == "weight" and type(modules.get(path)).__name__ in _LINEAR:
-                hook = watch_tensor(modules[path], "input", functools.partial(enter, name))
-                hooks.callback(hook.remove)
+                yield watch_tensor(modules[path], "input", functools.partial(enter, name))
 
 
 @contextmanager

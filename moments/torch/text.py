@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 
 from ..errors import domain_error, optional
 from ..formulas.checks import check_count
+from ..transfer.head.targets import NO_TARGET
 
 Ids = NDArray[np.int64]
 
 PAD, CLS, SEP, MASK = range(4)
 """Ids of the special tokens; `tokenize` never emits them."""
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
-IGNORED = -100
-"""Label of a position without a target, as torch's cross-entropy and Hugging Face have it."""
-
 LEAST_VOCABULARY = 128
 MOST_TRAINED = 8000
 """Training stops here: the text is half a megabyte and has about 9000 merges in it."""
@@ -82,7 +80,7 @@ def mask_tokens(
     replacement = random.integers(len(SPECIAL_TOKENS), vocab_size, ids.shape)
     corrupted = np.where(chosen & (fate < 0.8), MASK, ids)
     corrupted = np.where(chosen & (fate >= 0.9), replacement, corrupted)
-    return corrupted, np.where(chosen, ids, IGNORED)
+    return corrupted, np.where(chosen, ids, NO_TARGET)
 
 
 @functools.cache

@@ -73,7 +73,7 @@ def _bias(graph: Graph, value: int) -> int | None:
     while node is not None:
         for other in node.inputs:
             held = graph.values[other]
-            leaf = other if held.name else _leaf(graph, other)
+            leaf = _leaf(graph, other)
             if not held.live and held.params and leaf is not None and _adds(node, other):
                 return leaf
         if node.name not in _PASSING or not node.inputs:
@@ -88,12 +88,10 @@ def _adds(node: Node, value: int) -> bool:
 
 
 def _leaf(graph: Graph, value: int) -> int | None:
-    """The parameter that a constant is a view or a copy of."""
-    while (node := graph.producer(value)) is not None:
-        if node.name not in VIEWS or len(node.inputs) != 1:
-            return None
-        value = node.inputs[0]
-    return value if graph.values[value].name else None
+    """The parameter that a constant is, or is a view or a copy of."""
+    whole = [leaf for leaf in graph.leaves(value) if graph.values[leaf].name]
+    viewed = all(node.name in VIEWS for node in graph.makers(value))
+    return whole[0] if viewed and len(whole) == 1 else None
 
 
 def _decay(graph: Graph, steps: int) -> Tensor | None:

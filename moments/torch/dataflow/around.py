@@ -166,14 +166,12 @@ def _role_of_lookup(stream: StreamReader, index: int, name: str, found: Before) 
 def _factor(stream: StreamReader, start: int, end: int) -> float | None:
     """What a value is multiplied by on its way to another one; None: it is not multiplied."""
     graph = stream.graph
-    shape = graph.tensor(start).shape
-    row = torch.randn(shape[-1], generator=stream.read.random)
-    x = row.to(graph.tensor(start).dtype).expand(shape).contiguous()
+    row, x = stream.read.row(start)
     made, base = (graph.run({start: t}, end)[0] for t in (x, 0 * x))
-    if made.shape[-1] != shape[-1]:
+    if made.shape[-1] != len(row):
         return None
-    moved = (made - base).double().reshape(-1, shape[-1])
-    return multiple(row.double().expand_as(moved), moved)
+    moved = (made - base).double().reshape(-1, len(row))
+    return multiple(row.expand_as(moved), moved)
 
 
 def _norm(stream: StreamReader, found: Before, start: int, nodes: list[Node]) -> None:

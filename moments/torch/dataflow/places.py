@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ...errors import optional
+from ...errors import MomentsError, optional
 from ...prediction.draws import STREAM
-from ..hook_points import HookPoint, ModuleBranch, SubmoduleTensor, WeightPart
+from ..hook_points import HookPoint, ModuleBranch, SubmoduleTensor, WeightPart, blocks_of
 from ..roles import Role
 from .graph import VIEWS, Graph, filled
 from .stream import BranchUnit, SumChain
@@ -315,7 +315,7 @@ class Placed:
     """Hook points and residual branches of a module, and whether it shows every stream."""
 
     points: list[HookPoint] = field(default_factory=list)
-    blocks: list[ModuleBranch] = field(default_factory=list)
+    blocks: tuple[ModuleBranch, ...] = ()
     streams: bool = True
 
 
@@ -337,22 +337,38 @@ def place(
     ends = [u.sum.value if u.after is None else u.after.end for *_, u in layers]
     streams = _alike([sites.of(value) for value in ends])
     rows = [(0, STREAM, _entering(sites, chain, streams))]
+    told: dict[tuple[int, str], tuple[str, SubmoduleTensor]] = {}
     for number, (units, stream) in enumerate(zip(layers, streams, strict=True), start=1):
         for unit in units:
             alone = not unit.parallel or unit is units[-1]
             rows += [(number, *row) for row in _unit(sites, unit, alone)]
+            placement = "none" if (number, unit.name) in odd else placements[number - 1]
+            if (reads := _read_by(sites, unit, stream)) is not None:
+                told[number, unit.name] = placement, reads
         rows.append((number, STREAM, stream))
-        if stream is not None:
-            placement = placements[number - 1]
-            for block in _blocks(sites, stack, number, units, placement, stream):
-                bare = (number, block.name) in odd
-                found.blocks.append(dataclasses.replace(block, placement="none") if bare else block)
     for layer, site, point in rows:
         if point is not None and point in sites.tokens:
             found.points.append(HookPoint(layer, stack + site, point.path, point.side))
         elif site == STREAM:
             found.streams = False
+    norms = [n for units in layers for u in units for n in (u.before, u.after) if n is not None]
+    sums = all(point in sites.tokens for _, site, point in rows if site.endswith(".sum"))
+    if sums and all(sites.norm(norm) is not None for norm in norms):
+        with suppress(MomentsError):  # a block whose last matrix no submodule holds
+            blocks = blocks_of(found.points, told=told)
+            found.blocks = blocks if len(blocks) == len(told) else ()
     return found
+
+
+def _read_by(
+    sites: Sites, unit: BranchUnit, stream: SubmoduleTensor | None
+) -> SubmoduleTensor | None:
+    """Where a block's stream goes into a submodule: its norm, or the layer, where it may run alone,
+    as checkpointing has it."""
+    norm = unit.before and sites.norm(unit.before)
+    path = norm or (stream and stream.path)
+    inside = SubmoduleTensor(path or "", "input")
+    return inside if inside in sites.of(unit.sum.stream) else sites.input(unit.sum.stream)
 
 
 def _entering(
@@ -413,43 +429,3 @@ def _unit(
         yield f"{name}.sum", sites.output(unit.sum.value)
     if unit.after is not None:
         yield f"{name}.norm", sites.output(unit.after.end)
-
-
-def _blocks(
-    sites: Sites,
-    stack: str,
-    layer: int,
-    units: list[BranchUnit],
-    placement: str,
-    stream: SubmoduleTensor,
-) -> Iterable[ModuleBranch]:
-    for unit in units:
-        norm = unit.before or unit.after
-        takes = sites.norm(norm) if norm is not None else None
-        entering = sites.input(unit.sum.stream)
-        # Where a layer takes it that runs alone, as checkpointing does.
-        inside = SubmoduleTensor(takes if unit.before and takes else stream.path, "input")
-        if inside in sites.of(unit.sum.stream):
-            entering = inside
-        raw = sites.output(unit.raw if unit.behind is None else unit.behind.end)
-        branch = sites.dropped(unit) if unit.behind is None or unit.dropped is not None else None
-        total = sites.output(unit.sum.value)
-        post = sites.norm(unit.behind) if unit.behind is not None else None
-        if entering is None or raw is None or total is None or (norm is not None and takes is None):
-            return
-        if raw.side != "output":
-            return
-        yield ModuleBranch(
-            stack=stack,
-            layer=layer,
-            path=stream.path,
-            name=unit.name,
-            placement=placement,
-            norm=takes,
-            post_norm=post,
-            stream=entering,
-            raw=raw,
-            branch=branch if branch is not None and branch.side == "output" else raw,
-            total=total,
-            parallel=unit.parallel,
-        )

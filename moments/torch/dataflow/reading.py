@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class ModuleReading:
         example: what the module was run on.
         odd: layer and block ("attention", "cross", "ffn") of the few that lack the norms which all
             others have; the model gives them one.
+        over_queries: layers whose attention weights sum to one over queries, not over keys.
     """
 
     model: Transformer | None
@@ -69,6 +70,7 @@ class ModuleReading:
     doubts: tuple[str, ...] = ()
     example: Any = None
     odd: tuple[tuple[int, str], ...] = ()
+    over_queries: tuple[int, ...] = ()
 
 
 @made_at_hand
@@ -424,8 +426,7 @@ class _Reading:
             points += placed.points + self._points_around(sites, stack)
             head = None if stack.after.doubts else stack.after.matrix
             logits = None if head is None else sites.output(head.made)
-            if len(placed.blocks) == sum(len(layer) for layer in stack.layers):
-                branches += placed.blocks
+            branches += placed.blocks
             if not placed.streams:
                 self.doubts.append(
                     "no submodule gives the stream of every layer: it cannot be measured by hooks"
@@ -459,6 +460,11 @@ class _Reading:
             tuple(dict.fromkeys(self.reasons)),
             tuple(dict.fromkeys(self.doubts)),
             odd=tuple(self.odd),
+            over_queries=tuple(
+                number
+                for number, units in enumerate(main.layers, start=1)
+                if any(u.name == "attention" and u.core and not u.core.over_keys for u in units)
+            ),
         )
 
     # --- stacks ------------------------------------------------------------------------------
@@ -810,13 +816,7 @@ class _Reading:
                     )
                 if unit.behind is not None and abs(unit.behind.gain - 1) > 1e-3:
                     self.doubts.append("gains of second norms are taken as 1")
-        wanted = 1 / np.sqrt(np.arange(1, n + 1))[:, None]
-        if n > 1 and np.all(np.abs(factors / wanted - 1) < 1e-3):
-            fields["layernorm_scaling"] = True
-        else:
-            gains = gains * factors
-        fields["norm_gain"] = fewest(gains)
-        return fields
+        return fields | gain_fields(gains, factors)
 
     def _scales(self, stack: _Stack) -> dict[str, Any]:
         n = len(stack.layers)
@@ -880,29 +880,18 @@ class _Reading:
         return max(128, buckets + 1)
 
     def _weights(self, stack: _Stack) -> tuple[Weights, Biases | None]:
-        n = len(stack.layers)
-        squares = {
-            name: [self.squares.get((stack.prefix, layer, name)) for layer in range(1, n + 1)]
-            for name in MATRICES
-        }
-        given = {k: v for k, v in squares.items() if all(x is not None for x in v)}
-        missing = [k for k in squares if k not in given and k not in DEFAULTS]
+        squares = {(n, k): v for (of, n, k), v in self.squares.items() if of == stack.prefix}
+        given = in_every_layer(MATRICES, len(stack.layers), squares)
+        missing = [k for k in MATRICES if k not in given and k not in DEFAULTS]
         if missing:
-            shared = [k for k in missing if squares[k][0] is not None]
-            if shared:
+            if any((1, k) in squares for k in missing):
                 self.reasons.append("layers that share their weights")
             else:
                 self.reasons.append(
                     f"no {', no '.join(missing)} matrix that was found in every layer"
                 )
             return Weights.xavier(8, 1), None
-        weights = Weights(**{k: one_or_all(v) for k, v in given.items()})
-        biases = {}
-        for name in ("query", "key", "value", "output", "ffn_in", "ffn_out", "gate"):
-            rows = [self.squares.get((stack.prefix, i, f"{name}.bias")) for i in range(1, n + 1)]
-            if all(r is not None for r in rows):
-                biases[name] = one_or_all(rows)
-        return weights, Biases.of().replace(**biases) if biases else None
+        return Weights(**given), biases_of(len(stack.layers), squares)
 
     def _table(self, name: str | None) -> float:
         """Mean square of a table without its padding row, which is never drawn."""
@@ -1073,6 +1062,41 @@ def _near(value: float) -> float:
 def one_or_all(values: list[Any]) -> Any:
     """One number where all layers have the same."""
     return values[0] if len(set(values)) == 1 else values
+
+
+def in_every_layer(
+    names: Iterable[str], layers: int, squares: Mapping[tuple[int, str], float]
+) -> dict[str, Any]:
+    """Of roles that every layer has: one number, or one per layer.
+
+    Args:
+        squares: by layer and role.
+    """
+    rows = {name: [squares.get((n, name)) for n in range(1, layers + 1)] for name in names}
+    return {name: one_or_all(row) for name, row in rows.items() if None not in row}
+
+
+def biases_of(layers: int, squares: Mapping[tuple[int, str], float]) -> Biases | None:
+    """The biases of which every layer has one; None where there are none."""
+    names = [f"{name}.bias" for name in Biases().to_dict()]
+    found = in_every_layer(names, layers, squares)
+    drawn = {name.removesuffix(".bias"): value for name, value in found.items()}
+    return Biases.of().replace(**drawn) if drawn else None
+
+
+def gain_fields(gains: np.ndarray, factors: np.ndarray) -> dict[str, Any]:
+    """How a model declares norms' gains, and what multiplies the norms beside these: as LayerNorm
+    Scaling where it is that, else in the gain.
+
+    Args:
+        gains, factors: by layer and block.
+    """
+    layers = len(gains)
+    scaled = factors * np.sqrt(np.arange(1, layers + 1))[:, None]
+    scaling = layers > 1 and bool(np.all(np.abs(scaled - 1) < 20 * EXACT))
+    if not scaling:
+        gains = gains * np.where(np.abs(factors - 1) < 20 * EXACT, 1.0, factors)
+    return {"layernorm_scaling": scaling, "norm_gain": fewest(gains)}
 
 
 def fewest(values: np.ndarray) -> Any:

@@ -326,11 +326,9 @@ class StreamReader:
         zeros = {v: torch.zeros_like(self.graph.tensor(v)) for v in (one.stream, *tips)}
         (base,) = self.graph.run(zeros, one.value)
         for value, block in [(one.stream, None), *tips.items()]:
-            shape = self.graph.tensor(value).shape
-            row = torch.randn(shape[-1], generator=self.read.random)
-            x = row.to(base.dtype).expand(shape).contiguous()  # whatever the order of the tokens
+            row, x = self.read.row(value)  # whatever the order of the tokens
             (made,) = self.graph.run(zeros | {value: x}, one.value)
-            made, row = (made - base).double().reshape(-1, shape[-1]), row.double()
+            made = (made - base).double().reshape(-1, len(row))
             slope = multiple(row.expand_as(made), made)
             if slope is None:
                 gains = made[0] / row
@@ -634,9 +632,7 @@ class StreamReader:
         `doubled`: and is so many times as large where the start is twice as large.
         """
         graph = self.graph
-        shape = graph.tensor(start).shape
-        row = torch.randn(shape[-1], generator=self.read.random)
-        x = row.to(graph.tensor(start).dtype).expand(shape).contiguous()
+        _, x = self.read.row(start)
         if not x.is_floating_point():
             return False
         (y,) = graph.run({start: x}, end)

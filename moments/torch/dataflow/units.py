@@ -80,7 +80,7 @@ class RotationUnit:
 
 @dataclass
 class Core:
-    """softmax(q k^T) v, as the graph has it."""
+    """softmax(q k^T) v, as the graph has it; over keys, unless somebody took another axis."""
 
     softmax: int
     logits: int
@@ -90,6 +90,7 @@ class Core:
     value: int
     mixed: int
     product: int
+    over_keys: bool
 
 
 @dataclass
@@ -138,6 +139,12 @@ class GraphReader:
     def draw(self, like: int) -> Tensor:
         tensor = self.graph.tensor(like)
         return torch.randn(tensor.shape, generator=self.random).to(tensor.dtype)
+
+    def row(self, like: int) -> tuple[Tensor, Tensor]:
+        """A draw of one token, in double precision, and the value that has it at every place."""
+        tensor = self.graph.tensor(like)
+        row = torch.randn(tensor.shape[-1], generator=self.random)
+        return row.double(), row.to(tensor.dtype).expand(tensor.shape).contiguous()
 
     def live(self, value: int) -> bool:
         return self.graph.values[value].live
@@ -491,11 +498,9 @@ class GraphReader:
                 continue
             value = next(v for v in mixing.inputs if not self.graph.rests_on(v, weights))
             query, key = product.inputs[-2:]
-            found.append(
-                Core(
-                    node.index, logits, weights, query, key, value, mixing.outputs[0], product.index
-                )
-            )
+            of = node.index, logits, weights, query, key, value, mixing.outputs[0], product.index
+            over_keys = node.args[1] in (-1, self.graph.tensor(logits).ndim - 1)
+            found.append(Core(*of, over_keys))
         return found
 
     def _mixing(self, weights: int) -> Node | None:
