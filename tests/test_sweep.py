@@ -19,7 +19,7 @@ import pytest
 import moments
 from moments.engine import program
 from moments.grids import run, together
-from moments.grids.result import STREAM
+from moments.prediction.draws import QUANTITIES as STREAM
 
 PRE = moments.Transformer(6, 64, 4, 32, dropout=0.1)
 ROUNDING = 1e-12

@@ -30,9 +30,10 @@ from ..errors import (
 from ..formulas.checks import check_choice, check_flag
 from ..formulas.law import THEORIES, Theory
 from ..model.transformer import Transformer
+from ..prediction.draws import QUANTITIES as STREAM
 from ..prediction.predict import predict
 from .axes import MOMENTS, Axes, Value
-from .result import STREAM, Sweep
+from .result import Sweep
 from .store import Row, Store, opened
 from .together import GroupMoments, kind, predict_together
 

@@ -13,6 +13,7 @@ from ..errors import DomainError
 from ..files import as_frame
 from ..formulas.checks import NONNEGATIVE, check_in
 from ..noise.band import NORMAL_95
+from ..prediction.draws import QUANTITIES
 from ..prediction.measurement import Measurement
 from ..prediction.result import Prediction
 from ..step.measured import StepMeasurement
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["QUANTITIES", "Comparison", "compare"]
-
-QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
 
 
 @dataclass(frozen=True, eq=False)

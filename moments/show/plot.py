@@ -17,12 +17,13 @@ from ..files import replacing
 from ..model.summary import in_brief
 from ..model.weights import MATRICES
 from ..noise.band import NORMAL_95
+from ..prediction.draws import QUANTITIES
 from ..prediction.predict import predict
 from .chart import limits, shown, ticks
 from .diagnosis import SHARE
 from .expected import Expected, one_draw
 from .palette import DASHES, FOUND, GRADIENT, GREY, MEASURED, OUTSIDE, SERIES, SIGNAL, SOFT
-from .report import STREAM_QUANTITIES, TITLES
+from .report import TITLES
 from .verdict import growth
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _color(quantity: str) -> str:
 def _panels(title: str) -> tuple[Picture, dict[str, Axes]]:
     figure = Picture(9.5, 6.2)
     grid = figure.subplots(2, 2, sharex=True)
-    axes = dict(zip(STREAM_QUANTITIES, grid.ravel(), strict=True))
+    axes = dict(zip(QUANTITIES, grid.ravel(), strict=True))
     for quantity, ax in axes.items():
         dress(ax, TITLES[quantity])
     for ax in grid[1]:

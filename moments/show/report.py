@@ -11,11 +11,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..prediction.draws import QUANTITIES
+
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
     from .comparison import Comparison
 
-STREAM_QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
 _HEADS = {"variance": "variance", "correlation": "corr."}
 TITLES = {
     "variance": "variance",
@@ -90,11 +91,11 @@ def prediction_table(prediction: Prediction) -> Table:
     if prediction.variance.ndim > 1:
         return _batch_table(prediction)
     model = prediction.model
-    columns = [map(number, getattr(prediction, name)) for name in STREAM_QUANTITIES]
+    columns = [map(number, getattr(prediction, name)) for name in QUANTITIES]
     return tabled(
         f"{model.layers} layers, {model.norm} norm, theory {prediction.theory}, "
         f"{prediction.resolution}",
-        ["layer", *(TITLES[name] for name in STREAM_QUANTITIES)],
+        ["layer", *(TITLES[name] for name in QUANTITIES)],
         zip(map(str, range(model.layers + 1)), *columns, strict=True),
         _caption(prediction),
         whole=False,
@@ -104,12 +105,11 @@ def prediction_table(prediction: Prediction) -> Table:
 def _batch_table(prediction: Prediction) -> Table:
     table = Table(title=f"input and output of {prediction.model.layers} layers")
     table.add_column("configuration", justify="right")
-    for name in STREAM_QUANTITIES:
+    for name in QUANTITIES:
         table.add_column(f"{TITLES[name]}, first", justify="right")
         table.add_column("last", justify="right")
     rows = [
-        getattr(prediction, name).reshape(-1, prediction.model.layers + 1)
-        for name in STREAM_QUANTITIES
+        getattr(prediction, name).reshape(-1, prediction.model.layers + 1) for name in QUANTITIES
     ]
     for index in range(rows[0].shape[0]):
         cells = [number(r[index, end]) for r in rows for end in (0, -1)]
@@ -128,7 +128,7 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
                 _inside(part), on=["layer", "quantity"], how="left"
             )
             title = "{}{} along the residual stream"
-            signal, gradient = STREAM_QUANTITIES[:2], STREAM_QUANTITIES[2:]
+            signal, gradient = QUANTITIES[:2], QUANTITIES[2:]
             tables.append(_side_by_side(frame, signal, title.format(name, "signal")))
             tables.append(_side_by_side(frame, gradient, title.format(name, "gradient")))
     outputs = comparison.outputs()

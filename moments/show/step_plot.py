@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from .palette import BLACK, BLUE, GREEN, GREY, MEASURED, ORANGE, PURPLE, SKY, VE
 from .plot import Picture, along_layers, dress, round_ticks
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -89,11 +88,11 @@ def plot_first_step(
     return figure
 
 
-def _known(step: FirstStep | StepMeasurement, quantity: str) -> pd.DataFrame:
+def _known(step: FirstStep | StepMeasurement, quantity: str) -> Any:
     """Where a panel's quantity can be drawn: layer, key (of its style), value and, of what was
     measured, stderr."""
     if quantity == "relative_change":
-        frame = step.to_frame().rename(columns={"site": "key"})
+        frame: Any = step.to_frame().rename(columns={"site": "key"})
     else:
         frame = step.weights().rename(columns={"weight": "key"})
         updates = [name for name in frame if name.startswith("update_variance")]
@@ -105,13 +104,13 @@ def _known(step: FirstStep | StepMeasurement, quantity: str) -> pd.DataFrame:
     return frame[known]
 
 
-def _line(ax: Axes, rows: pd.DataFrame, key: str, color: str, marker: str) -> None:
+def _line(ax: Axes, rows: Any, key: str, color: str, marker: str) -> None:
     if len(rows):
         (line,) = ax.plot(rows["layer"], rows["value"], color=color, marker=marker, label=key)
         line.set(markersize=4, linewidth=1.4)
 
 
-def _marks(ax: Axes, rows: pd.DataFrame, color: str, marker: str) -> None:
+def _marks(ax: Axes, rows: Any, color: str, marker: str) -> None:
     if len(rows):
         ax.errorbar(
             rows["layer"],

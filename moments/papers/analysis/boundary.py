@@ -15,7 +15,7 @@ from .fixed_points import many_exponents, repeated
 from .frozen import RandomEnergy, random_energy
 
 if TYPE_CHECKING:
-    from ...show.sweep_plot import LevelLine
+    from ...grids.picture import LevelLine
 
 KINDS = {
     "angle": "tokens neither part nor meet (angle exponent 0, Cowsik et al.)",
@@ -54,7 +54,7 @@ def boundaries(
     Raises:
         DomainError: no such kind or axis.
     """
-    from ...show.sweep_plot import LevelLine
+    from ...grids.picture import LevelLine
 
     for kind in kinds:
         check_choice("kinds", kind, tuple(KINDS))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ...errors import DomainError, brief, domain_error
 from ...files import locked, read_object, replacing
+from ...prediction.draws import QUANTITIES
 from ...prediction.measurement import Measurement
 from .grid import Configuration
 
@@ -23,8 +24,7 @@ Array = NDArray[np.float64]
 
 FORMAT_VERSION = 1
 DIGITS = 6
-STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
-KEPT = (*STREAM, "log_grad_variance")
+KEPT = (*QUANTITIES, "log_grad_variance")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +54,8 @@ class StoredSimulation:
         cls, configuration: Configuration, measured: Measurement, seconds: float
     ) -> StoredSimulation:
         """Keep the stream's moments of a simulation."""
-        values = {name: getattr(measured, name) for name in STREAM}
-        stderr = {name: getattr(measured, f"{name}_stderr") for name in STREAM}
+        values = {name: getattr(measured, name) for name in QUANTITIES}
+        stderr = {name: getattr(measured, f"{name}_stderr") for name in QUANTITIES}
         typical = measured.grad_variance_typical
         values["log_grad_variance"] = np.log(typical)
         stderr["log_grad_variance"] = measured.grad_variance_typical_stderr / typical
