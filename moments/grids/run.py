@@ -32,10 +32,11 @@ from ..formulas.law import THEORIES, Theory
 from ..model.transformer import Transformer
 from ..prediction.draws import QUANTITIES as STREAM
 from ..prediction.predict import predict
+from ..prediction.result import Prediction
 from .axes import MOMENTS, Axes, Value
 from .result import Sweep
 from .store import Row, Store, opened
-from .together import GroupMoments, kind, predict_together
+from .together import OUTPUTS, kind, predict_together
 
 MOST_TOGETHER = 256
 """Configurations in one pass: twice the cost each of ten times as many, and results to keep every
@@ -273,28 +274,37 @@ class _Work:
             return None
         return [self._row(point, found, i) for i, point in enumerate(points)]
 
-    def _row(self, point: _Point, found: GroupMoments, i: int) -> Row:
-        depth = point.model.layers + 1
-        stream = [values[i, :depth] for values in found.stream]
-        outputs = {name: float(values[i]) for name, values in found.outputs.items()}
-        return _row(point.index, stream, outputs, (), self.profile)
-
     def _alone(self, point: _Point) -> Row:
         try:
             p = predict(point.model, theory=point.theory, **point.given)
         except MomentsError as error:
             return Row(point.index, refused=str(error))
-        stream = [getattr(p, name) for name in STREAM]
-        if stream[0].ndim > 1:
+        if p.variance.ndim > 1:
             raise DomainError(
                 "a sweep's inputs describe one configuration: make what varies an axis"
             )
-        outputs = {
-            name: float(getattr(p, name))
-            for name in ("loss", "loss_stderr", "logit_variance")
-            if getattr(p, name) is not None
+        return self._row(point, p)
+
+    def _row(self, point: _Point, p: Prediction, place: Any = ()) -> Row:
+        """What is kept of a prediction, of several configurations of the one at a place."""
+        depth = point.model.layers + 1
+        stream = [getattr(p, name)[place][:depth] for name in STREAM]
+        variance, correlation, grad_variance, grad_correlation = stream
+        values = {
+            "variance": variance[-1],
+            "correlation": correlation[-1],
+            "grad_variance": grad_variance[0],
+            "grad_correlation": grad_correlation[0],
+            "variance_growth": variance[-1] / variance[0],
         }
-        return _row(point.index, stream, outputs, p.warnings, self.profile)
+        if grad_variance[-1] > 0:
+            values["grad_variance_growth"] = grad_variance[0] / grad_variance[-1]
+        for name in OUTPUTS:
+            if getattr(p, name) is not None:
+                values[name] = np.asarray(getattr(p, name))[place]
+        plain = {name: float(value) for name, value in values.items()}
+        kept = tuple(v.tolist() for v in stream) if self.profile else None
+        return Row(point.index, plain, p.warnings, None, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,28 +315,6 @@ class _Point:
     model: Transformer
     theory: Theory
     given: dict[str, Any]
-
-
-def _row(
-    index: int,
-    stream: Sequence[np.ndarray],
-    outputs: Mapping[str, float],
-    notes: tuple[str, ...],
-    profile: bool,
-) -> Row:
-    variance, correlation, grad_variance, grad_correlation = stream
-    values = {
-        "variance": variance[-1],
-        "correlation": correlation[-1],
-        "grad_variance": grad_variance[0],
-        "grad_correlation": grad_correlation[0],
-        "variance_growth": variance[-1] / variance[0],
-    }
-    if grad_variance[-1] > 0:
-        values["grad_variance_growth"] = grad_variance[0] / grad_variance[-1]
-    kept = tuple(v.tolist() for v in stream) if profile else None
-    plain = {name: float(value) for name, value in values.items()} | dict(outputs)
-    return Row(index, plain, notes, None, kept)
 
 
 def _same(alone: Row, together: Row) -> bool:

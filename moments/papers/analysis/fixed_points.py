@@ -386,14 +386,12 @@ def _stream(
     models: Sequence[Transformer], theory: Theory, variance: np.ndarray, correlation: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Variance, correlation and gradient variance along the depth, (B, DEPTH + 1) each."""
-    if len(models) == 1:  # by plain numbers, several times faster
-        p = predict_alike(
-            models[0], theory, variance=float(variance[0]), correlation=float(correlation[0])
-        )
-        return p.variance[None], p.correlation[None], p.grad_variance[None]
     given = {"variance": variance, "correlation": correlation}
-    variance, correlation, gradient, _ = predict_together(models, theory, given).stream
-    return variance, correlation, gradient
+    if len(models) == 1:  # by plain numbers, several times faster
+        p = predict_alike(models[0], theory, **{name: float(v[0]) for name, v in given.items()})
+    else:
+        p = predict_together(models, theory, given)
+    return np.atleast_2d(p.variance), np.atleast_2d(p.correlation), np.atleast_2d(p.grad_variance)
 
 
 def _late_growth(apart: np.ndarray) -> float:
