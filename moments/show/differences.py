@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import DomainError, listed
 from ..model.transformer import Transformer
-from ..model.weights import MATRICES, Biases, Weights
+from ..model.weights import Biases, Weights
 from ..prediction.measurement import Measurement
 
 SAMPLING = 5.0
@@ -106,28 +106,13 @@ def _changing(stack: str, change: Callable[[Transformer], Transformer]) -> Calla
     return apply
 
 
-def fan_product(model: Transformer, matrix: str) -> int:
-    """Entries of a weight matrix."""
-    d_ff = model.d_ff or 4 * model.d_model
-    d_head = model.d_head or model.d_model // model.heads
-    kind = matrix.removeprefix("cross_")
-    if kind in ("ffn_in", "ffn_out", "gate"):
-        return model.d_model * d_ff
-    heads = (model.kv_heads or model.heads) if kind in ("key", "value") else model.heads
-    return model.d_model * heads * d_head
-
-
 def _weights(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
     first, second = declared.weights, found.weights
     assert first is not None
     assert second is not None
-    for matrix in MATRICES:
-        if matrix.startswith("cross") and declared.encoder is None:
-            continue
-        if matrix == "gate" and not declared.gated:
-            continue
+    for matrix, shape in declared.matrix_shapes.items():
         one, other = (each(w.of(matrix), declared.layers) for w in (first, second))
-        noise = SAMPLING * math.sqrt(2 / fan_product(declared, matrix))
+        noise = SAMPLING * math.sqrt(2 / math.prod(shape))
         different = _apart(one, other, noise)
         if not different:
             continue
@@ -159,11 +144,11 @@ def _apart(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
 
 def _biases(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
     rows: dict[str, str] = {}
-    for name in (f.name for f in dataclasses.fields(Biases)):
-        if name == "gate" and not declared.gated:
+    for name, (_, entries) in declared.matrix_shapes.items():
+        if name.startswith("cross_"):
             continue
         one, other = (each(_bias(side, name), side.layers) for side in (declared, found))
-        different = _apart(one, other, SAMPLING * math.sqrt(2 / _bias_entries(declared, name)))
+        different = _apart(one, other, SAMPLING * math.sqrt(2 / entries))
         if different:
             at = positions(different)
             has, said = (float(np.mean(side[at])) for side in (other, one))
@@ -189,13 +174,6 @@ def _bias(model: Transformer, matrix: str, absent: Any = 0.0) -> Any:
     """Variance of a matrix's bias; one that is absent adds as much as one of zeros."""
     value = None if model.biases is None else getattr(model.biases, matrix)
     return absent if value is None else value
-
-
-def _bias_entries(model: Transformer, matrix: str) -> int:
-    """Entries of a matrix's bias: one per output."""
-    if matrix in ("output", "ffn_out"):
-        return model.d_model
-    return fan_product(model, matrix) // model.d_model
 
 
 def _multipliers(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:

@@ -95,32 +95,13 @@ class WeightRule:
 
 def weights_of(model: Transformer) -> list[Weight]:
     """A declaration's own matrices, which have no sampling error but that of rounding."""
-    fans = {name: fan for name, fan in fans_of(model).items() if not name.startswith("cross_")}
+    shapes = model.matrix_shapes.items()
+    fans = {name: fan for name, fan in shapes if not name.startswith("cross_")}
     return [
         Weight(n, name, float(getattr(model.layer_weights(n), name)), 1e-6, 10**12, *fans[name])
         for n in range(1, model.layers + 1)
         for name in fans
     ]
-
-
-def fans_of(model: Transformer) -> dict[str, tuple[int, int]]:
-    """Features summed over, and made, by every matrix of a layer."""
-    heads = model.heads * (model.d_head or 0)
-    small = (model.kv_heads or model.heads) * (model.d_head or 0)
-    d_model, d_ff = model.d_model, model.d_ff or 0
-    attention = {
-        "query": (d_model, heads),
-        "key": (d_model, small),
-        "value": (d_model, small),
-        "output": (heads, d_model),
-    }
-    found = {**attention, "gate": (d_model, d_ff), "ffn_in": (d_model, d_ff)}
-    found["ffn_out"] = (d_ff, d_model)
-    if not model.gated:
-        del found["gate"]
-    if model.encoder is not None:
-        found |= {f"cross_{name}": fans for name, fans in attention.items()}
-    return found
 
 
 def recognise(
