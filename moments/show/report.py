@@ -33,18 +33,6 @@ def render(table: Table, width: int = 120) -> str:
     return buffer.getvalue().rstrip()
 
 
-def headed(title: str | None, caption: str | None = None) -> Table:
-    """An empty table under its title."""
-    return Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-
-
 def tabled(
     title: str | None,
     heads: Sequence[str],
@@ -63,7 +51,8 @@ def tabled(
         text: columns that hold no numbers.
         whole: whether cells stay on one line, whatever the width.
     """
-    table = headed(title, caption)
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
     for place, head in enumerate(heads):
         table.add_column(head, justify="left" if place < text else "right", no_wrap=whole)
     for cells in rows:
@@ -103,18 +92,15 @@ def prediction_table(prediction: Prediction) -> Table:
 
 
 def _batch_table(prediction: Prediction) -> Table:
-    table = Table(title=f"input and output of {prediction.model.layers} layers")
-    table.add_column("configuration", justify="right")
-    for name in QUANTITIES:
-        table.add_column(f"{TITLES[name]}, first", justify="right")
-        table.add_column("last", justify="right")
-    rows = [
-        getattr(prediction, name).reshape(-1, prediction.model.layers + 1) for name in QUANTITIES
-    ]
-    for index in range(rows[0].shape[0]):
-        cells = [number(r[index, end]) for r in rows for end in (0, -1)]
-        table.add_row(str(index), *cells)
-    return table
+    layers = prediction.model.layers
+    columns = [getattr(prediction, name).reshape(-1, layers + 1).T for name in QUANTITIES]
+    ends = [map(number, column[end]) for column in columns for end in (0, -1)]
+    return tabled(
+        f"input and output of {layers} layers",
+        ["configuration", *(h for name in QUANTITIES for h in (f"{TITLES[name]}, first", "last"))],
+        zip(map(str, range(columns[0].shape[1])), *ends, strict=True),
+        whole=False,
+    )
 
 
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
