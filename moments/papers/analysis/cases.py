@@ -416,10 +416,10 @@ def norm_growth() -> Found:
     closed = uniform_attention(layers, tokens, depth_scaled=False, d_model=width)
     predicted = {"uniform attention: growth": float(closed.variance[-1])}
     series, made = {"uniform": closed.variance}, []
-    unit = 1 / width
-    weights = Weights(unit, unit, unit, unit, unit, unit)
-    model = linear_stack(layers, width, tokens, 1.0).replace(weights=weights)
-    for name, variance in (("1/sqrt(d)", unit), ("1", 1.0)):
+    model = linear_stack(layers, width, tokens, 1.0)
+    assert model.weights is not None
+    model = model.replace(weights=model.weights.replace(query=1 / width))
+    for name, variance in (("1/sqrt(d)", 1 / width), ("1", 1.0)):
         made.append(expected(model, variance=variance))
         series[f"deviation {name}"] = growth = made[-1].variance / variance
         predicted[f"softmax, deviation {name}: growth"] = float(growth[-1])
