@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
@@ -84,30 +85,20 @@ class Comparison:
         measured values do not vary).
         """
         frame = self.to_frame()
-        group = np.select(
-            [frame["site"] == "stream", frame["site"].isin(["attention.dropout", "ffn.dropout"])],
-            ["stream", "block outputs"],
-            "inside blocks",
-        )
+        site, size = frame["site"], frame["error"].abs()
+        blocks = site.isin(["attention.dropout", "ffn.dropout"])
+        kinds = ("stream", "block outputs", "inside blocks")
+        points = np.select([site == "stream", blocks], kinds[:2], kinds[2])
         rows = []
-        for points in ("stream", "block outputs", "inside blocks"):
-            for quantity in QUANTITIES:
-                part = frame[(group == points) & (frame["quantity"] == quantity)]
-                if part.empty:
-                    continue
-                error = part["error"].abs()
-                rows.append(
-                    {
-                        "points": points,
-                        "quantity": quantity,
-                        "mean": error.mean(),
-                        "median": error.median(),
-                        "max": error.max(),
-                        "excess": part["excess"].mean(),
-                        "r_squared": _r_squared(part["predicted"], part["measured"]),
-                    }
-                )
-        return as_frame(rows)
+        for kind, quantity in itertools.product(kinds, QUANTITIES):
+            here = (points == kind) & (frame["quantity"] == quantity)
+            if here.any():
+                part = frame[here]
+                errors = size[here].agg(["mean", "median", "max"])
+                fit = _r_squared(part["predicted"], part["measured"])
+                rows.append((kind, quantity, *errors, part["excess"].mean(), fit))
+        columns = ["points", "quantity", "mean", "median", "max", "excess", "r_squared"]
+        return as_frame(rows, columns=columns)
 
     @functools.cached_property
     def ranges(self) -> dict[str, Expected]:

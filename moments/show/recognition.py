@@ -19,6 +19,7 @@ from ..errors import DomainError, without_warnings
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
 from ..scheme.registry import scheme, schemes
+from ..scheme.shared import blocks
 from .expected import tail_probability
 
 FIT = 1e-4
@@ -199,13 +200,11 @@ class _Rule:
 
     def by(self, model: Transformer, layer: int, name: str) -> float:
         """What a matrix's variance is divided by."""
-        blocks = model.layers * (2 if model.encoder is None else 3)
         plain = name.removeprefix("cross_")
-        return self.divisor(blocks, layer, model.d_model) if plain in self.divided else 1.0
+        return self.divisor(blocks(model), layer, model.d_model) if plain in self.divided else 1.0
 
     def title(self, model: Transformer, variance: float) -> str:
-        blocks = model.layers * (2 if model.encoder is None else 3)
-        return self.words.format(std=f"{math.sqrt(variance):.3g}", blocks=blocks)
+        return self.words.format(std=f"{math.sqrt(variance):.3g}", blocks=blocks(model))
 
     def drawn(self, base: Transformer, variance: float) -> Transformer:
         assert base.weights is not None
