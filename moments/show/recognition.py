@@ -96,12 +96,11 @@ class WeightRule:
 
 def weights_of(model: Transformer) -> list[Weight]:
     """A declaration's own matrices, which have no sampling error but that of rounding."""
-    shapes = model.matrix_shapes.items()
-    fans = {name: fan for name, fan in shapes if not name.startswith("cross_")}
     return [
-        Weight(n, name, float(getattr(model.layer_weights(n), name)), 1e-6, 10**12, *fans[name])
+        Weight(n, name, float(getattr(model.layer_weights(n), name)), 1e-6, 10**12, *fans)
         for n in range(1, model.layers + 1)
-        for name in fans
+        for name, fans in model.matrix_shapes.items()
+        if not name.startswith("cross_")
     ]
 
 
@@ -382,7 +381,7 @@ def in_words(model: Transformer) -> str:
     """Deviations of a declaration's matrices, those that agree together."""
     alike: dict[tuple[str, ...], list[str]] = {}
     layers = sorted({1, model.layers})
-    names = [n for n in MATRICES[:6] if n != "gate"] + (["gate"] if model.gated else [])
+    names = [name for name in model.matrix_shapes if not name.startswith("cross_")]
     for name in names:
         values = (getattr(model.layer_weights(n), name) for n in layers)
         told = tuple(dict.fromkeys(f"{math.sqrt(v):.3g}" for v in values))

@@ -24,6 +24,7 @@ Array = NDArray[np.float64]
 
 FORMAT_VERSION = 1
 DIGITS = 6
+ROWS = ("values", "stderr", "profile", "profile_stderr")
 KEPT = (*QUANTITIES, "log_grad_variance")
 
 
@@ -87,28 +88,17 @@ class StoredSimulation:
             "digest": self.digest,
             "seeds": self.seeds,
             "seconds": round(self.seconds, 2),
-            "values": _lists(self.values),
-            "stderr": _lists(self.stderr),
-            "profile": _lists(self.profile),
-            "profile_stderr": _lists(self.profile_stderr),
+            **{name: _lists(getattr(self, name)) for name in ROWS},
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StoredSimulation:
         """Read what `to_dict` wrote."""
-
-        def arrays(name: str) -> dict[str, Array]:
-            return {key: np.array(row, dtype=float) for key, row in data[name].items()}
-
-        return cls(
-            digest=str(data["digest"]),
-            seeds=int(data["seeds"]),
-            seconds=float(data["seconds"]),
-            values=arrays("values"),
-            stderr=arrays("stderr"),
-            profile={int(n): row for n, row in arrays("profile").items()},
-            profile_stderr={int(n): row for n, row in arrays("profile_stderr").items()},
-        )
+        rows: list[dict[Any, Array]] = []
+        for name in ROWS:
+            key: Any = int if name.startswith("profile") else str
+            rows.append({key(k): np.array(row, dtype=float) for k, row in data[name].items()})
+        return cls(str(data["digest"]), int(data["seeds"]), float(data["seconds"]), *rows)
 
 
 def _lists(rows: Mapping[Any, Array]) -> dict[str, list[float]]:
