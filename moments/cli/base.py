@@ -370,20 +370,13 @@ def steps(title: str, total: float) -> Iterator[Callable[..., None]]:
     Yields:
         What to call with the work of each step, and with what is done next.
     """
-    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+    from ..prediction.predict import progress_bar
 
     if not total:
         yield lambda *_: None
         return
     if err.is_terminal:
-        columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=err, transient=True) as bar:
-            task = bar.add_task(title, total=round(total))
-
-            def moved(work: float, doing: str = "") -> None:
-                said = f"{title}: {doing}" if doing else title
-                bar.update(task, advance=work, description=said)
-
+        with progress_bar(title, round(total)) as moved:
             yield moved
         return
     begun, done, tenths = time.monotonic(), 0.0, 0

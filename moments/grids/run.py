@@ -12,7 +12,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..formulas.checks import check_choice, check_flag
 from ..formulas.law import THEORIES, Theory
 from ..model.transformer import Transformer
 from ..prediction.draws import QUANTITIES as STREAM
-from ..prediction.predict import predict
+from ..prediction.predict import predict, progress_bar
 from ..prediction.result import Prediction
 from .axes import MOMENTS, Axes, Value
 from .result import Sweep
@@ -121,12 +121,15 @@ def sweep(
         stack.enter_context(without_warnings())
         if store is not None and missing:
             work.check_again(store.path, rows)
-        advance = stack.enter_context(_bar(grid.size, grid.size - len(missing), progress))
+        shown = sys.stderr.isatty() if progress is None else progress
+        bar = progress_bar("configurations", grid.size, grid.size - len(missing))
+        advance = stack.enter_context(bar) if shown else None
         for more in _results(work, missing, executor):
             if store is not None:
                 store.append(more)
             found.add(more)
-            advance(len(more))
+            if advance is not None:
+                advance(len(more))
     _report(found)
     return found
 
@@ -416,19 +419,3 @@ def _report(found: Sweep) -> None:
         warnings.warn(
             f"{'; '.join(parts)} (to_frame() has all of them)", ValidityWarning, stacklevel=3
         )
-
-
-@contextmanager
-def _bar(total: int, done: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
-    if shown is None:
-        shown = sys.stderr.isatty()
-    if not shown:
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("configurations", total=total, completed=done)
-        yield lambda count: bar.advance(task, count)
