@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name
+from ..model.summary import in_brief
 from ..show import palette
 from ..show.chart import ticks
-from ..show.plot import Picture, dress, round_ticks, scale
+from ..show.plot import Picture, called, dress, round_ticks, scale
 from .axes import in_words, numeric
 from .result import QUANTITIES
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes as Panel
     from matplotlib.figure import Figure
 
-    from ..model.transformer import Transformer
     from .result import Sweep
 
 FEW = 8
@@ -354,29 +354,14 @@ def _flags(sweep: Sweep, notes: Mapping[int, Any], order: Iterable[str | None]) 
 
 def _title(sweep: Sweep, name: str | None, varied: set[str | None]) -> str:
     """Which model, without what varies, and the axes that are fixed."""
-    base = sweep.model()
-    fixed = {
-        axis: values[0]
-        for axis, values in sweep.axes.values.items()
-        if len(values) == 1 and axis not in varied
-    }
-    first = name or "a declared model"
-    parts = [text for axis, text in _sizes(base).items() if axis not in sweep.axes.values]
-    theory = [] if "theory" in sweep.axes.values else [f"theory {sweep.theory}"]
+    base, axes = sweep.model(), sweep.axes.values
+    fixed = {a: values[0] for a, values in axes.items() if len(values) == 1 and a not in varied}
     fixed |= {axis: value for axis, value in sweep.inputs.items() if numeric([value])}
     told = [f"{axis_title(axis)} {in_words(value)}" for axis, value in fixed.items()]
-    return f"{first}: {', '.join([*parts, *told, *theory])}"
-
-
-def _sizes(model: Transformer) -> dict[str, str]:
-    return {
-        "layers": f"{model.layers} layers",
-        "d_model": f"d_model {model.d_model}",
-        "heads": f"{model.heads} heads",
-        "seq_len": f"{model.seq_len} tokens",
-        "norm": f"{model.norm} norm",
-        "activation": model.activation,
-    }
+    activation = "" if "activation" in axes else base.activation
+    theory = "" if "theory" in axes else f"theory {sweep.theory}"
+    parts = filter(None, (in_brief(base, axes), activation, *told, theory))
+    return f"{called(base, name)}: {', '.join(parts)}"
 
 
 def _note(sweep: Sweep) -> str:

@@ -59,7 +59,7 @@ class PaperCase(Result):
 
     def _table(self) -> list[Mapping[str, Any]]:
         return [
-            {"quantity": name, "predicted": value, "claimed": self.claimed.get(name)}
+            {"quantity": name, "predicted": value, "claimed": self.claimed.get(name, math.nan)}
             for name, value in self.predicted.items()
         ]
 
@@ -88,16 +88,7 @@ class NamedCases(Result):
         return "named cases: settings, claims and predictions"
 
     def _table(self) -> list[Mapping[str, Any]]:
-        return [
-            {
-                "case": name,
-                "quantity": quantity,
-                "predicted": value,
-                "claimed": case.claimed.get(quantity, math.nan),
-            }
-            for name, case in self.cases.items()
-            for quantity, value in case.predicted.items()
-        ]
+        return [{"case": name, **row} for name, case in self.cases.items() for row in case._table()]
 
 
 def named_cases(names: Iterable[str] | None = None) -> NamedCases:
