@@ -151,7 +151,13 @@ class Sweep(Shown):
 
         Axes with dotted names are given as sweep.model(**{"weights.query": 1e-3}).
         """
-        return self.axes.configure(self._chosen(values))[0]
+        return self.axes.declared(self._chosen(values))
+
+    def arguments(self, **values: Any) -> dict[str, Any]:
+        """What `predict` is told besides, likewise."""
+        varied = self.axes.arguments(self._chosen(values))
+        given = {"theory": self.theory, **self.inputs}
+        return given | {name: value for name, value in varied.items() if value is not None}
 
     def prediction(self, **values: Any) -> Prediction:
         """The whole prediction at values of the axes; the first of those not named.
@@ -159,8 +165,7 @@ class Sweep(Shown):
         Raises:
             DomainError: no such axis; or as `predict`.
         """
-        model, arguments = self.axes.configure(self._chosen(values))
-        return predict(model, **{"theory": self.theory, **self.inputs, **arguments})
+        return predict(self.model(**values), **self.arguments(**values))
 
     def _chosen(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         for name in values:
