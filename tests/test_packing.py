@@ -11,7 +11,7 @@ import torch
 import moments
 from moments import DomainError, Embedding, Head, Rotary, Transformer, predict
 from moments.engine.layout import check_documents, places, restarted
-from moments.simulation.network import run_layer
+from moments.simulation.network import LayerTwin
 from moments.simulation.parameters import draw_weights
 from moments.simulation.sampling import generator
 from moments.simulation.twin import run_embedding
@@ -78,7 +78,7 @@ def test_twin_packs_what_it_runs_apart() -> None:
         own = declared.replace(seq_len=max(read.shape[1], 2))
         cut = tables | {"position": tables["position"][: read.shape[1]]}
         x = run_embedding(own, read, None, cut, draw, silent, numbers)
-        return run_layer(own, 1, x, weights, draw, silent, None, numbers)
+        return LayerTwin(own, 1, weights, draw, silent, None, numbers).run(x)
 
     packed = run(ids, torch.as_tensor(DOCUMENTS)[None])
     ends = np.cumsum(LENGTHS)

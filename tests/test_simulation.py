@@ -22,7 +22,7 @@ from moments.prediction.measurement import Measurement
 torch = pytest.importorskip("torch")
 
 from moments.simulation.collector import Collector, raw_moments, squared_norm  # noqa: E402
-from moments.simulation.network import run_layer  # noqa: E402
+from moments.simulation.network import LayerTwin  # noqa: E402
 from moments.simulation.parameters import draw_weights  # noqa: E402
 from moments.simulation.run import simulate  # noqa: E402
 from moments.simulation.sampling import dropout, exchangeable_normal, generator  # noqa: E402
@@ -238,7 +238,8 @@ def test_backward_by_layers_is_backward_through_the_whole(norm):
     for n in (1, 2, 3):
         random = generator(CPU, 4, 0, n)
         weights = draw_weights(model, n, random, torch.float64)
-        stream.append(run_layer(model, n, stream[-1], weights, random, lambda y, site: y))
+        layer = LayerTwin(model, n, weights, random, lambda y, site: y)
+        stream.append(layer.run(stream[-1]))
     top = exchangeable_normal(shape, 1.0, 0.0, generator(CPU, 4, 0, 4), torch.float64)
     gradients = torch.autograd.grad(stream[-1], stream, top)
     for n in range(4):
@@ -304,7 +305,8 @@ def test_one_layer_agrees_with_numpy():
     random = generator(CPU, 6)
     weights = draw_weights(model, 2, random, torch.float64)
     x = torch.randn(1, 5, 12, generator=random, dtype=torch.float64)
-    found = run_layer(model, 2, x, weights, random, lambda y, site: y)[0].detach().numpy()
+    layer = LayerTwin(model, 2, weights, random, lambda y, site: y)
+    found = layer.run(x)[0].detach().numpy()
 
     w = {name: matrix.detach().numpy() for name, matrix in weights.items()}
 

@@ -19,7 +19,7 @@ import pytest
 import moments
 from moments.engine import program
 from moments.grids import run, together
-from moments.grids.result import STREAM
+from moments.prediction.draws import QUANTITIES as STREAM
 
 PRE = moments.Transformer(6, 64, 4, 32, dropout=0.1)
 ROUNDING = 1e-12
@@ -90,8 +90,8 @@ def test_configurations_together_are_those_alone(name: str, monkeypatch: Any) ->
         found = together.predict_together(models, "refined", given)
         for i, one in enumerate(models):
             p = alone(one, correlation=float(given["correlation"][i]))
-            for values, quantity in zip(found.stream, STREAM, strict=True):
-                expected = getattr(p, quantity)
+            for quantity in STREAM:
+                values, expected = getattr(found, quantity), getattr(p, quantity)
                 assert np.allclose(values[i, : one.layers + 1], expected, rtol=1e-8, atol=1e-11), (
                     quantity,
                     i,
@@ -170,7 +170,7 @@ def test_programs_recorded_for_many_serve_one(monkeypatch: Any) -> None:
     found = together.predict_together(models, "refined", given)
     for i, model in enumerate(models):
         p = alone(model, correlation=0.1)
-        assert np.allclose(found.stream[2][i, : model.layers + 1], p.grad_variance, rtol=1e-8)
+        assert np.allclose(found.grad_variance[i, : model.layers + 1], p.grad_variance, rtol=1e-8)
 
 
 def test_a_function_makes_the_model() -> None:

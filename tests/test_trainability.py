@@ -201,3 +201,9 @@ def test_lines_over_a_map() -> None:
     )
     with pytest.raises(moments.DomainError, match="kinds"):
         boundaries(sweep, "weights.query", "weights.value", ("edge",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        third = moments.sweep(model, axes | {"correlation": [0.3, 0.6]})
+    again = boundaries(third, "weights.query", "weights.value", kinds[2:4], correlation=0.5)
+    for line, other in zip(lines[2:4], again, strict=True):
+        assert np.array_equal(line.values, other.values)  # at the first value of a third axis

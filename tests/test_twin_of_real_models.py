@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from moments.simulation.attention import alibi_slopes, buckets  # noqa: E402
-from moments.simulation.network import run_layer  # noqa: E402
+from moments.simulation.network import LayerTwin  # noqa: E402
 from moments.simulation.output import run_final, run_head  # noqa: E402
 from moments.simulation.sampling import generator  # noqa: E402
 from moments.simulation.twin import run_embedding  # noqa: E402
@@ -58,7 +58,7 @@ def parameters(module, names):
 
 def stack(model, x, layers, memory=None, **shared):
     for number, weights in enumerate(layers, 1):
-        x = run_layer(model, number, x, weights | shared, RANDOM, silent, memory)
+        x = LayerTwin(model, number, weights | shared, RANDOM, silent, memory).run(x)
     return x
 
 

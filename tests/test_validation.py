@@ -36,7 +36,7 @@ from moments.papers.validation.grid import (
     subset,
 )
 from moments.papers.validation.report import class_tables, page, plot_errors
-from moments.papers.validation.store import STREAM, StoredSimulation, load, run_grid
+from moments.papers.validation.store import KEPT, StoredSimulation, load, run_grid
 from moments.show.report import render
 
 DOCS = Path(__file__).parent.parent / "docs" / "validation.md"
@@ -140,7 +140,7 @@ def test_stored_simulations_are_those_of_the_grid(stored: dict[str, StoredSimula
         entry = stored[c.name]
         assert entry.digest == c.digest, f"{c.name} changed: simulate it again"
         assert entry.seeds >= c.seeds >= 16
-        for name in (*STREAM, "log_grad_variance"):
+        for name in KEPT:
             assert entry.values[name].shape == entry.stderr[name].shape == (c.layers + 1,)
             assert np.all(np.isfinite(entry.values[name]))
             assert np.all(entry.stderr[name] >= 0)
@@ -172,7 +172,7 @@ def test_simulating_again_agrees(c: Configuration, stored: dict[str, StoredSimul
     pytest.importorskip("torch")
     first, second = stored[c.name], store.simulate_one(c, seeds=6, seed=1)
     inside = {"variance": slice(1, None), "correlation": slice(1, None)}
-    for name in (*STREAM, "log_grad_variance"):
+    for name in KEPT:
         part = inside.get(name, slice(None, -1))
         difference = np.abs(first.values[name] - second.values[name])[part]
         assert np.any(difference > 0), f"{name}: the same random numbers"

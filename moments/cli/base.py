@@ -22,7 +22,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ..errors import DomainError, MomentsError, ValidityWarning, brief, domain_error
-from ..files import parse_json, read_toml, replacing
+from ..files import finite, parse_json, read_toml, replacing
 
 if TYPE_CHECKING:
     from ..model.transformer import Transformer
@@ -164,7 +164,7 @@ class Answer:
     Attributes:
         said: makes what is printed: a text, several rich tables and marked-up lines, or None where
             it prints itself.
-        data: makes what --json prints: JSON as text, or what is to become it.
+        data: makes what --json prints: JSON as text, or what is to become it, tables among it.
         frame: makes the rows that --csv writes.
         figure: makes the picture that --plot writes.
         passed: whether what was to be checked holds; else the exit status is 1.
@@ -191,7 +191,8 @@ class Answer:
             write_plot(self.figure(), plot)
         if as_json:
             data = self.data()
-            print(data if isinstance(data, str) else json.dumps(data, indent=2, allow_nan=False))
+            text = isinstance(data, str)
+            print(data if text else json.dumps(data, indent=2, allow_nan=False, default=_records))
         elif isinstance(said := self.said(), str):
             out.print(escaped(said), soft_wrap=True)
         else:
@@ -199,6 +200,11 @@ class Answer:
                 out.print(each)
         if not self.passed:
             raise typer.Exit(1)
+
+
+def _records(frame: Any) -> list[dict[str, Any]]:
+    """A table as JSON has it, a row each."""
+    return [finite(row) for row in frame.to_dict("records")]
 
 
 _WAYS: dict[str, tuple[Any, Any]] = {
@@ -364,20 +370,13 @@ def steps(title: str, total: float) -> Iterator[Callable[..., None]]:
     Yields:
         What to call with the work of each step, and with what is done next.
     """
-    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+    from ..prediction.predict import progress_bar
 
     if not total:
         yield lambda *_: None
         return
     if err.is_terminal:
-        columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=err, transient=True) as bar:
-            task = bar.add_task(title, total=round(total))
-
-            def moved(work: float, doing: str = "") -> None:
-                said = f"{title}: {doing}" if doing else title
-                bar.update(task, advance=work, description=said)
-
+        with progress_bar(title, round(total)) as moved:
             yield moved
         return
     begun, done, tenths = time.monotonic(), 0.0, 0
@@ -427,7 +426,7 @@ def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, di
     from ..model.presets import preset
     from ..model.transformer import Transformer
 
-    given = {key: value for key, value in changes.items() if value is not None}
+    given = told(**changes)
     if name is None:
         required = ("layers", "d_model", "heads", "seq_len")
         missing = [key for key in required if key not in given]
@@ -447,6 +446,11 @@ def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, di
     if "d_model" in given or "heads" in given:
         raise DomainError("--d-model and --heads describe a model of your own: leave MODEL out")
     return model.replace(**given) if given else model, inputs
+
+
+def told(**options: Any) -> dict[str, Any]:
+    """Those options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -> DomainError:
@@ -578,15 +582,15 @@ def with_input(
     user says, else what a plan knows; of a vision model without either, a photograph's moments."""
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)
-    given = {"variance": variance, "correlation": correlation}
-    found = known | {name: value for name, value in given.items() if value is not None}
+    found = known | told(variance=variance, correlation=correlation)
     pixels = None if known else pictures(described, variance, correlation)
     if pixels is None:
         return described, found
     from ..prediction.predict import predict
 
     entering = predict(described, pixels=pixels)
-    return described, {name: float(getattr(entering, name)[0]) for name in given}
+    ends = ("variance", "correlation")
+    return described, {name: float(getattr(entering, name)[0]) for name in ends}
 
 
 # Tokens that attention is resolved over where the user names no length: the cost per layer grows

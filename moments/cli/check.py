@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DomainError, MomentsError, brief, domain_error, refused
-from ..files import finite, read_object, replacing
+from ..files import read_object, replacing
 from ..formulas.checks import check_count
 from .base import (
     Answer,
@@ -105,7 +105,7 @@ def audit(
             "passed": report.passed,
             "source": report.source,
             **{name: list(getattr(report, name)) for name in lists},
-            "findings": [finite(row) for row in report.to_frame().to_dict("records")],
+            "findings": report.to_frame(),
         }
 
     return Answer(said=lambda: str(report), data=data, frame=report.to_frame, passed=report.passed)
@@ -379,18 +379,15 @@ def compare(
         return escaped(comparison.verdict()), *tables, *drawn
 
     def data() -> dict[str, Any]:
-        frames = {
-            "summary": summary,
-            "points": comparison.points(),
-            "outputs": comparison.outputs(),
-            "weight_gradients": comparison.weight_gradients(),
-        }
         return {
             "format": 1,
             "prediction": json.loads(prediction.to_json()),
             "measurement": json.loads(measurement.to_json()),
             "verdict": comparison.verdict(),
-            **{name: json.loads(f.to_json(orient="records")) for name, f in frames.items()},
+            "summary": summary,
+            "points": comparison.points(),
+            "outputs": comparison.outputs(),
+            "weight_gradients": comparison.weight_gradients(),
         }
 
     stream = summary[(summary["points"] == "stream") & (summary["quantity"] == "variance")]

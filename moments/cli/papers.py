@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -119,15 +118,10 @@ def validate(
     with steps(f"predicting {len(configurations)} models", len(configurations)) as advance:
         frame = errors(theories, configurations, held, lambda c: advance(1))
 
-    def records() -> dict[str, Any]:
-        tables = {"runs": frame, "classes": by_class(frame)}
-        rows = {name: json.loads(t.to_json(orient="records")) for name, t in tables.items()}
-        return {"format": 1, **rows}
-
     refined = frame.loc[frame["theory"] == "refined", "grad_beyond"]
     return Answer(
         said=lambda: print(page(frame), end="") if markdown else class_tables(frame),
-        data=records,
+        data=lambda: {"format": 1, "runs": frame, "classes": by_class(frame)},
         frame=lambda: frame,
         figure=lambda: plot_errors(frame),
         passed=max_error is None or bool((refined <= max_error).all()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +28,7 @@ from .base import (
     pictures,
     scheme_options,
     shortened,
+    told,
     with_input,
 )
 
@@ -88,12 +88,12 @@ def predict(
     )
     if theory == "refined":
         described = shortened(described, seq_len)
-    given = {
-        "variance": variance,
-        "correlation": correlation,
-        "grad_variance": grad_variance,
-        "grad_correlation": grad_correlation,
-    }
+    given = told(
+        variance=variance,
+        correlation=correlation,
+        grad_variance=grad_variance,
+        grad_correlation=grad_correlation,
+    )
     if scheme is None and option:
         raise DomainError("--option is of a scheme: add --scheme")
     if scheme is not None:
@@ -101,7 +101,7 @@ def predict(
         if described.embedding is None and correlation is not None:
             options = input_options(described, known_scheme(scheme), given) | options
         described = described.with_scheme(scheme, **options)
-    inputs = known | {name: value for name, value in given.items() if value is not None}
+    inputs = known | given
     if not known:
         inputs["pixels"] = pictures(described, variance, correlation)
     progress = err.is_terminal and described.causal and described.seq_len > 128
@@ -245,7 +245,7 @@ def explain(
     explanation = run(described, layer, theory=theory.value, **inputs)
     return Answer(
         said=lambda: print(explanation.latex()) if latex else str(explanation),
-        data=lambda: json.loads(explanation.to_frame().to_json(orient="records")),
+        data=explanation.to_frame,
         frame=explanation.to_frame,
     )
 
@@ -310,9 +310,9 @@ def first_step(
     else:
         step = prediction.after(optimizer, learning_rate, **options)
     by = {name: rate if rate < float("inf") else None for name, rate in groups.items()}
-    told = (f"{name} alone: learning rate {rate:.3g}" for name, rate in groups.items())
+    alone = (f"{name} alone: learning rate {rate:.3g}" for name, rate in groups.items())
     return Answer(
-        said=lambda: (first_step_table(step), *told),
+        said=lambda: (first_step_table(step), *alone),
         data=lambda: step.to_dict() | {"by_group": by},
         frame=step.to_frame,
         figure=lambda: step.plot(named(model)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -31,6 +30,7 @@ from .base import (
     named,
     scheme_options,
     spelled,
+    told,
     with_input,
 )
 
@@ -144,10 +144,8 @@ def sweep(
     for option, chosen in (("--x", x), ("--y", y), ("--by", by)):
         if chosen is not None and chosen not in axes:
             raise unknown_name(option, chosen, axes)
-    given = {"variance": variance, "correlation": correlation}
-    inputs = known | {name: value for name, value in given.items() if value is not None}
-    for name in axes:
-        inputs.pop(name, None)
+    inputs = known | told(variance=variance, correlation=correlation)
+    inputs = {name: value for name, value in inputs.items() if name not in axes}
     with contextlib.ExitStack() as stack:
         executor = None
         if jobs > 1:
@@ -167,13 +165,12 @@ def sweep(
         return found.plot(x, y, quantity, by=by, name=named(model), lines=lines)
 
     def data() -> dict[str, Any]:
-        rows = found.to_frame(by_layer=profile).to_json(orient="records", double_precision=15)
         return {
             "format": 1,
             "axes": {name: list(values) for name, values in found.axes.values.items()},
             "theory": found.theory,
             "inputs": dict(found.inputs),
-            "rows": json.loads(rows),
+            "rows": found.to_frame(by_layer=profile),
         }
 
     return Answer(
@@ -294,13 +291,13 @@ def compare_schemes(
         reasons = "; ".join(dict.fromkeys(found.left_out.values()))
         raise DomainError(f"no scheme could be applied: {reasons}")
 
-    def data() -> dict[str, Any]:
-        records = json.loads(found.to_frame().to_json(orient="records"))
-        return {"format": 1, "schemes": records, "left_out": dict(found.left_out)}
-
     return Answer(
         said=lambda: str(found),
-        data=data,
+        data=lambda: {
+            "format": 1,
+            "schemes": found.to_frame(),
+            "left_out": dict(found.left_out),
+        },
         frame=found.to_frame,
         figure=lambda: found.plot(named(model)),
     )

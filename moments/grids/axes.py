@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,6 +195,21 @@ class Axes:
                 raise domain_error(
                     "axis", clash[0], f"none that scheme {one!r} sets ({', '.join(found.sets)})"
                 )
+
+
+def told(value: Any) -> Any:
+    """A value as tables have it: None is "none", beside names of schemes."""
+    return "none" if value is None or value != value else value
+
+
+def in_words(value: Any) -> str:
+    """The same in few signs."""
+    return f"{value:.4g}" if isinstance(value, float) else str(told(value))
+
+
+def numeric(values: Iterable[Any]) -> bool:
+    """Whether all of them are numbers."""
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
 def _name(name: Any) -> str:

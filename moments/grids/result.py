@@ -14,8 +14,9 @@ from ..errors import DomainError, ValidityWarning, domain_error, optional, unkno
 from ..files import Shown, as_frame
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
+from ..prediction.draws import QUANTITIES as STREAM
 from ..prediction.predict import predict
-from .axes import Axes
+from .axes import Axes, in_words, numeric, told
 from .store import Row, of_another_version, read
 
 if TYPE_CHECKING:
@@ -25,19 +26,19 @@ if TYPE_CHECKING:
 
     from ..prediction.result import Prediction
 
-STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
 QUANTITIES = {
-    "variance": "variance of the last layer's output",
-    "correlation": "token correlation of the last layer's output",
-    "grad_variance": "variance of the gradient at the first layer's input",
-    "grad_correlation": "token correlation of the gradient at the first layer's input",
-    "variance_growth": "variance of the last layer's output over that of the first's input",
-    "grad_variance_growth": "gradient variance at the first layer's input over that at the last's "
-    "output",
+    "variance": "signal variance at the output",
+    "correlation": "token correlation at the output",
+    "grad_variance": "gradient variance at the input",
+    "grad_correlation": "gradient correlation at the input",
+    "variance_growth": "signal variance, output / input",
+    "grad_variance_growth": "gradient variance, input / output",
     "loss": "loss at initialisation",
     "loss_stderr": "deviation of one draw's loss",
-    "logit_variance": "mean square of the output logits",
+    "logit_variance": "output logits' mean square",
 }
+"""What a sweep keeps of every configuration: at the last layer's output, at the first one's input.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +151,13 @@ class Sweep(Shown):
 
         Axes with dotted names are given as sweep.model(**{"weights.query": 1e-3}).
         """
-        return self.axes.configure(self._chosen(values))[0]
+        return self.axes.declared(self._chosen(values))
+
+    def arguments(self, **values: Any) -> dict[str, Any]:
+        """What `predict` is told besides, likewise."""
+        varied = self.axes.arguments(self._chosen(values))
+        given = {"theory": self.theory, **self.inputs}
+        return given | {name: value for name, value in varied.items() if value is not None}
 
     def prediction(self, **values: Any) -> Prediction:
         """The whole prediction at values of the axes; the first of those not named.
@@ -158,8 +165,7 @@ class Sweep(Shown):
         Raises:
             DomainError: no such axis; or as `predict`.
         """
-        model, arguments = self.axes.configure(self._chosen(values))
-        return predict(model, **{"theory": self.theory, **self.inputs, **arguments})
+        return predict(self.model(**values), **self.arguments(**values))
 
     def _chosen(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         for name in values:
@@ -184,7 +190,7 @@ class Sweep(Shown):
         ]
         frame = as_frame(points, columns=list(self.axes.labels))
         for label, values in zip(self.axes.labels, self.axes.values.values(), strict=True):
-            if not _numeric(values):
+            if not numeric(values):
                 frame[label] = [told(value) for value in frame[label]]
         done = np.flatnonzero(self.done)
         if by_layer:
@@ -267,7 +273,7 @@ class Sweep(Shown):
         Raises:
             DomainError: no such axis or quantity, or axes left over that have several values.
         """
-        from ..show.sweep_plot import plot_sweep
+        from .picture import plot_sweep
 
         return plot_sweep(self, x, y, quantity, by, name, lines)
 
@@ -309,28 +315,15 @@ class Sweep(Shown):
         return f"{text}\n... and {rest} more" if rest else str(text)
 
 
-def told(value: Any) -> Any:
-    """A value as tables have it: None is "none", beside names of schemes."""
-    return "none" if value is None or value != value else value
-
-
-def _numeric(values: tuple[Any, ...]) -> bool:
-    return all(isinstance(v, int | float) for v in values)
-
-
 def _coordinate(values: tuple[Any, ...]) -> Any:
-    if _numeric(values) and not any(isinstance(v, bool) for v in values):
+    if numeric(values):
         return np.array(values)
     return np.array([str(told(v)) for v in values], dtype=object)
 
 
 def _span(values: tuple[Any, ...]) -> str:
     if len(values) <= 3:
-        return ", ".join(map(_short, values))
-    if _numeric(values):
-        return f"{_short(min(values))} to {_short(max(values))} ({len(values)})"
+        return ", ".join(map(in_words, values))
+    if numeric(values):
+        return f"{in_words(min(values))} to {in_words(max(values))} ({len(values)})"
     return f"({len(values)})"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(told(value))

@@ -12,7 +12,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,13 @@ from ..errors import (
 from ..formulas.checks import check_choice, check_flag
 from ..formulas.law import THEORIES, Theory
 from ..model.transformer import Transformer
-from ..prediction.predict import predict
+from ..prediction.draws import QUANTITIES as STREAM
+from ..prediction.predict import predict, progress_bar
+from ..prediction.result import Prediction
 from .axes import MOMENTS, Axes, Value
-from .result import STREAM, Sweep
+from .result import Sweep
 from .store import Row, Store, opened
-from .together import GroupMoments, kind, predict_together
+from .together import OUTPUTS, kind, predict_together
 
 MOST_TOGETHER = 256
 """Configurations in one pass: twice the cost each of ten times as many, and results to keep every
@@ -119,12 +121,15 @@ def sweep(
         stack.enter_context(without_warnings())
         if store is not None and missing:
             work.check_again(store.path, rows)
-        advance = stack.enter_context(_bar(grid.size, grid.size - len(missing), progress))
+        shown = sys.stderr.isatty() if progress is None else progress
+        bar = progress_bar("configurations", grid.size, grid.size - len(missing))
+        advance = stack.enter_context(bar) if shown else None
         for more in _results(work, missing, executor):
             if store is not None:
                 store.append(more)
             found.add(more)
-            advance(len(more))
+            if advance is not None:
+                advance(len(more))
     _report(found)
     return found
 
@@ -272,28 +277,37 @@ class _Work:
             return None
         return [self._row(point, found, i) for i, point in enumerate(points)]
 
-    def _row(self, point: _Point, found: GroupMoments, i: int) -> Row:
-        depth = point.model.layers + 1
-        stream = [values[i, :depth] for values in found.stream]
-        outputs = {name: float(values[i]) for name, values in found.outputs.items()}
-        return _row(point.index, stream, outputs, (), self.profile)
-
     def _alone(self, point: _Point) -> Row:
         try:
             p = predict(point.model, theory=point.theory, **point.given)
         except MomentsError as error:
             return Row(point.index, refused=str(error))
-        stream = [getattr(p, name) for name in STREAM]
-        if stream[0].ndim > 1:
+        if p.variance.ndim > 1:
             raise DomainError(
                 "a sweep's inputs describe one configuration: make what varies an axis"
             )
-        outputs = {
-            name: float(getattr(p, name))
-            for name in ("loss", "loss_stderr", "logit_variance")
-            if getattr(p, name) is not None
+        return self._row(point, p)
+
+    def _row(self, point: _Point, p: Prediction, place: Any = ()) -> Row:
+        """What is kept of a prediction, of several configurations of the one at a place."""
+        depth = point.model.layers + 1
+        stream = [getattr(p, name)[place][:depth] for name in STREAM]
+        variance, correlation, grad_variance, grad_correlation = stream
+        values = {
+            "variance": variance[-1],
+            "correlation": correlation[-1],
+            "grad_variance": grad_variance[0],
+            "grad_correlation": grad_correlation[0],
+            "variance_growth": variance[-1] / variance[0],
         }
-        return _row(point.index, stream, outputs, p.warnings, self.profile)
+        if grad_variance[-1] > 0:
+            values["grad_variance_growth"] = grad_variance[0] / grad_variance[-1]
+        for name in OUTPUTS:
+            if getattr(p, name) is not None:
+                values[name] = np.asarray(getattr(p, name))[place]
+        plain = {name: float(value) for name, value in values.items()}
+        kept = tuple(v.tolist() for v in stream) if self.profile else None
+        return Row(point.index, plain, p.warnings, None, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,28 +318,6 @@ class _Point:
     model: Transformer
     theory: Theory
     given: dict[str, Any]
-
-
-def _row(
-    index: int,
-    stream: Sequence[np.ndarray],
-    outputs: Mapping[str, float],
-    notes: tuple[str, ...],
-    profile: bool,
-) -> Row:
-    variance, correlation, grad_variance, grad_correlation = stream
-    values = {
-        "variance": variance[-1],
-        "correlation": correlation[-1],
-        "grad_variance": grad_variance[0],
-        "grad_correlation": grad_correlation[0],
-        "variance_growth": variance[-1] / variance[0],
-    }
-    if grad_variance[-1] > 0:
-        values["grad_variance_growth"] = grad_variance[0] / grad_variance[-1]
-    kept = tuple(v.tolist() for v in stream) if profile else None
-    plain = {name: float(value) for name, value in values.items()} | dict(outputs)
-    return Row(index, plain, notes, None, kept)
 
 
 def _same(alone: Row, together: Row) -> bool:
@@ -427,19 +419,3 @@ def _report(found: Sweep) -> None:
         warnings.warn(
             f"{'; '.join(parts)} (to_frame() has all of them)", ValidityWarning, stacklevel=3
         )
-
-
-@contextmanager
-def _bar(total: int, done: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
-    if shown is None:
-        shown = sys.stderr.isatty()
-    if not shown:
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("configurations", total=total, completed=done)
-        yield lambda count: bar.advance(task, count)

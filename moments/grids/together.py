@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,25 +20,15 @@ from ..engine.program import Unlike, fields_of, flattened, joined, unflattened
 from ..engine.state import Kernel
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
+from ..prediction.draws import QUANTITIES
 from ..prediction.gate import computing
 from ..prediction.predict import resolution_of
+from ..prediction.result import Prediction
 from ..prediction.stack import Inputs, Stack, last_gradient
 from ..transfer.architecture import declare, declare_layer
 
-
-@dataclass(frozen=True)
-class GroupMoments:
-    """Moments of the stream of several configurations, as far as each is deep.
-
-    Attributes:
-        stream: variance, correlation, gradient variance and correlation, each (B, N + 1).
-        outputs: loss, its deviation and the logits' variance, (B,), where there is a head.
-        warnings: of any of them.
-    """
-
-    stream: tuple[np.ndarray, ...]
-    outputs: Mapping[str, np.ndarray]
-    warnings: tuple[str, ...]
+OUTPUTS = ("loss", "loss_stderr", "logit_variance")
+"""What a prediction has of a head, else None."""
 
 
 def kind(
@@ -73,8 +62,11 @@ def predict_together(
     theory: Theory,
     moments: Mapping[str, np.ndarray],
     batch: int = 1,
-) -> GroupMoments:
+) -> Prediction:
     """`predict` of several configurations of one `kind` at once, tokens alike.
+
+    The stream's arrays are (B, N + 1), N of the deepest, and what a head gives (B,); of a shallower
+    one what is beyond its depth says nothing.
 
     Args:
         models: one each.
@@ -97,13 +89,11 @@ def predict_together(
         stack.backward(outcome)
     p = stack.prediction(batch, outcome, None)
     shape = (len(models), deepest.layers + 1)
-    stream = (p.variance, p.correlation, p.grad_variance, p.grad_correlation)
-    outputs = {
-        name: np.broadcast_to(getattr(p, name), (len(models),))
-        for name in ("loss", "loss_stderr", "logit_variance")
-        if getattr(p, name) is not None
-    }
-    return GroupMoments(tuple(np.broadcast_to(v, shape) for v in stream), outputs, p.warnings)
+    found: dict[str, Any] = {n: np.broadcast_to(getattr(p, n), shape) for n in QUANTITIES}
+    for name in OUTPUTS:
+        if getattr(p, name) is not None:
+            found[name] = np.broadcast_to(getattr(p, name), shape[:1])
+    return dataclasses.replace(p, **found)
 
 
 class _Together(Stack):
@@ -136,23 +126,19 @@ def stacked_layers(models: Sequence[Transformer], theory: Theory) -> Chain:
             added.
     """
     depth = max(model.layers for model in models)
-    uniform = all(_uniform(model) for model in models)
-    cache: dict[tuple[int, ...], Component] = {}
+    known = {
+        id(m): (declare_layer(m, theory, 1),) if _uniform(m) else declare(m, theory).children
+        for m in {id(m): m for m in models}.values()
+    }
+    cache: dict[tuple[Any, ...], Component] = {}
     layers = []
-    first = {id(m): m for m in models} if uniform else {}
-    known = {key: declare_layer(m, theory, 1) for key, m in first.items()}
-    single = [known[id(m)] for m in models] if uniform else None
-    whole = None if uniform else [declare(m, theory).children for m in models]
     for number in range(1, depth + 1):
         over = tuple(i for i, model in enumerate(models) if model.layers < number)
-        if single is not None:
-            if over not in cache:
-                cache[over] = _joined(single, over)
-            layers.append(Layer(cache[over], number))
-            continue
-        assert whole is not None
-        here = [parts[min(number, len(parts)) - 1] for parts in whole]
-        layers.append(Layer(_joined(here, over), number))
+        here = [known[id(m)][min(number, len(known[id(m)])) - 1] for m in models]
+        key = (over, *map(id, here))
+        if key not in cache:
+            cache[key] = _joined(here, over)
+        layers.append(Layer(cache[key], number))
     return Chain(tuple(layers))
 
 

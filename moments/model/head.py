@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..errors import DomainError, domain_error
 from ..formulas.activation import activation_laws
@@ -112,6 +112,11 @@ class Head(Stored):
                 raise DomainError("classes is missing: pass the number of labels")
         elif self.classes is not None:
             raise domain_error("classes", self.classes, "None unless loss='classification'")
+
+    def choices(self, embedding: Any) -> int | None:
+        """Logits per prediction: labels, rows of its own or of a token table; None: nobody says."""
+        found: int | None = self.classes or self.vocab_size
+        return found or getattr(embedding, "vocab_size", None)
 
     def __str__(self) -> str:
         gain = "" if self.norm_gain == 1 else f", gain {self.norm_gain:.4g}"

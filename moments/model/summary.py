@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,12 +11,16 @@ if TYPE_CHECKING:
     from .transformer import Transformer
 
 
-def in_brief(model: Transformer) -> str:
-    """Its shape in a line."""
-    return (
-        f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, "
-        f"{model.seq_len} tokens, {model.norm} norm"
-    )
+def in_brief(model: Transformer, without: Container[str] = ()) -> str:
+    """Its shape in a line, `without` some of its fields."""
+    said = {
+        "layers": f"{model.layers} layers",
+        "d_model": f"d_model {model.d_model}",
+        "heads": f"{model.heads} heads",
+        "seq_len": f"{model.seq_len} tokens",
+        "norm": f"{model.norm} norm",
+    }
+    return ", ".join(text for field, text in said.items() if field not in without)
 
 
 def rows(model: Transformer) -> list[tuple[str, str]]:

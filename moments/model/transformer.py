@@ -198,6 +198,30 @@ class Transformer:
         values = np.asarray(getattr(self, name), dtype=float)
         return values.copy() if values.ndim else np.full(self.layers, float(values))
 
+    @property
+    def matrix_shapes(self) -> dict[str, tuple[int, int]]:
+        """Of every matrix of a layer, the features that it sums over and those that it makes."""
+        d_model, d_ff, d_head = self.d_model, self.d_ff or 0, self.d_head or 0
+        heads, shared = self.heads * d_head, (self.kv_heads or self.heads) * d_head
+        shapes = {
+            "query": (d_model, heads),
+            "key": (d_model, shared),
+            "value": (d_model, shared),
+            "output": (heads, d_model),
+            "ffn_in": (d_model, d_ff),
+            "ffn_out": (d_ff, d_model),
+        }
+        if self.gated:
+            shapes["gate"] = (d_model, d_ff)
+        if self.encoder is not None:
+            shapes |= {
+                "cross_query": (d_model, heads),
+                "cross_key": (self.encoder.d_model, shared),
+                "cross_value": (self.encoder.d_model, shared),
+                "cross_output": (heads, d_model),
+            }
+        return shapes
+
     def layer_weights(self, layer: int) -> LayerWeights:
         """Weight variances of layer `layer`, counted from 1."""
         assert self.weights is not None

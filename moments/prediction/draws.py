@@ -19,6 +19,9 @@ Place = tuple[int, str]
 
 STREAM = "stream"
 
+QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
+"""Of every point of the stream: of the signal, then of its gradient."""
+
 CENTRED_SITES = frozenset({"ffn.activation", "ffn.activation_dropout", "head.transform"})
 """Sites whose ensemble mean is not zero. Everywhere else the last random matrix on the way, or its
 norm, is symmetric about zero, so the mean vanishes exactly; subtracting an estimate of it instead

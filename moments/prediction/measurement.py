@@ -15,6 +15,7 @@ from ..files import as_frame
 from .draws import (
     CENTRED_SITES,
     OUTPUT_SITES,
+    QUANTITIES,
     STREAM,
     Array,
     Draw,
@@ -147,10 +148,9 @@ class Measurement:
         encoder = None
         if read:
             encoder = cls.from_draws(read, batch=batch, source=f"the encoder of {source}")
-        sampled = ("variance", "correlation", "grad_variance", "grad_correlation")
         found: dict[str, tuple[Any, Any]] = {
             name: (array(name, "value"), array(name, "stderr"))
-            for name in (*sampled, "grad_variance_typical")
+            for name in (*QUANTITIES, "grad_variance_typical")
         }
         found["token_variance"] = by_token(lambda draw: draw.signal)
         found["token_grad_variance"] = by_token(lambda draw: draw.gradient)
@@ -164,7 +164,7 @@ class Measurement:
             source=source,
             **{name: value for name, (value, _) in found.items()},
             **{f"{name}_stderr": stderr for name, (_, stderr) in found.items()},
-            samples={name: array(name, "samples").T for name in sampled},
+            samples={name: array(name, "samples").T for name in QUANTITIES},
             site_rows=tuple(rows),
             weight_gradient_rows=tuple(weight_rows),
             encoder=encoder,
@@ -230,12 +230,11 @@ class Measurement:
             f"Measurement of {self.source}: {self.layers} layers, {self.seq_len} tokens, "
             f"{self.seeds} draw{'s' if self.seeds > 1 else ''}, batch {self.batch}"
         ]
-        quantities = ("variance", "correlation", "grad_variance", "grad_correlation")
-        lines.append("layer" + "".join(f"{name:>25}" for name in quantities))
+        lines.append("layer" + "".join(f"{name:>25}" for name in QUANTITIES))
         for n in _some(self.layers + 1):
             cells = "".join(
                 f"{_with_error(getattr(self, q)[n], getattr(self, f'{q}_stderr')[n]):>25}"
-                for q in quantities
+                for q in QUANTITIES
             )
             lines.append(f"{n:>5}{cells}")
         if self.loss is not None and self.loss_stderr is not None:

@@ -539,11 +539,28 @@ def _followed(stacks: list[Stack], progress: bool | Callable[[SoFar], None]) -> 
     if progress is not True:
         yield
         return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("layers, forward and backward", total=2 * layers)
+    with progress_bar("layers, forward and backward", 2 * layers) as advance:
         for run in runs:
-            run.on_layer = lambda: bar.advance(task)
+            run.on_layer = advance
         yield
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
+    """A bar on standard error.
+
+    Yields:
+        What to call with the work of each step, and with what is done next.
+    """
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
+
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total, completed=done)
+
+        def advance(work: float = 1.0, doing: str = "") -> None:
+            said = f"{title}: {doing}" if doing else title
+            bar.update(task, advance=work, description=said)
+
+        yield advance

@@ -19,6 +19,7 @@ from ..files import as_frame
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare
+from .draws import QUANTITIES
 from .gate import Gate, computing
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Read(NamedTuple):
 FORMAT_VERSION = 1
 """Of the JSON of a Prediction."""
 
-POINT_COLUMNS = ("mean", "variance", "correlation", "grad_variance", "grad_correlation")
+POINT_COLUMNS = ("mean", *QUANTITIES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,7 +318,7 @@ class Prediction:
 
     def to_json(self) -> str:
         """Model, stream moments, the band of one draw (refined theory) and warnings as JSON."""
-        quantities, notes = list(POINT_COLUMNS[1:]), self.warnings
+        quantities, notes = list(QUANTITIES), self.warnings
         if self.theory == "refined":
             quantities += ["grad_variance_typical", "grad_variance_band"]
             notes += self._draws[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
@@ -13,6 +14,7 @@ from ..errors import DomainError
 from ..files import as_frame
 from ..formulas.checks import NONNEGATIVE, check_in
 from ..noise.band import NORMAL_95
+from ..prediction.draws import QUANTITIES
 from ..prediction.measurement import Measurement
 from ..prediction.result import Prediction
 from ..step.measured import StepMeasurement
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["QUANTITIES", "Comparison", "compare"]
-
-QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,30 +85,20 @@ class Comparison:
         measured values do not vary).
         """
         frame = self.to_frame()
-        group = np.select(
-            [frame["site"] == "stream", frame["site"].isin(["attention.dropout", "ffn.dropout"])],
-            ["stream", "block outputs"],
-            "inside blocks",
-        )
+        site, size = frame["site"], frame["error"].abs()
+        blocks = site.isin(["attention.dropout", "ffn.dropout"])
+        kinds = ("stream", "block outputs", "inside blocks")
+        points = np.select([site == "stream", blocks], kinds[:2], kinds[2])
         rows = []
-        for points in ("stream", "block outputs", "inside blocks"):
-            for quantity in QUANTITIES:
-                part = frame[(group == points) & (frame["quantity"] == quantity)]
-                if part.empty:
-                    continue
-                error = part["error"].abs()
-                rows.append(
-                    {
-                        "points": points,
-                        "quantity": quantity,
-                        "mean": error.mean(),
-                        "median": error.median(),
-                        "max": error.max(),
-                        "excess": part["excess"].mean(),
-                        "r_squared": _r_squared(part["predicted"], part["measured"]),
-                    }
-                )
-        return as_frame(rows)
+        for kind, quantity in itertools.product(kinds, QUANTITIES):
+            here = (points == kind) & (frame["quantity"] == quantity)
+            if here.any():
+                part = frame[here]
+                errors = size[here].agg(["mean", "median", "max"])
+                fit = _r_squared(part["predicted"], part["measured"])
+                rows.append((kind, quantity, *errors, part["excess"].mean(), fit))
+        columns = ["points", "quantity", "mean", "median", "max", "excess", "r_squared"]
+        return as_frame(rows, columns=columns)
 
     @functools.cached_property
     def ranges(self) -> dict[str, Expected]:

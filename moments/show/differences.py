@@ -6,13 +6,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import DomainError, listed
 from ..model.transformer import Transformer
-from ..model.weights import MATRICES, Biases, Weights
+from ..model.weights import Biases, Weights
 from ..prediction.measurement import Measurement
 
 SAMPLING = 5.0
@@ -28,7 +28,7 @@ _SCALES = {
     "branch_scale": "branch multiplier (beta)",
     "norm_gain": "norm gain",
 }
-_PARTS = {"embedding": "embedding", "head": "head"}
+_PARTS = ("embedding", "head")
 _ALONE = {*_SCALES, *_PARTS, "weights", "biases", "encoder", "layers", "d_model", "seq_len"}
 _TRAINABLE = {"norm_affine", "norm_bias"}  # say what has a gradient, and leave the moments alone
 
@@ -68,6 +68,16 @@ class Feature:
     apply: Callable[[Case], Case]
 
 
+class _Change(NamedTuple):
+    """A `Feature` of one stack, as a change of its model."""
+
+    name: str
+    words: str
+    ratio: float
+    layers: tuple[int, ...]
+    change: Callable[[Transformer], Transformer]
+
+
 def differences(declared: Transformer, found: Transformer) -> list[Feature]:
     """Features in which `found` is not as `declared`, those of an encoder included.
 
@@ -83,14 +93,10 @@ def differences(declared: Transformer, found: Transformer) -> list[Feature]:
 def _stack(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
     if declared.layers != found.layers:
         return
-    yield from _weights(declared, found, stack)
-    yield from _biases(declared, found, stack)
-    yield from _multipliers(declared, found, stack)
-    for part, words in _PARTS.items():
-        yield from _outside(declared, found, stack, part, words)
-    for field in dataclasses.fields(Transformer):
-        if field.init and field.name not in _ALONE | _TRAINABLE:
-            yield from _field(declared, found, stack, field.name)
+    for kind in (_weights, _biases, _multipliers, _parts, _fields):
+        for name, words, ratio, layers, change in kind(declared, found):
+            apply = _changing(stack, change)
+            yield Feature(stack + name, stack + words, ratio, layers, apply)
 
 
 def _changing(stack: str, change: Callable[[Transformer], Transformer]) -> Callable[[Case], Case]:
@@ -106,29 +112,13 @@ def _changing(stack: str, change: Callable[[Transformer], Transformer]) -> Calla
     return apply
 
 
-def fan_product(model: Transformer, matrix: str) -> int:
-    """Entries of a weight matrix."""
-    d_ff = model.d_ff or 4 * model.d_model
-    d_head = model.d_head or model.d_model // model.heads
-    kind = matrix.removeprefix("cross_")
-    if kind in ("ffn_in", "ffn_out", "gate"):
-        return model.d_model * d_ff
-    heads = (model.kv_heads or model.heads) if kind in ("key", "value") else model.heads
-    return model.d_model * heads * d_head
-
-
-def _weights(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
+def _weights(declared: Transformer, found: Transformer) -> Iterator[_Change]:
     first, second = declared.weights, found.weights
     assert first is not None
     assert second is not None
-    for matrix in MATRICES:
-        if matrix.startswith("cross") and declared.encoder is None:
-            continue
-        if matrix == "gate" and not declared.gated:
-            continue
-        one, other = (each(w.of(matrix), declared.layers) for w in (first, second))
-        noise = SAMPLING * math.sqrt(2 / fan_product(declared, matrix))
-        different = _apart(one, other, noise)
+    for matrix, shape in declared.matrix_shapes.items():
+        one, other = (_each(w.of(matrix), declared.layers) for w in (first, second))
+        different = _apart(one, other, SAMPLING * math.sqrt(2 / math.prod(shape)))
         if not different:
             continue
 
@@ -137,14 +127,9 @@ def _weights(declared: Transformer, found: Transformer, stack: str) -> Iterator[
             weights = model.weights.replace(**{matrix: [float(v) for v in other]})
             return model.replace(weights=weights)
 
-        yield Feature(
-            stack + matrix,
-            f"{stack}{matrix}{where(different, declared.layers)}: variance "
-            f"{numbers(one, other, different)}",
-            ratio(one, other, different),
-            different,
-            _changing(stack, change),
-        )
+        numbers, ratio = _numbers(one, other, different)
+        words = f"{matrix}{_where(different, declared.layers)}: variance {numbers}"
+        yield _Change(matrix, words, ratio, different, change)
 
 
 def _apart(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
@@ -157,15 +142,15 @@ def _apart(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
     return tuple(int(n) for n in np.flatnonzero(far) + 1)
 
 
-def _biases(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
+def _biases(declared: Transformer, found: Transformer) -> Iterator[_Change]:
     rows: dict[str, str] = {}
-    for name in (f.name for f in dataclasses.fields(Biases)):
-        if name == "gate" and not declared.gated:
+    for name, (_, entries) in declared.matrix_shapes.items():
+        if name.startswith("cross_"):
             continue
-        one, other = (each(_bias(side, name), side.layers) for side in (declared, found))
-        different = _apart(one, other, SAMPLING * math.sqrt(2 / _bias_entries(declared, name)))
+        one, other = (_each(_bias(side, name), side.layers) for side in (declared, found))
+        different = _apart(one, other, SAMPLING * math.sqrt(2 / entries))
         if different:
-            at = positions(different)
+            at = _positions(different)
             has, said = (float(np.mean(side[at])) for side in (other, one))
             rows[name] = f"{name} {has:.3g} (declared {said:.3g})"
     if not rows:
@@ -176,13 +161,8 @@ def _biases(declared: Transformer, found: Transformer, stack: str) -> Iterator[F
         of |= {name: _bias(found, name, None) for name in rows}
         return model.replace(biases=Biases(**of))
 
-    yield Feature(
-        stack + "biases",
-        f"{stack}biases: variance of {', '.join(rows.values())}",
-        math.nan,
-        (),
-        _changing(stack, change),
-    )
+    words = f"biases: variance of {', '.join(rows.values())}"
+    yield _Change("biases", words, math.nan, (), change)
 
 
 def _bias(model: Transformer, matrix: str, absent: Any = 0.0) -> Any:
@@ -191,82 +171,67 @@ def _bias(model: Transformer, matrix: str, absent: Any = 0.0) -> Any:
     return absent if value is None else value
 
 
-def _bias_entries(model: Transformer, matrix: str) -> int:
-    """Entries of a matrix's bias: one per output."""
-    if matrix in ("output", "ffn_out"):
-        return model.d_model
-    return fan_product(model, matrix) // model.d_model
-
-
-def _multipliers(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
+def _multipliers(declared: Transformer, found: Transformer) -> Iterator[_Change]:
     for field in _SCALES:
         one, other = (model.by_block(field).astype(float) for model in (declared, found))
         off = [_apart(one[:, c], other[:, c], SCALE) for c in (0, 1)]
         same = np.array_equal(one[:, 0], one[:, 1]) and np.allclose(other[:, 0], other[:, 1])
         if same and off[0]:
-            yield _multiplier(stack, field, (0, 1), off[0], one, other)
+            yield _multiplier(field, (0, 1), off[0], one, other)
             continue
         for column, different in enumerate(off):
             if different:
-                yield _multiplier(stack, field, (column,), different, one, other)
+                yield _multiplier(field, (column,), different, one, other)
 
 
 def _multiplier(
-    stack: str,
     field: str,
     columns: tuple[int, ...],
     different: tuple[int, ...],
     one: np.ndarray,
     other: np.ndarray,
-) -> Feature:
+) -> _Change:
     """One scale of one block, or of both where they agree."""
     block = "" if len(columns) > 1 else f" of the {BLOCKS[columns[0]]} block"
     name = field if len(columns) > 1 else f"{field} {BLOCKS[columns[0]]}"
     first, second = one[:, columns[0]], other[:, columns[0]]
-    gone = bool(np.all(np.abs(second[positions(different)] - 1) < SCALE))
+    gone = bool(np.all(np.abs(second[_positions(different)] - 1) < SCALE))
 
     def change(model: Transformer) -> Transformer:
         values = model.by_block(field).astype(float).copy()
         values[:, columns] = other[:, columns]
         return model.replace(**{field: [tuple(map(float, row)) for row in values]})
 
-    return Feature(
-        stack + name,
-        f"{'missing ' if gone else ''}{stack}{_SCALES[field]}{block}"
-        f"{where(different, one.shape[0])}: {numbers(first, second, different)}",
-        ratio(first, second, different),
-        different,
-        _changing(stack, change),
-    )
+    numbers, ratio = _numbers(first, second, different)
+    words = f"{_SCALES[field]}{block}{_where(different, one.shape[0])}: {numbers}"
+    return _Change(name, f"missing {words}" if gone else words, ratio, different, change)
 
 
-def _outside(
-    declared: Transformer, found: Transformer, stack: str, part: str, words: str
-) -> Iterator[Feature]:
-    one, other = getattr(declared, part), getattr(found, part)
-    if one is None or other is None or type(one) is not type(other):
-        return
-    for field in dataclasses.fields(one):
-        values = [getattr(side, field.name) for side in (one, other)]
-        if not field.init or _alike(*values):
+def _parts(declared: Transformer, found: Transformer) -> Iterator[_Change]:
+    """Fields of the embedding and of the head."""
+    for part in _PARTS:
+        one, other = getattr(declared, part), getattr(found, part)
+        if one is None or other is None or type(one) is not type(other):
             continue
-        if field.name.endswith("_variance") and all(isinstance(v, float) and v for v in values):
-            entries = declared.d_model * max(2, getattr(one, "vocab_size", 2) or 2)
-            if field.name not in ("token_variance", "weight_variance"):
-                entries = declared.d_model * 2
-            if abs(math.log(values[1] / values[0])) < SAMPLING * math.sqrt(2 / entries):
+        for field in dataclasses.fields(one):
+            values = [getattr(side, field.name) for side in (one, other)]
+            if not field.init or _alike(*values):
                 continue
+            if field.name.endswith("_variance") and all(isinstance(v, float) and v for v in values):
+                entries = declared.d_model * max(2, getattr(one, "vocab_size", 2) or 2)
+                if field.name not in ("token_variance", "weight_variance"):
+                    entries = declared.d_model * 2
+                if abs(math.log(values[1] / values[0])) < SAMPLING * math.sqrt(2 / entries):
+                    continue
 
-        def change(model: Transformer, name: str = field.name, value: Any = values[1]) -> Any:
-            return model.replace(**{part: getattr(model, part).replace(**{name: value})})
+            def change(
+                model: Transformer, part: str = part, name: str = field.name, value: Any = values[1]
+            ) -> Any:
+                return model.replace(**{part: getattr(model, part).replace(**{name: value})})
 
-        yield Feature(
-            f"{stack}{part}.{field.name}",
-            f"{stack}{words}, {field.name.replace('_', ' ')}: {pair(*values)}",
-            quotient(*values),
-            (),
-            _changing(stack, change),
-        )
+            numbers, ratio = _pair(*values)
+            words = f"{part}, {field.name.replace('_', ' ')}: {numbers}"
+            yield _Change(f"{part}.{field.name}", words, ratio, (), change)
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -275,23 +240,27 @@ def _alike(one: Any, other: Any) -> bool:
     return one == other or (numbers and math.isclose(one, other, rel_tol=SCALE))
 
 
-def _field(declared: Transformer, found: Transformer, stack: str, name: str) -> Iterator[Feature]:
-    one, other = getattr(declared, name), getattr(found, name)
-    if _alike(one, other):
-        return
-    if name == "attention_dropout" and other == found.dropout and one == declared.dropout:
-        return  # it follows dropout
-    words = f"{stack}{name.replace('_', ' ')}: {pair(one, other)}"
-    if name == "causal":
-        masks = {True: "causal", False: "full"}
-        words = f"{stack}attention mask: {masks[other]}, declared {masks[one]}"
-    yield Feature(
-        stack + name,
-        words,
-        quotient(one, other),
-        (),
-        _changing(stack, lambda model: model.replace(**{name: other})),
-    )
+def _fields(declared: Transformer, found: Transformer) -> Iterator[_Change]:
+    """Every other field."""
+    for field in dataclasses.fields(Transformer):
+        name = field.name
+        if not field.init or name in _ALONE | _TRAINABLE:
+            continue
+        one, other = getattr(declared, name), getattr(found, name)
+        if _alike(one, other):
+            continue
+        if name == "attention_dropout" and other == found.dropout and one == declared.dropout:
+            continue  # it follows dropout
+        numbers, ratio = _pair(one, other)
+        words = f"{name.replace('_', ' ')}: {numbers}"
+        if name == "causal":
+            masks = {True: "causal", False: "full"}
+            words = f"attention mask: {masks[other]}, declared {masks[one]}"
+
+        def change(model: Transformer, name: str = name, value: Any = other) -> Transformer:
+            return model.replace(**{name: value})
+
+        yield _Change(name, words, ratio, (), change)
 
 
 def applied(case: Case, features: list[Feature]) -> tuple[Case, list[Feature]]:
@@ -306,30 +275,32 @@ def applied(case: Case, features: list[Feature]) -> tuple[Case, list[Feature]]:
     return case, done
 
 
-def each(value: Any, layers: int) -> np.ndarray:
+def _each(value: Any, layers: int) -> np.ndarray:
     """One number or N as (N,)."""
     return np.broadcast_to(np.asarray(value, dtype=float), (layers,)).copy()
 
 
-def positions(layers: tuple[int, ...]) -> list[int]:
+def _positions(layers: tuple[int, ...]) -> list[int]:
     """Of layers in an array that counts from 0."""
     return [n - 1 for n in layers]
 
 
-def ratio(one: np.ndarray, other: np.ndarray, layers: tuple[int, ...]) -> float:
-    """Geometric mean of found over declared; nan where one of them is 0."""
-    a, b = one[positions(layers)], other[positions(layers)]
-    if np.any(a <= 0) or np.any(b <= 0):
-        return math.nan
-    return float(np.exp(np.mean(np.log(b / a))))
+def _numbers(one: np.ndarray, other: np.ndarray, layers: tuple[int, ...]) -> tuple[str, float]:
+    """Found and declared in words, ranges where layers differ; and the geometric mean of found over
+    declared, nan where one of them is 0."""
+    one, other = one[_positions(layers)], other[_positions(layers)]
+    words = f"{_span(other)}, declared {_span(one)}"
+    if np.any(one <= 0) or np.any(other <= 0):
+        return words, math.nan
+    ratio = float(np.exp(np.mean(np.log(other / one))))
+    return f"{words} ({ratio:.3g}x)", ratio
 
 
-def numbers(one: np.ndarray, other: np.ndarray, layers: tuple[int, ...]) -> str:
-    """Found and declared, ranges where layers differ, and their ratio."""
-    found, declared = _span(other[positions(layers)]), _span(one[positions(layers)])
-    factor = ratio(one, other, layers)
-    times = "" if math.isnan(factor) else f" ({factor:.3g}x)"
-    return f"{found}, declared {declared}{times}"
+def _pair(one: Any, other: Any) -> tuple[str, float]:
+    """The same of two values that need not be numbers."""
+    if not all(isinstance(v, float) for v in (one, other)):
+        return f"{other}, declared {one}", math.nan
+    return _numbers(np.array([one]), np.array([other]), (1,))
 
 
 def _span(values: np.ndarray) -> str:
@@ -339,23 +310,8 @@ def _span(values: np.ndarray) -> str:
     return f"{low:.3g} to {high:.3g}"
 
 
-def where(layers: tuple[int, ...], total: int) -> str:
+def _where(layers: tuple[int, ...], total: int) -> str:
     """Which of so many layers, as the end of a phrase."""
     if len(layers) == total and total > 1:
         return " in every layer"
     return f" in layer{'s' if len(layers) > 1 else ''} {listed(layers)}"
-
-
-def pair(one: Any, other: Any) -> str:
-    """Found and declared, with their ratio where they are numbers."""
-    factor = quotient(one, other)
-    if not all(isinstance(v, float) for v in (one, other)):
-        return f"{other}, declared {one}"
-    times = "" if math.isnan(factor) else f" ({factor:.3g}x)"
-    return f"{other:.3g}, declared {one:.3g}{times}"
-
-
-def quotient(one: Any, other: Any) -> float:
-    """Found over declared; nan where they are no positive numbers."""
-    positive = all(isinstance(v, float) and v > 0 for v in (one, other))
-    return other / one if positive else math.nan

@@ -7,6 +7,7 @@ a rule reads is measured where a module was run, else predicted.
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 import os
 import textwrap
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.markup import escape
-from rich.table import Table
 
 from ..errors import MomentsError, domain_error, listed, without_warnings
 from ..files import as_frame, finite
@@ -27,7 +27,7 @@ from ..model.transformer import Transformer
 from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from .expected import TOLERANCE, point_log_variance
-from .health_page import notebook, page
+from .html import document, fragment, picture, table
 from .precision import FORMATS, precision
 from .recognition import Weight, WeightRule, in_words, recognise, weights_of
 from .report import number, render, tabled
@@ -129,6 +129,12 @@ class Number(NamedTuple):
     high: float = math.nan
     state: str = ""
 
+    def cells(self) -> tuple[str, ...]:
+        """Quantity, parameter, both numbers and the band, as tables have them."""
+        band = f"{number(self.low)} to {number(self.high)}" if math.isfinite(self.low) else "-"
+        both = ("-" if math.isnan(v) else number(v) for v in (self.measured, self.expected))
+        return self.quantity, self.parameter, *both, band
+
 
 class Unhealthy(MomentsError, AssertionError):
     """A network has findings; the text is the report."""
@@ -188,12 +194,17 @@ class CheckReport:
         `moments.show.precision`."""
         return precision(self.prediction)
 
-    def verdict(self) -> str:
-        """One line."""
+    @property
+    def headline(self) -> str:
+        """What was checked, and how many findings there are."""
         count = len(self.findings)
         state = f"{count} finding{'s' * (count > 1)}" if count else "nothing found wrong"
+        return f"{self.source}: {state}"
+
+    def verdict(self) -> str:
+        """One line."""
         seen = self.read or "nothing was measured, all of it predicted"
-        parts = [f"{self.source}: {state}", self.scheme, *self._growth(), seen]
+        parts = [self.headline, self.scheme, *self._growth(), seen]
         if self.unchecked:
             parts.append(f"NOT CHECKED: {'; '.join(self.unchecked)}")
         return "; ".join(part for part in parts if part)
@@ -225,11 +236,12 @@ class CheckReport:
 
     def table(self) -> str:
         """The numbers as text."""
-        return render(_table(self.numbers), TABLE_WIDTH)
+        rows = [(n.state, *map(escape, n.cells())) for n in self.numbers]
+        return render(tabled(None, ("", *NUMBER_HEADS), rows, text=3), TABLE_WIDTH)
 
     def to_html(self) -> str:
         """The whole report as one HTML file, its pictures inside it."""
-        return page(self)
+        return document(f"moments check: {self.source}", _body(self, whole=True))
 
     def plot(self) -> Figure:
         """Measured beside expected along the depth; without a measurement what is expected."""
@@ -255,7 +267,7 @@ class CheckReport:
         return json.dumps(data, indent=2, allow_nan=False)
 
     def _repr_html_(self) -> str:
-        return notebook(self)
+        return fragment(_body(self, whole=False))  # a notebook has the picture beside it
 
     def __repr__(self) -> str:
         kinds = ", ".join(f.kind for f in self.findings[:4])
@@ -264,20 +276,56 @@ class CheckReport:
 
 WIDTH = 110
 TABLE_WIDTH = 240  # parameter names stay whole
+NUMBER_HEADS = ("number", "parameter", "measured", "expected", "95 % of draws")
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _table(numbers: Sequence[Number]) -> Table:
+# --- as HTML --------------------------------------------------------------------------------------
+
+
+def _body(report: CheckReport, *, whole: bool) -> str:
+    """What stands on a page; the picture and what formats lose where it is a whole one."""
+    parts = [f"<h1>{html.escape(report.headline)}</h1>"]
+    parts.append(f'<p class="soft">{html.escape(report.verdict())}</p>')
+    for found in report.findings:
+        names = ", ".join(f"<code>{html.escape(name)}</code>" for name in found.parameters)
+        parts.append(
+            f'<div class="card {found.severity}"><span class="kind">{found.severity}: '
+            f"{html.escape(found.kind)}</span> {names}<br>{html.escape(found.reason)}<br>"
+            f'<span class="soft">Mend:</span> {html.escape(found.mend)}</div>'
+        )
+    parts.append("<h2>Measured beside expected</h2>" if report.read else "<h2>Predicted</h2>")
+    rows = [list(n.cells()) for n in report.numbers]
+    out = {(place, 2) for place, n in enumerate(report.numbers) if n.state == "out"}
+    for place, column in out:
+        rows[place][column] += " (out)"
+    parts.append(table(NUMBER_HEADS, rows, text={0, 1}, out=out))
+    if whole:
+        parts.append(picture(report.plot()))
+        parts += ["<h2>What number formats lose</h2>", _precision(report)]
+    for title, said in (("Notes", report.notes), ("Not checked", report.unchecked)):
+        if said:
+            items = "".join(f"<li>{html.escape(words)}</li>" for words in said)
+            parts.append(f"<h2>{title}</h2><ul>{items}</ul>")
+    return "".join(parts)
+
+
+def _precision(report: CheckReport) -> str:
+    """The worst point of every format, each way."""
     rows = []
-    for n in numbers:
-        band = f"{number(n.low)} to {number(n.high)}" if math.isfinite(n.low) else "-"
-        seen, wanted = ("-" if math.isnan(v) else number(v) for v in (n.measured, n.expected))
-        rows.append((n.state, n.quantity, escape(n.parameter), seen, wanted, band))
-    heads = ("", "number", "parameter", "measured", "expected", "95 % of draws")
-    return tabled(None, heads, rows, text=3)
+    frame = report.precision()
+    for (form, way), sites in frame.groupby(["format", "way"], sort=False):
+        worst: Any = (
+            sites.assign(lost=sites["zero"] + sites["overflow"]).sort_values("lost").iloc[-1]
+        )
+        shares = (f"{100 * worst[name]:.3g} %" for name in ("zero", "subnormal", "overflow"))
+        where = f"{worst['site']}, layer {int(worst['layer'])}"
+        rows.append((f"{form}, {way}", where, *shares))
+    heads = ("unscaled, at its worst point", "point", "become 0", "subnormal", "overflow")
+    return table(heads, rows, text={0, 1})
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -285,37 +333,33 @@ def _table(numbers: Sequence[Number]) -> Table:
 
 def choices(model: Transformer) -> int | None:
     """Logits per prediction, where a head declares them."""
-    if model.head is None or model.head.loss is None:
-        return None
-    classes = model.head.classes or model.head.vocab_size
-    return classes or getattr(model.embedding, "vocab_size", None)
+    known = model.head is not None and model.head.loss is not None
+    return model.head.choices(model.embedding) if known else None
 
 
 def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Iterator[Number]:
     """Both ends of the stream, the loss and the logits."""
     model = prediction.model
     ends = (("entering layer 1", 0), (f"leaving layer {model.layers}", model.layers))
-    if comparison is None:
-        bands = prediction.grad_variance_band
+    points: dict[tuple[str, int], Any] = {}
+    if comparison is not None:
+        frame = comparison.points()
+        rows = frame[frame["stack"] == ""].to_dict("records")
+        points = {(str(row["quantity"]), int(row["layer"])): row for row in rows}
+    for name in ("variance", "grad_variance"):
         for where, n in ends:
-            yield Number(f"variance {where}", "", math.nan, float(prediction.variance[n]))
-        for where, n in ends:
-            low, high = (float(bands[k][n]) for k in (0, 1))
-            expected = float(prediction.grad_variance[n])
-            yield Number(f"gradient variance {where}", "", math.nan, expected, low, high)
-    else:
-        points = comparison.points()
-        points = points[points["stack"] == ""]
-        for name in ("variance", "grad_variance"):
-            for where, n in ends:
-                row = points[(points["quantity"] == name) & (points["layer"] == n)]
-                (found,) = row.to_dict("records")
-                words = f"{name.replace('grad_', 'gradient ')} {where}"
-                state = "ok" if found["inside"] else "out"
-                seen_, expected, low, high = (
-                    float(found[key]) for key in ("measured", "predicted", "low", "high")
-                )
-                yield Number(words, "", seen_, expected, low, high, state)
+            words = f"{name.replace('grad_', 'gradient ')} {where}"
+            if points:
+                row = points[name, n]
+                seen, expected = float(row["measured"]), float(row["predicted"])
+                state = "ok" if row["inside"] else "out"
+                low, high = float(row["low"]), float(row["high"])
+                yield Number(words, "", seen, expected, low, high, state)
+            else:
+                expected, (low, high) = float(getattr(prediction, name)[n]), (math.nan, math.nan)
+                if name == "grad_variance":
+                    low, high = map(float, prediction.grad_variance_band[:, n])
+                yield Number(words, "", math.nan, expected, low, high)
     measured: Any = None if comparison is None else comparison.measurement
     for where, n in ends:
         seen = math.nan if measured is None else float(measured.correlation[n])
@@ -370,15 +414,10 @@ class Seen(NamedTuple):
 
 def rules(seen: Seen) -> tuple[list[Trouble], list[str]]:
     """Troubles and notes from the numbers along the depth and at the output."""
-    troubles: list[Trouble] = []
-    notes: list[str] = []
-    for rule in (_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _range):
-        for found in rule(seen):
-            if isinstance(found, str):
-                notes.append(found)
-            else:
-                troubles.append(found)
-    return troubles, notes
+    every = (_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _range)
+    found = [one for rule in every for one in rule(seen)]
+    troubles = [one for one in found if isinstance(one, Trouble)]
+    return troubles, [one for one in found if isinstance(one, str)]
 
 
 Found = Iterator[Trouble | str]
@@ -747,21 +786,24 @@ def check_declared(
     )
 
 
+def _off(weights: Sequence[Weight], meant: Transformer) -> Iterator[tuple[Weight, float]]:
+    """Matrices that are not of their variance, and what that is."""
+    for w in weights:
+        wanted = float(getattr(meant.layer_weights(w.layer), w.name))
+        if not w.is_of(wanted):
+            yield w, wanted
+
+
 def _slipped(reading: WeightRule, weights: Sequence[Weight]) -> Trouble:
     assert reading.meant is not None
-    off = [
-        w
-        for w in weights
-        if not w.is_of(float(getattr(reading.meant.layer_weights(w.layer), w.name)))
-    ]
-    wanted = float(getattr(reading.meant.layer_weights(off[0].layer), off[0].name))
+    off = list(_off(weights, reading.meant))
     return Trouble(
         "warning",
         "wrong variance",
-        tuple(dict.fromkeys(w.name for w in off)),
-        tuple(sorted({w.layer for w in off})),
-        off[0].variance,
-        wanted,
+        tuple(dict.fromkeys(w.name for w, _ in off)),
+        tuple(sorted({w.layer for w, _ in off})),
+        off[0][0].variance,
+        off[0][1],
         reading.title,
         f"draw them as {in_words(reading.meant)}",
     )
@@ -769,13 +811,9 @@ def _slipped(reading: WeightRule, weights: Sequence[Weight]) -> Trouble:
 
 def _otherwise(weights: Sequence[Weight], meant: Transformer | None) -> Iterator[Trouble]:
     """Matrices that are not as the scheme says."""
-    if meant is None:
-        return
     groups: dict[str, list[tuple[Weight, float]]] = {}
-    for w in weights:
-        wanted = float(getattr(meant.layer_weights(w.layer), w.name))
-        if not w.is_of(wanted):
-            groups.setdefault(w.name, []).append((w, wanted))
+    for w, wanted in () if meant is None else _off(weights, meant):
+        groups.setdefault(w.name, []).append((w, wanted))
     for name, group in groups.items():
         weight, wanted = group[0]
         yield Trouble(

@@ -12,12 +12,12 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from . import palette
+from .chart import ROLES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SERIES = """--signal: #0072b2; --gradient: #d55e00; --third: #009e73; --fourth: #cc79a7;
-  --fifth: #e69f00; --sixth: #56b4e9; --seventh: #222222"""
+_SERIES = "; ".join(f"--{role}: {c}" for role, c in zip(ROLES, palette.SERIES, strict=True))
 
 _STYLE = """
 & { color-scheme: light dark; --ground: #ffffff; --ink: #1d1d1f; --soft: #5b5f66;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -22,6 +22,7 @@ from ..formulas.references import bibtex
 from ..model.summary import in_brief, rows
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
+from ..prediction.draws import QUANTITIES
 from ..prediction.explanation import Explanation, explain
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
@@ -30,6 +31,7 @@ from ..scheme.registry import schemes as every_scheme
 from .chart import ROLES, STYLE, Chart, Curve, shown
 from .expected import one_draw
 from .html import details, document, table
+from .report import TITLES
 from .scheme_table import COLUMNS as SCHEME_COLUMNS
 from .scheme_table import SchemeComparison, compare_schemes
 from .verdict import growth
@@ -244,24 +246,23 @@ def stream_charts(
     return found
 
 
-def _every(count: int) -> list[int]:
-    """Indices of a table's rows, few enough to be read."""
-    step = -(-count // SHOWN_LAYERS)
-    return sorted({*range(0, count, step), count - 1})
+def _by_layer(columns: Mapping[str, np.ndarray], first: int) -> str:
+    """A row for every layer, of deeper models for every so many."""
+    count = len(next(iter(columns.values())))
+    kept = sorted({*range(0, count, -(-count // SHOWN_LAYERS)), count - 1})
+    cells = [
+        [str(first + n), *(shown(float(column[n])) for column in columns.values())] for n in kept
+    ]
+    return table(["layer", *columns], cells)
 
 
 def _stream_table(prediction: Prediction) -> str:
-    names = ["variance", "correlation", "grad_variance", "grad_correlation"]
-    titles = ["layer", "variance", "correlation", "gradient variance", "gradient correlation"]
+    columns = {TITLES[name]: getattr(prediction, name) for name in QUANTITIES}
     if prediction.theory == "refined":
-        names.insert(3, "grad_variance_typical")
-        titles.insert(4, "gradient of one draw, typical")
-    columns = [getattr(prediction, name) for name in names]
-    cells = [
-        [str(n), *(shown(float(column[n])) for column in columns)]
-        for n in _every(prediction.model.layers + 1)
-    ]
-    return table(titles, cells)
+        last = columns.popitem()
+        columns["gradient of one draw, typical"] = prediction.grad_variance_typical
+        columns |= [last]
+    return _by_layer(columns, 0)
 
 
 def _weights(prediction: Prediction) -> str:
@@ -288,15 +289,10 @@ def _weights(prediction: Prediction) -> str:
         if names
     ]
     names = [*matrices, *(name for name in square.columns if name not in matrices)]
-    cells = [
-        [str(layer), *(shown(float(square.loc[layer, name])) for name in names)]
-        for layer in (square.index[n] for n in _every(len(square)))
-    ]
+    columns = {_spaced(name): square[name].to_numpy() for name in names}
     outer = frame[(frame.layer == 0) | (frame.layer > prediction.model.layers)]
     rest = [(str(r["weight"]), shown(r["squared_norm"])) for r in outer.to_dict("records")]
-    tables = details(
-        "every parameter, layer by layer", table(["layer", *map(_spaced, names)], cells)
-    )
+    tables = details("every parameter, layer by layer", _by_layer(columns, 1))
     if rest:
         tables += details("embedding and head", table(["parameter", "squared norm"], rest, {0}))
     return _charts(charts) + tables
@@ -332,13 +328,14 @@ def _tokens(prediction: Prediction) -> str:
 def _loss(prediction: Prediction) -> str:
     if prediction.loss is None:
         return ""
-    vocabulary = getattr(prediction.model.embedding, "vocab_size", None)
+    head = prediction.model.head
+    count = head.choices(prediction.model.embedding)
     text = (
         f"Loss {float(prediction.loss):.4g} ± {float(prediction.loss_stderr):.2g} (one draw of the "
         f"weights); mean square of the logits {shown(float(prediction.logit_variance or 0.0))}."
     )
-    if vocabulary:
-        text += f" Guessing evenly among {vocabulary} words costs {np.log(vocabulary):.4g}."
+    what = "labels" if head.loss == "classification" else "words"
+    text += f" Guessing evenly among {count} {what} costs {np.log(count):.4g}."
     return f"<h2>Loss</h2><p>{escape(text)}</p>"
 
 
@@ -346,16 +343,15 @@ def _schemes(report: Report) -> str:
     found = report.schemes
     if found is None:
         return ""
-    as_it_is = SchemeComparison(found.model, {"as it is": report.prediction}, {}).to_frame()
+    every = SchemeComparison(found.model, {"as it is": report.prediction, **found.predictions}, {})
     sets = {scheme.name: ", ".join(scheme.sets) for scheme in every_scheme()}
     heads = ["scheme", "norm", "variance, last over first", "gradient, first over last"]
     heads += ["last token correlation", "sensitivity", "what it sets"]
     cells = []
-    for frame in (as_it_is, found.to_frame()):
-        for r in frame.to_dict("records"):
-            numbers = [shown(float(r[column])) for column in SCHEME_COLUMNS[2:]]
-            fields = sets.get(r["scheme"], "").replace("_", " ")
-            cells.append([r["scheme"], r["norm"], *numbers, fields])
+    for r in every.to_frame().to_dict("records"):
+        numbers = [shown(float(r[column])) for column in SCHEME_COLUMNS[2:]]
+        fields = sets.get(r["scheme"], "").replace("_", " ")
+        cells.append([r["scheme"], r["norm"], *numbers, fields])
     missing = "".join(
         f"<p class=soft>Without {escape(name)}: {escape(why)}</p>"
         for name, why in found.left_out.items()
@@ -371,7 +367,8 @@ def _schemes(report: Report) -> str:
 
 
 def _laws(report: Report) -> str:
-    sources = [str(scheme.source) for scheme in _cited_schemes(report)]
+    applied = () if report.schemes is None else report.schemes.predictions
+    sources = [str(scheme.source) for scheme in every_scheme() if scheme.name in applied]
     used = ""
     if report.explanation is not None:
         seen: dict[tuple[str, str], tuple[str, str]] = {}
@@ -390,8 +387,3 @@ def _laws(report: Report) -> str:
         f"<h2>Laws at work in layer 1 of {escape(report.name)}, and what to cite</h2>{used}"
         f"<pre>{escape(bibtex(sources))}</pre>"
     )
-
-
-def _cited_schemes(report: Report) -> list[Any]:
-    held = () if report.schemes is None else report.schemes.predictions
-    return [scheme for scheme in every_scheme() if scheme.name in held]

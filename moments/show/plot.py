@@ -17,12 +17,13 @@ from ..files import replacing
 from ..model.summary import in_brief
 from ..model.weights import MATRICES
 from ..noise.band import NORMAL_95
+from ..prediction.draws import QUANTITIES
 from ..prediction.predict import predict
 from .chart import limits, shown, ticks
 from .diagnosis import SHARE
 from .expected import Expected, one_draw
 from .palette import DASHES, FOUND, GRADIENT, GREY, MEASURED, OUTSIDE, SERIES, SIGNAL, SOFT
-from .report import STREAM_QUANTITIES, TITLES
+from .report import TITLES
 from .verdict import growth
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _color(quantity: str) -> str:
 def _panels(title: str) -> tuple[Picture, dict[str, Axes]]:
     figure = Picture(9.5, 6.2)
     grid = figure.subplots(2, 2, sharex=True)
-    axes = dict(zip(STREAM_QUANTITIES, grid.ravel(), strict=True))
+    axes = dict(zip(QUANTITIES, grid.ravel(), strict=True))
     for quantity, ax in axes.items():
         dress(ax, TITLES[quantity])
     for ax in grid[1]:
@@ -141,14 +142,10 @@ def _describe(prediction: Prediction, name: str | None) -> str:
     return f"{called(model, name)}: {in_brief(model)}, theory {prediction.theory}"
 
 
-def _shade_band(ax: Axes, quantity: str, band: Expected) -> str:
-    """Draw it where it can be seen; what the line is to be called."""
-    if float(np.max(band.deviation)) < SEEN:
-        return f"mean over draws; one draw is within {2 * SEEN:.1%}"
+def _shade(ax: Axes, quantity: str, band: Expected, label: str) -> None:
     layers = np.arange(band.mean.size)
     drawn = ax.fill_between(layers, band.low, band.high, color=_color(quantity), alpha=0.15)
-    drawn.set(linewidth=0, label="95 % of draws")
-    return "mean over draws"
+    drawn.set(linewidth=0, label=label)
 
 
 def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
@@ -158,8 +155,11 @@ def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
     layers = np.arange(prediction.model.layers + 1)
     bands = one_draw(prediction)
     for quantity, ax in axes.items():
-        band = bands.get(quantity)
-        label = "mean over draws" if band is None else _shade_band(ax, quantity, band)
+        band, label = bands.get(quantity), "mean over draws"
+        if band is not None and float(np.max(band.deviation)) < SEEN:
+            label += f"; one draw is within {2 * SEEN:.1%}"
+        elif band is not None:
+            _shade(ax, quantity, band, "95 % of draws")
         curves = getattr(prediction, quantity).reshape(-1, layers.size)
         for curve in curves:
             ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, alpha=0.9, label=label)
@@ -189,12 +189,17 @@ def plot_comparison(
         stderr = np.nan_to_num(getattr(measurement, f"{quantity}_stderr"))
         label = "gradient, predicted" if quantity.startswith("grad") else "signal, predicted"
         ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, label=label)
-        others = [] if found is None else [getattr(found, quantity)]
-        for other in others:
-            ax.plot(
-                layers, other, color=FOUND, linestyle=DASHES[1], label="predicted for it as found"
-            )
-        outside = _shade_range(ax, comparison, quantity)
+        drawn = [curve, points]
+        if found is not None:
+            drawn.append(getattr(found, quantity))
+            (line,) = ax.plot(layers, drawn[-1], label="predicted for it as found")
+            line.set(color=FOUND, linestyle=DASHES[1])
+        band, outside = comparison.ranges.get(quantity), np.zeros(layers.size, dtype=bool)
+        if band is not None:
+            drawn += [band.low, band.high]
+            outside = (points < band.low) | (points > band.high)
+            if np.any(np.isfinite(band.deviation)):
+                _shade(ax, quantity, band, _range_label(band.deviation, comparison.tolerance))
         ax.errorbar(
             layers,
             points,
@@ -216,9 +221,7 @@ def plot_comparison(
                 markeredgecolor=OUTSIDE,
                 label="out of its band",
             )
-        expected = comparison.ranges.get(quantity)
-        ends = () if expected is None else (expected.low, expected.high)
-        scale(ax, quantity, curve, points, *ends, *others)
+        scale(ax, quantity, *drawn)
     _legend_beside(figure)
     return figure
 
@@ -306,25 +309,6 @@ def _steps(ax: Axes, layers: np.ndarray, curves: dict[str, np.ndarray]) -> None:
         line.set_linewidth(2.6 - 0.25 * index)
     scale(ax, "variance", *curves.values())
     ax.legend(frameon=False, fontsize=8.5, ncols=2)
-
-
-def _shade_range(ax: Axes, comparison: Comparison, quantity: str) -> np.ndarray:
-    """The band in which the measurement is expected; which points lie outside, (N + 1,)."""
-    expected = comparison.ranges.get(quantity)
-    layers = np.arange(comparison.prediction.model.layers + 1)
-    if expected is None or not np.any(np.isfinite(expected.deviation)):
-        return np.zeros(layers.size, dtype=bool)
-    ax.fill_between(
-        layers,
-        expected.low,
-        expected.high,
-        color=_color(quantity),
-        alpha=0.15,
-        linewidth=0,
-        label=_range_label(expected.deviation, comparison.tolerance),
-    )
-    measured = np.asarray(getattr(comparison.measurement, quantity))
-    return (measured < expected.low) | (measured > expected.high)
 
 
 def _range_label(deviation: np.ndarray, tolerance: float) -> str:

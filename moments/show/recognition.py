@@ -19,6 +19,7 @@ from ..errors import DomainError, without_warnings
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
 from ..scheme.registry import scheme, schemes
+from ..scheme.shared import blocks
 from .expected import tail_probability
 
 FIT = 1e-4
@@ -95,32 +96,12 @@ class WeightRule:
 
 def weights_of(model: Transformer) -> list[Weight]:
     """A declaration's own matrices, which have no sampling error but that of rounding."""
-    fans = {name: fan for name, fan in fans_of(model).items() if not name.startswith("cross_")}
     return [
-        Weight(n, name, float(getattr(model.layer_weights(n), name)), 1e-6, 10**12, *fans[name])
+        Weight(n, name, float(getattr(model.layer_weights(n), name)), 1e-6, 10**12, *fans)
         for n in range(1, model.layers + 1)
-        for name in fans
+        for name, fans in model.matrix_shapes.items()
+        if not name.startswith("cross_")
     ]
-
-
-def fans_of(model: Transformer) -> dict[str, tuple[int, int]]:
-    """Features summed over, and made, by every matrix of a layer."""
-    heads = model.heads * (model.d_head or 0)
-    small = (model.kv_heads or model.heads) * (model.d_head or 0)
-    d_model, d_ff = model.d_model, model.d_ff or 0
-    attention = {
-        "query": (d_model, heads),
-        "key": (d_model, small),
-        "value": (d_model, small),
-        "output": (heads, d_model),
-    }
-    found = {**attention, "gate": (d_model, d_ff), "ffn_in": (d_model, d_ff)}
-    found["ffn_out"] = (d_ff, d_model)
-    if not model.gated:
-        del found["gate"]
-    if model.encoder is not None:
-        found |= {f"cross_{name}": fans for name, fans in attention.items()}
-    return found
 
 
 def recognise(
@@ -218,13 +199,11 @@ class _Rule:
 
     def by(self, model: Transformer, layer: int, name: str) -> float:
         """What a matrix's variance is divided by."""
-        blocks = model.layers * (2 if model.encoder is None else 3)
         plain = name.removeprefix("cross_")
-        return self.divisor(blocks, layer, model.d_model) if plain in self.divided else 1.0
+        return self.divisor(blocks(model), layer, model.d_model) if plain in self.divided else 1.0
 
     def title(self, model: Transformer, variance: float) -> str:
-        blocks = model.layers * (2 if model.encoder is None else 3)
-        return self.words.format(std=f"{math.sqrt(variance):.3g}", blocks=blocks)
+        return self.words.format(std=f"{math.sqrt(variance):.3g}", blocks=blocks(model))
 
     def drawn(self, base: Transformer, variance: float) -> Transformer:
         assert base.weights is not None
@@ -402,7 +381,7 @@ def in_words(model: Transformer) -> str:
     """Deviations of a declaration's matrices, those that agree together."""
     alike: dict[tuple[str, ...], list[str]] = {}
     layers = sorted({1, model.layers})
-    names = [n for n in MATRICES[:6] if n != "gate"] + (["gate"] if model.gated else [])
+    names = [name for name in model.matrix_shapes if not name.startswith("cross_")]
     for name in names:
         values = (getattr(model.layer_weights(n), name) for n in layers)
         told = tuple(dict.fromkeys(f"{math.sqrt(v):.3g}" for v in values))

@@ -11,11 +11,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..prediction.draws import QUANTITIES
+
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
     from .comparison import Comparison
 
-STREAM_QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
 _HEADS = {"variance": "variance", "correlation": "corr."}
 TITLES = {
     "variance": "variance",
@@ -30,18 +31,6 @@ def render(table: Table, width: int = 120) -> str:
     buffer = io.StringIO()
     Console(file=buffer, width=width, color_system=None).print(table)
     return buffer.getvalue().rstrip()
-
-
-def headed(title: str | None, caption: str | None = None) -> Table:
-    """An empty table under its title."""
-    return Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
 
 
 def tabled(
@@ -62,7 +51,8 @@ def tabled(
         text: columns that hold no numbers.
         whole: whether cells stay on one line, whatever the width.
     """
-    table = headed(title, caption)
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
     for place, head in enumerate(heads):
         table.add_column(head, justify="left" if place < text else "right", no_wrap=whole)
     for cells in rows:
@@ -90,11 +80,11 @@ def prediction_table(prediction: Prediction) -> Table:
     if prediction.variance.ndim > 1:
         return _batch_table(prediction)
     model = prediction.model
-    columns = [map(number, getattr(prediction, name)) for name in STREAM_QUANTITIES]
+    columns = [map(number, getattr(prediction, name)) for name in QUANTITIES]
     return tabled(
         f"{model.layers} layers, {model.norm} norm, theory {prediction.theory}, "
         f"{prediction.resolution}",
-        ["layer", *(TITLES[name] for name in STREAM_QUANTITIES)],
+        ["layer", *(TITLES[name] for name in QUANTITIES)],
         zip(map(str, range(model.layers + 1)), *columns, strict=True),
         _caption(prediction),
         whole=False,
@@ -102,19 +92,15 @@ def prediction_table(prediction: Prediction) -> Table:
 
 
 def _batch_table(prediction: Prediction) -> Table:
-    table = Table(title=f"input and output of {prediction.model.layers} layers")
-    table.add_column("configuration", justify="right")
-    for name in STREAM_QUANTITIES:
-        table.add_column(f"{TITLES[name]}, first", justify="right")
-        table.add_column("last", justify="right")
-    rows = [
-        getattr(prediction, name).reshape(-1, prediction.model.layers + 1)
-        for name in STREAM_QUANTITIES
-    ]
-    for index in range(rows[0].shape[0]):
-        cells = [number(r[index, end]) for r in rows for end in (0, -1)]
-        table.add_row(str(index), *cells)
-    return table
+    layers = prediction.model.layers
+    columns = [getattr(prediction, name).reshape(-1, layers + 1).T for name in QUANTITIES]
+    ends = [map(number, column[end]) for column in columns for end in (0, -1)]
+    return tabled(
+        f"input and output of {layers} layers",
+        ["configuration", *(h for name in QUANTITIES for h in (f"{TITLES[name]}, first", "last"))],
+        zip(map(str, range(columns[0].shape[1])), *ends, strict=True),
+        whole=False,
+    )
 
 
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
@@ -128,7 +114,7 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
                 _inside(part), on=["layer", "quantity"], how="left"
             )
             title = "{}{} along the residual stream"
-            signal, gradient = STREAM_QUANTITIES[:2], STREAM_QUANTITIES[2:]
+            signal, gradient = QUANTITIES[:2], QUANTITIES[2:]
             tables.append(_side_by_side(frame, signal, title.format(name, "signal")))
             tables.append(_side_by_side(frame, gradient, title.format(name, "gradient")))
     outputs = comparison.outputs()

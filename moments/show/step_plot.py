@@ -31,6 +31,12 @@ WEIGHTS = {
     "ffn_in": (VERMILION, "^"),
     "ffn_out": (ORANGE, "v"),
 }
+PANELS = (
+    ("relative_change", SITES, "relative change of a site, E|dh|² / E|h|²"),
+    ("relative", WEIGHTS, "step over weight, E dW² / E W²"),
+    ("alignment", WEIGHTS, "alignment exponent (½ random, 1 full)"),
+)
+"""Quantity, colours and marks of what has it, title."""
 
 
 def plot_first_step(
@@ -46,33 +52,13 @@ def plot_first_step(
     """
     figure = Picture(12.5, 4.4)
     axes = figure.subplots(1, 3)
-    sites, weights = step.to_frame(), step.weights()
-    seen = None if measured is None else measured.to_frame()
-    for site, style in SITES.items():
-        _line(axes[0], sites, "site", site, "relative_change", style)
-        if seen is not None:
-            _marks(axes[0], seen, "site", site, "relative_change", style)
-    weights = weights.assign(
-        relative=weights["update_variance"] / weights["weight_variance"].where(lambda v: v > 0)
-    )
-    seen_weights = None if measured is None else measured.weights()
-    if seen_weights is not None:
-        scale = seen_weights["weight_variance"].where(lambda v: v > 0)
-        seen_weights = seen_weights.assign(
-            relative=seen_weights["update_variance"] / scale,
-            relative_stderr=seen_weights["update_variance_stderr"] / scale,
-        )
-    for weight, style in WEIGHTS.items():
-        for ax, quantity in ((axes[1], "relative"), (axes[2], "alignment")):
-            _line(ax, weights, "weight", weight, quantity, style)
-            if seen_weights is not None:
-                _marks(ax, seen_weights, "weight", weight, quantity, style)
-    titles = (
-        "relative change of a site, E|dh|² / E|h|²",
-        "step over weight, E dW² / E W²",
-        "alignment exponent (½ random, 1 full)",
-    )
-    for ax, title in zip(axes, titles, strict=True):
+    for ax, (quantity, styles, title) in zip(axes, PANELS, strict=True):
+        found = _known(step, quantity)
+        seen = None if measured is None else _known(measured, quantity)
+        for key, (color, marker) in styles.items():
+            _line(ax, found[found["key"] == key], key, color, marker)
+            if seen is not None:
+                _marks(ax, seen[seen["key"] == key], color, marker)
         dress(ax, title, 10)
         along_layers(ax)
     for ax in axes[:2]:
@@ -102,29 +88,34 @@ def plot_first_step(
     return figure
 
 
-def _drawable(frame: Any, column: str, key: str, quantity: str) -> Any:
-    found = frame[(frame[column] == key) & np.isfinite(frame[quantity])]
-    return found if quantity == "alignment" else found[found[quantity] > 0]
+def _known(step: FirstStep | StepMeasurement, quantity: str) -> Any:
+    """Where a panel's quantity can be drawn: layer, key (of its style), value and, of what was
+    measured, stderr."""
+    if quantity == "relative_change":
+        frame: Any = step.to_frame().rename(columns={"site": "key"})
+    else:
+        frame = step.weights().rename(columns={"weight": "key"})
+        updates = [name for name in frame if name.startswith("update_variance")]
+        scale = frame["weight_variance"].where(lambda v: v > 0)
+        for name in updates:
+            frame[name.replace("update_variance", "relative")] = frame[name] / scale
+    frame = frame.rename(columns={quantity: "value", f"{quantity}_stderr": "stderr"})
+    known = np.isfinite(frame["value"]) & ((frame["value"] > 0) | (quantity == "alignment"))
+    return frame[known]
 
 
-def _line(
-    ax: Axes, frame: Any, column: str, key: str, quantity: str, style: tuple[str, str]
-) -> None:
-    found, (color, marker) = _drawable(frame, column, key, quantity), style
-    if len(found):
-        of_line: dict[str, Any] = {"markersize": 4, "linewidth": 1.4, "label": key}
-        ax.plot(found["layer"], found[quantity], color=color, marker=marker, **of_line)
+def _line(ax: Axes, rows: Any, key: str, color: str, marker: str) -> None:
+    if len(rows):
+        (line,) = ax.plot(rows["layer"], rows["value"], color=color, marker=marker, label=key)
+        line.set(markersize=4, linewidth=1.4)
 
 
-def _marks(
-    ax: Axes, frame: Any, column: str, key: str, quantity: str, style: tuple[str, str]
-) -> None:
-    found, (color, marker) = _drawable(frame, column, key, quantity), style
-    if len(found):
+def _marks(ax: Axes, rows: Any, color: str, marker: str) -> None:
+    if len(rows):
         ax.errorbar(
-            found["layer"],
-            found[quantity],
-            yerr=2 * np.nan_to_num(found[f"{quantity}_stderr"].to_numpy(float)),
+            rows["layer"],
+            rows["value"],
+            yerr=2 * np.nan_to_num(rows["stderr"].to_numpy(float)),
             color=color,
             ecolor=MEASURED,
             marker=marker,

@@ -68,26 +68,15 @@ def _through_numpy(x: Tensor, function: Any) -> Tensor:
     return values.to(x.dtype).to(x.device)
 
 
-def rmsnorm(x: Tensor, epsilon: float) -> Tensor:
-    """x over the root of its mean square."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-
-
-def layernorm(x: Tensor, epsilon: float) -> Tensor:
-    """x less its mean, over its deviation."""
-    return functional.layer_norm(x, x.shape[-1:], eps=epsilon)
-
-
 def normalise(
     x: Tensor, kind: str, epsilon: float, *, groups: int = 1, dyt_alpha: float = math.nan
 ) -> Tensor:
     """`kind` of norm over the last axis, every one of `groups` slices of it by itself."""
     if kind == "dyt":
         return torch.tanh(dyt_alpha * x)
-    norm = rmsnorm if kind == "rmsnorm" else layernorm
-    if groups == 1:
-        return norm(x, epsilon)
-    return norm(x.unflatten(-1, (groups, -1)), epsilon).flatten(-2)
+    norm = functional.rms_norm if kind == "rmsnorm" else functional.layer_norm
+    sliced = x.unflatten(-1, (groups, -1))
+    return norm(sliced, sliced.shape[-1:], eps=epsilon).flatten(-2)
 
 
 def affine_norm(

@@ -19,50 +19,40 @@ Watch = Callable[[Tensor, str], Tensor]
 """Takes a tensor and the site it is at; returns the same tensor."""
 
 
-def run_layer(
-    model: Transformer,
-    number: int,
-    x: Tensor,
-    weights: Mapping[str, Tensor],
-    generator: torch.Generator,
-    watch: Watch,
-    memory: Tensor | None = None,
-    documents: Tensor | None = None,
-) -> Tensor:
-    """Carry `x` (batch, L, d_model) through layer `number`.
-
-    Args:
-        model: the declaration.
-        number: of the layer, counted from 1.
-        x: what enters.
-        weights: what `draw_weights` and `draw_shared` drew.
-        generator: draws the dropout masks.
-        watch: is shown every site.
-        memory: the encoder's output (batch, L', its d_model), where there is an encoder.
-        documents: (batch, L) of packed rows: a token sees its own document alone.
-    """
-    layer = LayerTwin(model, number, weights, generator, watch, memory, documents)
-    twin = TWINS.get(model.placements[number - 1])
-    if twin is not None:
-        return watch(twin(layer, x), "stream")
-    return watch(layer.parallel(x) if model.parallel else layer.sequential(x), "stream")
-
-
 TWINS: dict[str, Callable[[LayerTwin, Tensor], Tensor]] = {}
 """What kinds of layers that are registered do, by name (`moments.model.placement`)."""
 
 
 @dataclass(frozen=True)
 class LayerTwin:
-    """A layer's parameters and everything its parts need; the arguments of `run_layer`."""
+    """A layer's parameters and everything its parts need.
+
+    Attributes:
+        model: the declaration.
+        number: of the layer, counted from 1.
+        weights: what `draw_weights` and `draw_shared` drew.
+        generator: draws the dropout masks.
+        watch: is shown every site.
+        memory: the encoder's output (batch, L', its d_model), where there is an encoder.
+        documents: (batch, L) of packed rows: a token sees its own document alone.
+    """
 
     model: Transformer
     number: int
     weights: Mapping[str, Tensor]
     generator: torch.Generator
     watch: Watch
-    memory: Tensor | None
-    documents: Tensor | None
+    memory: Tensor | None = None
+    documents: Tensor | None = None
+
+    def run(self, x: Tensor) -> Tensor:
+        """Carry what enters the layer, (batch, L, d_model), through it."""
+        twin = TWINS.get(self.model.placements[self.number - 1])
+        if twin is not None:
+            x = twin(self, x)
+        else:
+            x = self.parallel(x) if self.model.parallel else self.sequential(x)
+        return self.watch(x, "stream")
 
     def sequential(self, x: Tensor) -> Tensor:
         """One block after the other, each with a residual sum of its own."""

@@ -39,10 +39,10 @@ def vocabulary(model: Transformer) -> int:
         raise DomainError("a tied head needs a token table: declare model.embedding, or tied=False")
     if head.tied:
         return int(embedding.vocab_size)
-    size = head.classes or head.vocab_size or getattr(embedding, "vocab_size", None)
+    size: int | None = head.choices(embedding)
     if size is None:
         raise DomainError("head.vocab_size is missing: there is no token table to take it from")
-    return int(size)
+    return size
 
 
 def draw_head(

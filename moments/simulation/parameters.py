@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
@@ -25,7 +24,9 @@ def draw_weights(
     """
     assert model.weights is not None
     kind = model.weights.distribution
-    shapes = _shapes(model)
+    shapes = model.matrix_shapes
+    if model.identity_attention:
+        del shapes["query"], shapes["key"]
     variances = asdict(model.layer_weights(number))
     drawn = {
         name: draw(shape, variances[name], generator, dtype, kind) for name, shape in shapes.items()
@@ -86,31 +87,6 @@ def norm_sites(model: Transformer, number: int) -> tuple[str, ...]:
     blocks = ("attention", "ffn") if model.encoder is None else ("attention", "cross", "ffn")
     names = ("norm", "post_norm") if placement == "sandwich" else ("norm",)
     return tuple(f"{block}.{name}" for block in blocks for name in names)
-
-
-def _shapes(model: Transformer) -> Mapping[str, tuple[int, int]]:
-    d_model, d_ff, d_head = model.d_model, model.d_ff or 0, model.d_head or 0
-    inner, inner_kv = model.heads * d_head, (model.kv_heads or 0) * d_head
-    shapes = {
-        "query": (d_model, inner),
-        "key": (d_model, inner_kv),
-        "value": (d_model, inner_kv),
-        "output": (inner, d_model),
-        "ffn_in": (d_model, d_ff),
-        "ffn_out": (d_ff, d_model),
-    }
-    if model.identity_attention:
-        del shapes["query"], shapes["key"]
-    if model.gated:
-        shapes["gate"] = (d_model, d_ff)
-    if model.encoder is not None:
-        shapes |= {
-            "cross_query": (d_model, inner),
-            "cross_key": (model.encoder.d_model, inner_kv),
-            "cross_value": (model.encoder.d_model, inner_kv),
-            "cross_output": (inner, d_model),
-        }
-    return shapes
 
 
 def draw(

@@ -16,7 +16,7 @@ from ..model.transformer import Transformer
 from ..prediction.draws import Draw, WeightGradient
 from .collector import Collector, squared_norm
 from .functions import affine_norm
-from .network import Watch, run_layer
+from .network import LayerTwin, Watch
 from .output import draw_final, draw_head, run_final, run_head
 from .parameters import affine, draw, draw_shared, draw_weights
 from .sampling import dropout, exchangeable_normal, generator
@@ -257,11 +257,9 @@ class _Pass:
         """The tensor that leaves a layer, and the layer's weights."""
         twin, random = self.twin, self.random(number)
         weights = draw_weights(twin.model, number, random, twin.dtype)
-        every = {**weights, **self.shared}
-        watch = _watcher(seen, number)
-        documents = twin.input.documents
-        leaving = run_layer(twin.model, number, x, every, random, watch, self.memory, documents)
-        return leaving, weights
+        every, watch = {**weights, **self.shared}, _watcher(seen, number)
+        of = (self.memory, twin.input.documents)
+        return LayerTwin(twin.model, number, every, random, watch, *of).run(x), weights
 
     def _note(self, layer: int, leaves: Mapping[str, Tensor], gradients: Sequence[Tensor]) -> None:
         # Independent sequences receive independent gradients, so their squared norms add up.

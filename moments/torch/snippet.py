@@ -13,7 +13,6 @@ from ..files import as_frame
 from ..formulas.checks import check_choice
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
-from ..show.recognition import fans_of
 from .entries import TRUNCATION, truncated_variance
 
 if TYPE_CHECKING:
@@ -254,7 +253,8 @@ def tensor_table(plan: Any) -> pandas.DataFrame:
     rows = [(0, name, 0, model.d_model, value) for name, value in _tables(model).items()]
     for n in range(1, model.layers + 1):
         weights = model.layer_weights(n)
-        rows += [(n, name, *fan, getattr(weights, name)) for name, fan in fans_of(model).items()]
+        shapes = model.matrix_shapes.items()
+        rows += [(n, name, *shape, getattr(weights, name)) for name, shape in shapes]
     frame = as_frame(rows, columns=["layer", "tensor", "fan_in", "fan_out", "variance"])
     deviation = np.sqrt(frame["variance"])
     frame["normal_deviation"] = deviation

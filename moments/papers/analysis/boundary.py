@@ -15,7 +15,7 @@ from .fixed_points import many_exponents, repeated
 from .frozen import RandomEnergy, random_energy
 
 if TYPE_CHECKING:
-    from ...show.sweep_plot import LevelLine
+    from ...grids.picture import LevelLine
 
 KINDS = {
     "angle": "tokens neither part nor meet (angle exponent 0, Cowsik et al.)",
@@ -54,7 +54,7 @@ def boundaries(
     Raises:
         DomainError: no such kind or axis.
     """
-    from ...show.sweep_plot import LevelLine
+    from ...grids.picture import LevelLine
 
     for kind in kinds:
         check_choice("kinds", kind, tuple(KINDS))
@@ -63,7 +63,6 @@ def boundaries(
         [_undropped(sweep, {x: across, y: up}) for up in sweep.axes.values[y]]
         for across in sweep.axes.values[x]
     ]
-    given = {name: sweep.inputs.get(name) for name in ("variance", "correlation")}
     found = []
     cache: dict[str, np.ndarray] = {}
     for kind in kinds:
@@ -75,7 +74,7 @@ def boundaries(
             values = _predicted(sweep, x, y)
         else:
             read = _freezing if kind == "entropy" else _last_correlation
-            values = _each(sweep, models, given, x, y, read)
+            values = _each(sweep, models, x, y, read)
         found.append(LevelLine(KINDS[kind].format(correlation), values, level))
     return found
 
@@ -112,7 +111,6 @@ def _exponents(models: list[list[Transformer | None]]) -> dict[str, np.ndarray]:
 def _each(
     sweep: Sweep,
     models: list[list[Transformer | None]],
-    given: dict[str, Any],
     x: str,
     y: str,
     read: Callable[[RandomEnergy], float],
@@ -121,11 +119,11 @@ def _each(
     found = np.full((len(models), len(models[0])), np.nan)
     for i, across in enumerate(sweep.axes.values[x]):
         for j, up in enumerate(sweep.axes.values[y]):
-            model = models[i][j]
-            inputs = given | {n: v for n, v in ((x, across), (y, up)) if n in given}
-            told = {name: float(v) for name, v in inputs.items() if v is not None}
+            model, told = models[i][j], sweep.arguments(**{x: across, y: up})
+            given = {name: told.get(name) for name in ("variance", "correlation")}
             if model is not None:
-                found[i, j] = read(random_energy(model, **told))
+                numbers = {name: float(v) for name, v in given.items() if v is not None}
+                found[i, j] = read(random_energy(model, **numbers))
     return found
 
 

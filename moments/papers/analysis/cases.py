@@ -59,7 +59,7 @@ class PaperCase(Result):
 
     def _table(self) -> list[Mapping[str, Any]]:
         return [
-            {"quantity": name, "predicted": value, "claimed": self.claimed.get(name)}
+            {"quantity": name, "predicted": value, "claimed": self.claimed.get(name, math.nan)}
             for name, value in self.predicted.items()
         ]
 
@@ -88,16 +88,7 @@ class NamedCases(Result):
         return "named cases: settings, claims and predictions"
 
     def _table(self) -> list[Mapping[str, Any]]:
-        return [
-            {
-                "case": name,
-                "quantity": quantity,
-                "predicted": value,
-                "claimed": case.claimed.get(quantity, math.nan),
-            }
-            for name, case in self.cases.items()
-            for quantity, value in case.predicted.items()
-        ]
+        return [{"case": name, **row} for name, case in self.cases.items() for row in case._table()]
 
 
 def named_cases(names: Iterable[str] | None = None) -> NamedCases:
@@ -416,10 +407,10 @@ def norm_growth() -> Found:
     closed = uniform_attention(layers, tokens, depth_scaled=False, d_model=width)
     predicted = {"uniform attention: growth": float(closed.variance[-1])}
     series, made = {"uniform": closed.variance}, []
-    unit = 1 / width
-    weights = Weights(unit, unit, unit, unit, unit, unit)
-    model = linear_stack(layers, width, tokens, 1.0).replace(weights=weights)
-    for name, variance in (("1/sqrt(d)", unit), ("1", 1.0)):
+    model = linear_stack(layers, width, tokens, 1.0)
+    assert model.weights is not None
+    model = model.replace(weights=model.weights.replace(query=1 / width))
+    for name, variance in (("1/sqrt(d)", 1 / width), ("1", 1.0)):
         made.append(expected(model, variance=variance))
         series[f"deviation {name}"] = growth = made[-1].variance / variance
         predicted[f"softmax, deviation {name}: growth"] = float(growth[-1])

@@ -49,12 +49,7 @@ class OneLayer:
     def of(cls, model: Transformer, theory: Theory, layer: int) -> OneLayer:
         if model.norm not in ("pre", "post"):
             raise domain_error("norm", model.norm, "'pre' or 'post'")
-        if model.layernorm_scaling:
-            raise DomainError(
-                "layernorm_scaling makes every layer another map: no correlation is stationary"
-            )
-        if not 1 <= layer <= model.layers:
-            raise domain_error("layer", layer, f"from 1 to {model.layers}")
+        _check_repeats(model, layer)
         return cls(repeated_layer(model, layer, 1).replace(embedding=None), theory)
 
     @property
@@ -91,6 +86,14 @@ class OneLayer:
             - before.grad_variance * before.grad_correlation
         )
         return pairs / (after.grad_variance - before.grad_variance)
+
+
+def _check_repeats(model: Transformer, layer: int) -> None:
+    """Raise unless the model has that layer, and it can stand for all."""
+    if model.layernorm_scaling:
+        raise DomainError("layernorm_scaling makes every layer another map: none can be repeated")
+    if not 1 <= layer <= model.layers:
+        raise domain_error("layer", layer, f"from 1 to {model.layers}")
 
 
 def repeated_layer(model: Transformer, layer: int, times: int) -> Transformer:
@@ -386,14 +389,12 @@ def _stream(
     models: Sequence[Transformer], theory: Theory, variance: np.ndarray, correlation: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Variance, correlation and gradient variance along the depth, (B, DEPTH + 1) each."""
-    if len(models) == 1:  # by plain numbers, several times faster
-        p = predict_alike(
-            models[0], theory, variance=float(variance[0]), correlation=float(correlation[0])
-        )
-        return p.variance[None], p.correlation[None], p.grad_variance[None]
     given = {"variance": variance, "correlation": correlation}
-    variance, correlation, gradient, _ = predict_together(models, theory, given).stream
-    return variance, correlation, gradient
+    if len(models) == 1:  # by plain numbers, several times faster
+        p = predict_alike(models[0], theory, **{name: float(v[0]) for name, v in given.items()})
+    else:
+        p = predict_together(models, theory, given)
+    return np.atleast_2d(p.variance), np.atleast_2d(p.correlation), np.atleast_2d(p.grad_variance)
 
 
 def _late_growth(apart: np.ndarray) -> float:
@@ -410,10 +411,7 @@ def repeated(model: Transformer, layer: int) -> Transformer:
     Raises:
         DomainError: as `exponents`.
     """
-    if model.layernorm_scaling:
-        raise DomainError("layernorm_scaling makes every layer another map: it has no exponents")
-    if not 1 <= layer <= model.layers:
-        raise domain_error("layer", layer, f"from 1 to {model.layers}")
+    _check_repeats(model, layer)
     dropped = (model.dropout, model.attention_dropout, model.ffn_dropout, model.activation_dropout)
     if any(dropped):
         raise domain_error(

@@ -328,28 +328,22 @@ PRINTED: tuple[tuple[int, int, int, float, float | None], ...] = (
 CORRECTED = {(784, 128): (768, 128), (384, 128): (384, 256)}
 
 
-def parameter_count(
-    layers: int, d_model: int, *, vocab_size: int, positions: int, d_ff: int | None = None
-) -> int:
+def parameter_count(layers: int, d_model: int, *, vocab_size: int, positions: int) -> int:
     """Weights, biases and norms of a BERT-like encoder whose head is tied to its embedding.
 
-    Per layer 4 d^2 + 4 d of attention, 2 d d_ff + d_ff + d of feed-forward and two norms of 2 d;
-    the token and position tables.
+    Per layer, at d_ff = 4 d, 4 d^2 + 4 d of attention, 8 d^2 + 5 d of feed-forward and two norms of
+    2 d; the token and position tables.
     """
-    d_ff = 4 * d_model if d_ff is None else d_ff
-    layer = 4 * d_model**2 + 2 * d_model * d_ff + d_ff + 9 * d_model
+    layer = 12 * d_model**2 + 13 * d_model
     return layers * layer + (vocab_size + positions) * d_model
 
 
-def matmul_flops(
-    layers: int, d_model: int, *, seq_len: int, vocab_size: int, d_ff: int | None = None
-) -> int:
-    """Multiplications and additions of a forward pass's matrix products, per token.
+def matmul_flops(layers: int, d_model: int, *, seq_len: int, vocab_size: int) -> int:
+    """Multiplications and additions of a forward pass's matrix products, per token, d_ff being 4 d.
 
     2 per weight and token, 4 L d per layer for the logits and the weighted averages, the head.
     """
-    d_ff = 4 * d_model if d_ff is None else d_ff
-    layer = 2 * (4 * d_model**2 + 2 * d_model * d_ff) + 4 * seq_len * d_model
+    layer = 24 * d_model**2 + 4 * seq_len * d_model
     return layers * layer + 2 * d_model * vocab_size
 
 

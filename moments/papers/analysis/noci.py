@@ -131,7 +131,8 @@ def uniform_attention(
 
 
 def linear_stack(layers: int, d_model: int, seq_len: int, branch_square: float) -> Transformer:
-    """The papers' linear network: query weights 0, every other matrix preserves variance."""
+    """The papers' linear network, its attention uniform as in Assumption 3.1: query weights are 0,
+    every other matrix preserves variance."""
     unit = 1 / d_model
     return Transformer(
         layers,
@@ -142,7 +143,7 @@ def linear_stack(layers: int, d_model: int, seq_len: int, branch_square: float) 
         norm="none",
         activation="identity",
         branch_scale=branch_square**0.5,
-        weights=Weights(0.0, 0.0, unit, unit, unit, unit),
+        weights=Weights(0.0, unit, unit, unit, unit, unit),
     )
 
 

@@ -3,7 +3,6 @@
 `draw(name, path)` draws one; `names()` lists them and `setup(name)` says what one shows.
 """
 
-from .catalogue import names, setup
-from .drawing import draw
+from .drawing import draw, names, setup
 
 __all__ = ["draw", "names", "setup"]

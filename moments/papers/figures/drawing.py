@@ -14,15 +14,38 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...errors import domain_error
 from ...show.palette import MARKERS, PALE, SEQUENTIAL, SERIES
 from ...show.plot import Picture, dress, round_ticks, save
-from .catalogue import setup
+from . import kedia, noci, sun
 from .setup import FigureLine, HeatMap, Panel, Setup
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
+
+
+@cache
+def _declared() -> dict[str, Setup]:
+    return {found.name: found for paper in (kedia, sun, noci) for found in paper.figures()}
+
+
+def names() -> tuple[str, ...]:
+    """What `draw` takes."""
+    return tuple(_declared())
+
+
+def setup(name: str) -> Setup:
+    """A figure's panels, lines and settings.
+
+    Raises:
+        DomainError: there is no such figure.
+    """
+    if name not in _declared():
+        raise domain_error("figure", name, f"one of {', '.join(names())}")
+    return _declared()[name]
+
 
 DATA = Path(__file__).parent / "data" / "points.json"
 

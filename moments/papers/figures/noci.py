@@ -7,6 +7,7 @@ import math
 from ...formulas.law import Source
 from ...formulas.references import NOCI
 from ...model.transformer import Transformer
+from ..analysis.noci import linear_stack
 from .setup import SQUARED_NORM, FigureLine, Panel, Setup
 
 DEPTH = 32
@@ -14,11 +15,9 @@ WHITE = {"correlation": 0.0}
 
 
 def linear(depth_scaled: bool, layers: int = DEPTH) -> Transformer:
-    """Linear, without normalisation, attention uniform as in Assumption 3.1: queries are zero."""
-    model = Transformer(layers, 128, 1, 32, d_ff=128, norm="none", activation="identity")
-    assert model.weights is not None
-    gain = 1 / math.sqrt(layers) if depth_scaled else 1.0
-    return model.replace(weights=model.weights.replace(query=0.0), branch_scale=gain)
+    """Linear, without normalisation, under uniform attention."""
+    model = linear_stack(layers, 128, 32, 1.0)
+    return model.replace(branch_scale=1 / math.sqrt(layers)) if depth_scaled else model
 
 
 def _norms() -> Setup:

@@ -12,7 +12,7 @@ from rich.table import Table
 from ...formulas.law import THEORIES
 from ...show.palette import BLACK, BLUE, GREY, VERMILION
 from ...show.plot import Picture, dress
-from ...show.report import headed
+from ...show.report import tabled
 from .errors import CLASS, MEASURES, by_class, worst
 from .grid import ARRAY, BASELINES, FACTORIAL, FACTORS
 
@@ -26,6 +26,7 @@ CAPTION = (
     "profile: by token; runs without numbers (not covered, or overflow) count in no mean"
 )
 COLUMNS: tuple[tuple[str, str], ...] = (
+    ("noise", "s.e."),
     ("grad", "gradient |log|"),
     ("grad_beyond", ">2σ"),
     ("grad_bias", "signed"),
@@ -68,8 +69,8 @@ def _rows(
         named = [""] * len(group) if group == above else group
         above = group
         runs = f"{row['runs'] - row['failed']}/{row['runs']}" if row["failed"] else row["runs"]
-        cells = [_cell(name, row[name]) for name, _ in columns]
-        rows.append([*named, str(row["theory"]), str(runs), _cell("grad", row["noise"]), *cells])
+        cells = (_cell(name, row[name]) for name, _ in columns)
+        rows.append([*named, str(row["theory"]), str(runs), *cells])
     return rows
 
 
@@ -86,20 +87,19 @@ def class_tables(frame: pd.DataFrame) -> tuple[Table, Table]:
 
 
 def _class_table(classes: pd.DataFrame, title: str, names: Sequence[str], caption: str) -> Table:
-    table = headed(f"errors of the theories against simulations: {title}", caption)
+    short = dict(COLUMNS) | {"grad": "|log|", "typical": "typical", "profile": "profile"}
+    columns = [(name, short[name]) for name in names]
+    found = _rows(classes, CLASS, columns)
+    table = tabled(
+        f"errors of the theories against simulations: {title}",
+        ("models", "theory", "runs", *(head for _, head in columns)),
+        ([" ".join(row[: len(CLASS)]), *row[len(CLASS) :]] for row in found),
+        caption,
+        text=2,
+    )
     table.box, table.padding = SIMPLE, (0, 1, 0, 0)
-    for name in ("models", "theory"):
-        table.add_column(name, no_wrap=True)
-    heads = {"grad": "|log|", "typical": "typical", "profile": "profile"}
-    titles = [heads.get(name, dict(COLUMNS)[name]) for name in names]
-    for head in ("runs", "s.e.", *titles) if "grad" in names else ("runs", *titles):
-        table.add_column(head, justify="right", no_wrap=True)
-    rows = _rows(classes, CLASS, [(name, "") for name in names])
-    ends = [bool(row[0]) for row in rows[1:]] + [True]
-    for row, end in zip(rows, ends, strict=True):
-        group, (theory, runs, noise, *cells) = row[: len(CLASS)], row[len(CLASS) :]
-        stderr = [noise] if "grad" in names else []
-        table.add_row(" ".join(group), theory, runs, *stderr, *cells, end_section=end)
+    for row, below in zip(table.rows, [*found[1:], ["another class"]], strict=True):
+        row.end_section = bool(below[0])
     return table
 
 
@@ -159,9 +159,6 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]
 
 def page(frame: pd.DataFrame) -> str:
     """The whole validation as Markdown: design, errors by class, worst runs, every run."""
-    classes = by_class(frame)
-    columns = _shown(classes)
-    titles = [title for _, title in columns]
     runs = frame.drop_duplicates("name")
     draws, minutes = runs["seeds"], runs["simulated_seconds"].sum() / 60
     lines = [
@@ -209,7 +206,7 @@ def page(frame: pd.DataFrame) -> str:
         "",
         "## Errors by depth",
         "",
-        *_markdown([*CLASS, "theory", "runs", "s.e.", *titles], _rows(classes, CLASS, columns)),
+        *_overview(frame, CLASS),
         "",
         "## Errors by weights",
         "",
@@ -230,15 +227,15 @@ def page(frame: pd.DataFrame) -> str:
 def _overview(frame: pd.DataFrame, keys: Sequence[str] = CLASS[:2]) -> list[str]:
     classes = by_class(frame, keys)
     columns = _shown(classes)
-    header = [*keys, "theory", "runs", "s.e.", *(title for _, title in columns)]
+    header = [*keys, "theory", "runs", *(title for _, title in columns)]
     return _markdown(header, _rows(classes, keys, columns))
 
 
 def _every_run(rows: pd.DataFrame) -> list[str]:
-    cells = [
-        [f"`{row['name']}`", row["seeds"], _cell("grad", row["noise"])]
-        + ([_cell(name, row[name]) for name, _ in COLUMNS] if not row["failure"] else ["none"])
-        for _, row in rows.iterrows()
-    ]
-    header = ["run", "seeds", "s.e.", *(title for _, title in COLUMNS)]
-    return _markdown(header, [row + [""] * (len(header) - len(row)) for row in cells])
+    cells = []
+    for _, row in rows.iterrows():
+        measures = [_cell(name, row[name]) for name, _ in COLUMNS]
+        if row["failure"]:
+            measures[1:] = ["none", *[""] * (len(COLUMNS) - 2)]
+        cells.append([f"`{row['name']}`", row["seeds"], *measures])
+    return _markdown(["run", "seeds", *(title for _, title in COLUMNS)], cells)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ...errors import DomainError, brief, domain_error
 from ...files import locked, read_object, replacing
+from ...prediction.draws import QUANTITIES
 from ...prediction.measurement import Measurement
 from .grid import Configuration
 
@@ -23,8 +24,8 @@ Array = NDArray[np.float64]
 
 FORMAT_VERSION = 1
 DIGITS = 6
-STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
-KEPT = (*STREAM, "log_grad_variance")
+ROWS = ("values", "stderr", "profile", "profile_stderr")
+KEPT = (*QUANTITIES, "log_grad_variance")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +55,8 @@ class StoredSimulation:
         cls, configuration: Configuration, measured: Measurement, seconds: float
     ) -> StoredSimulation:
         """Keep the stream's moments of a simulation."""
-        values = {name: getattr(measured, name) for name in STREAM}
-        stderr = {name: getattr(measured, f"{name}_stderr") for name in STREAM}
+        values = {name: getattr(measured, name) for name in QUANTITIES}
+        stderr = {name: getattr(measured, f"{name}_stderr") for name in QUANTITIES}
         typical = measured.grad_variance_typical
         values["log_grad_variance"] = np.log(typical)
         stderr["log_grad_variance"] = measured.grad_variance_typical_stderr / typical
@@ -87,28 +88,17 @@ class StoredSimulation:
             "digest": self.digest,
             "seeds": self.seeds,
             "seconds": round(self.seconds, 2),
-            "values": _lists(self.values),
-            "stderr": _lists(self.stderr),
-            "profile": _lists(self.profile),
-            "profile_stderr": _lists(self.profile_stderr),
+            **{name: _lists(getattr(self, name)) for name in ROWS},
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StoredSimulation:
         """Read what `to_dict` wrote."""
-
-        def arrays(name: str) -> dict[str, Array]:
-            return {key: np.array(row, dtype=float) for key, row in data[name].items()}
-
-        return cls(
-            digest=str(data["digest"]),
-            seeds=int(data["seeds"]),
-            seconds=float(data["seconds"]),
-            values=arrays("values"),
-            stderr=arrays("stderr"),
-            profile={int(n): row for n, row in arrays("profile").items()},
-            profile_stderr={int(n): row for n, row in arrays("profile_stderr").items()},
-        )
+        rows: list[dict[Any, Array]] = []
+        for name in ROWS:
+            key: Any = int if name.startswith("profile") else str
+            rows.append({key(k): np.array(row, dtype=float) for k, row in data[name].items()})
+        return cls(str(data["digest"]), int(data["seeds"]), float(data["seconds"]), *rows)
 
 
 def _lists(rows: Mapping[Any, Array]) -> dict[str, list[float]]:

@@ -262,7 +262,7 @@ def _matrix(model: Transformer, head: Head) -> tuple[int, float]:
     """Rows of the matrix and the variance of its entries."""
     embedding = model.embedding
     if not head.tied:
-        rows = head.classes or head.vocab_size or getattr(embedding, "vocab_size", None)
+        rows = head.choices(embedding)
         if rows is None:
             raise DomainError("head.vocab_size is missing: the model has no token table")
         return rows, float(head.weight_variance or 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -10,35 +11,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name
-from . import palette
-from .chart import ticks
-from .plot import Picture, dress, round_ticks, scale
+from ..model.summary import in_brief
+from ..show import palette
+from ..show.chart import ticks
+from ..show.plot import Picture, called, dress, round_ticks, scale
+from .axes import in_words, numeric
+from .result import QUANTITIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Panel
     from matplotlib.figure import Figure
 
-    from ..grids.result import Sweep
-    from ..model.transformer import Transformer
+    from .result import Sweep
 
 FEW = 8
 """Values of a second axis up to which there is a line each."""
 
 MOST_PANELS = 9
 
-NAMES = {
-    "variance": "signal variance at the output",
-    "correlation": "token correlation at the output",
-    "grad_variance": "gradient variance at the input",
-    "grad_correlation": "gradient correlation at the input",
-    "variance_growth": "signal variance, output / input",
-    "grad_variance_growth": "gradient variance, input / output",
-    "loss": "loss at initialisation",
-    "loss_stderr": "deviation of one draw's loss",
-    "logit_variance": "output logits' mean square",
-}
 AXES = {
-    "layers": "layers",
     "seq_len": "tokens",
     "temperature": "temperature of the attention",
     "variance": "variance of the input",
@@ -165,11 +156,11 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Picture:
     colors = mpl.colormaps[palette.SEQUENTIAL](np.linspace(0.0, 0.85, len(curves)))
     marker = "o" if len(places) <= 30 else ""
     for i, curve in enumerate(curves):
-        label = None if by is None else _value(sweep.axes.values[by][i])
+        label = None if by is None else in_words(sweep.axes.values[by][i])
         style = STYLES[i % len(STYLES)] if len(curves) > 1 else "-"
         ax.plot(places, curve, style, marker=marker, markersize=3.5, color=colors[i], label=label)
     _set_axis(ax, "x", x, sweep.axes.values[x])
-    ax.set_ylabel(NAMES[quantity])
+    ax.set_ylabel(QUANTITIES[quantity])
     scale(ax, quantity, values)
     if quantity.endswith("growth"):
         ax.axhline(1.0, color="#888888", linewidth=0.8, zorder=0)
@@ -192,25 +183,32 @@ def _maps(
     down = math.ceil(count / across)
     figure = Picture(*((7.4, 5.2) if count == 1 else (1.6 + 3.3 * across, 1.5 + 3.0 * down)))
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-    colors = _colors(quantity, values)
-    flags = {
-        name: _array(sweep, _flags(sweep, notes), (by, x, y))
-        for name, notes in (("warnings", sweep.warnings), ("refused", sweep.refused))
-    }
+    places = _places(sweep.axes.values[x]), _places(sweep.axes.values[y])
+    colors, levels = _colors(quantity, values), _levels(quantity, values)
+    noted = [
+        (_flags(sweep, notes, (by, x, y)).reshape(panels.shape), style)
+        for notes, style in (
+            (sweep.warnings, {"marker": ".", "color": "white", "markersize": 2.5}),
+            (sweep.refused, {"marker": "x", "color": palette.BLACK, "markersize": 4}),
+        )
+    ]
     mesh: Any = None
-    for i, ax in enumerate(grid.ravel()):
-        if i >= count:
-            ax.set_visible(False)
-            continue
-        here = {n: (f[i] if by is not None else f) for n, f in flags.items()}
-        mesh = _map(ax, sweep, x, y, panels[i], _levels(quantity, values), colors, here)
-        _boundaries(ax, sweep, x, y, lines)
+    for ax in grid.ravel()[count:]:
+        ax.set_visible(False)
+    for i, ax in enumerate(grid.ravel()[:count]):
+        _set_axis(ax, "x", x, sweep.axes.values[x])
+        _set_axis(ax, "y", y, sweep.axes.values[y])
+        mesh = _map(ax, places, panels[i], levels, colors)
+        for flags, style in noted:
+            at, up = np.nonzero(flags[i])
+            ax.plot(places[0][at], places[1][up], linestyle="none", **style)
+        _boundaries(ax, places, lines)
         if by is not None:
-            ax.set_title(f"{axis_title(by)} {_value(sweep.axes.values[by][i])}", fontsize=10)
+            ax.set_title(f"{axis_title(by)} {in_words(sweep.axes.values[by][i])}", fontsize=10)
     bar = figure.colorbar(
         mesh, ax=grid.ravel().tolist(), pad=0.02, shrink=0.95 if count == 1 else 0.8
     )
-    bar.set_label(NAMES[quantity])
+    bar.set_label(QUANTITIES[quantity])
     if _logarithmic(quantity, values):
         round_ticks(bar, mesh.norm.vmin, mesh.norm.vmax)
     for ax in grid[:, 1:].ravel():
@@ -222,66 +220,43 @@ def _maps(
 
 def _map(
     ax: Panel,
-    sweep: Sweep,
-    x: str,
-    y: str,
+    places: tuple[np.ndarray, np.ndarray],
     values: np.ndarray,
     levels: list[float],
     colors: dict[str, Any],
-    flags: Mapping[str, np.ndarray],
 ) -> Any:
-    across, up = _places(sweep.axes.values[x]), _places(sweep.axes.values[y])
+    """Cells and level lines; where there is nothing, the ground."""
     ax.set_facecolor("#dddddd")
-    _set_axis(ax, "x", x, sweep.axes.values[x])
-    _set_axis(ax, "y", y, sweep.axes.values[y])
-    mesh = ax.pcolormesh(
-        _edges(across, ax.get_xscale()),
-        _edges(up, ax.get_yscale()),
-        np.ma.masked_invalid(values).T,
-        **colors,
-        rasterized=True,
-    )
+    edges = map(_edges, places, (ax.get_xscale(), ax.get_yscale()))
+    mesh = ax.pcolormesh(*edges, np.ma.masked_invalid(values).T, **colors, rasterized=True)
     if min(values.shape) > 2 and levels:
         drawn = ax.contour(
-            across, up, values.T, levels=levels, colors="black", linewidths=0.7, alpha=0.7
+            *places, values.T, levels=levels, colors="black", linewidths=0.7, alpha=0.7
         )
-        ax.clabel(drawn, fmt=_value, fontsize=7.5, inline_spacing=3)
-    for name, mark in (("warnings", "."), ("refused", "x")):
-        where = np.argwhere(flags[name])
-        if len(where):
-            ax.plot(
-                across[where[:, 0]],
-                up[where[:, 1]],
-                mark,
-                color="#222222" if name == "refused" else "white",
-                markersize=4 if name == "refused" else 2.5,
-                linestyle="none",
-            )
+        ax.clabel(drawn, fmt=in_words, fontsize=7.5, inline_spacing=3)
     return mesh
 
 
-def _boundaries(ax: Panel, sweep: Sweep, x: str, y: str, lines: tuple[LevelLine, ...]) -> None:
+def _boundaries(
+    ax: Panel, places: tuple[np.ndarray, np.ndarray], lines: tuple[LevelLine, ...]
+) -> None:
     """Rimmed lines, told apart by width and dashes and named in a legend."""
     if not lines:
         return
     from matplotlib.lines import Line2D
     from matplotlib.patheffects import withStroke
 
-    across, up = _places(sweep.axes.values[x]), _places(sweep.axes.values[y])
-    handles = []
-    for i, line in enumerate(lines):
+    handles, shape = [], (len(places[0]), len(places[1]))
+    for line, (color, rim, width, style) in zip(lines, itertools.cycle(BOUNDARIES)):
         values = np.asarray(line.values, dtype=float)
-        if values.shape != (len(across), len(up)):
-            raise domain_error(
-                "lines", f"{line.label!r} of shape {values.shape}", f"({len(across)}, {len(up)})"
-            )
-        color, rim, width, style = BOUNDARIES[i % len(BOUNDARIES)]
+        if values.shape != shape:
+            raise domain_error("lines", f"{line.label!r} of shape {values.shape}", str(shape))
         around = [withStroke(linewidth=width + 1.4, foreground=rim)]
         finite = values[np.isfinite(values)]
         there = finite.size and finite.min() < line.level < finite.max()
-        if there and min(values.shape) > 1:
+        if there and min(shape) > 1:
             drawn = ax.contour(
-                across, up, values.T, levels=[line.level], colors=[color], linewidths=width
+                *places, values.T, levels=[line.level], colors=[color], linewidths=width
             )
             # the widest below all, so that none is hidden
             drawn.set(linestyle=style, path_effects=around, zorder=4.0 - width / 5)
@@ -297,20 +272,16 @@ def _boundaries(ax: Panel, sweep: Sweep, x: str, y: str, lines: tuple[LevelLine,
 # --- axes, colours and words ----------------------------------------------------------------------
 
 
-def _numeric(values: tuple[Any, ...]) -> bool:
-    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-
-
 def _places(values: tuple[Any, ...]) -> np.ndarray:
-    return np.array(values if _numeric(values) else range(len(values)), dtype=float)
+    return np.array(values if numeric(values) else range(len(values)), dtype=float)
 
 
 def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None:
     """Name and scale: logarithmic where positive values span a factor of twenty."""
     places = _places(values)
     getattr(ax, f"set_{which}label")(axis_title(name))
-    if not _numeric(values):
-        getattr(ax, f"set_{which}ticks")(places, [_value(v) for v in values])
+    if not numeric(values):
+        getattr(ax, f"set_{which}ticks")(places, [in_words(v) for v in values])
     elif places.min() > 0 and places.max() >= 20 * places.min():
         getattr(ax, f"set_{which}scale")("log")
         if all(isinstance(v, int) for v in values):
@@ -374,47 +345,23 @@ def _levels(quantity: str, values: np.ndarray) -> list[float]:
     return [level for level in found if low < level < high]
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "none" if value is None else str(value)
-    return f"{value:.4g}"
-
-
-def _flags(sweep: Sweep, notes: Mapping[int, Any]) -> np.ndarray:
+def _flags(sweep: Sweep, notes: Mapping[int, Any], order: Iterable[str | None]) -> np.ndarray:
+    """Which configurations have a note, as `_array` orders them."""
     flat = np.zeros(sweep.axes.size, dtype=bool)
     flat[list(notes)] = True
-    return flat.reshape(sweep.axes.shape)
+    return _array(sweep, flat.reshape(sweep.axes.shape), order)
 
 
 def _title(sweep: Sweep, name: str | None, varied: set[str | None]) -> str:
     """Which model, without what varies, and the axes that are fixed."""
-    base = sweep.model()
-    fixed = {
-        axis: values[0]
-        for axis, values in sweep.axes.values.items()
-        if len(values) == 1 and axis not in varied
-    }
-    first = name or "a declared model"
-    parts = [text for axis, text in _sizes(base).items() if axis not in sweep.axes.values]
-    theory = [] if "theory" in sweep.axes.values else [f"theory {sweep.theory}"]
-    told = [f"{axis_title(axis)} {_value(value)}" for axis, value in fixed.items()]
-    told += [
-        f"{axis_title(axis)} {_value(value)}"
-        for axis, value in sweep.inputs.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    ]
-    return f"{first}: {', '.join([*parts, *told, *theory])}"
-
-
-def _sizes(model: Transformer) -> dict[str, str]:
-    return {
-        "layers": f"{model.layers} layers",
-        "d_model": f"d_model {model.d_model}",
-        "heads": f"{model.heads} heads",
-        "seq_len": f"{model.seq_len} tokens",
-        "norm": f"{model.norm} norm",
-        "activation": model.activation,
-    }
+    base, axes = sweep.model(), sweep.axes.values
+    fixed = {a: values[0] for a, values in axes.items() if len(values) == 1 and a not in varied}
+    fixed |= {axis: value for axis, value in sweep.inputs.items() if numeric([value])}
+    told = [f"{axis_title(axis)} {in_words(value)}" for axis, value in fixed.items()]
+    activation = "" if "activation" in axes else base.activation
+    theory = "" if "theory" in axes else f"theory {sweep.theory}"
+    parts = filter(None, (in_brief(base, axes), activation, *told, theory))
+    return f"{called(base, name)}: {', '.join(parts)}"
 
 
 def _note(sweep: Sweep) -> str:
