@@ -22,6 +22,7 @@ from .draws import (
     RawMoments,
     Statistic,
     WeightGradient,
+    common_places,
     mean_over_draws,
     moments_over_draws,
     typical_over_draws,
@@ -93,9 +94,7 @@ class Measurement:
         Raises:
             MomentsError: the draws hold different places, or the stream of some layer is missing.
         """
-        places = sorted(draws[0].signal, key=lambda place: place[0])
-        if any(set(draw.signal) != set(places) for draw in draws):
-            raise MomentsError("the draws passed different sites: each must run the same network")
+        places = common_places([draw.signal for draw in draws])
         layers = max(layer for layer, site in places if site not in OUTPUT_SITES)
         if missing := [n for n in range(layers + 1) if (n, STREAM) not in draws[0].signal]:
             raise MomentsError(f"no '{STREAM}' was seen at layers {missing}; map one to each layer")
@@ -112,7 +111,7 @@ class Measurement:
             }
             row: dict[str, Any] = {"layer": layer, "site": site}
             for name, statistic in statistics.items():
-                row[name], row[f"{name}_stderr"] = statistic.value, statistic.stderr
+                row |= statistic.row(name)
             rows.append(row)
             if site == STREAM:
                 typical = typical_over_draws(gradient["variance"].samples)
@@ -140,9 +139,7 @@ class Measurement:
         weight_rows = []
         for weight in draws[0].weight_gradients:
             norm = mean_over_draws(np.array([draw.weight_gradients[weight] for draw in draws]))
-            weight_rows.append(
-                weight._asdict() | {"squared_norm": norm.value, "squared_norm_stderr": norm.stderr}
-            )
+            weight_rows.append(weight._asdict() | norm.row("squared_norm"))
         read = [draw.encoder for draw in draws if draw.encoder is not None]
         encoder = None
         if read:

@@ -212,7 +212,7 @@ class Rows:
         ]
         (key_met, key_sent), (value_met, value_sent) = sides["key"], sides["value"]
         c, q = self.key_kernel, self.query_kernel
-        if max(_share(query, q), _share(key, c), _share(value, c)) < _SMALL:
+        if max(query.share(q), key.share(c), value.share(c)) < _SMALL:
             total = of_queries * query.total + of_keys * (
                 self._joint(old, value_sent) + self._joint(key_sent, old)
             )
@@ -250,10 +250,6 @@ keys are drawn: drawn, they came out 12 to 15 times that."""
 
 _SMALL = 1e-9
 """Relative change below which differences of products would lose digits."""
-
-
-def _share(change: Change, kernel: Array) -> float:
-    return float(np.max(np.diag(change.total)) / np.max(np.diag(kernel)))
 
 
 def _even(matrix: Array) -> Array:

@@ -257,6 +257,10 @@ class Change:
         """E h'_t h_s: the updated tensor with the old one."""
         return kernel + self.overlap
 
+    def share(self, kernel: Array) -> float:
+        """Of the largest square of a tensor of that kernel, the largest of the change."""
+        return float(np.max(np.diag(self.total)) / np.max(np.diag(kernel)))
+
     def times(self, factor: Array | float) -> Change:
         """Every entry of all times a factor, or one for each pair of tokens."""
         return self.each(lambda part: factor * part)
@@ -269,15 +273,21 @@ class Change:
         """With less of the square."""
         return dataclasses.replace(self, total=self.total - square)
 
-    def each(self, function: Callable[[Array], Array]) -> Change:
-        """What a linear map makes of all."""
+    def each(
+        self,
+        function: Callable[[Array], Array],
+        coherent: Callable[[Array], Array] | None = None,
+    ) -> Change:
+        """What a linear map makes of all; `coherent`: of P and what goes with it, if that is
+        another."""
+        of_p = function if coherent is None else coherent
         return Change(
-            function(self.coherent),
+            of_p(self.coherent),
             function(self.overlap),
             function(self.total),
-            function(self.scattered),
+            of_p(self.scattered),
             None if self.beyond is None else self.beyond.mapped(function),
-            None if self.drawn is None else function(self.drawn),
+            None if self.drawn is None else of_p(self.drawn),
         )
 
     def plus(self, other: Change, gradient: Array, received: Array | None = None) -> Change:
@@ -329,16 +339,12 @@ class Change:
         The change is r u + (r - 1) h.
         """
         r, q = factor[:, None], less[:, None]
-        overlap = r * self.overlap + q * kernel
-        total = r * r.T * self.total + q * q.T * kernel
+        found = self.each(lambda part: r * r.T * part, lambda part: r * part)
         cross = r * q.T * self.overlap
-        return Change(
-            r * self.coherent,
-            overlap,
-            total + cross + cross.T,
-            r * self.scattered,
-            None if self.beyond is None else self.beyond.mapped(lambda part: r * r.T * part),
-            None if self.drawn is None else r * self.drawn,
+        return dataclasses.replace(
+            found,
+            overlap=r * self.overlap + q * kernel,
+            total=found.total + q * q.T * kernel + cross + cross.T,
         )
 
 

@@ -75,7 +75,7 @@ def activated(
     """Behind an activation of Gaussian preactivations, whose kernel there is `output`; and the
     slopes E phi' phi' by which pairs follow."""
     pairs, old = Pairs.of(laws, parameters), np.diag(kernel)
-    if _largest(change, kernel) < _SMALL:
+    if change.share(kernel) < _SMALL:
         slope = pairs.slope(old, old, kernel)
         return change.times(slope), slope
     met, new = change.met(kernel), change.new(kernel)
@@ -84,8 +84,7 @@ def activated(
     overlap = between - output
     total = pairs.moment(grown, grown, new) - between - overlap.T
     slope = pairs.slope(grown, old, met)
-    drawn = None if change.drawn is None else slope * change.drawn
-    found = Change(slope * change.coherent, overlap, total, slope * change.scattered, None, drawn)
+    found = dataclasses.replace(change.times(slope), overlap=overlap, total=total, beyond=None)
     return found, slope
 
 
@@ -110,7 +109,7 @@ class Unit:
         """The product's change, from those of a and u; see `Change.plus`."""
         pairs, old = self.pairs, np.diag(self.gate)
         slope, moment = self.slopes
-        small = max(_largest(gate, self.gate), _largest(factor, self.factor)) < _SMALL
+        small = max(gate.share(self.gate), factor.share(self.factor)) < _SMALL
         if small:
             found = gate.times(slope), factor.times(moment)
             return found[0].plus(found[1], gradient, received)
@@ -137,7 +136,3 @@ def gated(laws: ComponentLaws, gate: Array, factor: Array) -> Unit:
     pairs, old = Pairs.of(laws, {}), np.diag(gate)
     slopes = pairs.slope(old, old, gate) * factor, pairs.moment(old, old, gate)
     return Unit(pairs, gate, factor, slopes)
-
-
-def _largest(change: Change, kernel: Array) -> float:
-    return float(np.max(np.diag(change.total)) / np.max(np.diag(kernel)))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import domain_error
+from ..files import as_frame, finite
 from ..formulas.checks import POSITIVE, check_number
 from ..prediction.gate import computing
 from ..prediction.predict import predict
@@ -142,9 +143,7 @@ class FirstStep:
         """One row per site: layer, site, variance_before and variance (second moments per feature
         before and after the step), relative_change (E |dh|^2/E |h|^2) and coherent (the share of
         the change that lies along the gradients of the batch's tokens)."""
-        import pandas as pd
-
-        return pd.DataFrame(list(self.site_rows))
+        return as_frame(self.site_rows)
 
     def weights(self) -> pd.DataFrame:
         """One row per parameter.
@@ -155,9 +154,7 @@ class FirstStep:
         random step, and 1: |dW x| = width^alignment times what entries alone would give) and slope
         (the parameter's share of the loss's derivative in the learning rate).
         """
-        import pandas as pd
-
-        return pd.DataFrame(list(self.weight_rows))
+        return as_frame(self.weight_rows)
 
     def table(self) -> str:
         """The stream, layer by layer, as text."""
@@ -186,8 +183,8 @@ class FirstStep:
             "variance": self.variance.tolist(),
             "relative_change": self.relative_change.tolist(),
             "warnings": list(self.warnings),
-            "sites": [_plain(row) for row in self.site_rows],
-            "weights": [_plain(row) for row in self.weight_rows],
+            "sites": [finite(row) for row in self.site_rows],
+            "weights": [finite(row) for row in self.weight_rows],
         }
 
     def to_json(self) -> str:
@@ -204,13 +201,6 @@ class FirstStep:
         from html import escape
 
         return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
-
-
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and math.isnan(value) else value
-        for name, value in row.items()
-    }
 
 
 def _site_rows(rows: list[dict[str, Any]], sites: list[SiteStep]) -> tuple[Mapping[str, Any], ...]:

@@ -38,6 +38,14 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's quintic (Jordan 2024), applied five times."""
 
 
+class Told(NamedTuple):
+    """What is told of a parameter's step of learning rate 1, as in `Effect`."""
+
+    slope: float
+    square: float
+    aligned: float = math.nan
+
+
 class Effect(NamedTuple):
     """What a step of learning rate 1 does at a matrix's output.
 

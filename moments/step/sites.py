@@ -217,10 +217,12 @@ class Table:
         there = self.rows[:, None] == self.rows[None, :]
         return np.asarray(there & (self.rows[:, None] >= 0), float)
 
-    def once(self, values: Array) -> float:
-        """Sum over rows of a number that each of a row's tokens has."""
-        _, first = np.unique(self.rows, return_index=True)
-        return float(values[first[self.rows[first] >= 0]].sum())
+    @functools.cached_property
+    def places(self) -> tuple[Any, Any, Any]:
+        """Of the rows that are read the first token, of every token its row among them, and how
+        many tokens each has."""
+        found = np.unique(self.rows, return_index=True, return_inverse=True, return_counts=True)
+        return found[1:]
 
 
 @dataclass(frozen=True, eq=False)

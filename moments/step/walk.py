@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ from .rules import (
     Sides,
     Signs,
     Spectrum,
+    Told,
     effect,
     gain_effect,
     sign_of_columns,
@@ -126,7 +128,6 @@ class Walk:
     moved: dict[int, tuple[Array, Array]] = field(default_factory=dict)
     overlaps: Overlaps | None = None
     response: Any = 0.0
-    _following: tuple[Component, ...] = ()
     _unit: Activation | None = None
     _received: Array | None = None
 
@@ -136,10 +137,9 @@ class Walk:
         self, component: Component, change: Change, entering: Site, points: Iterator[Site]
     ) -> tuple[Change, Site]:
         """The change behind a component, and the site it is at."""
-        following, self._following = self._following, ()
         if isinstance(component, Chain):
-            for place, part in enumerate(component.children):
-                self._following = component.children[place + 1 : place + 2]
+            for part, behind in itertools.zip_longest(component.children, component.children[1:]):
+                self._unit = behind if isinstance(behind, Activation) else None
                 change, entering = self.through(part, change, entering, points)
             return change, entering
         if isinstance(component, Layer):
@@ -149,7 +149,6 @@ class Walk:
             return self._residual(component, change, entering, points)
         if isinstance(component, Parallel):
             return self._parallel(component, change, entering, points)
-        self._unit = following[0] if following and isinstance(following[0], Activation) else None
         leaving = next(points)
         return self.noted(self.leaf(component, change, entering, leaving), leaving)
 
@@ -201,12 +200,14 @@ class Walk:
             found, leaving = total, leaving.plus(last, entering)
         return found, leaving
 
-    def _scatter(self, at: int | tuple[int, str], gradient: Array) -> Array | None:
-        """Of what a site or a matrix receives in draws, where steps follow those."""
-        if self.optimizer.rule != "muon":
-            return None
-        draws = Draws.shared(self.reading)
-        return None if draws is None else draws.scatter(at, gradient)
+    @property
+    def _draws(self) -> Draws | None:
+        """Of the network, where steps follow those."""
+        return Draws.shared(self.reading) if self.optimizer.rule == "muon" else None
+
+    def _scatter(self, at: int, gradient: Array) -> Array | None:
+        """Of what a site receives in draws."""
+        return None if self._draws is None else self._draws.scatter(at, gradient)
 
     def noted(self, change: Change, at: Site) -> tuple[Change, Site]:
         before, met, changed = (
@@ -220,7 +221,7 @@ class Walk:
     # --- parameters ----------------------------------------------------------------------------
 
     def entry(
-        self, layer: int, name: str, factor: float, found: Effect, variance: float, n: float
+        self, layer: int, name: str, factor: float, found: Effect | Told, variance: float, n: float
     ) -> float:
         """Note a parameter's step; its learning rate."""
         rate = self.rate * factor
@@ -341,7 +342,7 @@ class Walk:
         shape: tuple[float, float],
     ) -> Change:
         """`behind_a_matrix`, where draws are known."""
-        draws = Draws.shared(self.reading) if self.optimizer.rule == "muon" else None
+        draws = self._draws
         if draws is None:
             return carried
         before, after = draws.scaled(entering.index, entering.gradient), draws.scaled(key, gradient)
@@ -361,7 +362,7 @@ class Walk:
 
     def _drawn(self, layer: int, name: str, tokens: int) -> tuple[Sides | None, Array | None]:
         """What Muon needs of a matrix: draws of both sides, and the steps' parts of the tokens."""
-        draws, batches = Draws.shared(self.reading), self.optimizer.batches
+        draws, batches = self._draws, self.optimizer.batches
         sides = None if draws is None else draws.sides.get((layer, name))
         return sides, None if batches is None else batches.momenta(tokens)
 
@@ -531,14 +532,7 @@ class Walk:
         there = np.abs(kernel) * passed > 1e-6 * square
         fix = np.where(there, leaving.kernel / np.where(there, kernel, 1.0), passed)
         fix = np.clip(fix, 0.8 * passed, 1.25 * passed)
-        found = Change(
-            passed * found.coherent,
-            fix * found.overlap,
-            fix * found.total,
-            passed * found.scattered,
-            None if found.beyond is None else found.beyond.mapped(lambda part: fix * part),
-            None if found.drawn is None else passed * found.drawn,
-        )
+        found = found.each(lambda part: fix * part, lambda part: passed * part)
         self.response = passed * self.response
         if not leaf.affine:
             return found
@@ -608,11 +602,8 @@ def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob
     def more(part: Array) -> Array:
         return np.diag(gain * odds * (square @ np.diag(part)))
 
-    return Change(
-        found.coherent + more(value.coherent),
-        found.overlap + more(value.overlap),
-        found.total + more(value.total),
-        found.scattered,
-        found.beyond,
-        found.drawn,
-    )
+    parts = {
+        name: getattr(found, name) + more(getattr(value, name))
+        for name in ("coherent", "overlap", "total")
+    }
+    return dataclasses.replace(found, **parts)
