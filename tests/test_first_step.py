@@ -160,7 +160,7 @@ def test_rows_and_columns_that_are_not_gaussian() -> None:
     same kernels is 6 % off."""
     tokens, n, draws = 4, 400, 3000
     kernel, inner, hidden = correlated(tokens, 3), correlated(tokens, 4), correlated(tokens, 6)
-    pairs, own = Pairs.of(activation_laws("relu"), {}), np.diag(hidden)
+    pairs, own = Pairs(activation_laws("relu")), np.diag(hidden)
     gradient, behind = pairs.slope(own, own, hidden) * inner, pairs.moment(own, own, hidden)
     units = Neurons.of(activation_laws("relu"), (hidden,), inner)
     assert units is not None
@@ -536,7 +536,7 @@ def test_functions_are_those_of_the_laws(name: str) -> None:
     moment = np.mean(np.asarray(function(NUMPY, x), float) ** 2)
     slope = np.mean(np.asarray(derivative(NUMPY, x), float) ** 2)
     one = np.ones((1, 1))
-    pairs = Pairs.of(laws, {})
+    pairs = Pairs(laws)
     assert pairs.moment(one[0], one[0], one)[0, 0] == pytest.approx(moment, rel=0.02)
     assert pairs.slope(one[0], one[0], one)[0, 0] == pytest.approx(slope, rel=0.02)
 
@@ -545,12 +545,12 @@ def test_small_and_large_changes_join() -> None:
     """The slopes alone carry small changes; at the seam both ways agree."""
     laws, kernel = activation_laws("gelu"), correlated(4, 0)
     grown = correlated(4, 1)
-    output = Pairs.of(laws, {}).moment(np.diag(kernel), np.diag(kernel), kernel)
+    output = Pairs(laws).moment(np.diag(kernel), np.diag(kernel), kernel)
     sizes = []
     for scale in (0.9e-5, 1.1e-5):
         factor = scale * np.diag(kernel).max() / np.diag(grown).max()
         change = dataclasses.replace(Change.none(4), total=factor * grown)
-        sizes.append(activated(laws, {}, change, kernel, output)[0].total / factor)
+        sizes.append(activated(laws, change, kernel, output)[0].total / factor)
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-3)
 
 

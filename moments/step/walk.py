@@ -502,7 +502,7 @@ class Walk:
     @leaf.register(Activation)
     def activation(self, leaf: Activation, change: Change, entering: Site, leaving: Site) -> Change:
         old = entering.kernel
-        found, slope = activated(leaf.laws, leaf.parameters, change, old, leaving.kernel)
+        found, slope = activated(leaf.laws, change, old, leaving.kernel)
         before, after = (self._scatter(at.index, at.gradient) for at in (entering, leaving))
         gradients = entering.gradient, leaving.gradient
         found = conserved(change, found, gradients, (before, after))
