@@ -5,6 +5,7 @@ x ~ (mean m, variance v, token covariance c), weights independent with variance 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .law import ComponentLaws, Law, Substituted, derived, times
@@ -116,6 +117,14 @@ DROPOUT = ComponentLaws(
     },
 )
 
+_UNSCALED: dict[str, Callable[..., Any]] = {
+    "variance": lambda m, x_variance: x_variance,
+    "covariance": _covariance,
+    "hidden_covariance": _hidden_covariance,
+    "grad_variance": lambda m, grad_variance: grad_variance,
+    "grad_covariance": lambda m, grad_covariance: grad_covariance,
+}
+
 # A constant multiplier: residual scales, LayerNorm Scaling, output scales.
 SCALE = ComponentLaws(
     "scale",
@@ -127,13 +136,7 @@ SCALE = ComponentLaws(
         ),
         **{
             quantity: Law(times(formula, "weight_variance"), derived("definition"))
-            for quantity, formula in {
-                "variance": lambda m, x_variance: x_variance,
-                "covariance": _covariance,
-                "hidden_covariance": _hidden_covariance,
-                "grad_variance": lambda m, grad_variance: grad_variance,
-                "grad_covariance": lambda m, grad_covariance: grad_covariance,
-            }.items()
+            for quantity, formula in _UNSCALED.items()
         },
         "kurtosis": Law(lambda m: 3, derived("Gaussian input")),
     },
