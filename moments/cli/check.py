@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DomainError, MomentsError, brief, domain_error, refused
-from ..files import finite, read_object, replacing
+from ..files import plain, read_object, replacing
 from ..formulas.checks import check_count
 from .base import (
     Answer,
@@ -105,7 +105,7 @@ def audit(
             "passed": report.passed,
             "source": report.source,
             **{name: list(getattr(report, name)) for name in lists},
-            "findings": [finite(row) for row in report.to_frame().to_dict("records")],
+            "findings": [plain(row) for row in report.to_frame().to_dict("records")],
         }
 
     return Answer(said=lambda: str(report), data=data, frame=report.to_frame, passed=report.passed)

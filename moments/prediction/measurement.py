@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import MomentsError, domain_error
-from ..files import as_frame
+from ..files import as_frame, plain
 from .draws import (
     CENTRED_SITES,
     OUTPUT_SITES,
@@ -189,8 +189,9 @@ class Measurement:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, with a format version; nan becomes None."""
-        fields = {name: _plain(value) for name, value in vars(self).items()}
-        return {"format_version": FORMAT_VERSION} | fields
+        fields = vars(self) | {"encoder": self.encoder and self.encoder.to_dict()}
+        found: dict[str, Any] = plain({"format_version": FORMAT_VERSION} | fields)
+        return found
 
     def to_json(self) -> str:
         """`to_dict` as one JSON object."""
@@ -242,20 +243,6 @@ class Measurement:
                 f"logit variance {_with_error(self.logit_variance, self.logit_variance_stderr)}"
             )
         return "\n".join([*lines, *([] if self.encoder is None else [repr(self.encoder)])])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Measurement):
-        return value.to_dict()
-    if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    return value
 
 
 def _some(count: int) -> list[int]:

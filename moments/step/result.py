@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import domain_error
-from ..files import as_frame, finite
+from ..files import as_frame, plain
 from ..formulas.checks import POSITIVE, check_number
 from ..prediction.gate import computing
 from ..prediction.predict import predict
@@ -180,11 +180,11 @@ class FirstStep:
                 name: getattr(self, name)
                 for name in ("loss", "loss_before", "loss_change", "slope", "logit_change")
             },
-            "variance": self.variance.tolist(),
-            "relative_change": self.relative_change.tolist(),
+            "variance": plain(self.variance),
+            "relative_change": plain(self.relative_change),
             "warnings": list(self.warnings),
-            "sites": [finite(row) for row in self.site_rows],
-            "weights": [finite(row) for row in self.weight_rows],
+            "sites": plain(self.site_rows),
+            "weights": plain(self.weight_rows),
         }
 
     def to_json(self) -> str:
