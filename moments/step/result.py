@@ -19,11 +19,11 @@ from ..prediction.gate import computing
 from ..prediction.predict import predict
 from .change import between_trace
 from .draws import Draws
-from .first import Stepped, named_optimizer, still
+from .first import named_optimizer, stepped, still
 from .rules import Optimizer
 from .several import Updates
 from .sites import Reading
-from .walk import SiteStep, WeightStep
+from .walk import SiteStep, Walk, WeightStep
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,7 +78,7 @@ class FirstStep:
         optimizer: Optimizer,
         rate: float,
         before: float,
-        moved: Stepped,
+        moved: Walk,
         slope: float,
     ) -> FirstStep:
         """From the walk; `before` is the loss at rate 0 as the walk's end has it."""
@@ -294,8 +294,9 @@ def _notes(
 
 def _by_token(prediction: Prediction) -> Prediction:
     """The same of a text, token by token."""
-    read = prediction.read
-    if prediction.layout.classes is None or read is None or read.inputs.token_ids is None:
+    read = prediction.outer_weights
+    loose = read is None or read.ending is None or read.inputs.token_ids is None
+    if read is None or loose or prediction.layout.classes is None:
         # not the one that keeps these steps: a circle's gigabytes would wait for the collector
         return dataclasses.replace(prediction)
     return predict(
@@ -309,12 +310,12 @@ def _by_token(prediction: Prediction) -> Prediction:
     )
 
 
-def _stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Stepped:
+def _stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Walk:
     """Raises:
     DomainError: what the step does is beyond what numbers hold.
     """
     with np.errstate(all="ignore"):
-        found = Stepped(reading, optimizer, rate)
+        found = stepped(reading, optimizer, rate)
     if np.all(np.isfinite([found.end.loss, found.end.change, found.sites[-1].changed])):
         return found
     raise domain_error("learning_rate", rate, "small enough for what it changes to stay finite")

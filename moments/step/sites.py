@@ -354,9 +354,10 @@ class Reading:
             DomainError: it is not resolved by token, has no loss, or its model has what a step
                 does not cover.
         """
-        model, read = prediction.model, prediction.read
+        model, read = prediction.model, prediction.outer_weights
         _check(prediction)
         assert read is not None
+        assert read.ending is not None
         chain, readout = read.ending
         traces, encoder = [("", prediction.trace)], None
         if prediction.encoder is not None:
@@ -464,8 +465,8 @@ def _check(prediction: Prediction) -> None:
     model = prediction.model
     if prediction.theory != "refined":
         raise DomainError(f'theory {prediction.theory!r} has no first step: use theory="refined"')
-    read = prediction.read
-    if read is None or prediction.loss is None:
+    read = prediction.outer_weights
+    if read is None or read.ending is None or prediction.loss is None:
         raise DomainError(
             "a first step needs a loss: declare model.head with one, and leave grad_variance, "
             "grad_correlation and grad_kernel out"

@@ -43,6 +43,7 @@ from .neurons import Neurons, gaussian
 from .rules import (
     Effect,
     Optimizer,
+    Orthogonal,
     Root,
     Sides,
     Signs,
@@ -111,6 +112,7 @@ class Walk:
         along: of the tables' step, what it has of the stream (`ends.Entered`).
         prefix: of the names of parameters in the stream that is walked.
         memory: what an encoder's last tokens do, and where they are.
+        sites, weights: what every site and every parameter does, and `end` the logits behind.
         moved: by the index of a site, its updated tensor in terms of the old one, and its kernel.
         overlaps: of the tokens that the current residual branch reads; None: outside of any.
         response: how the kernel follows those overlaps.
@@ -128,6 +130,7 @@ class Walk:
     moved: dict[int, tuple[Array, Array]] = field(default_factory=dict)
     overlaps: Overlaps | None = None
     response: Any = 0.0
+    end: Any = None
     _unit: Activation | None = None
     _received: Array | None = None
 
@@ -288,9 +291,12 @@ class Walk:
         if left != 1.0:
             same = np.full(len(kernel), left)
             carried = carried.rescaled(gain * kernel, same, same - 1.0)
-        not_gaussian = None
+        not_gaussian = orthogonal = None
         if rule == "sign" and signs is not None:
             not_gaussian = once(Signs, *key, make=lambda: signs(spectrum))
+        elif rule == "muon":
+            met = self._met(layer, name, len(kernel))
+            orthogonal = once(Orthogonal, *key, make=lambda: Orthogonal.of(spectrum, n, m, *met))
         found = effect(
             spectrum,
             rule,
@@ -300,7 +306,7 @@ class Walk:
             entering.excess(),
             self.optimizer.pulled,
             not_gaussian,
-            *(self._drawn(layer, name, len(kernel)) if rule == "muon" else ()),
+            orthogonal,
         )
         factor = self.optimizer.factor(name, n, m)
         rate = self.entry(layer, name, factor, found, variance, n)
@@ -313,9 +319,9 @@ class Walk:
         by_draw = None if found.drawn is None else rate * found.drawn
         half = None if carried.drawn is None else carried.drawn / 2
         more = Change.of(carried.coherent / 2 + own, joined(half, by_draw))
-        met = between(carried.coherent, gradient, more.coherent)
-        met = met + scattering(carried, more, gradient, found.received)
-        total = carried.total + rate * rate * found.total + met + met.T
+        cross = between(carried.coherent, gradient, more.coherent)
+        cross = cross + scattering(carried, more, gradient, found.received)
+        total = carried.total + rate * rate * found.total + cross + cross.T
         scattered = carried.scattered
         if self.overlaps is not None:
             mine = rate * found.followed * self.response
@@ -360,7 +366,7 @@ class Walk:
             self.moved[entering.index] = met, change.new(entering.kernel)
         return self.moved[entering.index]
 
-    def _drawn(self, layer: int, name: str, tokens: int) -> tuple[Sides | None, Array | None]:
+    def _met(self, layer: int, name: str, tokens: int) -> tuple[Sides | None, Array | None]:
         """What Muon needs of a matrix: draws of both sides, and the steps' parts of the tokens."""
         draws, batches = self._draws, self.optimizer.batches
         sides = None if draws is None else draws.sides.get((layer, name))
