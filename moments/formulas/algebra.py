@@ -576,8 +576,8 @@ _SHORTER: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class Recorded:
-    """A number on a tape."""
+class Recorded(np.lib.mixins.NDArrayOperatorsMixin):
+    """A number on a tape; its operators are numpy's functions."""
 
     __slots__ = ("line", "tape", "value")
     ndim, shape, size = 0, (), 1
@@ -616,6 +616,8 @@ class Recorded:
         name = _UFUNCS.get(ufunc.__name__)
         if method != "__call__" or name is None or options:
             raise Unrecordable(f"numpy.{ufunc.__name__}.{method}")
+        if any(isinstance(one, np.ndarray) and one.ndim for one in inputs):
+            raise Unrecordable("a recorded number meets an array")
         return apply(name, *inputs)
 
     def __array_function__(self, function: Any, _types: Any, args: Any, options: Any) -> Any:
@@ -679,43 +681,6 @@ _UFUNCS = {name: name for name in FUNCTIONS} | {
     "arctan": "atan",
     "true_divide": "divide",
 }
-
-
-def _both_sides(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def left(self: Recorded, other: Any) -> Any:
-        if isinstance(other, np.ndarray) and other.ndim:
-            raise Unrecordable("a recorded number meets an array")
-        return apply(name, self, other)
-
-    def right(self: Recorded, other: Any) -> Any:
-        return apply(name, other, self)
-
-    return left, right
-
-
-for _method, _name in (
-    ("add", "add"),
-    ("sub", "subtract"),
-    ("mul", "multiply"),
-    ("truediv", "divide"),
-    ("pow", "power"),
-):
-    _left, _right = _both_sides(_name)
-    setattr(Recorded, f"__{_method}__", _left)
-    setattr(Recorded, f"__r{_method}__", _right)
-for _method, _name in (
-    ("lt", "less"),
-    ("le", "less_equal"),
-    ("gt", "greater"),
-    ("ge", "greater_equal"),
-    ("eq", "equal"),
-    ("ne", "not_equal"),
-):
-    setattr(Recorded, f"__{_method}__", _both_sides(_name)[0])
-for _method, _name in (("neg", "negative"), ("abs", "absolute")):
-    setattr(
-        Recorded, f"__{_method}__", functools.partialmethod(lambda self, n: apply(n, self), _name)
-    )
 
 
 def whole(function: Callable[..., Any], array: Callable[..., Any] | None = None) -> Any:

@@ -394,26 +394,3 @@ class Overlaps:
         c, one = self.correlation, self._loose * first
         two = one if second is first else self._loose * second
         return np.asarray(c * between(one, gradient * c, two) / self.width)
-
-
-def summed(
-    skip: Change,
-    branch: Change,
-    scales: tuple[float, float],
-    gradient: Array,
-    tied: Array,
-    received: Array | None = None,
-) -> Change:
-    """Of the residual sum: skip_scale h + branch_scale f(h).
-
-    Args:
-        skip, branch: of the two addends before their scales.
-        scales: squares of the amplitudes that multiply them.
-        gradient: E delta delta at the sum.
-        tied: E h_t delta_s there along the stream's identity path (`ends.tied_overlap`): the
-            branch's coherent change meets the stream's own words.
-        received: draws of E delta delta there, less it.
-    """
-    kept, added = skip.times(scales[0]), branch.times(scales[1])
-    found = kept.plus(added, gradient, received)
-    return dataclasses.replace(found, overlap=found.overlap - added.coherent @ tied.T)

@@ -35,7 +35,6 @@ from .change import (
     conserved,
     joined,
     scattering,
-    summed,
 )
 from .draws import Draws
 from .elementwise import activated, gated
@@ -169,19 +168,25 @@ class Walk:
         received = leaving.gradient
         change = change.parted(entering.gradient, scales[0] * received)
         drawn = self._scatter(leaving.index, received)
-        found = summed(change, branch, scales, received, self.tied, drawn)
+        kept, added = change.times(scales[0]), branch.times(scales[1])
+        found = kept.plus(added, received, drawn)
         both = scales[0] * scales[1] * overlaps.square(change.scattered, branch.scattered, received)
         # per unit of the sum's own scatter: what of it is the input's, through skip and branch
         size = np.sqrt(np.diag(leaving.kernel))
         here = (scales[0] * first + scales[1] * self.response) / np.outer(size, size)
         self.overlaps = None
+        # what the branch adds along delta meets the stream's own words
+        overlap = found.overlap - added.coherent @ self.tied.T
         if np.any(self.along):
             # tables of a tied head move along what the branch gives too
             given = leaving.kernel - scales[0] * entering.kernel
-            both = both - scales[1] * self.along @ branch.overlap.T
-            found = dataclasses.replace(found, overlap=found.overlap - self.along @ given)
+            both = both - self.along @ added.overlap.T
+            overlap = overlap - self.along @ given
         found = dataclasses.replace(
-            found, total=found.total + both + both.T, scattered=here * found.scattered
+            found,
+            overlap=overlap,
+            total=found.total + both + both.T,
+            scattered=here * found.scattered,
         )
         return self.noted(found, leaving)
 
