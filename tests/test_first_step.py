@@ -452,7 +452,7 @@ def test_heads_lose_what_each_loses_with_the_distance() -> None:
     distance = np.subtract.outer(np.arange(12), np.arange(12)).astype(float)
     tokens = correlated(24, 5)
     carried = np.zeros_like(tokens)
-    for head, found in enumerate(rows.weights):
+    for head, found in enumerate(rows.heads.weights):
         logits = np.where(distance >= 0, -(0.5 ** (head + 1)) * distance, -np.inf)
         weights = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
         assert found == pytest.approx(np.kron(np.eye(2), weights), abs=1e-3)

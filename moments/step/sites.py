@@ -159,11 +159,19 @@ class Site:
         if leaf.rotary is not None:
             turning = leaf.rotary.frequencies(int(leaf.d_head))[0]
             frequencies = turning[turning > 0][:pairs]
-        weights = layer.head_weights()
         return Rows(
-            self.kernel,
-            memory.kernel,
-            weights,
+            Heads(
+                self.kernel,
+                memory.kernel,
+                layer.head_weights(),
+                float(way.law.scale),
+                int(leaf.d_head),
+                round(float(leaf.kv_heads or leaf.heads)),
+                round(float(leaf.heads) / float(leaf.kv_heads or leaf.heads)),
+                float(leaf.drop_prob),
+                frequencies,
+                np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
+            ),
             np.asarray(layer.response().pairs),
             d * value,
             np.asarray(received.pairs),
@@ -174,21 +182,8 @@ class Site:
                 found.key / (shared * key),
                 found.value / (shared * value),
             ),
-            leaving.gradient,
             Three(float(leaf.d_model) * query, d * key, d * value),
             grown,
-            Heads(
-                self.kernel,
-                memory.kernel,
-                weights,
-                float(way.law.scale),
-                int(leaf.d_head),
-                round(float(leaf.kv_heads or leaf.heads)),
-                round(float(leaf.heads) / float(leaf.kv_heads or leaf.heads)),
-                float(leaf.drop_prob),
-                frequencies,
-                np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
-            ),
             int(leaf.sequences),
         )
 

@@ -471,7 +471,7 @@ class Walk:
         found = rows.carried(Three(*moved), leaving.gradient, received)
         self.response = 0.0
         if leaf.drop_prob:
-            found = _masked(found, rows.weights, moved[2], rows.gain, float(leaf.drop_prob))
+            found = _masked(found, rows.heads.weights, moved[2], rows.gain, float(leaf.drop_prob))
         return found
 
     @leaf.register(GatedLinear)
