@@ -154,7 +154,8 @@ class LogSeries:
         """(n, ...) values at (n,) variances."""
         logs = np.log2(variance)
         octaves = np.floor(logs).astype(int)
-        terms = np.polynomial.chebyshev.chebvander(2.0 * (logs - octaves) - 1.0, _DEGREE)
+        angles = np.arccos(np.clip(2.0 * (logs - octaves) - 1.0, -1.0, 1.0))
+        terms = np.cos(np.multiply.outer(angles, np.arange(_DEGREE + 1)))
         first, last = int(octaves.min()), int(octaves.max())
         if first == last:
             return np.asarray(terms @ self._octave(first))
@@ -172,9 +173,11 @@ class LogSeries:
 
     def _octave(self, octave: int) -> np.ndarray:
         if octave not in self._octaves:
-            self._octaves[octave] = np.polynomial.chebyshev.chebinterpolate(
-                lambda x: self._function(2.0 ** (octave + 0.5 * (1.0 + x))), _DEGREE
-            )
+            angles = np.pi * (np.arange(_DEGREE + 1) + 0.5) / (_DEGREE + 1)
+            values = self._function(2.0 ** (octave + 0.5 * (1.0 + np.cos(angles))))
+            transform = np.cos(np.outer(np.arange(_DEGREE + 1), angles)) * (2.0 / (_DEGREE + 1))
+            transform[0] /= 2.0
+            self._octaves[octave] = transform @ values
         return self._octaves[octave]
 
 
