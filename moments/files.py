@@ -108,12 +108,15 @@ def parse_json(text: str | bytes, name: str) -> Any:
     raise domain_error(name, text[:40], deep)
 
 
-def finite(row: Mapping[Any, Any]) -> dict[str, Any]:
-    """A row with null for numbers that JSON has no word for."""
-    return {
-        str(name): None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
+def plain(value: Any) -> Any:
+    """A value as JSON has it: lists for arrays and tuples, null for numbers it has no word for."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_object(

@@ -33,6 +33,7 @@ from moments.step.result import Stepping
 from moments.step.rules import (
     MUON_SCALES,
     Drawn,
+    Orthogonal,
     Sides,
     Spectrum,
     damping,
@@ -160,7 +161,7 @@ def test_rows_and_columns_that_are_not_gaussian() -> None:
     same kernels is 6 % off."""
     tokens, n, draws = 4, 400, 3000
     kernel, inner, hidden = correlated(tokens, 3), correlated(tokens, 4), correlated(tokens, 6)
-    pairs, own = Pairs.of(activation_laws("relu"), {}), np.diag(hidden)
+    pairs, own = Pairs(activation_laws("relu")), np.diag(hidden)
     gradient, behind = pairs.slope(own, own, hidden) * inner, pairs.moment(own, own, hidden)
     units = Neurons.of(activation_laws("relu"), (hidden,), inner)
     assert units is not None
@@ -300,7 +301,8 @@ def test_a_matrix_behind_muon_s_step() -> None:
     gradients = entering.mean(0), leaving.mean(0)
     kernel = read.mean(0)
     spectrum = Spectrum.of(kernel, gradients[0])
-    found = effect(spectrum, "muon", spectrum.root.lower, kernel, n, m, sides=Sides(read, entering))
+    step = Orthogonal.of(spectrum, n, m, Sides(read, entering))
+    found = effect(spectrum, "muon", spectrum.root.lower, kernel, n, m, orthogonal=step)
     own = dataclasses.replace(Change.of(found.coherent, found.drawn), total=found.total)
     carried = own.times(1.0)  # W2's entries have the variance 1/m
     plain = own.total + between(own.coherent, gradients[1], own.coherent)
@@ -311,19 +313,12 @@ def test_a_matrix_behind_muon_s_step() -> None:
     assert np.trace(behind.total + met) / tokens == pytest.approx(seen, rel=0.03)
     assert abs(np.trace(plain) / tokens / seen - 1) > 0.06
     same = Spectrum.of(np.eye(tokens), gradients[0])
-    steady = effect(
-        same,
-        "muon",
-        same.root.lower,
-        np.eye(tokens),
-        n,
-        m,
-        sides=Sides(0 * read + np.eye(tokens), entering),
-    )
+    step = Orthogonal.of(same, n, m, Sides(0 * read + np.eye(tokens), entering))
+    steady = effect(same, "muon", same.root.lower, np.eye(tokens), n, m, orthogonal=step)
     own = Change.of(steady.coherent, steady.drawn)
     every = between(own.coherent, gradients[0], own.coherent)
     every = every + scattering(own, own, gradients[0], steady.received)
-    assert every == pytest.approx(same.orthogonal(n, m).kernel, rel=1e-6, abs=1e-9)
+    assert every == pytest.approx(step.kernel, rel=1e-6, abs=1e-9)
 
 
 def test_muon_s_step_by_draws() -> None:
@@ -341,7 +336,7 @@ def test_muon_s_step_by_draws() -> None:
     both = [mapped(np.linalg.cholesky(k), f) for k, f in ((kernel, n), (gradient, m))]
     sides = Sides(*(one @ np.swapaxes(one, 1, 2) / one.shape[2] for one in both))
     for parts in (None, np.array([np.ones(tokens), np.linspace(2.0, -1.0, tokens)])):
-        found = Spectrum.of(kernel, gradient).orthogonal(n, m, sides, parts)
+        found = Orthogonal.of(Spectrum.of(kernel, gradient), n, m, sides, parts)
         kernels, squares, slopes, norms, ratios = np.zeros((tokens, tokens)), [], [], [], []
         for x, delta in zip(*both, strict=True):
             weights = np.ones((1, tokens)) if parts is None else parts
@@ -360,7 +355,7 @@ def test_muon_s_step_by_draws() -> None:
         known = n * m * (kernel * gradient).sum()
         wanted = np.mean(slopes) * (known / np.mean(norms)) ** 0.5
         assert found.slope == pytest.approx(wanted, rel=1e-5)
-    independent = Spectrum.of(kernel, gradient).orthogonal(n, m)
+    independent = Orthogonal.of(Spectrum.of(kernel, gradient), n, m)
     assert independent.square > 1.03 * first
 
 
@@ -457,7 +452,7 @@ def test_heads_lose_what_each_loses_with_the_distance() -> None:
     distance = np.subtract.outer(np.arange(12), np.arange(12)).astype(float)
     tokens = correlated(24, 5)
     carried = np.zeros_like(tokens)
-    for head, found in enumerate(rows.weights):
+    for head, found in enumerate(rows.heads.weights):
         logits = np.where(distance >= 0, -(0.5 ** (head + 1)) * distance, -np.inf)
         weights = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
         assert found == pytest.approx(np.kron(np.eye(2), weights), abs=1e-3)
@@ -536,7 +531,7 @@ def test_functions_are_those_of_the_laws(name: str) -> None:
     moment = np.mean(np.asarray(function(NUMPY, x), float) ** 2)
     slope = np.mean(np.asarray(derivative(NUMPY, x), float) ** 2)
     one = np.ones((1, 1))
-    pairs = Pairs.of(laws, {})
+    pairs = Pairs(laws)
     assert pairs.moment(one[0], one[0], one)[0, 0] == pytest.approx(moment, rel=0.02)
     assert pairs.slope(one[0], one[0], one)[0, 0] == pytest.approx(slope, rel=0.02)
 
@@ -545,12 +540,12 @@ def test_small_and_large_changes_join() -> None:
     """The slopes alone carry small changes; at the seam both ways agree."""
     laws, kernel = activation_laws("gelu"), correlated(4, 0)
     grown = correlated(4, 1)
-    output = Pairs.of(laws, {}).moment(np.diag(kernel), np.diag(kernel), kernel)
+    output = Pairs(laws).moment(np.diag(kernel), np.diag(kernel), kernel)
     sizes = []
     for scale in (0.9e-5, 1.1e-5):
         factor = scale * np.diag(kernel).max() / np.diag(grown).max()
         change = dataclasses.replace(Change.none(4), total=factor * grown)
-        sizes.append(activated(laws, {}, change, kernel, output)[0].total / factor)
+        sizes.append(activated(laws, change, kernel, output)[0].total / factor)
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-3)
 
 
@@ -566,10 +561,10 @@ def test_what_reaches_a_tensor_is_what_lies_below(
     prediction: moments.Prediction, optimizer: str
 ) -> None:
     """width tr(P D) = sum of the slopes of all parameters before, at every point of the stream."""
-    from moments.step.first import Stepped, named_optimizer
+    from moments.step.first import named_optimizer, stepped
 
     reading = prediction._stepping.reading
-    step = Stepped(reading, named_optimizer(optimizer), 1e-9)
+    step = stepped(reading, named_optimizer(optimizer), 1e-9)
     below: dict[int, float] = {}
     for weight in step.weights:
         below[weight.layer] = below.get(weight.layer, 0.0) + weight.slope

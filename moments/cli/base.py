@@ -22,7 +22,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ..errors import DomainError, MomentsError, ValidityWarning, brief, domain_error
-from ..files import finite, parse_json, read_toml, replacing
+from ..files import parse_json, plain, read_toml, replacing
 
 if TYPE_CHECKING:
     from ..model.transformer import Transformer
@@ -204,7 +204,7 @@ class Answer:
 
 def _records(frame: Any) -> list[dict[str, Any]]:
     """A table as JSON has it, a row each."""
-    return [finite(row) for row in frame.to_dict("records")]
+    return [plain(row) for row in frame.to_dict("records")]
 
 
 _WAYS: dict[str, tuple[Any, Any]] = {

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import DomainError, domain_error
-from .algebra import FLOAT, NUMPY, RECORDED, LogSeries, hermite_coefficients, mehler, whole
+from .algebra import FLOAT, NODES, NUMPY, RECORDED, LogSeries, midpoints, whole
 from .checks import Interval
-from .law import ComponentLaws, Law, Source, derived
+from .law import ComponentLaws, Law, Source, Substituted, derived, times
 from .references import CHO, kedia
 
 Pair = Callable[[Any, Any, Any, Any], Any]
@@ -59,52 +59,36 @@ def activation(
     `limits` narrows the variances where the expectations are resolved numerically.
     """
     within = {} if limits is None else dict(limits)
-
-    def law(formula: Callable[..., Any], quantity: str) -> Law:
-        return Law(formula, source.get(quantity, by_default), limits=within)
+    by_default = derived("second moment and slope of a Gaussian pair, checked by quadrature")
 
     def covariance(m: Any, v: Any, other: Any, r: Any) -> Any:
         return moment(m, v, other, r) - mean(m, v) * mean(m, other)
 
-    by_default = derived("second moment and slope of a Gaussian pair, checked by quadrature")
+    formulas = {
+        "mean": Substituted(mean, v="x_variance"),
+        "variance": Substituted(covariance, **_OWN),
+        "covariance": Substituted(covariance, **_PAIR),
+        "hidden_covariance": Substituted(covariance, **_OWN | {"r": "x_hidden_correlation"}),
+        "grad_variance": times(Substituted(slope, **_OWN), "grad_variance"),
+        "grad_covariance": times(Substituted(slope, **_PAIR), "grad_covariance"),
+        "kurtosis": Substituted(kurtosis, v="x_variance"),
+        "alignment": Substituted(alignment, v="x_variance"),
+    }
     return ComponentLaws(
         name,
         title,
         {
-            "mean": law(lambda m, x_variance: mean(m, x_variance), "mean"),
-            "variance": law(
-                lambda m, x_variance: covariance(m, x_variance, x_variance, 1), "variance"
-            ),
-            "covariance": law(
-                lambda m, x_variance, x_other_variance, x_correlation: covariance(
-                    m, x_variance, x_other_variance, x_correlation
-                ),
-                "covariance",
-            ),
-            "hidden_covariance": law(
-                lambda m, x_variance, x_hidden_correlation: covariance(
-                    m, x_variance, x_variance, x_hidden_correlation
-                ),
-                "hidden_covariance",
-            ),
-            "grad_variance": law(
-                lambda m, x_variance, grad_variance: (
-                    slope(m, x_variance, x_variance, 1) * grad_variance
-                ),
-                "grad_variance",
-            ),
-            "grad_covariance": law(
-                lambda m, x_variance, x_other_variance, x_correlation, grad_covariance: (
-                    slope(m, x_variance, x_other_variance, x_correlation) * grad_covariance
-                ),
-                "grad_covariance",
-            ),
-            "kurtosis": law(lambda m, x_variance: kurtosis(m, x_variance), "kurtosis"),
-            "alignment": law(lambda m, x_variance: alignment(m, x_variance), "alignment"),
+            quantity: Law(formula, source.get(quantity, by_default), limits=within)
+            for quantity, formula in formulas.items()
         },
         simplified=simplified or {},
         entrywise=entrywise,
     )
+
+
+_PAIR: dict[str, Any] = {"v": "x_variance", "other": "x_other_variance", "r": "x_correlation"}
+_OWN: dict[str, Any] = {"v": "x_variance", "other": "x_variance", "r": lambda m: 1}
+"""A pair of tokens, and a token with itself."""
 
 
 def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,6 +102,7 @@ def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
     noted = whole(at, lambda *values: formula(NUMPY, *values))
     series = LogSeries(lambda variance: np.asarray(formula(NUMPY, variance)))
 
+    @functools.wraps(formula)
     def law(m: Any, *values: Any) -> Any:
         if m is FLOAT:
             return at(*values)
@@ -258,17 +243,22 @@ IDENTITY = activation(
 # --- Any other function: expectations over the Gaussian ------------------------------------------
 
 
-def fourth_over_squared(m: Any, function: Single, v: Any) -> Any:
+def fourth_over_squared(m: Any, function: Single, v: Any, kinks: bool = False) -> Any:
     """Kurtosis about zero of a function of a Gaussian, by quadrature."""
-    fourth = m.expect(lambda n, x: function(n, x) ** 4, v)
-    return fourth / m.expect(lambda n, x: function(n, x) ** 2, v) ** 2
+    fourth = m.expect(lambda n, x: function(n, x) ** 4, v, kinks)
+    return fourth / m.expect(lambda n, x: function(n, x) ** 2, v, kinks) ** 2
 
 
-def slope_alignment(m: Any, function: Single, derivative: Single, v: Any) -> Any:
-    """E f^2 f'^2/(E f^2 E f'^2) of a Gaussian, by quadrature."""
-    both = m.expect(lambda n, x: (function(n, x) * derivative(n, x)) ** 2, v)
-    apart = m.expect(lambda n, x: function(n, x) ** 2, v)
-    return both / (apart * m.expect(lambda n, x: derivative(n, x) ** 2, v))
+def slope_alignment(
+    m: Any, function: Single, derivative: Single, v: Any, kinks: bool = False
+) -> Any:
+    """E f^2 f'^2/(E f^2 E f'^2) of a Gaussian, by quadrature; 1 where there is no slope, as of a
+    step function."""
+    both = m.expect(lambda n, x: (function(n, x) * derivative(n, x)) ** 2, v, kinks)
+    apart = m.expect(lambda n, x: function(n, x) ** 2, v, kinks)
+    apart = apart * m.expect(lambda n, x: derivative(n, x) ** 2, v, kinks)
+    nothing = 1 * (apart == 0)
+    return (both + nothing) / (apart + nothing)
 
 
 def by_quadrature(
@@ -280,6 +270,7 @@ def by_quadrature(
     largest_variance: float = 25.0,
     odd: bool = False,
     even_part: Single | None = None,
+    kinks: bool = False,
 ) -> ComponentLaws:
     """An activation without closed forms: its laws are Gaussian expectations.
 
@@ -287,7 +278,7 @@ def by_quadrature(
     Numerically: the trapezoidal rule; pairs by the Hermite (Mehler) expansion in r. Resolved for
     variances up to `largest_variance`, beyond which the function is nearly a kink on its input's
     scale; GeLU's tanh form to 1e-10. An `odd` function's mean is 0; of an `even_part`, a linear
-    function's rounding does not hide a small one.
+    function's rounding does not hide a small one. What may have `kinks` is averaged by midpoints.
     """
     averaged = even_part or function
     resolved = Interval(0.0, largest_variance, open_lower=True)
@@ -295,11 +286,11 @@ def by_quadrature(
         name,
         title,
         limits={"x_variance": resolved, "x_other_variance": resolved},
-        mean=remembered(lambda m, v: 0 * v if odd else m.expect(averaged, v)),
-        moment=remembered(lambda m, v, other, r: m.expect_pair(function, v, other, r)),
-        slope=remembered(lambda m, v, other, r: m.expect_pair(derivative, v, other, r)),
-        kurtosis=remembered(lambda m, v: fourth_over_squared(m, function, v)),
-        alignment=remembered(lambda m, v: slope_alignment(m, function, derivative, v)),
+        mean=remembered(lambda m, v: 0 * v if odd else m.expect(averaged, v, kinks)),
+        moment=remembered(lambda m, v, other, r: m.expect_pair(function, v, other, r, kinks)),
+        slope=remembered(lambda m, v, other, r: m.expect_pair(derivative, v, other, r, kinks)),
+        kurtosis=remembered(lambda m, v: fourth_over_squared(m, function, v, kinks)),
+        alignment=remembered(lambda m, v: slope_alignment(m, function, derivative, v, kinks)),
         source={},
         entrywise=(function, derivative),
     )
@@ -497,88 +488,21 @@ MISH = by_quadrature(
 
 Function = Callable[[np.ndarray], np.ndarray]
 
-NODES = 4096
-
-
-@functools.cache
-def grid(count: int = NODES) -> tuple[np.ndarray, np.ndarray]:
-    """Midpoints of equal cells over twelve standard deviations, and their Gaussian weights."""
-    nodes = (np.arange(count) + 0.5) * (24.0 / count) - 12.0
-    weights = np.exp(-(nodes**2) / 2)
-    return nodes, weights / weights.sum()
-
-
-def _values(function: Function, variance: Any) -> np.ndarray:
-    scale = np.sqrt(np.asarray(variance, dtype=float))[..., None]
-    return np.asarray(function(scale * grid()[0]), dtype=float)
-
-
-def _single(function: Function, power: int, variance: Any) -> Any:
-    return _values(function, variance) ** power @ grid()[1]
-
 
 def _formula(name: str, function: Function) -> Single:
-    """The function over any number system: by name as a symbol, in double precision elsewhere."""
+    """The function over any number system: by name as a symbol, else by its values in double
+    precision."""
 
     def formula(m: Any, x: Any) -> Any:
         if hasattr(x, "free_symbols"):
             import sympy
 
             return sympy.Function(name)(x)
+        if isinstance(x, np.ndarray):
+            return np.asarray(function(x), dtype=float)
         return float(function(np.asarray([float(x)]))[0])
 
     return formula
-
-
-def sampled(
-    name: str, function: Function, derivative: Function, largest_variance: float
-) -> ComponentLaws:
-    """Laws of `function`, whose expectations are resolved up to `largest_variance`."""
-    resolved = Interval(0.0, largest_variance, open_lower=True)
-    symbolic, symbolic_slope = _formula(name, function), _formula(f"{name}'", derivative)
-
-    def expect(m: Any, power: int, v: Any) -> Any:
-        if m is NUMPY or m is FLOAT:
-            value = _single(function, power, v)
-            return value if np.ndim(v) else float(value)
-        return m.expect(lambda n, x: symbolic(n, x) ** power, v)
-
-    def pair(m: Any, of: Function, formula: Single, v: Any, other: Any, r: Any) -> Any:
-        if m is not NUMPY and m is not FLOAT:
-            return m.expect_pair(formula, v, other, r)
-        if np.ndim(r) == 0 and r == 1 and v is other:
-            value = _single(of, 2, v)
-        else:
-            one, two = (
-                hermite_coefficients(lambda _, x: of(x), np.asarray(one), grid, NODES)
-                for one in (v, other)
-            )
-            value = mehler(one, two, r)
-        return value if np.ndim(value) else float(value)
-
-    def aligned(m: Any, v: Any) -> Any:
-        if m is not NUMPY and m is not FLOAT:
-            return slope_alignment(m, symbolic, symbolic_slope, v)
-        weights = grid()[1]
-        squares = [_values(of, v) ** 2 for of in (function, derivative)]
-        value = (squares[0] * squares[1]) @ weights
-        apart = (squares[0] @ weights) * (squares[1] @ weights)
-        # a step function has no slope to align with anything
-        value = np.divide(value, apart, out=np.ones_like(value), where=apart > 0)
-        return value if np.ndim(v) else float(value)
-
-    return activation(
-        name,
-        f"{name}, registered by the user",
-        limits={"x_variance": resolved, "x_other_variance": resolved},
-        mean=remembered(lambda m, v: expect(m, 1, v)),
-        moment=remembered(lambda m, v, other, r: pair(m, function, symbolic, v, other, r)),
-        slope=remembered(lambda m, v, other, r: pair(m, derivative, symbolic_slope, v, other, r)),
-        kurtosis=remembered(lambda m, v: expect(m, 4, v) / expect(m, 2, v) ** 2),
-        alignment=remembered(aligned),
-        source={},
-        entrywise=(lambda m, x: function(x), lambda m, x: derivative(x)),
-    )
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -689,7 +613,14 @@ def register_activation(name: str, function: Function, derivative: Function) -> 
             "name", name, "lower-case letters, digits and underscores", "choose another name"
         )
     _check_function(name, function, derivative)
-    laws = sampled(name, function, derivative, _largest_variance(name, function, derivative))
+    laws = by_quadrature(
+        name,
+        f"{name}, registered by the user",
+        _formula(name, function),
+        _formula(f"{name}'", derivative),
+        largest_variance=_largest_variance(name, function, derivative),
+        kinks=True,
+    )
     with _LOCK:
         if name in _REGISTERED and _same(_REGISTERED[name][1:], (function, derivative)):
             return _REGISTERED[name][0]
@@ -763,7 +694,7 @@ def _converged(name: str, function: Function, derivative: Function, variance: fl
         with np.errstate(over="ignore"):
             coarse, fine = (
                 weights * _evaluated(what, name, chosen, np.sqrt(variance) * nodes) ** power
-                for nodes, weights in (grid(), grid(2 * NODES))
+                for nodes, weights in (midpoints(NODES), midpoints(2 * NODES))
             )
             total = fine.sum()
         if not np.isfinite(total):

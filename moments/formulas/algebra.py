@@ -68,20 +68,38 @@ def _normal_grid(half: int) -> tuple[np.ndarray, np.ndarray]:
     return nodes, weights / weights.sum()
 
 
-def _grid_for(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+@functools.cache
+def midpoints(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Midpoints of equal cells and their Gaussian weights: they avoid the origin, where most kinks
+    and jumps are."""
+    nodes = (np.arange(count) + 0.5) * (2 * _WIDEST / count) - _WIDEST
+    weights = np.exp(-(nodes**2) / 2)
+    return nodes, weights / weights.sum()
+
+
+NODES = 4096
+"""Midpoints of a function with kinks."""
+
+Rule = tuple[Callable[[int], tuple[np.ndarray, np.ndarray]], int]
+"""Gives nodes and weights of the normal, and its number of steps."""
+
+
+def _rule_for(variance: np.ndarray, kinks: bool = False) -> Rule:
     """A step that resolves a function of x at standard deviation sqrt(v): at most 0.3 in x.
 
     Beyond a variance of about 10^4, far outside what laws by quadrature are resolved for, no finer.
     """
+    if kinks:
+        return midpoints, NODES
     step = min(0.125, 0.3 / math.sqrt(max(float(np.max(variance)), 1e-300)))
     # Powers of two in the number of steps keep the cache small.
-    return _normal_grid(min(2 ** math.ceil(math.log2(_WIDEST / step)), _FINEST))
+    return _normal_grid, min(2 ** math.ceil(math.log2(_WIDEST / step)), _FINEST)
 
 
 @functools.lru_cache(maxsize=8)
-def _hermite_rows(rule: Callable[[int], tuple[np.ndarray, np.ndarray]], size: int) -> np.ndarray:
+def _hermite_rows(rule: Rule) -> np.ndarray:
     """Weighted orthonormal Hermite polynomials He_a/sqrt(a!) at the nodes, one row each."""
-    nodes, weights = rule(size)
+    nodes, weights = rule[0](rule[1])
     rows = np.empty((_ORDERS, nodes.size))
     rows[0], rows[1] = 1.0, nodes
     for a in range(1, _ORDERS - 1):
@@ -168,8 +186,7 @@ def _hermite_series(function: Formula) -> LogSeries:
     """Hermite coefficients, and the squared sums of those left out, behind one another."""
 
     def values(variance: np.ndarray) -> np.ndarray:
-        half = _grid_for(variance)[0].size // 2
-        found = hermite_coefficients(function, variance, _normal_grid, half)
+        found = _hermite_coefficients(function, variance, _rule_for(variance))
         return np.concatenate([found.orders, found.even[:, None], found.odd[:, None]], axis=1)
 
     return LogSeries(values)
@@ -181,37 +198,40 @@ def _square_series(function: Formula) -> LogSeries:
     return LogSeries(lambda variance: _expect_float(lambda m, x: function(m, x) ** 2, variance))
 
 
-def _expect_float(function: Formula, variance: Any) -> Any:
+def _expect_float(function: Formula, variance: Any, kinks: bool = False) -> Any:
     v, where = _distinct(np.asarray(variance, dtype=float))
-    nodes, weights = _grid_for(v)
+    rule, size = _rule_for(v, kinks)
+    nodes, weights = rule(size)
     values = function(NUMPY, np.sqrt(v)[..., None] * nodes) @ weights
     return values if where is None else values[where]
 
 
-def _expect_pair_float(function: Formula, variance: Any, other: Any, correlation: Any) -> Any:
+def _expect_pair_float(
+    function: Formula, variance: Any, other: Any, correlation: Any, kinks: bool = False
+) -> Any:
     v, w = np.asarray(variance, dtype=float), np.asarray(other, dtype=float)
     if variance is other and np.ndim(correlation) == 0 and correlation == 1:
-        if LogSeries.serves(v):
+        if LogSeries.serves(v) and not kinks:
             return _square_series(function)(v.ravel()).reshape(v.shape)
-        return _expect_float(lambda m, x: function(m, x) ** 2, v)
-    half = _grid_for(np.maximum(v.max(), w.max()))[0].size // 2
+        return _expect_float(lambda m, x: function(m, x) ** 2, v, kinks)
+    rule = _rule_for(np.maximum(v.max(), w.max()), kinks)
     if v.ndim == w.ndim == np.ndim(correlation) == 0:
-        one = _scalar_coefficients(function, float(v), half)
-        return mehler(one, _scalar_coefficients(function, float(w), half), correlation)
-    first = _coefficients(function, v, half)
+        one = _scalar_coefficients(function, float(v), rule)
+        return _mehler(one, _scalar_coefficients(function, float(w), rule), correlation)
+    first = _coefficients(function, v, rule)
     if v.size == w.size and np.array_equal(v.ravel(), w.ravel()):
         # The usual pair of tokens: one list of variances, along rows and along columns.
-        second = Coefficients(
+        second = _Coefficients(
             first.orders.reshape(*w.shape, -1),
             first.even.reshape(w.shape),
             first.odd.reshape(w.shape),
         )
     else:
-        second = _coefficients(function, w, half)
-    return mehler(first, second, correlation)
+        second = _coefficients(function, w, rule)
+    return _mehler(first, second, correlation)
 
 
-class Coefficients(NamedTuple):
+class _Coefficients(NamedTuple):
     """Hermite coefficients (..., orders) and the squared sum of those left out, by parity (...)."""
 
     orders: np.ndarray
@@ -219,7 +239,7 @@ class Coefficients(NamedTuple):
     odd: np.ndarray
 
 
-def mehler(first: Coefficients, second: Coefficients, correlation: Any) -> Any:
+def _mehler(first: _Coefficients, second: _Coefficients, correlation: Any) -> Any:
     """E f(x) f(x') = sum_a r^a f_a(v) f_a(v'), f_a the Hermite coefficients.
 
     What the orders left out hold is known at r = 1 and r = -1, where the sums are E f(x)^2 and
@@ -264,38 +284,33 @@ def mehler(first: Coefficients, second: Coefficients, correlation: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _scalar_coefficients(function: Formula, variance: float, half: int) -> Coefficients:
-    return hermite_coefficients(function, np.asarray(variance), _normal_grid, half)
+def _scalar_coefficients(function: Formula, variance: float, rule: Rule) -> _Coefficients:
+    return _hermite_coefficients(function, np.asarray(variance), rule)
 
 
-def _coefficients(function: Formula, v: np.ndarray, half: int) -> Coefficients:
+def _coefficients(function: Formula, v: np.ndarray, rule: Rule) -> _Coefficients:
     v, where = _distinct(v)
-    if LogSeries.serves(v):
+    if LogSeries.serves(v) and rule[0] is not midpoints:
         both = _hermite_series(function)(v.ravel()).reshape(*v.shape, -1)
         left = np.maximum(both[..., -2:], 0.0)
-        found = Coefficients(both[..., :-2], left[..., 0], left[..., 1])
+        found = _Coefficients(both[..., :-2], left[..., 0], left[..., 1])
     else:
-        found = hermite_coefficients(function, v, _normal_grid, half)
-    return found if where is None else Coefficients(*(part[where] for part in found))
+        found = _hermite_coefficients(function, v, rule)
+    return found if where is None else _Coefficients(*(part[where] for part in found))
 
 
-def hermite_coefficients(
-    function: Formula,
-    v: np.ndarray,
-    rule: Callable[[int], tuple[np.ndarray, np.ndarray]],
-    size: int,
-) -> Coefficients:
+def _hermite_coefficients(function: Formula, v: np.ndarray, rule: Rule) -> _Coefficients:
     """Those of a function of a Gaussian of variance v, by the rule's nodes and weights."""
-    nodes, weights = rule(size)
+    nodes, weights = rule[0](rule[1])
     values = function(NUMPY, np.sqrt(v)[..., None] * nodes) + 0.0 * nodes
-    orders = values @ _hermite_rows(rule, size).T
+    orders = values @ _hermite_rows(rule).T
     mirrored = values[..., ::-1]
     halves = ((values + mirrored) / 2, (values - mirrored) / 2)
     left = [
         np.maximum(half**2 @ weights - (orders[..., parity::2] ** 2).sum(-1), 0.0)
         for parity, half in enumerate(halves)
     ]
-    return Coefficients(orders, *left)
+    return _Coefficients(orders, *left)
 
 
 def _normal_cdf_float(x: Any) -> Any:
@@ -343,10 +358,8 @@ FLOAT = SimpleNamespace(
         **vars(NUMPY),
         "scalar": True,
         **{name: getattr(math, name) for name in _ELEMENTARY},
-        "expect": lambda function, variance: float(_expect_float(function, variance)),
-        "expect_pair": lambda function, variance, other, r: float(
-            _expect_pair_float(function, variance, other, r)
-        ),
+        "expect": lambda *given: float(_expect_float(*given)),
+        "expect_pair": lambda *given: float(_expect_pair_float(*given)),
     }
 )
 
@@ -368,11 +381,13 @@ def mpmath_namespace() -> SimpleNamespace:
             method="gauss-legendre",
         )
 
-    def expect(function: Formula, variance: Any) -> Any:
+    def expect(function: Formula, variance: Any, kinks: bool = False) -> Any:
         scale = mp.sqrt(variance)
         return gaussian_mean(lambda x: function(this, scale * x))
 
-    def expect_pair(function: Formula, variance: Any, other: Any, r: Any) -> Any:
+    def expect_pair(
+        function: Formula, variance: Any, other: Any, r: Any, kinks: bool = False
+    ) -> Any:
         if r == 1 and variance == other:
             return expect(lambda m, x: function(m, x) ** 2, variance)
         scale, scale_other, rest = mp.sqrt(variance), mp.sqrt(other), mp.sqrt((1 - r) * (1 + r))
@@ -409,11 +424,13 @@ def sympy_namespace() -> SimpleNamespace:
     def density(z: Any) -> Any:
         return sp.exp(-(z**2) / 2) / sp.sqrt(2 * sp.pi)
 
-    def expect(function: Formula, variance: Any) -> Any:
+    def expect(function: Formula, variance: Any, kinks: bool = False) -> Any:
         integrand = density(x) * function(this, sp.sqrt(variance) * x)
         return sp.Integral(integrand, (x, -sp.oo, sp.oo))
 
-    def expect_pair(function: Formula, variance: Any, other: Any, r: Any) -> Any:
+    def expect_pair(
+        function: Formula, variance: Any, other: Any, r: Any, kinks: bool = False
+    ) -> Any:
         if r == 1 and variance == other:
             return expect(lambda m, z: function(m, z) ** 2, variance)
         partner = sp.sqrt(other) * (r * x + sp.sqrt((1 - r) * (1 + r)) * y)
@@ -562,8 +579,8 @@ _SHORTER: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class Recorded:
-    """A number on a tape."""
+class Recorded(np.lib.mixins.NDArrayOperatorsMixin):
+    """A number on a tape; its operators are numpy's functions."""
 
     __slots__ = ("line", "tape", "value")
     ndim, shape, size = 0, (), 1
@@ -602,6 +619,8 @@ class Recorded:
         name = _UFUNCS.get(ufunc.__name__)
         if method != "__call__" or name is None or options:
             raise Unrecordable(f"numpy.{ufunc.__name__}.{method}")
+        if any(isinstance(one, np.ndarray) and one.ndim for one in inputs):
+            raise Unrecordable("a recorded number meets an array")
         return apply(name, *inputs)
 
     def __array_function__(self, function: Any, _types: Any, args: Any, options: Any) -> Any:
@@ -665,43 +684,6 @@ _UFUNCS = {name: name for name in FUNCTIONS} | {
     "arctan": "atan",
     "true_divide": "divide",
 }
-
-
-def _both_sides(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def left(self: Recorded, other: Any) -> Any:
-        if isinstance(other, np.ndarray) and other.ndim:
-            raise Unrecordable("a recorded number meets an array")
-        return apply(name, self, other)
-
-    def right(self: Recorded, other: Any) -> Any:
-        return apply(name, other, self)
-
-    return left, right
-
-
-for _method, _name in (
-    ("add", "add"),
-    ("sub", "subtract"),
-    ("mul", "multiply"),
-    ("truediv", "divide"),
-    ("pow", "power"),
-):
-    _left, _right = _both_sides(_name)
-    setattr(Recorded, f"__{_method}__", _left)
-    setattr(Recorded, f"__r{_method}__", _right)
-for _method, _name in (
-    ("lt", "less"),
-    ("le", "less_equal"),
-    ("gt", "greater"),
-    ("ge", "greater_equal"),
-    ("eq", "equal"),
-    ("ne", "not_equal"),
-):
-    setattr(Recorded, f"__{_method}__", _both_sides(_name)[0])
-for _method, _name in (("neg", "negative"), ("abs", "absolute")):
-    setattr(
-        Recorded, f"__{_method}__", functools.partialmethod(lambda self, n: apply(n, self), _name)
-    )
 
 
 def whole(function: Callable[..., Any], array: Callable[..., Any] | None = None) -> Any:

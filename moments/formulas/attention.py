@@ -355,6 +355,15 @@ def value_path_covariance(m: Any, seq_len: Any, grad_variance: Any, grad_covaria
     return (grad_variance + (seq_len - 1) * grad_covariance) / seq_len
 
 
+def _common(m: Any, x_variance: Any, x_correlation: Any) -> Any:
+    """What all tokens share."""
+    return x_correlation * x_variance
+
+
+def _grad_common(m: Any, grad_covariance: Any) -> Any:
+    return grad_covariance
+
+
 ATTENTION_WITHOUT_VALUE = ComponentLaws(
     "attention_without_value",
     "Single-head attention without the value projection",
@@ -386,26 +395,13 @@ ATTENTION_WITHOUT_VALUE = ComponentLaws(
         ),
     },
     simplified={
-        "variance": asymptotic(
-            lambda m, x_variance, x_correlation: x_correlation * x_variance,
-            kedia("Table 1, SHA"),
-            "uniform attention over many tokens",
-        ),
-        "covariance": asymptotic(
-            lambda m, x_variance, x_correlation: x_correlation * x_variance,
-            kedia("Table 1, SHA: output correlation 1"),
-            "uniform attention over many tokens",
-        ),
-        "grad_variance": asymptotic(
-            lambda m, grad_covariance: grad_covariance,
-            kedia("Table 1, SHA"),
-            "uniform attention over many tokens",
-        ),
-        "grad_covariance": asymptotic(
-            lambda m, grad_covariance: grad_covariance,
-            kedia("Table 1, SHA: gradient correlation 1"),
-            "uniform attention over many tokens",
-        ),
+        quantity: asymptotic(formula, kedia(place), "uniform attention over many tokens")
+        for quantity, formula, place in (
+            ("variance", _common, "Table 1, SHA"),
+            ("covariance", _common, "Table 1, SHA: output correlation 1"),
+            ("grad_variance", _grad_common, "Table 1, SHA"),
+            ("grad_covariance", _grad_common, "Table 1, SHA: gradient correlation 1"),
+        )
     },
 )
 

@@ -7,10 +7,9 @@ independent, and centred. Second moments multiply, and each factor's gradient ca
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from .activation import ACTIVATION_LAWS
-from .law import ComponentLaws, Law, Substituted, derived
+from .law import ComponentLaws, Law, Substituted, derived, times
 
 _SOURCE = derived("second moments of independent centred factors multiply; checked by quadrature")
 
@@ -34,45 +33,30 @@ def gated(base: ComponentLaws) -> ComponentLaws:
     `grad_factor` of the one at u.
     """
     of = base.under("published")
-
-    def square(m: Any, v: Any) -> Any:
-        return of["variance"].formula(m, v) + of["mean"].formula(m, v) ** 2
-
-    def moment(m: Any, v: Any, other: Any, r: Any) -> Any:
-        means = of["mean"].formula(m, v) * of["mean"].formula(m, other)
-        return of["covariance"].formula(m, v, other, r) + means
-
-    def law(formula: Any) -> Law:
-        return Law(formula, _SOURCE, limits=of["covariance"].limits)
-
-    def times(factor: str, quantity: str) -> Law:
-        of_base = of[quantity].formula
-        return law(Substituted(lambda m, of, by: of * by, of=of_base, by=factor))
-
+    mean = of["mean"].formula
+    square = Substituted(lambda m, of, mean: of + mean**2, of=of["variance"].formula, mean=mean)
+    moment = Substituted(
+        lambda m, of, one, two: of + one * two,
+        of=of["covariance"].formula,
+        one=mean,
+        two=Substituted(mean, x_variance="x_other_variance"),
+    )
+    formulas = {
+        "variance": times(square, "factor_variance"),
+        "covariance": times(moment, "factor_covariance"),
+        "grad_variance": times(of["grad_variance"].formula, "factor_variance"),
+        "grad_covariance": times(of["grad_covariance"].formula, "factor_covariance"),
+        "grad_factor": times(square, "grad_variance"),
+        "grad_factor_covariance": times(moment, "grad_covariance"),
+        "kurtosis": Substituted(lambda m, of: 3 * of, of=of["kurtosis"].formula),
+    }
+    limits = of["covariance"].limits
     return ComponentLaws(
         *_KNOWN.get(base.name, (f"gated_{base.name}", f"Gated unit: f(a) u, f = {base.title}")),
         {
             "mean": Law(lambda m: 0, _SOURCE),
             "hidden_covariance": Law(lambda m: 0, _SOURCE),
-            "variance": law(
-                lambda m, x_variance, factor_variance: square(m, x_variance) * factor_variance
-            ),
-            "covariance": law(
-                lambda m, x_variance, x_other_variance, x_correlation, factor_covariance: (
-                    moment(m, x_variance, x_other_variance, x_correlation) * factor_covariance
-                )
-            ),
-            "grad_variance": times("factor_variance", "grad_variance"),
-            "grad_covariance": times("factor_covariance", "grad_covariance"),
-            "grad_factor": law(
-                lambda m, x_variance, grad_variance: square(m, x_variance) * grad_variance
-            ),
-            "grad_factor_covariance": law(
-                lambda m, x_variance, x_other_variance, x_correlation, grad_covariance: (
-                    moment(m, x_variance, x_other_variance, x_correlation) * grad_covariance
-                )
-            ),
-            "kurtosis": law(lambda m, x_variance: 3 * of["kurtosis"].formula(m, x_variance)),
+            **{name: Law(formula, _SOURCE, limits=limits) for name, formula in formulas.items()},
         },
     )
 

@@ -111,6 +111,11 @@ class Substituted:
         return self._formula(m, *arguments)
 
 
+def times(formula: Callable[..., Any], factor: str) -> Substituted:
+    """A formula times one more symbol."""
+    return Substituted(lambda m, of, by: of * by, of=formula, by=factor)
+
+
 @dataclass(frozen=True)
 class Law:
     """One formula.

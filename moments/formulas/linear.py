@@ -5,24 +5,19 @@ x ~ (mean m, variance v, token covariance c), weights independent with variance 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from .law import ComponentLaws, Law, Substituted, derived
+from .law import ComponentLaws, Law, Substituted, derived, times
 from .references import kedia
 
 
-def _pair_through(
-    m: Any,
-    fan_in: Any,
-    weight_variance: Any,
-    x_variance: Any,
-    x_other_variance: Any,
-    x_correlation: Any,
-    x_mean: Any,
-    x_other_mean: Any,
-) -> Any:
-    covariance = x_correlation * m.sqrt(x_variance * x_other_variance)
-    return fan_in * weight_variance * (covariance + x_mean * x_other_mean)
+def _covariance(m: Any, x_variance: Any, x_other_variance: Any, x_correlation: Any) -> Any:
+    return x_correlation * m.sqrt(x_variance * x_other_variance)
+
+
+def _hidden_covariance(m: Any, x_variance: Any, x_hidden_correlation: Any) -> Any:
+    return x_hidden_correlation * x_variance
 
 
 # y_o = sum_i w_oi x_i: features of y are independent given x, so E y y' = d_in s E x x'.
@@ -37,7 +32,15 @@ LINEAR = ComponentLaws(
             ),
             kedia("A.2 and Table 16, FFN"),
         ),
-        "covariance": Law(_pair_through, kedia("A.2 and Table 18, FFN")),
+        "covariance": Law(
+            Substituted(
+                lambda m, fan_in, weight_variance, of, x_mean, x_other_mean: (
+                    fan_in * weight_variance * (of + x_mean * x_other_mean)
+                ),
+                of=_covariance,
+            ),
+            kedia("A.2 and Table 18, FFN"),
+        ),
         "hidden_covariance": Law(lambda m: 0, kedia("Table 19, FFN")),
         "grad_variance": Law(
             lambda m, fan_out, weight_variance, grad_variance: (
@@ -98,16 +101,8 @@ DROPOUT = ComponentLaws(
             ),
             kedia("A.3 and Table 16, Dropout"),
         ),
-        "covariance": Law(
-            lambda m, x_variance, x_other_variance, x_correlation: (
-                x_correlation * m.sqrt(x_variance * x_other_variance)
-            ),
-            kedia("A.3 and Table 18, Dropout"),
-        ),
-        "hidden_covariance": Law(
-            lambda m, x_variance, x_hidden_correlation: x_hidden_correlation * x_variance,
-            kedia("A.3 and Table 19, Dropout"),
-        ),
+        "covariance": Law(_covariance, kedia("A.3 and Table 18, Dropout")),
+        "hidden_covariance": Law(_hidden_covariance, kedia("A.3 and Table 19, Dropout")),
         "grad_variance": Law(
             lambda m, drop_prob, grad_variance: grad_variance / _kept(m, drop_prob),
             kedia("A.3 and Table 17, Dropout"),
@@ -122,6 +117,14 @@ DROPOUT = ComponentLaws(
     },
 )
 
+_UNSCALED: dict[str, Callable[..., Any]] = {
+    "variance": lambda m, x_variance: x_variance,
+    "covariance": _covariance,
+    "hidden_covariance": _hidden_covariance,
+    "grad_variance": lambda m, grad_variance: grad_variance,
+    "grad_covariance": lambda m, grad_covariance: grad_covariance,
+}
+
 # A constant multiplier: residual scales, LayerNorm Scaling, output scales.
 SCALE = ComponentLaws(
     "scale",
@@ -131,30 +134,10 @@ SCALE = ComponentLaws(
             lambda m, weight_variance, x_mean: m.sqrt(weight_variance) * x_mean,
             derived("definition; a positive constant"),
         ),
-        "variance": Law(
-            lambda m, weight_variance, x_variance: weight_variance * x_variance,
-            derived("definition"),
-        ),
-        "covariance": Law(
-            lambda m, weight_variance, x_variance, x_other_variance, x_correlation: (
-                weight_variance * x_correlation * m.sqrt(x_variance * x_other_variance)
-            ),
-            derived("definition"),
-        ),
-        "hidden_covariance": Law(
-            lambda m, weight_variance, x_variance, x_hidden_correlation: (
-                weight_variance * x_hidden_correlation * x_variance
-            ),
-            derived("definition"),
-        ),
-        "grad_variance": Law(
-            lambda m, weight_variance, grad_variance: weight_variance * grad_variance,
-            derived("definition"),
-        ),
-        "grad_covariance": Law(
-            lambda m, weight_variance, grad_covariance: weight_variance * grad_covariance,
-            derived("definition"),
-        ),
+        **{
+            quantity: Law(times(formula, "weight_variance"), derived("definition"))
+            for quantity, formula in _UNSCALED.items()
+        },
         "kurtosis": Law(lambda m: 3, derived("Gaussian input")),
     },
 )

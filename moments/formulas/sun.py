@@ -27,17 +27,10 @@ def _attention_reach(m: Any, seq_len: Any) -> Any:
 
 
 def _attention_linear(
-    m: Any, weight_variance: Any, d_model: Any, d_head: Any, heads: Any, seq_len: Any
+    m: Any, weight_variance: Any, inner: Any, d_model: Any, d_head: Any, heads: Any, seq_len: Any
 ) -> Any:
-    """Coefficient of 1/sigma in equation 36's attention factor."""
-    width = weight_variance * d_model * m.sqrt(d_head) + 1 + m.sqrt(d_head / d_model)
-    return 2 * d_model * heads * _attention_reach(m, seq_len) * weight_variance * width
-
-
-def _attention_linear_printed(
-    m: Any, weight_variance: Any, d_model: Any, d_head: Any, heads: Any, seq_len: Any
-) -> Any:
-    width = d_model * m.sqrt(d_head) + 1 + m.sqrt(d_head / d_model)
+    """Coefficient of 1/sigma in equation 36's attention factor, `inner` a weight variance too."""
+    width = inner * d_model * m.sqrt(d_head) + 1 + m.sqrt(d_head / d_model)
     return 2 * d_model * heads * _attention_reach(m, seq_len) * weight_variance * width
 
 
@@ -99,14 +92,16 @@ CURSE_OF_DEPTH = ComponentLaws(
         "jacobian_linear": Law(
             lambda m, weight_variance, d_model, d_ff, d_head, heads, seq_len: (
                 weight_variance * _ffn_width(m, d_model, d_ff)
-                + _attention_linear(m, weight_variance, d_model, d_head, heads, seq_len)
+                + _attention_linear(
+                    m, weight_variance, weight_variance, d_model, d_head, heads, seq_len
+                )
             ),
             _sun("equation 36 multiplied out, its first factor as equation 40 has it"),
         ),
         "jacobian_linear_printed": Law(
             lambda m, weight_variance, d_model, d_ff, d_head, heads, seq_len: (
                 weight_variance / _ffn_width(m, d_model, d_ff)
-                + _attention_linear_printed(m, weight_variance, d_model, d_head, heads, seq_len)
+                + _attention_linear(m, weight_variance, 1, d_model, d_head, heads, seq_len)
             ),
             _sun("equation 47"),
             note="the first term's denominator belongs in its numerator (equation 40), and a "
@@ -116,7 +111,9 @@ CURSE_OF_DEPTH = ComponentLaws(
             lambda m, weight_variance, d_model, d_ff, d_head, heads, seq_len: (
                 weight_variance
                 * _ffn_width(m, d_model, d_ff)
-                * _attention_linear(m, weight_variance, d_model, d_head, heads, seq_len)
+                * _attention_linear(
+                    m, weight_variance, weight_variance, d_model, d_head, heads, seq_len
+                )
             ),
             _sun("equation 36 multiplied out, its first factor as equation 40 has it"),
         ),

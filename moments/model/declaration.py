@@ -21,12 +21,12 @@ from ..formulas.checks import (
     check_number,
 )
 from .embedding import Embedding
-from .fields import set_field, settle
+from .fields import Stored, set_field, settle
 from .head import Head
 from .patches import PatchEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
-from .weights import Biases, Weights, check_lengths
+from .weights import Biases, Weights, check_length, check_lengths
 
 if TYPE_CHECKING:
     from .transformer import Transformer
@@ -46,6 +46,15 @@ MOST_LAYERS = 10**6
 """A declaration holds a few numbers for every layer; the deepest network published has 1,000."""
 MOST_HEADS = 2**20
 """Where every head, or every pair of features in one, has a number of its own."""
+PARTS: dict[str, tuple[type[Stored], ...]] = {
+    "weights": (Weights,),
+    "biases": (Biases,),
+    "rotary": (Rotary,),
+    "relative_bias": (RelativeBias,),
+    "embedding": (Embedding, PatchEmbedding),
+    "head": (Head,),
+}
+"""Fields that are declarations of their own; an encoder is a whole one."""
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 
 
@@ -124,29 +133,16 @@ def _resolve_defaults(model: Transformer) -> None:
 
 
 def _check_parts(model: Transformer) -> None:
-    for name, kind in (
-        ("weights", Weights),
-        ("biases", Biases),
-        ("rotary", Rotary),
-        ("relative_bias", RelativeBias),
-        ("encoder", type(model)),
-    ):
+    for name, kinds in (PARTS | {"encoder": (type(model),)}).items():
         value = getattr(model, name)
-        if value is not None and not isinstance(value, kind):
-            raise domain_error(name, value, f"a moments.{kind.__name__}, or None")
-    if not isinstance(model.embedding, Embedding | PatchEmbedding | None):
-        allowed = "a moments.Embedding or moments.PatchEmbedding, or None"
-        raise domain_error("embedding", model.embedding, allowed)
-    if not isinstance(model.head, Head | None):
-        raise domain_error("head", model.head, "a moments.Head, or None")
+        if value is not None and not isinstance(value, kinds):
+            words = " or ".join(f"moments.{kind.__name__}" for kind in kinds)
+            raise domain_error(name, value, f"a {words}, or None")
 
 
 def _per_layer(model: Transformer, name: str, interval: Interval) -> Any:
     entries = check_layers(name, getattr(model, name), interval, "scales multiply amplitudes")
-    if isinstance(entries, tuple) and len(entries) != model.layers:
-        raise domain_error(
-            name, f"{len(entries)} numbers", f"one number, or one per layer ({model.layers})"
-        )
+    check_length(name, entries, model.layers)
     return entries
 
 

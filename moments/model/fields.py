@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Self
 
 from ..errors import DomainError, domain_error
+from ..files import plain
 
 
 def set_field(declaration: Any, name: str, value: Any) -> None:
@@ -59,8 +60,7 @@ class Stored:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `from_dict` reads it back."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+        return {f.name: plain(getattr(self, f.name)) for f in fields(self)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import domain_error
-from .declaration import check
-from .embedding import Embedding
+from ..files import plain
+from .declaration import PARTS, check
 from .fields import check_fields
-from .head import Head
-from .patches import PatchEmbedding
 from .positions import RelativeBias, Rotary
 from .summary import html, text
 from .weights import Biases, LayerWeights, Weights
@@ -263,7 +261,7 @@ class Transformer:
             if not f.init or (f.name == "name" and self.name is None):
                 continue
             value: Any = None if f.name in self._defaulted else getattr(self, f.name)
-            data[f.name] = value.to_dict() if hasattr(value, "to_dict") else _lists(value)
+            data[f.name] = value.to_dict() if hasattr(value, "to_dict") else plain(value)
         return data
 
     @classmethod
@@ -280,9 +278,11 @@ class Transformer:
         if version != FORMAT_VERSION:
             raise domain_error("format", version, f"{FORMAT_VERSION}")
         check_fields("model", fields, cls)
-        for name, read in _readers().items():
-            if fields.get(name) is not None:
-                fields[name] = read(fields[name])
+        for name, kinds in (PARTS | {"encoder": (cls,)}).items():
+            part = fields.get(name)
+            if part is not None:
+                of_patches = isinstance(part, Mapping) and "patch_size" in part
+                fields[name] = kinds[-1 if of_patches else 0].from_dict(part)
         return cls(**fields)
 
     def __str__(self) -> str:
@@ -290,26 +290,3 @@ class Transformer:
 
     def _repr_html_(self) -> str:
         return html(self)
-
-
-def _lists(value: Any) -> Any:
-    return [_lists(entry) for entry in value] if isinstance(value, tuple) else value
-
-
-def _readers() -> dict[str, Any]:
-    """What reads each field that is a declaration of its own."""
-
-    def embedding(data: Mapping[str, Any]) -> Any:
-        if not isinstance(data, Mapping) or "patch_size" not in data:
-            return Embedding.from_dict(data)
-        return PatchEmbedding.from_dict(data)
-
-    return {
-        "weights": Weights.from_dict,
-        "biases": Biases.from_dict,
-        "embedding": embedding,
-        "head": Head.from_dict,
-        "rotary": Rotary.from_dict,
-        "relative_bias": RelativeBias.from_dict,
-        "encoder": Transformer.from_dict,
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..errors import domain_error
 from ..formulas.checks import (
@@ -213,10 +213,11 @@ class Biases(Stored):
 def check_lengths(name: str, variances: Weights | Biases | None, layers: int) -> None:
     """Raise a DomainError where a per-layer list does not have `layers` entries."""
     for f in () if variances is None else dataclasses.fields(variances):
-        value = getattr(variances, f.name)
-        if isinstance(value, tuple) and len(value) != layers:
-            raise domain_error(
-                f"{name}.{f.name}",
-                f"{len(value)} numbers",
-                f"one number, or one per layer ({layers})",
-            )
+        check_length(f"{name}.{f.name}", getattr(variances, f.name), layers)
+
+
+def check_length(name: str, value: Any, layers: int) -> None:
+    """The same of one list."""
+    if isinstance(value, tuple) and len(value) != layers:
+        allowed = f"one number, or one per layer ({layers})"
+        raise domain_error(name, f"{len(value)} numbers", allowed)

@@ -69,7 +69,9 @@ class Alike(NamedTuple):
             record = body.propagate(signals, Run(memory)).backward(gradients)
             for position, one in enumerate(record.in_order()):
                 places = [starts[n] + position for n in numbers]
-                found.append((Group(_sublayer(one), places, True), one))
+                axes = one.input.kernel.diagonal, one.gradient_sent.kernel.diagonal
+                shape = np.broadcast_shapes(*map(np.shape, axes))
+                found.append((Group(sublayer_of(one, shape), places, True), one))
         return found
 
     def walk(self, layers: Sequence[Layer]) -> AllAtOnce:
@@ -77,11 +79,10 @@ class Alike(NamedTuple):
         return AllAtOnce([group for group, _ in self.sublayers(layers)])
 
 
-def _sublayer(record: Record) -> Sublayer:
-    axes = record.input.kernel.diagonal, record.gradient_sent.kernel.diagonal
+def sublayer_of(record: Record, shape: tuple[int, ...]) -> Sublayer:
+    """What a part does, in as many configurations."""
     unit = trace_of(matrix_of(record.gradient_sent.kernel, record.input.seq_len))
-    unit = np.broadcast_to(unit, np.broadcast_shapes(*map(np.shape, axes)))
-    return record.component.sublayer(record, Around(unit))
+    return record.component.sublayer(record, Around(np.broadcast_to(unit, shape)))
 
 
 def across_sequences(

@@ -29,7 +29,6 @@ from ..engine.classes import ClassMatrix
 from ..engine.composition import Chain, Layer
 from ..engine.response import (
     SINGLE,
-    Around,
     GradientAdjoint,
     Matrix,
     Response,
@@ -45,7 +44,7 @@ from ..engine.response import (
 from ..engine.state import Array
 from ..engine.trace import Trace
 from ..errors import listed
-from .alike import Alike, across_sequences, sublayer_starts
+from .alike import Alike, across_sequences, sublayer_of, sublayer_starts
 from .network import Network, OneByOne, SensitivityWalk
 
 NORMAL_95 = 1.959963984540054
@@ -172,12 +171,8 @@ def _by_token(trace: Trace) -> list[Sublayer]:
     kernels = [point.signal.kernel for point in stream]
     kernels += [point.gradient.kernel for point in stream if point.gradient is not None]
     axes = np.broadcast_shapes(*(kernel.diagonal.shape[:-1] for kernel in kernels))
-    found: list[Sublayer] = []
-    for layer in trace.layers:
-        for record in layer.children[0].in_order():
-            unit = trace_of(matrix_of(record.gradient_sent.kernel, record.input.seq_len))
-            found.append(record.component.sublayer(record, Around(np.broadcast_to(unit, axes))))
-    return found
+    records = (one for layer in trace.layers for one in layer.children[0].in_order())
+    return [sublayer_of(one, axes) for one in records]
 
 
 def _at_points(network: Network, starts: Sequence[int], resolved: bool) -> Array:

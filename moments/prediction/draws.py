@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..errors import MomentsError
 
 Array = NDArray[np.float64]
 Place = tuple[int, str]
@@ -81,6 +83,21 @@ class Statistic(NamedTuple):
     value: float
     stderr: float
     samples: Array
+
+    def row(self, name: str) -> dict[str, float]:
+        """Of a table's row what a column of that name has, and the one beside it."""
+        return {name: self.value, f"{name}_stderr": self.stderr}
+
+
+def common_places(draws: Sequence[Mapping[Place, Any]]) -> list[Place]:
+    """The places that every draw saw, by layer.
+
+    Raises:
+        MomentsError: not all saw the same.
+    """
+    if any(set(draw) != set(draws[0]) for draw in draws):
+        raise MomentsError("the draws passed different sites: each must run the same network")
+    return sorted(draws[0], key=lambda place: place[0])
 
 
 def mean_over_draws(samples: Array) -> Statistic:

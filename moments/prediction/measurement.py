@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import MomentsError, domain_error
-from ..files import as_frame
+from ..files import as_frame, plain
 from .draws import (
     CENTRED_SITES,
     OUTPUT_SITES,
@@ -23,6 +23,7 @@ from .draws import (
     RawMoments,
     Statistic,
     WeightGradient,
+    common_places,
     mean_over_draws,
     moments_over_draws,
     typical_over_draws,
@@ -94,9 +95,7 @@ class Measurement:
         Raises:
             MomentsError: the draws hold different places, or the stream of some layer is missing.
         """
-        places = sorted(draws[0].signal, key=lambda place: place[0])
-        if any(set(draw.signal) != set(places) for draw in draws):
-            raise MomentsError("the draws passed different sites: each must run the same network")
+        places = common_places([draw.signal for draw in draws])
         layers = max(layer for layer, site in places if site not in OUTPUT_SITES)
         if missing := [n for n in range(layers + 1) if (n, STREAM) not in draws[0].signal]:
             raise MomentsError(f"no '{STREAM}' was seen at layers {missing}; map one to each layer")
@@ -113,7 +112,7 @@ class Measurement:
             }
             row: dict[str, Any] = {"layer": layer, "site": site}
             for name, statistic in statistics.items():
-                row[name], row[f"{name}_stderr"] = statistic.value, statistic.stderr
+                row |= statistic.row(name)
             rows.append(row)
             if site == STREAM:
                 typical = typical_over_draws(gradient["variance"].samples)
@@ -141,9 +140,7 @@ class Measurement:
         weight_rows = []
         for weight in draws[0].weight_gradients:
             norm = mean_over_draws(np.array([draw.weight_gradients[weight] for draw in draws]))
-            weight_rows.append(
-                weight._asdict() | {"squared_norm": norm.value, "squared_norm_stderr": norm.stderr}
-            )
+            weight_rows.append(weight._asdict() | norm.row("squared_norm"))
         read = [draw.encoder for draw in draws if draw.encoder is not None]
         encoder = None
         if read:
@@ -192,8 +189,9 @@ class Measurement:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, with a format version; nan becomes None."""
-        fields = {name: _plain(value) for name, value in vars(self).items()}
-        return {"format_version": FORMAT_VERSION} | fields
+        fields = vars(self) | {"encoder": self.encoder and self.encoder.to_dict()}
+        found: dict[str, Any] = plain({"format_version": FORMAT_VERSION} | fields)
+        return found
 
     def to_json(self) -> str:
         """`to_dict` as one JSON object."""
@@ -244,20 +242,6 @@ class Measurement:
                 f"logit variance {_with_error(self.logit_variance, self.logit_variance_stderr)}"
             )
         return "\n".join([*lines, *([] if self.encoder is None else [repr(self.encoder)])])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Measurement):
-        return value.to_dict()
-    if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    return value
 
 
 def _some(count: int) -> list[int]:

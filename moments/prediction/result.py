@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,20 +30,6 @@ if TYPE_CHECKING:
     from ..noise.overlap import StackOverlaps
     from ..step.result import FirstStep
     from .stack import OuterWeights
-
-
-class Read(NamedTuple):
-    """What a prediction was made on.
-
-    Attributes:
-        inputs: what entered (`stack.Inputs`).
-        targets: of the loss, as they were given.
-        ending: what stands before the matrix to the logits, and that.
-    """
-
-    inputs: Any
-    targets: Any
-    ending: tuple[Any, Any]
 
 
 FORMAT_VERSION = 1
@@ -75,10 +61,9 @@ class Prediction:
         encoder: the encoder's own prediction; None without one.
         trace, layout: what both passes saw at every site, and how its tokens lie.
         batch: sequences that share the weights.
-        outer_weights: gives squared gradient norms of what is outside the layers.
+        outer_weights: what is outside the layers: on what the loss was predicted, and squared
+            gradient norms.
         top: gives what the band has to know of what sends the last gradient; None: nothing.
-        read: what the loss was predicted on, which the first step of an optimizer needs; None
-            without a loss.
         alone: of several sequences or documents that are held together, gives the same of one of
             them and how many such there are as its batch; None: there are none.
     """
@@ -101,7 +86,6 @@ class Prediction:
     encoder: Prediction | None = field(default=None, repr=False)
     outer_weights: OuterWeights | None = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
-    read: Read | None = field(default=None, repr=False)
     alone: Callable[[], tuple[Prediction, float]] | None = field(default=None, repr=False)
 
     @property

@@ -42,7 +42,7 @@ from ..transfer.embedding import (
 from ..transfer.head.output import OutputMoments, output_moments
 from ..transfer.images import image_gradients, image_kernel
 from .gate import Gate, breakdown, validity_warnings
-from .result import Prediction, Read
+from .result import Prediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,9 +147,7 @@ class Stack:
                     f"gradients of {math.prod(shape)} configurations for {inputs.sequences} "
                     "sequences that share the weights: give one grad_variance, or one sequence"
                 )
-            own = np.broadcast_to(first.diagonal, (*shape, first.diagonal.shape[-1]))
-            pairs = np.broadcast_to(first.pairs, (*shape, *first.pairs.shape[-2:]))
-            self.first = Kernel(own, pairs, first.resolved)
+            self.first = _spread(first, shape)
         sequences = 1
         if resolved is True and inputs.kernel is None:
             sequences = self.first.pairs.shape[-1] // model.seq_len
@@ -381,16 +379,16 @@ class Stack:
                 output,
                 self.documents,
                 None if self.classes is None else self.ids,
+                outcome.targets,
             ),
             top=top if output is None else functools.partial(head_top, output),
-            read=_read(self.inputs, outcome),
             alone=alone,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class OuterWeights:
-    """Squared gradient norms of what lies outside the layers: the embedding and the head.
+    """What lies outside the layers: the embedding and the head.
 
     Attributes:
         model: the declaration.
@@ -399,6 +397,7 @@ class OuterWeights:
         output: of the head; None without one.
         documents: of every token; None where each row is one.
         ids: the text as classes of positions take it.
+        targets: of the loss, as they were given.
     """
 
     model: Transformer
@@ -407,9 +406,15 @@ class OuterWeights:
     output: OutputMoments | None
     documents: np.ndarray | None
     ids: np.ndarray | None
+    targets: Any
+
+    @property
+    def ending(self) -> tuple[Any, Any] | None:
+        """What stands before the matrix to the logits, and that; None without a loss."""
+        return None if self.output is None else self.output.ending
 
     def rows(self) -> list[tuple[int, str, Array]]:
-        """(layer, name, squared norm); layer 0 and that above the last."""
+        """Squared gradient norms: (layer, name, norm); layer 0 and that above the last."""
         model, inputs, output = self.model, self.inputs, self.output
         embedding, received = model.embedding, self.received
         norms: dict[str, Array] = {}
@@ -466,9 +471,7 @@ def last_gradient(
     last = last_kernel(model, stack.resolved, variance, correlation, kernel, layout.sequences)
     leading = np.shape(stack.first.pairs)[:-2]
     if stack.resolved and leading != last.pairs.shape[:-2]:
-        own = np.broadcast_to(last.diagonal, (*leading, last.diagonal.shape[-1]))
-        pairs = np.broadcast_to(last.pairs, (*leading, *last.pairs.shape[-2:]))
-        last = Kernel(own, pairs, last.resolved)
+        last = _spread(last, leading)
     if layout.real is not None and layout.classes is None:
         real = layout.real.reshape(-1) if layout.sequences > 1 else layout.real
         real = real[0] if real.ndim == 2 else real
@@ -476,11 +479,11 @@ def last_gradient(
     return Outcome(Gradient(last, model.seq_len))
 
 
-def _read(inputs: Inputs, outcome: Outcome) -> Read | None:
-    output = outcome.output
-    if output is None or output.ending is None:
-        return None
-    return Read(inputs, outcome.targets, output.ending)
+def _spread(kernel: Kernel, shape: tuple[int, ...]) -> Kernel:
+    """The same of every configuration."""
+    own = np.broadcast_to(kernel.diagonal, (*shape, kernel.diagonal.shape[-1]))
+    pairs = np.broadcast_to(kernel.pairs, (*shape, *kernel.pairs.shape[-2:]))
+    return Kernel(own, pairs, kernel.resolved)
 
 
 def head_top(output: OutputMoments | None) -> Any:

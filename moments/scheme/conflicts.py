@@ -13,9 +13,9 @@ from ..errors import ValidityWarning
 from ..formulas.law import Source
 from ..formulas.references import SUN, kedia
 from ..model.transformer import Transformer
-from .deepnorm import MATRICES
 from .depth_scaled import shrinks_outward
 from .registry import Scheme
+from .shared import SCALED
 from .tfixup import TFIXUP
 
 Options = Mapping[str, Any]
@@ -38,10 +38,9 @@ class Conflict:
     source: Source
 
 
-def conflicts(
-    scheme: Scheme, before: Transformer, after: Transformer, options: Options
-) -> tuple[str, ...]:
-    """Every clash of a scheme with the model it was applied to, in words with the reference."""
+def warn(scheme: Scheme, before: Transformer, after: Transformer, options: Options) -> None:
+    """Emit every clash of a scheme with the model it was applied to, in words with the reference,
+    as a ValidityWarning at the caller of `with_scheme`."""
     found = [
         f"{scheme.name}: {conflict.note} ({conflict.source})"
         for conflict in CONFLICTS
@@ -52,12 +51,7 @@ def conflicts(
         found = [
             f"{scheme.name} with norm={after.norm!r}: its authors use {used} ({scheme.source})"
         ]
-    return tuple(found)
-
-
-def warn(scheme: Scheme, before: Transformer, after: Transformer, options: Options) -> None:
-    """Emit every clash as a ValidityWarning at the caller of `with_scheme`."""
-    for note in conflicts(scheme, before, after, options):
+    for note in found:
         warnings.warn(note, ValidityWarning, stacklevel=4)
 
 
@@ -160,7 +154,7 @@ CONFLICTS = (
     ),
     Conflict(
         ("deepnorm",),
-        lambda before, after, options: not set(MATRICES) <= set(options.get("matrices", MATRICES)),
+        lambda before, after, options: not set(SCALED) <= set(options.get("matrices", SCALED)),
         "the bound on the update needs the gain on value, output and both feed-forward matrices",
         _DEEPNET,
     ),

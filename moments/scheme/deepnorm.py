@@ -8,14 +8,12 @@ from ..formulas.checks import check_choice, check_flag
 from ..formulas.law import Source
 from ..model.transformer import Transformer
 from .registry import Scheme
-from .shared import placed, xavier
-
-MATRICES = ("value", "output", "ffn_in", "ffn_out")
+from .shared import SCALED, placed, xavier
 
 
 def _deepnorm(
     model: Transformer,
-    matrices: tuple[str, ...] = MATRICES,
+    matrices: tuple[str, ...] = SCALED,
     embedding: bool = False,
     per_head: bool = True,
 ) -> Transformer:
@@ -33,7 +31,7 @@ def _deepnorm(
             heads together (False).
     """
     for name in matrices:
-        check_choice("matrices", name, MATRICES)
+        check_choice("matrices", name, SCALED)
     check_flag("embedding", embedding)
     encoder = model.encoder
     if encoder is None:

@@ -15,6 +15,7 @@ from ..formulas.references import kedia
 from ..model.transformer import Transformer
 from ..model.weights import Weights
 from ..prediction.predict import stack_of
+from ..solver.block import MATRICES, solvable
 from ..solver.entering import entered
 from ..solver.goals import scaled_weights
 from ..solver.layerwise import solve_blocks
@@ -55,9 +56,7 @@ def _dslm(
     check_in("alpha", alpha, POSITIVE)
     check_choice("variant", variant, VARIANTS)
     check_flag("simplified", simplified)
-    given = dict(inputs or {})
-    if variant is None:
-        variant = "released" if constants_hold(model) else "solved"
+    given, variant = dict(inputs or {}), variant or usual_variant(model)
     if model.encoder is not None:
         outer = given["encoder_inputs"] = dict(given.get("encoder_inputs") or {})
         # An encoder is resolved by token where its decoder is.
@@ -67,18 +66,18 @@ def _dslm(
         )
         model = model.replace(encoder=encoder)
         if input_correlation is not None:
-            outer |= {"variance": 1.0, "correlation": _kept(encoder) * input_correlation}
+            outer |= {"variance": 1.0, "correlation": left_by_dropout(encoder) * input_correlation}
     scaled = _prepared(model, k, alpha)
     if variant == "solved":
         if input_correlation is not None or (model.embedding is None and not described(given)):
-            found = _kept(model) * _input_correlation(model, input_correlation)
+            found = left_by_dropout(model) * _input_correlation(model, input_correlation)
             given |= {"variance": 1.0, "correlation": found}
         return solved(scaled, simplified, given)
     if simplified:
         return scaled
     if described(given):
         raise domain_error("inputs", sorted(given), 'absent unless variant is "solved"')
-    start = _kept(model) * _input_correlation(model, input_correlation)
+    start = left_by_dropout(model) * _input_correlation(model, input_correlation)
     square = float(scaled.branch_scales[0]) ** 2
     rows = correlations(start, model.layers, square, model.dropout)
     kept = 1 - model.dropout
@@ -88,10 +87,10 @@ def _dslm(
     return scaled.replace(weights=scaled.weights.replace(value=attention, output=attention))
 
 
-def constants_hold(model: Transformer) -> bool:
-    """Whether the paper derives its constants for such a model."""
+def usual_variant(model: Transformer) -> str:
+    """ "released" where the paper derives its constants for such a model, else "solved"."""
     variances = [] if model.biases is None else list(model.biases.to_dict().values())
-    return (
+    hold = (
         (model.activation, model.gated, model.normalization) == ("relu", False, "layernorm")
         and model.norm in ("pre", "post")
         and model.heads * (model.d_head or 0) == model.d_model
@@ -103,6 +102,7 @@ def constants_hold(model: Transformer) -> bool:
         and not model.identity_attention
         and not any(np.any(value) for value in variances)
     )
+    return "released" if hold else "solved"
 
 
 def _prepared(model: Transformer, k: float, alpha: float) -> Transformer:
@@ -161,7 +161,7 @@ def _ffn_correlation(r: float, drop_prob: float) -> float:
     return float(laws["covariance"].of(values) / laws["variance"].of(values))
 
 
-def _kept(model: Transformer) -> float:
+def left_by_dropout(model: Transformer) -> float:
     """What dropout keeps of the embedding."""
     return 1 - (model.dropout if model.embedding is None else model.embedding.dropout)
 
@@ -186,7 +186,7 @@ def _unit_embedding(model: Transformer) -> Any:
     Raises:
         DomainError: fixed sinusoidal positions alone bring more than that.
     """
-    embedding, kept = model.embedding, _kept(model)
+    embedding, kept = model.embedding, left_by_dropout(model)
     if not hasattr(embedding, "token_variance"):
         share = kept / (1 + (embedding.position_variance > 0))
         changes = {"patch_variance": share / embedding.patch_width}
@@ -218,8 +218,6 @@ DSLM = Scheme(
 ROUNDS = 50
 """Walks through the layers at most, where value and output weights follow the feed-forward's."""
 
-FFN = ("ffn_in", "ffn_out")
-
 
 def solved(model: Transformer, simplified: bool, inputs: Mapping[str, Any]) -> Transformer:
     """The model with every block's output at variance 1, averaged over tokens.
@@ -237,14 +235,16 @@ def solved(model: Transformer, simplified: bool, inputs: Mapping[str, Any]) -> T
             a walk that does not settle.
     """
     if not simplified:
-        return _once(model, inputs, _names(model))
+        return _once(model, inputs, solvable(model))
+    ffn = tuple(name for name in solvable(model) if name in MATRICES["ffn"])
+    others = [name for name in solvable(model) if name not in ffn]
     for _ in range(ROUNDS):
-        found = _once(model, inputs, (*FFN, "gate") if model.gated else FFN)
+        found = _once(model, inputs, ffn)
         assert found.weights is not None
         assert model.weights is not None
-        before, ffn = np.asarray(model.weights.of("value")), found.weights.of("ffn_in")
-        model = found.replace(weights=_with_attention(found.weights, found, ffn))
-        if np.allclose(before, ffn, rtol=1e-12, atol=0):
+        before, after = np.asarray(model.weights.of("value")), found.weights.of("ffn_in")
+        model = found.replace(weights=found.weights.replace(**dict.fromkeys(others, after)))
+        if np.allclose(before, after, rtol=1e-12, atol=0):
             return model
     raise DomainError("dslm: value and output weights do not settle; use simplified=False")
 
@@ -260,18 +260,7 @@ def by_token(model: Transformer, inputs: Mapping[str, Any]) -> bool:
     return stack_of(model, **of_decoder).resolved is True
 
 
-def _names(model: Transformer) -> tuple[str, ...]:
-    cross = ("cross_value", "cross_output") if model.encoder is not None else ()
-    return ("value", "output", *cross, *FFN, *(("gate",) if model.gated else ()))
-
-
-def _with_attention(weights: Weights, model: Transformer, variance: Any) -> Weights:
-    names = [name for name in _names(model) if "value" in name or "output" in name]
-    return weights.replace(**dict.fromkeys(names, variance))
-
-
 def _once(model: Transformer, inputs: Mapping[str, Any], free: tuple[str, ...]) -> Transformer:
-
     stack, memory = entered(model, inputs)
     found = solve_blocks(
         model, stack.enter(), stack.layout, free, lambda number, block: 1.0, False, memory

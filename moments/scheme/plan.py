@@ -15,7 +15,7 @@ from ..solver.entering import check_inputs, entered
 from ..solver.layerwise import reached
 from ..solver.plan import Plan
 from ..solver.solve import objectives, solve_objective
-from .dslm import constants_hold
+from .dslm import left_by_dropout, usual_variant
 from .registry import scheme, schemes
 
 EXACT = 1e-9
@@ -119,16 +119,15 @@ def _from_scheme(
 
 
 def _dslm(model: Transformer, options: dict[str, Any], inputs: Mapping[str, Any]) -> Plan:
-    variant = options.get("variant") or ("released" if constants_hold(model) else "solved")
-    kept = 1 - (model.dropout if model.embedding is None else model.embedding.dropout)
+    variant = options.get("variant") or usual_variant(model)
     seen = dict(inputs)
     if variant == "solved" and inputs and "inputs" not in options:
         options["inputs"] = dict(inputs)
     elif inputs.get("correlation") is not None and "input_correlation" not in options:
-        options["input_correlation"] = inputs["correlation"] / kept
+        options["input_correlation"] = inputs["correlation"] / left_by_dropout(model)
     given = options.get("input_correlation")
     if given is not None and not inputs:
-        seen = {"variance": 1.0, "correlation": kept * given}
+        seen = {"variance": 1.0, "correlation": left_by_dropout(model) * given}
     solved = model.with_scheme("dslm", **options)
     outputs, stream = _reached(solved, seen)
     if variant != "solved":

@@ -93,10 +93,6 @@ MODULES = (
 """Files of this folder, in the order of the list; each with one Scheme or a tuple of them."""
 
 
-def _all() -> tuple[Scheme, ...]:
-    return tuple(found for name in MODULES for found in _declared(f"{__package__}.{name}"))
-
-
 def _declared(name: str) -> list[Scheme]:
     """Schemes whose transforms a module defines, not those it imports."""
     found: list[Scheme] = []
@@ -108,7 +104,7 @@ def _declared(name: str) -> list[Scheme]:
 
 def schemes() -> tuple[Scheme, ...]:
     """Every scheme: name, title, source, what it sets and its options."""
-    return _all()
+    return tuple(found for name in MODULES for found in _declared(f"{__package__}.{name}"))
 
 
 def scheme(name: str) -> Scheme:
@@ -117,7 +113,7 @@ def scheme(name: str) -> Scheme:
     Raises:
         DomainError: there is none of that name.
     """
-    known = {found.name: found for found in _all()}
+    known = {found.name: found for found in schemes()}
     if not isinstance(name, str) or name not in known:
         raise unknown_name("scheme", name, known)
     return known[name]

@@ -8,6 +8,9 @@ from ..formulas.checks import check_flag
 from ..model.transformer import Transformer
 from ..model.weights import Weights
 
+SCALED = ("value", "output", "ffn_in", "ffn_out")
+"""Matrices that set the size of what a block adds."""
+
 
 def xavier(model: Transformer, per_head: bool = True) -> Weights:
     """2 / (fan_in + fan_out) for every matrix.

@@ -8,9 +8,7 @@ from ..formulas.checks import check_choice
 from ..formulas.law import Source
 from ..model.transformer import Transformer
 from .registry import Scheme
-from .shared import placed, xavier
-
-SCALED = ("value", "output", "ffn_in", "ffn_out")
+from .shared import SCALED, placed, xavier
 
 
 def _tfixup(model: Transformer, role: str | None = None, per_head: bool = True) -> Transformer:

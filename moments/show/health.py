@@ -19,7 +19,7 @@ import numpy as np
 from rich.markup import escape
 
 from ..errors import MomentsError, domain_error, listed, without_warnings
-from ..files import as_frame, finite
+from ..files import as_frame, plain
 from ..model.huggingface.config import from_huggingface
 from ..model.patches import PatchEmbedding
 from ..model.presets import preset
@@ -258,11 +258,11 @@ class CheckReport:
             "healthy": self.healthy,
             "verdict": self.verdict(),
             "scheme": self.scheme,
-            "findings": [finite(dataclasses.asdict(f)) for f in self.findings],
+            "findings": [plain(dataclasses.asdict(f)) for f in self.findings],
             "notes": list(self.notes),
             "unchecked": list(self.unchecked),
             "read": self.read,
-            "numbers": [finite(n._asdict()) for n in self.numbers],
+            "numbers": [plain(n._asdict()) for n in self.numbers],
         }
         return json.dumps(data, indent=2, allow_nan=False)
 

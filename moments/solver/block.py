@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.composition import Chain, Component, Leaf, OfEntry, Pullback, forward
+from ..engine.composition import Chain, Component, Leaf, OfEntry, Pullback, Residual, forward
 from ..engine.layout import SequenceLayout
 from ..engine.state import Signal
 from ..errors import DomainError
+from ..model.transformer import Transformer
 from ..transfer.attention.self_attention import Attention
+from .goals import matrices_of
 
 # --- the factor that gives a variance -------------------------------------------------------------
 
@@ -100,6 +102,12 @@ MATRICES = {
     "cross": ("cross_value", "cross_output"),
     "ffn": ("ffn_in", "gate", "ffn_out"),
 }
+SOLVABLE = tuple(name for names in MATRICES.values() for name in names)
+
+
+def solvable(model: Transformer) -> tuple[str, ...]:
+    """Those of a model."""
+    return tuple(name for name in SOLVABLE if name in matrices_of(model))
 
 
 @dataclass(frozen=True)
@@ -122,8 +130,8 @@ class FreeBlock:
 
     Args:
         name: "attention", "cross" or "ffn".
-        chain: its components, norms before and scales behind included.
-        free: its free matrices, which share one factor.
+        parts: its components, norms before and scales behind included.
+        free: free matrices, of which its own share one factor.
         signal: what enters.
         layout: of the tokens.
         memory: what cross-attention reads.
@@ -132,15 +140,14 @@ class FreeBlock:
     def __init__(
         self,
         name: str,
-        chain: Component,
+        parts: tuple[Component, ...],
         free: tuple[str, ...],
         signal: Signal,
         layout: SequenceLayout,
         memory: Signal | None,
     ) -> None:
-        self.name, self.free, self.layout = name, free, layout
-        self.memory = memory
-        parts = flat(chain)
+        self.name, self.layout, self.memory = name, layout, memory
+        free = self.free = tuple(matrix for matrix in MATRICES[name] if matrix in free)
         first = next((i for i, part in enumerate(parts) if holds(part, free)), len(parts))
         last = next((i for i, part in enumerate(parts) if part.label == f"{name}.dropout"), -1)
         end = max(first, last + 1)
@@ -222,6 +229,20 @@ def flat(component: Component) -> tuple[Component, ...]:
     if isinstance(component, Chain):
         return tuple(part for inner in component.children for part in flat(inner))
     return (component,)
+
+
+def blocks_of(
+    node: Residual,
+) -> tuple[tuple[Component, ...], list[tuple[str, tuple[Component, ...]]]]:
+    """What blocks in parallel share before them, and every block's name and parts."""
+    parts = flat(node.branch)
+    if not parts[-1].splits:
+        return (), [(node.label.partition(".")[0], parts)]
+    blocks = []
+    for each in map(flat, parts[-1].children):
+        labels = {part.label for part in each}
+        blocks.append((next(name for name in MATRICES if f"{name}.dropout" in labels), each))
+    return parts[:-1], blocks
 
 
 def holds(part: Component, names: tuple[str, ...]) -> bool:

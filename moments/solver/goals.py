@@ -151,6 +151,12 @@ def names_of(free: Any) -> tuple[str, ...] | None:
         raise domain_error("free", free, "names of what to solve for") from None
 
 
+def matrices_of(model: Transformer) -> tuple[str, ...]:
+    """Names of the matrices that a model has."""
+    absent = (() if model.gated else ("gate",)) + (("cross_",) if model.encoder is None else ())
+    return tuple(name for name in MATRICES if not name.startswith(absent))
+
+
 def check_free(model: Transformer, free: tuple[str, ...]) -> None:
     """Names that the model has, each once; k beside no other scale.
 

@@ -22,7 +22,7 @@ from ..formulas.checks import check_count
 from ..formulas.law import Law
 from ..formulas.symbols import SYMBOLS
 from ..transfer.architecture import declare_layer
-from .block import MATRICES, flat
+from .block import MATRICES, blocks_of
 from .entering import entered
 from .layerwise import LAYERWISE
 
@@ -123,21 +123,11 @@ def invert(plan: Plan, layer: int) -> Inversion:
     numbers = Numbers(points, layout, memory)
     steps = []
     for node in body.residuals():
-        for name, chain in _chains(node):
+        for name, chain in blocks_of(node)[1]:
             matrices = tuple(matrix for matrix in MATRICES[name] if matrix in plan.free)
             if matrices:
                 steps.append(_solved(plan, numbers, node, name, chain, matrices))
     return Inversion(layer, tuple(steps))
-
-
-def _chains(node: Residual) -> list[tuple[str, tuple[Component, ...]]]:
-    parts = flat(node.branch)
-    if not parts[-1].splits:
-        return [(node.label.partition(".")[0], parts)]
-    return [
-        (next(n for n in MATRICES if any(p.label == f"{n}.dropout" for p in flat(b))), flat(b))
-        for b in parts[-1].children
-    ]
 
 
 def _solved(
@@ -160,7 +150,7 @@ def _solved(
         )
     wanted = laws.symbol("branch_variance", numbers.variance(numbers.at(f"{name}.dropout")))
     behind = [part for part in chain if part.label in (f"{name}.scale", "attention.scale")]
-    if plan.objective == "stream_variance" and not behind and len(_chains(node)) == 1:
+    if plan.objective == "stream_variance" and not behind and len(blocks_of(node)[1]) == 1:
         total = numbers.at(f"{name}.sum")
         skip = laws.symbol("skip_square", node.skip_scale**2)
         kept = laws.symbol("stream", numbers.variance(_entering(numbers, name)))

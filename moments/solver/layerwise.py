@@ -39,7 +39,19 @@ from ..errors import DomainError
 from ..model.transformer import Transformer
 from ..prediction.stack import Stack
 from ..transfer.architecture import declare
-from .block import CLOSE, LIMIT, MATRICES, SECANTS, FreeBlock, KnownOutput, factor_for, flat, holds
+from .block import (
+    CLOSE,
+    LIMIT,
+    MATRICES,
+    SECANTS,
+    SOLVABLE,
+    FreeBlock,
+    KnownOutput,
+    blocks_of,
+    factor_for,
+    flat,
+    holds,
+)
 
 # --- many layers of one shape ---------------------------------------------------------------------
 
@@ -391,23 +403,19 @@ class _Walk:
         return dataclasses.replace(node, branch=branch)
 
     def _blocks(self, node: Residual, signal: Signal) -> list[FreeBlock]:
+        shared, blocks = blocks_of(node)
         parts = flat(node.branch)
-        every = tuple(name for names in MATRICES.values() for name in names)
-        behind = itertools.takewhile(lambda part: not holds(part, every), reversed(parts))
+        behind = itertools.takewhile(lambda part: not holds(part, SOLVABLE), reversed(parts))
         if any(part.normalises for part in behind):
             raise DomainError(
                 "a norm at its output (norm = 'sandwich') normalises what every block adds: its "
                 "variance is norm_gain^2"
             )
-        if not parts[-1].splits:
-            name = node.label.partition(".")[0]
-            return [self._block(name, node.branch, signal)]
-        entering = self._forward(Chain(parts[:-1]), signal)
-        return [self._block(_named(branch), branch, entering) for branch in parts[-1].children]
-
-    def _block(self, name: str, chain: Component, signal: Signal) -> FreeBlock:
-        free = tuple(matrix for matrix in MATRICES[name] if matrix in self.free)
-        return FreeBlock(name, chain, free, signal, self.layout, self.memory)
+        entering = self._forward(Chain(shared), signal)
+        return [
+            FreeBlock(name, each, self.free, entering, self.layout, self.memory)
+            for name, each in blocks
+        ]
 
     def _of_output(self, block: FreeBlock) -> float:
         wanted = self.target(self.layer, block.name)
@@ -440,11 +448,6 @@ class _Walk:
             self.missed.append((self.layer, name))
             if abs(reached / wanted - 1) >= self.shortfall:
                 self.shortfall, self.nearest = abs(reached / wanted - 1), reached
-
-
-def _named(branch: Component) -> str:
-    labels = [part.label for part in flat(branch)]
-    return next(name for name in MATRICES if f"{name}.dropout" in labels)
 
 
 def reached(

@@ -15,8 +15,8 @@ from ..errors import DomainError, domain_error
 from ..files import MOST, Shown, as_frame, parse_json
 from ..model.fields import set_field
 from ..model.transformer import Transformer
-from ..model.weights import MATRICES
 from .entering import check_inputs
+from .goals import matrices_of
 from .inversion import invert
 from .layerwise import LAYERWISE
 
@@ -85,7 +85,7 @@ class Plan(Shown):
         """One row per layer: variances of the matrices, scales, temperature."""
         model = self.model
         skip, branch = model.by_block("skip_scale"), model.by_block("branch_scale")
-        used = [name for name in MATRICES if self._used(name)]
+        used = matrices_of(model)
         rows = []
         for n in range(1, model.layers + 1):
             weights = model.layer_weights(n)
@@ -102,11 +102,6 @@ class Plan(Shown):
                 }
             )
         return as_frame(rows)
-
-    def _used(self, name: str) -> bool:
-        if name == "gate":
-            return self.model.gated
-        return not name.startswith("cross_") or self.model.encoder is not None
 
     def plot(self, name: str | None = None) -> Figure:
         """Weight variances and scales layer by layer, and what they make of signal and gradient.

@@ -16,7 +16,7 @@ from ..formulas.checks import POSITIVE, Interval, check_in
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
-from .block import MATRICES
+from .block import MATRICES, SOLVABLE, solvable
 from .entering import entered
 from .goals import GOALS, PROFILES, Goal, bounds, check_free, names_of, scaled, scaled_weights
 from .largest import LARGEST, largest
@@ -41,11 +41,10 @@ def by_block(
         DomainError: a free variable or target that the objective has not, or a model in which
             something else fixes the variance.
     """
-    names = _matrices(model) if free is None else free
-    allowed = [name for block in MATRICES.values() for name in block]
+    names = solvable(model) if free is None else free
     for name in names:
-        if name not in allowed:
-            raise domain_error("free", name, f"one of {', '.join(allowed)}")
+        if name not in SOLVABLE:
+            raise domain_error("free", name, f"one of {', '.join(SOLVABLE)}")
     targets = per_layer_targets(model, target, POSITIVE)
     of_sum = objective == "stream_variance"
     if of_sum:
@@ -79,11 +78,6 @@ def by_block(
         tolerance=tolerance,
         inputs=inputs,
     )
-
-
-def _matrices(model: Transformer) -> tuple[str, ...]:
-    cross = ("cross_value", "cross_output") if model.encoder is not None else ()
-    return ("value", "output", *cross, "ffn_in", *(("gate",) if model.gated else ()), "ffn_out")
 
 
 def _check_stream(model: Transformer, free: tuple[str, ...]) -> None:

@@ -73,48 +73,41 @@ class Rows:
     """One layer's attention, as the step meets it.
 
     Attributes:
-        query_kernel: of the tokens that queries read.
-        key_kernel: of those that keys and values read, C; self-attention's are the same.
-        weights: (heads, T, T) W of each, mean attention; one, where all are alike.
+        heads: mean attention W of each; kernels of the tokens that queries read and of those that
+            keys and values read, C; and by draws, what their coherent changes do.
         response: the query path's kernel per unit of the gradient's behind the value weights.
         gain: of the value weights.
         behind: gradient behind the value weights.
         key_path: its kernel at the tokens by way of the keys, the package's.
         gradients: D at queries, keys and values, before any rotation.
-        received: D at the heads.
         sizes: variance of queries, keys and values over that of the tokens.
         grown: by name, the three's gradients' squared norms over those that mean overlaps give: a
             gradient at keys is made of queries and values, whose overlaps are those of the tokens
             that keys read.
-        heads: by draws, what their coherent changes do.
         sequences: that the tokens are, none of which sees another.
     """
 
-    query_kernel: Array
-    key_kernel: Array
-    weights: Array
+    heads: Heads
     response: Array
     gain: float
     behind: Array
     key_path: Array
     gradients: Three
-    received: Array
     sizes: Three
     grown: Callable[[str], float]
-    heads: Heads
     sequences: int = 1
 
     @functools.cached_property
     def key_path_scale(self) -> float:
         """What multiplies T's key path to give the package's."""
-        size = float((self.behind * self._factor * self.query_kernel * self._still).sum())
-        return float((self.key_kernel * self.key_path).sum()) / size if size else 1.0
+        size = float((self.behind * self._factor * self.heads.query_kernel * self._still).sum())
+        return float((self.heads.key_kernel * self.key_path).sum()) / size if size else 1.0
 
     @functools.cached_property
     def _blocks(self) -> Array:
         """(heads, sequences, rows, keys) W, of every sequence's own tokens."""
-        count, (heads, rows, keys) = self.sequences, self.weights.shape
-        shaped = self.weights.reshape(heads, count, rows // count, count, keys // count)
+        count, (heads, rows, keys) = self.sequences, self.heads.weights.shape
+        shaped = self.heads.weights.reshape(heads, count, rows // count, count, keys // count)
         return np.stack([shaped[:, k, :, k] for k in range(count)], 1)
 
     def _left(self, tokens: Array) -> Array:
@@ -140,7 +133,7 @@ class Rows:
     @functools.cached_property
     def _old(self) -> Averaged:
         """Of the tokens that keys and values read."""
-        return self._averaged(self.key_kernel, True)
+        return self._averaged(self.heads.key_kernel, True)
 
     def _joint(self, keys: Averaged, values: Averaged, symmetric: bool = True) -> Array:
         """J, by averages over rows from either side."""
@@ -180,7 +173,7 @@ class Rows:
         """
         (query, key, value), gain, old = changes, self.gain, self._old
         # what multiplies J of changed keys or values, and changes of queries
-        of_keys, of_queries = self._factor * self.query_kernel, self._factor * self._still
+        of_keys, of_queries = self._factor * self.heads.query_kernel, self._factor * self._still
         key_scale = self.key_path_scale
         passed = self._averaged(value.coherent)
         sides = {
@@ -211,8 +204,8 @@ class Rows:
             key_scale * of_keys * self._joint(self._averaged(_even(key.coherent), True), old),
         ]
         (key_met, key_sent), (value_met, value_sent) = sides["key"], sides["value"]
-        c, q = self.key_kernel, self.query_kernel
-        if max(_share(query, q), _share(key, c), _share(value, c)) < _SMALL:
+        c, q = self.heads.key_kernel, self.heads.query_kernel
+        if max(query.share(q), key.share(c), value.share(c)) < _SMALL:
             total = of_queries * query.total + of_keys * (
                 self._joint(old, value_sent) + self._joint(key_sent, old)
             )
@@ -250,10 +243,6 @@ keys are drawn: drawn, they came out 12 to 15 times that."""
 
 _SMALL = 1e-9
 """Relative change below which differences of products would lose digits."""
-
-
-def _share(change: Change, kernel: Array) -> float:
-    return float(np.max(np.diag(change.total)) / np.max(np.diag(kernel)))
 
 
 def _even(matrix: Array) -> Array:

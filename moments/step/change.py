@@ -257,6 +257,10 @@ class Change:
         """E h'_t h_s: the updated tensor with the old one."""
         return kernel + self.overlap
 
+    def share(self, kernel: Array) -> float:
+        """Of the largest square of a tensor of that kernel, the largest of the change."""
+        return float(np.max(np.diag(self.total)) / np.max(np.diag(kernel)))
+
     def times(self, factor: Array | float) -> Change:
         """Every entry of all times a factor, or one for each pair of tokens."""
         return self.each(lambda part: factor * part)
@@ -269,15 +273,21 @@ class Change:
         """With less of the square."""
         return dataclasses.replace(self, total=self.total - square)
 
-    def each(self, function: Callable[[Array], Array]) -> Change:
-        """What a linear map makes of all."""
+    def each(
+        self,
+        function: Callable[[Array], Array],
+        coherent: Callable[[Array], Array] | None = None,
+    ) -> Change:
+        """What a linear map makes of all; `coherent`: of P and what goes with it, if that is
+        another."""
+        of_p = function if coherent is None else coherent
         return Change(
-            function(self.coherent),
+            of_p(self.coherent),
             function(self.overlap),
             function(self.total),
-            function(self.scattered),
+            of_p(self.scattered),
             None if self.beyond is None else self.beyond.mapped(function),
-            None if self.drawn is None else function(self.drawn),
+            None if self.drawn is None else of_p(self.drawn),
         )
 
     def plus(self, other: Change, gradient: Array, received: Array | None = None) -> Change:
@@ -329,16 +339,12 @@ class Change:
         The change is r u + (r - 1) h.
         """
         r, q = factor[:, None], less[:, None]
-        overlap = r * self.overlap + q * kernel
-        total = r * r.T * self.total + q * q.T * kernel
+        found = self.each(lambda part: r * r.T * part, lambda part: r * part)
         cross = r * q.T * self.overlap
-        return Change(
-            r * self.coherent,
-            overlap,
-            total + cross + cross.T,
-            r * self.scattered,
-            None if self.beyond is None else self.beyond.mapped(lambda part: r * r.T * part),
-            None if self.drawn is None else r * self.drawn,
+        return dataclasses.replace(
+            found,
+            overlap=r * self.overlap + q * kernel,
+            total=found.total + q * q.T * kernel + cross + cross.T,
         )
 
 
@@ -388,26 +394,3 @@ class Overlaps:
         c, one = self.correlation, self._loose * first
         two = one if second is first else self._loose * second
         return np.asarray(c * between(one, gradient * c, two) / self.width)
-
-
-def summed(
-    skip: Change,
-    branch: Change,
-    scales: tuple[float, float],
-    gradient: Array,
-    tied: Array,
-    received: Array | None = None,
-) -> Change:
-    """Of the residual sum: skip_scale h + branch_scale f(h).
-
-    Args:
-        skip, branch: of the two addends before their scales.
-        scales: squares of the amplitudes that multiply them.
-        gradient: E delta delta at the sum.
-        tied: E h_t delta_s there along the stream's identity path (`ends.tied_overlap`): the
-            branch's coherent change meets the stream's own words.
-        received: draws of E delta delta there, less it.
-    """
-    kept, added = skip.times(scales[0]), branch.times(scales[1])
-    found = kept.plus(added, gradient, received)
-    return dataclasses.replace(found, overlap=found.overlap - added.coherent @ tied.T)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
+from ..engine.response import sum_of
 from ..formulas.algebra import NUMPY
 from ..transfer.attention.self_attention import CrossAttention, SelfAttention
 from ..transfer.elementary import Activation, Dropout, Linear, Scale
@@ -201,8 +202,8 @@ class Draws:
         if isinstance(part, Parallel):
             found = [self._through(branch, x, at) for branch in part.branches]
             return (
-                _sum([y for y, *_ in found]),
-                lambda delta: _sum([back(delta) for _, back, _ in found]),
+                sum_of([y for y, *_ in found]),
+                lambda delta: sum_of([back(delta) for _, back, _ in found]),
                 found[-1][2],
             )
         leaving = next(self._points)
@@ -370,7 +371,7 @@ class Draws:
                 self._met(key, read, one / np.float32(size**0.5))
                 found.append(way(one))
             if own:
-                return _sum(found)
+                return np.asarray(sum_of(found))
             self._to_memory = self._to_memory + found[1] + found[2]
             return found[0]
 
@@ -450,13 +451,6 @@ def _split(x: Features, d_head: int) -> Features:
 
 def _joined(x: Features) -> Features:
     return np.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)
-
-
-def _sum(parts: list[Features]) -> Features:
-    found = parts[0]
-    for part in parts[1:]:
-        found = found + part
-    return found
 
 
 def _reversed(backs: list[Back], delta: Features) -> Features:

@@ -12,14 +12,13 @@ See docs/theory/first-step.md, The change travels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ..engine.state import evaluate
 from ..formulas.algebra import NUMPY
+from ..formulas.gated import gated as gated_laws
 from ..formulas.law import ComponentLaws, Law
 from .change import Array, Change
 
@@ -31,51 +30,42 @@ _SMALL = 1e-5
 class Pairs:
     """Pair laws of an activation: second moments and slopes."""
 
-    laws: Mapping[str, Law]
-    parameters: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, laws: ComponentLaws, parameters: Mapping[str, Any]) -> Pairs:
-        return cls(laws.under("refined"), dict(parameters))
-
-    def _values(self, first: Array, second: Array, kernel: Array) -> dict[str, Any]:
-        a, b = first[:, None], second[None, :]
-        scale = np.sqrt(a * b)
-        correlation = np.divide(kernel, scale, out=np.zeros_like(kernel), where=scale > 0)
-        return dict(self.parameters) | {
-            "x_variance": a,
-            "x_other_variance": b,
-            "x_correlation": np.clip(correlation, -1.0, 1.0),
-        }
+    laws: ComponentLaws
 
     def moment(self, first: Array, second: Array, kernel: Array) -> Array:
         """E phi(y_t) phi(z_s), of variances `first` and `second` and covariance `kernel`."""
-        values = self._values(first, second, kernel)
-        means = [
-            evaluate(self.laws["mean"], NUMPY, dict(self.parameters) | {"x_variance": v})
-            for v in (first, second)
-        ]
-        found = evaluate(self.laws["covariance"], NUMPY, values)
-        product = np.multiply.outer(means[0] + 0 * first, means[1] + 0 * second)
-        return np.asarray(found + product)
+        law = gated_laws(self.laws).law("grad_factor_covariance")
+        return _of_pairs(law, first, second, kernel)
 
     def slope(self, first: Array, second: Array, kernel: Array) -> Array:
         """E phi'(y_t) phi'(z_s)."""
-        values = self._values(first, second, kernel) | {"grad_covariance": np.ones_like(kernel)}
-        return np.asarray(evaluate(self.laws["grad_covariance"], NUMPY, values))
+        return _of_pairs(self.laws.law("grad_covariance"), first, second, kernel)
+
+
+def _of_pairs(law: Law, first: Array, second: Array, kernel: Array) -> Array:
+    """What multiplies the gradient's covariance."""
+    a, b = first[:, None], second[None, :]
+    scale = np.sqrt(a * b)
+    correlation = np.divide(kernel, scale, out=np.zeros_like(kernel), where=scale > 0)
+    values = {
+        "x_variance": a,
+        "x_other_variance": b,
+        "x_correlation": np.clip(correlation, -1.0, 1.0),
+        "grad_covariance": np.ones_like(kernel),
+    }
+    return np.asarray(evaluate(law, NUMPY, values))
 
 
 def activated(
     laws: ComponentLaws,
-    parameters: Mapping[str, Any],
     change: Change,
     kernel: Array,
     output: Array,
 ) -> tuple[Change, Array]:
     """Behind an activation of Gaussian preactivations, whose kernel there is `output`; and the
     slopes E phi' phi' by which pairs follow."""
-    pairs, old = Pairs.of(laws, parameters), np.diag(kernel)
-    if _largest(change, kernel) < _SMALL:
+    pairs, old = Pairs(laws), np.diag(kernel)
+    if change.share(kernel) < _SMALL:
         slope = pairs.slope(old, old, kernel)
         return change.times(slope), slope
     met, new = change.met(kernel), change.new(kernel)
@@ -84,8 +74,7 @@ def activated(
     overlap = between - output
     total = pairs.moment(grown, grown, new) - between - overlap.T
     slope = pairs.slope(grown, old, met)
-    drawn = None if change.drawn is None else slope * change.drawn
-    found = Change(slope * change.coherent, overlap, total, slope * change.scattered, None, drawn)
+    found = dataclasses.replace(change.times(slope), overlap=overlap, total=total, beyond=None)
     return found, slope
 
 
@@ -110,7 +99,7 @@ class Unit:
         """The product's change, from those of a and u; see `Change.plus`."""
         pairs, old = self.pairs, np.diag(self.gate)
         slope, moment = self.slopes
-        small = max(_largest(gate, self.gate), _largest(factor, self.factor)) < _SMALL
+        small = max(gate.share(self.gate), factor.share(self.factor)) < _SMALL
         if small:
             found = gate.times(slope), factor.times(moment)
             return found[0].plus(found[1], gradient, received)
@@ -134,10 +123,6 @@ class Unit:
 
 def gated(laws: ComponentLaws, gate: Array, factor: Array) -> Unit:
     """A gated unit at the kernels of its two maps."""
-    pairs, old = Pairs.of(laws, {}), np.diag(gate)
+    pairs, old = Pairs(laws), np.diag(gate)
     slopes = pairs.slope(old, old, gate) * factor, pairs.moment(old, old, gate)
     return Unit(pairs, gate, factor, slopes)
-
-
-def _largest(change: Change, kernel: Array) -> float:
-    return float(np.max(np.diag(change.total)) / np.max(np.diag(kernel)))

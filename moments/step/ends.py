@@ -11,6 +11,7 @@ mean over draws, the matrix's row v receives sum_t c_tv h_t, and h_t receives su
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import numpy as np
 
 from ..errors import DomainError
 from .change import Array, Change
-from .rules import SIGN_MEAN, Effect, Optimizer, damping
+from .rules import SIGN_MEAN, Optimizer, Told, damping
 from .sites import ENCODER, Reading, Stream, Table
 
 
@@ -32,6 +33,7 @@ class Words:
         target: (T,) which of them is a token's target, -1 for none.
         read: (T,) which of them a token reads; -1 where the matrix is no token table.
         sent: (T, V') c.
+        carried: (T,) how much of the row that a token reads the matrix reads again, k.
         beside: of an encoder's tokens which they read; None: there is none.
         judged: (T,) tokens whose loss is asked for; None: all with a target.
     """
@@ -40,6 +42,7 @@ class Words:
     target: Any
     read: Any
     sent: Array
+    carried: Array
     beside: Any = None
     judged: Any = None
 
@@ -57,9 +60,10 @@ class Words:
         read = np.array([place.get(int(word), -1) for word in ids])
         count, every = float(active.sum()), np.arange(len(active))
         softmax, zeros = readout.softmax, np.zeros(len(active))
+        carried = np.asarray(readout.carried) + zeros
         other = np.asarray(softmax.other.probability) + zeros
         sent = np.repeat(other[:, None], len(rows), 1)
-        if np.any(readout.carried):
+        if carried.any():
             sent[every, read] = np.asarray(softmax.own.probability) + zeros
         sent = sent * active[:, None] / count
         sent[every[active], target[active]] -= 1 / count
@@ -70,7 +74,7 @@ class Words:
         if reading.batches is not None:
             sent = sent * reading.batches.factors(len(sent))[:, None]
             judged = reading.batches.masks(len(sent))[-1] > 0
-        return cls(rows, target, read, sent, beside, judged)
+        return cls(rows, target, read, sent, carried, beside, judged)
 
     @functools.cached_property
     def reads(self) -> Array:
@@ -91,11 +95,9 @@ def tied_overlap(reading: Reading, words: Words) -> Array:
     less what the last norm's projection takes. Constant along the stream, as what skip connections
     multiply in x they divide out of delta.
     """
-    readout = reading.readout
-    count = len(reading.last.kernel)
-    if not np.any(readout.carried):
-        return np.zeros((count, count))
-    k = np.asarray(readout.carried) + np.zeros(count)
+    readout, k = reading.readout, words.carried
+    if not k.any():
+        return np.zeros_like(reading.last.kernel)
     met = readout.scale * readout.weight_variance * k[None, :] * words.sent[:, words.read].T
     if readout.normalised:
         kernel = reading.last.kernel
@@ -114,7 +116,7 @@ class Entered:
     """
 
     change: Change
-    effects: tuple[tuple[str, Effect], ...]
+    effects: tuple[tuple[str, Told], ...]
     along: Array
 
 
@@ -142,12 +144,9 @@ def _row_blocks(reading: Reading, words: Words, tied: Array) -> Array:
         reads = split(words.of_stream(stream is reading.main))
         gathered = np.einsum("itv,jtv->vij", reads, stream.received @ reads)
         found = found + table.amplitude**2 * gathered
-    if np.any(readout.carried):
-        k = np.asarray(readout.carried) + np.zeros(len(kernel))
-        at_head = tied * (k / table.amplitude)[:, None]
-        met = np.einsum("itv,jtv->vij", sent, at_head @ split(words.reads))
-        found = found + readout.scale * table.amplitude * (met + np.swapaxes(met, 1, 2))
-    return np.asarray(found)
+    at_head = tied * (words.carried / table.amplitude)[:, None]
+    met = np.einsum("itv,jtv->vij", sent, at_head @ split(words.reads))
+    return np.asarray(found + readout.scale * table.amplitude * (met + np.swapaxes(met, 1, 2)))
 
 
 def _table_blocks(reading: Reading, table: Table, gradient: Array) -> Array:
@@ -159,26 +158,48 @@ def _table_blocks(reading: Reading, table: Table, gradient: Array) -> Array:
     return np.asarray(np.einsum("its,jts->tij", parts @ gradient, parts))
 
 
-def _followed(optimizer: Optimizer, blocks: Array, weights: Array) -> tuple[Array, Array]:
-    """Rows under the sign rule, by their blocks: (rows, k) of their step on the k steps' gradients,
-    and E U^2; how far Adam's epsilon lowers one step that of their mean."""
-    if optimizer.batches is not None:
-        found = [optimizer.batches.regressed(one) for one in blocks]
-        return np.array([one for one, _ in found]), np.array([square for _, square in found])
-    variances = np.maximum(blocks[:, 0, 0], 0.0)
-    size = float((weights * variances).sum() / weights.sum())
-    pulled, noise = damping(size**0.5, optimizer.epsilon)
-    deviations = np.sqrt(variances)
-    there = deviations > 1e-12 * deviations.max(initial=0.0)
-    inverse = np.divide(1.0, deviations, out=np.zeros_like(deviations), where=there)
-    return SIGN_MEAN * pulled * inverse[:, None], np.full(len(blocks), noise)
+class _RowSteps(NamedTuple):
+    """Steps of rows that gather gradients, at learning rate 1.
 
+    Attributes:
+        pulled: (rows, T) what the tokens' gradients are multiplied by.
+        noise: (rows,) E U^2.
+        slope, square: sums over rows of minus the loss's derivative and of E U^2, of an entry.
+    """
 
-def _at_tokens(optimizer: Optimizer, pulled: Array, count: int) -> Array:
-    """(rows, T) of what the tokens' gradients are multiplied by."""
-    if optimizer.batches is None:
-        return np.repeat(pulled, count, 1)
-    return optimizer.batches.spread(pulled, count)
+    pulled: Array
+    noise: Array
+    slope: float
+    square: float
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, blocks: Array, weights: Array, tokens: int, met: Array
+    ) -> _RowSteps:
+        """Of rows whose gradients' variance has these blocks by pairs of steps, (rows, k, k).
+
+        Args:
+            weights: how many rows each stands for.
+            tokens: T.
+            met: what each weighs in how far Adam's epsilon lowers one step: that of their mean.
+        """
+        variances = np.maximum(blocks.sum((1, 2)), 0.0)
+        pulled, noise = np.ones((len(blocks), 1)), variances
+        if optimizer.others != "sgd" and optimizer.batches is not None:
+            found = [optimizer.batches.regressed(one) for one in blocks]
+            pulled, noise = (np.array(part) for part in zip(*found, strict=True))
+        elif optimizer.others != "sgd":
+            size = float((met * variances).sum() / met.sum())
+            lowered, spread = damping(size**0.5, optimizer.epsilon)
+            deviations = np.sqrt(variances)
+            there = deviations > 1e-12 * deviations.max(initial=0.0)
+            inverse = np.divide(1.0, deviations, out=np.zeros_like(deviations), where=there)
+            pulled, noise = SIGN_MEAN * lowered * inverse[:, None], np.full(len(blocks), spread)
+        slope, square = weights @ (pulled[:, 0] * variances), weights @ noise
+        if pulled.shape[1] > 1 and optimizer.batches is not None:
+            pulled = optimizer.batches.spread(pulled, tokens)
+        pulled = np.broadcast_to(pulled, (len(blocks), tokens))
+        return cls(pulled, noise, float(slope), float(square))
 
 
 def entered(
@@ -198,7 +219,7 @@ def entered(
     nothing = np.zeros((count, count))
     coherent, overlap, total = nothing.copy(), nothing.copy(), nothing.copy()
     along = nothing
-    effects: list[tuple[str, Effect]] = []
+    effects: list[tuple[str, Told]] = []
     tables, rule = stream.tables, optimizer.others
     before = "" if main else ENCODER
     named = [table.name if table.name == "token" else before + table.name for table in tables]
@@ -227,33 +248,23 @@ def entered(
     deviations = [np.sqrt(np.maximum(np.diag(grams[i, i]), 0.0)) for i in range(len(tables))]
     noises: list[Array] = []
     for i, table in enumerate(tables):
-        size = np.diag(grams[i, i])
-        whole = float((words.rows * rows).sum()) if headed and i == 0 else table.once(size)
-        if rule == "sgd":
-            moved, noise = np.ones((count, count)), np.ones(count)
-            slope, square = d * whole, whole / table.count
-        elif headed and i == 0:
-            at = (reads > 0).argmax(1)
-            pulled, spread = _followed(optimizer, row_blocks, words.rows)
-            slope = d * float((words.rows * pulled[:, 0] * rows).sum())
-            square = float((words.rows * spread).sum() / words.rows.sum())
-            moved, noise = _at_tokens(optimizer, pulled, count)[at], spread[at]
+        if headed and i == 0:
+            at, weights, met = words.read if main else words.beside, words.rows, words.rows
+            blocks = row_blocks
         else:
-            pulled, noise = _followed(
-                optimizer, _table_blocks(reading, table, gradient), np.ones(count)
-            )
-            slope, square = d * table.once(pulled[:, 0] * size), table.once(noise) / table.count
-            moved = _at_tokens(optimizer, pulled, count)
-        noises.append(np.sqrt(noise))
-        amplitude = table.amplitude
+            first, at, met = table.places
+            blocks = _table_blocks(reading, table, gradient)[first]
+            weights = (table.rows[first] >= 0).astype(float)
+        found = _RowSteps.of(optimizer, blocks, weights, count, met)
+        moved, amplitude = found.pulled[at], table.amplitude
+        noises.append(np.sqrt(found.noise[at]))
         coherent += rates[i] * amplitude**2 * moved * table.same
         if main or not (headed and i == 0):
-            effects.append((table.name, Effect(nothing, nothing, slope, square, np.nan)))
-        if main and headed and i == 0 and np.any(reading.readout.carried):
+            effects.append((table.name, Told(d * found.slope, found.square / table.count)))
+        if main and headed and i == 0:
             # the row also moves along what the head reads, x_r of the tokens that it predicts
-            k = np.asarray(reading.readout.carried) + np.zeros(count)
             sent_to = reading.readout.scale * words.sent[:, words.read].T
-            along = rates[i] * (moved * sent_to) * k
+            along = rates[i] * (moved * sent_to) * words.carried
             overlap -= along @ stream.before
     for (i, j), covariance in grams.items():
         if rule != "sgd":
@@ -265,9 +276,9 @@ def entered(
             _Rows(rates[i] * table.amplitude, table, deviations[i], noises[i])
             for i, table in enumerate(tables)
         ]
-        change, found, name = _patches(stream.patch, d, optimizer, rate, gradient, rows)
+        change, told = _patches(stream.patch, d, optimizer, rate, gradient, rows)
         coherent, total = coherent + change.coherent, total + change.total
-        effects.append((name, found))
+        effects.append(("patch", told))
     overlap -= coherent @ tied.T
     return Entered(Change(coherent, overlap, total, nothing), tuple(effects), along)
 
@@ -294,20 +305,20 @@ class _Rows(NamedTuple):
 
 def _patches(
     pixels: Array, d: float, optimizer: Optimizer, rate: float, gradient: Array, rows: list[_Rows]
-) -> tuple[Change, Effect, str]:
+) -> tuple[Change, Told]:
     """The projection of patches, whose input is what the images are: a row's entries are Gaussian
     given the pixels, of variance x_b^T D x_b at pixel b. Rows of tables gather the gradients of the
     same tokens: what the two share is in its change.
     """
-    rule, name = optimizer.others, "patch"
+    rule = optimizer.others
     size = ((gradient @ pixels) * pixels).sum(0)
     total_size, count = float(size.sum()), pixels.shape[1]
-    step = rate * optimizer.factor(name)
+    step = rate * optimizer.factor("patch")
     deviations, noise = np.sqrt(np.maximum(size, 0.0)), 1.0
     if rule == "sgd":
         coherent = pixels @ pixels.T
         total = coherent @ gradient @ coherent
-        found = Effect(coherent, total, d * total_size, total_size / count, np.nan)
+        told = Told(d * total_size, total_size / count)
     else:
         there = size > 1e-18 * size.max(initial=0.0)
         root = np.where(there, np.sqrt(np.where(there, size, 1.0)), 1.0)
@@ -317,8 +328,8 @@ def _patches(
         total = pixels @ (2 / np.pi * np.arcsin(corr)) @ pixels.T
         along, noise = optimizer.pulled((pixels @ pixels.T) * gradient / count)
         slope = SIGN_MEAN * d * along * float((root * there).sum())
-        square = noise * float(there.mean())
-        found = Effect(along * coherent, noise * total, slope, square, np.nan)
+        told = Told(slope, noise * float(there.mean()))
+        coherent, total = along * coherent, noise * total
     shared = np.zeros_like(gradient)
     for own in rows:
         met = own.table.amplitude * own.table.same @ gradient @ pixels
@@ -326,9 +337,8 @@ def _patches(
             spread = np.full(count, noise**0.5)
             met = _of_signs(met, own.deviations, own.noises, deviations, spread)
         shared += own.rate * step * met @ pixels.T
-    nothing = np.zeros_like(gradient)
-    total = step * step * found.total + shared + shared.T
-    return Change(step * found.coherent, nothing, total, nothing), found, name
+    total = step * step * total + shared + shared.T
+    return dataclasses.replace(Change.of(step * coherent), total=total), told
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,7 +359,7 @@ class Ending:
     variance: Array
     change: float
     after: float
-    effects: tuple[tuple[str, Effect], ...]
+    effects: tuple[tuple[str, Told], ...]
 
 
 def ending(
@@ -379,27 +389,22 @@ def ending(
     step = rate * optimizer.factor(name)
     decay = optimizer.left(name, rate)
     blocks, sent = _row_blocks(reading, words, tied), words.sent
-    rows = np.maximum(blocks.sum((1, 2)), 0.0)
-    pulled, noise = np.ones(blocks.shape[:2]), rows
-    if optimizer.others != "sgd":
-        pulled, noise = _followed(optimizer, blocks, words.rows)
-    moved = _at_tokens(optimizer, pulled, len(kernel)).T
-    slope = d * float((words.rows * pulled[:, 0] * rows).sum())
-    square = float(words.rows @ noise / words.rows.sum())
+    found = _RowSteps.of(optimizer, blocks, words.rows, len(kernel), words.rows)
+    moved, total_rows = found.pulled.T, float(words.rows.sum())
     met = change.met(kernel)
     own = -step * scale**2 * d * (met @ (moved * sent))
     table = reading.main.token_table
-    if reading.tied and table is not None and np.any(readout.carried):
+    if reading.tied and table is not None:
         # rows that tokens read also follow what those tokens receive
         amplitude = table.amplitude
-        k = (np.asarray(readout.carried) + np.zeros(len(kernel))) / amplitude
+        k = words.carried / amplitude
         received = tied * k[:, None] - (change.coherent @ gradient) * k[None, :]
         own -= step * scale * d * amplitude * (received @ (moved * words.reads))
     through = -(scale**2) * d * variance * decay * (change.coherent @ sent)
     mean = own + through
     effects = []
     if not reading.tied:
-        effects.append((name, Effect(kernel, kernel, slope, square, np.nan)))
+        effects.append((name, Told(d * found.slope, found.square / total_rows)))
     if reading.model.head.bias:
         sums = sent.sum(0)
         shift = sums if optimizer.others == "sgd" else np.sign(sums)
@@ -410,16 +415,14 @@ def ending(
         factor = rate * optimizer.factor("head.bias")
         mean = mean - factor * shift
         gained = float((words.rows * np.abs(sums * shift)).sum())
-        square = float((words.rows * shift**2).sum() / words.rows.sum())
-        effects.append(("head.bias", Effect(kernel, kernel, gained, square, np.nan)))
+        square = float((words.rows * shift**2).sum() / total_rows)
+        effects.append(("head.bias", Told(gained, square)))
     size = scale**2 * d * variance * np.diag(change.total)
-    total_rows = float(words.rows.sum())
     changed = float(np.mean((mean**2 @ words.rows) / total_rows + size))
     every = np.arange(len(kernel))
     spread = scale**2 * d * variance * decay**2 * np.diag(change.new(kernel))
-    if np.any(readout.carried):
-        k = (np.asarray(readout.carried) + np.zeros(len(kernel))) * kept
-        mean[every, words.read] += scale * d * variance * decay * k
+    if words.carried.any():
+        mean[every, words.read] += scale * d * variance * decay * words.carried * kept
     loss = _loss(mean, spread, words)
     after = float(np.mean((mean**2 @ words.rows) / total_rows + spread))
     return Ending(loss, mean, spread, changed, after, tuple(effects))

@@ -34,46 +34,35 @@ def still(reading: Reading, optimizer: Optimizer) -> float:
     return ending(reading, words, optimizer, 0.0, nothing, zeros, tied, ones).loss
 
 
-class Stepped:
-    """One step at one learning rate.
-
-    Attributes:
-        sites: every site before and after.
-        weights: every parameter's step.
-        end: the logits and the loss.
-    """
-
-    def __init__(self, reading: Reading, optimizer: Optimizer, rate: float) -> None:
-        model, words = reading.model, Words.of(reading)
-        tied = tied_overlap(reading, words)
-        walk = Walk(optimizer, rate, tied, reading)
-        points = iter(reading.points)
-        streams = [("", reading.main)]
-        if reading.encoder is not None:
-            streams.insert(0, (ENCODER, reading.encoder))
-        sizes = {"head": reading.readout.weight_variance}
-        sizes["patch"] = getattr(model.embedding, "patch_variance", np.nan)
-        for prefix, stream in streams:
-            here = tied if stream is reading.main else 0 * stream.before
-            first = entered(reading, words, optimizer, rate, stream, here)
-            walk.prefix, walk.tied, walk.along = prefix, here, first.along
-            width = float(model.d_model)
-            site = Site(-1, 0, "tables", None, stream.before, stream.received, width)
-            change: Change = first.change
-            change, site = walk.through(stream.embedding, change, site, points)
-            change, site = walk.noted(change, next(points))
-            last = walk.through(stream.layers, change, site, points)
-            change, site = walk.memory = walk.through(stream.ending, *last, points)
-            sizes |= {prefix + table.name: table.variance for table in stream.tables}
-            for name, found in first.effects:
-                full = prefix + name
-                walk.entry(0, full, optimizer.factor(full), found, sizes[full], 1.0)
-        kept = np.sqrt(np.diag(last[1].kernel) / np.diag(last[0].new(last[1].kernel)))
-        end = ending(reading, words, optimizer, rate, change, site.gradient, tied, kept)
-        for name, found in end.effects:
-            variance = sizes.get(name, np.nan)
-            walk.entry(model.layers + 1, name, optimizer.factor(name), found, variance, 1.0)
-        self.sites, self.weights, self.end = walk.sites, walk.weights, end
+def stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Walk:
+    """One step at one learning rate: the walk, from the tables to the loss."""
+    model, words = reading.model, Words.of(reading)
+    tied, width = tied_overlap(reading, words), float(model.d_model)
+    walk = Walk(optimizer, rate, tied, reading)
+    points = iter(reading.points)
+    sizes = {"head": reading.readout.weight_variance}
+    sizes["patch"] = getattr(model.embedding, "patch_variance", np.nan)
+    for stream in reading.streams:
+        main = stream is reading.main
+        prefix, here = ("", tied) if main else (ENCODER, 0 * stream.before)
+        first = entered(reading, words, optimizer, rate, stream, here)
+        walk.prefix, walk.tied, walk.along = prefix, here, first.along
+        site = Site(-1, 0, "tables", None, stream.before, stream.received, width)
+        change, site = walk.through(stream.embedding, first.change, site, points)
+        change, site = walk.noted(change, next(points))
+        last = walk.through(stream.layers, change, site, points)
+        change, site = walk.memory = walk.through(stream.ending, *last, points)
+        sizes |= {prefix + table.name: table.variance for table in stream.tables}
+        for name, found in first.effects:
+            full = prefix + name
+            walk.entry(0, full, optimizer.factor(full), found, sizes[full], 1.0)
+    kept = np.sqrt(np.diag(last[1].kernel) / np.diag(last[0].new(last[1].kernel)))
+    end = ending(reading, words, optimizer, rate, change, site.gradient, tied, kept)
+    for name, found in end.effects:
+        variance = sizes.get(name, np.nan)
+        walk.entry(model.layers + 1, name, optimizer.factor(name), found, variance, 1.0)
+    walk.end = end
+    return walk
 
 
 def named_optimizer(

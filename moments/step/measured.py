@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import MomentsError
-from ..prediction.draws import STREAM
+from ..files import as_frame
+from ..prediction.draws import STREAM, Place, common_places, mean_over_draws
 
 if TYPE_CHECKING:
     import pandas as pd
-
-Place = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -75,9 +72,7 @@ class StepMeasurement:
         cls, draws: Sequence[StepDraw], *, source: str, optimizer: str, learning_rate: float
     ) -> StepMeasurement:
         """Means and standard errors over draws."""
-        places = sorted(draws[0].sites, key=lambda place: place[0])
-        if any(set(draw.sites) != set(places) for draw in draws):
-            raise MomentsError("the draws passed different sites: each must run the same network")
+        places = common_places([draw.sites for draw in draws])
         numbers = np.array([[draw.sites[place] for place in places] for draw in draws])
         before, after, change = np.moveaxis(numbers, -1, 0)
         columns = {
@@ -89,7 +84,7 @@ class StepMeasurement:
         for k, (layer, site) in enumerate(places):
             row: dict[str, Any] = {"layer": layer, "site": site}
             for name, values in columns.items():
-                row[name], row[f"{name}_stderr"] = _mean(values[:, k])
+                row |= mean_over_draws(values[:, k]).row(name)
             rows.append(row)
         stream = [row for row in rows if row["site"] == STREAM]
         weights: list[dict[str, Any]] = []
@@ -98,25 +93,24 @@ class StepMeasurement:
             found = np.array([draw.weights[key] for draw in draws])
             names = ("update_variance", "weight_variance", "alignment", "slope")
             for name, values in zip(names, found.T, strict=True):
-                row[name], row[f"{name}_stderr"] = _mean(values)
+                row |= mean_over_draws(values).row(name)
             weights.append(row)
 
         def along(name: str) -> np.ndarray:
             return np.array([row[name] for row in stream])
 
-        loss, loss_stderr = _mean(np.array([draw.loss_after for draw in draws]))
-        changed = _mean(np.array([draw.loss_after - draw.loss for draw in draws]))
-        slope = _mean(np.array([draw.slope for draw in draws]))
+        loss = mean_over_draws(np.array([draw.loss_after for draw in draws]))
+        changed = mean_over_draws(np.array([draw.loss_after - draw.loss for draw in draws]))
+        slope = mean_over_draws(np.array([draw.slope for draw in draws]))
         return cls(
             source,
             optimizer,
             learning_rate,
             len(draws),
-            loss,
-            loss_stderr,
+            *loss[:2],
             float(np.mean([draw.loss for draw in draws])),
-            *changed,
-            *slope,
+            *changed[:2],
+            *slope[:2],
             along("variance"),
             along("variance_stderr"),
             along("relative_change"),
@@ -128,16 +122,12 @@ class StepMeasurement:
     def to_frame(self) -> pd.DataFrame:
         """One row per site: layer, site, variance_before, variance (after the step) and
         relative_change, each with its `_stderr`."""
-        import pandas as pd
-
-        return pd.DataFrame(list(self.site_rows))
+        return as_frame(self.site_rows)
 
     def weights(self) -> pd.DataFrame:
         """One row per parameter: layer, weight, update_variance and weight_variance (mean squares
         of an entry), alignment and slope, each with its `_stderr`."""
-        import pandas as pd
-
-        return pd.DataFrame(list(self.weight_rows))
+        return as_frame(self.weight_rows)
 
     def __repr__(self) -> str:
         last = self.relative_change[-1]
@@ -147,9 +137,3 @@ class StepMeasurement:
             f"(change {self.loss_change:.4g} +- {self.loss_change_stderr:.1g}), last stream "
             f"changes by {last:.3g}"
         )
-
-
-def _mean(values: np.ndarray) -> tuple[float, float]:
-    if len(values) == 1:
-        return float(values[0]), math.nan
-    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))

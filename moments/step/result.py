@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import domain_error
+from ..files import as_frame, plain
 from ..formulas.checks import POSITIVE, check_number
 from ..prediction.gate import computing
 from ..prediction.predict import predict
 from .change import between_trace
 from .draws import Draws
-from .first import Stepped, named_optimizer, still
+from .first import named_optimizer, stepped, still
 from .rules import Optimizer
 from .several import Updates
 from .sites import Reading
-from .walk import SiteStep, WeightStep
+from .walk import SiteStep, Walk, WeightStep
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,7 +78,7 @@ class FirstStep:
         optimizer: Optimizer,
         rate: float,
         before: float,
-        moved: Stepped,
+        moved: Walk,
         slope: float,
     ) -> FirstStep:
         """From the walk; `before` is the loss at rate 0 as the walk's end has it."""
@@ -142,9 +143,7 @@ class FirstStep:
         """One row per site: layer, site, variance_before and variance (second moments per feature
         before and after the step), relative_change (E |dh|^2/E |h|^2) and coherent (the share of
         the change that lies along the gradients of the batch's tokens)."""
-        import pandas as pd
-
-        return pd.DataFrame(list(self.site_rows))
+        return as_frame(self.site_rows)
 
     def weights(self) -> pd.DataFrame:
         """One row per parameter.
@@ -155,9 +154,7 @@ class FirstStep:
         random step, and 1: |dW x| = width^alignment times what entries alone would give) and slope
         (the parameter's share of the loss's derivative in the learning rate).
         """
-        import pandas as pd
-
-        return pd.DataFrame(list(self.weight_rows))
+        return as_frame(self.weight_rows)
 
     def table(self) -> str:
         """The stream, layer by layer, as text."""
@@ -183,11 +180,11 @@ class FirstStep:
                 name: getattr(self, name)
                 for name in ("loss", "loss_before", "loss_change", "slope", "logit_change")
             },
-            "variance": self.variance.tolist(),
-            "relative_change": self.relative_change.tolist(),
+            "variance": plain(self.variance),
+            "relative_change": plain(self.relative_change),
             "warnings": list(self.warnings),
-            "sites": [_plain(row) for row in self.site_rows],
-            "weights": [_plain(row) for row in self.weight_rows],
+            "sites": plain(self.site_rows),
+            "weights": plain(self.weight_rows),
         }
 
     def to_json(self) -> str:
@@ -204,13 +201,6 @@ class FirstStep:
         from html import escape
 
         return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
-
-
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and math.isnan(value) else value
-        for name, value in row.items()
-    }
 
 
 def _site_rows(rows: list[dict[str, Any]], sites: list[SiteStep]) -> tuple[Mapping[str, Any], ...]:
@@ -304,8 +294,9 @@ def _notes(
 
 def _by_token(prediction: Prediction) -> Prediction:
     """The same of a text, token by token."""
-    read = prediction.read
-    if prediction.layout.classes is None or read is None or read.inputs.token_ids is None:
+    read = prediction.outer_weights
+    loose = read is None or read.ending is None or read.inputs.token_ids is None
+    if read is None or loose or prediction.layout.classes is None:
         # not the one that keeps these steps: a circle's gigabytes would wait for the collector
         return dataclasses.replace(prediction)
     return predict(
@@ -319,12 +310,12 @@ def _by_token(prediction: Prediction) -> Prediction:
     )
 
 
-def _stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Stepped:
+def _stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Walk:
     """Raises:
     DomainError: what the step does is beyond what numbers hold.
     """
     with np.errstate(all="ignore"):
-        found = Stepped(reading, optimizer, rate)
+        found = stepped(reading, optimizer, rate)
     if np.all(np.isfinite([found.end.loss, found.end.change, found.sites[-1].changed])):
         return found
     raise domain_error("learning_rate", rate, "small enough for what it changes to stay finite")

@@ -38,6 +38,14 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's quintic (Jordan 2024), applied five times."""
 
 
+class Told(NamedTuple):
+    """What is told of a parameter's step of learning rate 1, as in `Effect`."""
+
+    slope: float
+    square: float
+    aligned: float = math.nan
+
+
 class Effect(NamedTuple):
     """What a step of learning rate 1 does at a matrix's output.
 
@@ -162,18 +170,6 @@ class Spectrum:
         return Signs(mean, coherent, square)
 
     @functools.cached_property
-    def _orthogonal(self) -> dict[tuple[float, float], Orthogonal]:
-        return {}
-
-    def orthogonal(
-        self, n: float, m: float, sides: Sides | None = None, parts: Array | None = None
-    ) -> Orthogonal:
-        """Muon's step on an (m, n) matrix; see `Orthogonal.of`."""
-        if (n, m) not in self._orthogonal:
-            self._orthogonal[n, m] = Orthogonal.of(self, n, m, sides, parts)
-        return self._orthogonal[n, m]
-
-    @functools.cached_property
     def inverse_moments(self) -> tuple[float, Array, Array]:
         """E rho, E z_i^2/rho and E z_i^2/rho^2.
 
@@ -216,7 +212,7 @@ class Orthogonal(NamedTuple):
         kernel: P D P^T, D that of the draw.
         square, slope: sum of f^2 and of f sigma.
         aligned: as in `Effect`.
-        drawn: (N, rank, T) P of every draw less this.
+        drawn: (N, rank, T) P of every draw less this; None: of no draws of the network.
         received: (N, T, T) D of every draw less that.
     """
 
@@ -225,7 +221,7 @@ class Orthogonal(NamedTuple):
     square: float
     slope: float
     aligned: float
-    drawn: Array
+    drawn: Array | None
     received: Array
 
     @classmethod
@@ -290,7 +286,7 @@ class Orthogonal(NamedTuple):
             float(square.mean()),
             along,
             float(np.exp(np.log(np.maximum(aligned, 1e-300)).mean())),
-            steps / grown**0.5 - coherent,
+            None if sides is None else steps / grown**0.5 - coherent,
             grown * (draws.received - draws.received.mean(0)),
         )
 
@@ -517,6 +513,11 @@ def newton_schulz(values: Array, steps: int = 5) -> Array:
 Pull = Callable[[Array], tuple[float, float]]
 
 
+def _signs_alone(product: Array) -> tuple[float, float]:
+    """`Optimizer.pulled` without an epsilon."""
+    return 1.0, 1.0
+
+
 def damping(deviation: float, epsilon: float) -> tuple[float, float]:
     """By how much Adam's epsilon lowers E y u and E u^2, u = y/(|y| + eps) for y of a row of G.
 
@@ -539,10 +540,9 @@ def effect(
     n: float,
     m: float,
     excess: float = 0.0,
-    pull: Pull | None = None,
+    pull: Pull = _signs_alone,
     signs: Signs | None = None,
-    sides: Sides | None = None,
-    parts: Array | None = None,
+    orthogonal: Orthogonal | None = None,
 ) -> Effect:
     """A step of learning rate 1 on an (m, n) matrix, at its output.
 
@@ -554,9 +554,9 @@ def effect(
         n, m: features of input and output.
         excess: variance of the overlap of two tokens' inputs, relative to the squares, beyond the
             1/n of independent features.
-        pull: `Optimizer.pulled`; None: the sign.
+        pull: `Optimizer.pulled`; of the sign alone where there is none.
         signs: under the sign rule, rows or columns that are not Gaussian.
-        sides, parts: under Muon's, see `Orthogonal.of`.
+        orthogonal: under Muon's, the step; None: of independent features.
     """
     kernel, total, lower = spectrum.kernel, spectrum.total, spectrum.root.single
     if total <= 0.0:
@@ -571,14 +571,14 @@ def effect(
         plain, size, slope = n * total * (1 + excess * n), total, n * m * total
     elif rule == "sign":
         found = spectrum.signs if signs is None else signs
-        pulled, noise = (1.0, 1.0) if pull is None else pull(kernel * spectrum.gradient)
+        pulled, noise = pull(kernel * spectrum.gradient)
         coherent = (SIGN_MEAN * n * pulled / total**0.5) * found.coherent @ lower.T
         twice = SIGN_MEAN**2 * n * (n - 1) * pulled**2
         aligned = (1 - excess) * twice * found.square
         plain, size = n * noise + excess * twice, noise
         slope = SIGN_MEAN * n * m * pulled * found.mean
     else:
-        step = spectrum.orthogonal(n, m, sides, parts)
+        step = Orthogonal.of(spectrum, n, m) if orthogonal is None else orthogonal
         size, slope = step.square / (n * m), step.slope
         # what the old input does not span meets no gradient
         coherent, plain = step.coherent, n * size
@@ -586,7 +586,7 @@ def effect(
     drawn = received = None
     if rule == "muon":
         followed, met = 0.0, step.aligned
-        if sides is not None:
+        if step.drawn is not None:
             drawn, received = onto @ step.drawn, step.received
     else:
         old = float((spectrum.root.square * aligned).sum()) + plain * float(np.trace(kernel))
@@ -604,7 +604,7 @@ def gain_effect(
     met: Array,
     new: Array,
     m: float,
-    pull: Pull | None = None,
+    pull: Pull = _signs_alone,
 ) -> Effect:
     """A step of learning rate 1 on a norm's gain, one number per feature (n = 1).
 
@@ -622,12 +622,12 @@ def gain_effect(
     freedom = float(np.trace(onward)) ** 2 / float(np.vdot(onward, onward.T))
     mean = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
     mean *= math.sqrt(2 * total / freedom)
-    pulled, noise = (1.0, 1.0) if pull is None else pull(kernel * gradient)
+    pulled, noise = pull(kernel * gradient)
     slope = SIGN_MEAN * pulled * mean
     return Effect(slope / total * met, noise * new, m * slope, noise, 1.0)
 
 
-def vector_effect(gradient: Array, rule: str, m: float, pull: Pull | None = None) -> Effect:
+def vector_effect(gradient: Array, rule: str, m: float, pull: Pull = _signs_alone) -> Effect:
     """A step of learning rate 1 on a bias, its gradient the sum over tokens: (1, 1) for all."""
     variance, ones = float(gradient.sum()), np.ones((1, 1))
     if variance <= 0.0:
@@ -635,6 +635,6 @@ def vector_effect(gradient: Array, rule: str, m: float, pull: Pull | None = None
     if rule == "sgd":
         return Effect(ones, ones * variance, m * variance, variance, 1.0)
     root = variance**0.5
-    pulled, noise = (1.0, 1.0) if pull is None else pull(gradient)
+    pulled, noise = pull(gradient)
     coherent = SIGN_MEAN * pulled / root * ones
     return Effect(coherent, noise * ones, SIGN_MEAN * pulled * m * root, noise, 1.0)

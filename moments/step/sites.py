@@ -159,11 +159,19 @@ class Site:
         if leaf.rotary is not None:
             turning = leaf.rotary.frequencies(int(leaf.d_head))[0]
             frequencies = turning[turning > 0][:pairs]
-        weights = layer.head_weights()
         return Rows(
-            self.kernel,
-            memory.kernel,
-            weights,
+            Heads(
+                self.kernel,
+                memory.kernel,
+                layer.head_weights(),
+                float(way.law.scale),
+                int(leaf.d_head),
+                round(float(leaf.kv_heads or leaf.heads)),
+                round(float(leaf.heads) / float(leaf.kv_heads or leaf.heads)),
+                float(leaf.drop_prob),
+                frequencies,
+                np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
+            ),
             np.asarray(layer.response().pairs),
             d * value,
             np.asarray(received.pairs),
@@ -174,21 +182,8 @@ class Site:
                 found.key / (shared * key),
                 found.value / (shared * value),
             ),
-            leaving.gradient,
             Three(float(leaf.d_model) * query, d * key, d * value),
             grown,
-            Heads(
-                self.kernel,
-                memory.kernel,
-                weights,
-                float(way.law.scale),
-                int(leaf.d_head),
-                round(float(leaf.kv_heads or leaf.heads)),
-                round(float(leaf.heads) / float(leaf.kv_heads or leaf.heads)),
-                float(leaf.drop_prob),
-                frequencies,
-                np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
-            ),
             int(leaf.sequences),
         )
 
@@ -217,10 +212,12 @@ class Table:
         there = self.rows[:, None] == self.rows[None, :]
         return np.asarray(there & (self.rows[:, None] >= 0), float)
 
-    def once(self, values: Array) -> float:
-        """Sum over rows of a number that each of a row's tokens has."""
-        _, first = np.unique(self.rows, return_index=True)
-        return float(values[first[self.rows[first] >= 0]].sum())
+    @functools.cached_property
+    def places(self) -> tuple[Any, Any, Any]:
+        """Of the rows that are read the first token, of every token its row among them, and how
+        many tokens each has."""
+        found = np.unique(self.rows, return_index=True, return_inverse=True, return_counts=True)
+        return found[1:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,9 +349,10 @@ class Reading:
             DomainError: it is not resolved by token, has no loss, or its model has what a step
                 does not cover.
         """
-        model, read = prediction.model, prediction.read
+        model, read = prediction.model, prediction.outer_weights
         _check(prediction)
         assert read is not None
+        assert read.ending is not None
         chain, readout = read.ending
         traces, encoder = [("", prediction.trace)], None
         if prediction.encoder is not None:
@@ -462,8 +460,8 @@ def _check(prediction: Prediction) -> None:
     model = prediction.model
     if prediction.theory != "refined":
         raise DomainError(f'theory {prediction.theory!r} has no first step: use theory="refined"')
-    read = prediction.read
-    if read is None or prediction.loss is None:
+    read = prediction.outer_weights
+    if read is None or read.ending is None or prediction.loss is None:
         raise DomainError(
             "a first step needs a loss: declare model.head with one, and leave grad_variance, "
             "grad_correlation and grad_kernel out"

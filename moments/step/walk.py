@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -34,7 +35,6 @@ from .change import (
     conserved,
     joined,
     scattering,
-    summed,
 )
 from .draws import Draws
 from .elementwise import activated, gated
@@ -42,10 +42,12 @@ from .neurons import Neurons, gaussian
 from .rules import (
     Effect,
     Optimizer,
+    Orthogonal,
     Root,
     Sides,
     Signs,
     Spectrum,
+    Told,
     effect,
     gain_effect,
     sign_of_columns,
@@ -109,6 +111,7 @@ class Walk:
         along: of the tables' step, what it has of the stream (`ends.Entered`).
         prefix: of the names of parameters in the stream that is walked.
         memory: what an encoder's last tokens do, and where they are.
+        sites, weights: what every site and every parameter does, and `end` the logits behind.
         moved: by the index of a site, its updated tensor in terms of the old one, and its kernel.
         overlaps: of the tokens that the current residual branch reads; None: outside of any.
         response: how the kernel follows those overlaps.
@@ -126,7 +129,7 @@ class Walk:
     moved: dict[int, tuple[Array, Array]] = field(default_factory=dict)
     overlaps: Overlaps | None = None
     response: Any = 0.0
-    _following: tuple[Component, ...] = ()
+    end: Any = None
     _unit: Activation | None = None
     _received: Array | None = None
 
@@ -136,10 +139,9 @@ class Walk:
         self, component: Component, change: Change, entering: Site, points: Iterator[Site]
     ) -> tuple[Change, Site]:
         """The change behind a component, and the site it is at."""
-        following, self._following = self._following, ()
         if isinstance(component, Chain):
-            for place, part in enumerate(component.children):
-                self._following = component.children[place + 1 : place + 2]
+            for part, behind in itertools.zip_longest(component.children, component.children[1:]):
+                self._unit = behind if isinstance(behind, Activation) else None
                 change, entering = self.through(part, change, entering, points)
             return change, entering
         if isinstance(component, Layer):
@@ -149,7 +151,6 @@ class Walk:
             return self._residual(component, change, entering, points)
         if isinstance(component, Parallel):
             return self._parallel(component, change, entering, points)
-        self._unit = following[0] if following and isinstance(following[0], Activation) else None
         leaving = next(points)
         return self.noted(self.leaf(component, change, entering, leaving), leaving)
 
@@ -167,19 +168,25 @@ class Walk:
         received = leaving.gradient
         change = change.parted(entering.gradient, scales[0] * received)
         drawn = self._scatter(leaving.index, received)
-        found = summed(change, branch, scales, received, self.tied, drawn)
+        kept, added = change.times(scales[0]), branch.times(scales[1])
+        found = kept.plus(added, received, drawn)
         both = scales[0] * scales[1] * overlaps.square(change.scattered, branch.scattered, received)
         # per unit of the sum's own scatter: what of it is the input's, through skip and branch
         size = np.sqrt(np.diag(leaving.kernel))
         here = (scales[0] * first + scales[1] * self.response) / np.outer(size, size)
         self.overlaps = None
+        # what the branch adds along delta meets the stream's own words
+        overlap = found.overlap - added.coherent @ self.tied.T
         if np.any(self.along):
             # tables of a tied head move along what the branch gives too
             given = leaving.kernel - scales[0] * entering.kernel
-            both = both - scales[1] * self.along @ branch.overlap.T
-            found = dataclasses.replace(found, overlap=found.overlap - self.along @ given)
+            both = both - self.along @ added.overlap.T
+            overlap = overlap - self.along @ given
         found = dataclasses.replace(
-            found, total=found.total + both + both.T, scattered=here * found.scattered
+            found,
+            overlap=overlap,
+            total=found.total + both + both.T,
+            scattered=here * found.scattered,
         )
         return self.noted(found, leaving)
 
@@ -201,12 +208,14 @@ class Walk:
             found, leaving = total, leaving.plus(last, entering)
         return found, leaving
 
-    def _scatter(self, at: int | tuple[int, str], gradient: Array) -> Array | None:
-        """Of what a site or a matrix receives in draws, where steps follow those."""
-        if self.optimizer.rule != "muon":
-            return None
-        draws = Draws.shared(self.reading)
-        return None if draws is None else draws.scatter(at, gradient)
+    @property
+    def _draws(self) -> Draws | None:
+        """Of the network, where steps follow those."""
+        return Draws.shared(self.reading) if self.optimizer.rule == "muon" else None
+
+    def _scatter(self, at: int, gradient: Array) -> Array | None:
+        """Of what a site receives in draws."""
+        return None if self._draws is None else self._draws.scatter(at, gradient)
 
     def noted(self, change: Change, at: Site) -> tuple[Change, Site]:
         before, met, changed = (
@@ -220,7 +229,7 @@ class Walk:
     # --- parameters ----------------------------------------------------------------------------
 
     def entry(
-        self, layer: int, name: str, factor: float, found: Effect, variance: float, n: float
+        self, layer: int, name: str, factor: float, found: Effect | Told, variance: float, n: float
     ) -> float:
         """Note a parameter's step; its learning rate."""
         rate = self.rate * factor
@@ -287,9 +296,12 @@ class Walk:
         if left != 1.0:
             same = np.full(len(kernel), left)
             carried = carried.rescaled(gain * kernel, same, same - 1.0)
-        not_gaussian = None
+        not_gaussian = orthogonal = None
         if rule == "sign" and signs is not None:
             not_gaussian = once(Signs, *key, make=lambda: signs(spectrum))
+        elif rule == "muon":
+            met = self._met(layer, name, len(kernel))
+            orthogonal = once(Orthogonal, *key, make=lambda: Orthogonal.of(spectrum, n, m, *met))
         found = effect(
             spectrum,
             rule,
@@ -299,7 +311,7 @@ class Walk:
             entering.excess(),
             self.optimizer.pulled,
             not_gaussian,
-            *(self._drawn(layer, name, len(kernel)) if rule == "muon" else ()),
+            orthogonal,
         )
         factor = self.optimizer.factor(name, n, m)
         rate = self.entry(layer, name, factor, found, variance, n)
@@ -312,9 +324,9 @@ class Walk:
         by_draw = None if found.drawn is None else rate * found.drawn
         half = None if carried.drawn is None else carried.drawn / 2
         more = Change.of(carried.coherent / 2 + own, joined(half, by_draw))
-        met = between(carried.coherent, gradient, more.coherent)
-        met = met + scattering(carried, more, gradient, found.received)
-        total = carried.total + rate * rate * found.total + met + met.T
+        cross = between(carried.coherent, gradient, more.coherent)
+        cross = cross + scattering(carried, more, gradient, found.received)
+        total = carried.total + rate * rate * found.total + cross + cross.T
         scattered = carried.scattered
         if self.overlaps is not None:
             mine = rate * found.followed * self.response
@@ -341,7 +353,7 @@ class Walk:
         shape: tuple[float, float],
     ) -> Change:
         """`behind_a_matrix`, where draws are known."""
-        draws = Draws.shared(self.reading) if self.optimizer.rule == "muon" else None
+        draws = self._draws
         if draws is None:
             return carried
         before, after = draws.scaled(entering.index, entering.gradient), draws.scaled(key, gradient)
@@ -359,9 +371,9 @@ class Walk:
             self.moved[entering.index] = met, change.new(entering.kernel)
         return self.moved[entering.index]
 
-    def _drawn(self, layer: int, name: str, tokens: int) -> tuple[Sides | None, Array | None]:
+    def _met(self, layer: int, name: str, tokens: int) -> tuple[Sides | None, Array | None]:
         """What Muon needs of a matrix: draws of both sides, and the steps' parts of the tokens."""
-        draws, batches = Draws.shared(self.reading), self.optimizer.batches
+        draws, batches = self._draws, self.optimizer.batches
         sides = None if draws is None else draws.sides.get((layer, name))
         return sides, None if batches is None else batches.momenta(tokens)
 
@@ -459,7 +471,7 @@ class Walk:
         found = rows.carried(Three(*moved), leaving.gradient, received)
         self.response = 0.0
         if leaf.drop_prob:
-            found = _masked(found, rows.weights, moved[2], rows.gain, float(leaf.drop_prob))
+            found = _masked(found, rows.heads.weights, moved[2], rows.gain, float(leaf.drop_prob))
         return found
 
     @leaf.register(GatedLinear)
@@ -501,7 +513,7 @@ class Walk:
     @leaf.register(Activation)
     def activation(self, leaf: Activation, change: Change, entering: Site, leaving: Site) -> Change:
         old = entering.kernel
-        found, slope = activated(leaf.laws, leaf.parameters, change, old, leaving.kernel)
+        found, slope = activated(leaf.laws, change, old, leaving.kernel)
         before, after = (self._scatter(at.index, at.gradient) for at in (entering, leaving))
         gradients = entering.gradient, leaving.gradient
         found = conserved(change, found, gradients, (before, after))
@@ -531,14 +543,7 @@ class Walk:
         there = np.abs(kernel) * passed > 1e-6 * square
         fix = np.where(there, leaving.kernel / np.where(there, kernel, 1.0), passed)
         fix = np.clip(fix, 0.8 * passed, 1.25 * passed)
-        found = Change(
-            passed * found.coherent,
-            fix * found.overlap,
-            fix * found.total,
-            passed * found.scattered,
-            None if found.beyond is None else found.beyond.mapped(lambda part: fix * part),
-            None if found.drawn is None else passed * found.drawn,
-        )
+        found = found.each(lambda part: fix * part, lambda part: passed * part)
         self.response = passed * self.response
         if not leaf.affine:
             return found
@@ -608,11 +613,8 @@ def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob
     def more(part: Array) -> Array:
         return np.diag(gain * odds * (square @ np.diag(part)))
 
-    return Change(
-        found.coherent + more(value.coherent),
-        found.overlap + more(value.overlap),
-        found.total + more(value.total),
-        found.scattered,
-        found.beyond,
-        found.drawn,
-    )
+    parts = {
+        name: getattr(found, name) + more(getattr(value, name))
+        for name in ("coherent", "overlap", "total")
+    }
+    return dataclasses.replace(found, **parts)

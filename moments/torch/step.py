@@ -17,9 +17,9 @@ import numpy as np
 
 from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
-from ..prediction.draws import STREAM
+from ..prediction.draws import STREAM, Place
 from ..step.first import OPTIMIZERS, named_optimizer
-from ..step.measured import Place, StepDraw, StepMeasurement
+from ..step.measured import StepDraw, StepMeasurement
 from ..step.rules import group_of
 from .anatomy import measured_parts
 from .measure import Loss, _add_labels, _objective, _tensors

@@ -9,9 +9,7 @@ from .entries import Entries
 from .family import Family, declared, masked_head
 
 
-def _read(
-    read: Entries, seq_len: int, epsilon: float, *, segments: bool, hidden: str | None = None
-) -> Transformer:
+def _read(read: Entries, seq_len: int, hidden: str | None = None) -> Transformer:
     """A Post-LN encoder with the entries' names of BERT; positions are learned.
 
     `hidden` is the activation of the head's hidden layer where that is not the layers' own.
@@ -19,7 +17,8 @@ def _read(
     read.expect("is_decoder", False, "full attention is assumed")
     read.expect("add_cross_attention", False, "no cross-attention is assumed")
     read.expect("position_embedding_type", "absolute", "learned absolute positions are assumed")
-    variance = read.variance()
+    variance, epsilon = read.variance(), read.number("layer_norm_eps")
+    segments = read("type_vocab_size", 0) > 0
     dropout = read.number("hidden_dropout_prob")
     activation = read.activation("hidden_act")
     read.count("vocab_size")
@@ -45,9 +44,7 @@ def _read(
 
 
 def _bert(read: Entries, seq_len: int | None, hidden: str | None = None) -> Transformer:
-    length = read.length("max_position_embeddings", seq_len)
-    epsilon = read.number("layer_norm_eps")
-    return _read(read, length, epsilon, segments=read("type_vocab_size") > 0, hidden=hidden)
+    return _read(read, read.length("max_position_embeddings", seq_len), hidden)
 
 
 def _electra(read: Entries, seq_len: int | None) -> Transformer:
@@ -64,9 +61,7 @@ def _roberta(read: Entries, seq_len: int | None) -> Transformer:
     offset = read("pad_token_id") + 1
     most = read.count("max_position_embeddings") - offset
     length = read.at_most(most, seq_len, f"max_position_embeddings - {offset}")
-    epsilon = read.number("layer_norm_eps")
-    segments = read("type_vocab_size") > 0
-    return _read(read, length, epsilon, segments=segments, hidden="gelu")
+    return _read(read, length, "gelu")
 
 
 def _distilbert(read: Entries, seq_len: int | None) -> Transformer:
@@ -127,9 +122,7 @@ def _deberta(read: Entries, seq_len: int | None) -> Transformer:
     for name in ("relative_attention", "norm_rel_ebd", "position_buckets"):
         read(name, None)
     read("max_relative_positions", None)
-    epsilon = read.number("layer_norm_eps")
-    length = read.length("max_position_embeddings", seq_len)
-    model = _read(read, length, epsilon, segments=read("type_vocab_size", 0) > 0)
+    model = _read(read, read.length("max_position_embeddings", seq_len))
     if not read.flag("position_biased_input"):
         model = model.replace(embedding=model.embedding.replace(position_variance=0.0))
     return model.replace(temperature=math.sqrt(1 + used))

@@ -179,20 +179,14 @@ class Entries:
             table: whether that many positions have a row of a table, so that more do not exist.
         """
         most = self(name)
-        check_count(name, most, least=2)
-        if seq_len is None:
-            return int(most)
-        check_count("seq_len", seq_len)
-        if table and seq_len > most:
-            raise domain_error("seq_len", seq_len, f"at most {name} = {most}")
-        return seq_len
+        return self.at_most(check_count(name, most, least=2), seq_len, name, table)
 
-    def at_most(self, most: int, seq_len: int | None, meaning: str) -> int:
+    def at_most(self, most: int, seq_len: int | None, meaning: str, table: bool = True) -> int:
         """Tokens per sequence where something else than one entry limits them."""
         if seq_len is None:
             return most
         check_count("seq_len", seq_len)
-        if seq_len > most:
+        if table and seq_len > most:
             raise domain_error("seq_len", seq_len, f"at most {meaning} = {most}")
         return seq_len
 
