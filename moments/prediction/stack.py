@@ -920,8 +920,7 @@ def repeating(model: Transformer, inputs: Inputs) -> bool:
     """
     if inputs.token_ids is not None:
         return True
-    zipf = isinstance(model.embedding, Embedding) and not inputs.moments
-    return zipf and model.seq_len > LONGEST_TEXT
+    return isinstance(model.embedding, Embedding) and not inputs.moments
 
 
 def faint(model: Transformer) -> bool:
