@@ -188,19 +188,27 @@ def position_targets(
     """Targets of an unknown text on classes of positions, each token predicting the next one, or
     what is masked at random.
 
-    Next tokens are found among what is read as often as there are some (`following_pairs`).
+    Next tokens are found among what is read as often as there are some (`following_pairs`). Where
+    words are told apart a word that two tokens share is a frequent one, p^2 for p, so that targets
+    meet it as often as three tokens of which two are alike.
     """
     check_count("batch", batch)
     if head.loss != "causal":
         return _chosen_at_random(head, vocab_size, classes, batch)
-    collision, triple = zipf_collision(vocab_size), zipf_collision(vocab_size, 3)
+    collision, triple, four = (zipf_collision(vocab_size, tokens) for tokens in (2, 3, 4))
     size, active = len(classes.nodes), classes.cell_means(_followed(classes))
-    following = classes.following_pairs
-    hit = following + (1.0 - following) * collision
-    both_hit = following.T * collision + (1.0 - following.T) * triple
+    even, one_more = np.full((size, size), collision), triple / collision
+    read, met, both_met = even, even, np.full((size, size), triple)
+    if isinstance(classes, TextClasses):
+        apart = np.ones_like(classes.share) / (1.0 - collision)
+        read = classes.one_word
+        met = classes.of_kinds((collision - triple) * apart, one_more)
+        both_met = classes.of_kinds((triple - four) * apart, four / collision)
+    follows = classes.following_pairs
+    hit = follows + (1.0 - follows) * met
+    either = follows + follows.T
+    both_hit = follows.T * met + follows * read * one_more + (1.0 - either) * both_met
     count = batch * float(_followed(classes).sum())
-    even = np.full((size, size), collision)
-    read = classes.one_word if isinstance(classes, TextClasses) else even
     own = np.full(size, collision)
     return Targets(count, active, np.outer(active, active), even, read, hit, own, both_hit)
 
