@@ -17,15 +17,19 @@ import os
 import platform
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import pandas as pd
 
 import moments
 from moments.engine.classes import PER_OCTAVE, PositionClasses
+from moments.prediction import predict, stack
 from moments.transfer.attention.kernels import joint_laws, logits
 
 DATA = Path(__file__).parent / "data" / "position_classes.json"
@@ -187,25 +191,6 @@ PLACED: dict[str, tuple[Any, dict[str, Any]]] = {
         }.items()
     },
 }
-TIED: dict[str, tuple[Any, dict[str, Any]]] = {
-    **{
-        f"tables of variance {variance}, {name}, 3 x 64": (
-            moments.Transformer(
-                **SMALL | {"dropout": 0.0} | fields,
-                embedding=moments.Embedding(1000, variance, positions="none"),
-                head=moments.Head(),
-            ),
-            {},
-        )
-        for variance in (1.0, 0.01)
-        for name, fields in {
-            "Pre-LN": {},
-            "Post-LN": {"norm": "post"},
-            "window of 16": {"window": 16},
-            "rotary": {"rotary": ROTARY},
-        }.items()
-    },
-}
 STRONG = {
     "vocab_size": 32000,
     "hidden_size": 256,
@@ -289,6 +274,43 @@ BATCHES = {
         ),
     )
 }
+UNKNOWN = {
+    **{
+        f"tied tables of variance {variance}, {name}, 3 x 96": moments.Transformer(
+            **SMALL | {"dropout": 0.0, "seq_len": 96} | fields,
+            embedding=moments.Embedding(1000, variance, positions="none"),
+            head=moments.Head(),
+        )
+        for variance in (1.0, 0.01)
+        for name, fields in {
+            "Pre-LN": {},
+            "Post-LN": {"norm": "post"},
+            "window of 16": {"window": 16},
+            "rotary": {"rotary": ROTARY},
+        }.items()
+    },
+    **{
+        f"{name}, 2 x 128": moments.from_huggingface(config).replace(seq_len=128, dropout=0.0)
+        for name, config in {
+            "Llama": {"model_type": "llama"} | STRONG,
+            "Llama, faint logits": {"model_type": "llama"} | STRONG | {"initializer_range": 0.04},
+            "GPT-2, tied": GPT | {"n_layer": 2, "initializer_range": 0.04, "n_positions": 128},
+            "BLOOM, tied": {
+                "model_type": "bloom",
+                "hidden_size": 256,
+                "n_layer": 2,
+                "n_head": 4,
+                "vocab_size": 5000,
+                "initializer_range": 0.04,
+            },
+        }.items()
+    },
+}
+"""Predicted without a text, against the mean over texts by Zipf's law."""
+
+DRAWN = 16
+"""Texts of that mean."""
+
 HALVED = {
     "Llama 3 8B, 32 x 8192": moments.preset("llama-3-8b"),
     "GPT-Neo 125M, 12 x 2048": moments.preset("gpt-neo-125m"),
@@ -313,11 +335,23 @@ def largest(found: Any, expected: Any) -> float:
     return float(np.abs(np.asarray(found) / np.asarray(expected) - 1).max())
 
 
+@contextmanager
+def without_words() -> Iterator[None]:
+    """Unknown texts by means over cells, as each token by itself has the mean of all."""
+    kept = stack.repeating, predict.repeating
+    stack.repeating = predict.repeating = lambda *_: False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        stack.repeating, predict.repeating = kept  # type: ignore[attr-defined]
+
+
 def compared(model: Any, given: dict[str, Any], tokens: bool | None = None) -> dict[str, Any]:
     """One case, by token once and on classes twice: the second has no tables to build."""
     exact, seconds = timed(model, tokens=True, **given)
-    timed(model, tokens=tokens, **given)
-    found, own = timed(model, tokens=tokens, **given)
+    with nullcontext() if "token_ids" in given else without_words():
+        timed(model, tokens=tokens, **given)
+        found, own = timed(model, tokens=tokens, **given)
     bands = [np.log(p.grad_variance_band[1] / p.grad_variance_band[0]) for p in (found, exact)]
     frames = [p.weight_gradients().set_index(["layer", "weight"]) for p in (found, exact)]
     ratio = (frames[0] / frames[1])["squared_norm"].dropna()
@@ -333,6 +367,43 @@ def compared(model: Any, given: dict[str, Any], tokens: bool | None = None) -> d
         "band": largest(bands[0], bands[1]),
         "seconds by token": seconds,
         "seconds on classes": own,
+    }
+
+
+def over_texts(model: Any) -> dict[str, Any]:
+    """Without a text, against the mean over texts by Zipf's law, each token by itself; and by means
+    over cells, which no two of its tokens are."""
+    shares = 1.0 / np.arange(1.0, model.embedding.vocab_size + 1.0)
+    draw = np.random.default_rng(0)
+    texts = [
+        draw.choice(len(shares), size=model.seq_len, p=shares / shares.sum()) for _ in range(DRAWN)
+    ]
+    each = [timed(model, tokens=True, token_ids=ids)[0] for ids in texts]
+    found = {"": timed(model)[0]}
+    with without_words():
+        found[" by means"] = timed(model)[0]
+
+    def norms(prediction: Any) -> Any:
+        frame = prediction.weight_gradients().set_index(["layer", "weight"])["squared_norm"]
+        return frame.drop("key.bias", level=1, errors="ignore")
+
+    drawn = pd.concat([norms(one) for one in each], axis=1)
+    mean, error = drawn.mean(axis=1), drawn.sem(axis=1)
+    sharp = mean.index.get_level_values(1).str.startswith(("query", "key"))
+    results: dict[str, Any] = {}
+    for name, one in found.items():
+        ratio = norms(one) / mean - 1
+        results |= {
+            f"weight gradients{name}": float(ratio[~sharp].loc[abs(ratio[~sharp]).idxmax()]),
+            f"queries and keys{name}": float(ratio[sharp].loc[abs(ratio[sharp]).idxmax()]),
+            f"variance{name}": largest(one.variance, np.mean([p.variance for p in each], 0)),
+            f"correlation{name}": float(
+                np.abs(one.correlation - np.mean([p.correlation for p in each], 0)).max()
+            ),
+        }
+    return results | {
+        "standard error": float((error / mean)[~sharp].max()),
+        "of queries and keys": float((error / mean)[sharp].max()),
     }
 
 
@@ -404,7 +475,7 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
         ROTARY_ALIKE,
     ),
     "rows of their own": (lambda case: own_rows(*case), OWN_ROWS),
-    "tied heads": (lambda case: own_rows(*case), TIED),
+    "unknown texts": (over_texts, UNKNOWN),
     "texts under strong logits": (lambda case: compared(*case), WORDS),
     "several texts under strong logits": (lambda case: compared(*case), BATCHES),
     "several documents": (lambda case: own_rows(*case), SEVERAL),

@@ -790,8 +790,6 @@ class Sight:
         later_own: (P, P) counts [q, p] of those that see q, of the same.
         seen: (P, P) whether a row counts a key.
         begins: (P,) its first node that is a key.
-        met_before: (P, P) of a row's keys, the share of the squares of their weights that a row of
-            its class meets that comes right before it.
     """
 
     classes: PositionClasses
@@ -808,13 +806,6 @@ class Sight:
     later_own: Array
     seen: NDArray[np.bool_]
     begins: NDArray[np.intp]
-
-    @functools.cached_property
-    def met_before(self) -> Array:
-        # all but the row's own position, by the weights of as many keys as that one sees
-        itself = np.diag(1.0 / np.maximum(np.diagonal(self.keys), 1.0))
-        before = np.clip(self.ends - self.starts - 1.0 * (self.starts == 0), 1.0, None)
-        return np.asarray((1.0 - itself) * (self.size / before)[:, None])
 
     @functools.cached_property
     def bent(self) -> Array:

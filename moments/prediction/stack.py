@@ -156,15 +156,12 @@ class Stack:
         self.layout = SequenceLayout(sequences, real, self.documents, self.classes)
 
     def alone(self) -> Stack:
-        """Of several documents, the stack of one that is like them on average; of neighbours, that
-        of means over cells."""
+        """Of several documents, the stack of one that is like them on average."""
         several = self.classes
         assert several is not None
         first, one = several.alone(self.first.diagonal, self.first.pairs), several.of_one
         found = copy.copy(self)
         found.resolved = found.classes = one
-        if len(several.ends) == 1:
-            found.counted = one
         found.first = Kernel(*first, one)
         found.layout = SequenceLayout(classes=one)
         found.run = Run()
@@ -172,13 +169,13 @@ class Stack:
         return found
 
     def _of_words(self) -> TextClasses:
-        """Its classes of positions, which tell the words of its text apart."""
-        assert self.classes is not None
-        assert isinstance(self.model.embedding, Embedding)
-        if self.ids is None:
-            return zipf_classes(self.classes, self.model.embedding.vocab_size)
-        found = text_classes(self.classes, self.ids)
-        if found.crowded > MOST_CROWDED:
+        """Its classes of positions, which tell the words of its text apart.
+
+        Raises:
+            DomainError: these are crowded beyond what classes can tell.
+        """
+        found = self.words()
+        if self.ids is not None and found.crowded > MOST_CROWDED:
             raise domain_error(
                 "token_ids",
                 self.ids,
@@ -188,6 +185,14 @@ class Stack:
                 "tokens=True resolves each, or cut the stretch that repeats one word",
             )
         return found
+
+    def words(self) -> TextClasses:
+        """Classes that tell the words of its text apart, or of Zipf's law."""
+        assert self.classes is not None
+        assert isinstance(self.model.embedding, Embedding)
+        if self.ids is None:
+            return zipf_classes(self.classes, self.model.embedding.vocab_size)
+        return text_classes(self.classes, self.ids)
 
     def _texts(self, numbers: np.ndarray | None) -> np.ndarray:
         """The text as classes of positions take it: document by document, where there are several.

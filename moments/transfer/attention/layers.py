@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from ...engine.classes import ClassRows, Matrix, PositionClasses, few_points, one_class
 from ...engine.fluctuation import norm_variance
 from ...engine.layout import one_document, places
-from ...engine.neighbours import NeighbouringClasses
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...engine.texts import TextClasses
 from ...errors import DomainError
@@ -45,7 +44,6 @@ from .kernels.position_attention import (
     Across,
     ClassHeads,
     ClassLogits,
-    Neighbours,
     PositionAttention,
     Words,
 )
@@ -398,9 +396,8 @@ class ClassLayer(_Layer):
         self._rows: list[Any] = []
         nearer = 0.0
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
-        beside = self._neighbours(law.queries.kernel)
-        for query_tokens, key_tokens, values, scale, spread, following in zip(
-            *kernels, scales, spreads, beside, strict=True
+        for query_tokens, key_tokens, values, scale, spread in zip(
+            *kernels, scales, spreads, strict=True
         ):
             # A common shift of all keys cancels in the softmax unless it is turned.
             plain = law.keys.gain is None and (turning is None or law.keys.kernel is tokens)
@@ -420,7 +417,7 @@ class ClassLayer(_Layer):
             on_average = (sight.keys * pairs).sum(1) / sight.keys.sum(1)
             nearer = max(nearer, float(np.max((np.diagonal(pairs) - on_average) / own)))
             logits = ClassLogits(*inside, float(scale), sight, turning, varying[0])
-            logits = logits._replace(beside=following, words=words[0])
+            logits = logits._replace(words=words[0])
             if across:
                 met = Across(*across[0], varying[1], words[1])
                 logits = logits._replace(across=met)
@@ -478,17 +475,6 @@ class ClassLayer(_Layer):
         divided = self._classes.blocks if means else self._classes.told_apart
         return [divided(*one) for one in every]
 
-    def _neighbours(self, queries: Kernel) -> list[Neighbours | None]:
-        """Of every configuration, queries that follow one another; None where these are like others
-        of their class."""
-        classes = self._classes
-        if not isinstance(classes, NeighbouringClasses):
-            return [None] * int(np.prod(self._lead, dtype=int))
-        size = len(classes.nodes)
-        pairs = np.broadcast_to(queries.pairs, (*self._lead, size, size)).reshape(-1, size, size)
-        before = tuple(map(int, classes.before))
-        return [Neighbours(one, before) for one in classes.neighbours(pairs)]
-
     def _kernel(self, kernels: list[Any]) -> Kernel:
         own, pairs = kernels[0]
         if self._lead:
@@ -505,11 +491,7 @@ class ClassLayer(_Layer):
         for one, *given in zip(self._rows, *map(self._flat, kernels), strict=True):
             rows = [one, *one.others]
             blocks = [function(*block) for block in zip(rows, *given, strict=True)]
-            if isinstance(self._classes, NeighbouringClasses):
-                beside, _ = function(one.beside, *(blocks[0] for blocks in given))
-                found.append(self._classes.with_neighbours(*blocks[0], beside))
-            else:
-                found.append(self._classes.joined(*blocks))
+            found.append(self._classes.joined(*blocks))
         return self._kernel(found)
 
     def _numbers(self, name: str) -> Array:
@@ -553,8 +535,6 @@ class ClassLayer(_Layer):
         found: list[list[Matrix]] = [[] for _ in Paths._fields]
         counts = self._classes.documents
         totals = gained if counts is None else gained.weighted(*counts)
-        if isinstance(self._classes, NeighbouringClasses):
-            return self._backward_beside(self._classes, gained)
         for one, given in zip(self._rows, self._flat(totals), strict=True):
             rows = [one, *one.others]
             if isinstance(self._classes, TextClasses):
@@ -570,29 +550,6 @@ class ClassLayer(_Layer):
             return paths
         each = [ratio_or_zero(1.0, count) for count in counts]
         return Paths(*(path.weighted(*each) for path in paths))
-
-    def _backward_beside(self, classes: NeighbouringClasses, gained: Kernel) -> Paths:
-        """The same, the smooth part by all rows and the rest by those that follow one another."""
-        size, found = len(classes.nodes), list[list[Matrix]]([] for _ in Paths._fields)
-        own = np.broadcast_to(gained.diagonal, (*self._lead, size)).reshape(-1, size)
-        pairs = np.broadcast_to(gained.pairs, (*self._lead, size, size)).reshape(-1, size, size)
-        for one, diagonal, matrix in zip(self._rows, own, pairs, strict=True):
-            smooth = classes.smooth(diagonal, matrix)
-            beyond = classes.neighbours(matrix) - classes.near(smooth[1])
-            parts = one.backward(*smooth), one.beside.backward(beyond, None)
-            alike, others = parts[0].query
-            beside = one.beside.response[0] * classes.neighbours(matrix)
-            query = classes.of_smooth(alike, others, beside)
-            for name, of_path in zip(Paths._fields, found, strict=True):
-                if name == "query":
-                    of_path.append(query)
-                    continue
-                (a, b), (more, others) = (getattr(part, name) for part in parts)
-                of_path.append(classes.joined((a + more, b + others)))
-        paths = Paths(*map(self._kernel, found))
-        if self._biases:
-            paths = paths._replace(value=paths.value + self._biased("backward", gained))
-        return paths
 
     def _backward_by_word(
         self, classes: TextClasses, rows: list[Any], given: tuple[Matrix, ...]

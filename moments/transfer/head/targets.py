@@ -202,8 +202,8 @@ def position_targets(
     if isinstance(classes, TextClasses):
         apart = np.ones_like(classes.share) / (1.0 - collision)
         read = classes.one_word
-        met = classes.of_kinds((collision - triple) * apart, one_more)
-        both_met = classes.of_kinds((triple - four) * apart, four / collision)
+        met = classes.of_kinds((collision - triple) * apart, np.array(one_more))
+        both_met = classes.of_kinds((triple - four) * apart, np.array(four / collision))
     follows = classes.following_pairs
     hit = follows + (1.0 - follows) * met
     either = follows + follows.T

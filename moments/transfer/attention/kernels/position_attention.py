@@ -230,56 +230,6 @@ class RowPairs:
         return np.where(self.alone, own[self.long], pairs[self.long, self.short])
 
 
-class NeighbourRows(RowPairs):
-    """A pair for every row, with the one before it; two of one class are `alone`: they see the same
-    keys but for one."""
-
-    def split(self, of_pairs: Array) -> Matrix:
-        """(own (P,), nothing)."""
-        return of_pairs, np.zeros((0, 0))
-
-
-@functools.lru_cache(maxsize=16)
-def neighbour_rows(sight: Sight, turning: Turning | None, before: tuple[int, ...]) -> NeighbourRows:
-    """Every row and the one before it, which is of node `before`; the same for the same."""
-    previous, whole = np.array(before), row_pairs(sight, turning)
-    tiles, phases = [], []
-    for rows, keys in whole.rows:
-        long = np.arange(rows.start, rows.stop)
-        short = previous[rows]
-        seen = np.flatnonzero(sight.seen[short].any(0))
-        right = slice(min(keys.start, int(seen[0])), keys.stop)
-        turned = away = None
-        if turning is not None:
-            away = turning.away(long, short, right, right, False)
-            together = turning.of_neighbours(len(long))
-            between = turning.between(long, short, together, right, right)
-            turned = between, (together @ turning.shares).real
-            phases.append(together)
-        tiles.append(
-            _tile(
-                sight,
-                slice(rows.start, rows.stop),
-                long,
-                short,
-                right,
-                right,
-                turned,
-                away,
-                turning,
-            )
-        )
-    every = np.arange(len(previous))
-    return NeighbourRows(
-        tuple(tiles),
-        whole.rows,
-        every,
-        previous,
-        previous == every,
-        np.concatenate(phases) if phases else None,
-    )
-
-
 def _tile(
     sight: Sight,
     pairs: slice,
@@ -422,18 +372,6 @@ class Across(NamedTuple):
     words: Words | None = None
 
 
-class Neighbours(NamedTuple):
-    """Of every row and the one before it.
-
-    Attributes:
-        queries: (P,) kernel of their queries.
-        before: the node of the latter, as `neighbours.NeighbouringClasses.before`.
-    """
-
-    queries: Array
-    before: tuple[int, ...]
-
-
 class ClassLogits(NamedTuple):
     """`logits.Logits` on classes.
 
@@ -445,7 +383,6 @@ class ClassLogits(NamedTuple):
         repeats: (P, P) variance of the keys' and values' kernel within cells; None: none.
         across: the same kernels of tokens of two documents, own parts being those of two tokens at
             one place; None: there is one document.
-        beside: queries of a row and of the one before it; None: these are like others of a class.
         words: what two tokens of one word have, the rest being of two words; None: of any two.
     """
 
@@ -457,7 +394,6 @@ class ClassLogits(NamedTuple):
     turning: Turning | None = None
     repeats: Array | None = None
     across: Across | None = None
-    beside: Neighbours | None = None
     words: Words | None = None
 
     @property
@@ -583,12 +519,9 @@ class PositionAttention:
         repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
         others: the same rows where two of them are of different documents, of one word, and of both
             where there are such.
-        beside: every row and the one before it, own parts being what these two have; None: they are
-            like others of a class.
     """
 
     others: tuple[PositionAttention, ...] = ()
-    beside: PositionAttention | None = None
 
     def __init__(
         self,
@@ -636,9 +569,7 @@ class PositionAttention:
             met.append(logits.across)
         if logits.words is not None:
             met += [self._of_one_word(one) for one in met]
-        self.others = tuple(self._met(one, self._pairs) for one in met[1:])
-        if logits.beside is not None:
-            self.beside = self._of_neighbours(logits.beside)
+        self.others = tuple(map(self._met, met[1:]))
         self._give_back()
 
     def _give_back(self) -> None:
@@ -652,19 +583,11 @@ class PositionAttention:
         assert met.words is not None
         return met._replace(queries=met.words.queries)
 
-    def _of_neighbours(self, met: Neighbours) -> PositionAttention:
-        """Every row met by the one before it, which sees the same keys but for the row's own."""
-        logits = self.logits
-        kernels = logits._replace(queries=(met.queries, logits.queries[1]))
-        pairs = neighbour_rows(logits.sight, logits.turning, met.before)
-        return self._met(kernels, pairs)
-
-    def _met(self, kernels: Across | ClassLogits, pairs: RowPairs) -> PositionAttention:
+    def _met(self, kernels: Across | ClassLogits) -> PositionAttention:
         """These rows, met by others: by those of another document, which sees other tokens at the
         same places, a row with itself is two at one place."""
         found = copy.copy(self)
-        found._kernels, found._pairs, found._dropped = kernels, pairs, 0.0
-        found.others, found.beside = (), None
+        found._kernels, found._dropped, found.others = kernels, 0.0, ()
         if kernels.words is not None and kernels.words.met is not None:
             mean, *several = self._response
             counts = kernels.words.counts(self.logits.sight.keys)
@@ -674,7 +597,7 @@ class PositionAttention:
             getattr(kernels, name) is getattr(self._kernels, name)
             for name in ("keys", "values", "words")
         )
-        if not alike or pairs is not self._pairs or found._response is not self._response:
+        if not alike or found._response is not self._response:
             found._project()
         found._joint_laws()
         found._forward()
@@ -686,18 +609,6 @@ class PositionAttention:
         """(P, P) mean attention to all tokens of a class that a row sees."""
         sight = self.logits.sight
         return sight.summed(self.counted) if isinstance(sight, FadingSight) else self.counted
-
-    @property
-    def _neighbouring(self) -> bool:
-        """Whether these are rows that follow one another."""
-        return isinstance(self._pairs, NeighbourRows)
-
-    def _of_one_token(self, rows: Indices, keys: slice) -> Array | float:
-        """(n, k), or 1 for all: what of the squares of a row's weights it has with itself, or with
-        the row before where these are pairs of such."""
-        if not self._neighbouring:
-            return 1.0
-        return np.asarray(self.logits.sight.met_before[rows, keys])
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -994,8 +905,6 @@ class PositionAttention:
         pairs, rows, turning = self._pairs, self._rows, self.logits.turning
         assert turning is not None
         long, short = pairs.long, pairs.short
-        if self._neighbouring:  # all as far apart
-            return np.ones(len(long))
         odds = self._calibration.log_odds
         odds = geometric_mean(odds[long], odds[short])
         keys = np.log(np.maximum(np.sqrt(rows.keys[long] * rows.keys[short]) - 1.0, 1e-9))
@@ -1090,12 +999,9 @@ class PositionAttention:
     def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
         """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
         sight, alone = self.logits.sight, self._pairs.alone[tile.pairs]
-        others: Array | float = 1.0
-        if isinstance(sight, FadingSight):
-            others = sight.met_by_one[one, other, keys]
-        elif not self._neighbouring:
+        if not isinstance(sight, FadingSight):
             return 1.0
-        return np.where(alone[:, None], self._of_one_token(one, keys), others)
+        return np.where(alone[:, None], 1.0, sight.met_by_one[one, other, keys])
 
     @property
     def _alone(self) -> Kinds:
@@ -1127,7 +1033,6 @@ class PositionAttention:
         values, kernels = self._between_values(tile)
         once = sight.shared[long, short, tile.own] * weights[long, tile.own]
         once[same] = self.counted[long[same], tile.own]
-        once[same] *= self._of_one_token(long[same], tile.own)
         once *= weights[short, tile.own]
         both = sums.first[:, :, None] * sums.second[:, None, :]
         spread = sums.mixture.values
@@ -1186,9 +1091,7 @@ class PositionAttention:
                 apart = self.counted @ own - whole[0]
                 unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
                 shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
-                every = np.arange(len(weights))
-                alike = self._of_one_token(every, slice(0, len(own)))
-                held = pairs.joined((self.counted * weights * alike).sum(1), shared)
+                held = pairs.joined((self.counted * weights).sum(1), shared)
                 held = held * np.sqrt(unshared[long] * unshared[short])
             output += fixed_norms(
                 self._widths,
@@ -1278,9 +1181,7 @@ class PositionAttention:
         shared, apart = self.logits.sight.shared, own - diagonal(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
-        rows, every = np.arange(len(self.weights)), slice(0, len(own))
-        squares = self.counted * self.weights * self._of_one_token(rows, every)
-        alone = squares @ apart
+        alone = (self.counted * self.weights) @ apart
         return diagonal(smooth) + alone, np.asarray(smooth + of_own)
 
     # --- attention dropout (see `closure`) ------------------------------------------------------
@@ -1358,13 +1259,11 @@ class PositionAttention:
             sent = sight.summed(sent)[:, sight.held]
             alike = twice * sight.portion[long, short, tile.own]
         alike = alike * sent[long, tile.own] * sent[short, tile.own]
-        if self._neighbouring:
-            both, alike = self._before_each(tile)
         of_values = of_keys = both, alike
-        if not self._neighbouring and self.logits.turning is None and self.logits.words is None:
+        if self.logits.turning is None and self.logits.words is None:
             bent = sight.bent[long, short][:, None]
             of_values = both * bent[..., None], alike * bent
-        if not self._neighbouring and alone.any():  # a row with itself instead of its neighbour
+        if alone.any():  # a row with itself instead of its neighbour
             rows = long[alone]
             once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
             once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
@@ -1399,34 +1298,14 @@ class PositionAttention:
             turned += pairs * tile.away * leaning
         return found
 
-    def _before_each(self, tile: Tile) -> tuple[Array, Array]:
-        """(c, n, k) and (c, o) how often and by what weights rows and the ones before them, in
-        either order, meet two keys, and one that is the same."""
-        sight, weights = self.logits.sight, self.weights
-        long, short, left, right, own = tile.long, tile.short, tile.left, tile.right, tile.own
-        alone = self._pairs.alone[tile.pairs][:, None]
-        # What the row before sees alone, behind a window's end, as often as a key with which that
-        # of its row begins.
-        every = np.arange(weights.shape[1])
-        begin = sight.seen[long].argmax(1)[:, None, None]
-        keys, others = every[left][None, :, None], every[right][None, None, :]
-        first = begin + (keys == begin) * (begin + 1 < len(every))
-        held = np.where(others < begin, first, others)
-        counts = sight.later[keys, held, long[:, None, None]]
-        both = weights[long, left][:, :, None] * weights[short, right][:, None, :] * counts
-        part = np.where(alone, sight.met_before[long, own], 1.0)
-        alike = weights[long, own] * weights[short, own] * sight.later_own[own][:, long].T * part
-        return 2.0 * both, 2.0 * alike
-
     def backward(self, own: Array, pairs: Any) -> Paths:
         """Second moments per feature of the gradient at the attention's input, by path.
 
         Args:
-            own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights; of rows and
-                the ones before them what these have in common, (P,), and nothing.
+            own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
         """
         size, tiles = self.weights.shape[1], self._pairs.tiles
-        scale, given = single(own if self._neighbouring else self._pairs.joined(own, pairs))
+        scale, given = single(self._pairs.joined(own, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
         kinds = len(self.logits.key_kinds)
@@ -1446,9 +1325,7 @@ class PositionAttention:
             total = self.logits.sight.summed_pairs(total)
         if kinds == 1:
             total = total[:, 0]
-        query = own * self.response[0], 0.0 * total[0]
-        if not self._neighbouring:
-            query = query[0], pairs * self.response[1]
+        query = own * self.response[0], pairs * self.response[1]
         by_path = [(total_own[path], total[path]) for path in range(3)]
         return Paths(by_path[0], query, by_path[1], by_path[2])
 
@@ -1490,11 +1367,6 @@ class ClassHeads(Heads):
     def others(self) -> tuple[ClassHeads, ...]:
         each = zip(*(layer.others for layer in self._layers), strict=True)
         return tuple(ClassHeads(layers, np.array(self._shares), self._sight) for layers in each)
-
-    @property
-    def beside(self) -> ClassHeads | None:
-        there = [layer.beside for layer in self._layers if layer.beside is not None]
-        return ClassHeads(there, np.array(self._shares), self._sight) if there else None
 
 
 def log_mean(rule: Rule, size: Array) -> Array:

@@ -173,10 +173,6 @@ class Turning:
         _, mass, twice = self._rows
         return np.asarray(np.outer(mass, mass) - twice)
 
-    def of_neighbours(self, count: int) -> Phases:
-        """(count, m) e^{i w} of rows that follow one another."""
-        return np.tile(np.exp(1j * self._speed), (count, 1))
-
     def between(
         self, long: Indices, short: Indices, rows: Phases, left: slice, right: slice
     ) -> Array:
@@ -460,20 +456,6 @@ class FadingSight(Sight):
     prior: Array
     met_by_one: Array
     portion: Array
-
-    @functools.cached_property
-    def met_before(self) -> Array:
-        """e^s sum_{j < i} p_ij^2 over the whole of it: the row before weighs its keys by e^s more,
-        and does not see the row's own position."""
-        squares = self.summed(self.keys * self.prior**2)
-        itself = np.diag(1.0 / np.maximum(np.diagonal(squares), 1.0))
-        sizes = (
-            _size(np.clip(np.minimum(self.classes.nodes - less, self.window), 1, None), self.slope)
-            for less in (0, 1)
-        )
-        whole, before = sizes
-        found = np.exp(self.slope) * (1.0 - itself) * (whole / before)[:, None]
-        return np.asarray(found[:, self.held])
 
     @functools.cached_property
     def first(self) -> Indices:
