@@ -20,14 +20,14 @@ import moments
 from moments.engine.composition import Leaf
 from moments.formulas.activation import activation_laws
 from moments.step.attention import Rows
-from moments.step.change import Change, Overlaps, behind_a_matrix, between, scattering
+from moments.step.change import Change, Overlaps, behind_a_matrix, between, resolved, scattering
 from moments.step.change import correlated as related
 from moments.step.draws import Draws
 from moments.step.elementwise import Pairs, activated
 from moments.step.ends import Words, entered
 from moments.step.first import named_optimizer
 from moments.step.heads import Heads
-from moments.step.neurons import Neurons
+from moments.step.neurons import Neurons, drawn_by
 from moments.step.parametrisation import PARAMETRISATIONS, parametrised
 from moments.step.result import Stepping
 from moments.step.rules import (
@@ -357,6 +357,97 @@ def test_muon_s_step_by_draws() -> None:
         assert found.slope == pytest.approx(wanted, rel=1e-5)
     independent = Orthogonal.of(Spectrum.of(kernel, gradient), n, m)
     assert independent.square > 1.03 * first
+
+
+@pytest.mark.parametrize("share", np.logspace(-9, -2, 15))
+def test_a_small_singular_value_steps_as_far_as_the_iteration_takes_it(share: float) -> None:
+    """From rounding up: what single precision does not hold is 5e-3 of one, and no value is
+    where a little less would be another."""
+    n, steps = 6, []
+    for size in (share, 1.01 * share):
+        kernel = np.diag([1.0, 0.5, size]) ** 2
+        x = np.eye(3, n) * n**0.5 * np.diag(kernel)[:, None] ** 0.5
+        sides = Sides(kernel[None], np.eye(3)[None])
+        found = Orthogonal.of(Spectrum.of(np.eye(3), np.eye(3)), n, 3, sides)
+        delta = 3**0.5 * np.eye(3)
+        real = orthogonal(delta.T @ x) @ x.T
+        # P delta in the coordinates of L = 1; the scale of the slope divided out
+        mean = found.coherent.T @ delta
+        steps.append(mean / mean[0, 0])
+        assert steps[-1].diagonal() == pytest.approx(real.diagonal() / real[0, 0], abs=1e-5)
+        assert found.square == pytest.approx((orthogonal(delta.T @ x) ** 2).sum(), abs=1e-4)
+    assert steps[1] == pytest.approx(steps[0], abs=0.05 * share)
+
+
+def test_what_is_resolved_is_a_smooth_share() -> None:
+    """Draws go back by less and less of what a matrix read, the nearer to rounding it is."""
+    last = np.logspace(-12, 0, 2400)
+    found = resolved(np.stack([last, np.ones_like(last)], 1))[:, 0]
+    assert found[0] < 1e-9
+    assert found[-1] > 1 - 1e-9
+    assert np.all(np.diff(found) >= 0)
+    assert np.diff(found).max() < 0.02
+    assert resolved(np.array([-1e-16, 0.0, 1.0])).tolist() == pytest.approx([0, 0, 1])
+    assert not np.any(resolved(np.zeros(3)))
+
+
+def test_tokens_are_drawn_alike_where_kernels_are() -> None:
+    """Of tokens of one variance, some the same: rounding does not tell which is drawn first."""
+    rng, tokens = np.random.default_rng(4), 24
+    kernel = correlated(tokens, 5)[np.arange(tokens) % 20][:, np.arange(tokens) % 20]
+    size = np.diag(kernel) ** 0.5
+    kernel = kernel / np.outer(size, size)
+    noise = 1e-14 * rng.standard_normal((tokens, tokens))
+    first, second = (drawn_by(k, 4096, 3) for k in (kernel, kernel * (1 + noise + noise.T)))
+    assert second == pytest.approx(first, abs=1e-6)
+    assert first.T @ first / 4096 == pytest.approx(kernel, abs=0.1)
+
+
+ROTARY = {
+    "model_type": "gpt_neox",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize("config", [GPT2, ROTARY], ids=["gpt2", "gpt_neox"])
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_rounding_moves_a_step_as_little_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, batch: Any, config: dict[str, Any], optimizer: str
+) -> None:
+    """Weights' variances off by 1e-14, and drawn hidden units by single precision's rounding.
+
+    Draws of another order would be others by 1 % here.
+    """
+    import moments.step.draws as drawn
+
+    whole, noise = drawn._entrywise, np.random.default_rng(6)
+    model = moments.from_huggingface(config, seq_len=16)
+    near = model
+    for k, name in enumerate(("query", "key", "value", "output", "ffn_in", "ffn_out"), 1):
+        given = np.asarray(getattr(model.weights, name))
+        changed = dataclasses.replace(near.weights, **{name: (given * (1 + 1e-14 * k)).tolist()})
+        near = near.replace(weights=changed)
+
+    def rounded(laws: Any, x: Any) -> Any:
+        value, slope = whole(laws, x)
+        return (value * (1 + 1e-7 * noise.standard_normal(value.shape))).astype("f4"), slope
+
+    def step(of: moments.Transformer) -> np.ndarray:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", moments.ValidityWarning)
+            found = moments.predict(of, token_ids=batch["input_ids"]).after(optimizer, 1e-3)
+        sizes = found.weights()["update_variance"].to_numpy()
+        return np.concatenate([[found.loss_change], found.relative_change, sizes])
+
+    before = step(model)
+    assert step(near) == pytest.approx(before, rel=1e-6)
+    monkeypatch.setattr(drawn, "_entrywise", rounded)
+    assert step(model) == pytest.approx(before, rel=1e-4)
 
 
 def test_drawn_heads_send_what_autograd_does() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -307,7 +308,8 @@ def few_threads(rows: int) -> Iterator[None]:
     In the main thread alone: set from another, OpenBLAS's limit was seen not to hold there.
     """
     main = threading.current_thread() is threading.main_thread()
-    controller = _controller() if 1 < rows <= SMALL and main else None
+    asked = 1 < rows <= SMALL and main
+    controller = _controller("scipy.linalg" in sys.modules) if asked else None
     if controller is None:
         yield
         return
@@ -316,8 +318,9 @@ def few_threads(rows: int) -> Iterator[None]:
 
 
 @functools.cache
-def _controller() -> Any:
-    """Of the libraries that are loaded by then, numpy's among them; None without threadpoolctl."""
+def _controller(_also_scipy: bool) -> Any:
+    """Of the libraries that are loaded by then: numpy's, and scipy's own once that is there, which
+    comes later. None without threadpoolctl."""
     try:
         from threadpoolctl import ThreadpoolController
     except ImportError:

@@ -125,8 +125,10 @@ def behind_a_matrix(
     (n, m), (entering, leaving) = shape, received
     step = before.coherent + before.drawn
     sent = step @ entering
-    inverse = np.linalg.pinv(leaving, SINGLE_PRECISION, hermitian=True)
-    rank = np.trace(leaving @ inverse, axis1=1, axis2=2)[:, None, None]
+    values, vectors = np.linalg.eigh(leaving)
+    there = resolved(values)
+    inverse = (vectors * over(there, values)[:, None]) @ np.swapaxes(vectors, 1, 2)
+    rank = there.sum(1)[:, None, None]
     less = (rank / m * (sent @ np.swapaxes(step, 1, 2))).mean(0)
     less = less * (np.trace(after.coherent) / np.trace(before.coherent))
     found = conserved(
@@ -140,8 +142,21 @@ def behind_a_matrix(
 
 
 SINGLE_PRECISION = 1e-5
-"""Share of the largest eigenvalue of one draw's overlaps below which single precision has lost one:
+"""Share of the largest eigenvalue of one draw's overlaps near which single precision loses one:
 some hundred times its rounding."""
+
+
+def resolved(values: Array, least: float = SINGLE_PRECISION) -> Array:
+    """(..., k) how far ascending eigenvalues are more than rounding, 0 to 1: a step at that share
+    of the largest which is smooth, as no rounding may decide what is on which side."""
+    share = np.maximum(values, 0.0) / (least * np.maximum(values[..., -1:], 1e-300))
+    with np.errstate(over="ignore", divide="ignore"):
+        return np.asarray(1 / (1 + share**-4))
+
+
+def over(shares: Array, values: Array) -> Array:
+    """Shares of what is resolved over eigenvalues, 0 where there is nothing."""
+    return np.divide(shares, values, out=np.zeros_like(values), where=values > 0)
 
 
 class Beyond(NamedTuple):

@@ -25,10 +25,10 @@ from ..transfer.elementary import Activation, Dropout, Linear, Scale
 from ..transfer.gated import GatedLinear
 from ..transfer.head.components import Pool
 from ..transfer.normalization import FiniteNormalization
-from .change import SINGLE_PRECISION, Array
+from .change import Array, over, resolved
 from .ends import Words
 from .heads import Heads
-from .rules import Root, Sides
+from .rules import Sides, spread
 from .sites import ENCODER
 
 if TYPE_CHECKING:
@@ -155,11 +155,10 @@ class Draws:
         d = self.reading.model.d_model
         if not self.reading.tied or token is None:
             return self._of_kernel(kernel, d)
-        size = float(np.diag(kernel).max())
-        rest = Root.of(kernel - token.amplitude**2 * token.variance * token.same, size)
+        rest = kernel - token.amplitude**2 * token.variance * token.same
         read = words.read if main else words.beside
         own: Features = np.float32(token.amplitude) * table[:, read]
-        return np.asarray(own + self._normal((self.count, rest.lower.shape[1], d), rest.lower))
+        return np.asarray(own + self._of_kernel(rest, d))
 
     def _sent(self, x: Features, table: Features, words: Words) -> Features:
         """The gradient of the loss at what the matrix to the logits reads."""
@@ -219,22 +218,20 @@ class Draws:
 
     # --- draws ---------------------------------------------------------------------------------
 
-    def _normal(self, shape: tuple[int, ...], root: Array | None = None) -> Features:
-        """Independent entries, or behind a root."""
-        found = self._rng.standard_normal(shape, np.float32)
-        return np.asarray(found if root is None else root.astype(np.float32) @ found)
+    def _normal(self, shape: tuple[int, ...]) -> Features:
+        """Independent entries: as many whatever the numbers before them."""
+        return np.asarray(self._rng.standard_normal(shape, np.float32))
 
     def _of_kernel(self, kernel: Array, width: float) -> Features:
-        root = Root.of(kernel).lower
-        return self._normal((self.count, root.shape[1], round(float(width))), root)
+        shape = self.count, len(kernel), round(float(width))
+        return np.asarray(spread(kernel).astype(np.float32) @ self._normal(shape))
 
-    def _mapped(self, x: Features, width: float, variance: float) -> Features:
+    def _mapped(self, read: _Read, width: float, variance: float) -> Features:
         """Behind a random matrix of entries of that variance."""
-        n, m = x.shape[2], round(float(width))
-        scale = np.float32(variance**0.5)
-        if n <= x.shape[1]:
-            return scale * (x @ self._normal((self.count, n, m)))
-        return np.stack([self._normal((root.shape[1], m), root) for root in _roots(scale * x)])
+        (count, tokens, n), m = read.features.shape, round(float(width))
+        scale, by_root = np.float32(variance**0.5), n > tokens
+        found = self._normal((count, tokens if by_root else n, m))
+        return np.asarray(scale * ((read.root if by_root else read.features) @ found))
 
     def _read(self, x: Features) -> _Read:
         """What the matrices that read the same share."""
@@ -247,13 +244,15 @@ class Draws:
         it is y x^+ beside what is across x,
 
             W^T delta = f + (delta y^T - f x^T) (x x^T)^+ x,  f fresh, of kernel v delta delta^T.
+
+        Along what x has little of, both count by weights whose squares add up to one.
         """
-        y = self._mapped(x, width, variance)
+        y = self._mapped(self._read(x), width, variance)
 
         def back(delta: Features) -> Features:
-            fresh = self._mapped(delta, x.shape[2], variance)
-            known = delta @ _turned(y) - fresh @ _turned(x)
-            return np.asarray(fresh + known @ self._read(x).inverse @ x)
+            fresh, read = self._mapped(_Read(delta), x.shape[2], variance), self._read(x)
+            known = delta @ _turned(y) @ read.known - fresh @ _turned(x) @ read.taken
+            return np.asarray(fresh + known @ x)
 
         return y, back
 
@@ -401,10 +400,30 @@ class _Read:
         self.features, self.overlaps = features, _overlaps(features)
 
     @functools.cached_property
-    def inverse(self) -> Features:
-        """(x x^T)^+."""
-        found = np.linalg.pinv(self.overlaps, SINGLE_PRECISION, hermitian=True)
-        return np.asarray(found / self.features.shape[2], np.float32)
+    def _eigen(self) -> tuple[Array, Array]:
+        values, vectors = np.linalg.eigh(self.overlaps)
+        return values * self.features.shape[2], vectors
+
+    def _with(self, values: Array) -> Features:
+        vectors = self._eigen[1]
+        return np.asarray((vectors * values[:, None]) @ np.swapaxes(vectors, 1, 2), np.float32)
+
+    @functools.cached_property
+    def root(self) -> Features:
+        """Of x x^T: `spread`."""
+        return self._with(np.sqrt(np.maximum(self._eigen[0], 0.0)))
+
+    @functools.cached_property
+    def known(self) -> Features:
+        """(x x^T)^+, of what y tells."""
+        values = self._eigen[0]
+        return self._with(over(np.sqrt(resolved(values)), values))
+
+    @functools.cached_property
+    def taken(self) -> Features:
+        """(x x^T)^+, of what a fresh draw leaves to it."""
+        values = self._eigen[0]
+        return self._with(over(1 - np.sqrt(1 - resolved(values)), values))
 
 
 _ROWS = 128
@@ -432,12 +451,6 @@ def _entrywise(laws: Any, x: Features) -> tuple[Features, Features]:
 def _overlaps(x: Features) -> Array:
     """(N, T, T) mean over features, in full precision: a square of singular values."""
     return np.stack([one @ one.T / one.shape[1] for one in (one.astype(float) for one in x)])
-
-
-def _roots(x: Features) -> Iterator[Array]:
-    """Of every draw's x x^T."""
-    for one in x @ _turned(x):
-        yield Root.of(one.astype(float)).lower
 
 
 def _turned(x: Features) -> Features:

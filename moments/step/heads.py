@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .change import Array
-from .rules import Root
+from .rules import spread
 
 _TOKENS = 2048
 """Draws of shared heads: as many as have that many tokens together, at least 4."""
@@ -94,10 +94,8 @@ class Heads:
         count = -(-max(4, _TOKENS // len(self.query_kernel)) // self.shared)
 
         def drawn(kernel: Array, heads: int) -> Array:
-            root = Root.of(kernel).lower
-            return np.asarray(
-                root @ rng.standard_normal((count, heads, root.shape[1], self.d_head))
-            )
+            shape = count, heads, len(kernel), self.d_head
+            return np.asarray(spread(kernel) @ rng.standard_normal(shape))
 
         k, v = (drawn(self.key_kernel, self.shared) for _ in range(2))
         passed = self.attended(drawn(self.query_kernel, every), k, v, rng)

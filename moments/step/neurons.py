@@ -22,7 +22,7 @@ from scipy.linalg import eigh
 from ..formulas.algebra import NUMPY
 from ..formulas.law import ComponentLaws
 from .change import Array, precision
-from .rules import Drawn, Root
+from .rules import Drawn, spread
 
 _MOST, _ENTRIES = 4096, 2**17
 """Draws: as many as fill a matrix of that size, within [512, 4096]."""
@@ -149,7 +149,7 @@ _OF_DRAWS = SimpleNamespace(**vars(NUMPY) | {"sqrt": _root})
 def _twinned(values: Array, linear: Array, shared: Array, kernel: Array) -> Drawn:
     """Draws of a kernel, with Gaussian ones that have a linear part of kernel `shared` in common:
     the rest of the kernel, positive as that of higher orders in Hermite's polynomials, is drawn."""
-    own = drawn_by(Root.of(kernel - shared, float(np.diag(kernel).max())), len(values), 11)
+    own = drawn_by(kernel - shared, len(values), 11)
     share = float(np.trace(shared) / np.trace(kernel))
     return Drawn(values, linear + own, min(max(share, 0.0), 1.0))
 
@@ -165,10 +165,11 @@ def _normal(count: int, tokens: int, place: int, kind: Any) -> Array:
 def gaussian(kernel: Array, place: int) -> Array:
     """(N, T) draws of a kernel, those of one `place` the same every time."""
     count = int(np.clip(_ENTRIES // len(kernel), 512, _MOST)) // 2 * 2
-    return drawn_by(Root.of(kernel), count, place)
+    return drawn_by(kernel, count, place)
 
 
-def drawn_by(root: Root, count: int, place: int) -> Array:
-    """`gaussian`, of a kernel's root."""
-    tokens, rank = root.lower.shape
-    return np.asarray(_normal(count, tokens, place, root.single.dtype)[:, :rank] @ root.single.T)
+def drawn_by(kernel: Array, count: int, place: int) -> Array:
+    """`gaussian`, that many."""
+    tokens = len(kernel)
+    kind = precision(tokens)
+    return np.asarray(_normal(count, tokens, place, kind) @ spread(kernel).astype(kind))

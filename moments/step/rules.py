@@ -28,7 +28,7 @@ import numpy as np
 from scipy.linalg import eigh, solve_triangular
 from scipy.linalg.lapack import dpstrf
 
-from .change import Array, between, precision, product
+from .change import Array, between, precision, product, resolved
 from .several import Batches, Updates
 
 SIGN_MEAN = float(np.sqrt(2 / np.pi))
@@ -75,6 +75,8 @@ class Effect(NamedTuple):
 class Root:
     """L of K = L L^T, by Cholesky with pivots, so that tokens that read the same take no room.
 
+    Rounding may choose the pivots, and with them L up to a rotation: for what does not see one.
+
     Attributes:
         lower: (T, rank) L.
         order: (rank,) the tokens whose rows of L are a triangle.
@@ -85,9 +87,8 @@ class Root:
     order: Any
 
     @classmethod
-    def of(cls, kernel: Array, size: float = 0.0) -> Root:
-        """`size`: of what the kernel is a difference; 0: none."""
-        least = _RANGE * max(float(np.diag(kernel).max(initial=0.0)), size, 1e-300)
+    def of(cls, kernel: Array) -> Root:
+        least = _RANGE * max(float(np.diag(kernel).max(initial=0.0)), 1e-300)
         factor, pivots, rank, _ = dpstrf(kernel, tol=least, lower=1)
         order = pivots - 1
         found = np.zeros((len(kernel), rank))
@@ -115,6 +116,15 @@ class Root:
     def whitened(self, met: Array) -> Array:
         """E x' z of z = L^(-1) x, from E x' x^T."""
         return self.solved(met.T).T
+
+
+def spread(kernel: Array) -> Array:
+    """(..., T, T) the symmetric root of K, by which tokens are drawn: as independent numbers behind
+    it vary with K continuously, at any rank. (Behind L the draws of tokens of one variance would be
+    others with every rounding.)"""
+    values, vectors = np.linalg.eigh(kernel)
+    roots = np.sqrt(np.maximum(values, 0.0))[..., None, :]
+    return np.asarray((vectors * roots) @ np.swapaxes(vectors, -1, -2))
 
 
 @functools.lru_cache(maxsize=8)
@@ -251,16 +261,15 @@ class Orthogonal(NamedTuple):
         square, slope, size, aligned = np.zeros((4, count))
         for k, (read, received) in enumerate(zip(*draws, strict=True)):
             overlaps = spectrum.root.whitened(spectrum.root.whitened(read).T)
-            right = Root.of(overlaps).lower
+            right = spread(overlaps)
             left = lower @ right
             moved = np.zeros_like(left)
             for part in parts:
                 weighted = part[:, None] * left
                 values, turned = eigh(weighted.T @ received @ weighted, check_finite=False)
-                sigma = np.sqrt(np.clip(values, 0.0, None))
+                sigma = np.sqrt(np.maximum(values, np.finfo(float).tiny))
                 mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
-                there = sigma > _FLAT * sigma.max()
-                ratio = np.divide(mapped, sigma, out=np.zeros_like(sigma), where=there)
+                ratio = resolved(values, _FLAT**2) * mapped / sigma
                 moved += weighted @ (turned * ratio) @ turned.T
             moved /= (n * m) ** 0.5
             steps[k] = n * right @ moved.T
@@ -291,14 +300,14 @@ class Orthogonal(NamedTuple):
         )
 
 
-_FLAT = 1e-7
-"""Share of the largest singular value below which the square of one is rounding; Newton and Schulz
-make 5e-5 of it."""
+_FLAT = 1e-5
+"""Share of the largest singular value near which single precision loses one, some hundred times its
+rounding; Newton and Schulz make 5e-3 of it."""
 
 
 def _independent(spectrum: Spectrum, n: float, m: float) -> Sides:
     """Wishart matrices about K and D."""
-    rng, roots = np.random.default_rng(0), (spectrum.root.lower, Root.of(spectrum.gradient).lower)
+    rng, roots = np.random.default_rng(0), (spread(spectrum.kernel), spread(spectrum.gradient))
     count = max(2, min(1024, 2**15 // len(spectrum.kernel) ** 2))
 
     def drawn(root: Array, features: float) -> Array:
