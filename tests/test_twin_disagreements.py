@@ -13,7 +13,7 @@ from moments.errors import DomainError
 from moments.model.embedding import Embedding
 from moments.model.head import Head
 from moments.model.transformer import Transformer
-from moments.model.weights import Weights
+from moments.model.weights import Biases, Weights
 from moments.prediction.measurement import Measurement
 from moments.prediction.predict import predict
 from moments.prediction.result import Prediction
@@ -111,3 +111,22 @@ def test_a_soft_cap_bends_most_where_attention_looks(variance: float, cap: float
     assert found["query"] < 0.98 * uncapped[0]
     for name, allowed in (("query", 0.18), ("key", 0.18), ("value", 0.08)):
         assert found[name] == pytest.approx(truth[name], rel=allowed)
+
+
+@pytest.mark.parametrize("variance", [1.0, 3.0])
+def test_norms_of_queries_keys_and_values_divide_by_biases_too(variance: float) -> None:
+    """Of values as large as their biases gradients were 68 to 82 % too large; those of biases of
+    tokens of another size than 1, by that size."""
+    each = 0.3 / 64
+    weights = Weights(each, each, each, 1 / 64, 1 / 64, 1 / 64)
+    biases = Biases(query=0.1, key=None, value=0.3, output=None, ffn_in=None, ffn_out=None)
+    model = Transformer(**SMALL, norm="hybrid", weights=weights, biases=biases)
+    inputs = {"variance": variance, "correlation": 0.3}
+    predicted, measured = predict(model, **inputs), simulate(model, seeds=60, **inputs)
+    found, truth = (
+        frame.set_index("weight").squared_norm
+        for frame in (predicted.weight_gradients(), measured.weight_gradients())
+    )
+    assert abs(predicted.correlation[1] - measured.correlation[1]) < 0.03
+    for name in ("query", "key", "value", "output", "value.bias", "query.bias"):
+        assert found[name] == pytest.approx(truth[name], rel=0.15), name
