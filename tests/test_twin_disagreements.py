@@ -130,3 +130,17 @@ def test_norms_of_queries_keys_and_values_divide_by_biases_too(variance: float) 
     assert abs(predicted.correlation[1] - measured.correlation[1]) < 0.03
     for name in ("query", "key", "value", "output", "value.bias", "query.bias"):
         assert found[name] == pytest.approx(truth[name], rel=0.15), name
+
+
+def test_gains_of_normalised_queries_and_keys_are_simulated() -> None:
+    """They were predicted, and the twin had none to hold against."""
+    memory = Transformer(**SMALL, norm_affine=True)
+    model = Transformer(**SMALL, qk_norm="rmsnorm", norm_affine=True, encoder=memory)
+    predicted, measured = predict(model), simulate(model, seeds=60)
+    found, truth = (
+        frame.set_index("weight").squared_norm
+        for frame in (predicted.weight_gradients(), measured.weight_gradients())
+    )
+    for side in ("query", "key", "cross_query", "cross_key"):
+        name = f"{side}.norm.gain"
+        assert found[name] == pytest.approx(truth[name], rel=0.2), name
