@@ -144,3 +144,10 @@ def test_gains_of_normalised_queries_and_keys_are_simulated() -> None:
     for side in ("query", "key", "cross_query", "cross_key"):
         name = f"{side}.norm.gain"
         assert found[name] == pytest.approx(truth[name], rel=0.2), name
+
+
+def test_padding_rows_beside_a_classifier() -> None:
+    head = Head(loss="classification", tied=False, weight_variance=0.002, classes=3)
+    table = Embedding(WORDS, 1.0, position_variance=0.1, padding_id=0)
+    both_texts = predict(Transformer(**SMALL, embedding=table, head=head), token_ids=[IDS, IDS])
+    assert np.isfinite(both_texts.loss)

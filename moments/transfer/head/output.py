@@ -151,7 +151,8 @@ def output_moments(
     vocab_size, variance = _matrix(model, head)
     carried = _carried_to_logits(model, head, signal, read, stack)
     padding = getattr(model.embedding, "padding_id", None)
-    if padding is not None and token_ids is not None and signal.resolved is True:
+    told = token_ids is not None and signal.resolved is True and np.any(carried)
+    if padding is not None and told:
         # Its row is zero, so that nothing is there to be carried.
         carried = carried * (np.ravel(token_ids) != padding)
     readout = Readout(
