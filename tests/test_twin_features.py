@@ -310,6 +310,8 @@ def weights_of(measured, number):
 def test_every_placement_runs_with_every_feature(placement):
     extra = {"post_layers": 1} if placement == "mix" else {}
     for name, fields in FEATURES.items():
+        if placement == "hybrid" and fields.get("normalization") == "dyt":
+            continue  # refused: tests/test_twin_disagreements.py
         model = Transformer(**TINY, norm=placement, **extra, **fields)
         measured = simulate(model, seeds=1, batch=2)
         expected = SITES | NORM_SITES.get(placement, {"attention.norm", "ffn.norm"})

@@ -53,11 +53,16 @@ def signed_root(square: Kernel, like: Kernel) -> Kernel:
 
 
 def norm_variance(signal: Signal) -> Array:
-    """Var |x|^2/E^2 |x|^2 of a token, averaged over tokens; 0 where it is not followed."""
+    """Var |x|^2/E^2 |x|^2 of a token, averaged over tokens; 0 where it is not followed.
+
+    And where it would be less: sums take entries for Gaussian, which those of saturated functions
+    are not.
+    """
     if signal.fluctuation is None:
         return 0.0
     square = signal.second_moment().diagonal ** 2
-    return signal.kernel.average(ratio_or_zero(signal.fluctuation.norms.diagonal, square))
+    found = signal.kernel.average(ratio_or_zero(signal.fluctuation.norms.diagonal, square))
+    return np.maximum(found, 0.0)
 
 
 def followed(signal: Signal) -> Kernel | None:
@@ -365,16 +370,18 @@ def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> 
     ratio = ratio_or_zero(moment.mean_diagonal(), signal.kernel.mean_diagonal())
     before, squared = signal.kernel * signal.kernel, moment * moment
 
-    def passed(kernel: Kernel, fresh: Array, moved: Array) -> Kernel:
-        more = kernel.mixed(1.0, before, -2 / signal.width)
+    def passed(kernel: Kernel, entries: Array, fresh: Array, moved: Array) -> Kernel:
+        # What independent entries make of it goes, which is 2/width only where they are Gaussian:
+        # not where one such function follows another.
+        more = kernel.mixed(1.0, before, -entries / signal.width)
         return squared.mixed(fresh / output.width, more, moved * moved)
 
     norms, overlaps, _, _ = signal.fluctuation
-    norms = passed(norms, kurtosis - 1, ratio)
+    norms = passed(norms, signal.kurtosis - 1, kurtosis - 1, ratio)
     if overlaps is None:
         return Fluctuation(norms)
     shared = scaled_shared(signal, slope, ratio)
-    return Fluctuation(norms, passed(overlaps, 2, slope), shared=shared)
+    return Fluctuation(norms, passed(overlaps, 2, 2, slope), shared=shared)
 
 
 def dropped(signal: Signal, drop_prob: Any) -> Fluctuation:

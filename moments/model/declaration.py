@@ -198,6 +198,10 @@ def _check_together(model: Transformer) -> None:
         raise domain_error(
             "identity_attention", True, "False where queries and keys are normalised"
         )
+    if model.normalization == "dyt" and model.norm == "hybrid":
+        raise domain_error(
+            "normalization", "dyt", "'layernorm' or 'rmsnorm' where queries and keys are normalised"
+        )
     if model.parallel_norms not in (1, 2):
         raise domain_error("parallel_norms", model.parallel_norms, "1 or 2")
     if model.encoder is not None and model.parallel:

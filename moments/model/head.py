@@ -33,7 +33,8 @@ class Head(Stored):
         weight_variance: variance of the matrix's entries where it is not tied.
         norm: whether the stream is normalised before the head (Pre-LN) or was so already (Post-LN).
         norm_gain: root mean square of that norm's gain.
-        dropout: probability of dropping an entry of what the head reads.
+        dropout: probability of dropping an entry of what the head reads, of a classifier what was
+            pooled.
         transform: activation of a hidden layer d_model to d_model before the matrix (BERT: "gelu",
             then a LayerNorm); None: there is none.
         transform_variance: variance of that layer's matrix.

@@ -40,7 +40,8 @@ class Transformer:
             Pre-LN; "hybrid": query, key and value normalised, and Post-LN around the feed-forward
             block (HybridNorm); "b2t": Post-LN with a connection from each layer's input to its last
             normalisation.
-        normalization: "layernorm", "rmsnorm" or "dyt" (tanh(dyt_alpha x) instead of a norm).
+        normalization: "layernorm", "rmsnorm" or "dyt" (tanh(dyt_alpha x) instead of a norm; not
+            beside norm="hybrid").
         activation: "relu", "gelu" (erf form), "gelu_tanh", "silu", "identity", ...
             (see `moments.formulas.activation.activation_names()`); "swiglu", "geglu",
             "geglu_tanh" and "reglu" are the gated forms.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ MOST_LOGITS = 1 << 28
 Project = Callable[[Tensor, str], Tensor]
 """Takes a tensor (batch, L, features) through the matrix of that name, and its bias."""
 
+Gains = Mapping[str, Tensor]
+"""Of queries' and keys' norms, where they learn them: (d_head,) by "SIDE.norm.gain"."""
+
 
 def self_attention(
     model: Transformer,
@@ -29,6 +32,7 @@ def self_attention(
     table: Tensor | None,
     generator: torch.Generator,
     documents: Tensor | None = None,
+    gains: Gains | None = None,
 ) -> Tensor:
     """Concatenated heads (batch, L, heads * d_head) of layer `number`.
 
@@ -40,6 +44,7 @@ def self_attention(
         table: of relative biases, (buckets, heads); None: there is none.
         generator: draws the dropout mask.
         documents: (batch, L) of packed rows: a token sees its own document alone.
+        gains: of the norms of queries and keys; None: they learn none.
     """
     if model.identity_attention:
         value = _split(project(x, "value"), model.d_head or 0)
@@ -48,7 +53,7 @@ def self_attention(
     query, key, value = (
         _split(project(x, name), model.d_head or 0) for name in ("query", "key", "value")
     )
-    query, key = _normalised(model, query), _normalised(model, key)
+    query, key = _normalised(model, query, "query", gains), _normalised(model, key, "key", gains)
     if model.placements[number - 1] == "hybrid":
         query, key, value = (_hybrid_norm(model, part) for part in (query, key, value))
     if model.rotary is not None:
@@ -79,6 +84,7 @@ def cross_attention(
     memory: Tensor,
     project: Project,
     generator: torch.Generator,
+    gains: Gains | None = None,
 ) -> Tensor:
     """As `self_attention`, keys and values made from `memory` (batch, L', features).
 
@@ -86,7 +92,8 @@ def cross_attention(
     """
     of = (("cross_query", x), ("cross_key", memory), ("cross_value", memory))
     query, key, value = (_split(project(source, name), model.d_head or 0) for name, source in of)
-    query, key = _normalised(model, query), _normalised(model, key)
+    query = _normalised(model, query, "cross_query", gains)
+    key = _normalised(model, key, "cross_key", gains)
     return _attend(model, number, query, key, value, None, None, generator)
 
 
@@ -141,8 +148,12 @@ def _split(x: Tensor, d_head: int) -> Tensor:
     return x.unflatten(-1, (-1, d_head)).transpose(1, 2)
 
 
-def _normalised(model: Transformer, x: Tensor) -> Tensor:
-    return x if model.qk_norm is None else normalise(x, model.qk_norm, model.norm_epsilon)
+def _normalised(model: Transformer, x: Tensor, side: str, gains: Gains | None) -> Tensor:
+    if model.qk_norm is None:
+        return x
+    z = normalise(x, model.qk_norm, model.norm_epsilon)
+    gain = None if gains is None else gains.get(f"{side}.norm.gain")
+    return z if gain is None else z * gain
 
 
 def _hybrid_norm(model: Transformer, x: Tensor) -> Tensor:

@@ -103,7 +103,14 @@ class LayerTwin:
     def attention(self, z: Tensor) -> Tensor:
         table = self.weights.get("relative_bias")
         heads = self_attention(
-            self.model, self.number, z, self.linear, table, self.generator, self.documents
+            self.model,
+            self.number,
+            z,
+            self.linear,
+            table,
+            self.generator,
+            self.documents,
+            self.weights,
         )
         heads = self.watch(heads, "attention.heads")
         return self.watch(self.linear(heads, "output"), "attention.projection")
@@ -111,7 +118,7 @@ class LayerTwin:
     def cross(self, z: Tensor) -> Tensor:
         assert self.memory is not None
         heads = cross_attention(
-            self.model, self.number, z, self.memory, self.linear, self.generator
+            self.model, self.number, z, self.memory, self.linear, self.generator, self.weights
         )
         heads = self.watch(heads, "cross.heads")
         return self.watch(self.linear(heads, "cross_output"), "cross.projection")

@@ -92,10 +92,13 @@ def run_final(
     weights: Mapping[str, Tensor],
     generator: torch.Generator,
     watch: Watch,
+    pool: str | None = None,
 ) -> Tensor:
-    """Norm and dropout between the last layer and what reads its output."""
+    """Norm, pool of a classifier and dropout between the last layer and what reads its output."""
     if has_final_norm(model):
         x = watch(affine_norm(model, x, weights, "final.norm", final_gain(model)), "final.norm")
+    if pool is not None:
+        x = x[:, :1] if pool == "first" else x.mean(1, keepdim=True)
     drop_prob = 0.0 if model.head is None else model.head.dropout
     return watch(dropout(x, drop_prob, generator), "final.dropout") if drop_prob else x
 
@@ -120,9 +123,8 @@ def run_head(
         watch: is shown every site.
     """
     head: Head = model.head
-    x = run_final(model, x, weights, generator, watch)
-    if head.loss == "classification":
-        x = x[:, :1] if head.pool == "first" else x.mean(1, keepdim=True)
+    pool = head.pool if head.loss == "classification" else None
+    x = run_final(model, x, weights, generator, watch, pool)
     if head.transform is not None:
         x = x @ weights["head.transform"]
         if "head.transform.bias" in weights:

@@ -40,10 +40,21 @@ def draw_weights(
                 continue
             variance = of[name.removeprefix(CROSS)]
             drawn[f"{name}.bias"] = draw((width,), variance, generator, dtype, vector)
+    if _learns_gains_of_heads(model, number):
+        for name in shapes:
+            if name.removeprefix(CROSS) in ("query", "key"):
+                ones = torch.ones(model.d_head or 0, device=generator.device, dtype=dtype)
+                drawn[f"{name}.norm.gain"] = ones.requires_grad_()
     for site in norm_sites(model, number):
         gain = model.norm_gains[number - 1][1 if site.startswith("ffn") else 0]
         drawn |= affine(model, site, float(gain), generator.device, dtype)
     return drawn
+
+
+def _learns_gains_of_heads(model: Transformer, number: int) -> bool:
+    """Whether norms of queries and keys have a gain that all heads share; not HybridNorm's."""
+    hybrid = model.placements[number - 1] == "hybrid"
+    return model.norm_affine and model.qk_norm is not None and not hybrid
 
 
 def draw_shared(

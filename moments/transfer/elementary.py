@@ -337,8 +337,12 @@ class Dropout(Lawful):
         return at.dropped(*unshared, record.output.width)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
-        fluctuation = dropped(signal, self.parameters["drop_prob"])
-        return {"fluctuation": fluctuation, "centred": signal.centred}
+        drop_prob = self.parameters["drop_prob"]
+        return {
+            "fluctuation": dropped(signal, drop_prob),
+            "centred": signal.centred,
+            "kurtosis": signal.kurtosis / (1 - drop_prob),
+        }
 
     def _sent(
         self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any

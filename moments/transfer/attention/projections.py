@@ -157,16 +157,57 @@ def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, 
     return Side(directions.scaled(one), returned.scaled(one), largest)
 
 
-def cap_slope(variance: Any, cap: float) -> Any:
-    """E sech^2(s/c) for a Gaussian s."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
-    weights = weights / weights.sum()
-    logits = np.multiply.outer(np.sqrt(variance), nodes)
-    return (1.0 / np.cosh(np.clip(logits / cap, -300.0, 300.0)) ** 2) @ weights
+def capped(own: Any, shared: Any, cap: float, keys: float) -> tuple[Any, Any]:
+    """Of logits f = c tanh(s/c): what stands for the variance of s within a row, over that, and
+    E f'^2 where attention looks. See docs/theory/attention.md.
+
+    Args:
+        own, shared: variance of the logits within a row, and of what all of a row share.
+        cap: c.
+        keys: how many a row has.
+    """
+    nodes, weights = _deviates(60)
+    others, shares = _deviates(12)
+    own, shared = np.maximum(own, 1e-6), np.maximum(shared, 0.0)
+    varies = np.multiply.outer(np.sqrt(own), nodes)
+    tilt = _tilt(own, np.log(np.exp(cap * np.tanh(varies / cap) - cap) @ weights) + cap, cap, keys)
+    moved = np.multiply.outer(np.sqrt(shared), others)[..., None]
+    bent = np.tanh((varies[..., None, :] + moved) / cap)
+    logits = tilt[..., None, None] * cap * bent
+    largest = logits.max(-1, keepdims=True)
+    once, twice = np.exp(logits - largest) @ weights, np.exp(2 * (logits - largest)) * weights
+    total = twice.sum(-1)
+    found = np.log(total) - 2 * np.log(once)
+    slopes = (twice * (1 - bent * bent) ** 2).sum(-1) / total
+    weighed = np.exp(found) * shares
+    size = weighed.sum(-1)
+    return np.log(size) / (own * tilt**2), (weighed * slopes).sum(-1) / size
+
+
+def _tilt(own: Any, others: Any, cap: float, keys: float) -> Array:
+    """t: a^2 picks keys whose logits s are 2 t own above others' mean, t = 1 - E a^3/E a^2; there
+    a is the key's share beside the others, whose log mean weight is given. By bisection."""
+    low, high = np.zeros(np.shape(own)), np.ones(np.shape(own))
+    rest = np.log(max(keys - 1.0, 1.0)) + others
+    for _ in range(30):
+        half = 0.5 * (low + high)
+        share = 1 / (1 + np.exp(np.clip(rest - cap * np.tanh(2 * half * own / cap), -700, 700)))
+        less = half + share < 1
+        low, high = np.where(less, half, low), np.where(less, high, half)
+    return np.asarray(np.maximum(low, 1e-3))
+
+
+def _deviates(count: int) -> tuple[Array, Array]:
+    nodes, weights = np.polynomial.hermite_e.hermegauss(count)
+    return nodes, weights / weights.sum()
 
 
 def logit_law(
-    leaf: Any, query_tokens: Kernel, key_tokens: Kernel, widths: tuple[Any, Any]
+    leaf: Any,
+    query_tokens: Kernel,
+    key_tokens: Kernel,
+    widths: tuple[Any, Any],
+    length: float = np.inf,
 ) -> LogitLaw:
     """The law of the logits of an attention leaf.
 
@@ -174,6 +215,7 @@ def logit_law(
         leaf: with the fields of `SelfAttention` that name variances and norms.
         query_tokens, key_tokens: kernels of the tokens behind queries and keys.
         widths: of those tokens.
+        length: how many keys there are.
     """
     norm, d_head = leaf.qk_norm, leaf.d_head
     if norm is not None and leaf.norm_epsilon == 0.0:
@@ -201,13 +243,17 @@ def logit_law(
         scale = scale / gradient_scale
     notes: tuple[str, ...] = ()
     if leaf.logit_softcap is not None:
-        total = scale * queries.kernel.mean_diagonal() * keys.kernel.mean_diagonal()
-        scale = scale * cap_slope(total, leaf.logit_softcap) ** 2
+        seen = (length + 1) / 2 if getattr(leaf, "causal", False) else length
+        size = scale * queries.kernel.mean_diagonal()
+        total, shared = size * keys.kernel.mean_diagonal(), size * keys.kernel.mean_pairs()
+        shrunk, slope = capped(total - shared, shared, leaf.logit_softcap, seen)
+        scale = scale * shrunk
+        gradient_scale = gradient_scale * slope / shrunk
         share = float(np.max(total)) / leaf.logit_softcap**2
         if share > CAP_NOTED:
             notes = (
-                f"the logits' variance is {share:.2g} of their soft cap squared: only the cap's "
-                "linear part is followed",
+                f"the logits' variance is {share:.2g} of their soft cap squared: gradients of "
+                "queries and keys were simulated up to a quarter larger",
             )
     return LogitLaw(
         queries, keys, scale, gradient_scale, np.inf if norm is not None else d_head, notes

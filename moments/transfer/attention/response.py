@@ -501,7 +501,8 @@ class AttentionSublayer:
         allowed = None
         if tokens.resolved is True:
             allowed = self_masks(attention, kernel.shape[-1], int(np.prod(kernel.shape[:-2])))
-        law = logit_law(attention, tokens, tokens, (attention.d_model, attention.d_model))
+        widths = attention.d_model, attention.d_model
+        law = logit_law(attention, tokens, tokens, widths, signal.seq_len)
         # Normalised or shifted queries and keys by their size alone, rotated ones as if they stood.
         size = law.queries.kernel.mean_diagonal() * law.keys.kernel.mean_diagonal()
         tau = ratio(law.scale * size, tokens.mean_diagonal() ** 2)

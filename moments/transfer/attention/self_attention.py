@@ -192,7 +192,7 @@ class SelfAttention(Attention, Leaf):
             diagnostics=found.diagnostics,
             notes=found.notes,
         )
-        law = logit_law(self, tokens, tokens, (self.d_model, self.d_model))
+        law = logit_law(self, tokens, tokens, (self.d_model, self.d_model), signal.seq_len)
         return output, _ByLaws(self, law, signal, signal, output, mixed, back)
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
@@ -362,7 +362,7 @@ def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
     """
     queries = signal.second_moment()
     tokens = queries if memory is signal else memory.second_moment()
-    law = logit_law(leaf, queries, tokens, (leaf.d_model, leaf.memory_width))
+    law = logit_law(leaf, queries, tokens, (leaf.d_model, leaf.memory_width), memory.seq_len)
     layer = layer_of(leaf, law, signal, memory, (queries, tokens))
     mixed, notes = layer.forward(), variance_notes(layer.wanted)
     if not notes and layer.beyond_tables:
@@ -590,14 +590,15 @@ class NormalizedAttention(Leaf):
         if not np.all(np.add(attention.value, attention.value_bias) > 0):
             allowed = "above 0 where values are normalised"
             raise domain_error("value", attention.value, allowed, "zeros have no direction")
-        unit, plain = self.values_normalised()
+        unit, plain = self.values_normalised(signal)
         inner, back_norm = unit.forward(signal)
-        gain = attention.d_model * attention.value
+        gain = attention.d_model * attention.value + attention.value_bias / _size(signal)
         output, back = plain.forward(inner)
         freedom = _freedom(float(attention.d_head), attention.qk_norm == "layernorm")
         factor = expected_pull(freedom, 1.0)
-        both = expected_pull(freedom, inner.correlation())
-        return output, _Pullback(back, back_norm, factor, both, gain)
+        share = plain.value_bias
+        both = expected_pull(freedom, inner.correlation() * (1 - share) + share)
+        return output, _Pullback(back, back_norm, factor, both, gain, _size(signal))
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -605,15 +606,28 @@ class NormalizedAttention(Leaf):
         # norms are no overlaps of their own
         return through_attention(self.attention, record, at, walk, fixed=True)
 
-    def values_normalised(self) -> tuple[FiniteNormalization, SelfAttention]:
-        """Tokens of unit norm and attention with values of unit variance, which it amounts to."""
+    def values_normalised(self, signal: Signal) -> tuple[FiniteNormalization, SelfAttention]:
+        """Tokens of unit norm and attention with values of unit variance, which it amounts to.
+
+        Biases are to unit tokens what they are to these, over their size. A value's is part of what
+        its norm divides by, in the share that it has on average (over configurations too).
+        """
         attention = self.attention
         unit = FiniteNormalization(RMSNORM, attention.label, attention.norm_epsilon, centres=False)
-        bias = attention.value_bias / (attention.d_model * attention.value)
-        return unit, dataclasses.replace(attention, value=1 / attention.d_model, value_bias=bias)
+        width, size = attention.d_model, _size(signal)
+        own, bias = width * attention.value * size, attention.value_bias
+        bias = bias / (own + bias) if bias > 0 else 0.0
+        plain = dataclasses.replace(
+            attention,
+            query_bias=attention.query_bias / size,
+            key_bias=attention.key_bias / size,
+            value=(1 - bias) / width,
+            value_bias=bias,
+        )
+        return unit, plain
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        return Chain(self.values_normalised()).two_sequences(signal, memory)
+        return Chain(self.values_normalised(signal)).two_sequences(signal, memory)
 
     def unplaced(self) -> NormalizedAttention:
         return NormalizedAttention(self.attention.unplaced())
@@ -621,7 +635,8 @@ class NormalizedAttention(Leaf):
     def response(self, record: Record, around: Around) -> Response:
         # What the values' norms do is of order 1/d_head. The gradient between the two is that of
         # the fast maps.
-        (unit, plain), signal = self.values_normalised(), record.input
+        signal = record.input
+        unit, plain = self.values_normalised(signal)
         received = around.received(record)
         tokens, _ = unit.forward(signal)
         attention = AttentionSublayer.of(plain, tokens, received)
@@ -641,6 +656,7 @@ class _Pullback:
         attention, norm: those two ways.
         factor, both: what normalising values does to a token's gradient, and to that of two.
         gain: of the unnormalised values.
+        size: of the tokens.
     """
 
     attention: Pullback
@@ -648,6 +664,7 @@ class _Pullback:
     factor: Any
     both: Any
     gain: Any
+    size: float
 
     def __call__(self, gradient: Gradient) -> Pulled:
         inner = self.attention(gradient)
@@ -668,7 +685,10 @@ class _Pulled(Pulled):
         for name in ("value", "value.bias"):
             if name in found:
                 found[name] = found[name] * way.factor / way.gain
-        return found
+        return {
+            name: norm / way.size if name.endswith(".bias") else norm
+            for name, norm in found.items()
+        }
 
     def overlaps(self) -> Mapping[str, Array]:
         return self.inner.overlaps()
@@ -678,6 +698,11 @@ class _Pulled(Pulled):
         if found is None:
             return None
         return self.way.norm(Gradient(found, self.gradient.seq_len)).gradient.kernel
+
+
+def _size(signal: Signal) -> float:
+    """Of the tokens of all configurations, on average; 1 where they are nothing."""
+    return float(np.mean(signal.second_moment().mean_diagonal())) or 1.0
 
 
 def _freedom(d_head: float, centred: bool) -> float:

@@ -51,7 +51,10 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
     laws = activation_laws(head.transform)
     if head.transform_norm:
         parts += [matrix, HiddenActivation(laws, "refined", name)]
-        parts.append(HiddenNormalization.of(model, "head.norm"))
+        if model.normalization == "dyt":
+            parts.append(DynamicTanh("head.norm", model.dyt_alpha, affine=model.norm_affine))
+        else:
+            parts.append(HiddenNormalization.of(model, "head.norm"))
     else:
         parts += [matrix, Activation(laws, "refined", name)]
     return Chain(tuple(parts))

@@ -150,8 +150,13 @@ def output_moments(
     read = record.output
     vocab_size, variance = _matrix(model, head)
     carried = _carried_to_logits(model, head, signal, read, stack)
+    padding = getattr(model.embedding, "padding_id", None)
+    told = token_ids is not None and signal.resolved is True and np.any(carried)
+    if padding is not None and told:
+        # Its row is zero, so that nothing is there to be carried.
+        carried = carried * (np.ravel(token_ids) != padding)
     readout = Readout(
-        read.kernel,
+        read.second_moment(),  # an activation that no norm follows has a mean
         read.seq_len,
         model.d_model,
         _targets(
@@ -241,11 +246,11 @@ def _carried_to_logits(
 
 def _normalised(model: Transformer, head: Head) -> bool:
     """Whether what the matrix reads has a fixed length, up to dropout."""
+    if model.normalization == "dyt":
+        return False
     if head.transform is not None:
         return head.transform_norm
     if head.loss == "classification" and head.pool == "mean":
-        return False
-    if model.normalization == "dyt":
         return False
     return head.norm or model.placements[-1] == "post"
 
