@@ -105,7 +105,6 @@ PENALISED: dict[str, tuple[Any, dict[str, Any]]] = {
         moments.preset("bloom-560m", seq_len=192).replace(layers=3, head=None),
         {},
     ),
-    "BLOOM 560M, 3 x 192": (moments.preset("bloom-560m", seq_len=192).replace(layers=3), {}),
     "logit variance .8, Pre-LN, 6 x 128": (
         moments.Transformer(6, 256, 8, 128, dropout=0.1, causal=True, alibi=True),
         {"correlation": 0.1},
