@@ -150,13 +150,14 @@ def predict(
         document_ids,
     )
     other = _encoder_inputs(model, encoder_inputs)
-    resolved = _resolution(model, theory, tokens, inputs, other, grad_kernel, targets)
     received = {"grad_variance": grad_variance, "grad_correlation": grad_correlation}
     shapes = {name: given_shape(value) for name, value in received.items()}
     shapes["grad_kernel"] = given_shape(grad_kernel)[:-2]
     shape = configurations(inputs=inputs.shape, encoder_inputs=other.shape, **shapes)
+    words = by_word(model, inputs)
     while True:
-        stack = Stack(model, theory, inputs, resolved, shape)
+        resolved = _resolution(model, theory, tokens, inputs, other, grad_kernel, targets, words)
+        stack = Stack(model, theory, inputs, resolved, shape, words)
         stack.notes += tuple(_notes_of_words(stack.classes))
         if stack.layout.classes is not None and _mostly_waves(model):
             stack.notes += (
@@ -185,14 +186,13 @@ def predict(
             outcome = last_gradient(
                 stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
             )
-            finer = _finer(stack, outcome)
-            if finer is None:
+            words = not words and _found(stack, outcome)
+            if not words:
                 stack.backward(outcome)
-            if finer is None and model.encoder is not None:
+            if not words and model.encoder is not None:
                 stacks[0].backward(stacks[0].read_back(stack.trace.sent_to_memory()))
-        if finer is None:
+        if not words:
             break
-        resolved = finer
     encoder = None
     if model.encoder is not None:
         read = functools.partial(
@@ -287,8 +287,10 @@ def _resolution(
     other: Inputs,
     grad_kernel: Any,
     targets: Any = None,
+    words: bool | None = None,
 ) -> bool | PositionClasses:
-    """Whether moments are resolved by token, or by which classes of positions.
+    """Whether moments are resolved by token, or by which classes of positions; `words`: whether
+    these are to tell words apart, None: as `by_word`.
 
     Raises:
         DomainError: what the user asks for is not what the theory, the mask or the input allow.
@@ -344,7 +346,8 @@ def _resolution(
         return bool(resolved)
     density = DENSE_PER_OCTAVE if _falls_steeply(model) or _waves(model) else PER_OCTAVE
     window, widening = _least_window(model), 0.0
-    if density == PER_OCTAVE and by_word(model, inputs) and model.relative_bias is None:
+    words = by_word(model, inputs) if words is None else words
+    if density == PER_OCTAVE and words and model.relative_bias is None:
         density = WORDS_PER_OCTAVE if text else UNKNOWN_PER_OCTAVE
         if not text and model.causal and window >= max(lengths):
             density, widening = LAST_PER_OCTAVE, WIDENING
@@ -403,20 +406,19 @@ common. Against the mean over ten texts by Zipf's law, each token by itself, gra
 and keys are 20 % low by means and 4 % high by words in BLOOM's widths at .04 (96 tokens)."""
 
 
-def _finer(stack: Stack, outcome: Outcome) -> TextClasses | None:
-    """Classes that tell words apart, where the row of a token's target is in what is read and its
-    gradient knows it; None: these do."""
+def _found(stack: Stack, outcome: Outcome) -> bool:
+    """Whether words are yet to be told apart: the row of a token's target is in what is read, and
+    its gradient knows it."""
     head, classes, output = stack.model.head, stack.classes, outcome.output
     if head is None or not head.tied or head.loss != "causal" or head.transform is not None:
-        return None
+        return False
     if type(classes) not in (PositionClasses, DocumentClasses) or output is None:
-        return None
+        return False
     if output.readout is None or not repeating(stack.model, stack.inputs):
-        return None
+        return False
     if float(np.max(output.readout.softmax.own.probability)) < LEAST_FOUND:
-        return None
-    words = stack.words()
-    return words if words.crowded <= MOST_CROWDED else None
+        return False
+    return stack.words().crowded <= MOST_CROWDED
 
 
 def _notes_of_words(classes: PositionClasses | None) -> Iterator[str]:

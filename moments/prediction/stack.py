@@ -112,8 +112,13 @@ class Stack:
         inputs: Inputs,
         resolved: bool | PositionClasses,
         shape: tuple[int, ...] = (),
+        words: bool | None = None,
     ) -> None:
-        """`shape`: of configurations that the tensor entering layer 1 is to broadcast to."""
+        """Args:
+        model, theory, inputs, resolved: as `predict` finds them.
+        shape: of configurations that the tensor entering layer 1 is to broadcast to.
+        words: whether classes of positions are to tell words apart; None: as `by_word`.
+        """
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
         self.shape = shape
         self.run = Run()
@@ -137,7 +142,7 @@ class Stack:
         if self.classes is not None and self.ids is not None:
             self.ids = self._texts(real if self.documents is None else self.documents)
         told = PositionClasses, BothSides, DocumentClasses
-        if type(self.classes) in told and by_word(model, inputs):
+        if type(self.classes) in told and (by_word(model, inputs) if words is None else words):
             self.classes = self.counted = self.resolved = self._of_words()
         self.first = self._first()
         if resolved and self.first.pairs.shape[:-2] != shape:
