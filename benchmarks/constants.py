@@ -514,7 +514,8 @@ _BELOW = """
 Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/projections.py::LOGIT_VARIANCE_NOTED`,
 `moments/transfer/attention/layers.py::PENALTY_NOTED`,
-`moments/transfer/attention/projections.py::CAP_NOTED`, `moments/transfer/normalization.py::_FAR`,
+`moments/transfer/attention/projections.py::CAP_NOTED`,
+`moments/transfer/attention/projections.py::TABLE_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/normalization.py::_NOT_GAUSSIAN`, `moments/transfer/head/output.py::_PEAKED`,
 `moments/prediction/predict.py::OFTEN`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,

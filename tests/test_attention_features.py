@@ -643,6 +643,13 @@ def test_a_strong_cap_is_noted() -> None:
     assert quiet.notes == ()
 
 
+def test_a_large_table_of_relative_biases_is_noted() -> None:
+    for variance, noted in ((0.1, False), (0.3, True)):
+        leaf = self_attention(relative_bias=RelativeBias(variance))
+        output, _ = leaf.forward(resolved(text(LENGTH)))
+        assert any("relative biases" in note for note in output.notes) is noted
+
+
 def test_few_points_average_polynomials() -> None:
     values = np.log(alibi_slopes(12))
     nodes, shares = few_points(values, 4)
