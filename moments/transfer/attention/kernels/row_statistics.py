@@ -437,7 +437,7 @@ def saturation(
     return chord, slope, correlation * odds * (1 - 2 * share) * slope
 
 
-def dropped_by_own(dropped: Array, unshared: Array) -> Array:
+def dropped_by_own(dropped: Any, unshared: Array) -> Array:
     """What dropout adds to a row with itself, per unit of what its logits move: they matter by what
     their keys have of their own, whatever they share.
 
