@@ -129,7 +129,7 @@ TABLE = (
     Constant(f"{KERNELS}.position_attention", "LEAST_STEP", (0.25, 0.6), "precision", CLASSES),
     Constant("prediction.predict", "LAST_PER_OCTAVE", (1.0, 2.0), "precision", ("no text",)),
     Constant("prediction.predict", "WIDENING", (0.0, 0.1), "precision", ("no text",)),
-    Constant("transfer.attention.response", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
+    Constant(f"{KERNELS}.row_statistics", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
     Constant("transfer.attention.response", "_softened", (_of_hottest,), "guess", ("hot",)),
     Constant("transfer.attention.response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
     Constant("transfer.attention.response", "LEAST_BENT", (1e-2, 1e-4), "range", ("text",)),
@@ -514,7 +514,8 @@ _BELOW = """
 Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/projections.py::LOGIT_VARIANCE_NOTED`,
 `moments/transfer/attention/layers.py::PENALTY_NOTED`,
-`moments/transfer/attention/projections.py::CAP_NOTED`, `moments/transfer/normalization.py::_FAR`,
+`moments/transfer/attention/projections.py::CAP_NOTED`,
+`moments/transfer/attention/projections.py::TABLE_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/normalization.py::_NOT_GAUSSIAN`, `moments/transfer/head/output.py::_PEAKED`,
 `moments/prediction/predict.py::OFTEN`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,

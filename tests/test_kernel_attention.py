@@ -17,9 +17,9 @@ from moments.errors import DomainError
 from moments.formulas.attention import AVERAGE
 from moments.transfer.attention.kernels import KernelAttention, Rotation
 from moments.transfer.attention.kernels.joint_laws import _turn
-from moments.transfer.attention.kernels.row_statistics import matched
+from moments.transfer.attention.kernels.row_statistics import matched, saturation
 from moments.transfer.attention.laws import attention_statistics
-from moments.transfer.attention.response import AttentionResponse, _saturation
+from moments.transfer.attention.response import AttentionResponse
 from moments.transfer.attention.self_attention import SelfAttention
 from moments.transfer.attention.softmax import SquareTable
 
@@ -538,7 +538,7 @@ def test_saturation_is_one_function_and_its_slopes() -> None:
 
     def at(rho: float) -> Array:
         rows = (np.array(one) for one in (rho, keys, theta, odds))
-        return np.array([float(one) for one in _saturation(*rows)])
+        return np.array([float(one) for one in saturation(*rows)])
 
     for rho in (-0.3, 0.4, 0.8):
         here, above, below = at(rho), at(rho + step), at(rho - step)

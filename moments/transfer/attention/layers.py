@@ -360,7 +360,7 @@ class TokenLayer(_Layer):
 
     def table_gradient(self, gained: Kernel) -> Array | None:
         tables = [
-            one.noise.table_gradient(one.kernel, matrix)
+            one.noise.table_gradient(one.kernel, matrix, one.amplification)
             for one, matrix in zip(self._rows, flat(gained), strict=True)
             if one.noise is not None
         ]
@@ -604,7 +604,9 @@ class ClassLayer(_Layer):
     def table_gradient(self, gained: Kernel) -> Array | None:
         if not self._biases:
             return None
-        overlaps = self._biased("overlaps", self._tokens)
+        overlaps = self._biased("overlaps", self._tokens) * self._of_rows(
+            lambda one: one.amplification
+        )
         return np.asarray(self._d_model * (overlaps * gained).total(self._classes.length))
 
 

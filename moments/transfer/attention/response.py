@@ -57,21 +57,17 @@ from ...engine.trace import Record
 from .kernels import exact_rows, position_attention
 from .kernels.position_attention import ClassLogits, Words
 from .kernels.row_statistics import (
+    FAINT,
     AttentionRows,
     ReferenceRow,
+    dropped_by_own,
     mean_attention,
     rows_of_kernel,
+    saturation,
     statistics_of,
 )
 from .layers import self_masks
 from .projections import logit_law
-
-FAINT = 1e-9
-"""A product of correlation and logit variance below which rows are read as independent."""
-
-
-LEAST_OWN = 0.05
-"""Least share of its own that a key is taken to have where dropped weights are told apart."""
 
 BEND_STEP = 0.02
 """Relative step of the difference for `_bend`, whose statistics are interpolated to 1e-4."""
@@ -363,7 +359,7 @@ def _response(
             total + 0.5 * half
             for total, half in zip(
                 shapes,
-                entrywise(_saturation, correlation, *map(to_rows, (keys, theta, odds))),
+                entrywise(saturation, correlation, *map(to_rows, (keys, theta, odds))),
                 strict=True,
             )
         ]
@@ -381,10 +377,9 @@ def _response(
     cross = weights @ transposed(mixed * mixed)
     overlap = weights @ kernel**2 @ transposed(weights) - cross - transposed(cross) + means**2
     query = slope * (overlap + _outer(apart) / d_model)
-    # Dropout makes logits matter by what their keys have of their own, whatever they share.
     mean = (trace_of(kernel) / count_of(kernel))[..., None]
     dropped_rows = dropped[..., None] if np.ndim(dropped) else dropped
-    through_keys = dropped_rows / np.maximum(ratio(rows.unshared, mean), LEAST_OWN)
+    through_keys = dropped_by_own(dropped_rows, ratio(rows.unshared, mean))
     by_head = kernel * (chord + slope * (1 + diagonal(through_keys, kernel)))
     query_change = (slope + change) * overlap
     dropped = per_pair(dropped) if np.ndim(dropped) else dropped
@@ -413,20 +408,6 @@ def _bend(rows: AttentionRows) -> Array:
     slope = (logs[1] - logs[0]) / np.log((1 + step) / (1 - step))
     slope = slope.reshape(rows.keys.shape)
     return np.where(rows.keys > 1 + 1e-6, slope - 1, 0.0)
-
-
-def _saturation(
-    correlation: Array, keys: Array, theta: Array, odds: Array
-) -> tuple[Array, Array, Array]:
-    """R1, R2 and rho dR2/drho of rows with these statistics."""
-    free = (keys - 1) / keys**2
-    share = 1 / (1 + (keys - 1) * np.exp(-correlation * odds))
-    slope = odds / theta * share * (1 - share) / free
-    faint = np.abs(correlation * theta) < FAINT
-    chord = np.where(
-        faint, slope, (share - 1 / keys) / (np.where(faint, 1.0, correlation * theta) * free)
-    )
-    return chord, slope, correlation * odds * (1 - 2 * share) * slope
 
 
 # --- sensitivities --------------------------------------------------------------------------------

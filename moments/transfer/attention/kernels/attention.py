@@ -209,7 +209,8 @@ class KernelAttention:
 
     @functools.cached_property
     def _forward(self) -> tuple[Array, Array, Array]:
-        """O and Q/G, with the dropout of attention weights on their diagonals; `overlap_path`."""
+        """O, with the dropout of attention weights on its diagonal, and of `logits` the query path
+        per unit of G, likewise, and `overlap_path`."""
         mean = self.mean_attention @ self.kernel @ self.mean_attention.T
         closure, variance = self._closure, np.diag(self.kernel)
         excess, slope = closure.gather(self.kernel)
@@ -225,18 +226,37 @@ class KernelAttention:
             masks = (1.0 + closure.calibration.masks[group]) * (closure.squares @ variance)
             output = output + self._dropped * np.diag(masks)
             query = query + self._dropped * self.logits.scale * np.diag(noise)
-        return output, linear * query, linear * overlap_path
+        return output, query, overlap_path
+
+    @functools.cached_property
+    def amplification(self) -> Array:
+        """(Lq, Lq) tr(E[J C J'^T] K) of every two rows over what their mean weights would make of
+        it, C of the values and K of the keys: what the query path is per unit of G and tau."""
+        query, path = (one / self.logits.scale for one in self._forward[1:])
+        logits, rotation = self.logits, self.logits.rotation
+        if rotation is None:
+            mean = _of_mean_rows(self.mean_attention, self.kernel, logits.keys)
+        else:
+            mean = rotation.queries * _of_mean_rows(self.mean_attention, self.kernel, logits.within)
+            for of_rows, of_keys in zip(rotation.query_terms, rotation.key_terms, strict=True):
+                turned = logits.keys * of_keys
+                mean += of_rows * _of_mean_rows(self.mean_attention, self.kernel, turned)
+        moved = query - path / self._widths.d_model
+        of_one = amplified(np.diagonal(moved), np.diagonal(mean), np.inf)
+        found = amplified(moved, mean, np.sqrt(np.outer(of_one, of_one)))
+        np.fill_diagonal(found, of_one)
+        return found
 
     @property
     def overlap_path(self) -> Array:
         """(Lq, Lq) what Q gains per unit of G, and of the relative variance of two tokens' overlap:
         1/d_model of it is in `backward` (see `moments.noise.overlap`)."""
-        return self._forward[2]
+        return self._linear * self._forward[2]
 
     @property
     def response(self) -> Array:
         """(Lq, Lq) what the query path is per unit of G."""
-        return self._forward[1]
+        return self._linear * self._forward[1]
 
     def forward(self) -> Array:
         """(Lq, Lq) second moments per feature of sum_j a_ij x_j, attention dropout included."""
@@ -266,10 +286,34 @@ class KernelAttention:
             if self.logits.rotation is not None:
                 noise, noise_cross = noise * self.logits.rotation.keys, noise_cross
             key, cross = key + noise, cross + noise_cross
-        query = gradient * self._forward[1]
+        query = gradient * self.response
         # an antisymmetric rounding error would be amplified through a deep network
         value, key, cross = (0.5 * (path + path.T) for path in (value, key, cross))
         return AttentionGradient(value, query, key, cross)
+
+
+def _of_mean_rows(weights: Array, values: Array, keys: Array) -> Array:
+    """(Lq, Lq): tr(J C J'^T K^T) with J = diag(w) - w w^T of mean rows w."""
+    met, looked, back = weights @ values, weights @ keys, weights @ keys.T
+    whole = weights @ (values * keys) @ weights.T
+    whole = whole - (met * looked) @ weights.T - weights @ (met * back).T
+    return np.asarray(whole + (met @ weights.T) * (looked @ weights.T))
+
+
+LEAST_MOVED = 1e-12
+"""Of what the row moves that moves most, below which a row moves nothing: it has one key."""
+
+
+def amplified(moved: Array, mean: Array, most: Any) -> Array:
+    """How much more rows move than their mean weights would; 1 where these move nothing.
+
+    At most `most`, the geometric mean of both rows' own: the Jacobians' product has its largest
+    expectation where the rows are one, and is positive for keys alike. What else the ratio is comes
+    of sums that cancel.
+    """
+    usable = mean > LEAST_MOVED * np.max(mean, initial=0.0)
+    found = np.where(usable, moved, 1.0) / np.where(usable, mean, 1.0)
+    return np.asarray(np.clip(found, 0.0, most))
 
 
 def square(name: str, kernel: ArrayLike, length: int | None = None) -> Array:
@@ -332,9 +376,14 @@ class RelativeBiasNoise:
         total = np.einsum("bij,bik->jk", self._moved, onward, optimize=True)
         return np.asarray(self._variance * total)
 
-    def table_gradient(self, kernel: Array, gradient: Array) -> float:
-        """E sum_b (dLoss/dbias_b)^2 per head, per unit of d_head and of the values' gain."""
-        return float((gradient * self._overlaps(kernel)).sum())
+    def table_gradient(self, kernel: Array, gradient: Array, amplification: Array) -> float:
+        """E sum_b (dLoss/dbias_b)^2 per head, per unit of d_head and of the values' gain.
+
+        The sum over pairs of rows of G sum_b M^b^T E[J C J'^T] M^b; overlaps have the Jacobians of
+        mean weights. Of exchangeable keys E[J C J'^T] is that times a number, which the query path,
+        its trace with the keys' kernel, gives as well.
+        """
+        return float((gradient * amplification * self._overlaps(kernel)).sum())
 
 
 class Heads:

@@ -412,3 +412,37 @@ def log_weights(
     lift = lift * statistics.variance_response[rows]
     shared = statistics.kernel_response[rows] / response
     return np.asarray(lift[:, None] * relative - shared[:, None] * crowd)
+
+
+# --- saturation -----------------------------------------------------------------------------------
+
+FAINT = 1e-9
+"""A product of correlation and logit variance below which rows are read as independent."""
+
+LEAST_OWN = 0.05
+"""Least share of its own that a key is taken to have where dropped weights are told apart."""
+
+
+def saturation(
+    correlation: Array, keys: Array, theta: Array, odds: Array
+) -> tuple[Array, Array, Array]:
+    """R1, R2 and rho dR2/drho of rows with these statistics."""
+    free = (keys - 1) / keys**2
+    share = 1 / (1 + (keys - 1) * np.exp(-correlation * odds))
+    slope = odds / theta * share * (1 - share) / free
+    faint = np.abs(correlation * theta) < FAINT
+    chord = np.where(
+        faint, slope, (share - 1 / keys) / (np.where(faint, 1.0, correlation * theta) * free)
+    )
+    return chord, slope, correlation * odds * (1 - 2 * share) * slope
+
+
+def dropped_by_own(dropped: Any, unshared: Array) -> Array:
+    """What dropout adds to a row with itself, per unit of what its logits move: they matter by what
+    their keys have of their own, whatever they share.
+
+    Args:
+        dropped: p/(1 - p).
+        unshared: share of their own that keys have.
+    """
+    return np.asarray(dropped / np.maximum(unshared, LEAST_OWN))
