@@ -71,7 +71,7 @@ def test_a_text_word_by_word(model: moments.Transformer) -> None:
     by_token, by_word = (predicted(model, token_ids=text, tokens=kind) for kind in (True, None))
     assert isinstance(by_word.layout.classes, TextClasses)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moments.prediction.stack.by_word", lambda *_: False)
+        patch.setattr("moments.prediction.predict.by_word", lambda *_: False)
         by_means = predicted(model, token_ids=text)
     np.testing.assert_allclose(by_word.variance, by_token.variance, rtol=4e-3)
     np.testing.assert_allclose(by_word.grad_variance, by_token.grad_variance, rtol=1.5e-2)
@@ -138,7 +138,7 @@ def test_texts_word_by_word(
     assert ratio.to_numpy() == pytest.approx(1.0, abs=0.06 + 0.09 * alike)
     if name == "two texts":
         np.testing.assert_allclose(deviation(by_word), deviation(by_token), rtol=0.08)
-        monkeypatch.setattr("moments.prediction.stack.by_word", lambda *_: False)
+        monkeypatch.setattr("moments.prediction.predict.by_word", lambda *_: False)
         by_means = predicted(short, **given)
         away, left = (
             np.abs(p.correlation - by_token.correlation).max() for p in (by_means, by_word)
