@@ -517,7 +517,9 @@ Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/projections.py::CAP_NOTED`,
 `moments/transfer/attention/projections.py::TABLE_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/normalization.py::_NOT_GAUSSIAN`, `moments/transfer/head/output.py::_PEAKED`,
-`moments/prediction/predict.py::OFTEN`. Others bound work or memory:
+`moments/prediction/predict.py::OFTEN`,
+`moments/transfer/attention/layers.py::NEARER_NOTED`,
+`moments/transfer/attention/projections.py::TABLE_NOTED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,
 `moments/transfer/attention/kernels/joint_laws.py::STACK_ENTRIES`,
 `moments/transfer/attention/kernels/joint_laws.py::MOST_PADDED`.

@@ -18,9 +18,10 @@ import platform
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -337,12 +338,10 @@ def largest(found: Any, expected: Any) -> float:
 @contextmanager
 def without_words() -> Iterator[None]:
     """Unknown texts by means over cells, as each token by itself has the mean of all."""
-    kept = stack.repeating, predict.repeating
-    stack.repeating = predict.repeating = lambda *_: False  # type: ignore[attr-defined]
-    try:
+    with ExitStack() as patched:
+        for module in (stack, predict):
+            patched.enter_context(mock.patch.object(module, "repeating", return_value=False))
         yield
-    finally:
-        stack.repeating, predict.repeating = kept  # type: ignore[attr-defined]
 
 
 def compared(model: Any, given: dict[str, Any], tokens: bool | None = None) -> dict[str, Any]:

@@ -1128,3 +1128,45 @@ def test_what_tables_of_relative_biases_gather_is_summed_over_every_pair(length:
     assert own @ classes.count == pytest.approx(np.trace(expected), rel=0.01)
     whole = float(expected.sum() - np.trace(expected))
     assert (pairs * classes.pair_count).sum() == pytest.approx(whole, rel=0.07)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    length=st.integers(40, 700),
+    slope=st.sampled_from([0.5, 0.25, 0.0625, 1 / 64, 1 / 256]),
+    density=st.sampled_from([1.0, 1.5, 2.0]),
+)
+def test_fading_rows_hold_tokens_that_there_are(length: int, slope: float, density: float) -> None:
+    """Interpolated, some held less than nothing or thirty times the tokens of a class: what one
+    word has in two texts came out 134 times too large."""
+    classes = PositionClasses.of(length, per_octave=density)
+    sight = fading(classes, slope)
+    assert sight.split.min() >= 0.0
+    weights = np.exp(-slope * np.arange(length))
+    for row, keys in zip(classes.nodes, sight.keys, strict=True):
+        # as many as weigh alike what their weights do, at most those that the row sees
+        assert keys.sum() <= 1.1 * row + 1.0
+        assert (sight.keys * sight.prior).sum(1)[classes.nodes == row] == pytest.approx(
+            weights[:row].sum(), rel=0.02
+        )
+
+
+def test_near_tokens_beside_small_embeddings_are_noted() -> None:
+    """Under faint logits and distance penalties."""
+    model = Transformer(
+        2, 128, 4, 264, causal=True, alibi=True, weights=moments.Weights.normal(0.4 / 128)
+    )
+    for variance, noted in ((4e-4, True), (1.0, False)):
+        found = predicted(model.replace(embedding=moments.Embedding(5000, variance)))
+        assert any("near tokens" in note for note in found.warnings) == noted
+
+
+def test_only_positions_of_their_own_leave_a_short_text_to_means() -> None:
+    """A gated unit's gradients are 30 % off by means where one word is the same everywhere."""
+    text = np.minimum(np.random.default_rng(0).zipf(1.3, 128), 499)
+    given: dict[str, Any] = {"causal": True, "gated": True, "activation": "silu"}
+    given["weights"] = moments.Weights.normal(0.1 / 64)
+    for positions, by_token in ((0.0, True), (0.01, False)):
+        table = moments.Embedding(500, 0.01, position_variance=positions)
+        found = predicted(Transformer(2, 64, 4, 128, embedding=table, **given), token_ids=text)
+        assert (found.layout.classes is None) == by_token

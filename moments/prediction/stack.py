@@ -903,7 +903,8 @@ of 4 layers against every token by itself, six texts of 64 to 128 tokens, two of
 with one word in four the same: variance .2 %, correlation .005, mean gradient .7 %, gradient norms
 of weights 3 %. At logit variances of 2.4: .4 %, .005, 1.1 %, 3 %; at 17: 7 %, .02, 12 %, 15 %.
 Without a table of positions one word is the same everywhere: of 30 models on 80 to 260 words of
-Zipf's law correlations are up to .07 off, gradients 8 %, those of weights 11 %."""
+Zipf's law correlations are up to .07 off, gradients 8 %, those of weights 10 % and of queries and
+keys 21 %."""
 
 
 def by_word(model: Transformer, inputs: Inputs) -> bool:

@@ -72,8 +72,8 @@ PENALTY_NOTED = 0.3
 
 NEARER_NOTED = 0.1
 """What a row's own cell has in common beyond the mean of what it sees, from which that note is said
-too. In three layers of 264 tokens it is .3 where embeddings have 4e-4 of the variance that norms
-give, and gradients are 4 to 15 % off; .05 at a sixteenth, and 1 to 2 % are."""
+too. In three layers of 264 tokens it is .25 where embeddings have 4e-4 of the variance that norms
+give, and gradients are 4 to 15 % off; .05 at a sixteenth, and they are 1 to 2 % off."""
 
 PENALTIES_ON_CLASSES = (
     "what near tokens have in common under distance penalties is averaged over cells of positions "
