@@ -22,10 +22,10 @@ import numpy as np
 from schemes_page import INPUTS, base, predicted, typical
 
 import moments
-from moments.papers.analysis.kedia import chain_constants
 from moments.scheme import schemes
 from moments.show.chart import shown, ticks
 from moments.show.scheme_table import scheme_model
+from studies.analysis.kedia import chain_constants
 
 RUNS = Path(__file__).parent / "data" / "schemes.json"
 STORE = Path(__file__).parent / "data" / "components.json"

@@ -8,7 +8,7 @@ import numpy as np
 from schemes_page import base, measured, predicted, short
 
 import moments
-from moments.papers.analysis import variance_recursion
+from studies.analysis import variance_recursion
 
 DEEP = (192, 1000)
 GRAD_CORRELATIONS = (0.0, 0.2, 0.4, 0.8)

@@ -56,7 +56,7 @@ _PUBLIC = {
 }
 
 # Packages that are public as wholes.
-_PACKAGES = {"analysis": "papers.analysis", "figures": "papers.figures", "torch": "torch"}
+_PACKAGES = {"torch": "torch"}
 
 __all__ = [
     "Biases",

@@ -15,7 +15,7 @@ from moments.formulas.kedia_chain import (
     POST_LN_CHAIN,
     PRE_LN_CHAIN,
 )
-from moments.papers.analysis import (
+from studies.analysis import (
     angular_distance,
     chain_constants,
     correlation_fixed_points,
@@ -26,8 +26,8 @@ from moments.papers.analysis import (
     trade_off,
     variance_recursion,
 )
-from moments.papers.analysis.fixed_points import repeated_layer
-from moments.papers.analysis.recursion import blocks
+from studies.analysis.fixed_points import repeated_layer
+from studies.analysis.recursion import blocks
 
 
 def model(**changes: object) -> moments.Transformer:

@@ -11,15 +11,15 @@ import sympy
 import moments
 from moments.formulas import kedia_chain, noci, sun
 from moments.formulas.law import ComponentLaws
-from moments.papers.analysis import (
+from studies.analysis import (
     compute_table,
     gradient_gap,
     jacobian_bounds,
     named_cases,
     uniform_attention,
 )
-from moments.papers.analysis.cases import PaperCase, double_query_key
-from moments.papers.analysis.kedia import parameter_count
+from studies.analysis.cases import PaperCase, double_query_key
+from studies.analysis.kedia import parameter_count
 
 RECORDS = (
     kedia_chain.PRE_LN_CHAIN,

@@ -251,7 +251,6 @@ def test_a_good_command_says_nothing_on_standard_error() -> None:
             "'pyproject.toml': must be valid JSON (",
         ),
         (["compare", "llama-7b", "--theory", "published"], "'published' does not cover"),
-        (["figures", "noci-8", "--folder", "LICENSE/x"], "LICENSE/x: Not a directory"),
         (["predict", "missing.json"], "missing.json"),
         (["predict", "--layers", "3"], "add --d-model, --heads, --seq-len"),
         (["solve", "--layers", "3"], "no MODEL given: name a preset or a config.json\n"),
@@ -331,16 +330,10 @@ def test_warnings_go_to_standard_error() -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_compare_schemes_and_figures(tmp_path: Path) -> None:
+def test_compare_schemes_chosen() -> None:
     shape = ["bert-tiny", "--seq-len", "16", "--scheme", "lns", "--scheme", "deepnorm"]
     rows = json.loads(run("compare-schemes", *shape, "--json"))["schemes"]
     assert [row["scheme"] for row in rows] == ["lns", "deepnorm"]
-    assert "noci-10" in run("figures", "--list").split()
-    assert "Pre-LN: forward variance grows linearly" in run("figures", "kedia-1", "--list")
-    run("figures", "kedia-13", "--folder", str(tmp_path), "--format", "svg")
-    assert (tmp_path / "kedia-13.svg").stat().st_size > 10_000
-    refused = ["figures", "kedia-13", "--folder", str(tmp_path), "--format", "gif"]
-    assert "'png', 'svg', 'pdf'" in str(RUNNER.invoke(app, refused).exception)
 
 
 # --- plans, files and words -----------------------------------------------------------------------
@@ -430,7 +423,7 @@ def test_bad_words_and_files(
 
     for name in moments.__all__:  # what is first imported below would keep `never`
         getattr(moments, name)
-    importlib.import_module("moments.papers.validation.errors")
+    importlib.import_module("moments.validation.errors")
     monkeypatch.setattr("moments.torch.huggingface_modules.build_module", never)
     monkeypatch.setattr("moments.prediction.predict.predict", never)
     with pytest.raises(SystemExit) as end:
@@ -542,22 +535,6 @@ def test_a_sweep_is_that_of_the_library(tmp_path: Path) -> None:
     assert "6 configurations" in run(*arguments[:-1])
 
 
-def test_lines_over_a_map_of_the_command(tmp_path: Path) -> None:
-    drawn = {}
-    for lines in ((), ("entropy",), ("entropy", "rank")):
-        picture = tmp_path / f"{len(lines)}.svg"
-        run(
-            *(*GRID, "--theory", "published", "--axis", "layers=1,2", "--axis", "dropout=0,0.1"),
-            *("--x", "dropout", "--y", "layers", "--quantity", "correlation"),
-            *(word for name in lines for word in ("--line", name)),
-            *("--plot", str(picture)),
-        )
-        drawn[lines] = picture.read_text(encoding="utf-8")
-    for words, names in (("attention freezes", "entropy"), ("at infinite size", "rank")):
-        for lines, text in drawn.items():
-            assert (words in text) == (names in lines), (words, lines)
-
-
 def test_values_of_axes() -> None:
     arguments = (*GRID, "--layers", "1", "--json")
     for spelled, expected in (
@@ -590,7 +567,6 @@ def test_values_of_axes() -> None:
         (("--axis", "layers=1", "--quantity", "varience"), "did you mean 'variance'"),
         (("--axis", "layers=1", "--x", "dropout"), "--x"),
         (("--axis", "layers=1", "--plot", "a.bmp"), "ends in"),
-        (("--axis", "layers=1,2", "--line", "rank"), "over a map"),
         (("--axis", "heads=3", "--layers", "1"), "every configuration is refused"),
         (("--axis", "layers=2,3.5"), "layers = 3.5: must be a whole number"),
         (("--layers", "1", "--axis", "heads=2.5"), "heads = 2.5: must be a whole number"),

@@ -60,7 +60,6 @@ PRINTED = {
     "schemes": ("--json",),
     "formulas": ("relu", "--json"),
     "compare-schemes": (*SMALL, "--scheme", "lns", "--scheme", "noci", "--json"),
-    "figures": ("--list", "--json"),
     "audit": ("bert-tiny", "--json"),
     "compare": (*SMALL, "--seeds", "2", "--json"),
     "validate": ("--subset", "pre-full-N24-xavier-relu-*", "--theory", "refined", "--json"),

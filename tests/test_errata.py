@@ -24,8 +24,8 @@ from moments.formulas.kedia_chain import DSLM_CHAIN, PRE_LN_CHAIN
 from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION_JACOBIAN
 from moments.formulas.sun import CURSE_OF_DEPTH
 from moments.formulas.symbols import SYMBOLS
-from moments.papers.analysis import correlation_fixed_points, sensitivity
-from moments.papers.figures.drawing import stored
+from studies.analysis import correlation_fixed_points, sensitivity
+from studies.figures.drawing import stored
 
 
 def assert_within(value: float, estimate: Estimate, slack: float = 0.0) -> None:

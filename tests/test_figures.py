@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import moments
-from moments.papers.analysis import angular_distance
-from moments.papers.figures import draw, names, setup
-from moments.papers.figures.drawing import key, stored
-from moments.papers.figures.setup import LAYER_NORM, HeatMap, read
+from studies.analysis import angular_distance
+from studies.figures import draw, names, setup
+from studies.figures.__main__ import main
+from studies.figures.drawing import key, stored
+from studies.figures.setup import LAYER_NORM, HeatMap, read
+from studies.figures.simulate import made_with
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -42,7 +44,6 @@ def test_figures_are_named_by_paper_and_number() -> None:
 
 
 def test_points_are_those_of_the_declared_set_ups() -> None:
-    made_with = script("figures").made_with
     for name, index, line in LINES:
         found = stored()[key(name, index, line.label)]
         assert made_with(found["made"], line), (name, line.label)
@@ -73,6 +74,15 @@ def test_draw_saves_a_picture(tmp_path: Path) -> None:
         "exact",
         "polynomial of Table 2",
     ]
+
+
+def test_the_command_lists_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--list"])
+    listed = capsys.readouterr().out
+    assert [line.split()[0] for line in listed.splitlines()] == list(names())
+    assert "Pre-LN: forward variance grows linearly" in listed
+    main(["kedia-13", "--folder", str(tmp_path / "new"), "--format", "svg"])
+    assert (tmp_path / "new" / "kedia-13.svg").stat().st_size > 10_000
 
 
 def test_axes_and_panels() -> None:

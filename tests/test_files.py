@@ -15,8 +15,8 @@ import pytest
 from moments import DomainError
 from moments.errors import brief, unknown_name
 from moments.files import DEEPEST, read_json, read_object, replacing
-from moments.papers.validation import store
-from moments.papers.validation.store import StoredSimulation
+from moments.validation import store
+from moments.validation.store import StoredSimulation
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_runs_side_by_side_keep_each_other_s_results(tmp_path: Path) -> None:
         "import sys; from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[1])\n"
         "from test_files import entry\n"
-        "from moments.papers.validation import store\n"
+        "from moments.validation import store\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "for n in range(12): store.add(Path(sys.argv[2]), f'{sys.argv[3]}-{n}', entry())\n"
     )

@@ -149,7 +149,7 @@ ORDER = (
     "grids",
     "simulation",
     "torch",
-    "papers",
+    "validation",
     "cli",
 )
 RANK = {name: rank for rank, name in enumerate(ORDER)}
@@ -165,7 +165,7 @@ METHODS = {
 # Those that may import torch; but for stored simulations, which start the simulator from inside
 # a function, and the commands, nothing else may import them.
 TORCH_SIDE = ("simulation", "torch")
-OUTSIDE = ("papers.validation",)
+OUTSIDE = ("validation",)
 
 
 class Imports(ast.NodeVisitor):

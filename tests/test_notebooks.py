@@ -17,7 +17,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import moments
-from moments.papers import figures
+from studies import figures
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")

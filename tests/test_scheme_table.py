@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import moments
-from moments.papers.analysis import sensitivity
 from moments.scheme import schemes
 from moments.show.scheme_plot import MOST, rows
 from moments.show.scheme_table import compare_schemes
+from studies.analysis import sensitivity
 
 
 def model(**changes: Any) -> moments.Transformer:

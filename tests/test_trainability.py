@@ -11,7 +11,7 @@ from scipy.integrate import quad
 
 import moments
 from moments.formulas.softmax import RANDOM_ENERGY
-from moments.papers.analysis import (
+from studies.analysis import (
     boundaries,
     correlation_fixed_points,
     exponents,

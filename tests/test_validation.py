@@ -22,9 +22,10 @@ import moments
 from moments import DomainError
 from moments.cli import app
 from moments.formulas.law import THEORIES
-from moments.papers.validation import store
-from moments.papers.validation.errors import MEASURES, by_class, errors, measure, worst
-from moments.papers.validation.grid import (
+from moments.show.report import render
+from moments.validation import store
+from moments.validation.errors import MEASURES, by_class, errors, measure, worst
+from moments.validation.grid import (
     ARRAY,
     BASELINES,
     FACTORIAL,
@@ -35,9 +36,8 @@ from moments.papers.validation.grid import (
     Configuration,
     subset,
 )
-from moments.papers.validation.report import class_tables, page, plot_errors
-from moments.papers.validation.store import KEPT, StoredSimulation, load, run_grid
-from moments.show.report import render
+from moments.validation.report import class_tables, page, plot_errors
+from moments.validation.store import KEPT, StoredSimulation, load, run_grid
 
 DOCS = Path(__file__).parent.parent / "docs" / "validation.md"
 JUDGED = tuple(c for c in (*BASELINES, *QUICK) if c.layers <= 36)
@@ -434,7 +434,7 @@ def test_command(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_quiet")
 def test_command_runs_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setattr("moments.papers.validation.grid.GRID", (TINY,))
+    monkeypatch.setattr("moments.validation.grid.GRID", (TINY,))
     data = tmp_path / "mine.json"
     arguments = ["validate", "--subset", TINY.name, "--run", "--data", str(data), "--json"]
     first = RUNNER.invoke(app, arguments)

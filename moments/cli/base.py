@@ -42,8 +42,7 @@ PANELS = {
     "Initialise": {"solve": "predict", "schemes": "reference"},
     "Formulas and their accuracy": {
         "formulas": "reference",
-        "figures": "papers",
-        "validate": "papers",
+        "validate": "validate",
     },
     "Files and installation": {
         "model": "reference",

@@ -12,14 +12,12 @@ import numpy as np
 import typer
 
 from ..errors import DomainError, brief, domain_error, unknown_name
-from ..formulas.checks import check_choice
 from .base import (
     Answer,
     InputCorrelation,
     InputVariance,
     LayersOption,
     ModelArgument,
-    PlotOption,
     SchemeOption,
     SeqLenOption,
     SomeSchemes,
@@ -47,9 +45,6 @@ MOST_VALUES = 100_000
         "--axis scheme=none,deepnorm --plot schemes.svg",
         "sweep bert-base --seq-len 64 --axis correlation=lin:0:0.9:10 "
         "--axis branch_scale=log:0.05:1:12 --quantity correlation --jobs 4 --csv grid.csv",
-        "sweep --d-model 256 --heads 4 --seq-len 128 --axis layers=log:1:64:7 --correlation 0.1 "
-        "--axis weights.query=log:1e-4:0.06:10 --quantity correlation --x weights.query --y layers "
-        "--line entropy --line rank --line correlation --plot phases.svg",
         "sweep bert-base --axis layers=range:1:96 --axis theory=refined,published "
         "--path grid.jsonl --json > grid.json",
     ),
@@ -81,16 +76,6 @@ def sweep(
         str | None, typer.Option(help="Axis up a map; lines where the second is short.")
     ] = None,
     by: Annotated[str | None, typer.Option(help="Axis of whose values each is drawn.")] = None,
-    line: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--line",
-            help="A boundary over a map, of the model without dropout; may be repeated. angle, "
-            "gradient: where that exponent is 0; entropy: where attention freezes; rank, "
-            "correlation: where tokens correlate by .9, of infinite size and predicted.",
-            show_default=False,
-        ),
-    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Keep every layer: a row each in --csv and --json.")
     ] = False,
@@ -102,7 +87,6 @@ def sweep(
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that share the work.", min=1)] = 1,
-    plot: PlotOption = None,
 ) -> Answer:
     """Predict a grid of configurations: any field of the model, its schemes, and its input.
 
@@ -134,13 +118,6 @@ def sweep(
     }
     if quantity not in QUANTITIES:
         raise unknown_name("--quantity", quantity, QUANTITIES)
-    if line:
-        from ..papers.analysis.boundary import KINDS, boundaries
-
-        if plot is None or x is None or y is None:
-            raise DomainError("--line is drawn over a map: add --plot, --x and --y")
-        for kind in line:
-            check_choice("--line", kind, tuple(KINDS))
     for option, chosen in (("--x", x), ("--y", y), ("--by", by)):
         if chosen is not None and chosen not in axes:
             raise unknown_name(option, chosen, axes)
@@ -160,10 +137,6 @@ def sweep(
             **inputs,
         )
 
-    def figure() -> Any:
-        lines = boundaries(found, x, y, line) if x and y and line else ()
-        return found.plot(x, y, quantity, by=by, name=named(model), lines=lines)
-
     def data() -> dict[str, Any]:
         return {
             "format": 1,
@@ -177,7 +150,7 @@ def sweep(
         said=lambda: str(found),
         data=data,
         frame=lambda: found.to_frame(by_layer=profile),
-        figure=figure,
+        figure=lambda: found.plot(x, y, quantity, by=by, name=named(model)),
     )
 
 

@@ -268,7 +268,7 @@ class Sweep(Shown):
             quantity: one of `QUANTITIES`.
             by: of whose values there is a line or a map each; None: what is left.
             name: of the model, for the title.
-            lines: boundaries to draw over a map (`moments.analysis.boundaries`).
+            lines: boundaries to draw over a map (`LevelLine`s of `moments.grids.picture`).
 
         Raises:
             DomainError: no such axis or quantity, or axes left over that have several values.

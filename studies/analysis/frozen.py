@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import domain_error
-from ...formulas.activation import activation_laws
-from ...formulas.checks import POSITIVE, Interval, check_in
-from ...formulas.softmax import RANDOM_ENERGY
-from ...model.transformer import Transformer
+from moments.errors import domain_error
+from moments.formulas.activation import activation_laws
+from moments.formulas.checks import POSITIVE, Interval, check_in
+from moments.formulas.softmax import RANDOM_ENERGY
+from moments.model.transformer import Transformer
+
 from .results import Result
 
 

@@ -6,8 +6,9 @@ import math
 from functools import cache
 from typing import Any
 
-from ...formulas.references import kedia
-from ...model.transformer import Transformer
+from moments.formulas.references import kedia
+from moments.model.transformer import Transformer
+
 from .setup import LAYER_NORM, TYPICAL_LAYER_NORM, FigureLine, Panel, Setup
 
 DROPOUT = 0.1

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import domain_error
-from ...formulas.checks import POSITIVE, check_in
-from ...formulas.sun import CURSE_OF_DEPTH
-from ...prediction.result import Prediction
+from moments.errors import domain_error
+from moments.formulas.checks import POSITIVE, check_in
+from moments.formulas.sun import CURSE_OF_DEPTH
+from moments.prediction.result import Prediction
+
 from .recursion import variance_recursion
 from .results import Result
 

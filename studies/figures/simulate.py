@@ -1,11 +1,9 @@
-"""Simulated points of the redrawn figures, stored in moments/papers/figures/data/points.json.
+"""Simulated points of the redrawn figures, stored in data/points.json.
 
-    python benchmarks/figures.py [NAME ...] [--seeds N]
+    python -m studies.figures.simulate [NAME ...] [--seeds N]
 
 Runs what is missing, was made with another declaration or with fewer than N draws, and stores it
-after every line; about ten minutes on one core for all.
-`moments.papers.figures.draw(NAME, PATH)` then
-draws them.
+after every line; about ten minutes on one core for all. `python -m studies.figures` draws them.
 """
 
 from __future__ import annotations
@@ -18,9 +16,10 @@ from typing import Any
 import numpy as np
 
 import moments
-from moments.papers.figures import names, setup
-from moments.papers.figures.drawing import DATA, key
-from moments.papers.figures.setup import FigureLine, first_layer, read
+
+from . import names, setup
+from .drawing import DATA, key
+from .setup import FigureLine, first_layer, read
 
 MEASURED: dict[str, moments.Measurement] = {}  # two figures may read one simulation
 SWEPT = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
@@ -42,7 +41,7 @@ def made_with(made: dict[str, Any], line: FigureLine) -> bool:
 
 def simulate(line: FigureLine) -> dict[str, Any]:
     """x, value and stderr of one line."""
-    options = {"seeds": line.seeds, "batch": 1}
+    options: dict[str, Any] = {"seeds": line.seeds, "batch": 1}
     if line.site is not None:
         # Draws of its own for every point: of shared ones all would lie to one side of the line.
         found = [

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ...formulas.law import Source, Theory
-from ...model.transformer import Transformer
-from ...prediction.result import Prediction
+from moments.formulas.law import Source, Theory
+from moments.model.transformer import Transformer
+from moments.prediction.result import Prediction
+
 from ..analysis import angular_distance
 from ..analysis.results import expected
 

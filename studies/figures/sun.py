@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from ...formulas.law import Source
-from ...formulas.references import SUN
-from ...model.transformer import Transformer
+from moments.formulas.law import Source
+from moments.formulas.references import SUN
+from moments.model.transformer import Transformer
+
 from ..analysis.cases import in_house, llama, open_models, read_words, scaled, text
 from .setup import FigureLine, HeatMap, Panel, Setup
 

@@ -6,12 +6,12 @@ import abc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...errors import DomainError, without_warnings
-from ...files import Shown, as_frame
-from ...formulas.law import Theory
-from ...model.transformer import Transformer
-from ...prediction.predict import positional, predict
-from ...prediction.result import Prediction
+from moments.errors import DomainError, without_warnings
+from moments.files import Shown, as_frame
+from moments.formulas.law import Theory
+from moments.model.transformer import Transformer
+from moments.prediction.predict import positional, predict
+from moments.prediction.result import Prediction
 
 if TYPE_CHECKING:
     import pandas as pd

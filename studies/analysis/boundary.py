@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import MomentsError
-from ...formulas.checks import PROBABILITY, check_choice, check_in
-from ...grids.result import Sweep
-from ...model.transformer import Transformer
+from moments.errors import MomentsError
+from moments.formulas.checks import PROBABILITY, check_choice, check_in
+from moments.grids.result import Sweep
+from moments.model.transformer import Transformer
+
 from .fixed_points import many_exponents, repeated
 from .frozen import RandomEnergy, random_energy
 
 if TYPE_CHECKING:
-    from ...grids.picture import LevelLine
+    from moments.grids.picture import LevelLine
 
 KINDS = {
     "angle": "tokens neither part nor meet (angle exponent 0, Cowsik et al.)",
@@ -54,7 +55,7 @@ def boundaries(
     Raises:
         DomainError: no such kind or axis.
     """
-    from ...grids.picture import LevelLine
+    from moments.grids.picture import LevelLine
 
     for kind in kinds:
         check_choice("kinds", kind, tuple(KINDS))

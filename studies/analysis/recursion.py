@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import DomainError, domain_error
-from ...formulas.checks import CORRELATION, check_in
-from ...formulas.kedia_chain import CORRELATED_RESIDUAL
-from ...prediction.result import Prediction
+from moments.errors import DomainError, domain_error
+from moments.formulas.checks import CORRELATION, check_in
+from moments.formulas.kedia_chain import CORRELATED_RESIDUAL
+from moments.prediction.result import Prediction
+
 from .results import Result
 
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import domain_error
-from ...formulas.checks import POSITIVE, Interval, check_count, check_flag, check_in
-from ...formulas.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION_STACK
-from ...model.transformer import Transformer
-from ...model.weights import Weights
-from ...prediction.result import Prediction
+from moments.errors import domain_error
+from moments.formulas.checks import POSITIVE, Interval, check_count, check_flag, check_in
+from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION_STACK
+from moments.model.transformer import Transformer
+from moments.model.weights import Weights
+from moments.prediction.result import Prediction
+
 from .results import Result, expected
 
 # --- Noci et al.'s linear stack under uniform attention: closed forms, their limits, the engine ---

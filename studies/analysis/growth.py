@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import DomainError, domain_error
-from ...formulas.checks import check_count
-from ...formulas.kedia_chain import POST_LN_CHAIN, PRE_LN_CHAIN
-from ...formulas.law import Theory
-from ...model.transformer import Transformer
-from ...model.weights import Weights
-from ...prediction.result import Prediction
-from ...show.scheme_table import block_sensitivity
+from moments.errors import DomainError, domain_error
+from moments.formulas.checks import check_count
+from moments.formulas.kedia_chain import POST_LN_CHAIN, PRE_LN_CHAIN
+from moments.formulas.law import Theory
+from moments.model.transformer import Transformer
+from moments.model.weights import Weights
+from moments.prediction.result import Prediction
+from moments.show.scheme_table import block_sensitivity
+
 from .fixed_points import correlation_fixed_points, repeated_layer
 from .kedia import chain_constants, received_correlation
 from .results import Result, predict_alike
@@ -229,7 +230,7 @@ def growth_exponents(
         model: shape and dropout; its depth, norm, weights and scales are set by the method.
         depths: numbers of layers.
         theory: of the predictions.
-        methods: of `moments.papers.analysis.growth.METHODS`.
+        methods: of `studies.analysis.growth.METHODS`.
         correlation, grad_correlation: at the input (before the embedding's dropout) and the output.
 
     Raises:

@@ -11,17 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import domain_error
-from ...formulas.activation import RELU
-from ...formulas.law import Source
-from ...formulas.noci import UNIFORM_ATTENTION_GRADIENTS
-from ...formulas.references import NOCI, SUN, kedia
-from ...model.embedding import Embedding
-from ...model.positions import Rotary
-from ...model.presets import preset
-from ...model.transformer import Transformer
-from ...model.weights import Weights
-from ...prediction.result import Prediction
+from moments.errors import domain_error
+from moments.formulas.activation import RELU
+from moments.formulas.law import Source
+from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS
+from moments.formulas.references import NOCI, SUN, kedia
+from moments.model.embedding import Embedding
+from moments.model.positions import Rotary
+from moments.model.presets import preset
+from moments.model.transformer import Transformer
+from moments.model.weights import Weights
+from moments.prediction.result import Prediction
+
 from .fixed_points import correlation_fixed_points
 from .noci import gradient_gap, linear_stack, uniform_attention
 from .results import Result, expected

@@ -1,56 +1,14 @@
-"""What the papers hold: `moments figures`, and the theories against simulations, `validate`."""
+"""Theories against simulations of whole models: `moments validate`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import DomainError
-from ..formulas.checks import check_choice
-from .base import Answer, TheoryName, app, escaped, out, steps
-
-
-@app.command(
-    examples=("figures --list", "figures kedia-3", "figures --format pdf --folder papers"),
-    ways=("as_json",),
-)
-def figures(
-    name: Annotated[str | None, typer.Argument(help="Which; left out: all.")] = None,
-    folder: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("figures"),
-    ending: Annotated[
-        str, typer.Option("--format", help="What they are written as: png, svg or pdf.")
-    ] = "png",
-    names: Annotated[bool, typer.Option("--list", help="List them instead.")] = False,
-) -> Answer:
-    """Redraw the papers' figures from predictions, with simulated points over them."""
-    from ..papers.figures import draw, setup
-    from ..papers.figures import names as every
-
-    chosen = {one: setup(one) for one in (every() if name is None else (name,))}
-    listed = [{"name": n, "title": s.title, "source": str(s.source)} for n, s in chosen.items()]
-    if not names:
-        check_choice("format", ending.removeprefix("."), ("png", "svg", "pdf"))
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DomainError(f"--folder {folder}: {error.strerror}") from None
-
-    def drawn() -> Iterator[dict[str, str]]:
-        for row in listed:
-            path = folder / f"{row['name']}.{ending.removeprefix('.')}"
-            if not names:
-                draw(row["name"], path)
-            yield row if names else row | {"picture": str(path)}
-
-    def said() -> None:
-        for row in drawn():
-            words = f"{row['name']:9} {row['title']}" if names else f"picture: {row['picture']}"
-            out.print(escaped(words), soft_wrap=True)
-
-    return Answer(said=said, data=lambda: list(drawn()))
+from .base import Answer, TheoryName, app, steps
 
 
 @app.command(
@@ -96,10 +54,10 @@ def validate(
 ) -> Answer:
     """Hold the theories against simulations of a fixed grid of whole models."""
     from ..formulas.law import THEORIES
-    from ..papers.validation.errors import by_class, errors
-    from ..papers.validation.grid import subset as find
-    from ..papers.validation.report import class_tables, page, plot_errors
-    from ..papers.validation.store import load, run_grid
+    from ..validation.errors import by_class, errors
+    from ..validation.grid import subset as find
+    from ..validation.report import class_tables, page, plot_errors
+    from ..validation.store import load, run_grid
 
     configurations = find(subset)
     theories = [t for t in THEORIES if t in {name.value for name in theory or TheoryName}]

@@ -1,6 +1,6 @@
 """`draw`: a figure's predictions as lines, its stored simulations as points over them.
 
-`benchmarks/figures.py` makes what is stored.
+`simulate` makes what is stored.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import domain_error
-from ...show.palette import MARKERS, PALE, SEQUENTIAL, SERIES
-from ...show.plot import Picture, dress, round_ticks, save
+from moments.errors import domain_error
+from moments.show.palette import MARKERS, PALE, SEQUENTIAL, SERIES
+from moments.show.plot import Picture, dress, round_ticks, save
+
 from . import kedia, noci, sun
 from .setup import FigureLine, HeatMap, Panel, Setup
 

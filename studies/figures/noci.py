@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ...formulas.law import Source
-from ...formulas.references import NOCI
-from ...model.transformer import Transformer
+from moments.formulas.law import Source
+from moments.formulas.references import NOCI
+from moments.model.transformer import Transformer
+
 from ..analysis.noci import linear_stack
 from .setup import SQUARED_NORM, FigureLine, Panel, Setup
 

@@ -9,10 +9,10 @@ import numpy as np
 from rich.box import SIMPLE
 from rich.table import Table
 
-from ...formulas.law import THEORIES
-from ...show.palette import BLACK, BLUE, GREY, VERMILION
-from ...show.plot import Picture, dress
-from ...show.report import tabled
+from ..formulas.law import THEORIES
+from ..show.palette import BLACK, BLUE, GREY, VERMILION
+from ..show.plot import Picture, dress
+from ..show.report import tabled
 from .errors import CLASS, MEASURES, by_class, worst
 from .grid import ARRAY, BASELINES, FACTORIAL, FACTORS
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import DomainError, domain_error
-from ...files import as_frame
-from ...formulas.law import THEORIES, Theory
-from ...prediction.result import Prediction
-from ..analysis.results import expected
+from ..errors import DomainError, domain_error, without_warnings
+from ..files import as_frame
+from ..formulas.law import THEORIES, Theory
+from ..prediction.predict import predict
+from ..prediction.result import Prediction
 from .grid import FACTORS, GRID, Configuration
 from .store import StoredSimulation, load
 
@@ -145,7 +145,8 @@ def errors(
             row |= {"seeds": entry.seeds, "simulated_seconds": entry.seconds}
             began = time.perf_counter()
             try:
-                prediction = expected(c.model, **c.ends, theory=theory)
+                with without_warnings():
+                    prediction = predict(c.model, **c.ends, theory=theory)
             except DomainError as error:
                 row |= {"failure": str(error), "seconds": time.perf_counter() - began}
                 row |= dict.fromkeys(["noise", *MEASURES], float("nan"))

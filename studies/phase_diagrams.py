@@ -1,6 +1,6 @@
 """Phase diagrams: predictions over two axes, with boundaries of infinite size beside them.
 
-    python benchmarks/phase_diagrams.py [--only NAME]     # draws docs/phase-NAME.png, some minutes
+    python -m studies.phase_diagrams [--only NAME]      # draws docs/phase-NAME.png, some minutes
 
 Nothing is stored: every number is a prediction.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import moments
-from moments.papers.analysis import boundaries
 from moments.show.plot import save
+from studies.analysis import boundaries
 
 DOCS = Path(__file__).parent.parent / "docs"
 DEPTHS = [1, 2, 4, 8, 16, 32, 64]
@@ -44,11 +44,17 @@ def trainability() -> Any:
     """Order and chaos: a tanh stack that attention draws together and its hidden layer apart."""
     d = 512
     base = moments.Transformer(24, d, 8, 128, norm="post", activation="tanh")
-    sizes = {"query": 1 / d, "key": 1 / d, "output": 1 / d, "ffn_out": 1 / base.d_ff}
 
     def made(attention_gain: float, hidden_gain: float) -> moments.Transformer:
-        changes = {"value": attention_gain / d, "ffn_in": hidden_gain / d}
-        return base.replace(weights=base.weights.replace(**sizes, **changes))
+        weights = moments.Weights(
+            query=1 / d,
+            key=1 / d,
+            value=attention_gain / d,
+            output=1 / d,
+            ffn_in=hidden_gain / d,
+            ffn_out=1 / (4 * d),
+        )
+        return base.replace(weights=weights)
 
     axes = {
         "attention_gain": np.geomspace(0.01, 4, 27),

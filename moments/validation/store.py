@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import DomainError, brief, domain_error
-from ...files import locked, read_object, replacing
-from ...prediction.draws import QUANTITIES
-from ...prediction.measurement import Measurement
+from ..errors import DomainError, brief, domain_error
+from ..files import locked, read_object, replacing
+from ..prediction.draws import QUANTITIES
+from ..prediction.measurement import Measurement
 from .grid import Configuration
 
 Array = NDArray[np.float64]
@@ -181,7 +181,7 @@ def simulate_one(
 
     `seed`, the digest and the device give the random numbers; configurations share none.
     """
-    from ...simulation.run import simulate
+    from ..simulation.run import simulate
 
     began = time.perf_counter()
     measured = simulate(

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from ...errors import domain_error
-from ...model.transformer import Transformer
+from ..errors import domain_error
+from ..model.transformer import Transformer
 
 FACTORIAL: dict[str, tuple[Any, ...]] = {
     "norm": ("pre", "post"),

@@ -1,4 +1,0 @@
-"""The founding papers: their statements, their figures redrawn, and every theory validated.
-
-Start with `analysis`.
-"""
