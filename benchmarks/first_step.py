@@ -1,40 +1,33 @@
-"""First steps of real modules against `Prediction.after`, and the page docs/first-step.md.
+"""First steps of real modules against `Prediction.after`.
 
-    python benchmarks/first_step.py measure [CASE ...]
-    python benchmarks/first_step.py predict [CASE ...]
-    python benchmarks/first_step.py exponents
-    python benchmarks/first_step.py timing
-    python benchmarks/first_step.py page
+    python benchmarks/first_step.py measure [CASE ...]    # ten minutes on one core
+    python benchmarks/first_step.py show [CASE ...]       # loss and stream, row by row
+    python benchmarks/first_step.py table                 # into docs/accuracy.md, minutes
 
-`measure` runs what benchmarks/data/first_step.json does not hold yet and stores it case by case, so
-that it can be interrupted: ten minutes on one core. `predict` puts today's theory beside it, a
-minute or two. `exponents` stores the theory's rates along width and depth, `timing` what GPT-2
-small takes (2.5 GB). `page` writes docs/first-step.md and its picture from all of it. No case was
-left out after it had been seen.
+`measure` runs what data/first_step.npz lacks and stores it case by case, so that it can be
+interrupted. Predictions are made when they are asked for. No case was left out after it had been
+seen.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
+import math
 import sys
 import time
 import warnings
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
-from first_step_page import page, sweep_picture
+import records
+import tables
 
 import moments
 from moments.step.parametrisation import parametrised
-from moments.step.search import transfer
 
-ROOT = Path(__file__).parent.parent
-DATA = ROOT / "benchmarks/data/first_step.json"
-PAGE = ROOT / "docs/first-step.md"
-PICTURE = ROOT / "docs/first-step-sweeps.png"
+NAME = "first_step"
 STREAM = ("relative_change", "variance")
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 32, "n_head": 4}
@@ -272,11 +265,8 @@ def batch_of(config: dict[str, Any], steps: int = 1) -> tuple[dict[str, Any], mo
 
 
 def stored() -> dict[str, Any]:
-    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
-
-
-def _store(data: dict[str, Any]) -> None:
-    DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    """By case and rate, what was measured."""
+    return records.load(NAME) if records.exists(NAME) else {}
 
 
 def _measured(found: Any, seconds: float) -> dict[str, Any]:
@@ -287,9 +277,19 @@ def _measured(found: Any, seconds: float) -> dict[str, Any]:
             row[name + suffix] = getattr(found, name + suffix).tolist()
     weights = found.weights()
     kept = weights[weights["weight"].isin(MATRICES)]
-    columns = ["layer", "weight", "update_variance", "update_variance_stderr", "alignment"]
-    row["weights"] = kept[[*columns, "alignment_stderr"]].values.tolist()
+    row["weights"] = matrices(kept)
     return row | {"seconds": round(seconds, 1)}
+
+
+def matrices(rows: Any) -> dict[str, Any]:
+    """Columns of a table of matrices; which they are, as words."""
+    names = [f"{a} {b}" for a, b in zip(rows["layer"], rows["weight"], strict=True)]
+    columns = [f"{name}{end}" for name in ("update_variance", "alignment") for end in _ENDS]
+    values = {name: rows[name].to_numpy(dtype=float) for name in columns if name in rows}
+    return {"names": names, **values}
+
+
+_ENDS = ("", "_stderr")
 
 
 MATRICES = ("query", "key", "value", "output", "gate", "ffn_in", "ffn_out")
@@ -367,7 +367,7 @@ def measure(chosen: list[str]) -> None:
         data = stored()
         if key in data or (chosen and not any(part in key for part in chosen)):
             continue
-        _store(data | {key: measured_case(key)})
+        records.save(NAME, data | {key: measured_case(key)})
         print(key, flush=True)
 
 
@@ -406,9 +406,7 @@ def measured_case(key: str) -> dict[str, Any]:
         )
     spent = time.process_time() - began
     read = {"batch": digest(batch)}
-    return {
-        str(found.learning_rate): {"measured": _measured(found, spent) | read} for found in measured
-    }
+    return {str(found.learning_rate): _measured(found, spent) | read for found in measured}
 
 
 def digest(batch: dict[str, Any]) -> str:
@@ -419,28 +417,86 @@ def digest(batch: dict[str, Any]) -> str:
     return told.hexdigest()[:12]
 
 
-def predict(chosen: list[str]) -> None:
-    """Today's theory beside every measurement, or those chosen."""
+class Row(NamedTuple):
+    """One step of one module.
+
+    Attributes:
+        group, name, optimizer, rate: which; `group` as the case's name begins.
+        measured, predicted: by quantity.
+    """
+
+    group: str
+    name: str
+    optimizer: str
+    rate: float
+    measured: dict[str, Any]
+    predicted: dict[str, Any]
+
+    @property
+    def beyond(self) -> float:
+        """Relative error of the loss's change beyond twice its standard error."""
+        size = abs(self.measured["loss_change"])
+        error = abs(self.predicted["loss_change"] - self.measured["loss_change"])
+        return max(error - 2 * self.measured["loss_change_stderr"], 0.0) / size
+
+    @property
+    def stream(self) -> float | None:
+        """The same of the stream's change, largest over places where it is below .3; None: none."""
+        seen, stderr = (np.array(self.measured[f"relative_change{end}"]) for end in _ENDS)
+        small = (seen < 0.3) & (seen > 0)
+        if not small.any():
+            return None
+        error = np.abs(self.predicted["relative_change"] / np.where(small, seen, 1.0) - 1)
+        over = error - 2 * np.nan_to_num(stderr) / np.where(small, seen, 1.0)
+        return float(np.maximum(over, 0.0)[small].max())
+
+    def matrices(self) -> tuple[list[float], list[float]]:
+        """Errors of update sizes (relative) and of alignment (absolute), beyond twice theirs."""
+        known = {name: k for k, name in enumerate(self.predicted["weights"]["names"])}
+        seen, told = self.measured["weights"], self.predicted["weights"]
+        sizes, aligned = [], []
+        for k, name in enumerate(seen["names"]):
+            if name not in known:
+                continue
+            at = known[name]
+            size, stderr = (seen[f"update_variance{end}"][k] for end in _ENDS)
+            if size:
+                error = abs(told["update_variance"][at] / size - 1)
+                sizes.append(max(error - 2 * np.nan_to_num(stderr) / size, 0.0))
+            value, stderr = (seen[f"alignment{end}"][k] for end in _ENDS)
+            if math.isfinite(value) and math.isfinite(told["alignment"][at]):
+                error = abs(told["alignment"][at] - value)
+                aligned.append(max(error - 2 * np.nan_to_num(stderr), 0.0))
+        return sizes, aligned
+
+
+def rows(*chosen: str) -> Iterator[Row]:
+    """Every stored step of cases whose name has one of these parts, predicted now.
+
+    Raises:
+        SystemExit: a case that was measured on another text than this Python has.
+    """
     data, known, batch, prediction = stored(), "", {}, None
     for key, case in cases().items():
         if key not in data or (chosen and not any(part in key for part in chosen)):
             continue
         options: dict[str, Any] = {}
-        if key.split("/")[0] in SEEDS:
+        group, _, rest = key.partition("/")
+        if group in SEEDS:
             name, optimizer, _ = case
             if name != known:  # one at a time: what it shares between rates is large
                 known, (batch, prediction) = name, batch_of(EVERY[name])
-        elif key.startswith("steps"):
+        elif group == "steps":
             name, optimizer, _, options, steps = case
             options = options | {"steps": steps}
             known, (batch, prediction) = "", batch_of(EVERY[name], steps)
         else:
-            known, optimizer = "", "adam"
+            known, optimizer, name = "", "adam", rest
             _, model, options["multipliers"], _ = scaled(*case)
             batch, _ = batch_of(SWEPT)
             prediction = moments.predict(model, token_ids=np.asarray(batch["input_ids"]))
-        for rate, row in data[key].items():
-            if row["measured"]["batch"] != digest(batch):
+        for rate, measured in data[key].items():
+            if measured["batch"] != digest(batch):
                 raise SystemExit(
                     f"{key} was measured on another batch than today's: measure it anew"
                 )
@@ -448,97 +504,69 @@ def predict(chosen: list[str]) -> None:
                 warnings.simplefilter("ignore", moments.ValidityWarning)
                 step = prediction.after(optimizer, float(rate), **options)
             weights = step.weights()
-            kept = weights[weights["weight"].isin(MATRICES)]
-            row["predicted"] = {
-                **{name: getattr(step, name) for name in ("loss_before", "loss_change", "slope")},
-                **{name: getattr(step, name).tolist() for name in STREAM},
-                "weights": kept[
-                    ["layer", "weight", "update_variance", "alignment"]
-                ].values.tolist(),
-            }
-        _store(data)
+            told = {name: getattr(step, name) for name in ("loss_change", "slope", *STREAM)}
+            told["weights"] = matrices(weights[weights["weight"].isin(MATRICES)])
+            yield Row(group, name, optimizer, float(rate), measured, told)
 
 
-EXPONENTS = {
-    "standard": "width",
-    "mup": "width",
-    "mup ": "depth",
-    "depth-mup": "depth",
-    "completep": "depth",
+def show(chosen: list[str]) -> None:
+    """One line a step."""
+    for row in rows(*chosen):
+        m, p = row.measured, row.predicted
+        print(
+            f"{row.group:7}{row.name:30}{row.optimizer:5}{row.rate:<8g} loss "
+            f"{m['loss_change']:+.4f} ({m['loss_change_stderr']:.4f}) {p['loss_change']:+.4f}  "
+            f"beyond {100 * row.beyond:.1f} %  stream {m['relative_change'][-1]:.3g} "
+            f"{p['relative_change'][-1]:.3g}",
+            flush=True,
+        )
+
+
+GROUPS = {
+    "family": "nine modules, most looked at while the theory was written",
+    "held": "eight held out",
+    "fresh": "eight chosen next, before they were run",
+    "last": "four predicted before they were run",
+    "steps": "two and four steps, gradients as before the first",
+    "width": "widths 64 to 512 of an untied GPT-2",
+    "depth": "2 to 24 layers of it",
 }
-TRANSFER = {"width": (64, 128, 256, 512), "depth": (2, 4, 8, 16)}
 
 
-def exponents() -> None:
-    """The theory's rates along width and depth, for Adam, SGD and Muon."""
-    base = moments.from_huggingface(SWEPT, seq_len=32)
-    found = []
-    for optimizer in ("adam", "sgd", "muon"):
-        options = {"adjust": "spectral"} if optimizer == "muon" else {}
-        for name, along in EXPONENTS.items():
-            if name == "completep" and optimizer != "adam":
-                continue
-            sizes = TRANSFER[along]
-            given = {"widths" if along == "width" else "depths": sizes}
-            curve = transfer(
-                base, optimizer, parametrisation=name.strip(), sequences=1, **given, **options
-            )
-            found.append([optimizer, name.strip(), along, sizes, curve.rates, curve.exponents])
-            print(*found[-1], flush=True)
-    _store(stored() | {"exponents": found})
+def table() -> None:
+    """A row for every group and optimizer: how many are inside, and the largest error."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows():
+        found.setdefault((row.group, row.optimizer), []).append(row)
+    lines = []
+    for (group, optimizer), mine in found.items():
+        streams = [s for s in (row.stream for row in mine) if s is not None]
+        cells = [GROUPS[group], optimizer, _counted([row.beyond for row in mine], 0.05)]
+        cells.append(_counted(streams, 0.10))
+        for each, bound in zip(
+            zip(*(r.matrices() for r in mine), strict=True), _BOUNDS, strict=True
+        ):
+            cells.append(_counted([v for values in each for v in values], bound))
+        lines.append(cells)
+    header = ("modules", "optimizer", "loss, 5 %", "stream, 10 %", "sizes, 3 %", "alignment, .02")
+    tables.put("accuracy", "first-step", tables.markdown(header, lines, words=2))
 
 
-def timing(repeats: int = 3) -> None:
-    """Processor time on GPT-2 small, 2 x 128 tokens."""
-    from moments.step.search import zipf_text
-    from moments.torch import measure_step
-    from moments.torch.huggingface_modules import build_module
+_BOUNDS = (0.03, 0.02)
 
-    config = {"model_type": "gpt2"} | DRY
-    model = moments.from_huggingface(config, seq_len=128)
-    ids = zipf_text(50257, 128, 2)
 
-    def spent(run: Any) -> tuple[float, Any]:
-        began = time.process_time()
-        found = run()
-        return time.process_time() - began, found
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", moments.ValidityWarning)
-        runs, again = [], []
-        for _ in range(repeats):
-            first, prediction = spent(lambda: moments.predict(model, token_ids=ids))
-            # a user's first call: what it resolves token by token is part of it
-            runs.append(spent(lambda p=prediction: p.after("adam", 1e-4))[0])
-            again.append(spent(lambda p=prediction: p.after("adam", 3e-4))[0])
-    import torch
-
-    torch.set_num_threads(1)
-    module = build_module(config, 0)
-    batch = {"input_ids": torch.as_tensor(ids)}
-    measured, _ = spent(lambda: measure_step(module, batch, "sgd", 1e-3))
-    found = {
-        "repeats": repeats,
-        "predict": first,
-        "after": min(runs),
-        "slowest": max(runs),
-        "again": min(again),
-        "measured": measured,
-    }
-    print(found, flush=True)
-    _store(stored() | {"timing": found})
+def _counted(errors: list[float], bound: float) -> str:
+    if not errors:
+        return ""
+    inside = sum(error <= bound for error in errors)
+    return f"{inside} of {len(errors)} ({tables.percent(max(errors))})"
 
 
 if __name__ == "__main__":
-    command, *rest = sys.argv[1:] or ["page"]
+    command, *rest = sys.argv[1:] or ["table"]
     if command == "measure":
         measure(rest)
-    elif command == "predict":
-        predict(rest)
-    elif command == "exponents":
-        exponents()
-    elif command == "timing":
-        timing()
+    elif command == "show":
+        show(rest)
     else:
-        PAGE.write_text(page(stored()), encoding="utf-8")
-        sweep_picture(stored()).savefig(PICTURE, dpi=110)
+        table()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +15,6 @@ from studies.figures.drawing import key, stored
 from studies.figures.setup import LAYER_NORM, HeatMap, read
 from studies.figures.simulate import made_with
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
 LINES = [
     (name, index, line)
     for name in names()
@@ -28,10 +22,6 @@ LINES = [
     for line in panel.lines
     if line.points
 ]
-
-
-def script(name: str) -> ModuleType:
-    return importlib.import_module(name)
 
 
 def test_figures_are_named_by_paper_and_number() -> None:
@@ -146,49 +136,3 @@ def test_bars_on_a_logarithmic_axis_stay_above_zero() -> None:
     for container in ax.containers:
         (bars,) = container[2]
         assert min(segment[:, 1].min() for segment in bars.get_segments()) > 0
-
-
-# --- the page of schemes --------------------------------------------------------------------------
-
-
-def test_the_page_of_schemes_is_the_registry() -> None:
-    page = (ROOT / "docs/schemes.md").read_text(encoding="utf-8")
-    benchmark = script("schemes_page")
-    assert benchmark.listing() in page
-    for layers in benchmark.DEPTHS:
-        table = page.partition(f"## {layers} layers")[2].partition("\n## ")[0]
-        for scheme in moments.schemes():
-            assert f"| `{scheme.name}` |" in table, (scheme.name, layers)
-
-
-def test_what_counts_as_outside_the_bounds() -> None:
-    benchmark = script("schemes_page")
-    exact = dict.fromkeys(("growth", "gradient", "correlation"), 0.01)
-
-    def row(norm: str, **errors: float) -> Any:
-        numbers = (1.0, 1.0, 1.0, True, 0.5)
-        found = {**dict.fromkeys(exact, 0.0), **errors}
-        return benchmark.Row("lns", 24, norm, 8, *numbers, {}, found, exact)
-
-    assert row("pre", growth=-0.039, gradient=0.049, correlation=0.034).beyond() == {}
-    assert row("pre", growth=-0.05).beyond() == {"growth": pytest.approx(0.01)}
-    assert row("pre", gradient=0.07).beyond() == {"gradient": pytest.approx(0.02)}
-    assert row("post", gradient=0.07).beyond() == {}
-    told = benchmark.outside([row("pre", growth=0.05), row("pre")])
-    assert told.startswith("5 of 6 numbers are within the bounds.")
-    assert "`lns` at 24 layers, variance growth, beyond by 1.0 %" in told
-
-
-def test_depths_simulated_agree() -> None:
-    """DeepScaleLM's stored runs at 192 and 1000 layers: variance near 1, ratios alike."""
-    runs = script("schemes").stored()["depth"]
-    near = [name for name in runs if name.startswith("dslm") and "/192/" in name]
-    pairs = [name for name in near if name.replace("/192/", "/1000/") in runs]
-    assert len(pairs) >= 2
-    for pair in pairs:
-        first, last = runs[pair], runs[pair.replace("/192/", "/1000/")]
-        (a, error_a), (b, error_b) = first["typical_ratio"], last["typical_ratio"]
-        assert abs(np.log(a / b)) < 3 * np.hypot(error_a / a, error_b / b), pair
-        for run in (first, last):
-            value, stderr = run["last_variance"]
-            assert abs(value - 1) < 0.1 + 2 * stderr, pair

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import schemes as benchmark
 
 import moments
 from moments.scheme import schemes
@@ -62,3 +63,48 @@ def test_rows_of_the_picture_are_readable() -> None:
     found = rows([scheme.name for scheme in schemes()])
     assert max(len(names) for _, names in found) <= MOST
     assert sum(len(names) for _, names in found) == len(schemes())
+
+
+# --- every scheme simulated -----------------------------------------------------------------------
+
+
+def test_every_scheme_was_simulated() -> None:
+    runs = benchmark.stored()["runs"]
+    for scheme in moments.schemes():
+        for layers in benchmark.DEPTHS:
+            assert runs[f"{scheme.name}/{layers}"]["seeds"] >= 8, scheme.name
+
+
+def test_schemes_are_within_their_bounds() -> None:
+    found = benchmark.rows(benchmark.stored(), 24)
+    assert len(found) == len(schemes())
+    assert {row.name: row.beyond() for row in found if row.beyond()} == {}
+
+
+def test_what_counts_as_outside_the_bounds() -> None:
+    exact = dict.fromkeys(("growth", "gradient", "correlation"), 0.01)
+
+    def row(norm: str, **errors: float) -> Any:
+        numbers = (1.0, 1.0, 1.0, True, 0.5)
+        found = {**dict.fromkeys(exact, 0.0), **errors}
+        return benchmark.Row("lns", 24, norm, 8, *numbers, {}, found, exact)
+
+    assert row("pre", growth=-0.039, gradient=0.049, correlation=0.034).beyond() == {}
+    assert row("pre", growth=-0.05).beyond() == {"growth": pytest.approx(0.01)}
+    assert row("pre", gradient=0.07).beyond() == {"gradient": pytest.approx(0.02)}
+    assert row("post", gradient=0.07).beyond() == {}
+
+
+def test_depths_simulated_agree() -> None:
+    """DeepScaleLM's stored runs at 192 and 1000 layers: variance near 1, ratios alike."""
+    runs = benchmark.stored()["depth"]
+    near = [name for name in runs if name.startswith("dslm") and "/192/" in name]
+    pairs = [name for name in near if name.replace("/192/", "/1000/") in runs]
+    assert len(pairs) >= 2
+    for pair in pairs:
+        first, last = runs[pair], runs[pair.replace("/192/", "/1000/")]
+        (a, error_a), (b, error_b) = first["typical_ratio"], last["typical_ratio"]
+        assert abs(np.log(a / b)) < 3 * np.hypot(error_a / a, error_b / b), pair
+        for run in (first, last):
+            value, stderr = run["last_variance"]
+            assert abs(value - 1) < 0.1 + 2 * stderr, pair
