@@ -6,37 +6,37 @@ training loss. What is held against it is `moments.predict` of the plan on the s
 
     python benchmarks/dslm_on_modules.py measure [--kinds gpt2 ...] [--layers 12 48] [--seeds 8]
     python benchmarks/dslm_on_modules.py paper     # the paper's own settings
-    python benchmarks/dslm_on_modules.py depth     # 192 and 1000 layers
-    python benchmarks/dslm_on_modules.py predict   # today's predictions beside what was measured
-    python benchmarks/dslm_on_modules.py page
+    python benchmarks/dslm_on_modules.py show      # every case against today's prediction
+    python benchmarks/dslm_on_modules.py table     # into docs/accuracy.md, minutes
 
-The first three run what benchmarks/data/dslm_on_modules.json lacks, draws included, and store it
-case by case; `page` writes docs/dslm-on-modules.md.
+The first two run what data/dslm_on_modules.npz lacks, draws included, and store it case by case:
+every draw, at up to 13 places of the stream.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-import json
+import math
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from dslm_page import RELEASED, page, scores
+import records
+import tables
 
 import moments
 from moments.model.huggingface import FAMILIES
 from moments.model.huggingface.sizes import sized_config
 
-ROOT = Path(__file__).parent.parent
-DATA = ROOT / "benchmarks/data/dslm_on_modules.json"
-PAGE = ROOT / "docs/dslm-on-modules.md"
+NAME = "dslm_on_modules"
+RELEASED = "released constants"
+"""Ends the name of a case that has the authors' constants and not the solved blocks."""
 
 FAMILY_KINDS = (
     "bert", "roberta", "distilbert", "gpt2", "opt", "gpt_neox", "gptj", "llama", "mistral", "qwen2",
@@ -57,8 +57,7 @@ DROPOUTS = ("config", "0")
 SPEECH = {"variance": 2.2, "correlation": 0.29}
 IMAGE_CORRELATION = 0.46
 TEXT_CORRELATION = 0.25
-GRAD_CORRELATIONS = (0.0, 0.2, 0.4, 0.8)
-DEEP = (192, 1000)
+MOST_PLACES = 13
 
 Run = dict[str, Any]
 
@@ -213,8 +212,14 @@ def _alike_kernel(seq_len: int, source: dict[str, float]) -> np.ndarray:
 # --- one case -------------------------------------------------------------------------------------
 
 
+def places(layers: int) -> np.ndarray:
+    """Points of the stream that are kept, both ends among them."""
+    count = min(layers + 1, MOST_PLACES)
+    return np.unique(np.linspace(0, layers, count).round().astype(int))
+
+
 def run_case(case: Case, seeds: int, before: Run | None = None) -> Run:
-    """Solve, initialise, audit, measure and predict.
+    """Solve, initialise, audit and measure.
 
     Args:
         case: what to run.
@@ -224,50 +229,23 @@ def run_case(case: Case, seeds: int, before: Run | None = None) -> Run:
     from moments.torch import audit, initialize, measure
 
     start = time.perf_counter()
-    plan, run = predicted(case)
-    module = case.build(0)
+    plan, module = solved(case), case.build(0)
     initialize(module, plan, seed=0)
     report = audit(module, plan)
-    run["audit"] = {"passed": report.passed, "checks": len(report.findings)}
-    run["seeds"] = seeds
-    _keep_measured(run, before or {})
-    for seed in range(len(run["variance"]["measured"]), seeds):
+    run: Run = {"audit": {"passed": report.passed, "checks": len(report.findings)}, "seeds": seeds}
+    draws: dict[str, list[Any]] = {
+        name: list((before or {}).get(name, ())) for name in ("variance", "grad_variance", "loss")
+    }
+    for seed in range(len(draws["variance"]), seeds):
         initialize(module, plan, seed=seed)
         found = measure(module, case.batch(seed), seed=seed)
-        run["variance"]["measured"].append(rounded(found.variance))
-        run["grad_variance"]["measured"].append(rounded(found.grad_variance))
-        if found.encoder is not None:
-            run["encoder_variance"]["measured"].append(rounded(found.encoder.variance))
-        if "loss" in run and found.loss is not None:
-            run["loss"]["measured"].append(found.loss)
-    run["seconds"] = round(time.perf_counter() - start, 1)
-    return run
-
-
-def predicted(case: Case) -> tuple[moments.solver.Plan, Run]:
-    """A case's plan, and what is expected of modules that have it."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", moments.ValidityWarning)
-        plan = solved(case)
-    p = moments.predict(plan.model, **case.inputs, **case.targets)
-    run: Run = {
-        "residual": plan.residual,
-        "variance": {"predicted": rounded(p.variance)},
-        "grad_variance": {"predicted": rounded(p.grad_variance), "band": _band(p)},
-        "notes": sorted({str(w.message) for w in caught} | set(p.warnings)),
-    }
-    if p.loss is not None:
-        run["loss"] = {"predicted": float(p.loss)}
-    if p.encoder is not None:
-        run["encoder_variance"] = {"predicted": rounded(p.encoder.variance)}
-    return plan, run
-
-
-def _keep_measured(run: Run, before: Run) -> None:
-    """The draws of an earlier run beside today's predictions."""
-    for name in ("variance", "grad_variance", "encoder_variance", "loss"):
-        if name in run:
-            run[name]["measured"] = list(before.get(name, {}).get("measured", ()))
+        at = places(len(found.variance) - 1)
+        draws["variance"].append(found.variance[at])
+        draws["grad_variance"].append(found.grad_variance[at])
+        if found.loss is not None:
+            draws["loss"].append(found.loss)
+    run |= {name: np.array(rows) for name, rows in draws.items() if rows}
+    return run | {"seconds": round(time.perf_counter() - start, 1)}
 
 
 def solved(case: Case) -> moments.solver.Plan:
@@ -282,36 +260,45 @@ def solved(case: Case) -> moments.solver.Plan:
     return moments.solve(case.model, "dslm", options=dict(case.options), **inputs)
 
 
-def _pair(predicted: Any, measured: list[Any]) -> dict[str, Any]:
-    return {
-        "predicted": rounded(predicted),
-        "measured": rounded(np.mean(measured, axis=0)),
-        "stderr": rounded(_error(measured)),
+def scores(case: Case, run: Run) -> dict[str, Any]:
+    """Variances after layers 1 to N, gradients against today's prediction and its band."""
+    plan = solved(case)
+    return against(run, moments.predict(plan.model, **case.inputs, **case.targets))
+
+
+def against(run: Run, p: Any) -> dict[str, Any]:
+    """The same of a prediction."""
+    at, draws = places(len(p.variance) - 1), run["variance"]
+    measured, error = draws.mean(0)[1:], error_of_mean(draws)[1:]
+    far = np.abs(measured - 1)
+    samples, expected = run["grad_variance"], p.grad_variance[at]
+    found: dict[str, Any] = {
+        "entering": float(draws[:, 0].mean()),
+        "predicted_off": float(np.abs(p.variance[1:] - 1).max()),
+        "measured_mean": float(draws[:, 1:].mean()),
+        "mean_stderr": float(error_of_mean(draws[:, 1:].mean(1))),
+        "measured_off": float(far.max()),
+        "stderr": float(error[far.argmax()]),
+        "ratio": float(expected[0] / expected[-1]),
+        "gradient_error": float(np.abs(np.log(samples.mean(0) / expected)).mean()),
+        "inside": math.nan,
     }
+    with contextlib.suppress(moments.MomentsError):
+        low, high = p.grad_variance_band[:, at]
+        found["inside"] = float(((samples >= low) & (samples <= high)).mean())
+    return found
 
 
-def _error(samples: list[Any]) -> Any:
-    return np.std(samples, axis=0, ddof=1) / np.sqrt(len(samples))
-
-
-def _band(prediction: moments.Prediction) -> Any:
-    try:
-        return [rounded(edge) for edge in prediction.grad_variance_band]
-    except moments.MomentsError as error:
-        return str(error)
-
-
-def rounded(values: Any) -> list[float]:
-    return [float(f"{v:.5g}") for v in np.ravel(values)]
+def error_of_mean(draws: Any) -> Any:
+    """Standard error of a mean over the first axis."""
+    return np.std(draws, axis=0, ddof=1) / np.sqrt(len(draws))
 
 
 # --- storing --------------------------------------------------------------------------------------
 
 
 def stored() -> dict[str, Any]:
-    if DATA.exists():
-        return dict(json.loads(DATA.read_text(encoding="utf-8")))
-    return {"modules": {}, "paper": {}, "depth": {}}
+    return records.load(NAME) if records.exists(NAME) else {"modules": {}, "paper": {}}
 
 
 def store(part: str, key: str, run: Run) -> None:
@@ -323,9 +310,7 @@ def store(part: str, key: str, run: Run) -> None:
     data["machine"] = (
         f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}"
     )
-    beside = DATA.with_suffix(".new")
-    beside.write_text(json.dumps(data) + "\n", encoding="utf-8")
-    beside.replace(DATA)
+    records.save(NAME, data)
 
 
 def attempt(part: str, key: str, make: Callable[[], Case], seeds: int, again: bool) -> None:
@@ -338,93 +323,60 @@ def attempt(part: str, key: str, make: Callable[[], Case], seeds: int, again: bo
     except moments.MomentsError as error:
         run = {"refused": str(error)}
     store(part, key, run)
-    print(key, line(run), flush=True)
+    print(key, run.get("refused") or f"{run['seconds']} s", flush=True)
 
 
-def predict_again(part: str, key: str, make: Callable[[], Case]) -> None:
-    """Put today's predictions beside the stored measurements of a case."""
-    before = stored()[part].get(key)
-    if before is None or "refused" in before:
-        return
-    _, run = predicted(make())
-    _keep_measured(run, before)
-    store(part, key, before | run)
-    print(key, line(before | run), flush=True)
+Scored = tuple[str, str, Run, dict[str, Any]]
 
 
-def line(run: Run) -> str:
-    if "refused" in run:
-        return f"refused: {run['refused'][:120]}"
-    score = scores(run)
-    return (
-        f"audit {run['audit']['passed']}, "
-        + ", ".join(
-            f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in score.items()
-        )
-        + f", {run['seconds']} s"
-    )
+def scored() -> Iterator[Scored]:
+    """Part, key, run and scores of every stored case."""
+    data = stored()
+    for part, cases in (("modules", module_cases()), ("paper", paper_cases())):
+        for key, make in cases:
+            run = data[part].get(key)
+            if run is not None and "refused" not in run:
+                yield part, key, run, scores(make(), run)
 
 
-# --- depth ----------------------------------------------------------------------------------------
+def show() -> None:
+    for _, key, run, score in scored():
+        numbers = ", ".join(f"{name} {value:.3g}" for name, value in score.items())
+        print(f"{key}: audit {run['audit']['passed']}, {numbers}", flush=True)
 
 
-def deep_model(layers: int, scheme: bool, seq_len: int = 32, d_model: int = 64) -> Any:
-    """The paper's Pre-LN model at a small width, with or without the scheme."""
-    model = moments.Transformer(layers, d_model, HEADS, seq_len, dropout=0.1)
-    if not scheme:
-        return model
-    return model.with_scheme("dslm", input_correlation=TEXT_CORRELATION / 0.9)
-
-
-def depth_rows() -> Iterator[tuple[str, Run]]:
-    """Predictions at every depth and gradient correlation, with and without the scheme."""
-    for norm in ("pre", "post"):
-        for layers in DEEP:
-            for scheme in (True, False):
-                model = deep_model(layers, scheme).replace(norm=norm)
-                for r in GRAD_CORRELATIONS:
-                    p = moments.predict(
-                        model, variance=1.0, correlation=TEXT_CORRELATION, grad_correlation=r
-                    )
-                    yield (
-                        f"{norm}/{layers}/{'dslm' if scheme else 'vanilla'}/{r:g}",
-                        {
-                            "most": float(np.abs(np.asarray(p.variance) - 1).max()),
-                            "last": float(p.variance[-1]),
-                            "ratio": float(p.grad_variance[0] / p.grad_variance[-1]),
-                        },
-                    )
-
-
-def depth(seeds: int) -> None:
-    """Predictions, and the torch twin at 192 layers."""
-    for key, row in depth_rows():
-        store("depth", key, {name: float(f"{v:.6g}") for name, v in row.items()})
-    for scheme in ("dslm", "vanilla"):
-        for r in (0.0, 0.4):
-            model = deep_model(192, scheme == "dslm", seq_len=16)
-            given = {"variance": 1.0, "correlation": TEXT_CORRELATION, "grad_correlation": r}
-            found = moments.simulate(model, **given, seeds=seeds, batch=4)
-            expected = moments.predict(model, **given, batch=4)
-            low, high = expected.grad_variance_band[:, :-1]
-            inside = (found.samples["grad_variance"][:, :-1] >= low) & (
-                found.samples["grad_variance"][:, :-1] <= high
+def table() -> None:
+    """A row for every depth and kind of case, worst numbers."""
+    groups: dict[str, list[Scored]] = {}
+    for one in scored():
+        part, key = one[:2]
+        title = "the paper's own settings, 24 to 192 layers"
+        if part == "modules":
+            constants = ", constants as released" if RELEASED in key else ""
+            title = f"{key.split('/')[1]} layers{constants}"
+        groups.setdefault(title, []).append(one)
+    lines = []
+    for title, mine in groups.items():
+        found = [score for *_, score in mine]
+        worst = max(found, key=lambda s: abs(s["measured_mean"] - 1))
+        errors = [s["gradient_error"] for s in found]
+        inside = [s["inside"] for s in found if math.isfinite(s["inside"])]
+        lines.append(
+            (
+                title,
+                len(mine),
+                sum(run["audit"]["passed"] for *_, run, _ in mine),
+                f"{max(s['predicted_off'] for s in found):.3f}",
+                f"{worst['measured_mean']:.3f} ± {worst['mean_stderr']:.3f}",
+                f"{np.median(errors):.2f} ({max(errors):.2f})",
+                f"{np.mean(inside):.2f} ({min(inside):.2f})",
             )
-            run = {
-                "seeds": seeds,
-                "variance": _pair(expected.variance, list(found.samples["variance"])),
-                "inside": float(inside.mean()),
-                "ratio": rounded(
-                    [
-                        expected.grad_variance[0] / expected.grad_variance[-1],
-                        found.grad_variance[0] / found.grad_variance[-1],
-                        found.grad_variance_stderr[0] / found.grad_variance[-1],
-                    ]
-                ),
-            }
-            store("depth", f"simulated/{scheme}/{r:g}", run)
-            print(scheme, r, run["ratio"], run["inside"], flush=True)
+        )
+    header = ("modules of", "cases", "audits passed", "variance off 1, predicted")
+    header += ("measured, worst mean over layers", "gradient, mean abs log (worst)")
+    tables.put(
+        "accuracy", "dslm-on-modules", tables.markdown((*header, "in the band (least)"), lines)
+    )
 
 
 # --- the paper's own settings ---------------------------------------------------------------------
@@ -466,7 +418,7 @@ def paper_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
 
 
 def module_cases(
-    kinds: list[str], depths: list[int], dropouts: list[str]
+    kinds: Sequence[str] = (), depths: Sequence[int] = DEPTHS, dropouts: Sequence[str] = DROPOUTS
 ) -> Iterator[tuple[str, Callable[[], Case]]]:
     """The first tables: every kind at every depth, with its dropout and without."""
     for layers in depths:
@@ -489,12 +441,9 @@ def _drops(kind: str) -> bool:
     return any(value for name, value in defaults.items() if _is_dropout(name))
 
 
-ACTIONS = ("measure", "paper", "depth", "predict", "page")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=ACTIONS)
+    parser.add_argument("action", choices=("measure", "paper", "show", "table"))
     parser.add_argument("--kinds", nargs="*", default=[])
     parser.add_argument("--layers", nargs="*", type=int, default=list(DEPTHS))
     parser.add_argument("--dropouts", nargs="*", default=list(DROPOUTS), choices=DROPOUTS)
@@ -503,20 +452,17 @@ def main() -> None:
     given = parser.parse_args()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", moments.ValidityWarning)
-        modules = ("modules", module_cases(given.kinds, given.layers, given.dropouts))
-        paper = ("paper", paper_cases())
-        if given.action in ("measure", "paper"):
-            part, cases = modules if given.action == "measure" else paper
+        if given.action == "show":
+            show()
+        elif given.action == "table":
+            table()
+        else:
+            modules = module_cases(given.kinds, given.layers, given.dropouts)
+            part, cases = ("paper", paper_cases())
+            if given.action == "measure":
+                part, cases = "modules", modules
             for key, make in cases:
                 attempt(part, key, make, given.seeds, given.again)
-        elif given.action == "predict":
-            for part, cases in (modules, paper):
-                for key, make in cases:
-                    predict_again(part, key, make)
-        elif given.action == "depth":
-            depth(given.seeds)
-        else:
-            PAGE.write_text(page(stored()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ Real modules and torch twins at the sizes that are trained: nothing is passed fr
 them, or back, but the config, the text and the targets.
 
     python benchmarks/full_size.py measure --device cuda --seconds 450 [CASE ...]  # continues
-    python benchmarks/full_size.py predict [CASE ...]                # today's theory beside it
-    python benchmarks/full_size.py repeats       # by token, by classes and run, at width 512
-    python benchmarks/full_size.py page                              # docs/full-size.md
+    python benchmarks/full_size.py table    # predicts all, six minutes; into docs/accuracy.md
     python benchmarks/full_size.py text                              # the text, once
 
 `measure` goes through the cases in order, a few draws of each and then more, and stores after every
@@ -21,25 +19,29 @@ import dataclasses
 import functools
 import gc
 import itertools
-import json
 import math
 import platform
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import real_modules
+import records
+import tables
+from real_modules import BOUNDS, TITLES
+from scipy.stats import t as student
 
 import moments
 from moments.model.huggingface import FAMILIES
 from moments.model.huggingface.sizes import at_depth, sized_config
 from moments.prediction.measurement import Measurement
 
-DATA = Path(__file__).parent / "data" / "full_size.json"
+DATA = records.path_of("full_size")
 TEXT = Path(__file__).parent / "data" / "full_size_text.npz"
 TOKENS = 16384
 STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
@@ -422,11 +424,7 @@ def add(kept: dict[str, Any], found: Mapping[str, np.ndarray]) -> None:
         mean, spread = (np.asarray(row) for row in values.get(name, (0.0 * new, 0.0 * new)))
         shift = new - mean
         mean = mean + shift / count
-        values[name] = [_digits(mean), _digits(spread + shift * (new - mean))]
-
-
-def _digits(row: np.ndarray) -> list[float]:
-    return [float(f"{x:.8g}") for x in row]
+        values[name] = np.stack([mean, spread + shift * (new - mean)])
 
 
 def mean_of(kept: Mapping[str, Any], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -439,13 +437,11 @@ def mean_of(kept: Mapping[str, Any], name: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def stored(path: Path = DATA) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}}
+    return records.load(path) if records.exists(path) else {"cases": {}}
 
 
 def store(data: Mapping[str, Any], path: Path = DATA) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(data), encoding="utf-8")
-    part.replace(path)
+    records.save(path, data, bits=16)
 
 
 # --- measurement ---------------------------------------------------------------------------------
@@ -621,7 +617,7 @@ def _plain(
 ) -> dict[str, Any]:
     return {
         "resolution": resolution,
-        "values": {k: [None if math.isnan(x) else x for x in _digits(v)] for k, v in found.items()},
+        "values": dict(found),
         "notes": notes,
         "seconds": round(time.process_time() - start, 1),
     }
@@ -632,76 +628,205 @@ def _in_order(p: Any, names: list[str]) -> np.ndarray:
     return np.array([float(rows.get(name, math.nan)) for name in names])
 
 
-def predict_cases(chosen: list[Case]) -> None:
+# --- comparison ---------------------------------------------------------------------------------
+
+POST_LN = ("BERT", "RoBERTa", "post-LN")
+"""Whose gradient is held to the band of one draw, where it has one: they have many layers."""
+
+
+@dataclass(frozen=True)
+class Gap(real_modules.Gap):
+    """Errors of one quantity with their standard errors, (k,) each, and the bound."""
+
+    bound: float
+    draws: int
+
+    def outside(self, allowed: float) -> bool:
+        """Whether an error is beyond its bound by more than so many standard errors."""
+        stderr = np.nan_to_num(self.stderr)
+        return bool((np.abs(self.error) - allowed * stderr > self.bound).any())
+
+    @property
+    def verdict(self) -> str:
+        """ "pass", "open" (outside by 2 s.e., within what so few draws leave open), "fails"."""
+        if not self.outside(2.0):
+            return "pass"
+        if self.draws < 2:
+            return "open"
+        return "fails" if self.outside(float(student.ppf(0.975, self.draws - 1))) else "open"
+
+
+def predicted(kept: Mapping[str, Any], name: str) -> np.ndarray:
+    return np.asarray(kept["predicted"]["values"].get(name, ()), dtype=float)
+
+
+def smoothed(stderr: np.ndarray) -> np.ndarray:
+    """Root mean square over a tenth of the stream: of two draws, places where they happen to agree
+    have next to no standard error of their own."""
+    count = max(1, len(stderr) // 10)
+    window = np.ones(2 * count + 1)
+    known = np.convolve(np.ones(len(stderr)), window, "same")
+    return np.asarray(np.sqrt(np.convolve(stderr**2, window, "same") / known))
+
+
+def stream_gap(kept: Mapping[str, Any], name: str, bound: float) -> Gap | None:
+    """Relative errors over the places of the stream; a correlation's absolute."""
+    if name not in kept["values"]:
+        return None
+    measured, error = mean_of(kept, name)
+    if name == "correlation":
+        measured, scale = mean_of(kept, "covariance")[0] / mean_of(kept, "variance")[0], 1.0
+    else:
+        scale = measured
+    said = predicted(kept, name)
+    if not said.size:
+        return None
+    relative = error / scale
+    if len(relative) > 1 and kept["seeds"] > 1:
+        relative = smoothed(relative)
+    return Gap((said - measured) / scale, relative, bound, kept["seeds"])
+
+
+def is_matrix(name: str) -> bool:
+    return not name.endswith((".bias", ".gain"))
+
+
+def weight_gaps(kept: Mapping[str, Any]) -> tuple[Gap | None, Gap | None, dict[str, Gap]]:
+    """Of every matrix, of all parameters summed, and by role."""
+    names = kept["names"]["weights"]
+    measured, error = mean_of(kept, "weights")
+    said, draws = predicted(kept, "weights"), kept["seeds"]
+    known = np.isfinite(said) & (measured > 1e-12 * measured.max())
+    if not known.any():
+        return None, None, {}
+    matrix = known & np.array([is_matrix(name) for name in names])
+
+    def summed(which: np.ndarray, bound: float) -> Gap:
+        # parameters of one draw are correlated: the sum of the errors is an upper bound
+        whole = measured[which].sum()
+        gap = np.array([said[which].sum() / whole - 1]), np.array([error[which].sum() / whole])
+        return Gap(*gap, bound, draws)
+
+    roles = [name.split(" ", 1)[1] for name in names]
+    noise = error / np.where(measured > 0, measured, 1.0)
+    for role in set(roles):
+        which = known & np.array([r == role for r in roles])
+        noise[which] = math.sqrt(float((noise[which] ** 2).mean())) if which.any() else 0.0
+    off = said[matrix] / measured[matrix] - 1
+    each = Gap(off, noise[matrix], BOUNDS["matrices"], draws)
+    by_role = {}
+    for role in dict.fromkeys(r for r, m in zip(roles, matrix, strict=True) if m):
+        which = matrix & np.array([r == role for r in roles])
+        by_role[role] = summed(which, BOUNDS["matrices"])
+    return each, summed(known, BOUNDS["total"]), by_role
+
+
+def gaps(kept: Mapping[str, Any]) -> dict[str, Gap]:
+    """Every quantity that was both measured and predicted."""
+    found = {name: stream_gap(kept, name, BOUNDS[name]) for name in list(BOUNDS)[:4]}
+    found["matrices"], found["total"], _ = weight_gaps(kept)
+    return {name: gap for name, gap in found.items() if gap is not None}
+
+
+def outside_band(kept: Mapping[str, Any]) -> int | None:
+    """Places whose measured mean gradient is outside the band of one draw; None: no band."""
+    band = predicted(kept, "band")
+    if not band.size:
+        return None
+    measured = mean_of(kept, "grad_variance")[0]
+    low, high = band.reshape(2, -1)[:, points(band.size // 2 - 1)]
+    return int(((measured < low) | (measured > high)).sum())
+
+
+def verdicts(name: str, kept: Mapping[str, Any]) -> dict[str, str]:
+    found = {quantity: gap.verdict for quantity, gap in gaps(kept).items()}
+    outside = outside_band(kept) if any(part in name for part in POST_LN) else None
+    if outside is not None:
+        found["grad_variance"] = "fails" if outside else "pass"
+    return found
+
+
+def band_rows(kept: Mapping[str, Any]) -> list[tuple[int, float, float]]:
+    """Place, share of draws inside the band, predicted over measured deviation of the log."""
+    low, high = predicted(kept, "band").reshape(2, -1)
+    draws = np.array(kept["samples"]["grad_variance"])
+    inside = ((draws >= low) & (draws <= high)).mean(0)
+    spread = np.log(high / low) / (2 * 1.959964)
+    ratio = spread / np.log(draws).std(0, ddof=1)
+    return [(n, float(inside[n]), float(ratio[n])) for n in range(len(low))]
+
+
+def rows(chosen: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Measured cases with today's predictions beside."""
+    kept = stored()["cases"]
     for case in chosen:
-        data = stored()
-        kept = data["cases"].get(case.name)
-        if kept is None or not kept.get("seeds"):
+        if kept.get(case.name, {}).get("seeds"):
+            found = kept[case.name]
+            yield case, found | {"predicted": predict_case(case, found["names"])}
+
+
+def cells(case: Case, kept: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row of the table; errors outside by two standard errors are bold, in italics where so few
+    draws leave it open."""
+    found, said = gaps(kept), verdicts(case.name, kept)
+    row = [case.name, str(kept["seeds"])]
+    for quantity in BOUNDS:
+        gap = found.get(quantity)
+        if gap is None:
+            row.append("")
             continue
-        kept["predicted"] = predict_case(case, kept["names"])
-        store(data)
-        print(f"{case.name}: {kept['predicted']['seconds']} s", flush=True)
+        single = quantity in ("loss", "total")
+        text = tables.percent(gap.error[0] if single else gap.mean, signed=single)
+        row.append({"pass": text, "open": f"*{text}*", "fails": f"**{text}**"}[said[quantity]])
+    return tuple(row)
 
 
-REPEATS = ((256, 4), (512, 4), (2048, 2))
-"""Tokens and draws."""
+STEP_BOUNDS = {"loss_change": 0.05, "relative_change": 0.10, "update_variance": 0.10}
 
 
-def repeating(seq_len: int) -> moments.Transformer:
-    """Llama 3 8B's layers at width 512, three of them, with logits as strong as at 4096."""
-    narrow = {
-        "hidden_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "intermediate_size": 1792,
-        "vocab_size": 8000,
-        "initializer_range": 0.02 * (4096 / 512) ** 0.5,
-    }
-    return moments.from_huggingface(_preset("llama-3-8b", 3) | narrow, seq_len=seq_len)
+def step_cells(case: Case, kept: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A row of every rate: error of the loss's change, worst of stream, sizes and alignment."""
+    for rate in case.rates:
+        measured, error = (float(x[0]) for x in mean_of(kept, f"{rate:g}/loss_change"))
+        said = float(predicted(kept, f"{rate:g}/loss_change")[0])
+        row = [case.name.partition(",")[0], case.optimizer, f"{rate:g}", str(kept["seeds"])]
+        row.append(tables.percent(said / measured - 1, abs(error / measured), signed=True))
+        for name in ("relative_change", "update_variance"):
+            value = mean_of(kept, f"{rate:g}/{name}")[0]
+            off = np.abs(predicted(kept, f"{rate:g}/{name}") / value - 1)
+            row.append(tables.percent(float(np.nanmax(off))))
+        aligned = mean_of(kept, f"{rate:g}/alignment")[0]
+        row.append(f"{np.nanmax(np.abs(predicted(kept, f'{rate:g}/alignment') - aligned)):.3f}")
+        yield tuple(row)
 
 
-def measure_repeats() -> None:
-    """A text's repetitions by every way of holding them, on the processor."""
-    warnings.simplefilter("ignore", moments.ValidityWarning)
-    rows = []
-    for seq_len, seeds in REPEATS:
-        model, ids = repeating(seq_len), text(seq_len, 1)
-        found = [("run", moments.simulate(model, token_ids=ids, seeds=seeds))]
-        if seq_len <= 512:
-            found.append(("by token", moments.predict(model, token_ids=ids, tokens=True)))
-        rows += [repeats_row(seq_len, how, m) for how, m in found]
-    store(stored() | {"repeats": rows})
-    predict_repeats()
-
-
-def predict_repeats() -> None:
-    """The same by classes of positions, and of words, of today's theory."""
-    warnings.simplefilter("ignore", moments.ValidityWarning)
-    rows = [row for row in stored().get("repeats", []) if row["held"] != BY_WORD]
-    for seq_len in sorted({row["tokens"] for row in rows if row["tokens"] > 256}):
-        p = moments.predict(repeating(seq_len), token_ids=text(seq_len, 1))
-        rows.append(repeats_row(seq_len, BY_WORD, p))
-    rows.sort(key=lambda row: (row["tokens"], row["held"] != "run", row["held"] == BY_WORD))
-    store(stored() | {"repeats": rows})
-
-
-BY_WORD = "by classes of words"
-
-
-def repeats_row(seq_len: int, how: str, m: Any) -> dict[str, Any]:
-    norms = m.weight_gradients().groupby("weight")["squared_norm"].sum()
-    return {
-        "tokens": seq_len,
-        "held": how,
-        "correlation": _digits(m.correlation),
-        "correlation_stderr": _digits(getattr(m, "correlation_stderr", [])),
-        "norms": {name: float(norms[name]) for name in (*MATRICES, "token", "head")},
-    }
+def table() -> None:
+    """Every case on one line, and every first step."""
+    found = list(rows(CASES))
+    plain = [(case, kept) for case, kept in found if case.kind != "step"]
+    steps = [line for case, kept in found if case.kind == "step" for line in step_cells(case, kept)]
+    said = [set(verdicts(case.name, kept).values()) for case, kept in plain]
+    passed = sum(v == {"pass"} for v in said)
+    failed = sum("fails" in v for v in said)
+    (band,) = (band_rows(kept) for case, kept in plain if case.name == "GPT-2, band")
+    shares = [100 * share for _, share, _ in band]
+    header = ("model", "optimizer", "rate", "draws", "loss", "stream", "update sizes", "alignment")
+    tables.put(
+        "accuracy",
+        "full-size",
+        f"{passed} of {len(plain)} cases are inside all bounds, {failed} outside, the others open.",
+        tables.markdown(("model", "draws", *TITLES.values()), (cells(*row) for row in plain)),
+        f"Of the draws of GPT-2, {min(shares):.1f} to {max(shares):.1f} % lie inside the predicted "
+        "95 % band of one draw, over the places of the stream.",
+        "First steps: error of the loss's change, largest error of the stream's change, of a "
+        "matrix's mean squared update, and of alignment.",
+        tables.markdown(header, steps, words=2),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=("measure", "predict", "repeats", "page", "text"))
+    parser.add_argument("action", choices=("measure", "table", "text"))
     parser.add_argument("cases", nargs="*", help="parts of names; none: all")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=math.inf)
@@ -713,17 +838,10 @@ def main() -> None:
     if given.action == "measure":
         chosen = [c.small() for c in chosen] if given.toy else chosen
         measure_cases(chosen, given.device, given.seconds, given.data, given.seeds)
-    elif given.action == "predict":
-        predict_cases(chosen)
-        predict_repeats()
-    elif given.action == "repeats":
-        measure_repeats()
     elif given.action == "text":
         write_text()
     else:
-        from full_size_page import write_page
-
-        write_page()
+        table()
 
 
 if __name__ == "__main__":
