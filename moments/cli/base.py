@@ -45,11 +45,7 @@ PANELS = {
         "figures": "papers",
         "validate": "papers",
     },
-    "Files and installation": {
-        "model": "reference",
-        "schema": "reference",
-        "doctor": "reference",
-    },
+    "Files": {"model": "reference"},
 }
 """Commands as the help lists them, and the module here in which each stands."""
 
