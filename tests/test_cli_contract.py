@@ -151,8 +151,9 @@ def test_shells_are_offered_models_and_schemes(
     assert "gpt2-xl" in offered.stdout.split()
 
 
-def test_quiet_drops_all_but_the_answer() -> None:
-    words = ["solve", *SMALL, "--layers", "3", "--objective", "dslm", "--formulas"]
+def test_quiet_drops_all_but_the_answer(tmp_path: Path) -> None:
+    page = str(tmp_path / "r.html")
+    words = ["report", *SMALL, "--scheme", "lns", "--scheme", "noci", "-o", page]
     assert "note:" in run(*words).stderr
     for option in ("--quiet", "-q"):
         silent = run(*words, option)
