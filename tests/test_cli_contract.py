@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from typer.testing import CliRunner
 
 import moments
 from moments.cli import app
-from moments.cli.base import PANELS, _complete_model, complete_scheme
+from moments.cli.base import PANELS, _complete_model, complete_scheme, escaped
 
 ROOT = Path(__file__).parent.parent
 RUNNER = CliRunner()
@@ -161,6 +164,38 @@ def test_quiet_drops_all_but_the_answer(tmp_path: Path) -> None:
         assert not silent.stderr
     with pytest.raises(moments.DomainError):
         app(["predict", "bert-tiny", "--variance", "-1", "-q"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("predict", *SMALL, "--json"), ("schemes",)], ids=lambda words: words[0]
+)
+def test_a_full_or_closed_standard_output_is_no_traceback(words: tuple[str, ...]) -> None:
+    """Two, with a line that says so, of a disk that is full; nothing of a reader that went."""
+    command = [sys.executable, "-m", "moments", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: cannot write the answer: No space left on device\n"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run(
+            command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_a_name_cannot_colour_the_screen(tmp_path: Path) -> None:
+    red = "\x1b[31mred\x1b[0m"
+    with pytest.raises(moments.DomainError, match=r"name = .*x1b.* printable"):
+        moments.Transformer(2, 16, 2, 8, name=red)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**TINY, "_name_or_path": f"me/{red}"}), encoding="utf-8")
+    said = run("model", str(file)).stdout
+    assert "\x1b" not in said
+    assert "[31mred[0m" in said
+    assert "\x1b" not in escaped(red)
 
 
 # --- model files ----------------------------------------------------------------------------------
