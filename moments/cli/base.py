@@ -608,21 +608,14 @@ def with_input(
     return described, {name: float(getattr(entering, name)[0]) for name in ends}
 
 
-# Tokens that attention is resolved over where the user names no length: the cost per layer grows
-# with the cube of the length.
-_TOKENS = 128
-
-
 def shortened(model: Transformer, seq_len: int | None) -> Transformer:
     """The model at fewer tokens, with a note, where it is resolved by token and none were named."""
-    from ..prediction.predict import by_position, positional
+    from ..prediction.predict import shortened as at_few
 
-    if seq_len is not None or model.seq_len <= _TOKENS or not positional(model):
-        return model
-    if by_position(model):
-        return model
-    note(
-        f"{_TOKENS} of up to {model.seq_len} tokens, resolved one by one; for all of them add "
-        f"--seq-len {model.seq_len}"
-    )
-    return model.replace(seq_len=_TOKENS)
+    found = model if seq_len is not None else at_few(model)
+    if found is not model:
+        note(
+            f"{found.seq_len} of up to {model.seq_len} tokens, resolved one by one; for all of "
+            f"them add --seq-len {model.seq_len}"
+        )
+    return found
