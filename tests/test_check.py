@@ -486,3 +486,34 @@ def test_a_default_device_elsewhere_changes_nothing() -> None:
         finally:
             torch.set_default_device(None)
         assert found == wanted
+
+
+@pytest.mark.parametrize("tokens", [None, 256])
+def test_check_and_predict_of_one_config_take_the_same_tokens(
+    tokens: int | None, tmp_path: Path
+) -> None:
+    """Both say how many, and both give the growth of that many."""
+    entries = {"n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 500, "n_positions": 512}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2", **entries}))
+    words = [str(file), *([] if tokens is None else ["--seq-len", str(tokens)])]
+    report = CliRunner().invoke(app, ["check", *words]).stdout
+    table = CliRunner().invoke(app, ["predict", *words]).stdout
+    predicted = json.loads(CliRunner().invoke(app, ["predict", *words, "--json"]).stdout)
+    assert predicted["model"]["seq_len"] == (tokens or 512)
+    assert f"at {tokens or 512} tokens" in report
+    assert f"{tokens or 512} tokens" in table
+    growth = predicted["variance"][-1] / predicted["variance"][0]
+    assert f"variance x {growth:.3g} from" in report
+    if tokens is None:
+        assert f"variance x {growth:.3g} from" in moments.check(file).verdict()
+
+
+def test_a_file_whose_tokens_are_resolved_one_by_one_is_read_at_few(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("layers = 1\nd_model = 64\nheads = 2\nseq_len = 136\nalibi = true\n")
+    for words in (["check", str(file)], ["predict", str(file)]):
+        done = CliRunner().invoke(app, words)
+        assert "128 tokens" in done.stdout
+        assert "128 of up to 136 tokens" in done.stderr
+        assert "136 tokens" in CliRunner().invoke(app, [*words, "--seq-len", "136"]).stdout

@@ -441,16 +441,6 @@ def test_the_command_alone_shows_its_help() -> None:
     assert result.stderr == ""
 
 
-def test_formulas_of_a_scheme_are_a_note() -> None:
-    shape = ["bert-tiny", "--seq-len", "8", "--layers", "3"]
-    result = process("solve", *shape, "--formulas")
-    assert result.returncode == 0
-    assert "scheme dslm" in result.stdout
-    assert "dslm is a scheme, whose constants are those of" in result.stderr
-    solved = run("solve", *shape, "--objective", "block_variance", "--formulas")
-    assert "attention: block_target" in solved or "output = " in solved
-
-
 def test_validate_says_how_far_it_is_when_piped() -> None:
     result = process("validate", "--subset", "quick", "--theory", "simplified")
     assert result.returncode == 0

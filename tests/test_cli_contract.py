@@ -1,25 +1,25 @@
-"""What scripts and shells rely on: schemas, examples, completion, silence, model files, doctor."""
+"""What scripts and shells rely on: JSON, examples, completion, silence, model files."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shlex
-import tomllib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import typer.main
 from typer.testing import CliRunner
 
 import moments
-from moments.cli import app, reference
-from moments.cli.base import PANELS, _complete_model, complete_scheme, out
-from moments.cli.reference import schemas
+from moments.cli import app
+from moments.cli.base import PANELS, _complete_model, complete_scheme, escaped
 
 ROOT = Path(__file__).parent.parent
 RUNNER = CliRunner()
@@ -66,45 +66,42 @@ PRINTED = {
     "model": (*SMALL, "--json"),
     "sweep": (*SMALL, "--axis", "layers=1,2", "--json"),
     "check": (*SMALL, "--json"),
-    "doctor": ("--json",),
     "first-step": ("config.json", "--seq-len", "8", "--lr", "1e-4", "--json"),
 }
 TINY = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 200}
 
 
-def test_every_command_with_json_has_a_schema() -> None:
+WITHOUT_ROOM = {"explain": list, "schemes": list, "figures": list, "formulas": dict}
+"""Commands whose JSON is a list or a map by name, which carries no version of its own."""
+
+
+def test_every_command_with_json_stands_on_its_page() -> None:
     with_json = {
         name
         for name, command in commands().items()
         if any("--json" in parameter.opts for parameter in command.params)
     }
-    assert with_json == set(schemas())
-    assert set(PRINTED) | {"report"} == set(schemas())
+    assert with_json == {*PRINTED, "report"}
     page = (ROOT / "docs/json.md").read_text(encoding="utf-8")
-    for name in schemas():
-        assert f"`{name}`" in page
+    assert [name for name in sorted(with_json) if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("command", sorted(PRINTED))
-def test_what_a_command_prints_is_what_its_schema_says(
+def test_what_a_command_prints_is_json_with_a_version(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Strict JSON: RFC 8259 has no NaN."""
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(TINY), encoding="utf-8")
-    schema = schemas()[command]
-    jsonschema.Draft202012Validator.check_schema(schema)
-    printed = json.loads(run(command, *PRINTED[command]).stdout)
-    jsonschema.validate(printed, schema)
-    assert json.loads(run("schema", command).stdout) == schema
-    spoilt = [*printed[1:], 3] if isinstance(printed, list) else {**printed, "format": "soon"}
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**spoilt, "more": 1} if isinstance(spoilt, dict) else spoilt, schema)
 
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
 
-def test_a_schema_of_no_command() -> None:
-    result = RUNNER.invoke(app, ["schema", "predicts"])
-    assert isinstance(result.exception, moments.DomainError)
-    assert "predict" in run("schema").stdout.split()
+    printed = json.loads(run(command, *PRINTED[command]).stdout, parse_constant=refuse)
+    if command in WITHOUT_ROOM:
+        assert isinstance(printed, WITHOUT_ROOM[command])
+    else:
+        assert printed["format"] == 1
 
 
 # --- help, completion, silence --------------------------------------------------------------------
@@ -115,7 +112,7 @@ def test_the_help_lists_every_command_under_what_it_is_for() -> None:
     assert sorted(listed) == sorted(commands())
     said = run("--help").stdout
     assert [said.index(title) for title in PANELS] == sorted(said.index(t) for t in PANELS)
-    assert said.index("predict ") < said.index("doctor ")
+    assert said.index("predict ") < said.index("model ")
 
 
 def test_every_command_teaches_by_examples() -> None:
@@ -156,8 +153,9 @@ def test_shells_are_offered_models_and_schemes(
     assert "gpt2-xl" in offered.stdout.split()
 
 
-def test_quiet_drops_all_but_the_answer() -> None:
-    words = ["solve", *SMALL, "--layers", "3", "--objective", "dslm", "--formulas"]
+def test_quiet_drops_all_but_the_answer(tmp_path: Path) -> None:
+    page = str(tmp_path / "r.html")
+    words = ["report", *SMALL, "--scheme", "lns", "--scheme", "noci", "-o", page]
     assert "note:" in run(*words).stderr
     for option in ("--quiet", "-q"):
         silent = run(*words, option)
@@ -165,6 +163,38 @@ def test_quiet_drops_all_but_the_answer() -> None:
         assert not silent.stderr
     with pytest.raises(moments.DomainError):
         app(["predict", "bert-tiny", "--variance", "-1", "-q"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("predict", *SMALL, "--json"), ("schemes",)], ids=lambda words: words[0]
+)
+def test_a_full_or_closed_standard_output_is_no_traceback(words: tuple[str, ...]) -> None:
+    """Two, with a line that says so, of a disk that is full; nothing of a reader that went."""
+    command = [sys.executable, "-m", "moments", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: cannot write the answer: No space left on device\n"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run(
+            command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_a_name_cannot_colour_the_screen(tmp_path: Path) -> None:
+    red = "\x1b[31mred\x1b[0m"
+    with pytest.raises(moments.DomainError, match=r"name = .*x1b.* printable"):
+        moments.Transformer(2, 16, 2, 8, name=red)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**TINY, "_name_or_path": f"me/{red}"}), encoding="utf-8")
+    said = run("model", str(file)).stdout
+    assert "\x1b" not in said
+    assert "[31mred[0m" in said
+    assert "\x1b" not in escaped(red)
 
 
 # --- model files ----------------------------------------------------------------------------------
@@ -210,28 +240,3 @@ def test_a_bad_model_file_says_why(text: str, said: str, tmp_path: Path) -> None
     result = RUNNER.invoke(app, ["model", str(file)])
     assert isinstance(result.exception, moments.DomainError)
     assert said in str(result.exception)
-
-
-# --- doctor ---------------------------------------------------------------------------------------
-
-
-def test_doctor_finds_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = json.loads(run("doctor", "--json").stdout)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {p["name"] for p in found["core"]} == {
-        re.split(r"[><=\[]", line)[0] for line in project["dependencies"]
-    }
-    assert all(package["ok"] for package in found["core"])
-    assert any(device.startswith("cpu") for device in found["devices"])
-    lines = ["numpy>=2.0", "no-such-package>=1", 'torch>=99; extra == "torch"']
-    monkeypatch.setattr(reference, "_requirements", lambda: lines)
-    monkeypatch.setattr(out, "width", 200)
-    said = run("doctor", status=1).stdout
-    assert "- no-such-package missing (>=1)" in said
-    assert 'extra torch: not complete: pip install "transformer-moments[torch]"' in said
-
-
-def test_versions_are_compared_as_numbers() -> None:
-    assert reference._parts("2.10.1") > reference._parts("2.9")
-    assert reference._parts("2.13.0+cpu") >= reference._parts("2.13")
-    assert reference._parts("3") == reference._parts("3.0.0")

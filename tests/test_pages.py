@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import re
+import socket
 import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -237,6 +238,8 @@ def test_states_that_cannot_be() -> None:
     for query, said in (
         ("layers=0", "layers"),
         ("layers=1e400", "layers"),
+        ("layers=" + "1" * 4000, "layers"),
+        ("layers=3.5", "layers"),
         ("dropout=nan", "dropout"),
         ("norm=none_such", "norm"),
         ("colour=red", "colour"),
@@ -365,6 +368,28 @@ def test_the_page_needs_this_server_alone(running: Server) -> None:
     assert urlsplit(running.address).hostname == "127.0.0.1"
 
 
+@pytest.mark.parametrize(
+    ("query", "layers", "norm", "causal"),
+    [
+        ("", 2, "post", "false"),
+        ("?layers=12&norm=pre&causal=true", 12, "pre", "true"),
+        ("?layers=none", 2, "post", "false"),
+    ],
+)
+def test_controls_stand_where_the_link_says_before_any_answer(
+    running: Server, query: str, layers: int, norm: str, causal: str
+) -> None:
+    """In the page's own text: a browser shows it so, whatever the server answers later."""
+    text = get(running, "/" + query)[1]
+    rows = dict(re.findall(r"<label id='control-(\w+)'>(.*?)</label>", text, re.S))
+    assert list(rows) == list(running.explorer.controls)
+    (place,) = re.findall(r" value='(\d+)'", rows["layers"])
+    assert running.explorer.controls["layers"].values[int(place)] == layers
+    assert f"<output>{layers}</output>" in rows["layers"]
+    for name, value in (("norm", norm), ("causal", causal)):
+        assert re.findall(r"value='([\w-]+)' selected", rows[name]) == [value]
+
+
 def test_the_server_answers_states(running: Server) -> None:
     status, text, _ = get(running, "/view?norm=pre&layers=3")
     *before, view = map(json.loads, text.splitlines())
@@ -385,6 +410,9 @@ def test_the_server_answers_nothing_else(running: Server) -> None:
     for path in ("/explorer.py", "/../../etc/passwd", "/view?layers=" + "1" * 5000, "/%2e%2e/"):
         assert get(running, path)[0] == 404
     assert get(running, "/", host="evil.example:80")[0] == 403
+    with socket.create_connection((ADDRESS, running.server_port), timeout=30) as plain:
+        plain.sendall(b"GET http://[::1/ HTTP/1.1\r\n\r\n")
+        assert plain.recv(4096).startswith(b"HTTP/1.1 400 ")
     with pytest.raises(moments.DomainError, match="port"):
         Server(running.explorer, running.server_port)
 

@@ -14,8 +14,9 @@ import pytest
 
 from moments import DomainError
 from moments.cli import main
+from moments.model.huggingface import FAMILIES
 from moments.model.huggingface.config import from_huggingface
-from moments.model.huggingface.entries import MOST_LAYERS
+from moments.model.huggingface.entries import IRRELEVANT, MOST_LAYERS
 from moments.model.huggingface.sizes import sized_config
 
 # What builds torch modules, predicts a grid or searches takes seconds: the campaign has it.
@@ -110,6 +111,10 @@ def test_a_seed_gives_the_same_cases() -> None:
         ("t5", {"initializer_factor": 1e200}, "initializer_factor"),
         ("deberta-v2", {"pos_att_type": [1]}, "pos_att_type"),
         ("vit", {"id2label": 5}, "id2label = 5: must be a JSON object"),
+        ("gpt_neox", {"rotary_pct": []}, "rotary_pct = ..: must be a number"),
+        ("gpt_neox", {"rotary_emb_base": "x"}, "rotary_emb_base = 'x': must be a number"),
+        ("gemma", {"hidden_act": ""}, "hidden_act = ''"),
+        ("gemma", {"hidden_activation": []}, "hidden_activation"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -119,6 +124,31 @@ def test_an_entry_of_another_kind_is_named(
     config = sized_config(kind, 2, 16, heads=4, vocab_size=130, seq_len=16)
     with pytest.raises(DomainError, match=named):
         from_huggingface(config | changes)
+
+
+WRONG: dict[type, list[object]] = {
+    bool: ["x", [], 2.5],
+    int: ["x", [], {}, 1.5, True],
+    float: ["x", [], {}, True],
+    str: [[], {}, 1.5, True],
+    dict: ["x", [], 1.5],
+    list: ["x", {}, 1.5],
+}
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_no_entry_of_a_family_takes_another_kind_in_silence(kind: str) -> None:
+    """Every entry that its class gives a default, in a config that has all of them."""
+    base = sized_config(kind, 2, 16, heads=4, vocab_size=130, seq_len=16)
+    known = {**FAMILIES[kind].defaults, **base}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, usual in known.items():
+            if usual is None or name == "model_type" or name in IRRELEVANT:
+                continue
+            for wrong in WRONG[type(usual)]:
+                with pytest.raises(DomainError, match=name):
+                    from_huggingface({**known, name: wrong})
 
 
 def test_a_long_value_is_not_echoed(

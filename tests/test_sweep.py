@@ -271,13 +271,13 @@ def test_a_cut_file_is_gone_on_with(tmp_path: Path, monkeypatch: Any) -> None:
         run._Work, "rows", lambda self, piece: (computed.extend(piece), original(self, piece))[1]
     )
     again = moments.sweep(PRE, AXES, path=path, profile=True)
-    assert len(computed) == 1 + 3  # one of those that are there is tried again
+    assert len(computed) == 3
     assert moments.Sweep.load(path).to_frame().equals(again.to_frame())
     for name in STREAM:
         # What went together then may go alone now.
         assert np.allclose(again.stream[name], whole.stream[name], rtol=1e-8, equal_nan=True)
     assert moments.sweep(PRE, AXES, path=path, profile=True).to_frame().equals(again.to_frame())
-    assert len(computed) == 1 + 3
+    assert len(computed) == 3
     assert path.read_bytes().count(b"\n") == 7
 
 
@@ -322,25 +322,6 @@ def test_a_file_of_another_version_is_not_gone_on_with(tmp_path: Path, version: 
         assert held.done.sum() == len(there)
 
 
-def test_what_a_file_holds_is_what_is_predicted(tmp_path: Path) -> None:
-    """A copy of the package may change without its version."""
-    path = tmp_path / "sweep.jsonl"
-    moments.sweep(PRE, AXES, path=path)
-    lines = path.read_text().splitlines()[:3]
-    row = json.loads(lines[1])
-    for changed in (
-        row | {"values": row["values"] | {"variance": row["values"]["variance"] * (1 + 1e-6)}},
-        {"index": row["index"], "refused": "it is not covered"},
-    ):
-        path.write_text("\n".join([lines[0], json.dumps(changed), lines[2], ""]))
-        kept = path.read_bytes()
-        with pytest.raises(
-            moments.DomainError, match=r"another prediction of layers 1, weights.query 0\.001"
-        ):
-            moments.sweep(PRE, AXES, path=path)
-        assert path.read_bytes() == kept
-
-
 @pytest.mark.parametrize("text", ["hello", "[1, 2]\n", '{"format": "other"}\n', "{}\n"])
 def test_other_files_are_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"
@@ -350,13 +331,111 @@ def test_other_files_are_left_alone(tmp_path: Path, text: str) -> None:
     assert path.read_text() == text
 
 
-def test_a_file_that_another_process_writes_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "sweep.jsonl"
-    with (
-        moments.grids.store.opened(path, {"model": {}}),
-        pytest.raises(moments.DomainError, match="another process is writing"),
-    ):
+@pytest.mark.parametrize("kind", ["/dev/full", "/dev/zero", "pipe", "folder"])
+def test_what_is_no_regular_file_is_refused_unread(tmp_path: Path, kind: str) -> None:
+    path = Path(kind) if kind.startswith("/") else tmp_path / kind
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    with pytest.raises(moments.DomainError, match="no regular file"):
         moments.sweep(PRE, AXES, path=path)
+    with pytest.raises(moments.DomainError, match="no regular file"):
+        moments.Sweep.load(path)
+
+
+def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: Any) -> None:
+    """A file of zeros has one line of its whole size."""
+    monkeypatch.setattr("moments.grids.store.LONGEST", 1000)
+    path = tmp_path / "zeros"
+    path.write_bytes(bytes(10**5))
+    with pytest.raises(moments.DomainError, match="holds something else"):
+        moments.Sweep.load(path)
+    moments.sweep(PRE, {"layers": [1]}, path=tmp_path / "sweep.jsonl")
+    with open(tmp_path / "sweep.jsonl", "ab") as file:
+        file.write(bytes(10**5))
+    with pytest.raises(moments.DomainError, match="line 3 of"):
+        moments.Sweep.load(tmp_path / "sweep.jsonl")
+
+
+DAMAGED = {
+    "deep": "[" * 10**5,
+    "deep inside": '{"index": 0, "values": ' + "[" * 60 + "]" * 60 + "}",
+    "400 digits": '{"index": 0, "values": {"variance": 1' + "0" * 400 + "}}",
+    "5000 digits": '{"index": 1' + "0" * 5000 + ', "values": {}}',
+    "a large index": '{"index": 6, "values": {}}',
+    "a negative index": '{"index": -1, "values": {}}',
+    "no number": '{"index": 0, "values": {"variance": NaN}}',
+    "a reason": '{"index": 0, "refused": 5}',
+    "notes": '{"index": 0, "values": {}, "warnings": 3}',
+    "stream": '{"index": 0, "values": {}, "stream": [[1.0], [2.0, 3.0], [1.0], [1.0]]}',
+    "a flag": '{"index": true, "values": {}}',
+    "nothing": "{}",
+    "zeros": "\0\0\0",
+    "a quantity": '{"index": 0, "values": {"joy": 1.0}}',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_line_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "sweep.jsonl"
+    moments.sweep(PRE, AXES, path=path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], DAMAGED[name], *lines[3:], ""]))
+    kept = path.read_bytes()
+    for again in (lambda: moments.Sweep.load(path), lambda: moments.sweep(PRE, AXES, path=path)):
+        with pytest.raises(moments.DomainError, match=r"line 4 of .*sweep\.jsonl"):
+            again()
+    assert path.read_bytes() == kept
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", None),
+        ("model", {"format": 1}),
+        ("model", {"format": 1, "layers": 10**400}),
+        ("axes", [1]),
+        ("axes", {"layers": 3}),
+        ("axes", {"layerz": [1, 2, 3, 4, 5, 6]}),
+        ("theory", "none"),
+        ("inputs", 3),
+        ("profile", "yes"),
+    ],
+)
+def test_a_damaged_first_line_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    path = tmp_path / "sweep.jsonl"
+    moments.sweep(PRE, AXES, path=path)
+    first, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(first) | {field: value}), *rest, ""]))
+    with pytest.raises(moments.DomainError, match="line 1 of"):
+        moments.Sweep.load(path)
+    with pytest.raises(moments.DomainError, match="path"):
+        moments.sweep(PRE, AXES, path=path)
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """A file system's limit on the size of a file stands for a disk that is full."""
+    path = tmp_path / "sweep.jsonl"
+    code = (
+        "import resource, signal, moments\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))\n"
+        "model = moments.Transformer(1, 32, 2, 8, causal=True)\n"
+        "try:\n"
+        f"    moments.sweep(model, {{'seq_len': range(4, 24)}}, path={str(path)!r})\n"
+        "except moments.DomainError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "cannot write" in done.stdout
+    assert "the same call goes on" in done.stdout
+    assert path.stat().st_size == 2500
+    model = moments.Transformer(1, 32, 2, 8, causal=True)
+    there = int(moments.Sweep.load(path).done.sum())
+    assert 0 < there < 20
+    assert moments.sweep(model, {"seq_len": range(4, 24)}, path=path).done.all()
+    assert path.read_bytes().count(b"\n") == 21
 
 
 def test_killed_and_gone_on_with(tmp_path: Path) -> None:

@@ -180,7 +180,6 @@ THEORY = (
     "transfer/head/softmax_agreement",
     "transfer/head/tied",
     "solver/layerwise",
-    "solver/inversion",
 )
 
 

@@ -44,11 +44,7 @@ PANELS = {
         "formulas": "reference",
         "validate": "validate",
     },
-    "Files and installation": {
-        "model": "reference",
-        "schema": "reference",
-        "doctor": "reference",
-    },
+    "Files": {"model": "reference"},
 }
 """Commands as the help lists them, and the module here in which each stands."""
 
@@ -301,6 +297,8 @@ def main() -> None:
     warnings.showwarning = _show_warning
     try:
         status = app(standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a full disk is an error in words
     except MomentsError as error:
         _fail(str(error))
     except _ParserError as error:
@@ -315,11 +313,24 @@ def main() -> None:
         if "allocate memory" not in str(error):  # torch's words; it has no error of that kind
             raise
         _fail("out of memory: the module does not fit; use fewer layers")
-    except BrokenPipeError:
-        # Whoever reads the output has seen enough; what Python still flushes goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        _nowhere()
+        if isinstance(error, BrokenPipeError):
+            sys.exit(0)  # whoever reads the output has seen enough
+        named = "" if error.filename is None else f"read or write {error.filename}"
+        _fail(f"cannot {named or 'write the answer'}: {error.strerror or error}")
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        _nowhere()  # rich makes this of a closed pipe
         sys.exit(0)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _nowhere() -> None:
+    """What Python still flushes to standard output at its end goes nowhere."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _with_remedy(said: str) -> str:
@@ -334,7 +345,8 @@ def _with_remedy(said: str) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    err.print(f"[bold red]error:[/] {_line(message)}", soft_wrap=True)
+    with contextlib.suppress(OSError):
+        err.print(f"[bold red]error:[/] {_line(message)}", soft_wrap=True)
     sys.exit(2)
 
 
@@ -350,15 +362,15 @@ def note(text: str) -> None:
 def _line(text: str) -> str:
     """One printable line, words that are longer than any name cut in their middle."""
     words = (word if len(word) <= 240 else f"{word[:120]}...{word[-40:]}" for word in text.split())
-    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(words))
+    line = "".join(c if c.isprintable() else REPLACED for c in " ".join(words))
     return escaped(line if len(line) <= 2400 else f"{line[:2000]} ... {line[-300:]}")
 
 
 def escaped(text: str) -> str:
-    """Text that brackets do not turn into colours."""
+    """Text that neither brackets nor control characters turn into colours."""
     from rich.markup import escape
 
-    return escape(text)
+    return escape("".join(c if c.isprintable() or c in "\n\t" else REPLACED for c in text))
 
 
 @contextmanager
@@ -393,6 +405,9 @@ def steps(title: str, total: float) -> Iterator[Callable[..., None]]:
     note(f"{title} ...")
     yield advance
 
+
+REPLACED = "\N{REPLACEMENT CHARACTER}"
+"""What stands for a character that is none to print."""
 
 WIDE = 200
 """Columns of a table that no terminal limits."""
@@ -592,21 +607,14 @@ def with_input(
     return described, {name: float(getattr(entering, name)[0]) for name in ends}
 
 
-# Tokens that attention is resolved over where the user names no length: the cost per layer grows
-# with the cube of the length.
-_TOKENS = 128
-
-
 def shortened(model: Transformer, seq_len: int | None) -> Transformer:
     """The model at fewer tokens, with a note, where it is resolved by token and none were named."""
-    from ..prediction.predict import by_position, positional
+    from ..prediction.predict import shortened as at_few
 
-    if seq_len is not None or model.seq_len <= _TOKENS or not positional(model):
-        return model
-    if by_position(model):
-        return model
-    note(
-        f"{_TOKENS} of up to {model.seq_len} tokens, resolved one by one; for all of them add "
-        f"--seq-len {model.seq_len}"
-    )
-    return model.replace(seq_len=_TOKENS)
+    found = model if seq_len is not None else at_few(model)
+    if found is not model:
+        note(
+            f"{found.seq_len} of up to {model.seq_len} tokens, resolved one by one; for all of "
+            f"them add --seq-len {model.seq_len}"
+        )
+    return found

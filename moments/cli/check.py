@@ -35,6 +35,7 @@ from .base import (
     named,
     no_preset,
     scheme_options,
+    shortened,
     stored_model,
     writable,
     write_plot,
@@ -225,7 +226,7 @@ def _checked(subject: str, scheme: str | None, seq_len: int | None) -> Any:
         model, _ = declared(subject, {"seq_len": seq_len})
         from ..show.health import check_declared
 
-        return check_declared(model, subject, scheme=scheme)
+        return check_declared(shortened(model, seq_len), subject, scheme=scheme)
     if seq_len is not None:
         raise DomainError("--seq-len is for a config: a module reads its own batch")
     with running(subject):

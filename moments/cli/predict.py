@@ -21,10 +21,8 @@ from .base import (
     app,
     declared,
     err,
-    escaped,
     named,
     note,
-    out,
     pictures,
     scheme_options,
     shortened,
@@ -120,7 +118,7 @@ def predict(
         "solve bert-base --layers 96 --objective block_variance --target 1",
         "solve bert-base --objective gradient_ratio --target 0.8 --free branch_scale",
         "solve bert-base --objective largest_depth --bound final_correlation=0.9",
-        "solve bert-base --objective block_variance --formulas --plot plan.svg",
+        "solve bert-base --objective block_variance --plot plan.svg",
     ),
     ways=("as_json", "csv", "plot"),
 )
@@ -158,9 +156,6 @@ def solve(
     correlation: InputCorrelation = None,
     option: SchemeOption = None,
     tolerance: Annotated[float, typer.Option(help="Of the residual, relative.")] = 1e-9,
-    formulas: Annotated[
-        bool, typer.Option("--formulas", help="Show the laws inverted in layer 1.")
-    ] = False,
 ) -> Answer:
     """Solve for weight variances and scales; exit 1 where the target is infeasible."""
     from ..scheme import schemes
@@ -182,33 +177,13 @@ def solve(
         **inputs,
     )
 
-    def said() -> None:
-        out.print(escaped(str(plan)), soft_wrap=True)
-        if formulas and plan.formula:
-            out.print(escaped(str(plan.inversion())), soft_wrap=True)
-        elif formulas:
-            note(_without_formulas(plan.objective))
-
     return Answer(
-        said=said,
+        said=lambda: str(plan),
         data=plan.to_json,
         frame=plan.to_frame,
         figure=lambda: plan.plot(named(model)),
         passed=plan.feasible,
     )
-
-
-def _without_formulas(objective: str) -> str:
-    """Why a plan shows no inverted laws, and where its numbers come from."""
-    from ..scheme import schemes
-    from ..solver.layerwise import LAYERWISE
-
-    sources = {scheme.name: scheme.source for scheme in schemes()}
-    if objective in sources:
-        why = f"{objective} is a scheme, whose constants are those of {sources[objective]}"
-    else:
-        why = f"{objective} is searched for over predictions of the whole model"
-    return f"{why}: laws are inverted by --objective {' or '.join(LAYERWISE)} alone"
 
 
 def _named(text: str, option: str) -> tuple[str, float]:

@@ -94,8 +94,8 @@ def sweep(
     head.output_scale), scheme and its options (scheme=none,deepnorm), or variance, correlation,
     grad_variance, grad_correlation, theory.
     """
-    from ..grids.result import QUANTITIES
     from ..grids.run import sweep as run
+    from ..grids.store import QUANTITIES
 
     if not axis:
         raise DomainError("no --axis given: add one such as --axis layers=12,24,48")

@@ -16,7 +16,7 @@ from ..show import palette
 from ..show.chart import ticks
 from ..show.plot import Picture, called, dress, round_ticks, scale
 from .axes import in_words, numeric
-from .result import QUANTITIES
+from .store import QUANTITIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Panel

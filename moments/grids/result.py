@@ -12,12 +12,13 @@ import numpy as np
 
 from ..errors import DomainError, ValidityWarning, domain_error, optional, unknown_name
 from ..files import Shown, as_frame
-from ..formulas.law import Theory
+from ..formulas.checks import check_choice
+from ..formulas.law import THEORIES, Theory
 from ..model.transformer import Transformer
 from ..prediction.draws import QUANTITIES as STREAM
 from ..prediction.predict import predict
 from .axes import Axes, in_words, numeric, told
-from .store import Row, of_another_version, read
+from .store import QUANTITIES, Row, of_another_version, read
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,20 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ..prediction.result import Prediction
-
-QUANTITIES = {
-    "variance": "signal variance at the output",
-    "correlation": "token correlation at the output",
-    "grad_variance": "gradient variance at the input",
-    "grad_correlation": "gradient correlation at the input",
-    "variance_growth": "signal variance, output / input",
-    "grad_variance_growth": "gradient variance, input / output",
-    "loss": "loss at initialisation",
-    "loss_stderr": "deviation of one draw's loss",
-    "logit_variance": "output logits' mean square",
-}
-"""What a sweep keeps of every configuration: at the last layer's output, at the first one's input.
-"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +81,11 @@ class Sweep(Shown):
             raise DomainError(
                 f"path: the models of {path} were made by a function: call sweep again with it"
             )
-        axes = Axes.of(Transformer.from_dict(header["model"]), header["axes"])
+        try:
+            axes = Axes.of(Transformer.from_dict(header["model"]), header["axes"])
+            check_choice("theory", header["theory"], THEORIES)
+        except DomainError as error:
+            raise DomainError(f"path: line 1 of {path} is none of a sweep's ({error})") from None
         found = cls.empty(axes, header["theory"], header["inputs"], header["profile"])
         found.add(rows)
         return found
@@ -104,8 +95,6 @@ class Sweep(Shown):
     def add(self, rows: Iterable[Row]) -> None:
         """Take in results."""
         for row in rows:
-            if not 0 <= row.index < self.axes.size:
-                raise DomainError(f"path: no configuration has the index {row.index}")
             self.done[row.index] = True
             if row.refused is not None:
                 self.refused[row.index] = row.refused

@@ -119,8 +119,6 @@ def sweep(
             found.add(rows)
         missing = found.missing()
         stack.enter_context(without_warnings())
-        if store is not None and missing:
-            work.check_again(store.path, rows)
         shown = sys.stderr.isatty() if progress is None else progress
         bar = progress_bar("configurations", grid.size, grid.size - len(missing))
         advance = stack.enter_context(bar) if shown else None
@@ -161,23 +159,6 @@ class _Work:
     def _made(self) -> Iterator[tuple[Value, ...]]:
 
         return itertools.product(*(self.axes.values[name] for name in self.axes.made))
-
-    def check_again(self, path: Any, rows: Sequence[Row]) -> None:
-        """Predict the first of a file's results once more: a copy of the package that was changed
-        and has the same version predicts otherwise too.
-
-        Raises:
-            DomainError: it is not what the file holds.
-        """
-        for row in rows[:1]:
-            values = next(itertools.islice(self.axes.points(), row.index, None))
-            ((now,),) = self.rows([(row.index, values)])
-            if now.refused != row.refused or not _same(now, row):
-                at = ", ".join(f"{n} {v}" for n, v in zip(self.axes.names, values, strict=True))
-                raise DomainError(
-                    f"path: {path} holds another prediction of {at} than this copy of the package "
-                    "makes: name a new file, or remove this one"
-                )
 
     def pieces(self, missing: Sequence[int], spread: bool) -> Iterator[Piece]:
         """Indices and values of as many as go together; of fewer, to `spread` them."""

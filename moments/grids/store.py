@@ -1,16 +1,13 @@
-"""The file that a sweep appends to: one line of JSON that says which sweep, then one a result.
+"""The file that a sweep appends to: one line of JSON that says which sweep, then one per result.
 
-The first line keeps the version of the package too: another one may predict otherwise, and does not
-go on with the file.
-
-A line is written whole by one call and reaches the disk before the next batch is asked for; what a
-process that died left of a line is cut off by the next. The file is locked while a sweep writes, so
-that two never write the same one.
+A last line without its end is that of a process that died: it is ignored, and cut off before the
+next is written.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,13 +16,30 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DomainError, brief
+from ..files import parse_json
 
 FORMAT = "moments sweep 1"
+QUANTITIES = {
+    "variance": "signal variance at the output",
+    "correlation": "token correlation at the output",
+    "grad_variance": "gradient variance at the input",
+    "grad_correlation": "gradient correlation at the input",
+    "variance_growth": "signal variance, output / input",
+    "grad_variance_growth": "gradient variance, input / output",
+    "loss": "loss at initialisation",
+    "loss_stderr": "deviation of one draw's loss",
+    "logit_variance": "output logits' mean square",
+}
+"""What a sweep keeps of every configuration: at the last layer's output, at the first one's input.
+"""
+
+LONGEST = 2**24
+"""Bytes of a line: a profile of a thousand layers has a hundred thousand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was found of one configuration.
+    """The result of one configuration.
 
     Attributes:
         index: of the configuration, the last axis varying fastest.
@@ -56,37 +70,73 @@ class Row:
         return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
     @classmethod
-    def of_line(cls, text: str | bytes) -> Row:
+    def of_line(cls, text: bytes) -> Row:
         """Read what `line` wrote.
 
         Raises:
             ValueError: it did not.
         """
-        data = json.loads(text)
-        if not isinstance(data, dict) or not isinstance(data.get("index"), int):
-            raise ValueError("no index")
-        stream = data.get("stream")
-        return cls(
-            data["index"],
-            {str(name): float(value) for name, value in data.get("values", {}).items()},
-            tuple(map(str, data.get("warnings", ()))),
-            data.get("refused"),
-            None if stream is None else tuple(stream),
-        )
+        data = parse_json(text, "line")
+        match data:
+            case {"index": bool()}:
+                raise ValueError("no index")
+            case {"index": int(index), "refused": str(reason)}:
+                return cls(index, refused=reason)
+            case {"index": int(index), "values": dict(values)}:
+                notes, stream = data.get("warnings", []), data.get("stream")
+                if not (isinstance(notes, list) and all(isinstance(n, str) for n in notes)):
+                    raise ValueError("warnings that are no texts")
+                kept = None if stream is None else tuple(map(_numbers, stream))
+                if kept is not None and [len(one) for one in kept] != [len(kept[0])] * 4:
+                    raise ValueError("no four profiles of one length")
+                if not set(values) <= set(QUANTITIES):
+                    raise ValueError("a quantity that no sweep has")
+                numbers = dict(zip(values, _numbers(list(values.values())), strict=True))
+                return cls(index, numbers, tuple(notes), None, kept)
+        raise ValueError("no index with values or a reason")
+
+
+def _numbers(values: Any) -> list[float]:
+    """Finite numbers.
+
+    Raises:
+        ValueError: others.
+    """
+    if not isinstance(values, list) or not all(type(one) in (int, float) for one in values):
+        raise ValueError("no numbers")
+    try:
+        numbers = [float(one) for one in values]
+    except OverflowError as error:
+        raise ValueError(str(error)) from None
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("numbers that are not finite")
+    return numbers
 
 
 class Store:
     """A sweep's file, open for as long as the sweep runs."""
 
-    def __init__(self, path: Path, handle: int) -> None:
-        self.path, self._handle = path, handle
+    def __init__(self, path: Path, file: Any) -> None:
+        self.path, self._file = path, file
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Write results, on disk when this returns."""
-        text = "".join(f"{row.line()}\n" for row in rows).encode()
-        while text:
-            text = text[os.write(self._handle, text) :]
-        os.fsync(self._handle)
+        """Write results.
+
+        Raises:
+            DomainError: the disk is full, or the file can no longer be written.
+        """
+        self.write("".join(f"{row.line()}\n" for row in rows))
+
+    def write(self, lines: str) -> None:
+        data = lines.encode()
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise DomainError(
+                f"path: cannot write {self.path}: {error.strerror or error}; the whole lines in it "
+                "stay, and the same call goes on from there"
+            ) from None
 
 
 @contextmanager
@@ -95,85 +145,91 @@ def opened(
 ) -> Iterator[tuple[Store, list[Row]]]:
     """A file to append to, begun with `header`, and the results that it holds already.
 
+    Args:
+        path: of the file, which may be new.
+        header: what says which sweep it is.
+
     Raises:
-        DomainError: it cannot be written, holds another sweep or none, or another process has it.
+        DomainError: it cannot be written, is no regular file, is damaged, or holds something else.
     """
-    file = Path(path)
+    place = Path(path)
+    wanted = json.loads(json.dumps({**_written(), **header}, allow_nan=False))
+    there, rows, whole = _read(place) if place.exists() else (None, [], 0)
+    if there is not None:
+        _check_same(place, there, wanted)
     try:
-        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        file = open(place, "ab", buffering=0)  # noqa: SIM115
+        file.truncate(whole)
     except OSError as error:
-        raise DomainError(f"path: cannot write {file}: {error.strerror or error}") from None
-    try:
-        _lock(handle, file)
-        whole, found, rows = _read(file)
-        if found is None:
-            os.ftruncate(handle, 0)
-            store = Store(file, handle)
-            line = json.dumps({**_written(), **header}, allow_nan=False) + "\n"
-            os.write(handle, line.encode())
-        else:
-            _check_same(file, found, header)
-            os.ftruncate(handle, whole)
-            store = Store(file, handle)
+        raise DomainError(f"path: cannot write {place}: {error.strerror or error}") from None
+    with file:
+        store = Store(place, file)
+        if there is None:
+            store.write(json.dumps(wanted, allow_nan=False) + "\n")
         yield store, rows
-    finally:
-        os.close(handle)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Row]]:
     """The header and the results of a file, of a sweep that may still run.
 
     Raises:
-        DomainError: no such file, or no sweep's.
+        DomainError: no such file, no regular one, a damaged one, or no sweep's.
     """
-    _, header, rows = _read(Path(path))
+    header, rows, _ = _read(Path(path))
     if header is None:
         raise DomainError(f"path = {str(path)!r}: no sweep: the file is empty")
     return header, rows
 
 
-def _lock(handle: int, file: Path) -> None:
-    """Alone, or refused; where the system knows no such locks (Windows) there is none."""
+def _read(place: Path) -> tuple[dict[str, Any] | None, list[Row], int]:
+    """The header (None of an empty file), the results, and the bytes of whole lines."""
     try:
-        import fcntl
-    except ImportError:
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise DomainError(
-            f"path: another process is writing {file}; wait for it, or use another file"
-        ) from None
-
-
-def _read(file: Path) -> tuple[int, dict[str, Any] | None, list[Row]]:
-    """Bytes in whole lines, the header (None of an empty file) and the results."""
-    try:
-        raw = file.read_bytes()
+        if place.exists() and not place.is_file():
+            raise DomainError(f"path: {place} is no regular file: name a new file")
+        with open(place, "rb") as file:
+            first = file.readline(LONGEST)
+            header, whole, rows = _header(place, first), len(first), []
+            if header is None:
+                return None, [], 0
+            size = math.prod(map(len, header["axes"].values()))
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST), b""), start=2):
+                if not line.endswith(b"\n") and len(line) < LONGEST:
+                    break
+                try:
+                    row = Row.of_line(line)
+                except (ValueError, TypeError) as error:
+                    raise _damaged(place, number, error) from None
+                if not 0 <= row.index < size:
+                    raise _damaged(place, number, f"no configuration has the index {row.index}")
+                rows.append(row)
+                whole += len(line)
     except OSError as error:
-        raise DomainError(f"path: cannot read {file}: {error.strerror or error}") from None
-    whole = raw.rfind(b"\n") + 1
-    lines = raw[:whole].splitlines()
-    if not lines:
-        if raw and not raw.startswith(b'{"format": "moments sw'[: len(raw)]):
-            raise _foreign(file)
-        return 0, None, []
+        raise DomainError(f"path: cannot read {place}: {error.strerror or error}") from None
+    return header, rows, whole
+
+
+def _header(place: Path, first: bytes) -> dict[str, Any] | None:
+    if not first.endswith(b"\n"):
+        begun = json.dumps(_written()).encode()[: len('{"format": "moments sw')]
+        if begun.startswith(first[: len(begun)]) and len(first) < LONGEST:
+            return None
+        raise _foreign(place)
     try:
-        header = json.loads(lines[0])
+        header = parse_json(first, "line")
         named = header["format"]
     except (ValueError, TypeError, KeyError):
-        raise _foreign(file) from None
+        raise _foreign(place) from None
     if named != FORMAT:
         raise DomainError(
-            f"path: {file} is of format {brief(named)}, and this version reads {FORMAT!r}"
+            f"path: {place} is of format {brief(named)}, and this version reads {FORMAT!r}"
         )
-    rows = []
-    for number, line in enumerate(lines[1:], start=2):
-        try:
-            rows.append(Row.of_line(line))
-        except (ValueError, TypeError, AttributeError):
-            raise DomainError(f"path: line {number} of {file} is no result of a sweep") from None
-    return whole, header, rows
+    kinds = {"model": dict, "axes": dict, "theory": str, "inputs": dict, "profile": bool}
+    for name, kind in kinds.items():
+        if not isinstance(header.get(name), kind):
+            raise _damaged(place, 1, f"{name} is {brief(header.get(name), 80)}")
+    if not all(isinstance(values, list) for values in header["axes"].values()):
+        raise _damaged(place, 1, "an axis is no list")
+    return dict(header)
 
 
 def _written() -> dict[str, Any]:
@@ -192,23 +248,29 @@ def of_another_version(header: Mapping[str, Any]) -> str:
     return f"predictions of {whose}, and those of {here} may be others"
 
 
-def _foreign(file: Path) -> DomainError:
-    return DomainError(f"path: {file} holds something else: name a new file")
+def _foreign(place: Path) -> DomainError:
+    return DomainError(f"path: {place} holds something else: name a new file")
 
 
-def _check_same(file: Path, found: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+def _damaged(place: Path, number: int, why: object) -> DomainError:
+    return DomainError(
+        f"path: line {number} of {place} is none of a sweep's ({brief(str(why), 120)[1:-1]}): "
+        "take that line out, or name a new file"
+    )
+
+
+def _check_same(place: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise where a file holds another sweep, or another version's, and say what differs."""
-    wanted = json.loads(json.dumps({**_written(), **header}))
-    if note := of_another_version(found):
+    if note := of_another_version(there):
         raise DomainError(
-            f"path: {file} holds {note}: name a new file or remove this one, or go on with the "
+            f"path: {place} holds {note}: name a new file or remove this one, or go on with the "
             "version that began it; moments.Sweep.load reads what it holds"
         )
-    for name in sorted({*found, *wanted}):
-        if found.get(name) != wanted.get(name):
-            where = _difference(found.get(name), wanted.get(name))
+    for name in sorted({*there, *wanted}):
+        if there.get(name) != wanted.get(name):
+            where = _difference(there.get(name), wanted.get(name))
             raise DomainError(
-                f"path: {file} holds another sweep: {name}{where}; name a new file, or remove it"
+                f"path: {place} holds another sweep: {name}{where}; name a new file, or remove it"
             )
 
 

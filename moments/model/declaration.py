@@ -65,8 +65,9 @@ def check(model: Transformer) -> None:
         DomainError: a value outside what is allowed, named with the remedy.
     """
     settle(model, ["layers"], check_count, most=MOST_LAYERS)
-    if model.name is not None and not (isinstance(model.name, str) and model.name.strip()):
-        raise domain_error("name", model.name, "a text, or None")
+    said = model.name
+    if said is not None and not (isinstance(said, str) and said.strip() and said.isprintable()):
+        raise domain_error("name", said, "a text of printable characters, or None")
     settle(model, ("heads", "norm_groups", "parallel_norms", "seq_len"), check_count)
     settle(model, ["d_model"], check_count, least=2)
     settle(model, ["post_layers"], check_count, least=0)

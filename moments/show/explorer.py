@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
@@ -72,12 +73,39 @@ class Control:
         low, high = float(self.values[0]), float(self.values[-1])
         allowed = f"a {'whole ' * self.whole}number from {low:g} to {high:g}"
         try:
-            number = int(text) if self.whole else float(text)
+            number = float(text)
         except ValueError:
-            raise domain_error(self.name, text, allowed) from None
-        if not (math.isfinite(number) and low <= number <= high):
+            number = math.nan
+        if not low <= number <= high or (self.whole and not number.is_integer()):
             raise domain_error(self.name, text, allowed)
-        return number
+        return int(number) if self.whole else number
+
+    def html(self, value: Value) -> str:
+        """The control as a label of a page, standing at a value or at the stop that is nearest."""
+        name = escape(self.name)
+        if self.choice:
+            options = "".join(
+                f"<option value='{escape(str(one).lower())}'{' selected' * (one == value)}>"
+                f"{escape(said(one))}</option>"
+                for one in self.values
+            )
+            shown, put = "", f"<select aria-label='{escape(self.title)}'>{options}</select>"
+        else:
+            stops: Any = self.values
+            at = min(range(len(stops)), key=lambda i: abs(stops[i] - value))
+            shown = f"<output>{value}</output>"
+            put = (
+                f"<input type='range' min='0' max='{len(stops) - 1}' step='1' value='{at}' "
+                f"aria-label='{escape(self.title)}'>"
+            )
+        return f"<label id='control-{name}'><span>{escape(self.title)}</span>{shown}{put}</label>"
+
+
+def said(value: Value) -> str:
+    """A value as a control shows it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 _SCALES = tuple(round(10 ** (n / 10), 3) for n in range(-10, 11))

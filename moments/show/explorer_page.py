@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..errors import DomainError
+from ..errors import DomainError, MomentsError
 from .chart import STYLE
 from .explorer import Explorer
 from .html import document
@@ -30,11 +30,17 @@ MOST_QUERY = 4096
 """Characters of a state; the longest that the page sends has some 600."""
 
 
-def page(explorer: Explorer) -> str:
-    """The page's text, controls included."""
+def page(explorer: Explorer, query: str = "") -> str:
+    """The page's text, its controls standing where a link's query puts them."""
     body = Path(__file__).with_name("explorer.html").read_text(encoding="utf-8")
-    known = json.dumps([dataclasses.asdict(control) for control in explorer.controls.values()])
+    controls = explorer.controls
+    try:
+        state = explorer.read(query)[0]
+    except MomentsError:  # the answer to that query says why
+        state = explorer.read("")[0]
+    known = json.dumps([dataclasses.asdict(c) | {"value": state[n]} for n, c in controls.items()])
     body = body.replace("/*CONTROLS*/", known.replace("<", "\\u003c"))
+    body = body.replace("<!--CONTROLS-->", "".join(c.html(state[n]) for n, c in controls.items()))
     return document("moments explore", body, STYLE)
 
 
@@ -76,13 +82,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The page, or the view of a state."""
-        where = urlsplit(self.path)
+        try:
+            where = urlsplit(self.path)
+        except ValueError:  # such as a bracket that opens an address and does not close
+            self._send(HTTPStatus.BAD_REQUEST, "text/plain", "no address\n")
+            return
         host = self.headers.get("Host", "")
         # A page of elsewhere whose name was made to point here must not read the answers.
         if host.rpartition(":")[0] not in (ADDRESS, "localhost"):
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "not the name of this machine\n")
         elif where.path == "/":
-            self._send(HTTPStatus.OK, "text/html", page(self.server.explorer))
+            self._send(
+                HTTPStatus.OK, "text/html", page(self.server.explorer, where.query[:MOST_QUERY])
+            )
         elif where.path == "/view" and len(where.query) <= MOST_QUERY:
             self._views(where.query)
         else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import optional
 from .chart import STYLE
-from .explorer import Control, Explorer, Value
+from .explorer import Control, Explorer, Value, said
 from .html import fragment
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def explore(model: Transformer | None = None, name: str | None = None) -> Widget
 def _widget(control: Control) -> Any:
     import ipywidgets
 
-    options = [(_said(value), value) for value in control.values]
+    options = [(said(value), value) for value in control.values]
     style = {"description_width": "8.5em"}
     layout = ipywidgets.Layout(width="23em")
     kind = ipywidgets.Dropdown if control.choice else ipywidgets.SelectionSlider
@@ -124,12 +124,6 @@ def _widget(control: Control) -> Any:
         style=style,
         layout=layout,
     )
-
-
-def _said(value: Value) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _html(view: View) -> str:

@@ -25,7 +25,7 @@ from ..model.patches import PatchEmbedding
 from ..model.presets import preset
 from ..model.transformer import Transformer
 from ..noise.band import NORMAL_95
-from ..prediction.predict import predict
+from ..prediction.predict import predict, shortened
 from .expected import TOLERANCE, point_log_variance
 from .html import document, fragment, picture, table
 from .precision import FORMATS, precision
@@ -199,7 +199,9 @@ class CheckReport:
         """What was checked, and how many findings there are."""
         count = len(self.findings)
         state = f"{count} finding{'s' * (count > 1)}" if count else "nothing found wrong"
-        return f"{self.source}: {state}"
+        tokens = self.prediction.model.seq_len
+        judged = f" at {tokens} tokens" if self.comparison is None else ""
+        return f"{self.source}{judged}: {state}"
 
     def verdict(self) -> str:
         """One line."""
@@ -720,21 +722,16 @@ def declared(subject: Any) -> tuple[Transformer, str] | None:
     if isinstance(subject, Transformer):
         return subject, "Transformer"
     if isinstance(subject, str) and subject in preset.names():
-        return preset(subject), subject
+        return shortened(preset(subject)), subject
     if isinstance(subject, Mapping) or hasattr(subject, "to_diff_dict"):
         config = subject if isinstance(subject, Mapping) else subject.to_dict()
-        return from_huggingface(subject), f"config of type {config.get('model_type')!r}"
+        return shortened(from_huggingface(subject)), f"config of type {config.get('model_type')!r}"
     if isinstance(subject, str | os.PathLike) and str(subject).endswith(".json"):
-        return from_huggingface(subject), str(subject)
+        return shortened(from_huggingface(subject)), str(subject)
     model = getattr(subject, "model", None)
     if isinstance(model, Transformer):
         return model, type(subject).__name__
     return None
-
-
-LONGEST = 128
-"""Tokens at which a declaration is predicted, if it has more: correlations and gradients of longer
-sequences differ little where their positions are classes, and cost more where they are not."""
 
 
 def check_declared(
@@ -754,8 +751,6 @@ def check_declared(
             meant = model.with_scheme(scheme)
     elif scheme is not None:
         meant = scheme if isinstance(scheme, Transformer) else scheme.model
-    if model.seq_len > LONGEST and not isinstance(model.embedding, PatchEmbedding):
-        model = model.replace(seq_len=LONGEST)
     inputs: dict[str, Any] = {}
     notes = []
     if isinstance(model.embedding, PatchEmbedding):

@@ -82,8 +82,8 @@ def prediction_table(prediction: Prediction) -> Table:
     model = prediction.model
     columns = [map(number, getattr(prediction, name)) for name in QUANTITIES]
     return tabled(
-        f"{model.layers} layers, {model.norm} norm, theory {prediction.theory}, "
-        f"{prediction.resolution}",
+        f"{model.layers} layers, {model.norm} norm, {model.seq_len} tokens, "
+        f"theory {prediction.theory}, {prediction.resolution}",
         ["layer", *(TITLES[name] for name in QUANTITIES)],
         zip(map(str, range(model.layers + 1)), *columns, strict=True),
         _caption(prediction),

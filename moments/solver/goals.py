@@ -33,8 +33,6 @@ class Goal:
         allowed: what targets make sense.
         free: what is solved for unless the user says otherwise.
         at_most: whether a target is the most that is allowed, and not what must be met.
-        of_stream: whether the layers up to the last one fix it, whatever gradient returns, and a
-            stack's first layers are a shallower stack; it is the moment named "final_...".
     """
 
     name: str
@@ -43,7 +41,6 @@ class Goal:
     allowed: Interval
     free: tuple[str, ...]
     at_most: bool = False
-    of_stream: bool = False
 
     def distance(self, value: Any, target: Any) -> Any:
         """Signed and relative, 0 at the target: the logarithm of a positive quantity's ratio."""
@@ -82,7 +79,6 @@ GOALS = {
             lambda p: float(p.variance[-1]),
             POSITIVE,
             ("output", "ffn_out"),
-            of_stream=True,
         ),
         Goal(
             "gradient_ratio",
@@ -98,7 +94,6 @@ GOALS = {
             CORRELATION,
             ("branch_scale",),
             at_most=True,
-            of_stream=True,
         ),
         Goal(
             "query_value_balance",

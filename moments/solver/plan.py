@@ -17,14 +17,10 @@ from ..model.fields import set_field
 from ..model.transformer import Transformer
 from .entering import check_inputs
 from .goals import matrices_of
-from .inversion import invert
-from .layerwise import LAYERWISE
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from .inversion import Inversion
 
 FORMAT_VERSION = 1
 
@@ -62,24 +58,6 @@ class Plan(Shown):
 
     def __post_init__(self) -> None:
         set_field(self, "inputs", as_lists(self.inputs))
-
-    @property
-    def formula(self) -> str:
-        """LaTeX of the laws inverted, one per block; "" where no law was inverted by itself."""
-        return r" \\ ".join(step.latex for step in self.inversion().steps) if self._solved else ""
-
-    def inversion(self, layer: int = 1) -> Inversion:
-        """The laws of every block at one layer, solved for a weight variance, and the numbers.
-
-        Raises:
-            DomainError: the plan does not come from inverting laws block by block, or there is no
-                such layer.
-        """
-        return invert(self, layer)
-
-    @property
-    def _solved(self) -> bool:
-        return self.objective in LAYERWISE
 
     def to_frame(self) -> pd.DataFrame:
         """One row per layer: variances of the matrices, scales, temperature."""

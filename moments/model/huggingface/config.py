@@ -40,7 +40,8 @@ def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
     for note in notes:
         warnings.warn(note, ValidityWarning, stacklevel=2)
     called = os.path.basename(str(entries.get("_name_or_path") or "").rstrip("/"))
-    return model.replace(name=called or str(entries["model_type"]))
+    printable = "".join(filter(str.isprintable, called)).strip()
+    return model.replace(name=printable or str(entries["model_type"]))
 
 
 def family(kind: Any) -> Family:

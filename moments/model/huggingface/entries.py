@@ -261,8 +261,9 @@ class Entries:
             ("rope_theta", base, 10000.0),
             ("partial_rotary_factor", fraction, 1.0),
         ):
-            value = _first(given.get(name), self(old, None), usual.get(name), otherwise)
-            found[name] = float(_of_kind(name, value, 1.0))
+            said = ((name, given.get(name)), (old, self(old, None)))
+            numbers = [_of_kind(entry, value, 1.0) for entry, value in said if value is not None]
+            found[name] = float(_first(*numbers, usual.get(name), otherwise))
         part = found["partial_rotary_factor"]
         if part != 1 and "partial_rotary_factor" not in usual:
             self.leave_out("partial_rotary_factor", part, "the module turns every feature")
@@ -311,9 +312,15 @@ class Entries:
         Args:
             usual: entries of the family that are not modelled, with the value at which they change
                 nothing.
+
+        Raises:
+            DomainError: an entry of another kind than the family's default.
         """
         for name, value in self._given.items():
-            if name in self._read or name in IRRELEVANT or value is None:
+            if name in IRRELEVANT or value is None:
+                continue
+            _of_kind(name, value, self._defaults.get(name))
+            if name in self._read:
                 continue
             known = {**USUAL, **usual}
             if name in known and (value == known[name] or known[name] is ...):

@@ -101,7 +101,9 @@ def _gemma(read: Entries, seq_len: int | None) -> Transformer:
     """
     read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
     name, other = "hidden_act", "hidden_activation"
-    given = {entry: read.activation(entry) for entry in (name, other) if read(entry, None)}
+    given = {
+        entry: read.activation(entry) for entry in (name, other) if read(entry, None) is not None
+    }
     given = {entry: "gelu_tanh" if a == "gelu" else a for entry, a in given.items()}
     if given.get(other, given[name]) != given[name]:
         read.leave_out(other, read(other), "hidden_act says the activation since transformers 5")
