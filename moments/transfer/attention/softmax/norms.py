@@ -86,6 +86,7 @@ CORRECTED_MAX = 30.0
 """Logit variance beyond which what is of first order in the widths stays as it is there: a row that
 all but picks a key sees no annealed sum. Within the table of `key_corrections`."""
 
+
 class PairSpreads(NamedTuple):
     """Variances of |p|^2 and |q|^2 over those of Gaussian queries, and their regression.
 
