@@ -66,11 +66,6 @@ def _third(pair: Any, row: Any, theta: Any, rho: Any) -> Any:
     return joint_shift + (exact - joint_shift[:, 0])[:, None] * cosine, query
 
 
-def _of_hottest(rows: Any) -> float:
-    """`response._softened` at the row that is furthest beyond the tables."""
-    return float(rows.softening.min())
-
-
 BY_TOKEN = ("text", "rotary", "distances")
 CLASSES = ("long", "long rotary", "no text", "long text")
 TABLE = (
@@ -104,7 +99,6 @@ TABLE = (
         "transfer.attention.self_attention", "LEAST_FREEDOM", (3.5, 6.0), "range", ("hybrid",)
     ),
     Constant(f"{SOFTMAX}.norms", "CORRECTED_MAX", (15.0,), "range", ("hot", "alike")),
-    Constant(f"{SOFTMAX}.norms", "_THETA_LEAST", (1e-3, 1e-5), "step", ("alike", "text")),
     Constant(f"{KERNELS}.finite_rows", "_joint_shifts", (_third,), "guess", ("text", "rotary")),
     Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
     Constant("engine.classes", "LEAST_SHARED", (1e-3, 1e-12), "range", ("packed",)),
@@ -122,7 +116,6 @@ TABLE = (
     Constant("prediction.predict", "LAST_PER_OCTAVE", (1.0, 2.0), "precision", ("no text",)),
     Constant("prediction.predict", "WIDENING", (0.0, 0.1), "precision", ("no text",)),
     Constant(f"{KERNELS}.row_statistics", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
-    Constant("transfer.attention.response", "_softened", (_of_hottest,), "guess", ("hot",)),
     Constant("transfer.attention.response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
     Constant("transfer.attention.response", "LEAST_BENT", (1e-2, 1e-4), "range", ("text",)),
     Constant("noise.band", "TARGETS", (5, 17), "precision", ("deep",)),

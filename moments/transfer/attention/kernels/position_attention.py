@@ -1216,7 +1216,7 @@ class PositionAttention:
         to the correlation of their queries."""
         rows, logits = self._rows, self.logits
         keys, theta = np.maximum(rows.keys, 1.0 + 1e-6), np.maximum(rows.theta, FAINT)
-        odds = np.where(rows.keys > 1.0 + 1e-6, rows.own_response * theta, theta)
+        odds = np.where(rows.keys > 1.0 + 1e-6, rows.odds * theta, theta)
         own, pairs = self._kernels.queries
         size = np.sqrt(logits.queries[0])
         of_rows = keys, theta, odds
@@ -1228,10 +1228,10 @@ class PositionAttention:
             ]
             for side in (lambda one: one[:, None], lambda one: one[None, :])
         ]
-        softening = np.sqrt(rows.softening)
+        held = np.sqrt(rows.held)
         unshared = ratio_or_zero(rows.unshared, np.mean(logits.keys[0]))
-        alone = rows.softening * alone * (1.0 + dropped_by_own(self._dropped, unshared))
-        return alone, np.multiply.outer(softening, softening) * 0.5 * (several[0] + several[1])
+        alone = rows.held * alone * (1.0 + dropped_by_own(self._dropped, unshared))
+        return alone, np.multiply.outer(held, held) * 0.5 * (several[0] + several[1])
 
     @property
     def _looking(self) -> Array:
