@@ -46,9 +46,10 @@ def variance_notes(logit_variance: Array) -> tuple[str, ...]:
         return ()
     text = (
         f"the logit variance {largest:.3g} is beyond {LOGIT_VARIANCE_NOTED:g}: attention all but "
-        "picks one token, by the law of the largest logits (what a layer sends back through queries "
-        "and keys was measured 1 to 8 % low at 16 to 60 and 2 to 12 % at 100 to 130; 1.2 to 1.55 "
-        "times too large, and the output 4 to 12 % low, where tokens' variances differ by 10; and "
+        "picks one token, by the law of the largest logits (what a layer sends back through "
+        "queries and keys was measured 1 to 8 % low at 16 to 60 and 2 to 12 % at 100 to 130; 1.2 "
+        "to 1.55 times too large, and the output 4 to 12 % low, where tokens' variances differ by "
+        "10; and "
         "where attention is much larger than what it is added to, gradients of 2 to 4 layers .6 to "
         "2 times the right ones, and correlations off by up to .05; the band of one draw was .6 of "
         "its width at 30 and a third at 100)"
