@@ -1,9 +1,10 @@
-"""Build moments/data/softmax_square.npz and softmax_far.npz from the exact integrals.
+"""Build the softmax tables of moments/data from the exact integrals.
 
-    python benchmarks/build_softmax_tables.py          # both
+    python benchmarks/build_softmax_tables.py          # all
     python benchmarks/build_softmax_tables.py far      # beyond logit variances of 8
+    python benchmarks/build_softmax_tables.py norms    # keys of fixed norm
 
-Deterministic; about 20 s on one core, and three minutes for what is beyond.
+Deterministic; about 20 s on one core, three minutes for what is beyond, and 4 s for the norms.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from exact_softmax import (
     encode_square_pair,
     far_rho_at,
     far_theta_at,
+    fixed_norm_statistics,
     gauss_nodes,
     length_at,
     theta_at,
+    whole_theta_at,
 )
 
 ROW_NODES = (28, 44)
@@ -34,6 +37,9 @@ SQUARE_NODES = (20, 32, 18)
 
 FAR_ROW_NODES, FAR_NODES = (16, 36), (14, 24, 24)
 """The same beyond THETA_MAX; no node of an even number of rho is 0 there either."""
+
+NORM_NODES = (28, 48)
+"""theta up to THETA_FAR, log n."""
 
 DATA = Path(__file__).resolve().parents[1] / "moments" / "data"
 
@@ -69,7 +75,21 @@ def build(name: str, rows: tuple[int, ...], squares: tuple[int, ...], theta: At,
     print(f"{name}: {time.perf_counter() - start:.0f} s")
 
 
+def build_norms() -> None:
+    """Write the table of keys of fixed norm: (theta, log n, functions)."""
+    thetas, lengths = (gauss_nodes(count) for count in NORM_NODES)
+    values = [
+        [fixed_norm_statistics(whole_theta_at(t), length_at(n)) for n in lengths] for t in thetas
+    ]
+    row = chebyshev_coefficients(np.array(values), (0, 1))
+    np.savez(DATA / "softmax_norms.npz", row=row.astype(np.float32))
+
+
 if __name__ == "__main__":
-    if "far" not in sys.argv[1:]:
+    asked = sys.argv[1:] or ["square", "far", "norms"]
+    if "square" in asked:
         build("softmax_square", ROW_NODES, SQUARE_NODES, theta_at, float)
-    build("softmax_far", FAR_ROW_NODES, FAR_NODES, far_theta_at, far_rho_at)
+    if "far" in asked:
+        build("softmax_far", FAR_ROW_NODES, FAR_NODES, far_theta_at, far_rho_at)
+    if "norms" in asked:
+        build_norms()

@@ -66,16 +66,6 @@ def _third(pair: Any, row: Any, theta: Any, rho: Any) -> Any:
     return joint_shift + (exact - joint_shift[:, 0])[:, None] * cosine, query
 
 
-def _one_more(p2: Any, p3: Any, p4: Any) -> Any:
-    """`norms._least_fifth` with the geometric continuation P4^2/P3, which is larger."""
-    return p4 * p4 / np.maximum(p3, 1e-300)
-
-
-def _of_hottest(rows: Any) -> float:
-    """`response._softened` at the row that is furthest beyond the tables."""
-    return float(rows.softening.min())
-
-
 BY_TOKEN = ("text", "rotary", "distances")
 CLASSES = ("long", "long rotary", "no text", "long text")
 TABLE = (
@@ -109,9 +99,6 @@ TABLE = (
         "transfer.attention.self_attention", "LEAST_FREEDOM", (3.5, 6.0), "range", ("hybrid",)
     ),
     Constant(f"{SOFTMAX}.norms", "CORRECTED_MAX", (15.0,), "range", ("hot", "alike")),
-    Constant(f"{SOFTMAX}.norms", "_RELATIVE_STEP", (0.05, 0.008), "step", ("alike", "text")),
-    Constant(f"{SOFTMAX}.norms", "_THETA_LEAST", (1e-3, 1e-5), "step", ("alike", "text")),
-    Constant(f"{SOFTMAX}.norms", "_least_fifth", (_one_more,), "guess", ("alike", "text")),
     Constant(f"{KERNELS}.finite_rows", "_joint_shifts", (_third,), "guess", ("text", "rotary")),
     Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
     Constant("engine.classes", "LEAST_SHARED", (1e-3, 1e-12), "range", ("packed",)),
@@ -126,11 +113,9 @@ TABLE = (
     ),
     Constant(f"{KERNELS}.position_attention", "MOST_ROWS", (8, 96), "precision", CLASSES),
     Constant(f"{KERNELS}.position_attention", "WARM_SWEEPS", (1, 4), "precision", CLASSES),
-    Constant(f"{KERNELS}.position_attention", "LEAST_STEP", (0.25, 0.6), "precision", CLASSES),
     Constant("prediction.predict", "LAST_PER_OCTAVE", (1.0, 2.0), "precision", ("no text",)),
     Constant("prediction.predict", "WIDENING", (0.0, 0.1), "precision", ("no text",)),
     Constant(f"{KERNELS}.row_statistics", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
-    Constant("transfer.attention.response", "_softened", (_of_hottest,), "guess", ("hot",)),
     Constant("transfer.attention.response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
     Constant("transfer.attention.response", "LEAST_BENT", (1e-2, 1e-4), "range", ("text",)),
     Constant("noise.band", "TARGETS", (5, 17), "precision", ("deep",)),

@@ -385,6 +385,50 @@ def _row(theta: float, n: float) -> RowStatistics:
     )
 
 
+class FixedNorms(NamedTuple):
+    """What keys of fixed norm need of a row, beside its own statistics.
+
+    Attributes:
+        share: 1 - (12 dP3 - 6 dP4)/(7 dP2), derivatives in theta.
+        curvature: sum_l E d^2 (J^2)_ll/ds_l^2 over E tr J^2.
+    """
+
+    share: float
+    curvature: float
+
+
+def fixed_norm_statistics(theta: float, n: float) -> FixedNorms:
+    """Exact, for theta in [0, 32] and n > 1 keys.
+
+    Source:
+        Stein's lemma: dP_m/dtheta = (m/2) [(m - 1) P_m - 2 m P_{m+1} + (m + 1) E S_2 S_m]; and the
+        second derivatives of (J^2)_ll = a_l^2 (1 - 2 a_l + S_2), summed over keys. S_m = sum a^m.
+    """
+    theta, n = check_theta("theta", theta), check_length("n", n)
+    nodes_weights = normal_grid(needs_fine_grid(theta)).weights
+    row = laplace_row(theta, n, 0.0, ROW_STEP, needs_fine_grid(theta))
+    moment = {p: (row.e**p * row.survival) @ nodes_weights for p in range(1, 7)}
+
+    def keys(*powers: int) -> float:
+        """E of the sum over distinct keys of prod a_j^p."""
+        product = np.exp((n - len(powers)) * row.log_phi)
+        for power in powers:
+            product = product * moment[power]
+        falling = math.prod(n - i for i in range(len(powers)))
+        return float(falling * ROW_STEP * product.sum() / math.gamma(sum(powers)))
+
+    power = {p: keys(p) for p in range(2, 7)}
+    square = {p: power[p + 2] + keys(2, p) for p in (2, 3, 4)}  # E S_2 S_p
+    slope = {
+        p: p / 2 * ((p - 1) * power[p] - 2 * p * power[p + 1] + (p + 1) * square[p])
+        for p in (2, 3, 4)
+    }
+    curvature = 4 * power[2] - 28 * power[3] + 60 * power[4] - 40 * power[5]
+    curvature += 4 * square[2] - 20 * square[3] + 20 * square[4]
+    jacobian = power[2] - 2 * power[3] + square[2]
+    return FixedNorms(1 - (12 * slope[3] - 6 * slope[4]) / (7 * slope[2]), curvature / jacobian)
+
+
 # --- what is tabulated ----------------------------------------------------------------------------
 
 
@@ -464,6 +508,11 @@ def theta_at(coordinate: float) -> float:
 def far_theta_at(coordinate: float) -> float:
     """Inverse of `far_coordinate`."""
     return (table._NEAR + (table._FAR - table._NEAR) * 0.5 * (1.0 + coordinate)) ** 2
+
+
+def whole_theta_at(coordinate: float) -> float:
+    """Inverse of `whole_coordinate`."""
+    return table.THETA_FAR * (0.5 * (1.0 + coordinate)) ** 2
 
 
 def far_rho_at(coordinate: float) -> float:

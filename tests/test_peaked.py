@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pandas as pd
 import pytest
 from exact_softmax import pair_statistics, row_statistics
 from scipy.special import ndtr
 
+import moments
 from moments.transfer.attention.kernels import KernelAttention, exact_rows
 
 
@@ -97,3 +101,48 @@ def test_a_layer_of_peaked_rows(theta: float) -> None:
     paths = layer.backward(gradient)
     ours = [np.trace(m) for m in (layer.forward(), paths.value, paths.query, paths.key)]
     assert np.all(np.abs(ours - mean) < 4 * noise + 0.04 * mean)
+
+
+def of_variance(theta: float, width: int, length: int, **fields: Any) -> moments.Transformer:
+    """One layer of unit values whose logits have that variance between independent tokens."""
+    root = theta**0.5 / width
+    weights = moments.Weights(
+        query=root, key=root, value=1 / width, output=1 / width, ffn_in=0.0, ffn_out=0.0
+    )
+    return moments.Transformer(
+        layers=1, d_model=width, heads=width // 32, seq_len=length, weights=weights, **fields
+    )
+
+
+def squared(table: pd.DataFrame, weight: str, column: str = "squared_norm") -> float:
+    return float(table.loc[table.weight == weight, column].item())
+
+
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
+@pytest.mark.parametrize("theta", [5.0, 9.0, 12.0, 30.0, 100.0, 190.0])
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_peaked_rows_on_classes_of_positions_are_those_of_tokens(
+    theta: float, correlation: float
+) -> None:
+    model = of_variance(theta, 256, 128, causal=True)
+    classes, tokens = (
+        moments.predict(model, correlation=correlation, tokens=kind) for kind in (None, True)
+    )
+    rows = [float(np.mean(one.attention().square_sum)) for one in (classes, tokens)]
+    assert rows[0] == pytest.approx(rows[1], rel=0.005)
+    assert classes.variance[-1] == pytest.approx(tokens.variance[-1], rel=0.002)
+    assert classes.correlation[-1] == pytest.approx(tokens.correlation[-1], abs=0.001)
+    for weight in ("value", "query", "key"):
+        sizes = [squared(one.weight_gradients(), weight) for one in (classes, tokens)]
+        assert sizes[0] == pytest.approx(sizes[1], rel=0.02), weight
+
+
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_of_tokens_of_fixed_norm(causal: bool) -> None:
+    """Against draws, at a logit variance where terms of fixed norms matter most."""
+    model = of_variance(12.0, 64, 48, causal=causal, normalization="rmsnorm")
+    drawn = moments.simulate(model, seeds=80, batch=2).weight_gradients()
+    found = moments.predict(model).weight_gradients()
+    size, error = (squared(drawn, "query", c) for c in ("squared_norm", "squared_norm_stderr"))
+    assert abs(squared(found, "query") - size) < 0.03 * size + 3 * error

@@ -17,6 +17,7 @@ from exact_softmax import (
     encode_square_pair,
     far_rho_at,
     far_theta_at,
+    fixed_norm_statistics,
     gauss_nodes,
     length_at,
     pair_statistics,
@@ -32,6 +33,7 @@ from moments.errors import DomainError
 from moments.transfer.attention.kernels import exact_rows
 from moments.transfer.attention.kernels.exact_rows import AlikeRows
 from moments.transfer.attention.softmax import RowStatistics, SquareTable, chi_square_rule
+from moments.transfer.attention.softmax.norms import key_corrections
 from moments.transfer.attention.softmax.table import chebyshev_basis
 
 
@@ -432,9 +434,45 @@ def test_chebyshev_interpolation():
         np.testing.assert_allclose(values, 1 + u**4 * v - u * v**3, atol=1e-13)
 
 
+@pytest.mark.parametrize(("theta", "keys"), [(2.0, 3), (12.0, 24)])
+def test_curvature_of_keys_of_fixed_norm(theta, keys):
+    """The evaluator against draws of second differences of (J^2)_ll in its own logit."""
+    logits = np.random.default_rng(3).normal(0.0, math.sqrt(theta), (200_000, keys))
+    step = np.zeros(keys)
+    step[0] = 0.01
+
+    def own(logits):
+        weights = softmax(logits)
+        first, square = weights[:, 0], (weights**2).sum(1)
+        return first**2 * (1 - 2 * first + square)
+
+    moved = (own(logits + step) + own(logits - step) - 2 * own(logits)) / 1e-4 * keys
+    exact = fixed_norm_statistics(theta, keys)
+    jacobian = row_statistics(theta, keys).jacobian_square
+    error = moved.std() / math.sqrt(len(moved))
+    assert abs(exact.curvature * jacobian - moved.mean()) < 4 * error
+    assert 4 * error < 0.15 * jacobian
+
+
+def test_corrections_for_fixed_norms_are_the_exact_ones():
+    rng = np.random.default_rng(4)
+    theta, keys = 30 * rng.uniform(0.01, 1, 60) ** 2, np.exp(rng.uniform(0.1, 15, 60))
+    found = key_corrections(theta, keys, 1e3)
+    exact = [fixed_norm_statistics(*one) for one in zip(theta, keys, strict=True)]
+    np.testing.assert_allclose(found.share, [one.share for one in exact], atol=2e-4)
+    curvature = theta * [one.curvature for one in exact]
+    np.testing.assert_allclose(found.curvature, curvature, atol=5e-3)
+    beyond, most = (key_corrections(np.array([t]), np.array([9.0]), 1e3) for t in (80.0, 30.0))
+    assert beyond.curvature == most.curvature
+
+
 def test_shipped_tables_are_small():
     folder = resources.files("moments").joinpath("data")
-    for name, most in (("softmax_square", 300_000), ("softmax_far", 200_000)):
+    for name, most in (
+        ("softmax_square", 300_000),
+        ("softmax_far", 200_000),
+        ("softmax_norms", 20_000),
+    ):
         assert len(folder.joinpath(f"{name}.npz").read_bytes()) < most
 
 

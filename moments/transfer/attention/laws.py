@@ -112,7 +112,7 @@ def attention_statistics(
         "row_dropout_cross": found.dropped,
         "jacobian_square": row["jacobian_square"],
         "jacobian_square_logit": row["jacobian_square_"],
-        "jacobian_curvature": found.curvature,
+        "jacobian_curvature": found.curvature * row["jacobian_square"],
         "jacobian_radial": row["radial_square"],
         "jacobian_radial_logit": row["radial_square_"],
         "overlap": both["overlap"],

@@ -351,7 +351,7 @@ def _response(
     """All attributes but the kernel, of one sequence; of tokens alike, with leading axes."""
     own = own_entries(kernel)
     keys, theta = np.maximum(rows.keys, 1 + 1e-6), np.maximum(rows.theta, FAINT)
-    odds = np.where(rows.keys > 1 + 1e-6, rows.own_response * theta, theta)
+    odds = np.where(rows.keys > 1 + 1e-6, rows.odds * theta, theta)
     correlation = entrywise(ratio, kernel, np.sqrt(_outer(own)))
     shapes = [0.0, 0.0, 0.0]
     for to_rows in (lambda v: v[..., :, None], lambda v: v[..., None, :]):
@@ -363,7 +363,7 @@ def _response(
                 strict=True,
             )
         ]
-    factor = np.asarray(tau * _softened(rows))
+    factor = np.asarray(tau * _within(rows))
     factor = factor[..., None] if factor.ndim else factor
     chord, slope, change = (factor * shape for shape in shapes)
     mixed = weights @ kernel
@@ -392,9 +392,9 @@ def _outer(entries: Array) -> Array:
     return entries[..., :, None] * entries[..., None, :]
 
 
-def _softened(rows: AttentionRows) -> Array:
-    """One factor for all rows where some are beyond the tables, and 1 where none is: a guess."""
-    return rows.softening if rows.softening.ndim > 1 else rows.softening.mean()
+def _within(rows: AttentionRows) -> Array:
+    """One factor for all rows where some are beyond all laws, and 1 where none is: a guess."""
+    return rows.held if rows.held.ndim > 1 else rows.held.mean()
 
 
 def _bend(rows: AttentionRows) -> Array:

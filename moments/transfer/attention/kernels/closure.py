@@ -120,7 +120,7 @@ def _make_class(
         tau = scale * stats.temperature[leader] * stats.held[leader]
         guess = np.exp(pull * tau * (inside - inside.max(1, keepdims=True))) * prior[-1]
         exponent = pull * tau / max(stats.strength[leader], 1e-6) ** 2
-        response = self_overlap(inside, weights[-1], guess, exponent)
+        response = self_overlap(inside, weights[-1], guess, exponent, float(stats.step[leader]))
     return RowClass(span, keys, leader, weights[:-1], weights[-1], response)
 
 

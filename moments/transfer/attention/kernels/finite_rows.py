@@ -141,7 +141,7 @@ def finite_rows(
     p2, p3, p4 = (row[f"sum_{power}"] for power in ("square", "cube", "fourth"))
     square = np.maximum(p2, 1e-300)
     jacobian = np.where(single, 1.0, np.maximum(row["jacobian_square"], 1e-300))
-    curvature = np.where(single, 0.0, average.curvature) / jacobian
+    curvature = np.where(single, 0.0, average.curvature)
     diagonal = (p2 - 2.0 * p3 + p4) / jacobian
     stiff = unshared**2 * deficit
     shared = np.maximum(1.0 - unshared, 0.0)
@@ -223,9 +223,7 @@ def averages(
     relative = np.maximum(1.0 + relative, 0.0)
     alone = exact_rows.tabulated(theta[:, None] * relative)
     dimension = 1.0 / (deficit * unshared**2 + STIFFNESS_LEAST) + 2.0
-    corrections = key_corrections(
-        lambda around: tables.rows(around, keys), theta, dimension, CORRECTED_MAX
-    )
+    corrections = key_corrections(theta, keys, dimension)
     fixed = np.reshape(deficit > 0.0, (-1, 1))
     size_seen, psi_seen, alone_seen = size, psi, alone
     if fixed.any():

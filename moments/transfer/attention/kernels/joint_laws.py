@@ -194,7 +194,9 @@ def tangent(
     return moved
 
 
-def self_overlap(kernel: Array, weights: Array, first_guess: Array, exponent: float) -> Array:
+def self_overlap(
+    kernel: Array, weights: Array, first_guess: Array, exponent: float, steady: float
+) -> Array:
     """Solve A = F/w, F = w w^T o exp(exponent (1 - A) C (1 - A)^T) scaled to the marginals w.
 
     Args:
@@ -202,6 +204,7 @@ def self_overlap(kernel: Array, weights: Array, first_guess: Array, exponent: fl
         weights: (n,) mean attention.
         first_guess: (n, n) unnormalised A.
         exponent: beta(1), per unit of the projected kernel.
+        steady: the first step, and the least: `AttentionRows.step`.
 
     Returns:
         1 - A.
@@ -212,7 +215,7 @@ def self_overlap(kernel: Array, weights: Array, first_guess: Array, exponent: fl
     shares = weights.astype(np.float32)
     guess = first_guess / np.maximum(first_guess.sum(1, keepdims=True), 1e-300)
     overlap = guess.astype(np.float32)
-    step, last = 0.5, None
+    step, last = steady, None
     for _ in range(ITERATIONS):
         response = identity - overlap
         projected = response @ scaled @ response.T
@@ -223,7 +226,7 @@ def self_overlap(kernel: Array, weights: Array, first_guess: Array, exponent: fl
         if last is not None:  # the step that would have cancelled the last change (Irons and Tuck)
             turned = last - change
             size = float(np.vdot(turned, turned))
-            step = min(max(step * float(np.vdot(last, turned)) / max(size, 1e-30), 0.25), 1.0)
+            step = min(max(step * float(np.vdot(last, turned)) / max(size, 1e-30), steady), 1.0)
         last = change
         overlap = overlap + np.float32(step) * change
         if np.abs(change).max() < TOLERANCE:

@@ -327,11 +327,6 @@ WARM_SWEEPS = 2
 """Sinkhorn sweeps within a step of a row's law with itself, from the last step's factors on: what
 they leave goes with what the step leaves. 4 move correlations by 1e-7."""
 
-LEAST_STEP = 0.4
-"""Least part of a change of a row's overlaps with itself that is taken. Chosen: a Llama layer of
-words takes 8 steps to `TOLERANCE`, with .25 up to 13, with .6 8; without words 7 with each."""
-
-
 MOST_GROWN = 2.0
 """Bound of a mean over the offsets of two cells over its value at the mean, which may be next to
 nothing. Chosen; 1.3 and 4 move Llama's layers on 512 and 1024 tokens by less than 1e-4."""
@@ -648,7 +643,8 @@ class PositionAttention:
         held = seen.astype(float)
         both = held[:, :, None] * held[:, None, :]
         temperature = logits.scale * logits.queries[0]
-        pull = (rows.own_response * temperature * rows.softening)[of, None, None]
+        several = rows.keys > 1.0  # one key is all of its row, whatever its logit
+        pull = np.where(several, rows.odds * temperature * rows.held, 0.0)[of, None, None]
         within, away = logits.among(of, among)
         top = max(own.max(), *(one.max() for one in within))
         of_kinds = [np.exp(pull * (one - top)) for one in within]
@@ -675,7 +671,8 @@ class PositionAttention:
             counted.append(count[:, :, None] * pairs)
             its_own = on_diagonal(counted[-1])
             its_own += beside
-        step, last = np.full(len(keys), 0.5), None
+        steady = rows.step[of]
+        step, last = steady, None
         balance = None
         every, aims, sent = slice(0, len(own)), self._by_frequency[of, among], keys * weights
         sums = Sums.of(mixture, (every, every), (sent, sent), (weights, weights), (aims, aims))
@@ -729,7 +726,7 @@ class PositionAttention:
                 along = keys * turned
                 size = (along * turned).sum((0, 2))
                 moved = step * (along * last).sum((0, 2)) / np.maximum(size, 1e-30)
-                step = np.minimum(np.maximum(moved, LEAST_STEP), 1.0)
+                step = np.minimum(np.maximum(moved, steady), 1.0)
             last = change
             largest = 0.0
             for kind, (beside, pairs) in enumerate(found):
@@ -1143,7 +1140,7 @@ class PositionAttention:
         variance: (P,), or (P, m) of keys that turn with their positions."""
         logits = self.logits
         own = logits.values[0]
-        shift = (self.counted @ own - output) * np.sqrt(self._rows.softening)
+        shift = self.counted @ own - output
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
             moved, looked = (self._apart(self._mean_of(name)) for name in ("values", "keys"))
             shift = shift * toward_keys(moved, looked, self.counted @ own)
@@ -1219,7 +1216,7 @@ class PositionAttention:
         to the correlation of their queries."""
         rows, logits = self._rows, self.logits
         keys, theta = np.maximum(rows.keys, 1.0 + 1e-6), np.maximum(rows.theta, FAINT)
-        odds = np.where(rows.keys > 1.0 + 1e-6, rows.own_response * theta, theta)
+        odds = np.where(rows.keys > 1.0 + 1e-6, rows.odds * theta, theta)
         own, pairs = self._kernels.queries
         size = np.sqrt(logits.queries[0])
         of_rows = keys, theta, odds
@@ -1231,10 +1228,10 @@ class PositionAttention:
             ]
             for side in (lambda one: one[:, None], lambda one: one[None, :])
         ]
-        softening = np.sqrt(rows.softening)
+        held = np.sqrt(rows.held)
         unshared = ratio_or_zero(rows.unshared, np.mean(logits.keys[0]))
-        alone = rows.softening * alone * (1.0 + dropped_by_own(self._dropped, unshared))
-        return alone, np.multiply.outer(softening, softening) * 0.5 * (several[0] + several[1])
+        alone = rows.held * alone * (1.0 + dropped_by_own(self._dropped, unshared))
+        return alone, np.multiply.outer(held, held) * 0.5 * (several[0] + several[1])
 
     @property
     def _looking(self) -> Array:
@@ -1263,7 +1260,7 @@ class PositionAttention:
         own = logits.values[0] + self._value_bias
         (beside, inside), response = logits.mixture().mean_of(self._alone), self._response[0]
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
-        trace = trace * np.sqrt(self._rows.softening) * (self.counted @ own)
+        trace = trace * (self.counted @ own)
         moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
         moved[1][...] += response.pairs * (own * response.own)[:, None, :]
         slope = self._exponent_slope

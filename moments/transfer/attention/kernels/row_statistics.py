@@ -229,6 +229,18 @@ class AttentionRows:
         return self.theta / np.maximum(self.logit_variance, exact_rows.THETA_LEAST)
 
     @property
+    def step(self) -> Array:
+        """What part of a change of a row's overlap A with itself is to be taken.
+
+        Of exchangeable keys the iteration of A (`joint_laws.self_overlap`) has one number, p - q of
+        a key with itself and with another, and its derivative there is -2 l p (1 - p)/(1 - p + q),
+        l the log-odds of p: with this step what is left of it is of second order.
+        """
+        keys = np.maximum(self.keys, ONE_KEY)
+        apart = self.strength * (keys - 1.0) / keys
+        return 1.0 / (1.0 + 2.0 * self.odds * self.theta * (1.0 - apart))
+
+    @property
     def softening(self) -> Array:
         """Factor on the logit covariance that brings the row into the range of the tables."""
         inside = np.minimum(self.theta, THETA_MAX)

@@ -13,13 +13,19 @@ See docs/theory/softmax.md, Queries of finite width and Tokens of fixed norm.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ....errors import domain_error
-from .table import Array, RowStatistics
+from .table import (
+    LENGTH_MAX,
+    Array,
+    chebyshev_basis,
+    length_coordinate,
+    load_coefficients,
+    whole_coordinate,
+)
 
 # --- queries whose norm fluctuates ----------------------------------------------------------------
 
@@ -78,12 +84,7 @@ STIFFNESS_LEAST = 1e-12
 
 CORRECTED_MAX = 30.0
 """Logit variance beyond which what is of first order in the widths stays as it is there: a row that
-all but picks a key sees no annealed sum. Differences around it stay below `THETA_EXACT`."""
-
-_RELATIVE_STEP = 0.02
-"""Of differences in theta; tables are interpolated to 1e-4 of what is differenced."""
-
-_THETA_LEAST = 1e-4  # corrections vanish below
+all but picks a key sees no annealed sum. Within the table of `key_corrections`."""
 
 
 class PairSpreads(NamedTuple):
@@ -136,7 +137,7 @@ class KeyCorrections(NamedTuple):
     Attributes:
         dimension: of the sphere whose coordinates have the keys' fourth cumulant.
         share: of the shift of many keys that finite rows see.
-        curvature: theta sum_l E d^2 (D^2)_ll / ds_l^2.
+        curvature: theta sum_l E d^2 (J^2)_ll / ds_l^2, over E tr J^2.
     """
 
     dimension: Any
@@ -155,38 +156,24 @@ class KeyCorrections(NamedTuple):
         return (psi + self.share * (joint - psi)) / held
 
 
-def _least_fifth(p2: Any, p3: Any, p4: Any) -> Any:
-    """The least P5: a_j-weighted moments of a_j are 1, P2, P3, ..., of a Hankel determinant that is
-    not negative. Exact for rows whose weights take two values."""
-    return p3**2 + (p4 - p2 * p3) ** 2 / np.maximum(p3 - p2**2, 1e-300)
+@functools.cache
+def _table() -> Array:
+    """(theta, log n, functions) Chebyshev coefficients of the share and of the curvature."""
+    return load_coefficients("softmax_norms")["row"]
 
 
-def key_corrections(
-    single: Callable[[Any], RowStatistics], theta: Any, dimension: Any, theta_largest: float
-) -> KeyCorrections:
-    """The share and the curvature of rows, from derivatives of row moments in theta (shape (...,)).
-
-    The curvature is written in power sums S_m = sum a^m; its S_2 S_3 and S_2 S_4 are those of
-    dP_3/dtheta and dP_4/dtheta, which leaves P_5: the least value that P_2, P_3 and P_4 allow
-    stands for it.
+def key_corrections(theta: Any, keys: Any, dimension: Any) -> KeyCorrections:
+    """The corrections of rows, from the exact integrals' table: 1e-4 of the share and .003 of the
+    curvature.
 
     Args:
-        single: row statistics at (3, ...) variances.
-        theta: logit variance.
+        theta, keys: (m,) logit variance, and number of keys.
         dimension: of the sphere.
-        theta_largest: where the statistics' range ends, nearly.
     """
-    theta = np.minimum(theta, theta_largest)
-    inside = np.maximum(theta, _THETA_LEAST)
-    h = _RELATIVE_STEP
-    around = single(np.stack([inside * (1 - h), inside, inside * (1 + h)]))
-    moments = np.stack([around.sum_square, around.sum_cube, around.sum_fourth])
-    p2, p3, p4 = moments[:, 1]
-    slope2, slope3, slope4 = (moments[:, 2] - moments[:, 0]) / (2 * h * inside)
-    share = 1 - (12 * slope3 - 6 * slope4) / (7 * np.maximum(slope2, 1e-300))
-    p5 = _least_fifth(p2, p3, p4)
-    square_square = np.asarray(around.trace_square)[1] - 1 + 2 * p2
-    curvature = (
-        4 * p2 - 18 * p3 + 18 * p4 - 10 / 3 * slope3 + 2 * slope4 + 4 * square_square - 8 * p5
-    )
-    return KeyCorrections(dimension, share, theta * curvature)
+    variance = np.minimum(np.maximum(theta, 0.0), CORRECTED_MAX)
+    length = np.clip(keys, 1.0, LENGTH_MAX)
+    thetas, lengths, _ = _table().shape
+    a = chebyshev_basis(whole_coordinate(variance), thetas)
+    b = chebyshev_basis(length_coordinate(length), lengths)
+    share, curvature = np.einsum("abf,ap,bp->fp", _table(), a, b, optimize=True)
+    return KeyCorrections(dimension, share, variance * curvature)

@@ -149,6 +149,11 @@ def far_coordinate(theta: Array) -> Array:
     return np.asarray((np.sqrt(theta) - _NEAR) * (2.0 / (_FAR - _NEAR)) - 1.0)
 
 
+def whole_coordinate(theta: Array) -> Array:
+    """[0, THETA_FAR] to [-1, 1], linear in the standard deviation."""
+    return np.asarray(np.sqrt(theta) * (2.0 / _FAR) - 1.0)
+
+
 def far_rho_coordinate(rho: Array) -> Array:
     """[RHO_FAR, 1] to [-1, 1]."""
     return np.asarray((rho - RHO_FAR) * (2.0 / (1.0 - RHO_FAR)) - 1.0)
