@@ -102,10 +102,6 @@ TABLE = (
     Constant(f"{KERNELS}.finite_rows", "_joint_shifts", (_third,), "guess", ("text", "rotary")),
     Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
     Constant("engine.classes", "LEAST_SHARED", (1e-3, 1e-12), "range", ("packed",)),
-    Constant(f"{KERNELS}.relative_positions", "REACH", (20.0, 90.0), "range", ("fading",)),
-    Constant(f"{KERNELS}.relative_positions", "LEAST_SHARE", (1e-3, 1e-12), "range", ("fading",)),
-    Constant(f"{KERNELS}.relative_positions", "PRIORS", (2, 4), "precision", ("fading",)),
-    Constant(f"{KERNELS}.relative_positions", "LEAST_VARIED", (1e-2, 1e-4), "range", ("fading",)),
     Constant(f"{KERNELS}.relative_positions", "SAMPLED", (8, 128), "precision", ("long rotary",)),
     Constant(f"{KERNELS}.relative_positions", "OFFSETS", (3, 12), "precision", ("one class",)),
     Constant(
@@ -210,9 +206,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "long rotary": lambda: moments.predict(
         _plain(causal=True, seq_len=512, rotary=moments.Rotary()), correlation=0.3
     ),
-    "fading": lambda: moments.predict(
-        _plain(causal=True, seq_len=512, alibi=True, heads=8), correlation=0.3
-    ),
     "one class": lambda: moments.predict(
         _plain(seq_len=256, rotary=moments.Rotary()), correlation=0.3
     ),
@@ -243,7 +236,6 @@ DESCRIBED = {
     "encoder": "an encoder below its decoder, tokens alike",
     "long": "1024 tokens on classes",
     "long rotary": "rotary, 512 tokens on classes",
-    "fading": "ALiBi of 8 heads, 512 tokens on classes",
     "one class": "rotary without a mask, 256 tokens alike",
     "packed": "rows of two documents, 128 tokens on classes",
     "no text": "2048 tokens of an unknown text on classes, a head",
@@ -498,12 +490,10 @@ _BELOW = """
 
 Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/projections.py::LOGIT_VARIANCE_NOTED`,
-`moments/transfer/attention/layers.py::PENALTY_NOTED`,
 `moments/transfer/attention/projections.py::CAP_NOTED`,
 `moments/transfer/attention/projections.py::TABLE_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/normalization.py::_NOT_GAUSSIAN`, `moments/transfer/head/output.py::_PEAKED`,
 `moments/prediction/predict.py::OFTEN`,
-`moments/transfer/attention/layers.py::NEARER_NOTED`,
 `moments/transfer/attention/projections.py::TABLE_NOTED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,
 `moments/transfer/attention/kernels/joint_laws.py::STACK_ENTRIES`,

@@ -101,24 +101,6 @@ OWN_ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
         {},
     ),
 }
-PENALISED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "BLOOM 560M without its head, 3 x 192": (
-        moments.preset("bloom-560m", seq_len=192).replace(layers=3, head=None),
-        {},
-    ),
-    "logit variance .8, Pre-LN, 6 x 128": (
-        moments.Transformer(6, 256, 8, 128, dropout=0.1, causal=True, alibi=True),
-        {"correlation": 0.1},
-    ),
-    "logit variance .8, Post-LN, 6 x 128": (
-        moments.Transformer(6, 256, 8, 128, causal=True, alibi=True, norm="post"),
-        {"correlation": 0.1},
-    ),
-    "logit variance .8, windows of 32, 6 x 128": (
-        moments.Transformer(6, 256, 8, 128, dropout=0.1, causal=True, alibi=True, window=32),
-        {"correlation": 0.1},
-    ),
-}
 ROTARY_ALIKE: dict[str, tuple[Any, dict[str, Any]]] = {
     f"{length} tokens of correlation {correlation}": (
         moments.Transformer(3, 256, 4, length, dropout=0.1, rotary=ROTARY),
@@ -219,12 +201,6 @@ WORDS = {
             | {name: value for name, value in STRONG.items() if name != "num_key_value_heads"},
         ),
         (
-            "BLOOM, tied",
-            384,
-            {"model_type": "bloom", "hidden_size": 256, "n_layer": 2, "n_head": 4}
-            | {"vocab_size": 32000, "initializer_range": 0.06},
-        ),
-        (
             "BERT",
             384,
             {"model_type": "bert", "max_position_embeddings": 384, "vocab_size": 32000}
@@ -295,14 +271,6 @@ UNKNOWN = {
             "Llama": {"model_type": "llama"} | STRONG,
             "Llama, faint logits": {"model_type": "llama"} | STRONG | {"initializer_range": 0.04},
             "GPT-2, tied": GPT | {"n_layer": 2, "initializer_range": 0.04, "n_positions": 128},
-            "BLOOM, tied": {
-                "model_type": "bloom",
-                "hidden_size": 256,
-                "n_layer": 2,
-                "n_head": 4,
-                "vocab_size": 5000,
-                "initializer_range": 0.04,
-            },
         }.items()
     },
 }
@@ -316,11 +284,10 @@ HALVED = {
     "GPT-Neo 125M, 12 x 2048": moments.preset("gpt-neo-125m"),
     "Pythia 160M, 12 x 2048": moments.preset("pythia-160m"),
     "Mistral 7B, 4 x 32768": moments.preset("mistral-7b").replace(layers=4),
-    "BLOOM 560M, 4 x 8192": moments.preset("bloom-560m").replace(layers=4, seq_len=8192),
     "T5 small, 6 x 8192": moments.preset("t5-small").replace(seq_len=8192),
 }
 LONG = (1024, 8192, 131072)
-SECONDS = ("llama-3-8b", "mistral-7b", "qwen3-8b", "gpt-neo-125m", "bloom-560m", "t5-small")
+SECONDS = ("llama-3-8b", "mistral-7b", "qwen3-8b", "gpt-neo-125m", "t5-small")
 
 
 def timed(model: Any, **given: Any) -> tuple[moments.Prediction, float]:
@@ -460,14 +427,10 @@ def seconds(model: Any) -> float:
 GPT2 = {
     f"GPT-2 small, 12 x {length}": moments.preset("gpt2").replace(seq_len=length) for length in LONG
 }
-LONGEST = {
-    f"{name}, 131072": moments.preset(name).replace(seq_len=131072)
-    for name in ("bloom-560m", "t5-small")
-}
+LONGEST = {"t5-small, 131072": moments.preset("t5-small").replace(seq_len=131072)}
 PRESETS = LONGEST | {f"{name}, default length": moments.preset(name) for name in SECONDS}
 SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "cases": (lambda case: compared(*case), CASES),
-    "distance penalties": (lambda case: compared(*case), PENALISED),
     "rotary positions without a mask": (
         lambda case: compared(case[0], case[1], tokens=False),
         ROTARY_ALIKE,

@@ -89,15 +89,16 @@ def predict(
         tokens: how finely tokens are told apart under the refined theory. True: each by itself,
             at a cost that grows with the cube of the length. False: not at all. None: by classes
             of positions (`moments.engine.classes`) where the mask is causal, or there are windows,
-            and nothing else but dropout, positions of any kind, penalties and biases by distance
-            tells tokens apart, at any length (of up to 72 windows), an encoder's tokens being
+            and nothing else but dropout, positions of any kind and biases by distance tells tokens
+            apart, at any length (of up to 72 windows), an encoder's tokens being
             alike, and those of several sequences or documents likewise, however long each; not at
             all without a mask, long sequences of rotary positions included; token by token for a
             text of up to 256 tokens and 512 of a batch (of fewer than 64 where logits are as faint
             as GPT-2's and a table of positions is as large as that of tokens), an image or a
             kernel. Of longer texts, given or by Zipf's law, classes tell tokens of one word from
-            others; under such logits and positions, or penalties on distance, they hold means over
-            their cells and sequences. `Prediction.resolution` says which.
+            others; under such logits and positions they hold means over their cells and sequences.
+            Penalties on distance (ALiBi) leave only single tokens, of up to 512 in a sequence; of
+            longer ones that is asked for by True. `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
@@ -334,6 +335,8 @@ def _resolution(
             "tokens=False: under a causal mask, a window or a penalty on distance tokens are not "
             'alike; leave tokens out, or use theory="published", which ignores the mask'
         )
+    if resolved and tokens is None:
+        _check_penalised(stacks)
     labels = model.head is not None and model.head.loss == "classification"
     chosen = targets is not None and not labels
     if not resolved or tokens is not None or grad_kernel is not None or chosen:
@@ -357,6 +360,25 @@ def _resolution(
     if len(lengths) > 1:
         return documents_on(one, lengths)
     return one
+
+
+LONGEST_PENALISED = 512
+"""Longest sequence under distance penalties that is resolved token by token unasked."""
+
+
+def _check_penalised(stacks: list[Transformer]) -> None:
+    """Raise where distance penalties leave only single tokens, and these are many."""
+    for stack in stacks:
+        if stack.alibi and stack.seq_len > LONGEST_PENALISED:
+            raise domain_error(
+                "seq_len",
+                stack.seq_len,
+                f"{LONGEST_PENALISED} at most under ALiBi",
+                "its penalties fall by orders of magnitude inside any class of positions, so that "
+                "every token is followed by itself, at a cost that grows with the cube of the "
+                f"length: use model.replace(seq_len={LONGEST_PENALISED}), or tokens=True to have "
+                "it nonetheless",
+            )
 
 
 COPIES = 0.5
@@ -500,7 +522,7 @@ def by_position(model: Transformer, text: bool = False) -> bool:
     return (
         (model.causal or around)
         and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
-        and not (model.alibi and not model.causal)  # penalties are counted over what is before
+        and not model.alibi  # penalties fall by orders of magnitude inside a class
         and (model.seq_len > LONGEST_TEXT or not _mostly_waves(model))
         and (encoder is None or not positional(encoder))
         and (model.head is None or model.head.loss in (*losses, "classification"))

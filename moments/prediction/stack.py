@@ -908,11 +908,8 @@ keys 21 %."""
 
 
 def by_word(model: Transformer, inputs: Inputs) -> bool:
-    """Whether classes of positions are to tell tokens of one word from others; under distance
-    penalties and faint logits not, where gradients would be half as much again off (at 384 tokens
-    of two to six layers)."""
-    placed = model.alibi or placed_apart(model)
-    return repeating(model, inputs) and not (placed and faint(model))
+    """Whether classes of positions are to tell tokens of one word from others."""
+    return repeating(model, inputs) and not (placed_apart(model) and faint(model))
 
 
 def placed_apart(model: Transformer) -> bool:

@@ -42,12 +42,11 @@ from .kernels.attention import FAINT
 from .kernels.finite_rows import FiniteRows, Widths, finite_rows
 from .kernels.position_attention import (
     Across,
-    ClassHeads,
     ClassLogits,
     PositionAttention,
     Words,
 )
-from .kernels.relative_positions import ClassBiasNoise, Turning, fading
+from .kernels.relative_positions import ClassBiasNoise, Turning
 from .projections import (
     LOGIT_VARIANCE_MAX,
     LogitLaw,
@@ -65,23 +64,6 @@ rule of as many nodes in the penalty's logarithm."""
 
 BEYOND_TABLES = (
     "some rows have a logit variance beyond 8, where they follow the law of the largest logits"
-)
-
-PENALTY_NOTED = 0.3
-"""Logit variance beyond which a note says what classes make of distance penalties."""
-
-NEARER_NOTED = 0.1
-"""What a row's own cell has in common beyond the mean of what it sees, from which that note is said
-too. In three layers of 264 tokens it is .25 where embeddings have 4e-4 of the variance that norms
-give, and gradients are 4 to 15 % off; .05 at a sixteenth, and they are 1 to 2 % off."""
-
-PENALTIES_ON_CLASSES = (
-    "what near tokens have in common under distance penalties is averaged over cells of positions "
-    "(measured at a logit variance of .8 over 6 layers of 128 tokens: variance within .6 %, "
-    "gradients within 2.1 % and those of weights within 4.2 %, under Post-LN within 4 and 10 %; "
-    "where embeddings are next to nothing beside what 2 to 6 layers of 264 to 600 tokens add, "
-    "variance up to 3 % low, gradients up to 7 % high and those of weights 8 %, of gated units up "
-    "to 9, 23 and 30 %); tokens=True resolves each"
 )
 
 
@@ -257,7 +239,6 @@ class _Layer:
     """What a layer answers that knows no places, all of whose tokens are followed."""
 
     beyond_tables: Any = False
-    coarse = False
 
     def weights(self) -> Any:
         """Mean attention; None: uniform."""
@@ -371,7 +352,7 @@ class TokenLayer(_Layer):
 
 
 class ClassLayer(_Layer):
-    """`TokenLayer` on classes of positions; `coarse`: what that costs is to be said.
+    """`TokenLayer` on classes of positions.
 
     Tokens alike whose logits know their distance are one class of all.
     """
@@ -386,15 +367,11 @@ class ClassLayer(_Layer):
         given = scales, norm_variance(memory)
         scales, spreads = (np.broadcast_to(one, lead).ravel() for one in given)
         repeats = None if self._alike else memory.repeats
-        turning, sights, shares = None, [sight], np.ones(1)
+        turning = None
         if leaf.rotary is not None:
             turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
-        if leaf.alibi:
-            slopes, shares = head_slopes(leaf)
-            sights = [fading(classes.inside, float(slope), leaf.window) for slope in slopes]
         self._turning = turning
-        self._rows: list[Any] = []
-        nearer = 0.0
+        self._rows: list[PositionAttention] = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
         for query_tokens, key_tokens, values, scale, spread in zip(
             *kernels, scales, spreads, strict=True
@@ -413,29 +390,22 @@ class ClassLayer(_Layer):
                 words = self._words(classes, told[half:])
                 told = told[:half]
             inside, *across = told
-            own, pairs = inside[2]
-            on_average = (sight.keys * pairs).sum(1) / sight.keys.sum(1)
-            nearer = max(nearer, float(np.max((np.diagonal(pairs) - on_average) / own)))
             logits = ClassLogits(*inside, float(scale), sight, turning, varying[0])
             logits = logits._replace(words=words[0])
             if across:
                 met = Across(*across[0], varying[1], words[1])
                 logits = logits._replace(across=met)
-            heads = [
+            self._rows.append(
                 PositionAttention(
-                    logits._replace(sight=seen),
+                    logits,
                     drop_prob=leaf.drop_prob,
                     d_model=leaf.d_model,
                     d_head=law.head_freedom,
                     norm_spread=float(spread),
                     value_bias=leaf.value_bias / memory_gain(leaf),
                 )
-                for seen in sights
-            ]
-            self._rows.append(ClassHeads(heads, shares, sight) if leaf.alibi else heads[0])
+            )
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
-        noted = float(np.max(self.wanted)) > PENALTY_NOTED or nearer > NEARER_NOTED
-        self.coarse = bool(leaf.alibi) and noted
         table, self._d_model = leaf.relative_bias, leaf.d_model
         self._biases: list[ClassBiasNoise] = []
         if table is not None and table.variance > 0.0:

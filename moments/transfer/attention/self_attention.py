@@ -27,7 +27,6 @@ from ..normalization import FiniteNormalization
 from .laws import attend_by_laws
 from .layers import (
     BEYOND_TABLES,
-    PENALTIES_ON_CLASSES,
     Mask,
     averaged,
     layer_of,
@@ -368,8 +367,6 @@ def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
     if not notes and layer.beyond_tables:
         notes = (BEYOND_TABLES,)
     notes += law.notes
-    if layer.coarse:
-        notes += (PENALTIES_ON_CLASSES,)
     output = concatenated(
         leaf,
         signal,

@@ -3,12 +3,12 @@
 Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (own, pairs); its
 products close, so that each step of the closure keeps its form: reference rows, mean attention, the
 self overlap of a row, joint laws of two rows, dropped attention. Masks and windows are the counts
-of a `Sight`, distance penalties those of a `FadingSight`, rotary positions the means of a
-`Turning`; all tokens may be one class. Every node is a row class of its own, exact on its own
-reference, and every two of them have a law at the correlation of their queries and its derivative
-there; between nodes everything is interpolated. With every position a node, a layer meets
-`KernelAttention` as closely as that one's single precision and its nodes in the correlation allow,
-where it gives every row a class of its own: `tests/test_position_classes.py` holds that.
+of a `Sight`, rotary positions the means of a `Turning`; all tokens may be one class. Every node is
+a row class of its own, exact on its own reference, and every two of them have a law at the
+correlation of their queries and its derivative there; between nodes everything is interpolated.
+With every position a node, a layer meets `KernelAttention` as closely as that one's single
+precision and its nodes in the correlation allow, where it gives every row a class of its own:
+`tests/test_position_classes.py` holds that.
 
 The laws of two rows are arrays over the keys of either. A tile of rows sees a range of classes, and
 pairs of two tiles are treated together, over those two ranges: half of what a causal mask would
@@ -34,7 +34,7 @@ from ....engine.state import ratio_or_zero
 from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
 from . import exact_rows
-from .attention import Heads, amplified
+from .attention import amplified
 from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import MARGINAL_SWEEPS, fixed_norms, of_shift, toward_keys, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
@@ -47,7 +47,7 @@ from .joint_laws import (
     sharpening,
     single,
 )
-from .relative_positions import FadingSight, Rule, Turning
+from .relative_positions import Rule, Turning
 from .row_statistics import (
     FAINT,
     AttentionRows,
@@ -401,50 +401,7 @@ class ClassLogits(NamedTuple):
     @property
     def prior(self) -> Array:
         """(P, P) weight of a key's token where logits vanish; a row's sum to 1."""
-        sight = self.sight
-        size = sight.keys.sum(1, keepdims=True)
-        if not isinstance(sight, FadingSight):
-            return np.asarray(sight.seen / size)
-        return np.asarray(sight.prior / (sight.keys * sight.prior).sum(1, keepdims=True))
-
-    def by_parts(self) -> ClassLogits:
-        """The same for the keys of a sight that has several to a class."""
-        if not isinstance(self.sight, FadingSight):
-            return self
-        held = self.sight.held
-        both = np.ix_(held, held)
-
-        def parts(kernel: Matrix) -> Matrix:
-            return kernel[0][held], kernel[1][np.ix_(held, held)]
-
-        def of_words(words: Words | None) -> Words | None:
-            if words is None:
-                return None
-            return words._replace(
-                keys=parts(words.keys),
-                values=parts(words.values),
-                share=words.share[both],
-                met=None if words.met is None else words.met[held],
-            )
-
-        keys = parts(self.keys)
-        values = keys if self.values is self.keys else parts(self.values)
-        across, repeats, turning = self.across, self.repeats, self.turning
-        if across is not None:
-            across = across._replace(
-                keys=parts(across.keys),
-                values=parts(across.values),
-                repeats=None if across.repeats is None else across.repeats[both],
-                words=of_words(across.words),
-            )
-        return self._replace(
-            keys=keys,
-            values=values,
-            across=across,
-            words=of_words(self.words),
-            repeats=None if repeats is None else repeats[both],
-            turning=None if turning is None else turning.of_parts(held),
-        )
+        return np.asarray(self.sight.seen / self.sight.keys.sum(1, keepdims=True))
 
     @property
     def aligned(self) -> bool:
@@ -541,7 +498,7 @@ class PositionAttention:
             logits: of the layer.
             drop_prob, d_model, d_head, norm_spread, value_bias: as in `attention.KernelAttention`.
         """
-        self.logits = logits = logits.by_parts()
+        self.logits = logits
         self._kernels: Across | ClassLogits = logits
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
@@ -605,12 +562,6 @@ class PositionAttention:
         found._forward()
         found._give_back()
         return found
-
-    @property
-    def reached(self) -> Array:
-        """(P, P) mean attention to all tokens of a class that a row sees."""
-        sight = self.logits.sight
-        return sight.summed(self.counted) if isinstance(sight, FadingSight) else self.counted
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -993,19 +944,9 @@ class PositionAttention:
                 sight.split[short, long, left] * weights[long, left],
                 sight.split[long, short, right] * weights[short, right],
             ),
-            (
-                weights[long, tile.own] * self._shared(tile, long, short, tile.own),
-                weights[short, tile.own] * self._shared(tile, short, long, tile.own),
-            ),
+            (weights[long, tile.own], weights[short, tile.own]),
             (self._by_frequency[long, left], self._by_frequency[short, right]),
         )
-
-    def _shared(self, tile: Tile, one: Indices, other: Indices, keys: slice) -> Any:
-        """(c, n) of what a token weighs in a row, the part on those that another row looks at."""
-        sight, alone = self.logits.sight, self._pairs.alone[tile.pairs]
-        if not isinstance(sight, FadingSight):
-            return 1.0
-        return np.where(alone[:, None], 1.0, sight.met_by_one[one, other, keys])
 
     @property
     def _alone(self) -> Kinds:
@@ -1322,11 +1263,7 @@ class PositionAttention:
         )
         both = (twice * weights[long, left])[:, :, None] * weights[short, right][:, None, :]
         both = both * counts[0] * counts[1]
-        alike = twice
-        if isinstance(sight, FadingSight):
-            sent = sight.summed(sent)[:, sight.held]
-            alike = twice * sight.portion[long, short, tile.own]
-        alike = alike * sent[long, tile.own] * sent[short, tile.own]
+        alike = twice * sent[long, tile.own] * sent[short, tile.own]
         of_values = of_keys = both, alike
         if self.logits.turning is None and self.logits.words is None:
             bent = sight.bent[long, short][:, None]
@@ -1388,9 +1325,6 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._send_noise(own, total_own, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
-        if isinstance(self.logits.sight, FadingSight):
-            total_own = self.logits.sight.summed(total_own)
-            total = self.logits.sight.summed_pairs(total)
         if kinds == 1:
             total = total[:, 0]
         query = own * self.response[0], pairs * self.response[1]
@@ -1414,27 +1348,6 @@ class PositionAttention:
         for path, (factor, law) in enumerate(paths, start=1):
             total[path] += np.einsum("p,pqr->qr", factor * driven, law * once)  # of every kind
             total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
-
-
-class ClassHeads(Heads):
-    """Of `PositionAttention`, where its layers differ in what they see."""
-
-    def __init__(self, layers: Sequence[PositionAttention], shares: Array, sight: Sight) -> None:
-        """`sight`: without what tells heads apart."""
-        super().__init__(layers, shares)
-        self._sight = sight
-
-    @property
-    def weights(self) -> Array:
-        """Mean attention to one token, its own cell's tokens being alike."""
-        counted = self._mean([layer.reached for layer in self._layers])
-        keys = self._sight.keys
-        return np.where(self._sight.seen, counted / np.where(self._sight.seen, keys, 1.0), 0.0)
-
-    @property
-    def others(self) -> tuple[ClassHeads, ...]:
-        each = zip(*(layer.others for layer in self._layers), strict=True)
-        return tuple(ClassHeads(layers, np.array(self._shares), self._sight) for layers in each)
 
 
 def log_mean(rule: Rule, size: Array) -> Array:
