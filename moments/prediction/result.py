@@ -222,7 +222,7 @@ class Prediction:
         return stack_overlaps(self.trace.stack, memory)
 
     def _declaration(self) -> Chain:
-        return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
+        return declare(self.model, self.theory, *self.layout.places)
 
     @functools.cached_property
     def _stepping(self) -> Any:

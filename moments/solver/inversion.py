@@ -117,7 +117,7 @@ def invert(plan: Plan, layer: int) -> Inversion:
     stack, memory = entered(plan.model, plan.inputs)
     stack.forward()
     layout = stack.layout
-    body = declare_layer(plan.model, "refined", layer, layout.padding, layout.sequences).body
+    body = declare_layer(plan.model, "refined", layer, *layout.places).body
     found = [p for p in stack.trace.points if p.layer in (layer - 1, layer)]
     points = found[[p.site for p in found].index("stream") :] if layer > 1 else found
     numbers = Numbers(points, layout, memory)

@@ -164,7 +164,7 @@ class _Depths:
                 if depth & (depth - 1) == 0:
                     # Deep enough for the next layers: a declaration as deep as any costs more.
                     deep = model.replace(layers=2 * depth)
-                layer = declare_layer(deep, "refined", depth, layout.padding, layout.sequences)
+                layer = declare_layer(deep, "refined", depth, *layout.places)
                 try:
                     signal = forward(layer, signal, memory)[0]
                     value = self._of(*layout.token_average(signal.kernel))
