@@ -1145,3 +1145,35 @@ def test_stored_sweeps() -> None:
     for parts, _, measured, predicted in found:
         seen, stderr = (measured[f"relative_change{end}"][-1] for end in ("", "_stderr"))
         assert abs(predicted["relative_change"][-1] - seen) < 0.1 * seen + 2 * stderr, parts
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        (["--lr", "0"], "learning_rate = 0"),
+        (["--lr", "inf"], "learning_rate = inf"),
+        (["--bound", "-1"], "bound = -1"),
+        (["--optimizer", "newton"], "optimizer = 'newton'"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_computed(
+    told: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def computed(*_: Any, **__: Any) -> None:
+        raise AssertionError("computed")
+
+    from moments.cli import app
+
+    monkeypatch.setattr("moments.prediction.predict.predict", computed)
+    result = CliRunner().invoke(app, ["first-step", "gpt2", *told])
+    assert isinstance(result.exception, moments.DomainError)
+    assert named in str(result.exception)
+
+
+def test_a_rate_is_checked_before_its_step(
+    prediction: moments.Prediction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moments.Prediction, "_stepping", None)
+    for rate in (0.0, np.inf):
+        with pytest.raises(moments.DomainError, match="learning_rate"):
+            prediction.after("adam", rate)
