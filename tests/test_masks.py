@@ -186,3 +186,15 @@ def test_a_row_that_begins_with_a_token_of_no_size(tied: bool) -> None:
         noise = getattr(measured, f"{name}_stderr") / getattr(measured, name)
         assert np.all(error < 4 * noise + 0.05), name
     assert abs(found.loss - measured.loss) < 4 * measured.loss_stderr
+
+
+# --- how many sequences a gradient is of ----------------------------------------------------------
+
+
+def test_weight_gradients_say_of_how_many_sequences_they_are() -> None:
+    model = layers(8)
+    unknown, both = predict(model, batch=2), predict(model, token_ids=words(2, 8))
+    assert unknown.weight_gradients().attrs == {"sequences": 1, "batch": 2}
+    assert both.weight_gradients().attrs == {"sequences": 2, "batch": 2}
+    assert "weight_gradients() are those of 1 of the 2 sequences" in unknown.table()
+    assert "weight_gradients()" not in both.table()
