@@ -782,6 +782,25 @@ def test_an_encoder_and_a_decoder() -> None:
         alone.after("adam", 1e-4)
 
 
+@pytest.mark.parametrize("optimizer", ["adam"])
+def test_an_encoder_that_reads_fewer_tokens_than_its_decoder(optimizer: str) -> None:
+    read = text_batch(T5, seq_len=16, batch=2)
+    read["input_ids"] = read["input_ids"][:, :10]
+    model = moments.from_huggingface(T5, seq_len=16)
+    model = model.replace(encoder=model.encoder.replace(seq_len=10))
+    given = inputs_of(model, {name: np.asarray(value) for name, value in read.items()})
+    measured = measure_step(lambda seed: build_module(T5, seed), read, optimizer, 1e-4, seeds=6)
+    assert isinstance(measured, moments.StepMeasurement)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        step = moments.predict(model, **given).after(optimizer, 1e-4)
+    error = abs(step.loss_change - measured.loss_change)
+    assert error < 0.05 * abs(measured.loss_change) + 2 * measured.loss_change_stderr
+    sites = moments.compare(step, measured).to_frame().set_index(["layer", "site"])
+    row = sites.loc[1, "cross.heads"]
+    assert abs(row["relative_change_error"]) < 0.1 + 3 * row["relative_change_stderr"]
+
+
 def test_a_sum_of_steps_is_torch_s() -> None:
     gradients = np.random.default_rng(0).standard_normal((3, 50))
     for updates, make in (
@@ -1092,3 +1111,35 @@ def test_stored_widths_are_flat_under_mup_alone() -> None:
         (row,) = benchmark.rows(case)
         seen, stderr = (row.measured[f"relative_change{end}"][-1] for end in ("", "_stderr"))
         assert abs(row.predicted["relative_change"][-1] - seen) < 0.1 * seen + 2 * stderr, case
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--lr", "0"], "learning_rate = 0"),
+        (["--lr", "inf"], "learning_rate = inf"),
+        (["--bound", "-1"], "bound = -1"),
+        (["--optimizer", "newton"], "optimizer = 'newton'"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_computed(
+    given: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def computed(*_: Any, **__: Any) -> None:
+        raise AssertionError("computed")
+
+    from moments.cli import app
+
+    monkeypatch.setattr("moments.prediction.predict.predict", computed)
+    result = CliRunner().invoke(app, ["first-step", "gpt2", *given])
+    assert isinstance(result.exception, moments.DomainError)
+    assert named in str(result.exception)
+
+
+def test_a_rate_is_checked_before_its_step(
+    prediction: moments.Prediction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moments.Prediction, "_stepping", None)
+    for rate in (0.0, np.inf):
+        with pytest.raises(moments.DomainError, match="learning_rate"):
+            prediction.after("adam", rate)

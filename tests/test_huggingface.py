@@ -307,3 +307,19 @@ def test_unknown_preset() -> None:
     with pytest.raises(DomainError, match=r"preset = 'bert-huge': .* did you mean 'bert-large'"):
         moments.preset("bert-huge")
     assert "bert-base" in repr(moments.preset)
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "opt", "olmo", "gemma", "cohere", "phi3"])
+def test_a_null_padding_token_leaves_no_row_of_zeros(kind: str) -> None:
+    """As the module has it, whose table then has no padding_idx."""
+    config = transformers.AutoConfig.for_model(kind, pad_token_id=None)
+    assert config.pad_token_id is None
+    for given in (config, {"model_type": kind, "pad_token_id": None}):
+        assert moments.from_huggingface(given, seq_len=16).embedding.padding_id is None
+    usual = moments.from_huggingface({"model_type": kind}, seq_len=16).embedding
+    assert usual.padding_id == transformers.AutoConfig.for_model(kind).pad_token_id
+
+
+def test_positions_that_count_from_a_null_padding_token_are_refused() -> None:
+    with pytest.raises(DomainError, match="pad_token_id"):
+        moments.from_huggingface({"model_type": "roberta", "pad_token_id": None})

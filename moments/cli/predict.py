@@ -257,11 +257,18 @@ def first_step(
     ] = False,
 ) -> Answer:
     """Predict the first step of an optimizer: loss, the stream's change, every matrix's step."""
+    from ..formulas.checks import POSITIVE, check_number
     from ..prediction.predict import predict
     from ..show.step import first_step_table
+    from ..step.first import check_step
     from ..step.search import learning_rate as search
     from ..step.search import zipf_batch
 
+    options: dict[str, Any] = {"weight_decay": weight_decay} if weight_decay else {}
+    if steps != 1:
+        options["steps"] = steps
+    check_number("bound", bound, POSITIVE)
+    check_step(optimizer, 1.0 if learning_rate is None else learning_rate, **options)
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     if known:
         raise DomainError("a plan knows moments of its input and no text: give its model alone")
@@ -273,9 +280,6 @@ def first_step(
         if not hasattr(described.embedding, "vocab_size"):
             raise DomainError("a first step reads a text: declare an embedding with a token table")
         prediction = predict(described, **zipf_batch(described, sequences, seed))
-    options: dict[str, Any] = {"weight_decay": weight_decay} if weight_decay else {}
-    if steps != 1:
-        options["steps"] = steps
     groups: dict[str, float] = {}
     if learning_rate is None:
         found = search(prediction, optimizer, bound=bound, groups=by_group, **options)

@@ -309,7 +309,8 @@ class Leaf(Component):
     def carried(self, record: Record, amplitude: Array) -> Array:
         if not self.rescales:
             return 0.0 * amplitude
-        return amplitude * np.sqrt(record.output.kernel.diagonal / record.input.kernel.diagonal)
+        before, after = record.input.kernel.diagonal, record.output.kernel.diagonal
+        return amplitude * np.sqrt(ratio_or_zero(after, before))
 
     def response(self, record: Record, around: Around) -> Response:
         received, sent = around.received(record), record.gradient_received

@@ -141,12 +141,19 @@ class SequenceLayout:
         real: (sequences, L) or (L,), 1.0 where a token counts and 0.0 where it pads; None: all do.
         classes: of positions, in which one sequence is resolved; None: it is not.
         documents: of the same shape, of packed rows: each token's, from 1, and 0 where it pads.
+        memory: as `padding`, of the encoder's output that a decoder reads; None: all of it counts.
     """
 
     sequences: int = 1
     real: np.ndarray | None = None
     documents: np.ndarray | None = None
     classes: PositionClasses | None = None
+    memory: Padding | None = None
+
+    @property
+    def places(self) -> tuple[Padding | None, int, Padding | None]:
+        """What a declaration of layers is told of where its tokens lie."""
+        return self.padding, self.sequences, self.memory
 
     @property
     def padding(self) -> Padding | None:

@@ -39,6 +39,7 @@ from .stack import (
     Inputs,
     Outcome,
     Stack,
+    as_many,
     by_word,
     configurations,
     document_spans,
@@ -47,12 +48,13 @@ from .stack import (
     head_top,
     last_gradient,
     placed_apart,
+    repeated,
     repeating,
 )
 
 SoFar = Callable[[], np.ndarray]
 
-INPUTS = tuple(field.name for field in dataclasses.fields(Inputs))
+INPUTS = tuple(field.name for field in dataclasses.fields(Inputs) if field.name != "texts")
 
 
 def predict(
@@ -117,7 +119,9 @@ def predict(
             predicts none across, and correlations are those of pairs of one document. None: every
             row is one.
         encoder_inputs: for a model with an encoder, those of `variance`, `correlation`,
-            `token_ids`, `segment_ids`, `kernel` and `attention_mask` that describe its input.
+            `token_ids`, `segment_ids`, `kernel` and `attention_mask` that describe its input. Of
+            several texts every one of the decoder reads one of the encoder's: as many of both, or
+            one of either, which is repeated (an unknown text: as many unknown ones).
         batch: sequences that share the weights; the more, the narrower `grad_variance_band`. With a
             head, also those that the loss averages over. Sequences or images given one by one are
             counted already: 1 and their number mean the same.
@@ -151,6 +155,10 @@ def predict(
         document_ids,
     )
     other = _encoder_inputs(model, encoder_inputs)
+    if model.encoder is not None:
+        inputs, other = as_many(inputs, other)
+        if inputs.sequences > 1 and model.head is not None and model.head.loss != "classification":
+            targets = repeated(targets, 2, inputs.sequences)
     received = {"grad_variance": grad_variance, "grad_correlation": grad_correlation}
     shapes = {name: given_shape(value) for name, value in received.items()}
     shapes["grad_kernel"] = given_shape(grad_kernel)[:-2]
@@ -182,7 +190,7 @@ def predict(
         ):
             if model.encoder is not None:
                 stacks[0].forward()
-                stack.run.memory = stacks[0].read()
+                stack.reads(stacks[0])
             signal = stack.forward()
             outcome = last_gradient(
                 stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
@@ -233,20 +241,20 @@ def _read_by(
     """What the band of an encoder's gradient has to know of its decoder (refined theory)."""
     from ..noise.encoder_noise import DecoderTop
 
-    declaration = declare(decoder, "refined", layout.padding, layout.sequences)
+    declaration = declare(decoder, "refined", *layout.places)
     read = declare_output(encoder, "refined")
     return DecoderTop(read, declaration, trace, head_top(output))
 
 
-def stack_of(model: Transformer, **inputs: Any) -> Stack:
-    """A model's stack of layers on the inputs that `predict` takes, under the refined theory.
+def stack_of(model: Transformer, inputs: Inputs, tokens: bool | None = None) -> Stack:
+    """A model's stack of layers on what enters it, under the refined theory; `tokens` as in
+    `predict`.
 
     Raises:
         DomainError: as `predict`.
     """
-    entering = Inputs(**{name: value for name, value in inputs.items() if name in INPUTS})
-    resolved = _resolution(model, "refined", inputs.get("tokens"), entering, Inputs(), None)
-    return Stack(model, "refined", entering, resolved, entering.shape)
+    resolved = _resolution(model, "refined", tokens, inputs, Inputs(), None)
+    return Stack(model, "refined", inputs, resolved, inputs.shape)
 
 
 def _counted(batch: int, sequences: int) -> int:

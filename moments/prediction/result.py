@@ -184,9 +184,10 @@ class Prediction:
         """Expected squared gradient norm of every parameter: layer, weight, squared_norm.
 
         What `parameter.grad.norm()**2` is on average over draws. Of the loss on the whole batch of
-        `token_ids` that is held by token or by classes; else for one sequence. Layer 0 holds
-        embedding tables, layer N + 1 the head. Theories that state no query or key gradient have no
-        such rows.
+        `token_ids` that is held by token or by classes; else for one sequence, though the loss is
+        averaged over `batch`: the frame's `attrs["sequences"]` says of how many, `attrs["batch"]`
+        of how many the loss is. Layer 0 holds embedding tables, layer N + 1 the head. Theories that
+        state no query or key gradient have no such rows.
 
         Raises:
             DomainError: several configurations were predicted at once.
@@ -204,7 +205,14 @@ class Prediction:
             warnings.warn(note, ValidityWarning, stacklevel=2)
         names = [(layer, weight) for layer, weight, _ in rows]
         frame = as_frame(names, columns=["layer", "weight"])
-        return frame.assign(squared_norm=norms)
+        frame = frame.assign(squared_norm=norms)
+        frame.attrs["sequences"], frame.attrs["batch"] = self.sequences
+        return frame
+
+    @property
+    def sequences(self) -> tuple[int, int]:
+        """Of how many sequences `weight_gradients` are, and over how many the loss is averaged."""
+        return self.layout.sequences, self.layout.sequences * self.batch
 
     def inner_weights(self) -> list[tuple[int, str, Any]]:
         """Expected squared gradient norms of the layers' parameters: layer, name, norm."""
@@ -222,7 +230,7 @@ class Prediction:
         return stack_overlaps(self.trace.stack, memory)
 
     def _declaration(self) -> Chain:
-        return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
+        return declare(self.model, self.theory, *self.layout.places)
 
     @functools.cached_property
     def _stepping(self) -> Any:
@@ -260,6 +268,9 @@ class Prediction:
         Warns:
             ValidityWarning: where the step is too large for the theory.
         """
+        from ..step.first import check_step
+
+        check_step(optimizer, learning_rate, **options)
         found: FirstStep = self._stepping.after(optimizer, learning_rate, **options)
         for note in found.warnings:
             warnings.warn(note, ValidityWarning, stacklevel=2)

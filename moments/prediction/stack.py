@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 import os
@@ -47,7 +48,11 @@ from .result import Prediction
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What the user says of the tensor that enters layer 1."""
+    """What the user says of the tensor that enters layer 1.
+
+    Attributes:
+        texts: how many sequences there are, where they are not given one by one.
+    """
 
     variance: Any = None
     correlation: Any = None
@@ -57,6 +62,7 @@ class Inputs:
     kernel: Any = None
     attention_mask: Any = None
     document_ids: Any = None
+    texts: int = 1
 
     @property
     def by_token(self) -> bool:
@@ -85,12 +91,53 @@ class Inputs:
             shape = given_shape(getattr(self, name))
             if len(shape) == rank:
                 return shape[0]
-        return 1
+        return self.texts
+
+    def times(self, count: int) -> Inputs:
+        """The same for so many sequences: the one that is given, for each; an unknown text, so many
+        of its kind."""
+        if self.sequences == count:
+            return self
+        found = {name: repeated(getattr(self, name), rank, count) for name, rank in RANKS.items()}
+        return dataclasses.replace(self, texts=count, **found)
 
     @property
     def moments(self) -> bool:
         """Whether the tensor itself is described, and not what an embedding reads."""
         return any(v is not None for v in (self.variance, self.correlation, self.kernel))
+
+
+RANKS = {
+    "token_ids": 2,
+    "segment_ids": 2,
+    "attention_mask": 2,
+    "document_ids": 2,
+    "pixels": 4,
+}
+"""Axes of what is given sequence by sequence."""
+
+
+def repeated(value: Any, rank: int, count: int) -> Any:
+    """One sequence's array, as that of so many; unchanged where it is that of no one sequence."""
+    shape = given_shape(value)
+    if value is None or len(shape) not in (rank - 1, rank) or (len(shape) == rank and shape[0] > 1):
+        return value
+    return np.repeat(np.asarray(value).reshape(1, *shape[1 - rank :]), count, axis=0)
+
+
+def as_many(inputs: Inputs, other: Inputs) -> tuple[Inputs, Inputs]:
+    """Inputs of a decoder and of its encoder, with as many texts: one of either is repeated.
+
+    Raises:
+        DomainError: neither gives one, and they differ.
+    """
+    mine, theirs = inputs.sequences, other.sequences
+    if mine != theirs and 1 not in (mine, theirs):
+        raise DomainError(
+            f"token_ids hold {mine} texts, and encoder_inputs {theirs}: every text of the decoder "
+            "reads one of the encoder's; give as many of both, or one of either, which is repeated"
+        )
+    return inputs.times(max(mine, theirs)), other.times(max(mine, theirs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +191,7 @@ class Stack:
         told = PositionClasses, BothSides, DocumentClasses
         if type(self.classes) in told and (by_word(model, inputs) if words is None else words):
             self.classes = self.counted = self.resolved = self._of_words()
-        self.first = self._first()
+        self.first = self._first(real)
         if resolved and self.first.pairs.shape[:-2] != shape:
             first = self.first
             if inputs.sequences > 1:
@@ -154,11 +201,18 @@ class Stack:
                 )
             self.first = _spread(first, shape)
         sequences = 1
-        if resolved is True and inputs.kernel is None:
+        if resolved is True:
             sequences = self.first.pairs.shape[-1] // model.seq_len
+            if real is not None and sequences > 1:
+                real = np.broadcast_to(real, (sequences, model.seq_len))
         if self.classes is not None and len(self.classes.ends) > 1:
             sequences = inputs.sequences
         self.layout = SequenceLayout(sequences, real, self.documents, self.classes)
+
+    def reads(self, encoder: Stack) -> None:
+        """Make another stack's output what cross-attention reads: after its pass forward."""
+        self.run.memory = encoder.read()
+        self.layout = dataclasses.replace(self.layout, memory=encoder.layout.padding)
 
     def alone(self) -> Stack:
         """Of several documents, the stack of one that is like them on average."""
@@ -215,9 +269,24 @@ class Stack:
         assert self.classes is not None
         return found if len(self.classes.ends) > 1 else found[0]
 
-    def _first(self) -> Kernel:
+    def _first(self, real: np.ndarray | None) -> Kernel:
         told = self.resolved, self.inputs, self.ids, self.documents
-        return first_kernel(self.model, self.theory, *told)
+        one = first_kernel(self.model, self.theory, *told)
+        if self.resolved is True and real is not None:
+            one = _unseen_filled(one, real)
+        length, texts = self.model.seq_len, self.inputs.sequences
+        if self.resolved is not True or texts == 1 or one.pairs.shape[-1] != length:
+            return one
+        pairs = np.tile(one.pairs, (texts, texts))
+        if not self.inputs.moments:
+            # Tokens at one place of two unknown texts share its row of the position table; the rest
+            # of what a token has of its own they do not.
+            embedding = self.model.embedding
+            assert isinstance(embedding, Embedding)
+            tables = drawn_alike(embedding, length, self.theory)
+            alone = tables.diagonal - tables.pairs - embedding.position_variance
+            pairs = pairs - alone * np.kron(1.0 - np.eye(texts), np.eye(length))
+        return Kernel.of_matrix(pairs)
 
     def enter(self) -> Signal:
         """What enters layer 1."""
@@ -258,7 +327,7 @@ class Stack:
 
     def declaration(self) -> Chain:
         """Its layers as components."""
-        return declare(self.model, self.theory, self.layout.padding, self.layout.sequences)
+        return declare(self.model, self.theory, *self.layout.places)
 
     def _may_replay(self, signal: Signal) -> bool:
         """Whether what passes between layers is all that `prediction` asks of them: one of no norms
@@ -625,6 +694,23 @@ def check_kernel(name: str, kernel: Any, seq_len: int) -> Kernel:
     if np.linalg.eigvalsh(matrix).min() < -1e-9 * scale:
         raise domain_error(name, "not positive semidefinite", "a matrix of second moments")
     return Kernel.of_matrix((matrix + np.swapaxes(matrix, -1, -2)) / 2)
+
+
+def _unseen_filled(kernel: Kernel, real: np.ndarray) -> Kernel:
+    """With variance at padding whose row of the table is zero: nobody sees it, so that it may be
+    any token, and one of no size would be divided by.
+
+    Args:
+        kernel: (..., n, n) of the tokens.
+        real: (L,) or (B, L), 1 for a real token.
+    """
+    there = np.broadcast_to(real.reshape(-1) > 0, kernel.diagonal.shape)
+    empty = ~there & (kernel.diagonal == 0)
+    if not empty.any():
+        return kernel
+    mean = (kernel.diagonal * there).sum(-1, keepdims=True) / there.sum(-1, keepdims=True)
+    own = np.where(empty, mean, kernel.diagonal)
+    return Kernel.joined(own, kernel.pairs, kernel.resolved)
 
 
 def given_shape(value: Any) -> tuple[int, ...]:

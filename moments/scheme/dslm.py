@@ -14,9 +14,8 @@ from ..formulas.checks import POSITIVE, Interval, check_choice, check_flag, chec
 from ..formulas.references import kedia
 from ..model.transformer import Transformer
 from ..model.weights import Weights
-from ..prediction.predict import stack_of
 from ..solver.block import MATRICES, solvable
-from ..solver.entering import entered
+from ..solver.entering import entered, stacks
 from ..solver.goals import scaled_weights
 from ..solver.layerwise import solve_blocks
 from ..transfer.embedding import embedded_alike
@@ -256,8 +255,8 @@ def described(inputs: Mapping[str, Any]) -> bool:
 
 def by_token(model: Transformer, inputs: Mapping[str, Any]) -> bool:
     """Whether a prediction of the model on such inputs is resolved by token."""
-    of_decoder = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
-    return stack_of(model, **of_decoder).resolved is True
+    stack, _ = stacks(model, inputs)
+    return stack.resolved is True
 
 
 def _once(model: Transformer, inputs: Mapping[str, Any], free: tuple[str, ...]) -> Transformer:

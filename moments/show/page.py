@@ -292,7 +292,9 @@ def _weights(prediction: Prediction) -> str:
     columns = {_spaced(name): square[name].to_numpy() for name in names}
     outer = frame[(frame.layer == 0) | (frame.layer > prediction.model.layers)]
     rest = [(str(r["weight"]), shown(r["squared_norm"])) for r in outer.to_dict("records")]
-    tables = details("every parameter, layer by layer", _by_layer(columns, 1))
+    one, every = prediction.sequences
+    of = f", of {one} of {every} sequences" if one < every else ""
+    tables = details(f"every parameter, layer by layer{of}", _by_layer(columns, 1))
     if rest:
         tables += details("embedding and head", table(["parameter", "squared norm"], rest, {0}))
     return _charts(charts) + tables

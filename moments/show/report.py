@@ -69,6 +69,9 @@ def _caption(prediction: Prediction) -> str:
     text = "index 0 enters layer 1; gradients are means over draws of the weights"
     if prediction.loss is None:
         return text
+    one, every = prediction.sequences
+    if one < every:
+        text += f"\nweight_gradients() are those of {one} of the {every} sequences of the loss"
     return (
         f"{text}\nloss {prediction.loss:.4g} +- {prediction.loss_stderr:.2g} (one draw), "
         f"logit variance {number(prediction.logit_variance or 0.0)}; gradients are of this loss"

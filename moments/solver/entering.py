@@ -12,8 +12,8 @@ from ..engine.classes import PositionClasses
 from ..engine.state import Signal
 from ..errors import domain_error
 from ..model.transformer import Transformer
-from ..prediction.predict import predict, stack_of
-from ..prediction.stack import Stack
+from ..prediction.predict import INPUTS, predict, stack_of
+from ..prediction.stack import Inputs, Stack, as_many
 
 NOT_INPUTS = ("model", "theory", "progress", "batch")
 
@@ -33,23 +33,32 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
             raise domain_error(name, value, "one number: a plan is for one configuration")
 
 
+def stacks(model: Transformer, inputs: Mapping[str, Any]) -> tuple[Stack, Stack | None]:
+    """The stack of layers and its encoder's, if it has one, before anything passes through them.
+
+    Raises:
+        DomainError: as `predict`.
+    """
+    own = Inputs(**{name: value for name, value in inputs.items() if name in INPUTS})
+    tokens = inputs.get("tokens")
+    if model.encoder is None:
+        return stack_of(model, own, tokens), None
+    own, outer = as_many(own, Inputs(**dict(inputs.get("encoder_inputs") or {})))
+    stack, other = stack_of(model, own, tokens), stack_of(model.encoder, outer)
+    beside = isinstance(stack.resolved, PositionClasses) and other.resolved is False
+    if stack.resolved != other.resolved and not beside:
+        stack, other = stack_of(model, own, True), stack_of(model.encoder, outer, True)
+    return stack, other
+
+
 def entered(model: Transformer, inputs: Mapping[str, Any]) -> tuple[Stack, Signal | None]:
     """The stack of layers, and what a decoder's cross-attention reads.
 
     Raises:
         DomainError: as `predict`.
     """
-    of_decoder = {name: value for name, value in inputs.items() if name != "encoder_inputs"}
-    stack = stack_of(model, **of_decoder)
-    if model.encoder is None:
-        return stack, None
-    outer = dict(inputs.get("encoder_inputs") or {})
-    other = stack_of(model.encoder, **outer)
-    beside = isinstance(stack.resolved, PositionClasses) and other.resolved is False
-    if stack.resolved != other.resolved and not beside:
-        stack = stack_of(model, **of_decoder | {"tokens": True})
-        other = stack_of(model.encoder, **outer | {"tokens": True})
-    other.forward()
-    memory = other.read()
-    stack.run.memory = memory
-    return stack, memory
+    stack, other = stacks(model, inputs)
+    if other is not None:
+        other.forward()
+        stack.reads(other)
+    return stack, stack.run.memory

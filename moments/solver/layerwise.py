@@ -329,7 +329,7 @@ def solve_blocks(
         DomainError: a block's output does not depend on its free matrices, or is normalised.
     """
     walk = _Walk(layout, free, target, of_sum, memory)
-    layers: Any = declare(model, "refined", layout.padding, layout.sequences).children
+    layers: Any = declare(model, "refined", *layout.places).children
     alike = len(layers) >= WORTH and memory is None and not signal.resolved
     bodies = [layer.body for layer in layers]
     replay = Replay(bodies, free, target, of_sum) if alike else None

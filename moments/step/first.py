@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from ..errors import domain_error
 from ..formulas.checks import (
     NONNEGATIVE,
+    POSITIVE,
     PROBABILITY,
     check_array,
     check_choice,
@@ -121,6 +123,16 @@ def named_optimizer(
         kind = "adam" if by_adam else name
         updates = Updates(kind, steps, (pair[0], pair[1]), epsilon, push, ahead)
     return Optimizer(name, rule, others, epsilon, decay, gain, adjust, given, updates)
+
+
+def check_step(optimizer: str, learning_rate: float, **options: Any) -> float:
+    """The learning rate, before anything is computed.
+
+    Raises:
+        DomainError: as `named_optimizer`, or a rate that is not positive and finite.
+    """
+    named_optimizer(optimizer, **options)
+    return check_number("learning_rate", learning_rate, POSITIVE)
 
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "sign", "muon")

@@ -16,6 +16,7 @@ from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
+from .first import named_optimizer
 from .parametrisation import PARAMETRISATIONS, parametrised
 from .result import FirstStep
 from .rules import GROUPS
@@ -88,6 +89,7 @@ def learning_rate(
     """
     check_choice("quantity", quantity, tuple(QUANTITIES))
     aim = check_number("bound", bound, POSITIVE)
+    named_optimizer(optimizer, **options)
     prediction = (
         model if isinstance(model, Prediction) else _read(model, token_ids, sequences, seed)
     )

@@ -260,7 +260,7 @@ class Stream:
             ids = rows[0]
         return cls(
             declare_embedding(model.embedding, model, "refined"),  # type: ignore[arg-type]
-            declare(model, "refined", layout.padding, layout.sequences),
+            declare(model, "refined", *layout.places),
             ending,
             before,
             np.asarray(outer.received.kernel.pairs),

@@ -449,7 +449,7 @@ class Walk:
         rows = self.reading.attention(leaf, entering, leaving, memory[1])
         width = float(leaf.heads * leaf.d_head)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
-        moved = []
+        moved, asking = [], (self.overlaps, self.response)
         for name, (tokens, at), m, gradient in zip(
             ("query", "key", "value"),
             (own, memory, memory),
@@ -461,11 +461,16 @@ class Walk:
             n = float(leaf.d_model if name == "query" else leaf.memory_width)
             if self.optimizer.rule != "sign":
                 gradient = gradient * rows.grown(name)
+            if at is not entering and self.overlaps is not None:
+                # keys and values follow the scatter of the tokens that they read
+                self.overlaps = Overlaps.of(at.kernel, at.width)
+                self.response = np.outer(self.overlaps.sizes, self.overlaps.sizes)
             found = self.matrix(full, tokens, at, gradient, leaving.layer, (n, m), variance)
             there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
             if there and name != "key":  # a bias common to all keys cancels in the softmax
                 found = self.bias(f"{full}.bias", found, gradient, m, leaving.layer)
             moved.append(found.times(1 / (n * variance)))
+        self.overlaps, self.response = asking
         # the last of the three were values
         received = self._received, self._scatter(leaving.index, leaving.gradient)
         found = rows.carried(Three(*moved), leaving.gradient, received)

@@ -28,7 +28,11 @@ from .normalization import DynamicTanh, FiniteNormalization
 
 @functools.lru_cache(maxsize=32)
 def declare(
-    model: Transformer, theory: Theory, padding: Padding | None = None, sequences: int = 1
+    model: Transformer,
+    theory: Theory,
+    padding: Padding | None = None,
+    sequences: int = 1,
+    memory_padding: Padding | None = None,
 ) -> Chain:
     """The stack of layers as components that hold the laws of `theory`.
 
@@ -37,12 +41,13 @@ def declare(
         theory: which laws.
         padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
         sequences: how many sequences share one kernel, one after the other.
+        memory_padding: as `padding`, of what cross-attention reads.
 
     Raises:
         DomainError: the theory does not cover a feature of the model.
     """
     check_coverage(model, theory)
-    stack = _Stack(model, theory, padding, sequences)
+    stack = _Stack(model, theory, padding, sequences, memory_padding)
     bodies: dict[Any, Component] = {}
     layers = []
     for number, numbers in enumerate(stack.numbers(), 1):
@@ -58,9 +63,10 @@ def declare_layer(
     number: int,
     padding: Padding | None = None,
     sequences: int = 1,
+    memory_padding: Padding | None = None,
 ) -> Layer:
     """One layer of `declare`, for a walk that does not hold them all."""
-    return _Stack(model, theory, padding, sequences).layer(number)
+    return _Stack(model, theory, padding, sequences, memory_padding).layer(number)
 
 
 def declare_embedding(embedding: Embedding, model: Transformer, theory: Theory) -> Chain:
@@ -89,10 +95,15 @@ class _Stack:
     """Puts blocks, norms and scales together as the model's placement says."""
 
     def __init__(
-        self, model: Transformer, theory: Theory, padding: Padding | None, sequences: int
+        self,
+        model: Transformer,
+        theory: Theory,
+        padding: Padding | None,
+        sequences: int,
+        memory_padding: Padding | None,
     ) -> None:
         self.model, self.theory = model, theory
-        self.padding, self.sequences = padding, sequences
+        self.places = padding, sequences, memory_padding
         names = ("skip_scale", "branch_scale", "norm_gain")
         self.skip, self.branch, self.gain = (model.by_block(name).tolist() for name in names)
         self.factor = model.norm_scales.tolist()
@@ -115,7 +126,7 @@ class _Stack:
     def layer(self, number: int) -> Layer:
         """Layer `number`, counted from 1."""
         model = self.model
-        blocks = Blocks(model, self.theory, number, self.padding, self.sequences)
+        blocks = Blocks(model, self.theory, number, *self.places)
         named = {"attention": blocks.attention(), "ffn": blocks.ffn()}
         if model.encoder is not None:
             named = {"attention": named["attention"], "cross": blocks.cross(), "ffn": named["ffn"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ...errors import domain_error
 from ..transformer import Transformer
 from .entries import Entries
 from .family import Family, declared, masked_head
@@ -58,6 +59,8 @@ def _electra(read: Entries, seq_len: int | None) -> Transformer:
 def _roberta(read: Entries, seq_len: int | None) -> Transformer:
     """Positions count from pad_token_id + 1, so that many rows of their table are never read; the
     head's activation is written into the code."""
+    if read.null("pad_token_id"):
+        raise domain_error("pad_token_id", None, "a token: its module counts positions from it")
     offset = read("pad_token_id") + 1
     most = read.count("max_position_embeddings") - offset
     length = read.at_most(most, seq_len, f"max_position_embeddings - {offset}")

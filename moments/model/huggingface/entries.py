@@ -121,6 +121,11 @@ class Entries:
         self._read.add(name)
         return self._given.get(name) is not None
 
+    def null(self, name: str) -> bool:
+        """Whether the config gives the entry as null."""
+        self._read.add(name)
+        return name in self._given and self._given[name] is None
+
     def number(self, name: str, default: Any = ...) -> float:
         """A real entry."""
         return float(_of_kind(name, self(name, default), 0.0))
@@ -196,7 +201,12 @@ class Entries:
             raise domain_error("seq_len", seq_len, f"{length}: {meaning}")
 
     def padding(self) -> int | None:
-        """The token whose row is zero; None where there is none in the table."""
+        """The token whose row is zero; None where there is none in the table.
+
+        A null in the config is no default: it says that there is none.
+        """
+        if self.null("pad_token_id"):
+            return None
         token = self("pad_token_id", -1)
         table = isinstance(token, int) and 0 <= token < self.count("vocab_size")
         return token if table else None
@@ -207,20 +217,14 @@ class Entries:
 
     def cap(self, name: str) -> float | None:
         """An entry that is a positive number, or null where the config says so."""
-        if name in self._given and self._given[name] is None:
-            self._read.add(name)
-            return None
-        return self.number(name)
+        return None if self.null(name) else self.number(name)
 
     def window(self, name: str, seq_len: int) -> int | None:
         """How many tokens attention reaches back; None where that is all of them.
 
         A null in the config is no default: it says that there is no window.
         """
-        if name in self._given and self._given[name] is None:
-            self._read.add(name)
-            return None
-        reach = self(name, None)
+        reach = None if self.null(name) else self(name, None)
         if reach is None:
             return None
         check_count(name, reach)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...engine.classes import PositionClasses
 from ...engine.composition import Chain
-from ...engine.state import Array, Gradient, Kernel, Signal
+from ...engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ...engine.trace import Point, Record, Run
 from ...errors import DomainError
 from ...model.embedding import Embedding
@@ -241,7 +241,7 @@ def _carried_to_logits(
         centred = 0.0 if signal.centred is None else signal.centred.diagonal
         inner = inner - (inner - centred) / model.d_model
     kept = 1 - head.dropout
-    return amplitude * np.sqrt(kept * read.kernel.diagonal / inner)
+    return amplitude * np.sqrt(ratio_or_zero(kept * read.kernel.diagonal, inner))
 
 
 def _normalised(model: Transformer, head: Head) -> bool:
@@ -315,7 +315,8 @@ def _targets(
     every = np.ones(sequences * model.seq_len)
     if real is not None:
         every = np.broadcast_to(real, (sequences, model.seq_len)).reshape(-1)
-    found = text_targets(head, vocab_size, model.seq_len, token_ids, targets, every)
+    blank = getattr(model.embedding, "padding_id", None) if head.tied else None
+    found = text_targets(head, vocab_size, model.seq_len, token_ids, targets, every, blank)
     return found.repeated(batch)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.state import Array, Kernel
+from ...engine.state import Array, Kernel, ratio_or_zero
 from . import tied
 from .cross_entropy import Softmax, softmax_expectations
 from .softmax_agreement import agreement_share
@@ -63,7 +63,7 @@ class Readout:
     @functools.cached_property
     def own_share(self) -> Array:
         """Share of h's variance that is the token's own row."""
-        return self.carried**2 * self.weight_variance / self.kernel.diagonal
+        return ratio_or_zero(self.carried**2 * self.weight_variance, self.kernel.diagonal)
 
     @functools.cached_property
     def variance(self) -> Array:
@@ -125,7 +125,8 @@ class Readout:
         integral by Simpson's rule.
         """
         shared = self.kernel.scaled(self.scale**2 * self.width * self.weight_variance)
-        parts = [self._overlap(at).scaled(w / 6) for at, w in ((0.0, 1.0), (0.5, 4.0), (1.0, 1.0))]
+        steps = ((0.0, 1.0), (0.5, 4.0), (1.0, 1.0))
+        parts = [self._overlap(at, True).scaled(w / 6) for at, w in steps]
         total = (shared * (parts[0] + parts[1] + parts[2])).total(self.seq_len)
         # Sequences of tokens alike are taken as independent of each other.
         batches = 1.0 if self.kernel.resolved else self._batches
@@ -142,6 +143,13 @@ class Readout:
         """D_ij/T^2: E sum_v of the products of two tokens' gradients at their logits."""
         return self._overlap(1.0).scaled(self.targets.count**-2.0)
 
+    @functools.cached_property
+    def _sent(self) -> Kernel:
+        """The same over logits whose rows of the matrix are not zero."""
+        if not np.any(self.targets.blank):
+            return self.overlap
+        return self._overlap(1.0, True).scaled(self.targets.count**-2.0)
+
     def gradient(self) -> Kernel:
         """At h, without its part along h, which a normalisation before the head removes.
 
@@ -149,7 +157,7 @@ class Readout:
         along h of it takes f_i A_ii A_ij off D_ij, and the same from the other side.
         """
         size = self.scale**2 * self.weight_variance
-        return (self.overlap + tied.projected(self)).scaled(size)
+        return (self._sent + tied.projected(self)).scaled(size)
 
     def radial(self) -> Kernel:
         """What the gradient at h has besides: along h_i, variance times sum_v E dd_i(v)/dz_i(v)."""
@@ -186,7 +194,7 @@ class Readout:
         along = along + self.weight_variance * self.carried * tied.own_gradient(self)
         i, j = kernel.over_tokens(along)
         first, second = kernel.over_tokens(kernel.diagonal)
-        pairs = i * j * (1 + 2 * kernel.pairs**2 / (first * second))
+        pairs = i * j * (1 + 2 * ratio_or_zero(kernel.pairs**2, first * second))
         total = Kernel.joined(3 * along**2, pairs, kernel.resolved).total(self.seq_len)
         return self.width * self.scale**2 * total / self.targets.count**2
 
@@ -199,29 +207,40 @@ class Readout:
         """Squared gradient norm of a bias of the logits."""
         return self.overlap.total(self.seq_len)
 
-    def _overlap(self, at: float) -> Kernel:
-        """D_ij with `at` times the correlations that the tokens have."""
+    def _overlap(self, at: float, drawn: bool = False) -> Kernel:
+        """D_ij with `at` times the correlations that the tokens have.
+
+        `drawn`: without targets whose row of the matrix is zero; of what other tokens give such a
+        row, 1/vocab_size of the sum, all is counted.
+        """
         kernel, targets = self.kernel, self.targets
         first, second = kernel.over_tokens(kernel.diagonal)
         hit, swapped = targets.hit, targets.hit
         if kernel.resolved:
             swapped = hit.swapaxes(-1, -2)
         both = (targets.same_target, targets.same_token, hit, swapped)
-        correlation = at * kernel.pairs / np.sqrt(first * second)
+        correlation = at * ratio_or_zero(kernel.pairs, np.sqrt(first * second))
         # One draw's overlap of two tokens of independent features varies by 1/width.
         wander = (1 - correlation**2) * at / self.width**0.5
-        pairs = targets.both * self._products(correlation, both, kernel.over_tokens, wander)
+        blank = targets.blank if drawn else 0.0
+        pairs = targets.both * self._products(correlation, both, kernel.over_tokens, blank, wander)
         alone = (1.0, 1.0, targets.own, targets.own)
         alike = at + 0 * kernel.diagonal
-        single = targets.active * self._products(alike, alone, lambda value: (value, value))
+        one = self._products(alike, alone, lambda value: (value, value), blank)
+        single = targets.active * one
         return Kernel.joined(single, pairs, kernel.resolved)
 
     def _products(
-        self, correlation: Array, same: tuple[Array, ...], lift: Any, wander: Array = 0.0
+        self,
+        correlation: Array,
+        same: tuple[Array, ...],
+        lift: Any,
+        blank: Array,
+        wander: Array = 0.0,
     ) -> Array:
         """E sum_v d_i(v) d_j(v) at a correlation of the logits, which varies by `wander`.
 
-        The four coincidences are in `same`.
+        The four coincidences are in `same`; a `blank` target is left out of the sum.
         """
         same_target, same_token, hit, swapped = same
         own, other, vocab_size = self.softmax.own, self.softmax.other, self.vocab_size
@@ -238,7 +257,7 @@ class Readout:
         reads = self.targets.own
         mean_slope = reads * own.slope + (1 - reads) * other.slope
         slope_square = reads * own.slope_square + (1 - reads) * other.slope_square
-        slope, other_slope = lift(mean_slope)
+        slope, other_slope = lift(mean_slope * (1 - blank))
         common = between(other.ends)
         # Whether a token's own logit leaves the others anything does not concern other tokens.
         free_ends = self._unread.other.ends

@@ -35,6 +35,7 @@ class Targets:
         hit: (i, j): whether i's target is the token that j reads.
         own: whether a token predicts the token that it reads.
         both_hit: (i, j): whether i and j both predict the token that i reads.
+        blank: whether a token's target has a row of zeros in the matrix.
     """
 
     count: float
@@ -45,6 +46,7 @@ class Targets:
     hit: Array
     own: Array
     both_hit: Array
+    blank: Array = 0.0
 
     def of_one(self, classes: PositionClasses) -> Targets:
         """Of one of several documents, on average."""
@@ -63,7 +65,13 @@ class Targets:
 
 
 def text_targets(
-    head: Head, vocab_size: int, seq_len: int, token_ids: Any, targets: Any, real: Any = None
+    head: Head,
+    vocab_size: int,
+    seq_len: int,
+    token_ids: Any,
+    targets: Any,
+    real: Any = None,
+    blank: int | None = None,
 ) -> Targets:
     """Targets of a text, by token: n = B L.
 
@@ -76,6 +84,7 @@ def text_targets(
             being drawn at random.
         real: (n,) or (B, L), the document of every token, or 1 for all, and 0 for padding, which is
             neither target nor source. No token of a causal head predicts another document's.
+        blank: the target whose row of the matrix is zero; None: there is none.
 
     Raises:
         DomainError: targets of another shape or outside the vocabulary, or none at all.
@@ -119,6 +128,7 @@ def text_targets(
         _equal(flat, read),
         (flat == read).astype(float),
         (flat == read)[:, None] * _equal(read, flat),
+        0.0 if blank is None else (flat == blank) + 0.0,
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...engine.state import Array, Kernel
+from ...engine.state import Array, Kernel, ratio_or_zero
 
 if TYPE_CHECKING:
     from .readout import Readout
@@ -55,7 +55,7 @@ def projected(readout: Readout) -> Kernel:
     share_i, share_j = kernel.over_tokens(share)
     first_i, first_j = kernel.over_tokens(first)
     scale_i, scale_j = kernel.over_tokens(kernel.diagonal)
-    correlation = kernel.pairs / np.sqrt(scale_i * scale_j)
+    correlation = ratio_or_zero(kernel.pairs, np.sqrt(scale_i * scale_j))
     forth, back = gradients(readout)
     # Two tokens that read the same one have correlated own probabilities.
     p_i, p_j = kernel.over_tokens(own.probability_slope)
@@ -89,7 +89,7 @@ def cross_gradient(readout: Readout) -> Array:
     forth, back = gradients(readout)
     k, other_k = kernel.over_tokens(carried + 0 * first)
     if readout.normalised:
-        lost, _ = kernel.over_tokens(size * carried * first / kernel.diagonal)
+        lost, _ = kernel.over_tokens(ratio_or_zero(size * carried * first, kernel.diagonal))
         pairs = k * forth * (size * other_k * back - lost * kernel.pairs)
         alone = 0.0 * first
     else:
