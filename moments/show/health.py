@@ -545,8 +545,12 @@ def _identity(seen: Seen) -> Found:
         f"{'s' * (len(idle) == len(ratio))} as the identity: what is added has "
         f"{float(np.min(ratio)):.2g} of the variance of the layer's input"
     )
-    if meant or zero:
-        yield words + (", as its scheme means it" if meant else ": its outward matrices are zero")
+    if zero:
+        if len(idle) == len(ratio):
+            yield "blocks are the identity at step 0, by design: their outward matrices are zero"
+        return
+    if meant:
+        yield f"{words}, as its scheme means it"
         return
     yield Trouble(
         "warning",

@@ -161,7 +161,13 @@ class _Checking:
         assert self.parts.reading is not None
         self.found, self._reading = self.parts.found, self.parts.reading
         self.promised = promised_by(module)
-        self.promised_by = "config" if hasattr(module, "config") else "class"
+        self.promised_by = "config" if _configured(module) else "class"
+        told = self._reading.model
+        if self.promised is not None and told is not None and self.promised_by == "class":
+            # A class of torch's says how it draws itself; masks, tables and head are the module's.
+            drawn = {"weights": self.promised.weights, "biases": self.promised.biases}
+            if self.promised.encoder is None and told.encoder is None:
+                self.promised = told.replace(**drawn)
         read = architecture_read(module, batch, self.parts, self.promised)
         example = self.parts.example
         self.inputs = inputs_for(module, self.found, self.promised or read, batch, loss, example)
@@ -318,8 +324,14 @@ class _Checking:
             )
             for role, entries in self.tensors.entries
             if role.name in MATRICES and not role.stack and role.layer > 0
+            if role.full_name not in self.zero
         ]
         reading = recognise(weights, self.architecture, self.promised, self.promised_by)
+        if self.promised_by == "class" and self.promised is not None:
+            # Its user may draw it anew, which a config would say.
+            own = reading.meant or reading.model
+            if reading.share >= 0.5 and own is not self.promised:
+                self.promised = None
         if self.scheme is not None:
             target = at_length(model_of(self.scheme, self.architecture), self.measurement)
             target = _outside(target, self.architecture)
@@ -332,6 +344,16 @@ class _Checking:
         if reading.share < 0.5:
             return reading, self.described, []
         return reading, reading.meant or reading.model, []
+
+    @functools.cached_property
+    def zero(self) -> frozenset[str]:
+        """Matrices whose entries are 0 in every layer."""
+        groups = grouped(self.tensors.entries, lambda row: row[0].full_name)
+        return frozenset(
+            name
+            for name, rows in groups.items()
+            if rows[0][0].name in MATRICES and all(entries.square == 0 for _, entries in rows)
+        )
 
     def _behaviour(self) -> Iterator[Trouble]:
         """What runs show that weights do not."""
@@ -633,9 +655,12 @@ class _Weights:
                 math.sqrt(sum((m.entries.count * m.entries.spread) ** 2 for m in group)) / count
             )
             low, high = wanted * math.exp(-1.96 * spread), wanted * math.exp(1.96 * spread)
-            state = "ok" if abs(math.log(seen / wanted)) < 4.5 * spread + 1e-9 else "out"
+            near = seen > 0 and abs(math.log(seen / wanted)) < 4.5 * spread + 1e-9
             words = f"weight variance, {name}"
-            yield Number(words, _shown(group), seen, wanted, low, high, state if seen else "out")
+            if not seen and not self.strict:
+                yield Number(words, _shown(group), seen, math.nan)
+                continue
+            yield Number(words, _shown(group), seen, wanted, low, high, "ok" if near else "out")
 
     def troubles(self, offenders: Sequence[Finding]) -> Iterator[Trouble]:
         """One per role and kind of check that failed."""
@@ -675,15 +700,11 @@ class _Weights:
         )
 
     def _variances(self, groups: dict[str, list[Finding]]) -> Iterator[Trouble]:
-        zero = {r: g for r, g in groups.items() if all(f.measured == 0 for f in g)}
-        outward = {r for r in zero if r.split(".")[-1] in ("output", "ffn_out")}
         biases = {r: g for r, g in groups.items() if r.endswith(".bias")}
         rest = {r: g for r, g in groups.items() if r not in biases}
-        if outward and outward == set(rest) and not self.strict:
-            self.notes.append(
-                f"{' and '.join(sorted(outward))} are zero: every block starts as the identity"
-            )
-            rest = {}
+        if not self.strict:
+            rest = {r: g for r, g in rest.items() if r not in self.checking.zero}
+            yield from self._zero(self.checking.zero)
         crossed = next(iter(self.advice.crossed), "")
         self.wrong = list(rest)
         slip = self.reading.meant is not None and not self.strict
@@ -701,6 +722,55 @@ class _Weights:
                 yield self._variance(roles, [f for role in roles for f in rest[role]])
         if biases:
             yield self._biases(biases)
+
+    def _zero(self, names: frozenset[str]) -> Iterator[Trouble]:
+        """Matrices that are zero in every layer, by design or not.
+
+        A block that starts at zero learns where one factor of it is not zero: of two factors that
+        both are, neither gets a gradient, nor does what stands before an activation that is flat
+        at 0.
+        """
+        short = {name.split(".")[-1].removeprefix("cross_") for name in names}
+        for one, other in (("value", "output"), ("query", "key"), ("ffn_in", "ffn_out")):
+            if {one, other} <= short:
+                yield self._zero_trouble(
+                    (one, other), "error", "neither of them gets a gradient: zero one alone"
+                )
+        if {"output", "ffn_out"} <= short:
+            return  # said of what is added
+        for name, block in (("output", "attention"), ("ffn_out", "feed-forward")):
+            if name in short:
+                self.notes.append(
+                    f"{name} is zero in every layer: {block} blocks are the identity at step 0, by "
+                    "design"
+                )
+        if "query" in short and "key" not in short:
+            self.notes.append(
+                "query is zero in every layer: attention starts uniform, as muP draws it"
+            )
+        for name, words in (
+            ("key", "attention starts uniform over all tokens"),
+            ("value", "attention adds nothing"),
+            ("ffn_in", "feed-forward blocks add nothing"),
+            ("gate", "feed-forward blocks add nothing"),
+        ):
+            other = {"key": "query", "value": "output", "ffn_in": "ffn_out"}.get(name, "")
+            if name in short and other not in short:
+                yield self._zero_trouble((name,), "warning", words)
+
+    def _zero_trouble(self, names: tuple[str, ...], severity: str, words: str) -> Trouble:
+        roles = [r for r in self.checking.zero if r.split(".")[-1] in names]
+        alike = " and ".join(names)
+        return Trouble(
+            severity,
+            "zero matrix",
+            self.checking._of(*roles),
+            tuple(range(1, self.target.layers + 1)),
+            0.0,
+            math.nan,
+            f"{alike} {'are' if len(names) > 1 else 'is'} zero in every layer: {words}",
+            "draw them, or zero the outward matrices (output, ffn_out) alone",
+        )
 
     def _together(self, sentence: str, offenders: list[Finding]) -> Trouble:
         worst = offenders[0]
