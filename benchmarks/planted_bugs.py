@@ -40,7 +40,7 @@ LAYERS, WIDTH, HEADS, VOCAB, LENGTH = 4, 64, 4, 97, 24
 # --- styles ---------------------------------------------------------------------------------------
 
 
-class EncoderLM(nn.Module):
+class TorchLM(nn.Module):
     """nn.TransformerEncoderLayer between tables and a head of its own."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ def built(style: str, init: str, seed: int) -> nn.Module:
         else:
             made = {
                 "Llama": functools.partial(own_styles.TitanGPT, layers=LAYERS),
-                "torch": EncoderLM,
+                "torch": TorchLM,
                 "einsum": EinsumLM,
             }[style]()
         with torch.no_grad():
