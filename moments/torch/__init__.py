@@ -16,7 +16,6 @@ from ..errors import optional
 with optional("torch", "torch"):
     from .anatomy import hook_points
     from .audit import AuditReport, audit
-    from .companion import Watch, lightning_callback, trainer_callback, watch
     from .describe import describe, weight_statistics
     from .diagnose import diagnose
     from .draft import Draft, draft
@@ -34,7 +33,6 @@ __all__ = [
     "Draft",
     "HookPoint",
     "Initialization",
-    "Watch",
     "attach",
     "audit",
     "describe",
@@ -43,12 +41,9 @@ __all__ = [
     "fold",
     "hook_points",
     "initialize",
-    "lightning_callback",
     "measure",
     "measure_step",
     "snippet",
     "tensor_table",
-    "trainer_callback",
-    "watch",
     "weight_statistics",
 ]
