@@ -3,7 +3,7 @@
 `dataflow/` reads any module from one pass: `roles` says which role every parameter plays,
 `hook_points` where residual sums, branches and norms sit, `anatomy` keeps both. `scales` sets
 residual and norm scales as hooks, `expectation` is what a model says of every role, `running` how a
-module is run and seen, `draft` the names and sites of one as code to correct.
+module is run and seen.
 
 The only folder beside `simulation` that imports torch; nothing but the commands imports it. Start
 with `measure`, then `audit`.
@@ -18,7 +18,6 @@ with optional("torch", "torch"):
     from .audit import AuditReport, audit
     from .describe import describe, weight_statistics
     from .diagnose import diagnose
-    from .draft import Draft, draft
     from .fold import fold
     from .hook_points import HookPoint
     from .initialize import Initialization, attach, initialize
@@ -30,14 +29,12 @@ with optional("torch", "torch"):
 __all__ = [
     "AppliedScales",
     "AuditReport",
-    "Draft",
     "HookPoint",
     "Initialization",
     "attach",
     "audit",
     "describe",
     "diagnose",
-    "draft",
     "fold",
     "hook_points",
     "initialize",
