@@ -488,3 +488,39 @@ def test_errors():
     assert {f.quantity for f in placed.offenders} >= {"norm placement"}
     (sentence,) = [s for s in placed.advice if "'pre'" in s and "'post'" in s]
     assert "attention sum and ffn sum in every layer: the norm sits 'pre'" in sentence
+
+
+# --- what was read is not kept --------------------------------------------------------------------
+
+
+class Learned(torch.nn.Module):
+    """A block whose factor on q k is a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm_a, self.norm_f = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        linear = torch.nn.Linear
+        self.q, self.k, self.v, self.o = (linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up, self.down = linear(WIDTH, 96, bias=False), linear(96, WIDTH, bias=False)
+        self.factor = torch.nn.Parameter(torch.tensor(WIDTH**-0.5))
+
+    def forward(self, x):
+        z = self.norm_a(x)
+        weights = (self.factor * self.q(z) @ self.k(z).transpose(1, 2)).softmax(-1)
+        x = x + self.o(weights @ self.v(z))
+        return x + self.down(self.up(self.norm_f(x)).relu())
+
+
+def test_an_audit_reads_the_entries_of_now():
+    module = torch.nn.Sequential(torch.nn.Embedding(50, WIDTH), *(Learned() for _ in range(2)))
+    plan = anatomy_of(module).architecture()
+    initialize(module, plan)
+    assert audit(module, plan).passed
+    module[1].factor.data.mul_(4)
+    (offender,) = audit(module, plan).offenders
+    assert (offender.layer, offender.quantity) == (1, "temperature")
+    assert offender.measured == pytest.approx(0.25)
+    module[1].factor.data.div_(4)
+    assert audit(module, plan).passed
+    remembered = anatomy_of(module)
+    assert anatomy_of(module).reading is remembered.reading

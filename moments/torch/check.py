@@ -185,7 +185,6 @@ class _Checking:
             raise
         except MomentsError as error:
             raise not_read(module, batch, str(error)) from None
-        assert self.parts.reading is not None
         self.found, self._reading = self.parts.found, self.parts.reading
         self.promised = promised_by(module)
         self.promised_by = "config" if _configured(module) else "class"
@@ -267,7 +266,7 @@ class _Checking:
         if ids is None and isinstance(embedding, Embedding):
             ids = ids_read(self.module, few, embedding.vocab_size)
         known = None if ids is None else np.asarray(ids)
-        return sees_ahead(self.module, few, self.parts.sites, self.described.layers, known)
+        return sees_ahead(self.module, few, self.described.layers, known)
 
     def _compared(self) -> Comparison:
         self.text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
@@ -292,7 +291,7 @@ class _Checking:
         alike = float(np.max(entering)) <= UNEVEN * float(np.min(entering))
         if alike or "variance" not in case.inputs or self.measurement.seq_len > FEW_ROWS:
             return case
-        first = first_stream(self.module, self.inputs.batch, self.parts.sites)
+        first = first_stream(self.module, self.inputs.batch)
         found = tokens_entering(first, case, self.measurement)
         if not found:
             return case

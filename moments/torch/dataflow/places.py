@@ -364,7 +364,7 @@ def place(
     sums = all(point in sites.tokens for _, site, point in rows if site.endswith(".sum"))
     if sums and all(sites.norm(norm) is not None for norm in norms):
         with suppress(MomentsError):  # a block whose last matrix no submodule holds
-            blocks = blocks_of(found.points, told=told)
+            blocks = blocks_of(found.points, told)
             found.blocks = blocks if len(blocks) == len(told) else ()
     return found
 
