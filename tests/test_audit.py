@@ -19,7 +19,7 @@ from moments.show.expected import tail_probability  # noqa: E402
 from moments.torch.anatomy import anatomy_of  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.audit import audit  # noqa: E402
-from moments.torch.entries import EntryMoments, truncated_kurtosis  # noqa: E402
+from moments.torch.entries import SHAPES, EntryMoments  # noqa: E402
 from moments.torch.initialize import initialize  # noqa: E402
 from moments.torch.probe import Slope, regress  # noqa: E402
 from moments.torch.scales import remove_scales  # noqa: E402
@@ -184,13 +184,32 @@ def test_statistics_of_known_distributions():
     from scipy import stats
 
     cut = stats.truncnorm(-2, 2)
-    assert truncated_kurtosis(2.0) == pytest.approx(float(cut.stats("k")) + 3, rel=1e-9)
+    known = {"uniform": stats.uniform(-1, 2), "truncated": cut, "normal": stats.norm()}
+    for shape in SHAPES:
+        of = known[shape.name]
+        wanted = [of.moment(k) / of.var() ** (k / 2) for k in (2, 4, 6, 8)]
+        assert shape.moments == pytest.approx(wanted, rel=1e-9)
     generator = torch.Generator().manual_seed(4)
     uniform = EntryMoments.of(torch.rand(20000, generator=generator) - 0.5)
     assert uniform.kurtosis == pytest.approx(1.8, abs=0.05)
     assert uniform.distribution == "uniform"
     assert EntryMoments.of(torch.randn(20000, generator=generator)).distribution == "normal"
     assert EntryMoments.of(torch.zeros(9)).distribution == "zero"
+
+
+@pytest.mark.parametrize("count", [64, 512, 4096])
+def test_few_entries_are_not_classified_and_many_are(count):
+    """200 samples each: never another's name, and from 4,096 entries on always its own."""
+    generator = torch.Generator().manual_seed(count)
+    draws = {
+        "uniform": lambda x: x.uniform_(-1, 1, generator=generator),
+        "normal": lambda x: x.normal_(generator=generator),
+        "truncated": lambda x: torch.nn.init.trunc_normal_(x, 0, 1, -2, 2, generator=generator),
+    }
+    for name, draw in draws.items():
+        seen = {EntryMoments.of(draw(torch.empty(count))).distribution for _ in range(200)}
+        assert seen == {""} if count == 64 else seen <= {"", name}
+        assert count < 4096 or seen == {name}
 
 
 # --- seven planted bugs ---------------------------------------------------------------------------
@@ -469,3 +488,39 @@ def test_errors():
     assert {f.quantity for f in placed.offenders} >= {"norm placement"}
     (sentence,) = [s for s in placed.advice if "'pre'" in s and "'post'" in s]
     assert "attention sum and ffn sum in every layer: the norm sits 'pre'" in sentence
+
+
+# --- what was read is not kept --------------------------------------------------------------------
+
+
+class Learned(torch.nn.Module):
+    """A block whose factor on q k is a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm_a, self.norm_f = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        linear = torch.nn.Linear
+        self.q, self.k, self.v, self.o = (linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up, self.down = linear(WIDTH, 96, bias=False), linear(96, WIDTH, bias=False)
+        self.factor = torch.nn.Parameter(torch.tensor(WIDTH**-0.5))
+
+    def forward(self, x):
+        z = self.norm_a(x)
+        weights = (self.factor * self.q(z) @ self.k(z).transpose(1, 2)).softmax(-1)
+        x = x + self.o(weights @ self.v(z))
+        return x + self.down(self.up(self.norm_f(x)).relu())
+
+
+def test_an_audit_reads_the_entries_of_now():
+    module = torch.nn.Sequential(torch.nn.Embedding(50, WIDTH), *(Learned() for _ in range(2)))
+    plan = anatomy_of(module).architecture()
+    initialize(module, plan)
+    assert audit(module, plan).passed
+    module[1].factor.data.mul_(4)
+    (offender,) = audit(module, plan).offenders
+    assert (offender.layer, offender.quantity) == (1, "temperature")
+    assert offender.measured == pytest.approx(0.25)
+    module[1].factor.data.div_(4)
+    assert audit(module, plan).passed
+    remembered = anatomy_of(module)
+    assert anatomy_of(module).reading is remembered.reading

@@ -1,4 +1,4 @@
-"""A module of one's own, tried as its author would: recognised, audited, diagnosed, or drafted."""
+"""A module of one's own, tried as its author would: recognised, audited, diagnosed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ torch = pytest.importorskip("torch")
 import nano_gpt  # noqa: E402
 
 from moments.torch.anatomy import anatomy_of  # noqa: E402
-from moments.torch.roles import roles_of  # noqa: E402
 
 CONFIG = nano_gpt.Config(n_layer=3)
 SQUARE = nano_gpt.STD**2
@@ -38,18 +37,6 @@ PLAN = Transformer(
     head=Head(),
 )
 BATCH = nano_gpt.text(CONFIG)
-
-NAMES = {
-    "transformer.h.{layer}.attn.c_attn.weight": "query+key+value",
-    "transformer.h.{layer}.attn.c_proj.weight": "output",
-    "transformer.h.{layer}.mlp.c_fc.weight": "ffn_in",
-    "transformer.h.{layer}.mlp.c_proj.weight": "ffn_out",
-    "transformer.wte.weight": "token",
-    "transformer.wpe.weight": "position",
-}
-STREAM = [(0, "stream", "transformer.h.0", "input")] + [
-    (n + 1, "stream", f"transformer.h.{n}", "output") for n in range(CONFIG.n_layer)
-]
 
 
 @pytest.fixture(scope="module")
@@ -169,17 +156,7 @@ def broken(module: Any) -> Any:
     return module
 
 
-def test_an_audit_without_sites_says_what_it_did_not_check(module: Any) -> None:
-    report = moments.torch.audit(broken(module), PLAN, names=NAMES, sites=STREAM)
-    assert report.passed
-    assert "passed" not in headline(report)
-    for words in ("NOT CHECKED", "residual multipliers", "norm placement", "in every layer"):
-        assert words in headline(report)
-    assert "parameters of unknown role" in headline(report)
-    assert "not checked" in repr(report)
-
-
-def test_with_its_sites_both_faults_are_found(module: Any) -> None:
+def test_both_faults_are_found(module: Any) -> None:
     failed = {(f.layer, f.quantity) for f in moments.torch.audit(broken(module), PLAN).offenders}
     assert failed == {(1, "branch_scale"), (2, "norm placement")}
 
@@ -193,14 +170,7 @@ def test_a_norm_that_is_there_and_never_run(module: Any) -> None:
     assert "transformer.h.2.ln_1.weight" in report.unidentified
 
 
-def test_a_matrix_without_a_role_is_named(module: Any) -> None:
-    names = {k: v for k, v in NAMES.items() if v != "ffn_in"}
-    report = moments.torch.audit(module, PLAN, names=names)
-    assert any(words.startswith("ffn_in in every layer") for words in report.unchecked)
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["known", "names"])
-def test_what_an_argument_is_called_decides_nothing(module: Any, known: bool) -> None:
+def test_what_an_argument_is_called_decides_nothing(module: Any) -> None:
     """A token table 2500 times the declared variance, under `idx`, `input_ids` or no name."""
 
     class Renamed(torch.nn.Module):
@@ -213,12 +183,11 @@ def test_what_an_argument_is_called_decides_nothing(module: Any, known: bool) ->
 
     with torch.no_grad():
         module.transformer["wte"].weight.mul_(50)
-    given = {} if known else {"names": NAMES, "sites": STREAM}
     batch = {name: rows[:1, :12] for name, rows in BATCH.items()}
     renamed = {"input_ids": batch["idx"], "labels": batch["targets"]}
     found = [
-        moments.torch.diagnose(module, batch, PLAN, **given),
-        moments.torch.diagnose(Renamed(), renamed, PLAN, **given),
+        moments.torch.diagnose(module, batch, PLAN),
+        moments.torch.diagnose(Renamed(), renamed, PLAN),
     ]
     for diagnosis in found:
         assert not diagnosis.expected
@@ -234,8 +203,6 @@ def test_what_was_measured_and_not_predicted_is_named(module: Any) -> None:
     assert "NOT CHECKED" in headline(diagnosis)
     assert "the embedding (what enters layer 1 was measured" in headline(diagnosis)
     assert "head and loss" in headline(diagnosis)
-    stream = moments.torch.diagnose(module, BATCH, PLAN, names=NAMES, sites=STREAM)
-    assert "residual multipliers, norm factors and norm placement" in headline(stream)
 
 
 def test_what_attention_is_told_to_multiply_by(module: Any) -> None:
@@ -297,7 +264,7 @@ def test_distributed_modules_are_unwrapped_or_refused(module: Any, alone: Any) -
         moments.torch.audit(flat, PLAN)
 
 
-# --- drafted --------------------------------------------------------------------------------------
+# --- read without a family ------------------------------------------------------------------------
 
 
 class Root(torch.nn.Module):
@@ -356,30 +323,30 @@ class Decoder(torch.nn.Module):
 
 
 @pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
-def test_a_draft_of_a_module_that_no_family_knows(pre: bool) -> None:
+def test_a_module_that_no_family_knows_is_read(pre: bool) -> None:
     torch.manual_seed(3)
     module = Decoder(pre)
-    made = moments.torch.draft(module)
-    assert {k.removeprefix("stack.{layer}."): v for k, v in made.names.items()} == {
-        "m.wq.weight": "query",
-        "m.wk.weight": "key",
-        "m.wv.weight": "value",
-        "m.wo.weight": "output",
-        "m.up.weight": "ffn_in",
-        "m.gate.weight": "gate",
-        "down.weight": "ffn_out",
-        "n1.weight": "attention.norm.gain",
-        "n2.weight": "ffn.norm.gain",
+    found = moments.torch.describe(module)
+    roles = {(r.layer, r.parameter): r.name for named in found.roles.values() for r in named}
+    for number in (1, 2, 3):
+        own = {k.split(".", 2)[2]: v for (n, k), v in roles.items() if n == number}
+        assert own == {
+            "m.wq.weight": "query",
+            "m.wk.weight": "key",
+            "m.wv.weight": "value",
+            "m.wo.weight": "output",
+            "m.up.weight": "ffn_in",
+            "m.gate.weight": "gate",
+            "down.weight": "ffn_out",
+            "n1.weight": "attention.norm.gain",
+            "n2.weight": "ffn.norm.gain",
+        }
+    assert {k: v for (n, k), v in roles.items() if n in (0, 4)} == {
         "words.weight": "token",
         "end.weight": "final.norm.gain",
         "logits.weight": "head",
     }
-    assert made.unplaced == ("rope (3,)",)
-    assert made.doubts == ()
-    written: dict[str, Any] = {}
-    exec(str(made), written)
-    assert written["names"] == made.names
-    assert written["sites"] == list(made.sites)
+    assert found.unplaced == ("rope: no role is known",)
     plan = Transformer(
         3,
         32,
@@ -391,16 +358,16 @@ def test_a_draft_of_a_module_that_no_family_knows(pre: bool) -> None:
         normalization="rmsnorm",
         activation="silu",
         gated=True,
+        norm_affine=True,
         weights=Weights.torch_default(32, 96).replace(gate=1 / 96),
     )
     ids = torch.randint(53, (2, 16), generator=torch.Generator().manual_seed(0))
-    given = {"names": written["names"], "sites": written["sites"], "batch": ids}
-    report = moments.torch.audit(module, plan, **given)
+    report = moments.torch.audit(module, plan, batch=ids)
     assert report.passed, str(report)
     assert not any("norm placement" in words for words in report.unchecked)
     module.stack[1].down.register_forward_hook(lambda part, inputs, output: 0.5 * output)
     module.stack[2].n1.forward = lambda x: 3 * x
-    report = moments.torch.audit(module, plan, **given)
+    report = moments.torch.audit(module, plan, batch=ids)
     assert {f.layer for f in report.offenders} >= {2, 3}
 
 
@@ -411,7 +378,7 @@ class Closed(Decoder):
         return super().forward(tokens)
 
 
-def test_a_module_that_cannot_be_run_gets_its_draft_with_the_refusal() -> None:
+def test_a_module_that_cannot_be_run_is_refused_with_the_reason() -> None:
     module, ids = Closed(), torch.zeros(1, 8, dtype=torch.long)
     plan = Transformer(3, 32, 4, 16)
     for use in (
@@ -422,30 +389,6 @@ def test_a_module_that_cannot_be_run_gets_its_draft_with_the_refusal() -> None:
         with pytest.raises(moments.MomentsError, match="Closed could not be run") as refusal:
             use()
         assert "missing 1 required keyword-only argument: 'word'" in str(refusal.value)
-        assert '# "stack.{layer}.m.wq.weight (32, 32)": "?"' in str(refusal.value)
-    made = moments.torch.draft(torch.nn.Linear(3, 3))
-    assert (made.names, made.unplaced) == ({}, ("weight (3, 3)", "bias (3,)"))
-    assert "no attention beside a residual stream" in made.doubts[0]
-
-
-@pytest.mark.parametrize("kind", ["bert", "llama", "gemma2"])
-def test_drafts_of_known_families_are_what_is_known_of_them(kind: str) -> None:
-    """Post-LN, Pre-LN with a gate and shared heads, norms on both sides of a block."""
-    pytest.importorskip("transformers")
-    import small_modules
-
-    module = small_modules.family_module(kind, 2, 64)
-    made = moments.torch.draft(module)
-    assert made.doubts == ()
-    known, found = anatomy_of(module).found, roles_of(module, made.names, made.sites)
-
-    def inside(roles: Any) -> set[tuple[int, str, str]]:
-        return {(r.layer, r.name, r.label) for r in roles.roles if 1 <= r.layer <= 2}
-
-    assert inside(found) == inside(known)
-    for one, other in zip(found.blocks, known.blocks, strict=True):
-        for name in ("layer", "name", "placement", "norm", "post_norm", "raw", "total"):
-            assert getattr(one, name) == getattr(other, name), name
 
 
 def test_a_norm_that_stands_behind_a_reshape_is_seen() -> None:
@@ -453,29 +396,22 @@ def test_a_norm_that_stands_behind_a_reshape_is_seen() -> None:
     pytest.importorskip("transformers")
     import small_modules
 
-    made = moments.torch.draft(small_modules.family_module("opt", 2, 64))
-    assert made.doubts == ()
-    assert (1, "ffn.norm", "model.decoder.layers.0.final_layer_norm", "output") in made.sites
+    points = moments.torch.hook_points(small_modules.family_module("opt", 2, 64))
+    assert (1, "ffn.norm", "model.decoder.layers.0.final_layer_norm", "output") in points
 
 
 def test_a_norm_of_a_blocks_output_is_no_post_norm() -> None:
     module = Decoder(pre=False)
     for layer in module.stack:
         layer.forward = functools.partial(branch_normed, layer)
-    made = moments.torch.draft(module)
-    assert made.doubts == ("norms behind its output of a block, and nowhere else",)
-    assert made.names["stack.{layer}.n1.weight"] == "attention.post_norm.gain"
-    assert (1, "attention.post_norm", "stack.0.n1", "output") in made.sites
+    found = moments.torch.describe(module)
+    assert found.model is None
+    assert "norms behind its output of a block, and nowhere else" in found.unplaced
+    (gain,) = found.roles["stack.0.n1.weight"]
+    assert (gain.layer, gain.name) == (1, "attention.post_norm.gain")
+    assert (1, "attention.post_norm", "stack.0.n1", "output") in found.sites
 
 
 def branch_normed(layer: Any, x: Any) -> Any:
     x = x + layer.n1(layer.attend(x))
     return x + layer.n2(layer.feed(x))
-
-
-def test_what_attention_is_told_to_multiply_by_has_no_name(module: Any) -> None:
-    """Named parts are audited as those that were read."""
-    module.transformer["h"][1].attn.n_head = 1
-    report = moments.torch.audit(module, PLAN, names=NAMES, sites=STREAM)
-    (offender,) = report.offenders
-    assert (offender.layer, offender.quantity) == (2, "temperature")

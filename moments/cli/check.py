@@ -241,7 +241,6 @@ def running(subject: str) -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except MomentsError as error:
-        # A draft of its mapping is another command's.
         why = str(error).splitlines()[0]
         if file.endswith(".py"):
             why = why.replace("pass batch=", f"let {name}() return (module, batch)")

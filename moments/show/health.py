@@ -154,6 +154,7 @@ class CheckReport:
         prediction: for the network with the weights that it has.
         comparison: with the measurement; None where nothing was measured.
         read: what it was run on, in words; "" where nothing was measured.
+        architecture: what it is, in words.
     """
 
     source: str
@@ -165,6 +166,7 @@ class CheckReport:
     prediction: Prediction = field(repr=False)
     comparison: Comparison | None = field(repr=False)
     read: str = ""
+    architecture: str = ""
 
     @property
     def healthy(self) -> bool:
@@ -206,7 +208,7 @@ class CheckReport:
     def verdict(self) -> str:
         """One line."""
         seen = self.read or "nothing was measured, all of it predicted"
-        parts = [self.headline, self.scheme, *self._growth(), seen]
+        parts = [self.headline, self.architecture, self.scheme, *self._growth(), seen]
         if self.unchecked:
             parts.append(f"NOT CHECKED: {'; '.join(self.unchecked)}")
         return "; ".join(part for part in parts if part)
@@ -228,7 +230,10 @@ class CheckReport:
     def __str__(self) -> str:
         lines = _wrapped(self.verdict(), "")
         if not self.findings:
-            return " ".join(lines)
+            # What formats lose, a page of the report tells; the rest may be news.
+            told = [n for n in self.notes if not any(form.title in n for form in FORMATS)]
+            rest = [line for n in told for line in _wrapped(f"note: {n}", "   ")]
+            return "\n".join([" ".join(lines), *rest])
         for place, found in enumerate(self.findings, start=1):
             lines += _wrapped(f"{place}. {found}", "   ")
         lines += [f"   {line}" for line in self.table().splitlines()]
@@ -260,6 +265,7 @@ class CheckReport:
             "healthy": self.healthy,
             "verdict": self.verdict(),
             "scheme": self.scheme,
+            "architecture": self.architecture,
             "findings": [plain(dataclasses.asdict(f)) for f in self.findings],
             "notes": list(self.notes),
             "unchecked": list(self.unchecked),
@@ -328,6 +334,24 @@ def _precision(report: CheckReport) -> str:
         rows.append((f"{form}, {way}", where, *shares))
     heads = ("unscaled, at its worst point", "point", "become 0", "subnormal", "overflow")
     return table(heads, rows, text={0, 1})
+
+
+def in_short(model: Transformer) -> str:
+    """What a network is, in a line: mask, norms, heads, positions, size."""
+    kinds = list(dict.fromkeys(model.placements))
+    names = {"pre": "Pre-LN", "post": "Post-LN", "none": "no norms"}
+    placement = "Mix-LN" if model.norm == "mix" else names.get(kinds[0], f"{kinds[0]} norms")
+    norm = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(
+        model.normalization, model.normalization
+    )
+    shared = model.kv_heads or model.heads
+    heads = f"{model.heads} heads" + (f" on {shared} of keys" if shared != model.heads else "")
+    parts = [f"{'causal' if model.causal else 'full'} attention", placement]
+    parts += [norm] if model.norm != "none" else []
+    parts += [heads, f"{'gated ' if model.gated else ''}{model.activation}"]
+    parts += ["rotary"] if model.rotary is not None else []
+    parts += ["ALiBi"] if model.alibi else []
+    return ", ".join([*parts, f"{model.layers} x {model.d_model}", f"{model.seq_len} tokens"])
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -547,8 +571,12 @@ def _identity(seen: Seen) -> Found:
         f"{'s' * (len(idle) == len(ratio))} as the identity: what is added has "
         f"{float(np.min(ratio)):.2g} of the variance of the layer's input"
     )
-    if meant or zero:
-        yield words + (", as its scheme means it" if meant else ": its outward matrices are zero")
+    if zero:
+        if len(idle) == len(ratio):
+            yield "blocks are the identity at step 0, by design: their outward matrices are zero"
+        return
+    if meant:
+        yield f"{words}, as its scheme means it"
         return
     yield Trouble(
         "warning",
@@ -775,6 +803,7 @@ def check_declared(
         findings=ranked(troubles),
         notes=(*notes, *said, *prediction.warnings),
         unchecked=("the module itself: nothing was run",),
+        architecture=in_short(model),
         numbers=tuple(stream_numbers(prediction, None)),
         prediction=prediction,
         comparison=None,

@@ -3,7 +3,7 @@
 `dataflow/` reads any module from one pass: `roles` says which role every parameter plays,
 `hook_points` where residual sums, branches and norms sit, `anatomy` keeps both. `scales` sets
 residual and norm scales as hooks, `expectation` is what a model says of every role, `running` how a
-module is run and seen, `draft` the names and sites of one as code to correct.
+module is run and seen.
 
 The only folder beside `simulation` that imports torch; nothing but the commands imports it. Start
 with `measure`, then `audit`.
@@ -16,10 +16,8 @@ from ..errors import optional
 with optional("torch", "torch"):
     from .anatomy import hook_points
     from .audit import AuditReport, audit
-    from .companion import Watch, lightning_callback, trainer_callback, watch
     from .describe import describe, weight_statistics
     from .diagnose import diagnose
-    from .draft import Draft, draft
     from .fold import fold
     from .hook_points import HookPoint
     from .initialize import Initialization, attach, initialize
@@ -31,24 +29,18 @@ with optional("torch", "torch"):
 __all__ = [
     "AppliedScales",
     "AuditReport",
-    "Draft",
     "HookPoint",
     "Initialization",
-    "Watch",
     "attach",
     "audit",
     "describe",
     "diagnose",
-    "draft",
     "fold",
     "hook_points",
     "initialize",
-    "lightning_callback",
     "measure",
     "measure_step",
     "snippet",
     "tensor_table",
-    "trainer_callback",
-    "watch",
     "weight_statistics",
 ]

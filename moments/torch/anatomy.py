@@ -1,11 +1,10 @@
-"""What a module is made of, as its author says or one pass through it tells."""
+"""What one pass through a module gives: its parameters by role, hook points, residual branches."""
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +15,12 @@ from ..model.weights import Biases, Weights
 from ..prediction.draws import STREAM, WeightGradient
 from .checkpoints import drawn, is_meta
 from .dataflow import ModuleReading, read
-from .draft import unread
-from .hook_points import HookPoint, WeightPart, points_of
-from .roles import ModuleRoles, branches, roles_of
+from .hook_points import HookPoint, WeightPart
+from .roles import ModuleRoles
 
 with optional("torch", "torch"):
-    from torch import nn
+    import torch
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -29,14 +28,20 @@ class Anatomy:
     """A module's parts.
 
     Attributes:
-        found: parameters by role, and residual branches.
-        sites: hook points; None where the user named parameters alone.
-        reading: what one pass told; None where the user named the parameters.
+        reading: what one pass gave.
     """
 
-    found: ModuleRoles
-    sites: tuple[HookPoint, ...] | None
-    reading: ModuleReading | None = None
+    reading: ModuleReading
+
+    @property
+    def found(self) -> ModuleRoles:
+        """Parameters by role, and residual branches."""
+        return self.reading.roles
+
+    @property
+    def sites(self) -> tuple[HookPoint, ...]:
+        """Hook points."""
+        return self.reading.sites
 
     def parts(self, module: nn.Module) -> Measured:
         """Hook points, and every parameter that can learn, split into its matrices.
@@ -50,21 +55,22 @@ class Anatomy:
         learn = {name for name, p in module.named_parameters() if p.requires_grad}
         roles = [*self.found.roles, *self.found.scales]
         rows = [(WeightGradient(r.layer, r.full_name, r.parameter), r.part) for r in roles]
-        rows += _unnamed(self.found.unidentified)
-        return self.sites or (), [(row, part) for row, part in rows if row.parameter in learn]
+        rows += [(WeightGradient(0, n, n), WeightPart(n, n)) for n in self.found.unidentified]
+        return self.sites, [(row, part) for row, part in rows if row.parameter in learn]
 
     @property
     def example(self) -> Any:
         """What the module was run on to be read; None where it was not."""
-        return None if self.reading is None else self.reading.example
+        return self.reading.example
 
     def architecture(self) -> Transformer | None:
-        """Of a module that one pass told: its shape, as nn.Linear draws matrices and biases.
+        """The module's shape, with matrices and biases as nn.Linear draws them; None where no
+        Transformer describes it.
 
-        Of its tables and its head nothing is said, since nothing in it tells how they are meant to
+        Of its tables and its head nothing is said, since nothing in it says how they are meant to
         be drawn.
         """
-        model = None if self.reading is None else self.reading.model
+        model = self.reading.model
         crossing = any(block.name == "cross" for block in self.found.blocks)
         if model is None or (crossing and model.encoder is None):
             return None  # what a decoder alone reads, nothing in it says
@@ -75,16 +81,8 @@ Measured = tuple[tuple[HookPoint, ...], list[tuple[WeightGradient, WeightPart]]]
 """Where to watch a module, and what its parameters are."""
 
 
-def _unnamed(parameters: Iterable[str]) -> list[tuple[WeightGradient, WeightPart]]:
-    return [(WeightGradient(0, name, name), WeightPart(name, name)) for name in parameters]
-
-
 def hook_points(module: nn.Module, batch: Any = None) -> tuple[HookPoint, ...]:
     """Every site of a module that a submodule takes or gives.
-
-    The result is also a template: edit a copy of it, and pass it as `sites` to
-    `moments.torch.measure`. A mapping of your own needs at least the site "stream" at the input of
-    layer 1, as layer 0, and at the output of every layer.
 
     Args:
         batch: what the module reads, as in `moments.torch.measure`. None: random token ids,
@@ -94,20 +92,17 @@ def hook_points(module: nn.Module, batch: Any = None) -> tuple[HookPoint, ...]:
     Raises:
         MomentsError: the module could not be read.
     """
-    told = drawn(module)[0] if is_meta(module) else module
-    return anatomy_of(told, batch).sites or ()
+    return anatomy_of(drawn(module)[0] if is_meta(module) else module, batch).sites
 
 
-def measured_parts(module: nn.Module, batch: Any, sites: tuple[HookPoint, ...] | None) -> Measured:
-    """Where a module is watched, and its parameters by role; by their own names with `sites`.
+def measured_parts(module: nn.Module, batch: Any) -> Measured:
+    """Where a module is watched, and its parameters by role.
 
     Raises:
-        MomentsError: that is not known, or no submodule gives the stream.
+        MomentsError: it cannot be read, or no submodule gives the stream.
     """
-    if sites is not None:
-        return sites, _unnamed(n for n, p in module.named_parameters() if p.requires_grad)
-    parts = anatomy_of(module, batch)
-    layers = [point.layer for point in parts.sites or () if point.site == STREAM]
+    parts = _anatomy(module, batch, values=False)
+    layers = [point.layer for point in parts.sites if point.site == STREAM]
     if sorted(layers) != list(range(parts.found.layers + 1)):
         raise MomentsError(
             f"{type(module).__name__} was read, but no submodule gives or takes the stream of "
@@ -130,23 +125,32 @@ def _as_drawn(model: Transformer) -> Transformer:
     )
 
 
-def anatomy_of(
-    module: nn.Module,
-    batch: Any = None,
-    names: Mapping[str, str] | None = None,
-    sites: Iterable[Any] | None = None,
-) -> Anatomy:
-    """A module's parts, as its author names them, or one pass tells.
+def anatomy_of(module: nn.Module, batch: Any = None) -> Anatomy:
+    """A module's parts, read from one pass, or from an earlier one of the same module with the same
+    entries.
 
     Args:
         batch: what it reads, as in `moments.torch.measure`.
-        names, sites: for a module of one's own, as in `roles_of`.
 
     Raises:
-        DomainError: a module on the meta device, a pattern of `names` that matches nothing, or an
-            unknown role.
-        MomentsError: the module could not be read; with a draft of `names`.
+        DomainError: a module on the meta device.
+        MomentsError: the module could not be read.
     """
+    return _anatomy(module, batch, values=True)
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, ModuleReading]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def forget(module: nn.Module) -> None:
+    """Read a module anew when it is next read."""
+    _KNOWN.pop(module, None)
+
+
+def _anatomy(module: nn.Module, batch: Any, *, values: bool) -> Anatomy:
+    """As `anatomy_of`; without `values` an earlier reading does although entries have changed."""
     if is_meta(module):
         name = next(name for name, p in module.named_parameters() if p.is_meta)
         raise DomainError(
@@ -154,43 +158,29 @@ def anatomy_of(
             "module storage (to_empty(device='cpu')) and draw them; moments.torch.describe(module) "
             "says what its own initialisation would give"
         )
-    given = None if sites is None else points_of(sites)
-    if names is not None:
-        found = roles_of(module, names, given)
-        with suppress(MomentsError):  # what q k is multiplied by has no name
-            told = _read(module, batch).roles
-            if told.layers == found.layers:
-                found = dataclasses.replace(found, multipliers=told.multipliers)
-        return Anatomy(found, given)
-    try:
-        reading = _read(module, batch)
-    except MomentsError as why:
-        draft = unread(module, "or say what these are, and pass them as names= with sites=")
-        raise MomentsError(f"{why}\n{draft}") from None
-    if given is None:
-        return Anatomy(reading.roles, reading.sites, reading)
-    found = dataclasses.replace(reading.roles, blocks=branches(module, given))
-    return Anatomy(found, given, reading)
-
-
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ModuleReading]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def forget(module: nn.Module) -> None:
-    """Read a module anew when it is next read, with the entries that it has then."""
-    _KNOWN.pop(module, None)
-
-
-def _read(module: nn.Module, batch: Any) -> ModuleReading:
-    """A module's reading, kept as long as nothing of its structure changes."""
-    mark = _structure(module)
+    structure, entries = _structure(module), _entries(module)
     known = _KNOWN.get(module)
-    if known is None or known[0] != mark:
-        known = mark, read(module, None if _says_its_input(module) else batch)
+    if known is None or known[0] != structure or (values and known[1] != entries):
+        with _finite(module):
+            reading = read(module, None if _says_its_input(module) else batch)
+        known = structure, entries, reading
         _KNOWN[module] = known
-    return known[1]
+    return Anatomy(known[2])
+
+
+@contextmanager
+def _finite(module: nn.Module) -> Iterator[None]:
+    """With zeros for entries of parameters that are not finite, which end what is followed."""
+    broken = [p for p in module.parameters() if not bool(torch.isfinite(p).all())]
+    kept = [p.detach().clone() for p in broken]
+    with torch.no_grad():
+        for parameter in broken:
+            parameter.nan_to_num_(0.0, 0.0, 0.0)
+        try:
+            yield
+        finally:
+            for parameter, entries in zip(broken, kept, strict=True):
+                parameter.copy_(entries)
 
 
 def _says_its_input(module: nn.Module) -> bool:
@@ -201,16 +191,42 @@ def _says_its_input(module: nn.Module) -> bool:
 
 
 def _structure(module: nn.Module) -> tuple[Any, ...]:
-    """What tells whether a module still computes what it computed: parts, settings, hooks."""
-    plain = (bool, int, float, str, type(None))
+    """What decides how a module computes: its parts, their settings, hooks and replaced methods."""
     rows = []
     for path, part in module.named_modules():
-        held = vars(part)
-        settings = tuple(
-            (k, v) for k, v in sorted(held.items()) if type(v) in plain and k != "training"
-        )
-        callables = tuple(id(v) for k, v in sorted(held.items()) if callable(v))
-        hooks = len(part._forward_hooks), len(part._forward_pre_hooks)
+        own = {name: value for name, value in sorted(vars(part).items()) if name != "training"}
+        settings = tuple((name, value) for name, value in own.items() if type(value) in _PLAIN)
+        callables = tuple(id(value) for value in own.values() if callable(value))
+        hooks = tuple(part._forward_hooks), tuple(part._forward_pre_hooks)
         rows.append((path, id(type(part)), settings, callables, hooks))
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
     return (*rows, shapes)
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _entries(module: nn.Module) -> tuple[Any, ...]:
+    """What changes with the entries of a module's tensors, registered or not."""
+    tensors = [*module.parameters(), *module.buffers()]
+    for part in module.modules():
+        for value in vars(part).values():
+            tensors += _tensors_in(value)
+    return tuple(_summary(tensor) for tensor in tensors)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _tensors_in(entry)
+
+
+def _summary(tensor: Tensor) -> tuple[Any, ...]:
+    """Sums that no change of an entry leaves as they are, but for a permutation."""
+    entries = tensor.detach()
+    if tensor.is_meta or not entries.is_floating_point():
+        return tuple(tensor.shape), str(tensor.dtype), tensor._version
+    sums = torch.stack([entries.sum(), torch.linalg.vector_norm(entries)]).double()
+    return tuple(tensor.shape), *(float(x).hex() for x in sums.cpu())

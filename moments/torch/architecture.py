@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import DomainError, MomentsError, optional, without_warnings
@@ -40,9 +40,6 @@ class Fitted(NamedTuple):
 def fitted(
     module: Any,
     plan: Any,
-    names: Mapping[str, str] | None,
-    sites: Iterable[Any] | None,
-    architecture: Transformer | None,
     options: Mapping[str, Any] | None = None,
     batch: Any = None,
     *,
@@ -63,10 +60,8 @@ def fitted(
             f"{plan.title} is not feasible (nearest value {plan.nearest:.6g}): solve for "
             "another target, or pass plan.model to take the nearest model all the same"
         )
-    parts = anatomy_of(module, batch, names, sites)
-    described = architecture
-    if described is None and names is None:
-        described = promised_by(module) or parts.architecture()
+    parts = anatomy_of(module, batch)
+    described = promised_by(module) or parts.architecture()
     model = model_of(plan, described, options)
     check_fits(model, parts.found, described, placement=strict)
     return Fitted(module, parts, model, described)

@@ -117,9 +117,6 @@ def audit(
     plan: Any,
     *,
     batch: Any = None,
-    names: Mapping[str, str] | None = None,
-    sites: Iterable[Any] | None = None,
-    architecture: Transformer | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> AuditReport:
     """Compare a freshly initialised module with a plan.
@@ -132,13 +129,12 @@ def audit(
     fails with probability 1e-5, all checks together.
 
     Args:
-        module: any that can be read, or with `names`. It is left as it was. Compiled and
+        module: any that can be read. It is left as it was. Compiled and
             data-parallel modules are audited as what they hold.
         plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
             the module's own architecture.
         batch: what to run the module on, as in `moments.torch.measure`; None: random input, where
             the module says what it takes.
-        names, sites, architecture: for a module of one's own, as in `initialize`.
         options: of the scheme, where the plan is a scheme's name.
 
     Returns:
@@ -146,11 +142,9 @@ def audit(
 
     Raises:
         DomainError: a plan of another depth, width or number of heads.
-        MomentsError: the module cannot be read and `names` is None.
+        MomentsError: the module cannot be read.
     """
-    module, parts, model, described = fitted(
-        module, plan, names, sites, architecture, options, batch, strict=False
-    )
+    module, parts, model, described = fitted(module, plan, options, batch, strict=False)
     batch = parts.example if batch is None else batch
     readings = conventions(plan, options, model)
     read = AuditedModule.of(module, parts.found, batch, model)

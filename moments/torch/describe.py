@@ -6,13 +6,13 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DomainError, ValidityWarning, optional
+from ..errors import ValidityWarning, optional
 from ..files import as_frame
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
@@ -44,8 +44,6 @@ def describe(
     *,
     batch: Any = None,
     seq_len: int | None = None,
-    names: Mapping[str, str] | None = None,
-    sites: Iterable[Any] | None = None,
     architecture: Transformer | None = None,
 ) -> Description:
     """A module or checkpoint as a Transformer with its real variances, and its parameters by role.
@@ -61,16 +59,14 @@ def describe(
             would draw it.
         batch: what to run it on; None: random token ids, features or pictures, as it takes them.
         seq_len: tokens per sequence; None: what the config allows, or 128.
-        names, sites: for a module of one's own that cannot be read, as in `initialize`.
         architecture: what the module cannot tell itself.
 
     Returns:
         A Description: `model`, `roles`, `unplaced`, `str(...)`, `to_frame()`.
 
     Raises:
-        DomainError: the architecture is not known, or the checkpoint cannot be read.
-        MomentsError: the module cannot be run, or has no attention beside a residual stream; with
-            a draft of `names` and `sites`.
+        DomainError: the checkpoint cannot be read.
+        MomentsError: the module cannot be run, or has no attention beside a residual stream.
 
     Warns:
         ValidityWarning: for every assumption of the theory that the weights break, with numbers:
@@ -80,17 +76,12 @@ def describe(
     """
     module = opened(module)
     module, lost = drawn(module) if is_meta(module) else (module, ())
-    sites = None if sites is None else list(sites)
-    parts = anatomy_of(module, batch, names, sites)
+    parts = anatomy_of(module, batch)
     found, model = parts.found, architecture
-    if model is None and names is None:
-        model = promised_by(module, seq_len)
-        if model is None and sites is None:
-            return _of_reading(module, read(module, batch, seq_len), lost)
     if model is None:
-        raise DomainError(
-            "the module's architecture is not known: pass architecture=moments.Transformer(...)"
-        )
+        model = promised_by(module, seq_len)
+    if model is None:
+        return _of_reading(module, read(module, batch, seq_len), lost)
     described = described_as(model, AuditedModule.of(module, found, batch, model), parts.sites)
     return dataclasses.replace(described, notes=lost)
 
@@ -126,7 +117,7 @@ class Description:
             Transformer says, for the reasons in `unplaced`.
         found: parameters by role, and residual branches.
         unplaced: what has no place in the model, and why, a phrase each.
-        sites: hook points, as `moments.torch.measure` takes them.
+        sites: hook points.
         notes: what was assumed, a phrase each.
     """
 
@@ -173,7 +164,7 @@ class Description:
         return "\n".join(lines)
 
     def _patterns(self) -> list[str]:
-        """Names with {layer} in them, as `names` of `initialize` takes them, and their roles."""
+        """Names with {layer} in them, as `snippet` takes them, and their roles."""
         lines: dict[str, str] = {}
         for name, roles in self.roles.items():
             role = "+".join(dict.fromkeys(r.full_name for r in roles)) or "?"
@@ -202,14 +193,11 @@ def unplaced_by(reading: ModuleReading) -> tuple[str, ...]:
     return (*reading.reasons, *unknown)
 
 
-def weight_statistics(
-    module: nn.Module, *, names: Mapping[str, str] | None = None
-) -> pandas.DataFrame:
+def weight_statistics(module: nn.Module) -> pandas.DataFrame:
     """Every matrix of a module against independent entries of its variance.
 
     Args:
-        module: any that can be read, or whose parameters' roles are given.
-        names: as in `describe`.
+        module: any that can be read.
 
     Returns:
         Columns layer, role, parameter, variance (mean square), mean, kurtosis, spectral (largest
@@ -217,9 +205,8 @@ def weight_statistics(
 
     Raises:
         MomentsError: the module could not be read.
-        DomainError: `names` gives a role that there is not.
     """
-    found = anatomy_of(module, names=names).found
+    found = anatomy_of(module).found
     tensors = tensors_of(module)
     rows = []
     for role in found.roles:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,8 +51,6 @@ def diagnose(
     seeds: int = 1,
     seed: int = 0,
     inputs: Mapping[str, Any] | None = None,
-    sites: Iterable[Any] | None = None,
-    names: Mapping[str, str] | None = None,
     tolerance: float = TOLERANCE,
     progress: bool | None = None,
     options: Mapping[str, Any] | None = None,
@@ -69,13 +67,12 @@ def diagnose(
     prediction begins, and the diagnosis says that these were not checked.
 
     Args:
-        module, batch, loss, seeds, seed, sites: as of `moments.torch.measure`. With a factory the
+        module, batch, loss, seeds, seed: as of `moments.torch.measure`. With a factory the
             module described is that of `seed`.
         model: what the module is meant to be: a Transformer, a plan of `moments.solve`, or the name
             of a scheme, which is applied to the module's own architecture. None: that architecture
             with the initialisation of its framework.
         inputs: arguments of `predict` that describe the input, where the batch shall not.
-        names: as of `moments.torch.describe`, for a module of one's own.
         tolerance: as of `moments.compare`.
         progress: write what is done, the verdict as soon as it is known, and how long the rest will
             take to standard error; None: where it is more than small.
@@ -89,26 +86,21 @@ def diagnose(
             meant to be.
         MomentsError: as `moments.torch.measure`.
     """
-    sites = None if sites is None else list(sites)
     fixed = isinstance(module, nn.Module)
     target = built(module, seed)
     batch = at_hand(batch)
-    parts = None if names is not None or sites is not None else anatomy_of(target, batch)
+    parts = anatomy_of(target, batch)
     if progress is None:
         progress = _large(target, batch, seeds)
     if progress:
         say(f"measuring {type(target).__name__}, {seeds} draw{'s' * (seeds > 1)}")
 
     def measured(at: nn.Module | Callable[[int], nn.Module]) -> Measurement:
-        return measure(
-            at, batch, loss=loss, seeds=seeds, seed=seed, sites=sites, progress=bool(progress)
-        )
+        return measure(at, batch, loss=loss, seeds=seeds, seed=seed, progress=bool(progress))
 
     measurement = measured(module)
-    described = promised_by(target, measurement.seq_len) if names is None else None
-    read = described
-    if described is None and parts is not None:
-        read = parts.architecture()
+    described = promised_by(target, measurement.seq_len)
+    read = parts.architecture() if described is None else described
     if model is None and described is None:
         raise _meant(read)
     declared = at_length(
@@ -116,7 +108,7 @@ def diagnose(
     )
     if declared.layers != measurement.layers:
         raise domain_error("layers of the model", declared.layers, f"{measurement.layers}")
-    found, notes = _described(target, batch, measurement, described or declared, names, sites)
+    found, notes = _described(target, batch, measurement, described or declared)
     if model is None and found is not None and not hasattr(target, "config"):
         # torch's own layers draw theirs: what is there is one draw of the framework's.
         declared = declared.replace(biases=found.biases)
@@ -125,11 +117,10 @@ def diagnose(
     unseen = _unseen(target, case, measurement, inputs)
     advice: tuple[str, ...] = ()
     if found is not None:
-        roles = anatomy_of(target, batch, names, sites).found
-        ahead = sees_ahead(target, batch, sites, declared.layers, text.ids)
+        roles = parts.found
+        ahead = sees_ahead(target, batch, declared.layers, text.ids)
         changed = _with_mask(found, ahead)
-        reading = None if parts is None else parts.reading
-        changed = _with_dropout(changed, None if reading is None else reading.model)
+        changed = _with_dropout(changed, parts.reading.model)
         likely = weight_advice(target, roles, declared, read, conventions(model, options, declared))
         own_features = _reasoned(differences(declared, changed), likely.reasons)
         advice = likely.crossed
@@ -151,7 +142,7 @@ def diagnose(
     else:
         unseen.insert(0, "its weights, scales and norms")
     if "token_ids" not in case.inputs and "pixels" not in case.inputs:
-        features += tokens_entering(first_stream(target, batch, sites), case, measurement)
+        features += tokens_entering(first_stream(target, batch), case, measurement)
     if progress:
         say(f"predicting {declared.layers} layers at {declared.seq_len} tokens")
     return diagnose_case(
@@ -291,8 +282,6 @@ def _described(
     batch: Any,
     measurement: Measurement,
     architecture: Transformer,
-    names: Mapping[str, str] | None,
-    sites: list[Any] | None,
 ) -> tuple[Transformer | None, list[str]]:
     """The module as it is, and what was said about it; None where it cannot be read."""
     with warnings.catch_warnings(record=True) as caught:
@@ -301,8 +290,6 @@ def _described(
             found = describe(
                 module,
                 batch=batch,
-                names=names,
-                sites=sites,
                 architecture=at_length(architecture, measurement),
             )
         except MomentsError as error:

@@ -11,7 +11,6 @@ from ..errors import MomentsError, optional
 from ..prediction.draws import STREAM
 from .anatomy import measured_parts
 from .batches import shifted_left
-from .hook_points import points_of
 from .running import (
     batch_first,
     device_of,
@@ -35,17 +34,14 @@ UNSEEN = 1e-6
 """Relative change below which a token has not noticed another; single precision rounds to 1e-7."""
 
 
-def first_stream(
-    module: nn.Module, batch: Any, sites: Iterable[Any] | None = None
-) -> np.ndarray | None:
+def first_stream(module: nn.Module, batch: Any) -> np.ndarray | None:
     """The tensor that enters layer 1 without dropout, (B, L, d_model); None where it is no such."""
-    return _stream(module, batch, sites, 0)
+    return _stream(module, batch, 0)
 
 
 def sees_ahead(
     module: nn.Module,
     batch: Any,
-    sites: Iterable[Any] | None,
     layers: int,
     ids: np.ndarray | None = None,
 ) -> bool | None:
@@ -58,7 +54,7 @@ def sees_ahead(
     changed = _changed(batch, batch_first(module), ids)
     if changed is None:
         return None
-    one, other = (_stream(module, given, sites, layers) for given in (batch, changed))
+    one, other = (_stream(module, given, layers) for given in (batch, changed))
     if one is None or other is None or one.shape != other.shape or one.shape[1] < 2:
         return None
     moved = np.abs(one - other).max((0, 2)) / max(float(np.abs(one).max()), 1e-30)
@@ -158,10 +154,8 @@ def _different(ids: Tensor) -> Tensor:
     return torch.where(other != second, other, (second - 1).clamp(min=0))
 
 
-def _stream(
-    module: nn.Module, batch: Any, sites: Iterable[Any] | None, layer: int
-) -> np.ndarray | None:
-    points = measured_parts(module, batch, None)[0] if sites is None else points_of(sites)
+def _stream(module: nn.Module, batch: Any, layer: int) -> np.ndarray | None:
+    points = measured_parts(module, batch)[0]
     if any(point.site.startswith("encoder.") for point in points):
         return None
     point = next((p for p in points if (p.layer, p.site) == (layer, STREAM)), None)

@@ -49,8 +49,8 @@ def model_of(
     if isinstance(plan, str):
         if described is None:
             raise DomainError(
-                f"scheme {plan!r} needs the module's architecture, which is not known: pass "
-                "architecture=moments.Transformer(...), or the model itself"
+                f"scheme {plan!r} needs the module's architecture, which could not be read: pass "
+                f"moments.Transformer(...).with_scheme({plan!r})"
             )
         scheme(plan)  # an unknown name is told as such
         try:

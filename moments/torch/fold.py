@@ -14,7 +14,7 @@ head's matrix, or, where that is the token table, into the norm before it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..errors import DomainError, domain_error, optional
@@ -35,14 +35,7 @@ _OUTPUTS = {"attention": "output", "cross": "cross_output", "ffn": "ffn_out"}
 Step = Callable[[], object]
 
 
-def fold(
-    module: nn.Module,
-    plan: Any,
-    *,
-    names: Mapping[str, str] | None = None,
-    sites: Iterable[Any] | None = None,
-    architecture: Transformer | None = None,
-) -> nn.Module:
+def fold(module: nn.Module, plan: Any) -> nn.Module:
     """Absorb a plan's scales into a module, in place, for inference; its output stays the same.
 
     The hooks of `initialize` are taken off. Hidden states between layers are then those of the
@@ -51,7 +44,7 @@ def fold(
 
     Args:
         module: initialised with the plan, trained or not.
-        plan, names, sites, architecture: as given to `initialize`.
+        plan: as given to `initialize`.
 
     Returns:
         The module.
@@ -63,10 +56,10 @@ def fold(
     """
     if getattr(module, FOLDED, False):
         raise DomainError("the module was folded before: fold a copy of the unfolded one")
-    module, parts, model, described = fitted(module, plan, names, sites, architecture)
+    module, parts, model, described = fitted(module, plan)
     found = parts.found
     if not found.blocks:
-        raise DomainError("sites are needed: where the module's sums and norms sit is not known")
+        raise DomainError("no submodule takes or gives the module's residual sums and norms")
     logits = logit_factor(found, model, described)
     _check_hooks(module, model, logits)
     steps = [

@@ -1,10 +1,10 @@
-"""Where the sites of the theory sit in real modules, and the residual branches that they tell."""
+"""Where the sites of the theory sit in real modules, and their residual branches."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import MomentsError
 from ..prediction.draws import STREAM
@@ -51,12 +51,7 @@ class HookPoint(NamedTuple):
     side: Side
 
 
-def points_of(sites: Iterable[Any]) -> tuple[HookPoint, ...]:
-    """Sites as a user gives them: (layer, site, path, side) each."""
-    return tuple(HookPoint(*site) for site in sites)
-
-
-# --- residual sums, branches and norms, read from hook points -------------------------------------
+# --- residual sums, branches and norms of hook points -------------------------------------
 
 
 ENCODER = "encoder."
@@ -110,16 +105,13 @@ class ModuleBranch:
 
 def blocks_of(
     points: Iterable[HookPoint],
-    absent: Container[str] = (),
-    told: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]] | None = None,
+    read: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]],
 ) -> tuple[ModuleBranch, ...]:
     """The residual branches of a module in the order the signal passes them.
 
     Args:
         points: sites of the module.
-        absent: paths of norms that an nn.Identity stands in for.
-        told: placement and stream by layer and block, where they are known; None: as the points
-            tell.
+        read: placement and stream by layer and block.
 
     Raises:
         MomentsError: the points lack a site that places a branch.
@@ -133,7 +125,7 @@ def blocks_of(
         block
         for stack, layers in stacks.items()
         for layer in sorted(number for number in layers if number > 0)
-        for block in _layer_blocks(stack, layer, layers[layer], absent, told or {})
+        for block in _layer_blocks(stack, layer, layers[layer], read)
     )
 
 
@@ -141,26 +133,19 @@ def _layer_blocks(
     stack: str,
     layer: int,
     sites: dict[str, SubmoduleTensor],
-    absent: Container[str],
-    told: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]],
+    read: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]],
 ) -> list[ModuleBranch]:
     names = [name for name in BLOCKS if any(site.startswith(f"{name}.") for site in sites)]
     if not names:
         return []  # what follows the last layer
-    if STREAM not in sites:
-        raise MomentsError(f"no site '{STREAM}' in layer {layer}: map one to its output")
+    if STREAM not in sites or any((layer, name) not in read for name in names):
+        raise MomentsError(f"layer {layer}: no submodule gives or takes its stream")
     parallel = len(names) > 1 and f"{names[0]}.sum" not in sites
-    entering = SubmoduleTensor(sites[STREAM].path, "input")
     blocks = []
     for name in names:
         norm = sites.get(f"{name}.norm") or (sites.get("attention.norm") if parallel else None)
         post_norm = sites.get(f"{name}.post_norm")
-        norm = None if norm is not None and norm.path in absent else norm
-        total = sites.get(f"{name}.sum", sites[STREAM])
-        placement = _placement(post_norm, norm, total)
-        if placement in ("pre", "sandwich") and norm is not None:
-            entering = SubmoduleTensor(norm.path, "input")
-        placement, entering = told.get((layer, name), (placement, entering))
+        placement, entering = read[layer, name]
         branch = _first(layer, sites, (f"{name}.post_norm", f"{name}.dropout", *_raw(name)))
         blocks.append(
             ModuleBranch(
@@ -174,23 +159,11 @@ def _layer_blocks(
                 stream=entering,
                 raw=branch if post_norm is not None else _first(layer, sites, _raw(name)),
                 branch=branch,
-                total=total,
+                total=sites.get(f"{name}.sum", sites[STREAM]),
                 parallel=parallel,
             )
         )
-        if not parallel:
-            entering = norm if placement == "post" and norm is not None else total
     return blocks
-
-
-def _placement(
-    post_norm: SubmoduleTensor | None, norm: SubmoduleTensor | None, total: SubmoduleTensor
-) -> str:
-    if norm is None:
-        return "none"
-    if post_norm is not None:
-        return "sandwich"
-    return "post" if total == SubmoduleTensor(norm.path, "input") else "pre"
 
 
 def _raw(name: str) -> tuple[str, ...]:

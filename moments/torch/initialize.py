@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ import numpy as np
 from ..errors import DomainError, optional
 from ..files import as_frame
 from ..formulas.checks import check_choice, check_count
-from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
 from .architecture import Fitted, fitted
 from .expectation import Scales, expected_variance, scales_of
@@ -68,9 +67,6 @@ def initialize(
     distribution: str | None = None,
     *,
     batch: Any = None,
-    names: Mapping[str, str] | None = None,
-    sites: Iterable[Any] | None = None,
-    architecture: Transformer | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Initialization:
     """Write a plan's weights and scales into a module, in place.
@@ -83,7 +79,7 @@ def initialize(
     (OPT) moves into the hook. Attention temperatures go into the attention modules' `scaling`.
 
     Args:
-        module: any that one pass tells, or with `names`.
+        module: any that can be read from one pass.
         plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
             the module's own architecture.
         seed: the same seed gives the same entries, for each parameter on its own.
@@ -92,8 +88,6 @@ def initialize(
         batch: what the module may be run on, as in `moments.torch.measure`, to find out whether it
             drops a block's output inside a function; None: random input, where it says what it
             takes.
-        names, sites: for a module of one's own; see `moments.torch.roles.roles_of`.
-        architecture: what a scheme is applied to, where the module cannot tell it itself.
         options: of the scheme, where the plan is a scheme's name.
 
     Returns:
@@ -102,10 +96,10 @@ def initialize(
     Raises:
         DomainError: a plan of another architecture, or something the module cannot carry, named
             with the reason; nothing is written then.
-        MomentsError: the module cannot be read and `names` is None.
+        MomentsError: the module cannot be read.
     """
     check_count("seed", seed, least=0)
-    of = fitted(module, plan, names, sites, architecture, options, batch)
+    of = fitted(module, plan, options, batch)
     module, found, model = of.module, of.parts.found, of.model
     chosen = (
         (model.weights and model.weights.distribution) if distribution is None else distribution
@@ -137,9 +131,6 @@ def attach(
     plan: Any,
     *,
     batch: Any = None,
-    names: Mapping[str, str] | None = None,
-    sites: Iterable[Any] | None = None,
-    architecture: Transformer | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> AppliedScales | None:
     """Put a plan's scales onto a module whose weights are there already, and leave these alone.
@@ -147,16 +138,16 @@ def attach(
     For a module rebuilt from stored weights: hooks and attention temperatures are in no state_dict.
 
     Args:
-        module, plan, batch, names, sites, architecture, options: as in `initialize`.
+        module, plan, batch, options: as in `initialize`.
 
     Returns:
         The hooks, also at `module.moments_scales`; None where the plan needs none.
 
     Raises:
         DomainError: as `initialize`, or the module was folded: its weights carry the scales.
-        MomentsError: the module cannot be read and `names` is None.
+        MomentsError: the module cannot be read.
     """
-    of = fitted(module, plan, names, sites, architecture, options, batch)
+    of = fitted(module, plan, options, batch)
     if getattr(of.module, FOLDED, False):
         raise DomainError("the module was folded: its weights carry the scales already")
     return _attached(of, batch)
@@ -247,8 +238,8 @@ def _check_scales(found: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
             )
         if not found.blocks and ((lacking and not there) or any(factor != 1 for factor in norms)):
             raise DomainError(
-                f"layer {layer}: the plan scales residual sums or norms, and where they sit in "
-                f"this module is not known: pass sites=[(layer, site, path, side), ...]"
+                f"layer {layer}: the plan scales residual sums or norms, and no submodule of "
+                "this module takes or gives them, where a hook could act"
             )
     return set(held)
 

@@ -17,7 +17,7 @@ from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
 from ..transfer.head.targets import NO_TARGET
 from .anatomy import Measured, measured_parts
-from .hook_points import ENCODER, HookPoint, WeightPart, points_of
+from .hook_points import ENCODER, HookPoint, WeightPart
 from .running import (
     batch_first,
     built,
@@ -59,7 +59,6 @@ def measure(
     loss: Loss | None = None,
     seeds: int = 1,
     seed: int = 0,
-    sites: Iterable[tuple[int, str, str, str]] | None = None,
     progress: bool = False,
 ) -> Measurement:
     """Run a real module in training mode and measure every site, forward and backward.
@@ -69,7 +68,7 @@ def measure(
     own.
 
     Args:
-        module: any that one pass tells, or with `sites`; compiled and data-parallel modules are
+        module: any that can be read from one pass; compiled and data-parallel modules are
             measured as what they hold. With a module its weights stay as they are and the draws
             differ in dropout alone, so that standard errors say nothing about other weights; with a
             factory, called with seed, seed + 1, ..., every draw has fresh weights.
@@ -85,8 +84,6 @@ def measure(
             of variance 1 at its output.
         seeds: draws.
         seed: of the draws; the same seed on the same device gives the same result.
-        sites: (layer, site, submodule path, "input" or "output") for each point of a module that is
-            not read; see `hook_points`, which shows them for one that is.
         progress: write one line per draw to standard error.
 
     Returns:
@@ -95,13 +92,11 @@ def measure(
         loss on the whole batch.
 
     Raises:
-        DomainError: an argument out of range, a path that is not in the module, or a module whose
-            task needs labels without them.
-        MomentsError: the module's layers are not known, or a tensor is not differentiable.
+        DomainError: an argument out of range, or a module whose task needs labels without them.
+        MomentsError: the module cannot be read, or a tensor is not differentiable.
     """
     check_count("seeds", seeds)
     check_count("seed", seed, least=0)
-    given = None if sites is None else points_of(sites)
     draws, name, size = [], "", 0
     parts: Measured | None = None
     for draw in range(seeds):
@@ -109,7 +104,7 @@ def measure(
             target = built(module, seed + draw)
             state = np.random.SeedSequence((seed, draw)).generate_state(1)[0]
             torch.manual_seed(int(state))
-            parts = measured_parts(target, batch, given) if parts is None else parts
+            parts = measured_parts(target, batch) if parts is None else parts
             result, size = _draw(target, batch, loss, parts)
         draws.append(result)
         name = type(target).__name__
@@ -159,12 +154,6 @@ def _watched(
     """Hooks that show the collector every point as the module's forward passes it."""
     modules = dict(module.named_modules())
     for (path, side), here in grouped(points, lambda point: (point.path, point.side)).items():
-        if side not in ("input", "output"):
-            raise domain_error(f"sites: side of {here[0].site}", side, "'input' or 'output'")
-        if path not in modules:
-            raise domain_error(
-                "sites: path", path, "a submodule", "list them with module.named_modules()"
-            )
         part = modules[path]
         # A block's output is what the block gives, not what a scale's hook makes of it.
         scaled = any(isinstance(hook, ScaleBranch) for hook in part._forward_hooks.values())

@@ -107,7 +107,7 @@ def probe_or_why(
             error.
     """
     if not found.blocks:
-        return [], "no sites inside its layers are known (pass batch= and sites=)"
+        return [], "no submodule takes or gives the sums inside its layers"
     given = example(module) if batch is None else batch
     if given is None:
         return [], "nothing in it says what it reads (pass batch=)"

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import DomainError, domain_error, optional
 from ..model.weights import MATRICES
-from .hook_points import (
-    ENCODER,
-    ModuleBranch,
-    WeightPart,
-    blocks_of,
-    points_of,
-)
+from .hook_points import ModuleBranch, WeightPart
 from .running import grouped
 
 with optional("torch", "torch"):
@@ -23,15 +16,10 @@ with optional("torch", "torch"):
     from torch import Tensor, nn
 
 
-SCALES = ("skip_scale", "branch_scale")
-"""Roles of a parameter or buffer that holds lambda or beta itself."""
-
 TABLES = ("token", "position", "segment", "class", "relative_bias")
 """Roles that are looked up or added, not multiplied with."""
 
 _BEHIND = ("head", "final")
-_WORDS = (*MATRICES, *TABLES, "patch", "head", "head.transform")
-_ENDS = (".bias", "norm.gain", *SCALES)
 
 
 @dataclass(frozen=True)
@@ -108,116 +96,9 @@ class ModuleRoles:
         return tuple(sorted(found, key=lambda role: role.layer))
 
 
-def roles_of(
-    module: nn.Module,
-    names: Mapping[str, str],
-    sites: Iterable[Any] | None = None,
-) -> ModuleRoles:
-    """Every parameter of a module with the role that its author gives it.
-
-    Args:
-        names: patterns of parameter (or buffer) names with {layer} in them -> role:
-            {"blocks.{layer}.wq.weight": "query", "embed.weight": "token"}. A fused matrix of equal
-            parts is "query+key+value". Roles are the names of moments.Weights, those with ".bias",
-            norms "attention.norm.gain", tables "token", ..., and "skip_scale", "branch_scale" (of
-            both blocks, or "attention.branch_scale").
-        sites: for a module of one's own, its hook points as in `moments.torch.measure`; needed
-            where residual scales are set or probed.
-
-    Raises:
-        DomainError: a pattern that matches nothing, or an unknown role.
-    """
-    blocks = () if sites is None else branches(module, sites)
-    owners, tensors = dict(module.named_modules()), tensors_of(module)
-    roles = [_role(owners, tensors, layer, part) for layer, part in _by_name(module, names)]
-    known = {role.parameter for role in roles}
-    numbers = [block.layer for block in blocks if not block.stack]
-    numbers += [role.layer for role in roles if role.name in MATRICES and not role.stack]
-    return ModuleRoles(
-        layers=max(numbers, default=0),
-        roles=tuple(role for role in roles if not role.name.endswith(SCALES)),
-        unidentified=tuple(name for name, _ in module.named_parameters() if name not in known),
-        blocks=blocks,
-        scales=tuple(role for role in roles if role.name.endswith(SCALES)),
-    )
-
-
-def branches(module: nn.Module, sites: Iterable[Any]) -> tuple[ModuleBranch, ...]:
-    """The residual branches that hook points of a user's tell."""
-    absent = {path for path, part in module.named_modules() if isinstance(part, nn.Identity)}
-    return blocks_of(points_of(sites), absent)
-
-
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
-
-
-def _by_name(module: nn.Module, names: Mapping[str, str]) -> list[tuple[int, WeightPart]]:
-    """Parts that the user's patterns name, layers numbered from 1 in the order of their index."""
-    tensors, owners = tensors_of(module), dict(module.named_modules())
-    hits: list[tuple[int | None, str, str]] = []
-    for pattern, role in names.items():
-        _check_role(role)
-        expression = re.compile(re.escape(pattern).replace(r"\{layer\}", r"(?P<layer>\d+)") + "$")
-        matches = [m for name in tensors if (m := expression.match(name))]
-        if not matches:
-            raise domain_error(
-                "names", pattern, "a pattern of parameter names", "see module.named_parameters()"
-            )
-        for match in matches:
-            index = match.groupdict().get("layer")
-            hits.append((None if index is None else int(index), match.string, role))
-    first = min((index for index, _, _ in hits if index is not None), default=0)
-    last = max((index for index, _, _ in hits if index is not None), default=-1) - first + 1
-    found = []
-    for index, name, role in hits:
-        fused = role.split("+")
-        layer = index - first + 1 if index is not None else 0
-        if index is None and role.startswith(("head", "final")):
-            layer = last + 1
-        if len(fused) == 1:
-            found.append((layer, WeightPart(role, name)))
-            continue
-        axis = int(tensors[name].ndim > 1 and _transposed(owners, name))
-        width, rest = divmod(tensors[name].shape[axis], len(fused))
-        if rest:
-            raise domain_error(f"names: {name}", role, "equal parts of the parameter")
-        split = (width,) * len(fused)
-        found += [(layer, WeightPart(r, name, axis, n, split)) for n, r in enumerate(fused)]
-    return found
-
-
-def _check_role(role: str) -> None:
-    for single in role.split("+"):
-        plain = single.removeprefix(ENCODER)
-        if plain not in _WORDS and not plain.endswith(_ENDS):
-            allowed = (*_WORDS, "<matrix>.bias", "<site>.norm.gain", "<site>.norm.bias", *SCALES)
-            raise domain_error("names: role", single, f"one of {', '.join(allowed)}")
-
-
-def _role(
-    owners: Mapping[str, nn.Module],
-    tensors: Mapping[str, Tensor],
-    layer: int,
-    part: WeightPart,
-) -> Role:
-    transposed = _transposed(owners, part.parameter)
-    stored = tensors[part.parameter]
-    block = part.of(stored)
-    stack = ENCODER if part.weight.startswith(ENCODER) else ""
-    name = part.weight.removeprefix(stack)
-    fan_in = fan_out = 0
-    if stored.ndim >= 2 and name not in TABLES:
-        fan_in = stored.shape[0] if transposed else stored[0].numel()
-        fan_out = block.numel() // fan_in
-    fused = block.numel() != stored.numel()
-    label = f"{part.parameter} [{name.removesuffix('.bias')}]" if fused else part.parameter
-    return Role(stack, layer, name, part, fan_in, fan_out, transposed, label)
-
-
-def _transposed(owners: Mapping[str, nn.Module], parameter: str) -> bool:
-    return type(owners.get(parameter.rpartition(".")[0])).__name__ == "Conv1D"
 
 
 def block_of(tensors: Mapping[str, Tensor], role: Role) -> Tensor:

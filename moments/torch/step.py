@@ -118,7 +118,7 @@ class _Run:
         self.inputs = _tensors(module, batch)
         if loss is None:
             _add_labels(module, self.inputs)
-        self.points, self.parts = measured_parts(module, batch, None)
+        self.points, self.parts = measured_parts(module, batch)
 
     def __call__(self) -> tuple[Tensor, dict[Place, Tensor], dict[str, Tensor]]:
         torch.manual_seed(self.state)
@@ -378,7 +378,7 @@ class _Muon:
         **adam: Any,
     ) -> None:
         self.module, self.rate, self.momentum, self.adjust = module, lr, momentum, adjust
-        self.parts = measured_parts(module, None, None)[1]
+        self.parts = measured_parts(module, None)[1]
         self.nesterov = momentum > 0 if nesterov is None else nesterov
         self.adam = torch.optim.Adam(parameters, lr=lr, **adam)
         self.past = {id(p): torch.zeros_like(p) for p in parameters}

@@ -332,8 +332,9 @@ class _Recorder(TorchDispatchMode):
         drop_prob, keep, plain = None, None, name.removesuffix("_")
         if plain == "floor":  # of a number and a uniform draw
             keep = self.uniform.get(inputs[0])
-        elif plain == "bernoulli" and len(args) > 1 and isinstance(args[1], float):
-            keep = args[1]
+        elif plain == "bernoulli" and func._overloadname in ("float", "p"):
+            # torch leaves out an argument that is its default, 0.5
+            keep = float(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
         if keep is not None:
             drop_prob = round(1 - keep, 6)
             made = args[0].fill_(keep) if written else torch.full_like(args[0], keep)

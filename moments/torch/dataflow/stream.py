@@ -242,8 +242,9 @@ class StreamReader:
             previous = one.value
             chain.blocks += blocks
         norms = self._norms_after(previous)
-        afters = [b.after is not None for b in chain.blocks[:-1] if not b.parallel]
-        if norms and afters and all(afters):
+        last, *others = chain.blocks[::-1]
+        afters = [b.after is not None for b in others[:1] if not b.parallel]
+        if norms and afters and all(afters) and last.before is None:
             chain.blocks[-1].after = norms.pop(0)
             chain.end = chain.blocks[-1].after.end
         else:
@@ -490,8 +491,11 @@ class StreamReader:
         found.dropout = drops[0][1] if drops else 0.0
         if "value" in sides:
             linear, _ = self._source(sides["value"], core.value)
-            if self._doubled(self._made(linear, core.value), core.value)[2] != 2:
+            start = self._made(linear, core.value)
+            if self._doubled(start, core.value)[2] != 2:
                 found.doubts.append("values that are normalised, or changed otherwise")
+            else:
+                found.turned = self._turns(start, core.value)
         if "query" in sides and "key" in sides:
             self._logits(core, sides, found)
         self._mask(core, found)

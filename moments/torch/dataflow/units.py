@@ -99,6 +99,7 @@ class AttentionUnit:
 
     Attributes:
         multiplier: of q k; None where logits are no multiple of it.
+        turned: whether values are turned by their position.
     """
 
     heads: int
@@ -118,6 +119,7 @@ class AttentionUnit:
     projections: dict[str, list[tuple[LinearUnit, Tensor]]] = field(default_factory=dict)
     output: list[LinearUnit] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
+    turned: bool = False
 
     @property
     def temperature(self) -> float:
@@ -318,7 +320,8 @@ class GraphReader:
         first = node.outputs[0]
         shape = self.graph.tensor(first).shape
         axis = 1 if "convolution" in node.name else len(shape) - 1
-        if len(shape) == 3 and self.graph.tensor(linear.matrix).ndim == 3:  # heads as a batch
+        matrix = self.graph.tensor(linear.matrix)
+        if len(shape) == 3 and matrix.ndim == 3 and matrix.stride(0):  # heads as a batch
             width = shape[0] * shape[2]
             columns = torch.arange(width).view(shape[0], 1, shape[2]).expand(shape)
         else:
@@ -435,7 +438,7 @@ class GraphReader:
         (zero,) = self.graph.run({start: x * 0}, end)
         best = (math.inf, 0.0)
         full = float((whole - zero).double().square().mean())
-        for power in range(3, 15, 2):
+        for power in range(-1, 15, 2):
             square = 10.0**-power
             (y,) = self.graph.run({start: x * math.sqrt(square)}, end)
             ratio = float((y - zero).double().square().mean()) / full if full else 1.0
