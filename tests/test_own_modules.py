@@ -463,7 +463,8 @@ def test_a_norm_of_a_blocks_output_is_no_post_norm() -> None:
     for layer in module.stack:
         layer.forward = functools.partial(branch_normed, layer)
     made = moments.torch.draft(module)
-    assert made.doubts == ("norms behind its output of a block, and nowhere else",)
+    assert made.doubts == ()
+    assert moments.torch.describe(module).model.norm == "output"
     assert made.names["stack.{layer}.n1.weight"] == "attention.post_norm.gain"
     assert (1, "attention.post_norm", "stack.0.n1", "output") in made.sites
 
