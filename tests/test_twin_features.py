@@ -80,6 +80,7 @@ EXPECTED = {
     "pre": sequential(lambda x, block: x + block(norm(x))),
     "post": sequential(lambda x, block: norm(x + block(x))),
     "sandwich": sequential(lambda x, block: x + norm(block(norm(x)))),
+    "output": sequential(lambda x, block: x + norm(block(x))),
     "mix": sequential(lambda x, block: x + block(norm(x))),
     "b2t": b2t,
 }
@@ -271,6 +272,7 @@ FEATURES = {
     "gated": {"activation": "swiglu", "activation_dropout": 0.1, "biases": Biases(gate=0.1)},
     "grouped heads": {"kv_heads": 2, "rotary": Rotary(0.5), "window": (2, None), "causal": True},
     "positions": {"alibi": True, "relative_bias": RelativeBias(1.0, 8, 16), "temperature": 0.5},
+    "heads together": {"qk_norm": "layernorm-all", "causal": True, "rotary": (None, Rotary())},
     "bounded": {"qk_norm": "rmsnorm", "logit_softcap": 5.0, "weights": Weights.normal(0.1)},
 }
 SITES = {
@@ -291,6 +293,7 @@ NORM_SITES = {
     "sandwich": {
         f"{block}.{norm}" for block in ("attention", "ffn") for norm in ("norm", "post_norm")
     },
+    "output": {"attention.post_norm", "ffn.post_norm"},
     "b2t": {"attention.norm", "ffn.norm", "ffn.bottom_to_top"},
 }
 

@@ -161,6 +161,51 @@ def test_gemma2():
     same(found.logits, module(input_ids=IDS).logits, rtol=1e-4)
 
 
+def test_olmo3():
+    """Norms at the blocks' outputs alone, queries and keys normalised over all heads, windows and
+    rotary positions that differ between layers."""
+    module = real(
+        "Olmo3ForCausalLM",
+        "Olmo3Config",
+        **WIDTHS,
+        num_key_value_heads=2,
+        sliding_window=3,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
+        },
+        rms_norm_eps=1e-3,
+        pad_token_id=0,
+    )
+    norms = {
+        "attention.post_norm": "post_attention_layernorm",
+        "ffn.post_norm": "post_feedforward_layernorm",
+        "query.norm": "self_attn.q_norm",
+        "key.norm": "self_attn.k_norm",
+    }
+    names = {name: path for name, path in GATED.items() if name != "attention.norm"} | norms
+    layers = [parameters(layer, names) for layer in module.model.layers]
+    head = parameters(module, {"final.norm": "model.norm", "head": "lm_head"})
+    model = Transformer(
+        **SHAPE,
+        d_ff=24,
+        kv_heads=2,
+        norm="output",
+        normalization="rmsnorm",
+        norm_epsilon=1e-3,
+        activation="swiglu",
+        causal=True,
+        qk_norm="rmsnorm-all",
+        rotary=(Rotary(base=100.0), Rotary(speeds=(0.25, 0.025))),
+        window=(3, None),
+        embedding=Embedding(11, 1.0),
+        head=Head(tied=False, weight_variance=1.0),
+    )
+    found = run(model, IDS, parameters(module, {"token": "model.embed_tokens"}), layers, head)
+    same(found.logits, module(input_ids=IDS).logits, rtol=1e-4)
+
+
 def test_gpt_neox():
     """Parallel blocks with a norm each, a quarter of every head rotated, biases."""
     module = real("GPTNeoXForCausalLM", "GPTNeoXConfig", **WIDTHS, rotary_pct=0.5)

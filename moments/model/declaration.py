@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .transformer import Transformer
 
 NORMALIZATIONS = ("layernorm", "rmsnorm", "dyt")
+QK_NORMS = (None, "rmsnorm", "layernorm", "rmsnorm-all", "layernorm-all")
 LAYERNORM_SCALINGS = (
     False,
     True,
@@ -84,7 +85,7 @@ def check(model: Transformer) -> None:
     except DomainError as error:
         raise DomainError(f"{error}; gated units: {', '.join(GATED)}") from None
     check_choice("layernorm_scaling", model.layernorm_scaling, LAYERNORM_SCALINGS)
-    check_choice("qk_norm", model.qk_norm, (None, "rmsnorm", "layernorm"))
+    check_choice("qk_norm", model.qk_norm, QK_NORMS)
     settle(model, ["dropout"], check_number, PROBABILITY, "pass 0.1 for ten percent")
     settle(model, ["activation_dropout"], check_number, PROBABILITY)
     settle(model, ["norm_epsilon"], check_number, NONNEGATIVE)
@@ -136,7 +137,9 @@ def _resolve_defaults(model: Transformer) -> None:
 def _check_parts(model: Transformer) -> None:
     for name, kinds in (PARTS | {"encoder": (type(model),)}).items():
         value = getattr(model, name)
-        if value is not None and not isinstance(value, kinds):
+        if name == "rotary" and isinstance(value, list | tuple):
+            set_field(model, "rotary", _rotaries(model))
+        elif value is not None and not isinstance(value, kinds):
             words = " or ".join(f"moments.{kind.__name__}" for kind in kinds)
             raise domain_error(name, value, f"a {words}, or None")
 
@@ -166,6 +169,17 @@ def _windows(model: Transformer) -> Any:
     return tuple(map(reach, model.window))
 
 
+def _rotaries(model: Transformer) -> Any:
+    """One per layer; alone where all layers have the same."""
+    given = tuple(model.rotaries)
+    if not all(one is None or isinstance(one, Rotary) for one in given):
+        raise domain_error("rotary", model.rotary, "a moments.Rotary or None for every layer")
+    if len(given) != model.layers:
+        allowed = f"one, or one per layer ({model.layers})"
+        raise domain_error("rotary", f"{len(given)} entries", allowed)
+    return given[0] if len(set(given)) == 1 else given
+
+
 def _check_together(model: Transformer) -> None:
     if model.norm == "none" and model.layernorm_scaling not in (
         False,
@@ -179,6 +193,8 @@ def _check_together(model: Transformer) -> None:
         settle(model, ["heads"], check_count, most=MOST_HEADS)
     if model.rotary is not None:
         settle(model, ["d_head"], check_count, most=MOST_HEADS)
+        for one in {one for one in model.rotaries if one is not None}:
+            one.check_width(model.d_head or 0)
     if model.d_model % model.norm_groups:
         raise domain_error("norm_groups", model.norm_groups, f"a divisor of {model.d_model}")
     if model.norm_groups > 1 and model.d_model // model.norm_groups < 4:

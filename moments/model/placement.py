@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..errors import DomainError
 
-BUILT_IN = ("pre", "post", "none", "sandwich", "mix", "hybrid", "b2t")
+BUILT_IN = ("pre", "post", "none", "sandwich", "output", "mix", "hybrid", "b2t")
 _REGISTERED: dict[str, tuple[str, ...]] = {}
 
 

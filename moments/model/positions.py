@@ -9,8 +9,16 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..formulas.checks import NONNEGATIVE, POSITIVE, Interval, check_count, check_number
-from .fields import Stored, settle
+from ..errors import domain_error
+from ..formulas.checks import (
+    NONNEGATIVE,
+    POSITIVE,
+    Interval,
+    check_count,
+    check_in,
+    check_number,
+)
+from .fields import Stored, set_field, settle
 
 Array = NDArray[np.float64]
 Offsets = NDArray[np.intp]
@@ -23,6 +31,8 @@ class Rotary(Stored):
     Args:
         fraction: of each head's features that are turned (1: all; GPT-NeoX .25).
         base: frequencies are w_m = base^(-2 m / turned), m = 0 ... turned/2 - 1.
+        speeds: the frequencies themselves, one per pair of turned features, where they are no
+            powers of one base (scaled for longer texts); None: they are.
 
     Raises:
         DomainError: a value outside what is allowed.
@@ -35,10 +45,26 @@ class Rotary(Stored):
 
     fraction: float = 1.0
     base: float = 10000.0
+    speeds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         settle(self, ["fraction"], check_number, Interval(0.0, 1.0, open_lower=True))
         settle(self, ["base"], check_number, POSITIVE)
+        if self.speeds is not None:
+            given = check_in("speeds", self.speeds, POSITIVE)
+            if given.ndim != 1:
+                raise domain_error("speeds", self.speeds, "one positive number per pair")
+            set_field(self, "speeds", tuple(given.tolist()))
+
+    def check_width(self, d_head: int) -> None:
+        """Whether `speeds` are as many as a head has pairs of turned features.
+
+        Raises:
+            DomainError: they are not.
+        """
+        pairs = int(self.fraction * d_head) // 2
+        if self.speeds is not None and len(self.speeds) != pairs:
+            raise domain_error("speeds", f"{len(self.speeds)} numbers", f"{pairs}, one per pair")
 
     def frequencies(self, d_head: int) -> tuple[Array, Array]:
         """Frequencies w_m and the share of the logit's covariance that each carries.
@@ -49,6 +75,8 @@ class Rotary(Stored):
         if pairs == 0:
             return np.zeros(1), np.ones(1)
         turned = self.base ** (-np.arange(pairs) / pairs)
+        if self.speeds is not None:
+            turned = np.array(self.speeds)
         share = np.full(pairs, 2.0 / d_head)
         rest = 1.0 - float(share.sum())
         if rest <= 1e-12:
@@ -68,6 +96,8 @@ class Rotary(Stored):
 
     def __str__(self) -> str:
         share = "" if self.fraction == 1.0 else f" on {self.fraction:g} of each head"
+        if self.speeds is not None:
+            return f"rotary, speeds {max(self.speeds):.3g} to {min(self.speeds):.3g}{share}"
         return f"rotary, base {self.base:g}{share}"
 
 

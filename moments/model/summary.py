@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import listed
+
 if TYPE_CHECKING:
     from .transformer import Transformer
 
@@ -62,9 +64,13 @@ def _attention(model: Transformer) -> list[str]:
     found = []
     if model.kv_heads != model.heads:
         found.append(f"{model.kv_heads} heads of keys and values")
-    for name in ("rotary", "relative_bias"):
-        if getattr(model, name) is not None:
-            found.append(str(getattr(model, name)))
+    for turned in dict.fromkeys(model.rotaries):
+        where = listed([n for n, one in enumerate(model.rotaries, 1) if one == turned])
+        if turned is not None:
+            alike = model.rotaries.count(turned) == model.layers
+            found.append(str(turned) + ("" if alike else f" in layers {where}"))
+    if model.relative_bias is not None:
+        found.append(str(model.relative_bias))
     if model.alibi:
         found.append("ALiBi" if model.alibi == 1 else f"ALiBi, slopes times {model.alibi:.3g}")
     if model.qk_norm:

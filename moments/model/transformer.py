@@ -36,7 +36,7 @@ class Transformer:
             of a causal head, beyond the sequence, is any token by Zipf's law unless it is given.
         d_ff: width of the feed-forward hidden layer; None: 4 * d_model.
         norm: where normalisation sits. "pre", "post" or "none"; "sandwich" before and after every
-            block (Peri-LN's layers too); "mix": the first `post_layers` layers Post-LN, the others
+            block (Peri-LN's layers too); "output" at every block's output alone (OLMo 2); "mix": the first `post_layers` layers Post-LN, the others
             Pre-LN; "hybrid": query, key and value normalised, and Post-LN around the feed-forward
             block (HybridNorm); "b2t": Post-LN with a connection from each layer's input to its last
             normalisation.
@@ -78,11 +78,12 @@ class Transformer:
         biases: variances of the bias vectors; None: there are none.
         parallel: whether attention and feed-forward block read the same stream and share one sum.
         parallel_norms: 1 where they then share a norm, 2 where each has its own.
-        rotary: rotary positions of queries and keys.
+        rotary: rotary positions of queries and keys; one for all layers, or per layer one or None.
         alibi: whether logits have ALiBi's linear penalties; a number multiplies their slopes
             (Falcon: 1/sqrt(d_head)).
         relative_bias: T5's learned biases by relative position.
-        qk_norm: "rmsnorm" or "layernorm" of every head's queries and keys; None: neither.
+        qk_norm: "rmsnorm" or "layernorm" of every head's queries and keys; "rmsnorm-all" or
+            "layernorm-all": of all heads' together (OLMo 2); None: neither.
         logit_softcap: c in c tanh(logit/c); None: no cap.
         window: how many tokens back attention reaches (and ahead, unless causal), itself included;
             None: all; one value or one per layer.
@@ -128,7 +129,7 @@ class Transformer:
     biases: Biases | None = field(default=None, kw_only=True)
     parallel: bool = field(default=False, kw_only=True)
     parallel_norms: int = field(default=1, kw_only=True)
-    rotary: Rotary | None = field(default=None, kw_only=True)
+    rotary: Rotary | Sequence[Rotary | None] | None = field(default=None, kw_only=True)
     alibi: bool | float = field(default=False, kw_only=True)
     relative_bias: RelativeBias | None = field(default=None, kw_only=True)
     qk_norm: str | None = field(default=None, kw_only=True)
@@ -178,6 +179,13 @@ class Transformer:
         if isinstance(self.window, Sequence):
             return tuple(self.window)
         return (self.window,) * self.layers
+
+    @property
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """Rotary positions of every layer."""
+        if isinstance(self.rotary, Sequence):
+            return tuple(self.rotary)
+        return (self.rotary,) * self.layers
 
     @property
     def placements(self) -> tuple[str, ...]:
@@ -262,6 +270,9 @@ class Transformer:
             if not f.init or (f.name == "name" and self.name is None):
                 continue
             value: Any = None if f.name in self._defaulted else getattr(self, f.name)
+            if f.name == "rotary" and isinstance(value, tuple):
+                data[f.name] = [None if one is None else one.to_dict() for one in value]
+                continue
             data[f.name] = value.to_dict() if hasattr(value, "to_dict") else plain(value)
         return data
 
@@ -281,7 +292,9 @@ class Transformer:
         check_fields("model", fields, cls)
         for name, kinds in (PARTS | {"encoder": (cls,)}).items():
             part = fields.get(name)
-            if part is not None:
+            if name == "rotary" and isinstance(part, list | tuple):
+                fields[name] = [None if one is None else Rotary.from_dict(one) for one in part]
+            elif part is not None:
                 of_patches = isinstance(part, Mapping) and "patch_size" in part
                 fields[name] = kinds[-1 if of_patches else 0].from_dict(part)
         return cls(**fields)

@@ -142,7 +142,7 @@ def _controls(model: Transformer) -> tuple[Control, ...]:
         value = getattr(model, name)
         if isinstance(value, int | float):
             found.append(Control(name, title, stops, float(value)))
-    placements = ("pre", "post", "none", "sandwich", "hybrid", "b2t")
+    placements = ("pre", "post", "none", "sandwich", "output", "hybrid", "b2t")
     names = (NO_SCHEME, *(scheme.name for scheme in every_scheme()))
     activations = tuple(dict.fromkeys((_named_activation(model), *_ACTIVATIONS)))
     for name, title, choices, start in (

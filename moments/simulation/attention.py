@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..model.positions import RelativeBias, Rotary
 from ..model.transformer import Transformer
 from .functions import normalise
+from .parameters import ALL
 from .sampling import dropout
 
 MOST_LOGITS = 1 << 28
@@ -56,8 +57,9 @@ def self_attention(
     query, key = _normalised(model, query, "query", gains), _normalised(model, key, "key", gains)
     if model.placements[number - 1] == "hybrid":
         query, key, value = (_hybrid_norm(model, part) for part in (query, key, value))
-    if model.rotary is not None:
-        query, key = rotate(query, model.rotary), rotate(key, model.rotary)
+    rotary = model.rotaries[number - 1]
+    if rotary is not None:
+        query, key = rotate(query, rotary), rotate(key, rotary)
     seq_len = x.shape[1]
     offset = (
         torch.arange(seq_len, device=x.device) - torch.arange(seq_len, device=x.device)[:, None]
@@ -151,9 +153,12 @@ def _split(x: Tensor, d_head: int) -> Tensor:
 def _normalised(model: Transformer, x: Tensor, side: str, gains: Gains | None) -> Tensor:
     if model.qk_norm is None:
         return x
-    z = normalise(x, model.qk_norm, model.norm_epsilon)
     gain = None if gains is None else gains.get(f"{side}.norm.gain")
-    return z if gain is None else z * gain
+    together = model.qk_norm.endswith(ALL)
+    z = x.transpose(1, 2).flatten(-2) if together else x
+    z = normalise(z, model.qk_norm.removesuffix(ALL), model.norm_epsilon)
+    z = z if gain is None else z * gain
+    return _split(z, model.d_head or 0) if together else z
 
 
 def _hybrid_norm(model: Transformer, x: Tensor) -> Tensor:
@@ -173,7 +178,8 @@ def hidden_from(offset: Tensor, causal: bool, window: int | None) -> Tensor | No
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn features k and k + half of the rotated part by position * base^(-2k / part).
+    """Turn features k and k + half of the rotated part by position * base^(-2k / part), or
+    by position times one of `speeds`.
 
     Args:
         x: (..., L, d_head).
@@ -182,8 +188,10 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     half = int(x.shape[-1] * rotary.fraction) // 2
     if half == 0:
         return x
-    exponent = torch.arange(half, dtype=torch.float64) / half
-    angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), rotary.base**-exponent)
+    speeds = rotary.base ** (-torch.arange(half, dtype=torch.float64) / half)
+    if rotary.speeds is not None:
+        speeds = torch.tensor(rotary.speeds, dtype=torch.float64)
+    angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), speeds)
     cos, sin = (f(angle).to(x.device, x.dtype) for f in (torch.cos, torch.sin))
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

@@ -64,7 +64,7 @@ class LayerTwin:
                 x = self.norm(x, "ffn.norm")
             z = self.norm(x, f"{block}.norm") if placement in ("pre", "sandwich") else x
             z = self.block(z, block)
-            if placement == "sandwich":
+            if placement in ("sandwich", "output"):
                 z = self.norm(z, f"{block}.post_norm")
             z = self.scaled(z, "after-block", f"{block}.scale")
             skip, branch = self.scales(block)

@@ -12,6 +12,8 @@ from ..model.placement import registered_norm_sites
 from ..model.transformer import Transformer
 
 CROSS = "cross_"
+ALL = "-all"
+"""How a norm of queries and keys over all heads together is called."""
 
 
 def draw_weights(
@@ -43,7 +45,9 @@ def draw_weights(
     if _learns_gains_of_heads(model, number):
         for name in shapes:
             if name.removeprefix(CROSS) in ("query", "key"):
-                ones = torch.ones(model.d_head or 0, device=generator.device, dtype=dtype)
+                assert model.qk_norm is not None
+                width = shapes[name][1] if model.qk_norm.endswith(ALL) else model.d_head or 0
+                ones = torch.ones(width, device=generator.device, dtype=dtype)
                 drawn[f"{name}.norm.gain"] = ones.requires_grad_()
     for site in norm_sites(model, number):
         gain = model.norm_gains[number - 1][1 if site.startswith("ffn") else 0]
@@ -52,7 +56,7 @@ def draw_weights(
 
 
 def _learns_gains_of_heads(model: Transformer, number: int) -> bool:
-    """Whether norms of queries and keys have a gain that all heads share; not HybridNorm's."""
+    """Whether norms of queries and keys have gains, one head's for all; not HybridNorm's."""
     hybrid = model.placements[number - 1] == "hybrid"
     return model.norm_affine and model.qk_norm is not None and not hybrid
 
@@ -96,7 +100,7 @@ def norm_sites(model: Transformer, number: int) -> tuple[str, ...]:
     if model.parallel and model.parallel_norms == 1:
         return ("attention.norm",)
     blocks = ("attention", "ffn") if model.encoder is None else ("attention", "cross", "ffn")
-    names = ("norm", "post_norm") if placement == "sandwich" else ("norm",)
+    names = {"sandwich": ("norm", "post_norm"), "output": ("post_norm",)}.get(placement, ("norm",))
     return tuple(f"{block}.{name}" for block in blocks for name in names)
 
 

@@ -154,7 +154,7 @@ class _Plan:
         if factor == 1:
             return
         where = f"layer {block.layer}, {block.name}"
-        if block.placement == "sandwich":
+        if block.placement in ("sandwich", "output"):
             yield from self._gain(block.layer, f"{block.name}.post_norm", factor, where)
             return
         name = _OUTPUTS[block.name]

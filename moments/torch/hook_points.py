@@ -74,9 +74,9 @@ class ModuleBranch:
         layer: from 1.
         path: of the layer.
         name: "attention", "cross" or "ffn".
-        placement: "pre", "post", "sandwich" or "none".
+        placement: "pre", "post", "sandwich", "output" or "none".
         norm: path of the block's norm; None where there is none.
-        post_norm: path of a sandwich's second norm.
+        post_norm: path of the norm at the block's output.
         stream: x of the residual sum lambda x + beta f.
         raw: f as the output projection (or a sandwich's second norm) gives it.
         branch: f as it enters the sum, behind dropout or a second norm where they are modules.

@@ -104,6 +104,7 @@ _LINES = {
     "pre": "x = SKIP[l] * x + BRANCH[l] * f({norm})",
     "post": "x = {norm_of_sum}",
     "sandwich": "x = SKIP[l] * x + BRANCH[l] * post_norm(f({norm}))",
+    "output": "x = SKIP[l] * x + BRANCH[l] * post_norm(f(x))",
     "none": "x = SKIP[l] * x + BRANCH[l] * f(x)",
 }
 

@@ -119,6 +119,7 @@ class _Stack:
             [model.layernorm_scaling and n > 1 and self.factor[n - 1] for n in layers],
             model.temperatures.tolist(),
             model.windows,
+            model.rotaries,
             model.placements,
         )
         return zip(*columns, strict=True)
@@ -246,6 +247,14 @@ def sandwich(layer: Parts) -> Component:
     return Chain(found)
 
 
+def output(layer: Parts) -> Component:
+    """Norms at every block's output, and none before it."""
+    found: tuple[Component, ...] = ()
+    for name, block in layer.blocks.items():
+        found += layer.sum(name, Chain((*block.children, layer.output_norm(name))))
+    return Chain(found)
+
+
 def hybrid(layer: Parts) -> Component:
     """Queries, keys and values normalised inside attention (`Blocks.attention`), and the stream
     before the feed-forward block."""
@@ -287,6 +296,7 @@ KINDS: dict[str, Kind] = {
     "none": bare,
     "post": post,
     "sandwich": sandwich,
+    "output": output,
     "hybrid": hybrid,
     "b2t": bottom_to_top,
     "parallel": parallel,
@@ -405,7 +415,7 @@ class Blocks:
             temperature,
             model.causal,
             self.padding,
-            rotary=model.rotary,
+            rotary=model.rotaries[self.number - 1],
             alibi=model.alibi,
             relative_bias=model.relative_bias,
             window=model.windows[self.number - 1],
@@ -532,7 +542,8 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
     return {
         f"activation = {model.activation!r}": model.activation not in known,
         f"normalization = {model.normalization!r}": model.normalization != "layernorm",
-        f"norm = {model.norm!r}": model.norm in ("hybrid", "b2t") or model.norm not in BUILT_IN,
+        f"norm = {model.norm!r}": model.norm in ("output", "hybrid", "b2t")
+        or model.norm not in BUILT_IN,
         "gated units": model.gated,
         "grouped heads (kv_heads)": model.kv_heads != model.heads,
         "biases": model.biases is not None and any(_entries(model.biases)),

@@ -27,7 +27,7 @@ from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
 from .stream import BranchUnit, StreamReader, SumChain
-from .units import close
+from .units import RotationUnit, close
 
 with optional("torch", "torch"):
     import torch
@@ -41,6 +41,9 @@ TOKENS = 12
 
 SEQ_LEN = 128
 """Tokens assumed where a module does not limit them."""
+
+ONE_BASE = 1e-2
+"""Relative deviation of rotary speeds below which they are powers of one base, read to 3 digits."""
 
 EXACT = 1e-4
 """A factor this close to 1 is 1."""
@@ -611,6 +614,7 @@ class _Reading:
             name = {
                 (True, False, False): "pre",
                 (True, True, False): "sandwich",
+                (False, True, False): "output",
                 (False, False, True): "post",
                 (False, False, False): "none",
             }.get(have)
@@ -838,9 +842,10 @@ class _Reading:
         keys = [None if a.key_norm is None else a.key_norm.kind for a in attentions]
         if kinds != keys:
             self.reasons.append("queries and keys that are not normalised alike")
-        for a in attentions:
-            if a.qk_norm is not None and a.qk_norm.groups == 0 and a.heads > 1:
-                self.reasons.append("queries and keys normalised over all heads together")
+        kinds = [
+            f"{kind}-all" if kind and a.qk_norm and a.qk_norm.groups == 0 and a.heads > 1 else kind
+            for kind, a in zip(kinds, attentions, strict=True)
+        ]
         found: str | None = self._one("a norm of queries", kinds)
         return found
 
@@ -863,14 +868,15 @@ class _Reading:
         gains, factors = np.ones((n, 2)), np.ones((n, 2))
         for number, units in enumerate(stack.layers):
             for unit in units:
-                norm = unit.before or unit.after
+                norm = unit.before or unit.after or unit.behind
                 column = int(unit.name == "ffn")
                 if norm is not None:
                     gains[number, column] = norm.gain
                     factors[number, column] = (
                         unit.factor if unit.before is not None else unit.after_factor
                     )
-                if unit.behind is not None and abs(unit.behind.gain - 1) > 1e-3:
+                second = unit.behind is not None and unit.behind is not norm
+                if second and abs(unit.behind.gain - 1) > 1e-3:
                     self.doubts.append("gains of second norms are taken as 1")
         return fields | gain_fields(gains, factors)
 
@@ -894,24 +900,7 @@ class _Reading:
         fields: dict[str, Any] = {}
         turns = [a.rotary for a in attentions]
         if any(turns):
-            kinds = [None if t is None else (t.fraction, t.base) for t in turns]
-            most = max((k for k in kinds if k), key=kinds.count)
-            taken = next(t for t, kind in zip(turns, kinds, strict=True) if kind == most)
-            fields["rotary"] = Rotary(fraction=taken.fraction, base=taken.base)
-            if not all(turns):
-                without = ", ".join(str(n) for n, t in enumerate(turns, start=1) if t is None)
-                self.doubts.append(
-                    f"no rotary positions in layers {without}: taken for those of the others"
-                )
-            if len({k for k in kinds if k}) > 1:
-                self.doubts.append(
-                    f"rotary positions of several bases: base {taken.base:g} is taken for all"
-                )
-            if taken.deviation > 1e-2:
-                self.doubts.append(
-                    "rotary frequencies are not powers of one base: taken for "
-                    f"{taken.base:g}, off by up to {100 * taken.deviation:.0f} %"
-                )
+            fields["rotary"] = [None if t is None else _rotary(t) for t in turns]
         tables = [a.relative for a in attentions]
         if any(tables):
             if not all(tables):
@@ -1114,6 +1103,13 @@ def _squares(tensors: Mapping[str, Tensor], roles: list[Role]) -> dict[Any, floa
 def _near(value: float) -> float:
     """1 where a number is 1 to rounding, else its leading digits."""
     return 1.0 if abs(value - 1) < EXACT else float(f"{value:.6g}")
+
+
+def _rotary(turn: RotationUnit) -> Rotary:
+    """Powers of a base where the speeds are that, else the speeds themselves."""
+    if turn.deviation < ONE_BASE:
+        return Rotary(turn.fraction, turn.base)
+    return Rotary(turn.fraction, speeds=tuple(float(f"{s:.6g}") for s in turn.speeds))
 
 
 def one_or_all(values: list[Any]) -> Any:

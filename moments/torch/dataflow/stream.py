@@ -615,12 +615,12 @@ class StreamReader:
         turned = sorted((s for s in speeds if s > 0), reverse=True)
         pairs = turned[::2]
         if len(pairs) < 2:
-            return RotationUnit(len(turned) / d_head, 10000.0, 0.0) if pairs else None
+            return RotationUnit(len(turned) / d_head, 10000.0, 0.0, (1.0,)) if pairs else None
         exponents = [2 * m / len(turned) for m in range(len(pairs))]
         base = float(f"{math.exp(-math.log(pairs[-1]) / exponents[-1]):.3g}")
         predicted = [base**-e for e in exponents]
         deviation = max(abs(p / q - 1) for p, q in zip(predicted, pairs, strict=True))
-        return RotationUnit(len(turned) / d_head, base, deviation)
+        return RotationUnit(len(turned) / d_head, base, deviation, tuple(pairs))
 
     def _made(self, linear: LinearUnit, end: int) -> int:
         """A product's outcome on the way to a value, behind its bias where that lies there."""

@@ -71,11 +71,17 @@ class Norm:
 
 @dataclass
 class RotationUnit:
-    """Queries turned by their position."""
+    """Queries turned by their position.
+
+    Attributes:
+        base: of which the speeds are powers, to the relative `deviation`.
+        speeds: of the turned pairs, fastest first.
+    """
 
     fraction: float
     base: float
     deviation: float
+    speeds: tuple[float, ...]
 
 
 @dataclass

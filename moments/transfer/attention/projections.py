@@ -231,16 +231,19 @@ def logit_law(
                 allowed = "above 0 where queries and keys are normalised without norm_epsilon"
                 remedy = "zeros have no direction"
                 raise domain_error(name, getattr(leaf, name), allowed, remedy)
-    width = d_head - 1.0 if norm == "layernorm" else 1.0 * d_head
+    each = norm is not None and not over_all_heads(leaf)
+    widths_normed = _freedom(leaf), _freedom(leaf, leaf.kv_heads)
     gains = (
         widths[0] * positive(leaf.query, leaf.query_bias / widths[0]),
         widths[1] * positive(leaf.key, leaf.key_bias / widths[1]),
     )
-    queries = _side(query_tokens, gains[0], leaf.query_bias, norm, leaf.norm_epsilon, width)
-    keys = _side(key_tokens, gains[1], leaf.key_bias, norm, leaf.norm_epsilon, width)
+    normed = norm, leaf.norm_epsilon
+    queries = _side(query_tokens, gains[0], leaf.query_bias, *normed, widths_normed[0])
+    keys = _side(key_tokens, gains[1], leaf.key_bias, *normed, widths_normed[1])
     scale = queries.scale * keys.scale / leaf.temperature**2
     gradient_scale: Any = 1.0
-    if norm is not None:
+    if each:
+        width = widths_normed[0]
         scale = scale * d_head / width
         variance, pairs = keys.kernel.mean_diagonal(), keys.kernel.mean_pairs()
         theta = scale * queries.kernel.mean_diagonal() * (variance - pairs)
@@ -268,9 +271,13 @@ def logit_law(
             "queries and keys were simulated up to 7 % larger at .1 and 65 % at 1, the table's own "
             "up to 8 % and 55 %",
         )
-    return LogitLaw(
-        queries, keys, scale, gradient_scale, np.inf if norm is not None else d_head, notes
-    )
+    return LogitLaw(queries, keys, scale, gradient_scale, np.inf if each else d_head, notes)
+
+
+def over_all_heads(leaf: Any) -> bool:
+    """Whether queries and keys are normalised over all heads together, so that those of one head
+    are as Gaussian as without a norm."""
+    return leaf.qk_norm is not None and leaf.qk_norm.endswith("-all")
 
 
 def by_distance(leaf: Any) -> bool:
@@ -442,12 +449,14 @@ def _overlap_gradients(
 
 
 def _of_gain(leaf: Any, law: LogitLaw, product: Kernel, length: int) -> Array:
-    share = _freedom(leaf) / leaf.d_head
+    share = 1.0 if over_all_heads(leaf) else _freedom(leaf) / leaf.d_head
     return leaf.memory_width * share * law.gradient_scale * product.total(length)
 
 
-def _freedom(leaf: Any) -> Any:
-    return leaf.d_head - 1.0 if leaf.qk_norm == "layernorm" else leaf.d_head
+def _freedom(leaf: Any, heads: int | None = None) -> Any:
+    """Of what a norm of queries (or of keys, with so many heads) divides by."""
+    width = leaf.d_head * ((heads or leaf.heads) if over_all_heads(leaf) else 1.0)
+    return width - 1.0 if (leaf.qk_norm or "").startswith("layernorm") else width
 
 
 def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:

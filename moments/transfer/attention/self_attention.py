@@ -41,6 +41,7 @@ from .projections import (
     logit_law,
     normalised_cross,
     of_rows,
+    over_all_heads,
     overlap_gradients,
     projection_gradients,
     through,
@@ -255,7 +256,7 @@ class AttentionPullback:
     def _sent(self, received: Kernel) -> tuple[Kernel, Kernel, Paths]:
         """Through the queries, through keys and values, and the paths."""
         sides: Paths = self.layer.backward(received.scaled(self.gain))
-        if self.leaf.qk_norm is not None:
+        if self.leaf.qk_norm is not None and not over_all_heads(self.leaf):
             queries, width = self.law.queries.kernel, self.leaf.memory_width
             rows = of_rows(self.output, np.shape(queries.diagonal) if queries.resolved else ())
             attention = self.layer.weights()
