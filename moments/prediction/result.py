@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..engine.composition import Chain
     from ..noise.overlap import StackOverlaps
     from ..step.result import FirstStep
+    from ..step.sharpness import Sharpness
     from .stack import OuterWeights
 
 
@@ -276,6 +277,41 @@ class Prediction:
             warnings.warn(note, ValidityWarning, stacklevel=2)
         return found
 
+    def sharpness(self, optimizer: str, **options: Any) -> Sharpness:
+        """The largest and the least eigenvalue of the (preconditioned) Hessian of the batch's loss.
+
+        Gradient descent oscillates from a learning rate of 2/largest on; Adam at a constant rate
+        becomes unstable from about 38/largest (Cohen et al. 2022, for beta_1 = .9).
+        docs/theory/sharpness.md has the formula and what it was held against.
+
+        Args:
+            optimizer: "sgd" (the Hessian itself), "adam" or "adamw" (divided by the root mean
+                square of an entry of every parameter's gradient).
+            options: draws of the network that are averaged (3), their least number of features
+                (64), and seed (0).
+
+        Raises:
+            DomainError: as `after`, or the model has an encoder, reads images, or has a component
+                without a known step (the message names it).
+
+        Warns:
+            ValidityWarning: where logits vary so much that their softmax is not uniform.
+        """
+        from ..step.sharpness import sharpness
+
+        stepping = self._stepping
+        frame = stepping.prediction.weight_gradients()
+        names = zip(frame["layer"], frame["weight"], frame["squared_norm"], strict=True)
+        squares = {(int(layer), str(name)): float(square) for layer, name, square in names}
+        if float(np.max(stepping.reading.logit_variance)) > _WIDE_LOGITS:
+            warnings.warn(
+                f"the logits have a variance of {stepping.reading.logit_variance:.2g}: sharpness "
+                f"takes their softmax for uniform, which holds below {_WIDE_LOGITS:g}",
+                ValidityWarning,
+                stacklevel=2,
+            )
+        return sharpness(stepping.reading, squares, optimizer, **options)
+
     def attention(self) -> pd.DataFrame:
         """What attention does in every layer, averaged over rows (refined theory).
 
@@ -347,6 +383,10 @@ class Prediction:
         from html import escape
 
         return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
+
+
+_WIDE_LOGITS = 0.5
+"""Variance of the logits up to which a mean of e^z differs from 1 by less than a third."""
 
 
 def _at(value: Any, shape: tuple[int, ...], index: tuple[int, ...]) -> float:
