@@ -37,7 +37,7 @@ import numpy as np
 
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..engine.response import sum_of
-from ..errors import DomainError, domain_error
+from ..errors import DomainError
 from ..files import as_frame
 from ..formulas.algebra import NUMPY
 from ..formulas.checks import check_choice, check_count

@@ -24,6 +24,7 @@ with optional("torch", "torch"):
     from .measure import measure
     from .scales import AppliedScales
     from .snippet import snippet, tensor_table
+    from .sharpness import measure_sharpness
     from .step import measure_step
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "hook_points",
     "initialize",
     "measure",
+    "measure_sharpness",
     "measure_step",
     "snippet",
     "tensor_table",

@@ -25,10 +25,10 @@ with optional("torch", "torch"):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
 STEPS = 20
-"""Of Lanczos' method: more moved the largest eigenvalue of the measured modules by less than 1 %."""
+"""Of Lanczos' method, behind which the extreme eigenvalues have settled to a percent."""
 
 _NONE = 1e-7
-"""Root mean square of a gradient, over the parameters' largest, that is rounding (biases of keys)."""
+"""Size of a parameter's gradient over the largest, below which it is rounding (biases of keys)."""
 
 
 def measure_sharpness(
@@ -151,23 +151,21 @@ class _Hessian:
         count = sum(self.named[name].numel() for name in self.used)
         generator = torch.Generator(device="cpu").manual_seed(seed)
         vector = torch.randn(count, generator=generator, dtype=like.dtype).to(like.device)
-        basis, diagonal, beside = [vector / vector.norm()], [], []
+        basis, diagonal, norms = [vector / vector.norm()], [], []
         for _ in range(min(steps, count)):
             new = self(basis[-1])
             diagonal.append(float(new @ basis[-1]))
             kept = torch.stack(basis)
             for _ in range(2):
                 new = new - kept.T @ (kept @ new)
-            beside.append(float(new.norm()))
-            if beside[-1] <= 1e-6 * max(map(abs, diagonal)):
+            norms.append(float(new.norm()))
+            if norms[-1] <= 1e-6 * max(map(abs, diagonal)):
                 break
-            basis.append(new / beside[-1])
+            basis.append(new / norms[-1])
         if not np.all(np.isfinite(diagonal)):
             raise MomentsError("the module's second derivatives are not finite")
         size = len(diagonal)
-        matrix = (
-            np.diag(diagonal) + np.diag(beside[: size - 1], 1) + np.diag(beside[: size - 1], -1)
-        )
+        matrix = np.diag(diagonal) + np.diag(norms[: size - 1], 1) + np.diag(norms[: size - 1], -1)
         values, vectors = np.linalg.eigh(matrix)
         top = torch.as_tensor(vectors[:, -1], dtype=like.dtype, device=like.device)
         return values, torch.stack(basis[:size]).T @ top
