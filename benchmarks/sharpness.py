@@ -1,6 +1,6 @@
 """Is `Prediction.sharpness` right? Lanczos' method on real modules beside it.
 
-    python benchmarks/sharpness.py run [NAME ...]   # benchmarks/data/sharpness.json, what is missing
+    python benchmarks/sharpness.py run [NAME ...]   # what benchmarks/data/sharpness.json lacks
     python benchmarks/sharpness.py table            # measured, and predicted by the code as it is
 
 Modules are transformers' own at their own initialisation, on a text by Zipf's law; no dropout.

@@ -111,7 +111,9 @@ OTHER_INPUTS = re.compile(
 )
 """Names of inputs of another kind than those that a module was run on."""
 
-BIDIRECTIONAL = re.compile(r"(?i:bert|mask|encoder|electra|denois|diffusion|bidirect)|MLM|Mlm")
+BIDIRECTIONAL = re.compile(
+    r"(?i:bert|mask|encoder|electra|denois|diffusion|bidirect)|MLM|Mlm"
+)
 """In the names of classes that predict tokens which are hidden, not the next one."""
 
 ATTENTION_FIELDS = (
