@@ -64,10 +64,7 @@ def test_every_public_name_loads() -> None:
 
 
 def test_a_first_prediction_loads_only_what_it_needs() -> None:
-    """The whole of `moments predict bert-base`, from a cold interpreter.
-
-    Loading is most of its time, which `benchmarks/startup.py` measures.
-    """
+    """The whole of `moments predict bert-base`, from a cold interpreter, most of it loading."""
     code = (
         "import sys; sys.argv = ['moments', 'predict', 'bert-base']\n"
         "from moments.cli import main\n"
