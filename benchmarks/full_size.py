@@ -776,7 +776,9 @@ def cells(case: Case, kept: Mapping[str, Any]) -> tuple[str, ...]:
             row.append("")
             continue
         single = quantity in ("loss", "total")
-        text = tables.percent(gap.error[0] if single else gap.mean, signed=single)
+        text = tables.percent(gap.mean)
+        if single:
+            text = tables.percent(gap.error[0], gap.stderr[0], signed=True)
         row.append({"pass": text, "open": f"*{text}*", "fails": f"**{text}**"}[said[quantity]])
     return tuple(row)
 

@@ -494,7 +494,9 @@ def table() -> None:
 def _cell(row: Row, name: str) -> str:
     gap: Gap = getattr(row.found, name)
     single = name in ("loss", "total")
-    text = tables.percent(gap.error[0] if single else gap.mean, signed=single)
+    text = tables.percent(gap.mean)
+    if single:
+        text = tables.percent(gap.error[0], gap.stderr[0], signed=True)
     return f"**{text}**" if name in failures(row) else text
 
 
