@@ -5,7 +5,7 @@
 arrives. What remains, without the operations that nothing needs, is written as straight functions
 of floats. No formula stands here: whatever the laws say is what is recorded.
 
-Compiling programs does not pay (docs/cost.md, Programs of layers, and numba).
+Compiling programs was tried and does not pay.
 
 A program holds for layers of one shape, on values that take the same branches: its guards say so,
 and a replay that meets another value returns None.

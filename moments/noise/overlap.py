@@ -12,7 +12,7 @@ nu is one number for all pairs of tokens. In six layers of width 128 on a text o
 overlaps vary by 1, 1.3, 1.6, 1.8, 2.0, 2.1 over d in GPT-2 (here 1, 1.4, 1.7, 1.9, 2.1, 2.3) and
 by 1 to 2.8 in Llama at deviation .02 (2.6). There causal averages fill the stream, what tokens have
 of their own lies in few directions whose sizes vary by more (up to 6/d), and squared query and key
-norms stay 2 to 6 percent low (standard error 4 a layer); docs/real-modules.md has every family.
+norms stay 2 to 6 percent low (standard error 4 a layer); docs/accuracy.md has every family.
 
 Around a unit of realised overlap o, hidden units have the covariance F(o) and send the gradient
 G b(o) back. The gradients of the matrices before and behind, and of the gain of a norm before, sum
