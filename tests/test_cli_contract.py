@@ -163,8 +163,9 @@ def test_shells_are_offered_models_and_schemes(
 def test_what_takes_a_while_says_how_far_it_is(command: str, tmp_path: Path) -> None:
     words = [command, *SMALL, "--scheme", "lns", "--scheme", "noci"]
     words += ["-o", str(tmp_path / "r.html")] if command == "report" else []
-    assert "note: applying schemes ..." in run(*words).stderr
-    assert "note: applying schemes: 100 % after" in run(*words).stderr
+    told = run(*words).stderr
+    assert "note: applying schemes ..." in told
+    assert "note: applying schemes: 100 % after" in told
 
 
 def test_quiet_drops_all_but_the_answer(tmp_path: Path) -> None:
