@@ -171,7 +171,8 @@ def test_a_matrix_that_follows_another_by_default_stays() -> None:
 
 
 def test_less_than_the_skip_connection_brings_is_reported() -> None:
-    with pytest.warns(moments.ValidityWarning, match="not feasible; the nearest value is 1"):
+    said = r"not feasible: the nearest that .* can give is 1, which the skip connection brings"
+    with pytest.warns(moments.ValidityWarning, match=said):
         plan = solve(BASE, "stream_variance", target=0.5)
     assert not plan.feasible
     assert plan.nearest == pytest.approx(1.0)
@@ -181,9 +182,28 @@ def test_less_than_the_skip_connection_brings_is_reported() -> None:
 
 def test_what_is_met_in_a_limit_alone_says_so() -> None:
     """A stream of variance 1 to which blocks add nothing: branch_scale 0, which is no variable."""
-    with pytest.warns(moments.ValidityWarning, match="met only in the limit of branch_scale"):
+    with pytest.warns(moments.ValidityWarning, match="in the limit of vanishing branch_scale"):
         plan = solve(BASE, "final_variance", target=1.0, free=["branch_scale"])
     assert not plan.feasible
+
+
+@pytest.mark.parametrize(("variance", "hinted"), [(1.0, False), (4e-4, True), (400.0, True)])
+def test_a_target_far_from_what_enters_is_said(variance: float, hinted: bool) -> None:
+    plan = solve(BASE, "block_variance", correlation=0.3, variance=variance)
+    end = moments.predict(plan.model, correlation=0.3, variance=variance).variance[-1]
+    said = f"the variance that enters layer 1 ({variance:.3g})"
+    assert (said in plan.hint) is hinted
+    assert (f"goes from {variance:.3g} to {end:.3g}" in str(plan)) is hinted
+    assert Plan.from_json(plan.to_json()).hint == plan.hint
+
+
+def test_objectives_are_listed_where_one_is_looked_for() -> None:
+    with pytest.raises(moments.DomainError, match="nonsense") as caught:
+        solve(BASE, "nonsense")
+    said = RUNNER.invoke(app, ["solve", "--help"]).stdout
+    for name, title in objectives().items():
+        assert f"{name}: {title}" in str(caught.value)
+        assert name in said
 
 
 @pytest.mark.parametrize("target", [1.0, 0.5])
@@ -360,7 +380,7 @@ def test_the_largest_depth_keeps_its_bound_and_one_more_layer_does_not() -> None
     tight = solve(BASE, "largest_depth", bound=("final_variance", 1.01), correlation=0.3)
     assert not tight.feasible
     assert tight.nearest > 1.01
-    assert "the nearest value is" in str(tight)
+    assert "the nearest that layers can give is" in str(tight)
 
 
 @pytest.mark.parametrize("goal", ["final_variance", "gradient_ratio"])
