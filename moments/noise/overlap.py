@@ -38,6 +38,7 @@ from ..engine.fluctuation import (
 )
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Trace, weight_rows
+from ..transfer.attention.projections import real_tokens
 
 
 class StackOverlaps(NamedTuple):
@@ -68,7 +69,9 @@ def stack_overlaps(stack: Record, memory: float | None = None) -> StackOverlaps:
         stack: the layers, both passes, one configuration.
         memory: nu of what cross-attention reads; None: 1/width of that.
     """
-    walk = OverlapWalk(memory)
+    leaves = (one.component for one in stack.leaves() if one.memory is None)
+    padded = (real_tokens(leaf) for leaf in leaves if leaf.padding is not None)
+    walk = OverlapWalk(memory, next(padded, None))
     last = walk.through(stack, UnsharedOverlap(1.0 / stack.input.width))
     for chain in (one for one in stack.walk() if isinstance(one.component, Chain)):
         for unit in units(chain):

@@ -246,7 +246,7 @@ class Activation(Lawful):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        return entrywise_overlap(self, record, at)
+        return entrywise_overlap(self, record, at, walk.real)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         kurtosis = faintly(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
@@ -306,10 +306,12 @@ class Activation(Lawful):
         return kernel.weighted(alone, first * second)
 
 
-def entrywise_overlap(leaf: Leaf, record: Record, at: UnsharedOverlap) -> UnsharedOverlap:
+def entrywise_overlap(
+    leaf: Leaf, record: Record, at: UnsharedOverlap, real: Array | None
+) -> UnsharedOverlap:
     """Behind a function of every feature by itself."""
     before, after = record.input, record.output
-    return at.activated(elasticity(leaf, before, after), (before.width, after.width))
+    return at.activated(elasticity(leaf, before, after, real), (before.width, after.width))
 
 
 FAINT = 1e-30
@@ -333,7 +335,7 @@ class Dropout(Lawful):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        unshared = unshared_variance(record.input), unshared_variance(record.output)
+        unshared = (unshared_variance(one, walk.real) for one in (record.input, record.output))
         return at.dropped(*unshared, record.output.width)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class GatedLinear(Leaf):
     ) -> UnsharedOverlap:
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         before, after = record.input, record.output
-        moved = elasticity(self, before, after)
+        moved = elasticity(self, before, after, walk.real)
         return at.mapped(after.width).activated(moved, (after.width, after.width))
 
     def _two_points(

@@ -330,7 +330,7 @@ class DynamicTanh(Leaf):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        return entrywise_overlap(self, record, at)
+        return entrywise_overlap(self, record, at, walk.real)
 
 
 @dataclass(slots=True, eq=False)

@@ -208,6 +208,17 @@ def _deviates(count: int) -> tuple[Array, Array]:
     return nodes, weights / weights.sum()
 
 
+def real_tokens(leaf: Any) -> Array | None:
+    """(tokens,) 1 for those attended to that are real and 0 for padding; None: all are real.
+
+    Args:
+        leaf: with the `padding` of `SelfAttention` or `CrossAttention`.
+    """
+    if leaf.padding is None or np.all(leaf.padding):
+        return None
+    return np.asarray(np.ravel(leaf.padding) > 0, dtype=float)
+
+
 def logit_law(
     leaf: Any,
     query_tokens: Kernel,
@@ -242,20 +253,23 @@ def logit_law(
     keys = _side(key_tokens, gains[1], leaf.key_bias, *normed, widths_normed[1])
     scale = queries.scale * keys.scale / leaf.temperature**2
     gradient_scale: Any = 1.0
+    seen = real_tokens(leaf)
+    asks = seen if query_tokens is key_tokens else None
     if each:
         width = widths_normed[0]
         scale = scale * d_head / width
-        variance, pairs = keys.kernel.mean_diagonal(), keys.kernel.mean_pairs()
-        theta = scale * queries.kernel.mean_diagonal() * (variance - pairs)
+        variance, pairs = keys.kernel.mean_diagonal(seen), keys.kernel.mean_pairs(seen)
+        theta = scale * queries.kernel.mean_diagonal(asks) * (variance - pairs)
         unshared = (variance - pairs) / variance
         gradient_scale = np.exp(3.5 * unshared**2 * theta / (width + 2.0))
         scale = scale / gradient_scale
     notes: tuple[str, ...] = ()
     if leaf.logit_softcap is not None:
-        seen = (length + 1) / 2 if getattr(leaf, "causal", False) else length
-        size = scale * queries.kernel.mean_diagonal()
-        total, shared = size * keys.kernel.mean_diagonal(), size * keys.kernel.mean_pairs()
-        shrunk, slope = capped(total - shared, shared, leaf.logit_softcap, seen)
+        count = length if seen is None else length * float(seen.mean())
+        count = (count + 1) / 2 if getattr(leaf, "causal", False) else count
+        size = scale * queries.kernel.mean_diagonal(asks)
+        total, shared = size * keys.kernel.mean_diagonal(seen), size * keys.kernel.mean_pairs(seen)
+        shrunk, slope = capped(total - shared, shared, leaf.logit_softcap, count)
         scale = scale * shrunk
         gradient_scale = gradient_scale * slope / shrunk
         share = float(np.max(total)) / leaf.logit_softcap**2
