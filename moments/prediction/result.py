@@ -131,22 +131,65 @@ class Prediction:
         """
         return self._spread_of_draws()[1]
 
-    def _spread_of_draws(self) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def variance_band(self) -> np.ndarray:
+        """Where the stream's variance under one draw of weights and input lies 95 % of the time,
+        (2, ..., N + 1).
+
+        It is that of `batch` sequences which share the weights; of a decoder, beside its encoder's
+        mean. docs/theory/band.md has what it covers of simulated draws.
+
+        Warns:
+            ValidityWarning: where fluctuations are too large to follow.
+
+        Raises:
+            DomainError: the theory is not "refined".
+        """
+        self._check_draws()
+        return self._signal_draws[0]
+
+    @functools.cached_property
+    def _signal_draws(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ends of the band, and the variance of log v."""
+        from ..noise.band import band, first_order, signal_log_variance
+
+        one, across, batch = self._drawn_from()
+        with computing(self.theory, [one.trace], one._rows):
+            spread = signal_log_variance(
+                self._declaration(), one.trace, batch, across, one.layout.counted
+            )
+            spread, notes = first_order(spread, "variance")
+            _, ends = band(self.variance, spread)
+        for note in notes:
+            warnings.warn(note, ValidityWarning, stacklevel=4)
+        return self._gate().variance("the variance of one draw", ends), spread
+
+    def _drawn_from(self) -> tuple[Prediction, Any, float]:
+        """The prediction of one document, what two of them share, and how many there are."""
+        from ..noise.band import between_documents
+
+        if self.alone is None:
+            return self, None, float(max(self.batch, self.layout.sequences))
+        one, batch = self.alone()
+        return one, between_documents(self.trace), batch
+
+    def _check_draws(self) -> None:
         if self.theory != "refined":
             raise DomainError(
                 f"theory {self.theory!r} gives means over draws only; "
                 'use theory="refined" for what one draw does'
             )
+
+    def _spread_of_draws(self) -> tuple[np.ndarray, np.ndarray]:
+        self._check_draws()
         return self._draws[:2]
 
     @functools.cached_property
     def _draws(self) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
         """Typical value, ends of the band, and notes on both."""
-        from ..noise.band import band, between_documents, first_order, log_variance
+        from ..noise.band import band, first_order, log_variance
 
-        one, across, batch = self, None, float(max(self.batch, self.layout.sequences))
-        if self.alone is not None:
-            (one, batch), across = self.alone(), between_documents(self.trace)
+        one, across, batch = self._drawn_from()
         with computing(self.theory, [one.trace], one._rows):
             top = None if one.top is None else one.top()
             spread = log_variance(self._declaration(), one.trace, batch, top, across)
