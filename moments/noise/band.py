@@ -258,12 +258,15 @@ def _at_points(
     most = TARGETS if resolved else ALIKE_TARGETS
     # The last points are their own: above the topmost layer there is no randomness but the loss's.
     below = np.linspace(0, layers - 1, min(most - 1, layers)).round()
-    if len(below) < layers and not (resolved and from_above):
+    if len(below) < layers and not from_above:
+        # What a layer adds to a signal falls with its number: where it grows is near the first.
+        below = np.append(0.0, np.geomspace(1, layers, most)[:-1].round())
+    elif len(below) < layers and not resolved:
         # In a deep stream of Pre-LN what one layer adds falls with its number.
         fewer = most // 2
         near = np.geomspace(1, layers, fewer).round() - 1
         below = np.union1d(near, np.linspace(0, layers - 1, fewer).round())
-    targets = np.append(below, layers).astype(int)
+    targets = np.unique(np.append(below, layers)).astype(int)
     parts = sum(len(group.places) for group in network.walk.groups)
     size = max(1, CHUNK_ENTRIES // (network.top.size * parts))
     found = [

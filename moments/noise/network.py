@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..engine.classes import ClassMatrix, PositionClasses
-from ..engine.fluctuation import has_fixed_norms
+from ..engine.fluctuation import followed, has_fixed_norms, signed_root
 from ..engine.response import (
     SINGLE,
     Matrix,
@@ -409,7 +409,7 @@ class Network:
                 noise = noise + (1 - 1 / self.batch) * floor + self._across(given, group)
             noise = group.summed(noise)
             found[: len(noise)] += noise
-        kernel = matrix_of(self.first.kernel, self.first.seq_len).astype(SINGLE)
+        kernel = self._entering()
         if has_fixed_norms(self.first):
             # a norm has fixed every token's size
             lost = ratio(row_sums(sensitivity * kernel), own_entries(kernel))
@@ -420,6 +420,14 @@ class Network:
         else:
             across = paired(sensitivity, self.across[0], self.across[0])
         return found + 2 / self.width * (1 - 1 / self.batch) * across
+
+    def _entering(self) -> Matrix:
+        """The kernel of independent features whose overlaps vary as those of what enters do: its
+        own, less what no weight is drawn for."""
+        kernel, square = self.first.kernel, followed(self.first)
+        if square is not None:
+            kernel = signed_root(square, kernel).scaled((self.width / 2) ** 0.5)
+        return matrix_of(kernel, self.first.seq_len).astype(SINGLE)
 
     def _signal_overlaps(self) -> dict[int, Array]:
         """q of the signals of two sequences before every part."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ..engine.composition import Chain
     from ..noise.overlap import StackOverlaps
+    from ..show.expects import Expects
     from ..step.result import FirstStep
     from .stack import OuterWeights
 
@@ -66,6 +67,7 @@ class Prediction:
         top: gives what the band has to know of what sends the last gradient; None: nothing.
         alone: of several sequences or documents that are held together, gives the same of one of
             them and how many such there are as its batch; None: there are none.
+        asked: arguments of `predict`, the model aside, as they were given.
     """
 
     model: Transformer
@@ -87,6 +89,7 @@ class Prediction:
     outer_weights: OuterWeights | None = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
     alone: Callable[[], tuple[Prediction, float]] | None = field(default=None, repr=False)
+    asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def resolution(self) -> str:
@@ -338,6 +341,38 @@ class Prediction:
         ]
         columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
         return as_frame(rows, columns=columns)
+
+    def expects(
+        self,
+        variance: Mapping[int, float] | None = None,
+        *,
+        grad_variance: Mapping[int, float] | None = None,
+        draws: int = 1,
+    ) -> Expects:
+        """Whether what was measured of the stream is expected, and what else would give it.
+
+        >>> import moments
+        >>> p = moments.predict(moments.Transformer(4, 64, 4, 16), correlation=0.2)
+        >>> print(p.expects(variance={4: float(p.variance[4])}).verdict)
+        expected
+
+        Args:
+            variance: the signal's, by layer: n is what leaves layer n, 0 what enters the first.
+            grad_variance: likewise, of the gradient of the loss.
+            draws: over how many draws of the weights the numbers are means; each on as many
+                sequences as the prediction's `batch`.
+
+        Returns:
+            An `Expects`, true where all is expected: `verdict`, `points` with their bands,
+            `causes`, `to_frame()`.
+
+        Raises:
+            DomainError: no such layer, a number that is not positive, several configurations, or a
+                theory that states no band.
+        """
+        from ..show.expects import expects
+
+        return expects(self, variance, grad_variance, draws)
 
     def table(self) -> str:
         """The stream, layer by layer, as text."""
