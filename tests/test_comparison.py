@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import moments
 from moments.cli import app
 from moments.prediction.measurement import last_grad_kernel
-from moments.show.expected import allowed_outside, over_draws, signal_log_variance
+from moments.show.expected import allowed_outside, log_variance, over_draws
 from moments.show.verdict import judge
 
 torch = pytest.importorskip("torch")
@@ -94,11 +94,9 @@ def test_a_prediction_shows_the_bands_it_has() -> None:
     assert both == [["95 % of draws", "mean over draws"]] * 2
     assert figure.get_suptitle().startswith("tiny: 2 layers")
     assert "token correlation 0.3 to 0." in figure.get_supxlabel()
-    # signals known to a factor of two only
     with pytest.warns(moments.ValidityWarning, match="which nothing normalises"):
-        _, (of_signal, of_gradient) = drawn(norm="none")
-    assert of_signal == ["mean over draws"]
-    assert "95 % of draws" in of_gradient
+        _, several = drawn(norm="none")
+    assert all("95 % of draws" in names for names in several)
     published = moments.predict(moments.Transformer(2, 48, 4, 12), theory="published").plot()
     assert [legend(published.axes[index]) for index in (0, 2)] == [["mean over draws"]] * 2
 
@@ -151,16 +149,16 @@ def test_one_draw_is_judged_by_the_predicted_band(measured: moments.Measurement)
 
 
 def test_the_mean_of_draws_has_the_variance_of_a_mean() -> None:
-    log_variance = np.array([0.01, 0.5, 2.0])
-    np.testing.assert_allclose(over_draws(log_variance, 1), log_variance)
-    relative = np.expm1(over_draws(log_variance, 7))
-    np.testing.assert_allclose(relative, np.expm1(log_variance) / 7)
+    one = np.array([0.01, 0.5, 2.0])
+    np.testing.assert_allclose(over_draws(one, 1), one)
+    relative = np.expm1(over_draws(one, 7))
+    np.testing.assert_allclose(relative, np.expm1(one) / 7)
 
 
 def test_the_scatter_of_the_signal_is_the_simulated_one(measured: moments.Measurement) -> None:
     """Twelve draws leave 20 % of the deviation to chance."""
     prediction = moments.predict(MODEL, correlation=0.3, batch=2)
-    deviation = np.sqrt(signal_log_variance(prediction))
+    deviation = np.sqrt(log_variance(prediction.variance_band))
     seen = np.log(measured.samples["variance"]).std(0, ddof=1)
     assert np.all(np.abs(np.log(deviation / seen)) < math.log(2))
 

@@ -140,6 +140,7 @@ def predict(
     Warns:
         ValidityWarning: where a formula leaves the regime it was validated in; also in `warnings`.
     """
+    asked = {name: value for name, value in locals().items() if name not in ("model", "progress")}
     if not isinstance(model, Transformer):
         raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
     check_choice("theory", theory, THEORIES)
@@ -213,6 +214,7 @@ def predict(
         given = (grad_variance, grad_correlation)
         alone = functools.partial(_of_one_document, stack, stack.classes.ends, given, batch)
     found = stack.prediction(batch, outcome, encoder, alone=alone)
+    found = dataclasses.replace(found, asked=asked)
     for note in found.warnings:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
     return found
