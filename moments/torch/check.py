@@ -59,6 +59,7 @@ from .measure import Loss, measure, needs_labels
 from .roles import (
     ModuleRoles,
     Role,
+    block_of,
     gathered,
     gathered_names,
     gathered_pattern,
@@ -111,9 +112,7 @@ OTHER_INPUTS = re.compile(
 )
 """Names of inputs of another kind than those that a module was run on."""
 
-BIDIRECTIONAL = re.compile(
-    r"(?i:bert|mask|encoder|electra|denois|diffusion|bidirect)|MLM|Mlm"
-)
+BIDIRECTIONAL = re.compile(r"(?i:bert|mask|encoder|electra|denois|diffusion|bidirect)|MLM|Mlm")
 """In the names of classes that predict tokens which are hidden, not the next one."""
 
 ATTENTION_FIELDS = (
@@ -129,6 +128,10 @@ ATTENTION_FIELDS = (
 )
 DECLARED = (*ATTENTION_FIELDS, "placements", "normalization", "activation", "gated", "parallel")
 """Fields of a declaration that one pass shows, and that no weights change."""
+
+TABLE = 0.1
+"""Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw; and
+the std of matrices below which that is named, the largest of released language models' being .04."""
 
 PLACEMENTS = {"pre": "Pre-LN", "post": "Post-LN", "sandwich": "sandwich", "none": "without norms"}
 
@@ -416,15 +419,66 @@ class _Checking:
         yield from random_outcome(self.random)
         yield from self._mask()
         yield from self._odd()
+        yield from self._zero_heads()
+        shared = self._reading.shared
+        if shared and self._reading.model is not None and self._shared_alone():
+            yield Trouble(
+                "warning",
+                "shared matrix",
+                gathered_names(shared),
+                tuple(sorted({r.layer for r in self.found.roles if r.parameter in shared})),
+                reason=f"{listed(shared)} is used by more than one layer, where the others have "
+                "matrices of their own: both layers give the same map and move together",
+                mend="build every layer anew",
+            )
+        head = self.described.head
+        promised = None if self.promised is None else self.promised.head
+        if head is not None and promised is not None and self.described.embedding is not None:
+            if head.tied != promised.tied and self.scheme is None:
+                said = f"its {self.promised_by} promises"
+                yield _untied(head.tied, said, self._of("head") or self._of("token"))
+
+    def _zero_heads(self) -> Iterator[Trouble]:
+        """Heads of which every entry of a matrix is 0, where those of other heads are not."""
+        tensors = tensors_of(self.module)
+        d_head = self.described.d_head or 0
+        rows = ("query", "key", "value")
+        for role in self.found.roles:
+            if role.name not in (*rows, "output") or role.stack:
+                continue
+            block = block_of(tensors, role).detach()
+            if block.ndim != 2 or not d_head or role.full_name in self.zero:
+                continue
+            inner = role.name == "output"
+            size, wanted = (block.T, role.fan_in) if inner else (block, role.fan_out)
+            size = size.T if role.transposed else size
+            if len(size) != wanted or wanted % d_head or wanted == d_head:
+                continue
+            by_head = size.reshape(wanted // d_head, -1).any(1)
+            if bool(by_head.any()) and not bool(by_head.all()):
+                heads = [n + 1 for n, there in enumerate(by_head.tolist()) if not there]
+                yield Trouble(
+                    "warning",
+                    "zero head",
+                    gathered([role]),
+                    (role.layer,),
+                    0.0,
+                    math.nan,
+                    f"{role.name} of head{'s' * (len(heads) > 1)} {listed(heads)} of layer "
+                    f"{role.layer} is zero, where that of the other heads is not",
+                    "draw every head alike",
+                )
 
     def _mask(self) -> Iterator[Trouble]:
         """Tokens that see what they are to predict."""
         layers = self._reading.unmasked
         promised = self.promised is not None and self.promised.causal
         if layers:
-            severity, why = "error", f"layers {listed(layers)} do not mask later tokens, where the "
-            why += "other layers do: what they give is of the whole sequence"
-            why = why.replace("layers", "layer", 1) if len(layers) == 1 else why
+            severity, one = "error", len(layers) == 1
+            why = (
+                f"layer{'s' * (not one)} {listed(layers)} do{'es' * one} not mask later tokens, "
+                "where the other layers do: what follows is of the whole sequence"
+            )
         elif not self.ahead:
             return
         elif self._predicts_the_next():
@@ -624,9 +678,30 @@ class _Checking:
                 f"a residual multiplier ({float(np.median(branch)):.3g}) stands on top of matrices "
                 f"that are scaled with depth already ({reading.title}): depth is counted twice"
             )
-        if read.shared and read.model is not None:
+        if read.shared and read.model is not None and not self._shared_alone():
             names = ", ".join(gathered_names(read.shared))
             yield f"shared by several layers, whose gradients add up: {names}"
+        model = self.described
+        if set(model.placements) == {"post"} and model.head is not None and model.head.norm:
+            yield (
+                "every layer is Post-LN and ends in a norm, and a final norm follows: one of the "
+                "two is needed, as Pre-LN needs the final one"
+            )
+        token = getattr(model.embedding, "token_variance", None)
+        if token is not None and abs(token - 1) < TABLE and model.weights is not None:
+            inner = float(np.median(np.asarray(model.weights.query)))
+            if inner < TABLE**2:
+                yield (
+                    f"{self._of('token')[0]} has a std of {math.sqrt(token):.3g}, nn.Embedding's "
+                    f"own, {math.sqrt(token / inner):.3g} times that of the matrices"
+                )
+
+    def _shared_alone(self) -> bool:
+        """Whether one matrix of a kind is used twice, which no published sharing does."""
+        named = [self.found.named(r.name) for r in self.found.roles]
+        rows = [r for group in named for r in group if r.parameter in self._reading.shared]
+        kinds = grouped(dict.fromkeys((r.name, r.parameter) for r in rows), lambda row: row[0])
+        return bool(kinds) and all(len(group) == 1 for group in kinds.values())
 
     def _predicts_the_next(self) -> bool:
         """Whether the loss is the next token's, unless it is one that a module was given here."""
