@@ -23,6 +23,7 @@ from ..errors import (
     without_warnings,
 )
 from ..model.embedding import Embedding
+from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..prediction.measurement import Measurement, last_grad_kernel
@@ -56,6 +57,7 @@ from .entries import EntryMoments
 from .expectation import model_of
 from .findings import Finding, measure_roles
 from .measure import Loss, measure, needs_labels
+from .probe import Slope
 from .roles import (
     ModuleRoles,
     Role,
@@ -68,6 +70,7 @@ from .roles import (
 )
 from .running import (
     aliases,
+    as_named,
     at_hand,
     first_tensor,
     grouped,
@@ -131,7 +134,7 @@ DECLARED = (*ATTENTION_FIELDS, "placements", "normalization", "activation", "gat
 
 TABLE = 0.1
 """Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw; and
-the std of matrices below which that is named, the largest of released language models' being .04."""
+the std of matrices below which that is named: released language models have at most .04."""
 
 PLACEMENTS = {"pre": "Pre-LN", "post": "Post-LN", "sandwich": "sandwich", "none": "without norms"}
 
@@ -155,7 +158,8 @@ def check_module(
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read, or that cannot be run.
     """
-    return _Checking(opened(module), at_hand(batch), scheme, loss).report()
+    module = opened(module)
+    return _Checking(module, at_hand(as_named(module, batch)), scheme, loss).report()
 
 
 class _Inputs(NamedTuple):
@@ -205,16 +209,16 @@ class _Checking:
         if self.promised is not None:
             self.promised = at_length(self.promised, self.measurement)
         self.tensors = AuditedModule.of(module, self.found, self.inputs.few, self.architecture)
+        told = self._reading.model
+        if told is not None and told.head is not None and batch is None:
+            scale = Slope(told.head.output_scale, 0.0, 0.0)  # one pass told it
+            self.tensors._slopes[told.head.logit_softcap is not None] = scale
         self.seen = behaviour(module, self.inputs.few)
         self.idle = tuple(self._unused())
         self.notes: list[str] = []
         self.described = self._described()
         self.random = self.seen.random
         self.ahead = None if self.random is not None else self._ahead()
-        told = self._reading.model
-        if self.ahead is None and told is not None and told.encoder is None:
-            text = isinstance(told.embedding, Embedding) and self.random is None
-            self.ahead = not told.causal or bool(self._reading.unmasked) if text else None
         mixed = bool(self._reading.unmasked)
         if self.ahead is not None and self.ahead == self.described.causal and not mixed:
             self.described = self.described.replace(causal=not self.ahead)
@@ -261,6 +265,10 @@ class _Checking:
                 yield path
 
     def _ahead(self) -> bool | None:
+        told = self._reading.model
+        if told is not None and told.encoder is None and not self.given:
+            causal = told.causal and not self._reading.unmasked
+            return None if isinstance(told.embedding, PatchEmbedding) else not causal
         two = getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
         if two or self.described.encoder is not None:
             return None
@@ -433,10 +441,10 @@ class _Checking:
             )
         head = self.described.head
         promised = None if self.promised is None else self.promised.head
-        if head is not None and promised is not None and self.described.embedding is not None:
-            if head.tied != promised.tied and self.scheme is None:
-                said = f"its {self.promised_by} promises"
-                yield _untied(head.tied, said, self._of("head") or self._of("token"))
+        known = self.scheme is None and self.described.embedding is not None
+        if known and head is not None and promised is not None and head.tied != promised.tied:
+            said = f"its {self.promised_by} promises"
+            yield _untied(head.tied, said, self._of("head") or self._of("token"))
 
     def _zero_heads(self) -> Iterator[Trouble]:
         """Heads of which every entry of a matrix is 0, where those of other heads are not."""
@@ -1404,13 +1412,20 @@ def inputs_for(
     random = batch is None
     given = _cropped(batch, SEQUENCES, TOKENS)
     if random:
-        given = _that_runs(module, _own_batch(module, found, model, example), example)
+        given = _own_batch(module, found, model, example)
+        if _limited(module, given, example):
+            given = _that_runs(module, given, example)
     given = _with_labels(module, _with_targets(module, given))
     loss = loss or _next_token(module, given, found)
     few = _cropped(given, 1, FEW)
     shapes = _shape(given)
     words = f"measured on {shapes}" + (" of random input" if random else "")
     return _Inputs(given, few, loss, words)
+
+
+def _limited(module: nn.Module, given: Any, example: Any) -> bool:
+    """Whether nothing says that a module reads so many tokens: no config, and a longer run."""
+    return given is not example and not _configured(module)
 
 
 def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
