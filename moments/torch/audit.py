@@ -231,7 +231,7 @@ def audit_read(
     placed = {f"{block.stack}norm" for block in found.blocks}  # block by block among the scales
     findings += [_structure(r, module) for r in rows if not r.remark and r.name not in placed]
     findings += scale_findings(model, probes) if probes else unprobed_findings(model, why)
-    findings += temperature_findings(module, found, model, described)
+    findings += temperature_findings(found, model)
     findings += [] if why else _logits(read, model)
     findings.sort(key=lambda finding: -finding.severity)
     undeclared = tuple(m.role.label for m in measured if m.expected is None)

@@ -164,7 +164,7 @@ def _attached(of: Fitted, batch: Any) -> AppliedScales | None:
     found, batch = parts.found, of.parts.example if batch is None else batch
     stacks = scales_of(model)
     held = _check_scales(found, stacks[""])
-    scalings = factors(module, found, model, described)
+    scalings = factors(module, found, model)
     dropped = (model if described is None else described).dropout > 0
 
     def drops() -> dict[ModuleBranch, HeldDropout | None]:
