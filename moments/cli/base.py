@@ -501,7 +501,8 @@ def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, A
     if name.endswith(".toml"):
         found = _by_hand(name)
         return found if seq_len is None else found.replace(seq_len=seq_len), {}
-    from ..model.huggingface.config import from_huggingface, read_config
+    from .. import from_huggingface
+    from ..model.huggingface.config import read_config
     from ..model.transformer import FORMAT_VERSION
 
     entries = read_config(name)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from rich.markup import escape
 
+from .. import from_huggingface
 from ..errors import MomentsError, domain_error, listed, without_warnings
 from ..files import as_frame, plain
-from ..model.huggingface.config import from_huggingface
 from ..model.patches import PatchEmbedding
 from ..model.presets import preset
 from ..model.transformer import Transformer
