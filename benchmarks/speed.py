@@ -46,9 +46,8 @@ COUNT = 10_000
 
 
 WARM = 0.5
-"""Processor seconds in which what is short is measured again and again: the second prediction of a
-kind still writes programs, the interpreter adapts for some ten more (192 layers of tokens alike
-took 36, 18, 15 and then down to 11 milliseconds), and what others do to the caches scatters."""
+"""Processor seconds in which what is short is measured again and again: the interpreter adapts for
+some ten passes, and what others do to the caches scatters."""
 
 
 def seconds(work: Callable[[], Any], runs: int = 3) -> float:

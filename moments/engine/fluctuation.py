@@ -508,4 +508,6 @@ def elasticity(leaf: Leaf, before: Signal, after: Signal, real: Array | None) ->
     if unshared == 0.0:
         return 1.0
     sent = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.pairs
-    return float(float(sent) * before.width / after.width * unshared_variance(entering, None) / unshared)
+    return float(
+        float(sent) * before.width / after.width * unshared_variance(entering, None) / unshared
+    )

@@ -108,7 +108,7 @@ class Expects(Shown):
 
     @property
     def verdict(self) -> str:
-        """"expected", "doubtful" or "not expected".
+        """ "expected", "doubtful" or "not expected".
 
         Not expected is what lies further than three standard deviations from the middle of its
         band; doubtful, more points outside their 95 % bands than one set in ten has by chance, were

@@ -123,7 +123,7 @@ def _reached(
     stack, _ = entered(model, inputs)
     moved = {block for block, matrices in MATRICES.items() if set(matrices) & set(names)}
     moved = {"ffn"} if of_sum else moved
-    all_rows, stream = reached(stack, found.walked)
+    all_rows, stream = reached(stack)
     rows = [row for row in all_rows if row.block in moved]
     values = np.array([row.total if of_sum else row.output for row in rows])
     return values, targets[[row.layer - 1 for row in rows]], stream

@@ -29,7 +29,6 @@ from ..engine.fluctuation import (
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, bind, evaluate, ratio_or_zero
 from ..engine.trace import Record
 from ..errors import DomainError
-from ..formulas.algebra import as_number
 from ..formulas.law import ComponentLaws, Law, Theory
 from ..formulas.linear import BIASED_LINEAR, LINEAR
 from ..model.fields import set_field
@@ -293,15 +292,15 @@ class Activation(Lawful):
         laws = self.laws.under(self.theory)
         still = dict(self.parameters) | {"x_variance": 0.0, "x_other_variance": 0.0}
         still |= {"grad_variance": 1.0, "grad_covariance": 1.0, "x_correlation": -1.0}
-        square = as_number(evaluate(laws["grad_variance"], algebra, still))
-        product = as_number(evaluate(laws["grad_covariance"], algebra, still))
+        square = float(evaluate(laws["grad_variance"], algebra, still))
+        product = float(evaluate(laws["grad_covariance"], algebra, still))
         flat = square - max(square * square - product * product, 0.0) ** 0.5
         mean = 0.5 * (square + product)  # ((l + u)/2)^2
         nothing = np.asarray(entering.diagonal) == 0.0
         alone: Array = np.where(nothing, ratio_or_zero(flat, square), 1.0)
         one: Array = np.where(nothing, ratio_or_zero(flat, mean) ** 0.5, 1.0)
         if algebra.scalar:
-            alone, one = as_number(alone), as_number(one)
+            alone, one = float(alone), float(one)
         first, second = entering.over_tokens(one)
         return kernel.weighted(alone, first * second)
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from ...engine.fluctuation import norm_variance
 from ...engine.state import Array, Fluctuation, Kernel, Signal, evaluate
-from ...formulas.algebra import whole
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
 from .kernels.exact_rows import THETA_PEAKED, AlikeRows
 from .kernels.finite_rows import Widths, averages
@@ -149,18 +148,16 @@ def _statistics(
     leaf: Any, signal: Signal, wanted: Array, correlation: Array
 ) -> AttentionStatistics:
     """Softmax statistics at the wanted logit scale, or at the most that is validated."""
-    unshared = 1 - correlation
-    spread = norm_variance(signal)
+    # Tokens that are all but equal have logits without variance at any scale.
+    most = THETA_PEAKED / np.maximum(1 - correlation, 1e-12)
+    spread, widths = norm_variance(signal), (signal.seq_len, leaf.d_model, leaf.d_head)
+    scale = np.minimum(wanted, most)
+    profiled = not np.any(spread) and float(np.max(scale)) <= PROFILED_SCALE
     if signal.algebra.scalar:
-        # Tokens that are all but equal have logits without variance at any scale.
-        scale = min(wanted, THETA_PEAKED / max(unshared, 1e-12))
-        profiled = bool(spread == 0.0 and scale <= PROFILED_SCALE)
-        widths = signal.seq_len, leaf.d_model, leaf.d_head
-        return _from_flat(*_flat(scale, correlation, spread, profiled, *widths))
-    scale = np.minimum(wanted, THETA_PEAKED / np.maximum(unshared, 1e-12))
-    return attention_statistics(
-        scale, correlation, signal.seq_len, leaf.d_model, leaf.d_head, spread
-    )
+        return _from_flat(*_one(float(scale), correlation, spread, profiled, *widths))
+    if np.ndim(scale) == 1 and not signal.resolved:
+        return _from_flat(*_many(scale, correlation, spread, profiled, *widths))
+    return attention_statistics(scale, correlation, *widths, spread)
 
 
 def _one(
@@ -210,8 +207,6 @@ def _many(
 MOST_PROFILES = 16
 """Logit scales among configurations up to which each has a profile: those of so many are made of
 640 evaluations, once for all layers."""
-
-_flat = whole(_one, _many)
 
 
 def _from_flat(*values: Any) -> AttentionStatistics:

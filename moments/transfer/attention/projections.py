@@ -19,7 +19,7 @@ import numpy as np
 from ...engine.classes import ClassRows
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...errors import domain_error
-from ...formulas.algebra import as_number, is_number
+from ...formulas.algebra import is_number
 from .kernels.exact_rows import THETA_PEAKED
 
 CAP_NOTED = 0.3
@@ -41,7 +41,7 @@ LOGIT_VARIANCE_NOTED = 12.0
 
 def variance_notes(logit_variance: Array) -> tuple[str, ...]:
     """Where the logits' variance leaves what the laws were measured at."""
-    largest = as_number(np.max(logit_variance))
+    largest = float(np.max(logit_variance))
     if largest <= LOGIT_VARIANCE_NOTED:
         return ()
     text = (

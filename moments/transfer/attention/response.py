@@ -568,7 +568,9 @@ def through_attention(
     walk.attended[record.place] = attended
     by_queries = query_elasticity(record.pulled, signal, output, walk.real)
     seen_tokens = real_tokens(leaf)
-    grown = 1.0 + (unshared_spread(memory, seen_tokens) if fixed or has_fixed_norms(memory) else 0.0)
+    grown = 1.0 + (
+        unshared_spread(memory, seen_tokens) if fixed or has_fixed_norms(memory) else 0.0
+    )
     for name in ("query", "key", "query.bias", "query.norm.gain", "key.norm.gain"):
         walk.growth[record.layer, f"{leaf.prefix}{name}"] = grown
     groups = leaf.kv_heads
