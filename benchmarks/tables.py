@@ -33,7 +33,7 @@ def percent(value: float, stderr: float = math.nan, *, signed: bool = False) -> 
     if not math.isfinite(value):
         return ""
     text = f"{100 * value:+.1f}" if signed else f"{100 * value:.1f}"
-    return text if math.isnan(stderr) else f"{text} ± {100 * stderr:.1f}"
+    return text if math.isnan(stderr) else f"{text}±{100 * stderr:.1f}"
 
 
 def put(page: str, name: str, *parts: str, dated: bool = True) -> None:
