@@ -31,6 +31,7 @@ from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.differences import Case
 from ..show.health import (
+    BY_DESIGN,
     CheckReport,
     Number,
     Seen,
@@ -351,7 +352,8 @@ class _Checking:
             scheme=weights.verdict(),
             findings=ranked([t for t in troubles if t.severity != "note"]),
             notes=tuple(
-                notes + [str(t).removeprefix("note: ") for t in troubles if t.severity == "note"]
+                [*dict.fromkeys(notes)]
+                + [str(t).removeprefix("note: ") for t in troubles if t.severity == "note"]
             ),
             unchecked=self._unchecked(audited.unchecked),
             numbers=numbers,
@@ -1074,7 +1076,8 @@ class _Weights:
                     (one, other), "error", "neither of them gets a gradient: zero one alone"
                 )
         if {"output", "ffn_out"} <= short:
-            return  # said of what is added
+            self.notes.append(BY_DESIGN)
+            short -= {"output", "ffn_out"}
         for name, block in (("output", "attention"), ("ffn_out", "feed-forward")):
             if name in short:
                 self.notes.append(
@@ -1092,7 +1095,7 @@ class _Weights:
             ("gate", "feed-forward blocks add nothing"),
         ):
             other = {"key": "query", "value": "output", "ffn_in": "ffn_out"}.get(name, "")
-            if name in short and other not in short:
+            if name in short and not any(role.split(".")[-1] == other for role in names):
                 yield self._zero_trouble((name,), "warning", words)
 
     def _zero_trouble(self, names: tuple[str, ...], severity: str, words: str) -> Trouble:
