@@ -19,7 +19,7 @@ from moments.show.expected import tail_probability  # noqa: E402
 from moments.torch.anatomy import anatomy_of  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.audit import audit  # noqa: E402
-from moments.torch.entries import EntryMoments, truncated_kurtosis  # noqa: E402
+from moments.torch.entries import SHAPES, EntryMoments  # noqa: E402
 from moments.torch.initialize import initialize  # noqa: E402
 from moments.torch.probe import Slope, regress  # noqa: E402
 from moments.torch.scales import remove_scales  # noqa: E402
@@ -184,13 +184,32 @@ def test_statistics_of_known_distributions():
     from scipy import stats
 
     cut = stats.truncnorm(-2, 2)
-    assert truncated_kurtosis(2.0) == pytest.approx(float(cut.stats("k")) + 3, rel=1e-9)
+    known = {"uniform": stats.uniform(-1, 2), "truncated": cut, "normal": stats.norm()}
+    for shape in SHAPES:
+        of = known[shape.name]
+        wanted = [of.moment(k) / of.var() ** (k / 2) for k in (2, 4, 6, 8)]
+        assert shape.moments == pytest.approx(wanted, rel=1e-9)
     generator = torch.Generator().manual_seed(4)
     uniform = EntryMoments.of(torch.rand(20000, generator=generator) - 0.5)
     assert uniform.kurtosis == pytest.approx(1.8, abs=0.05)
     assert uniform.distribution == "uniform"
     assert EntryMoments.of(torch.randn(20000, generator=generator)).distribution == "normal"
     assert EntryMoments.of(torch.zeros(9)).distribution == "zero"
+
+
+@pytest.mark.parametrize("count", [64, 512, 4096])
+def test_few_entries_are_not_classified_and_many_are(count):
+    """200 samples each: never another's name, and from 4,096 entries on always its own."""
+    generator = torch.Generator().manual_seed(count)
+    draws = {
+        "uniform": lambda x: x.uniform_(-1, 1, generator=generator),
+        "normal": lambda x: x.normal_(generator=generator),
+        "truncated": lambda x: torch.nn.init.trunc_normal_(x, 0, 1, -2, 2, generator=generator),
+    }
+    for name, draw in draws.items():
+        seen = {EntryMoments.of(draw(torch.empty(count))).distribution for _ in range(200)}
+        assert seen == {""} if count == 64 else seen <= {"", name}
+        assert count < 4096 or seen == {name}
 
 
 # --- seven planted bugs ---------------------------------------------------------------------------

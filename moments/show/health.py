@@ -77,6 +77,13 @@ EPSILON = 0.1
 """Share of a norm's epsilon in the variance it divides by, from which it shrinks what it normalises
 by 5 %."""
 
+LARGEST_EPSILON = 1e-3
+"""Of the norms of released models and of frameworks: Keras's default. Others have 1e-12 to 1e-5."""
+
+LARGE = 100.0
+"""Variance of tokens over that of the matrices from which a stream that layers hardly change is the
+token table's doing: ten times the matrices' std."""
+
 OVERFLOW = 1e-9
 """Share of entries beyond a format's range that is named: one in as many as a large model's step
 has."""
@@ -154,6 +161,7 @@ class CheckReport:
         prediction: for the network with the weights that it has.
         comparison: with the measurement; None where nothing was measured.
         read: what it was run on, in words; "" where nothing was measured.
+        architecture: what it is, in words.
     """
 
     source: str
@@ -165,6 +173,7 @@ class CheckReport:
     prediction: Prediction = field(repr=False)
     comparison: Comparison | None = field(repr=False)
     read: str = ""
+    architecture: str = ""
 
     @property
     def healthy(self) -> bool:
@@ -204,7 +213,7 @@ class CheckReport:
     def verdict(self) -> str:
         """One line."""
         seen = self.read or "nothing was measured, all of it predicted"
-        parts = [self.headline, self.scheme, *self._growth(), seen]
+        parts = [self.headline, self.architecture, self.scheme, *self._growth(), seen]
         if self.unchecked:
             parts.append(f"NOT CHECKED: {'; '.join(self.unchecked)}")
         return "; ".join(part for part in parts if part)
@@ -226,7 +235,10 @@ class CheckReport:
     def __str__(self) -> str:
         lines = _wrapped(self.verdict(), "")
         if not self.findings:
-            return " ".join(lines)
+            # What formats lose, a page of the report tells; the rest may be news.
+            told = [n for n in self.notes if not any(form.title in n for form in FORMATS)]
+            rest = [line for n in told for line in _wrapped(f"note: {n}", "   ")]
+            return "\n".join([" ".join(lines), *rest])
         for place, found in enumerate(self.findings, start=1):
             lines += _wrapped(f"{place}. {found}", "   ")
         lines += [f"   {line}" for line in self.table().splitlines()]
@@ -258,6 +270,7 @@ class CheckReport:
             "healthy": self.healthy,
             "verdict": self.verdict(),
             "scheme": self.scheme,
+            "architecture": self.architecture,
             "findings": [plain(dataclasses.asdict(f)) for f in self.findings],
             "notes": list(self.notes),
             "unchecked": list(self.unchecked),
@@ -326,6 +339,24 @@ def _precision(report: CheckReport) -> str:
         rows.append((f"{form}, {way}", where, *shares))
     heads = ("unscaled, at its worst point", "point", "become 0", "subnormal", "overflow")
     return table(heads, rows, text={0, 1})
+
+
+def in_short(model: Transformer) -> str:
+    """What a network is, in a line: mask, norms, heads, positions, size."""
+    kinds = list(dict.fromkeys(model.placements))
+    names = {"pre": "Pre-LN", "post": "Post-LN", "none": "no norms"}
+    placement = "Mix-LN" if model.norm == "mix" else names.get(kinds[0], f"{kinds[0]} norms")
+    norm = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(
+        model.normalization, model.normalization
+    )
+    shared = model.kv_heads or model.heads
+    heads = f"{model.heads} heads" + (f" on {shared} of keys" if shared != model.heads else "")
+    parts = [f"{'causal' if model.causal else 'full'} attention", placement]
+    parts += [norm] if model.norm != "none" else []
+    parts += [heads, f"{'gated ' if model.gated else ''}{model.activation}"]
+    parts += ["rotary"] if model.rotary is not None else []
+    parts += ["ALiBi"] if model.alibi else []
+    return ", ".join([*parts, f"{model.layers} x {model.d_model}", f"{model.seq_len} tokens"])
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -534,6 +565,8 @@ def added(seen: Seen) -> np.ndarray:
 
 def _identity(seen: Seen) -> Found:
     ratio = added(seen)
+    if _swallowed(seen):
+        return  # named as what it is
     idle = tuple(int(n) + 1 for n in np.flatnonzero(ratio < IDENTITY))
     if not idle:
         return
@@ -545,9 +578,32 @@ def _identity(seen: Seen) -> Found:
         f"{'s' * (len(idle) == len(ratio))} as the identity: what is added has "
         f"{float(np.min(ratio)):.2g} of the variance of the layer's input"
     )
-    if meant or zero:
-        yield words + (", as its scheme means it" if meant else ": its outward matrices are zero")
+    if zero:
+        if len(idle) == len(ratio):
+            yield "blocks are the identity at step 0, by design: their outward matrices are zero"
         return
+    if meant:
+        yield f"{words}, as its scheme means it"
+        return
+    embedding, weights = seen.prediction.model.embedding, seen.prediction.model.weights
+    tokens = getattr(embedding, "token_variance", None)
+    inner = float(np.median(np.asarray(weights.query))) if weights is not None else 0.0
+    if embedding is not None and tokens is not None and inner:
+        entering = float(embedding.scale) ** 2 * float(tokens)
+        if entering > LARGE * inner and float(np.min(ratio)) * entering / inner > IDENTITY:
+            yield Trouble(
+                "warning",
+                "embedding scale",
+                seen.of("token") or ("token",),
+                idle,
+                math.sqrt(entering),
+                math.sqrt(inner),
+                f"{words}: tokens enter with a std of {math.sqrt(entering):.3g}, "
+                f"{math.sqrt(entering / inner):.3g} times that of the matrices",
+                f"draw the token table with the matrices' std, {math.sqrt(inner):.3g}: "
+                "nn.Embedding draws itself with std 1",
+            )
+            return
     yield Trouble(
         "warning",
         "identity layers",
@@ -613,11 +669,30 @@ def _tables(seen: Seen) -> Found:
         )
     epsilon, first = seen.prediction.model.norm_epsilon, float(seen.source.variance[0])
     pre = seen.prediction.model.placements[0] == "pre"
-    if pre and first and epsilon / (epsilon + first) > EPSILON:
+    if _swallowed(seen):
+        yield Trouble(
+            "warning",
+            "norm epsilon",
+            seen.of("attention.norm.gain", "ffn.norm.gain"),
+            (),
+            epsilon,
+            LARGEST_EPSILON,
+            f"the norms' epsilon {epsilon:g} is {100 * epsilon / (epsilon + first):.0f} % of what "
+            f"the first one divides by: a stream of variance {first:.2g} is not normalised",
+            "pass eps=1e-5",
+        )
+    elif pre and first and epsilon / (epsilon + first) > EPSILON:
         yield (
             f"the norms' epsilon {epsilon:g} is {100 * epsilon / (epsilon + first):.0f} % of what "
             f"the first one divides by: the stream enters with a variance of {first:.2g}"
         )
+
+
+def _swallowed(seen: Seen) -> bool:
+    """Whether the norms' epsilon is more than half of what the first one divides by, and none that
+    is in use."""
+    model, first = seen.prediction.model, float(seen.source.variance[0])
+    return model.placements[0] == "pre" and model.norm_epsilon > max(first, LARGEST_EPSILON)
 
 
 def _final_norm(seen: Seen) -> Found:
@@ -780,6 +855,7 @@ def check_declared(
         findings=ranked(troubles),
         notes=(*notes, *said, *prediction.warnings),
         unchecked=("the module itself: nothing was run",),
+        architecture=in_short(model),
         numbers=tuple(stream_numbers(prediction, None)),
         prediction=prediction,
         comparison=None,

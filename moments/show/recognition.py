@@ -72,6 +72,7 @@ class WeightRule:
         model: the network whose weights, and scales where the rule sets them, follow the rule.
         meant: where the rule is a known slip, the network without it; else None.
         published: whether it is a scheme of `moments.schemes`.
+        by_depth: whether outward matrices are divided by a number that grows with depth.
         explained: matrices that it explains.
         left: matrices that it does not.
     """
@@ -80,6 +81,7 @@ class WeightRule:
     model: Transformer
     meant: Transformer | None = None
     published: bool = False
+    by_depth: bool = False
     explained: frozenset[Owner] = frozenset()
     left: frozenset[Owner] = frozenset()
 
@@ -146,7 +148,8 @@ def _readings(
     bases = {rule.words: _base(weights, rule, base) for rule in (*rules, *_SLIPS)}
     for rule in rules:
         if (variance := bases[rule.words]) > 0:
-            yield WeightRule(rule.title(base, variance), rule.drawn(base, variance))
+            drawn = rule.drawn(base, variance)
+            yield WeightRule(rule.title(base, variance), drawn, by_depth=bool(rule.divided))
     for title, fans in _FANS:
         # Left as torch draws it, a Linear keeps torch's bias too.
         start = model if title.startswith("torch") else base
@@ -158,6 +161,10 @@ def _readings(
                 meant = _SCALED.drawn(base, variance)
                 yield WeightRule(rule.title(base, variance), rule.drawn(base, variance), meant)
     yield from _fused(weights, base)
+    transposed = _by_fans(weights, base, lambda i, o: 1 / o)
+    meant = _by_fans(weights, base, lambda i, o: 1 / i)
+    words = "LeCun's 1/fan_in with fan_in and fan_out transposed: 1/fan_out"
+    yield WeightRule(words, transposed, meant)
 
 
 def without_biases(model: Transformer) -> Transformer:
@@ -277,6 +284,11 @@ _SLIPS = (
         _SCALED.divisor,
     ),
     _Rule(
+        "GPT-2's scaled init (std {std}), but over N instead of sqrt(2 N), 2 N = {blocks}",
+        OUTWARD,
+        lambda b, n, w: b * b / 4,
+    ),
+    _Rule(
         "GPT-2's scaled init (std {std}), applied twice: output and ffn_out over {blocks}",
         OUTWARD,
         lambda b, n, w: float(b * b),
@@ -355,7 +367,6 @@ _FANS: tuple[tuple[str, Fans], ...] = (
     ("torch's default for nn.Linear, variance 1/(3 fan_in)", lambda i, o: 1 / (3 * i)),
     ("LeCun's 1/fan_in", lambda i, o: 1 / i),
     ("Kaiming's 2/fan_in", lambda i, o: 2 / i),
-    ("1/fan_out", lambda i, o: 1 / o),
 )
 
 

@@ -176,6 +176,9 @@ def causes(
     yield RoleCause(scaled(cut), "a normal cut at two deviations without correcting its variance")
     yield RoleCause(scaled(1 / cut), "a correction for truncation where nothing was cut")
     yield RoleCause(scaled(cut**2), "a correction for truncation that went the wrong way")
+    if all(m.entries.distribution == "uniform" for m in group):
+        words = "the standard deviation was passed as the bound of a uniform draw"
+        yield RoleCause(scaled(1 / 3), f"{words}, whose variance is a third of its bound's square")
     yield RoleCause(
         tuple(v**2 for v in expected), "the variance was passed as a standard deviation"
     )

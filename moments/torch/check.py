@@ -23,6 +23,7 @@ from ..errors import (
     without_warnings,
 )
 from ..model.embedding import Embedding
+from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..prediction.measurement import Measurement, last_grad_kernel
@@ -34,10 +35,12 @@ from ..show.health import (
     Number,
     Seen,
     Trouble,
+    in_short,
     ranked,
     rules,
     stream_numbers,
 )
+from ..show.outliers import odd_layers
 from ..show.recognition import Weight, WeightRule, in_words, recognise
 from .advice import SCALE_WORDS, STRUCTURE, Advice, advise
 from .anatomy import Anatomy, anatomy_of, forget
@@ -50,11 +53,15 @@ from .dataflow.reading import in_every_layer
 from .describe import NO_ROLE, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, tokens_entering
 from .entering import first_stream, ids_read, sees_ahead
+from .entries import EntryMoments
 from .expectation import model_of
 from .findings import Finding, measure_roles
 from .measure import Loss, measure, needs_labels
+from .probe import Slope
 from .roles import (
     ModuleRoles,
+    Role,
+    block_of,
     gathered,
     gathered_names,
     gathered_pattern,
@@ -63,6 +70,7 @@ from .roles import (
 )
 from .running import (
     aliases,
+    as_named,
     at_hand,
     first_tensor,
     grouped,
@@ -72,7 +80,7 @@ from .running import (
     run,
 )
 from .text import mask_tokens
-from .unread import not_read, random_outcome
+from .unread import NotRead, not_read, random_outcome
 
 with optional("torch", "torch"):
     import torch
@@ -107,6 +115,29 @@ OTHER_INPUTS = re.compile(
 )
 """Names of inputs of another kind than those that a module was run on."""
 
+BIDIRECTIONAL = re.compile(r"(?i:bert|mask|encoder|electra|denois|diffusion|bidirect)|MLM|Mlm")
+"""In the names of classes that predict tokens which are hidden, not the next one."""
+
+ATTENTION_FIELDS = (
+    "causal",
+    "window",
+    "rotary",
+    "alibi",
+    "qk_norm",
+    "logit_softcap",
+    "heads",
+    "kv_heads",
+    "d_head",
+)
+DECLARED = (*ATTENTION_FIELDS, "placements", "normalization", "activation", "gated", "parallel")
+"""Fields of a declaration that one pass shows, and that no weights change."""
+
+TABLE = 0.1
+"""Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw; and
+the std of matrices below which that is named: released language models have at most .04."""
+
+PLACEMENTS = {"pre": "Pre-LN", "post": "Post-LN", "sandwich": "sandwich", "none": "without norms"}
+
 BIAS = 0.05
 """Share of a bias in the variance of its matrix's output from which it is more than a remark."""
 
@@ -127,7 +158,8 @@ def check_module(
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read, or that cannot be run.
     """
-    return _Checking(opened(module), at_hand(batch), scheme, loss).report()
+    module = opened(module)
+    return _Checking(module, at_hand(as_named(module, batch)), scheme, loss).report()
 
 
 class _Inputs(NamedTuple):
@@ -151,6 +183,8 @@ class _Checking:
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
         self.module, self.scheme, self.loss = module, scheme, loss
+        self.given = batch is not None
+        _finite(module)
         forget(module)  # entries may be others than when it was read
         try:
             self.parts = anatomy_of(module, batch)
@@ -160,7 +194,13 @@ class _Checking:
             raise not_read(module, batch, str(error)) from None
         self.found, self._reading = self.parts.found, self.parts.reading
         self.promised = promised_by(module)
-        self.promised_by = "config" if hasattr(module, "config") else "class"
+        self.promised_by = "config" if _configured(module) else "class"
+        told = self._reading.model
+        if self.promised is not None and told is not None and self.promised_by == "class":
+            # A class of torch's says how it draws itself; masks, tables and head are the module's.
+            drawn = {"weights": self.promised.weights, "biases": self.promised.biases}
+            if self.promised.encoder is None and told.encoder is None:
+                self.promised = told.replace(**drawn)
         read = architecture_read(module, batch, self.parts, self.promised)
         example = self.parts.example
         self.inputs = inputs_for(module, self.found, self.promised or read, batch, loss, example)
@@ -169,13 +209,18 @@ class _Checking:
         if self.promised is not None:
             self.promised = at_length(self.promised, self.measurement)
         self.tensors = AuditedModule.of(module, self.found, self.inputs.few, self.architecture)
+        told = self._reading.model
+        if told is not None and told.head is not None and batch is None:
+            scale = Slope(told.head.output_scale, 0.0, 0.0)  # one pass told it
+            self.tensors._slopes[told.head.logit_softcap is not None] = scale
         self.seen = behaviour(module, self.inputs.few)
         self.idle = tuple(self._unused())
         self.notes: list[str] = []
         self.described = self._described()
         self.random = self.seen.random
         self.ahead = None if self.random is not None else self._ahead()
-        if self.ahead is not None and self.ahead == self.described.causal:
+        mixed = bool(self._reading.unmasked)
+        if self.ahead is not None and self.ahead == self.described.causal and not mixed:
             self.described = self.described.replace(causal=not self.ahead)
         self.names = _names(self.found)
         self.comparison = self._compared()
@@ -220,6 +265,10 @@ class _Checking:
                 yield path
 
     def _ahead(self) -> bool | None:
+        told = self._reading.model
+        if told is not None and told.encoder is None and not self.given:
+            causal = told.causal and not self._reading.unmasked
+            return None if isinstance(told.embedding, PatchEmbedding) else not causal
         two = getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
         if two or self.described.encoder is not None:
             return None
@@ -274,12 +323,20 @@ class _Checking:
         weights = _Weights(self, reading, target, advice, strict)
         told = {"temperature"} if self.random is None else {"temperature", *STRUCTURE}
         odd = {f"{name} sum in {layer}" for layer, name in self._reading.odd}  # told by themselves
+        moved = {layer for layer, _ in self._reading.misplaced}
         offenders = [
             f
             for f in audited.offenders
-            if f.quantity not in told and f"{f.role} in {f.layer}" not in odd
+            if f.quantity not in told
+            and f"{f.role} in {f.layer}" not in odd
+            and not (f.layer in moved and f.quantity in (*STRUCTURE, "norm_output_scale"))
+            # What one pass saw behind a norm is what there is, unless something else is meant.
+            and (strict or reading.published or f.quantity != "norm_output_scale")
         ]
         troubles, notes = list(weights.troubles(offenders)), [*remarks, *weights.notes]
+        troubles += self._odd_layers(troubles, strict)
+        troubles += self._not_declared(target)
+        notes += self._remarks(reading)
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
         meant = target if strict else None
         seen = Seen(self.comparison.prediction, self.comparison, self.names, meant, dtype)
@@ -301,6 +358,7 @@ class _Checking:
             prediction=self.comparison.prediction,
             comparison=self.comparison,
             read=self.inputs.words,
+            architecture=in_short(self.described),
         )
 
     def _meant(self) -> tuple[WeightRule, Transformer, list[str]]:
@@ -317,8 +375,14 @@ class _Checking:
             )
             for role, entries in self.tensors.entries
             if role.name in MATRICES and not role.stack and role.layer > 0
+            if role.full_name not in self.zero
         ]
         reading = recognise(weights, self.architecture, self.promised, self.promised_by)
+        if self.promised_by == "class" and self.promised is not None:
+            # Its user may draw it anew, which a config would say.
+            own = reading.meant or reading.model
+            if reading.share >= 0.5 and own is not self.promised:
+                self.promised = None
         if self.scheme is not None:
             target = at_length(model_of(self.scheme, self.architecture), self.measurement)
             target = _outside(target, self.architecture)
@@ -331,6 +395,16 @@ class _Checking:
         if reading.share < 0.5:
             return reading, self.described, []
         return reading, reading.meant or reading.model, []
+
+    @functools.cached_property
+    def zero(self) -> frozenset[str]:
+        """Matrices whose entries are 0 in every layer."""
+        groups = grouped(self.tensors.entries, lambda row: row[0].full_name)
+        return frozenset(
+            name
+            for name, rows in groups.items()
+            if rows[0][0].name in MATRICES and all(entries.square == 0 for _, entries in rows)
+        )
 
     def _behaviour(self) -> Iterator[Trouble]:
         """What runs show that weights do not."""
@@ -351,17 +425,291 @@ class _Checking:
                 mend="call it in forward, or delete it",
             )
         yield from random_outcome(self.random)
-        if self.ahead and self._predicts_the_next():
-            yield Trouble(
-                "error",
-                "tokens see later ones",
-                self._of("query", "key")[:2],
-                reason="a token's output changes with a later token, and the loss is the next "
-                "token's",
-                mend="mask attention: is_causal=True, or -inf above the diagonal before the "
-                "softmax",
-            )
+        yield from self._mask()
         yield from self._odd()
+        yield from self._zero_heads()
+        shared = self._reading.shared
+        if shared and self._reading.model is not None and self._shared_alone():
+            yield Trouble(
+                "warning",
+                "shared matrix",
+                gathered_names(shared),
+                tuple(sorted({r.layer for r in self.found.roles if r.parameter in shared})),
+                reason=f"{listed(shared)} is used by more than one layer, where the others have "
+                "matrices of their own: both layers give the same map and move together",
+                mend="build every layer anew",
+            )
+        head = self.described.head
+        promised = None if self.promised is None else self.promised.head
+        known = self.scheme is None and self.described.embedding is not None
+        if known and head is not None and promised is not None and head.tied != promised.tied:
+            said = f"its {self.promised_by} promises"
+            yield _untied(head.tied, said, self._of("head") or self._of("token"))
+
+    def _zero_heads(self) -> Iterator[Trouble]:
+        """Heads of which every entry of a matrix is 0, where those of other heads are not."""
+        tensors = tensors_of(self.module)
+        d_head = self.described.d_head or 0
+        rows = ("query", "key", "value")
+        for role in self.found.roles:
+            if role.name not in (*rows, "output") or role.stack:
+                continue
+            block = block_of(tensors, role).detach()
+            if block.ndim != 2 or not d_head or role.full_name in self.zero:
+                continue
+            inner = role.name == "output"
+            size, wanted = (block.T, role.fan_in) if inner else (block, role.fan_out)
+            size = size.T if role.transposed else size
+            if len(size) != wanted or wanted % d_head or wanted == d_head:
+                continue
+            by_head = size.reshape(wanted // d_head, -1).any(1)
+            if bool(by_head.any()) and not bool(by_head.all()):
+                heads = [n + 1 for n, there in enumerate(by_head.tolist()) if not there]
+                yield Trouble(
+                    "warning",
+                    "zero head",
+                    gathered([role]),
+                    (role.layer,),
+                    0.0,
+                    math.nan,
+                    f"{role.name} of head{'s' * (len(heads) > 1)} {listed(heads)} of layer "
+                    f"{role.layer} is zero, where that of the other heads is not",
+                    "draw every head alike",
+                )
+
+    def _mask(self) -> Iterator[Trouble]:
+        """Tokens that see what they are to predict."""
+        layers = self._reading.unmasked
+        promised = self.promised is not None and self.promised.causal
+        if layers:
+            severity, one = "error", len(layers) == 1
+            why = (
+                f"layer{'s' * (not one)} {listed(layers)} do{'es' * one} not mask later tokens, "
+                "where the other layers do: what follows is of the whole sequence"
+            )
+        elif not self.ahead:
+            return
+        elif self._predicts_the_next():
+            severity = "error"
+            why = "a token's output changes with a later token, and the loss is the next token's"
+        elif promised:
+            severity = "error"
+            why = f"a token's output changes with a later token, and its {self.promised_by} "
+            why += "promises a causal mask"
+        elif self._gives_tokens():
+            severity = "warning"
+            why = (
+                "attention is full, and the head gives logits over the vocabulary of its tokens: a "
+                "model of the next token sees what it is to predict (where masked tokens are "
+                "predicted, pass loss= or scheme= with causal=False)"
+            )
+        else:
+            return
+        yield Trouble(
+            severity,
+            "tokens see later ones",
+            self._of("query", "key", layers=layers)[:2],
+            layers,
+            reason=why,
+            mend="mask attention: is_causal=True, or -inf above the diagonal before the softmax",
+        )
+
+    def _gives_tokens(self) -> bool:
+        """Whether logits are over the tokens that are read, and nothing says what for."""
+        head, embedding = self.described.head, self.described.embedding
+        if self.scheme is not None and not isinstance(self.scheme, str):
+            return False  # its mask is held against the module's
+        if self.loss is not None or self.promised is not None or self.given:
+            return False
+        if head is None or head.transform is not None or not isinstance(embedding, Embedding):
+            return False
+        if head.loss != "masked" or embedding.segment_variance > 0:
+            return False
+        names = {type(part).__name__ for part in self.module.modules()}
+        own = {
+            type(part).__name__
+            for part in self.module.modules()
+            if not type(part).__module__.startswith("torch.")
+        }
+        return not any(BIDIRECTIONAL.search(name) for name in names & own)
+
+    def _odd_layers(self, told: Sequence[Trouble], strict: bool) -> Iterator[Trouble]:
+        """Layers whose entries or multipliers are unlike those of all others."""
+        layers = self.described.layers
+        known = {
+            (layer, name)
+            for t in told
+            if t.severity != "note" and t.kind in ("wrong variance", "norm gain", "biases")
+            for layer in t.layers
+            for name in t.parameters
+        }
+        rows: dict[str, list[tuple[Role, EntryMoments]]] = {}
+        for role, entries in self.tensors.entries:
+            if 1 <= role.layer <= layers and not role.stack:
+                rows.setdefault(role.full_name, []).append((role, entries))
+        count = len(rows) + 4
+        for name, row in rows.items():
+            by_layer = [[e for r, e in row if r.layer == n] for n in range(1, layers + 1)]
+            if not all(by_layer):
+                continue
+            sizes = [sum(e.count for e in part) for part in by_layer]
+            squares = [
+                sum(e.count * e.square for e in part) / size
+                for part, size in zip(by_layer, sizes, strict=True)
+            ]
+            spreads = [
+                math.sqrt(sum((e.count * (e.spread if e.square else 0.0)) ** 2 for e in part))
+                / size
+                for part, size in zip(by_layer, sizes, strict=True)
+            ]
+            if all(max(e.kurtosis for e in part) < 1.01 for part in by_layer if part[0].square):
+                spreads = [1e-3] * layers  # written, not drawn
+            odd = {n + 1 for n in odd_layers(squares, spreads, count)}
+            if not strict and name in MATRICES and 0.0 in squares and any(squares):
+                odd |= {n for n, square in enumerate(squares, start=1) if square == 0}
+            for n in sorted(odd):
+                names = self._of(name, layers=(n,))
+                whole = self._of(name)
+                if any((n, one) in known for one in (*names, *whole)):
+                    continue
+                yield self._odd_layer(name, n, names, squares)
+        for field, words in (("branch_scale", "beta"), ("skip_scale", "lambda")):
+            if self._reading.model is None or strict:
+                continue
+            values = self._reading.model.by_block(field) ** 2
+            for column, block in enumerate(("attention", "ffn")):
+                for place in odd_layers(values[:, column], [1e-3] * layers, count):
+                    rest = float(np.median(np.delete(values[:, column], place)) ** 0.5)
+                    here = float(values[place, column] ** 0.5)
+                    yield Trouble(
+                        "warning",
+                        field.replace("_", " "),
+                        self._of(
+                            *(("output",) if column == 0 else ("ffn_out",)), layers=(place + 1,)
+                        ),
+                        (place + 1,),
+                        here,
+                        rest,
+                        f"{words} of the {block} sum in layer {place + 1} is {here:.4g}, where the "
+                        f"other layers have {rest:.4g}",
+                        "multiply every layer's branch alike",
+                    )
+
+    def _odd_layer(
+        self, name: str, layer: int, names: tuple[str, ...], squares: Sequence[float]
+    ) -> Trouble:
+        here = squares[layer - 1]
+        rest = float(np.median([s for n, s in enumerate(squares, start=1) if n != layer]))
+        if not here:
+            words = "every entry is 0, where those of the other layers are not"
+        elif not rest:
+            words = f"entries have a mean square of {here:.3g}, where the other layers' are 0"
+        else:
+            words = (
+                f"entries have {here / rest:.3g} times the mean square of the other layers' "
+                f"({math.sqrt(here):.3g} for {math.sqrt(rest):.3g}, root mean square)"
+            )
+        return Trouble(
+            "warning",
+            "odd layer",
+            names,
+            (layer,),
+            here,
+            rest,
+            f"{name} of layer {layer}: {words}",
+            "initialise every layer by the same code"
+            + (f": std {math.sqrt(rest):.3g}" * (rest > 0)),
+        )
+
+    def _not_declared(self, target: Transformer) -> Iterator[Trouble]:
+        """Fields in which the module does not compute what its plan or scheme says."""
+        if self.scheme is None:
+            return
+        seen = self.described
+        for field in DECLARED:
+            wanted, has = getattr(target, field), getattr(seen, field)
+            if field == "causal" and (self.ahead is None or self._reading.unmasked):
+                continue
+            if field == "window" and (self.random is not None or _beyond(wanted, seen.seq_len)):
+                continue
+            if field == "rotary" and wanted is not None and has is not None:
+                wanted, has = wanted.base, has.base
+                if abs(math.log(wanted / has)) < NEAR:
+                    continue
+            if wanted != has:
+                yield Trouble(
+                    "error",
+                    "attention mask" if field in ("causal", "window") else "not as declared",
+                    self._of("query", "key")[:2] if field in ATTENTION_FIELDS else (),
+                    (),
+                    reason=f"{field} is {has!r} in the module, {wanted!r} in what it is declared "
+                    "to be",
+                    mend=f"change the module, or declare {field}={has!r}",
+                )
+        if seen.head is not None and target.head is not None and seen.embedding is not None:
+            for field in ("tied", "norm"):
+                if getattr(seen.head, field) != getattr(target.head, field) and field == "tied":
+                    yield _untied(seen.head.tied, "it is declared", self._of("head") or ("head",))
+
+    def _remarks(self, reading: WeightRule) -> Iterator[str]:
+        """What was seen that may be meant."""
+        read = self._reading
+        layers = self.described.layers
+        frozen = [
+            role.parameter
+            for role in self.found.roles
+            if 1 <= role.layer <= layers
+            and not self.module.get_parameter(role.parameter).requires_grad
+        ]
+        if frozen:
+            names = ", ".join(gathered_names(list(dict.fromkeys(frozen))))
+            yield f"frozen, without a gradient (requires_grad=False): {names}"
+        for layer, name, probability in read.dropped:
+            yield (
+                f"{name} of layer {layer} has a probability of {probability:g}, unlike that of the "
+                "other layers"
+            )
+        if read.turned:
+            yield (
+                f"rotary positions turn the values of layers {listed(read.turned)} too, not "
+                "queries and keys alone: what a token reads then depends on where it stands"
+            )
+        if read.model is not None and read.model.layernorm_scaling in (
+            "attention-only",
+            "ffn-only",
+        ):
+            block = str(read.model.layernorm_scaling).removesuffix("-only")
+            yield f"LayerNorm Scaling, 1/sqrt(l), acts on the norms of {block} blocks alone"
+        branch = self.described.by_block("branch_scale")
+        if reading.by_depth and reading.share >= 0.5 and 0 < float(np.median(branch)) < 1 - NEAR:
+            yield (
+                f"a residual multiplier ({float(np.median(branch)):.3g}) stands on top of matrices "
+                f"that are scaled with depth already ({reading.title}): depth is counted twice"
+            )
+        if read.shared and read.model is not None and not self._shared_alone():
+            names = ", ".join(gathered_names(read.shared))
+            yield f"shared by several layers, whose gradients add up: {names}"
+        model = self.described
+        if set(model.placements) == {"post"} and model.head is not None and model.head.norm:
+            yield (
+                "every layer is Post-LN and ends in a norm, and a final norm follows: one of the "
+                "two is needed, as Pre-LN needs the final one"
+            )
+        token = getattr(model.embedding, "token_variance", None)
+        if token is not None and abs(token - 1) < TABLE and model.weights is not None:
+            inner = float(np.median(np.asarray(model.weights.query)))
+            if inner < TABLE**2:
+                yield (
+                    f"{self._of('token')[0]} has a std of {math.sqrt(token):.3g}, nn.Embedding's "
+                    f"own, {math.sqrt(token / inner):.3g} times that of the matrices"
+                )
+
+    def _shared_alone(self) -> bool:
+        """Whether one matrix of a kind is used twice, which no published sharing does."""
+        named = [self.found.named(r.name) for r in self.found.roles]
+        rows = [r for group in named for r in group if r.parameter in self._reading.shared]
+        kinds = grouped(dict.fromkeys((r.name, r.parameter) for r in rows), lambda row: row[0])
+        return bool(kinds) and all(len(group) == 1 for group in kinds.values())
 
     def _predicts_the_next(self) -> bool:
         """Whether the loss is the next token's, unless it is one that a module was given here."""
@@ -408,6 +756,18 @@ class _Checking:
                 "start gains at 1: nn.init.ones_(norm.weight)",
             )
             return
+        for layer, kind in self._reading.misplaced:
+            usual = PLACEMENTS.get(self.described.placements[layer - 1], "another form")
+            yield Trouble(
+                "warning",
+                "norm placement",
+                self._of("attention.norm.gain", "ffn.norm.gain", layers=(layer,)),
+                (layer,),
+                0.0,
+                1.0,
+                f"layer {layer} is {PLACEMENTS.get(kind, kind)}, where the others are {usual}",
+                _PRE_OR_POST,
+            )
         for layer, name in odd:
             inward = ("query", "key", "value") if name == "attention" else ("ffn_in", "gate")
             yield Trouble(
@@ -632,9 +992,12 @@ class _Weights:
                 math.sqrt(sum((m.entries.count * m.entries.spread) ** 2 for m in group)) / count
             )
             low, high = wanted * math.exp(-1.96 * spread), wanted * math.exp(1.96 * spread)
-            state = "ok" if abs(math.log(seen / wanted)) < 4.5 * spread + 1e-9 else "out"
+            near = seen > 0 and abs(math.log(seen / wanted)) < 4.5 * spread + 1e-9
             words = f"weight variance, {name}"
-            yield Number(words, _shown(group), seen, wanted, low, high, state if seen else "out")
+            if not seen and not self.strict:
+                yield Number(words, _shown(group), seen, math.nan)
+                continue
+            yield Number(words, _shown(group), seen, wanted, low, high, "ok" if near else "out")
 
     def troubles(self, offenders: Sequence[Finding]) -> Iterator[Trouble]:
         """One per role and kind of check that failed."""
@@ -674,15 +1037,11 @@ class _Weights:
         )
 
     def _variances(self, groups: dict[str, list[Finding]]) -> Iterator[Trouble]:
-        zero = {r: g for r, g in groups.items() if all(f.measured == 0 for f in g)}
-        outward = {r for r in zero if r.split(".")[-1] in ("output", "ffn_out")}
         biases = {r: g for r, g in groups.items() if r.endswith(".bias")}
         rest = {r: g for r, g in groups.items() if r not in biases}
-        if outward and outward == set(rest) and not self.strict:
-            self.notes.append(
-                f"{' and '.join(sorted(outward))} are zero: every block starts as the identity"
-            )
-            rest = {}
+        if not self.strict:
+            rest = {r: g for r, g in rest.items() if r not in self.checking.zero}
+            yield from self._zero(self.checking.zero)
         crossed = next(iter(self.advice.crossed), "")
         self.wrong = list(rest)
         slip = self.reading.meant is not None and not self.strict
@@ -700,6 +1059,55 @@ class _Weights:
                 yield self._variance(roles, [f for role in roles for f in rest[role]])
         if biases:
             yield self._biases(biases)
+
+    def _zero(self, names: frozenset[str]) -> Iterator[Trouble]:
+        """Matrices that are zero in every layer, by design or not.
+
+        A block that starts at zero learns where one factor of it is not zero: of two factors that
+        both are, neither gets a gradient, nor does what stands before an activation that is flat
+        at 0.
+        """
+        short = {name.split(".")[-1].removeprefix("cross_") for name in names}
+        for one, other in (("value", "output"), ("query", "key"), ("ffn_in", "ffn_out")):
+            if {one, other} <= short:
+                yield self._zero_trouble(
+                    (one, other), "error", "neither of them gets a gradient: zero one alone"
+                )
+        if {"output", "ffn_out"} <= short:
+            return  # said of what is added
+        for name, block in (("output", "attention"), ("ffn_out", "feed-forward")):
+            if name in short:
+                self.notes.append(
+                    f"{name} is zero in every layer: {block} blocks are the identity at step 0, by "
+                    "design"
+                )
+        if "query" in short and "key" not in short:
+            self.notes.append(
+                "query is zero in every layer: attention starts uniform, as muP draws it"
+            )
+        for name, words in (
+            ("key", "attention starts uniform over all tokens"),
+            ("value", "attention adds nothing"),
+            ("ffn_in", "feed-forward blocks add nothing"),
+            ("gate", "feed-forward blocks add nothing"),
+        ):
+            other = {"key": "query", "value": "output", "ffn_in": "ffn_out"}.get(name, "")
+            if name in short and other not in short:
+                yield self._zero_trouble((name,), "warning", words)
+
+    def _zero_trouble(self, names: tuple[str, ...], severity: str, words: str) -> Trouble:
+        roles = [r for r in self.checking.zero if r.split(".")[-1] in names]
+        alike = " and ".join(names)
+        return Trouble(
+            severity,
+            "zero matrix",
+            self.checking._of(*roles),
+            tuple(range(1, self.target.layers + 1)),
+            0.0,
+            math.nan,
+            f"{alike} {'are' if len(names) > 1 else 'is'} zero in every layer: {words}",
+            "draw them, or zero the outward matrices (output, ffn_out) alone",
+        )
 
     def _together(self, sentence: str, offenders: list[Finding]) -> Trouble:
         worst = offenders[0]
@@ -898,6 +1306,39 @@ _VECTORS = ("gain", "mean square")
 # --- the module as it stands ----------------------------------------------------------------------
 
 
+def _finite(module: nn.Module) -> None:
+    """Raises a NotRead that names the parameters of which an entry is not finite."""
+    bad = [
+        name
+        for name, p in module.named_parameters()
+        if not p.is_meta and p.is_floating_point() and not bool(torch.isfinite(p).all())
+    ]
+    if bad:
+        names = ", ".join(gathered_names(bad))
+        reason = "entries are not finite (nan or inf), so that nothing can be run"
+        mend = "draw them again; a std of nan, or storage that was never filled, gives such entries"
+        found = Trouble("error", "entries not finite", tuple(bad), (), reason=reason, mend=mend)
+        raise NotRead(f"{names} of {type(module).__name__}: {reason}", (found,))
+
+
+def _beyond(window: Any, tokens: int) -> bool:
+    """Whether so few tokens show nothing of a window, or of one of several."""
+    sizes = window if isinstance(window, list | tuple) else [window]
+    return all(size is None or size >= tokens for size in sizes)
+
+
+def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Trouble:
+    said = "the token table itself" if tied else "a matrix of its own"
+    return Trouble(
+        "error",
+        "tied head" if tied else "untied head",
+        names,
+        (),
+        reason=f"the head is {said}, which {source} not to be",
+        mend="head.weight = tokens.weight ties them",
+    )
+
+
 def _stated(
     group: list[Finding], worst: Finding
 ) -> tuple[tuple[str, ...], tuple[int, ...], float, float]:
@@ -971,13 +1412,20 @@ def inputs_for(
     random = batch is None
     given = _cropped(batch, SEQUENCES, TOKENS)
     if random:
-        given = _that_runs(module, _own_batch(module, found, model, example), example)
+        given = _own_batch(module, found, model, example)
+        if _limited(module, given, example):
+            given = _that_runs(module, given, example)
     given = _with_labels(module, _with_targets(module, given))
     loss = loss or _next_token(module, given, found)
     few = _cropped(given, 1, FEW)
     shapes = _shape(given)
     words = f"measured on {shapes}" + (" of random input" if random else "")
     return _Inputs(given, few, loss, words)
+
+
+def _limited(module: nn.Module, given: Any, example: Any) -> bool:
+    """Whether nothing says that a module reads so many tokens: no config, and a longer run."""
+    return given is not example and not _configured(module)
 
 
 def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple
 
 from ..errors import optional
 
@@ -19,13 +22,6 @@ def truncated_variance(cut: float) -> float:
     """Variance of a standard normal cut at +-cut: 1 - 2 cut phi(cut) / (2 Phi(cut) - 1)."""
     density = math.exp(-(cut**2) / 2) / math.sqrt(2 * math.pi)
     return 1 - 2 * cut * density / math.erf(cut / math.sqrt(2))
-
-
-def truncated_kurtosis(cut: float) -> float:
-    """Kurtosis of a standard normal cut at +-cut: E x^4 = 3 E x^2 - 2 cut^3 phi / (2 Phi - 1)."""
-    density = math.exp(-(cut**2) / 2) / math.sqrt(2 * math.pi)
-    second = truncated_variance(cut)
-    return (3 * second - 2 * cut**3 * density / math.erf(cut / math.sqrt(2))) / second**2
 
 
 BLOCK = 1 << 16
@@ -86,21 +82,85 @@ class EntryMoments:
 
     @property
     def distribution(self) -> str:
-        """What the entries look like, in words; the kurtosis of a sample decides.
+        """What the entries look like: "normal", "uniform", "truncated" (a normal cut at two of its
+        deviations), "zero", "kurtosis 4.20" where it is none of these, "" where so few entries do
+        not tell.
 
-        A kurtosis is 3 for a normal, 1.8 for a uniform, and that of a normal cut at two of its
-        deviations in between; its standard error is about sqrt(24 / n).
+        A name is given where the other two are ruled out, each with a probability of `MISTAKEN` to
+        rule out what is right: by the kurtosis, whose standard error under each is known, by an
+        entry beyond its ends, and by entries that stay too far within them.
         """
         if not math.isfinite(self.kurtosis):
             return "zero"
-        error = 4 * math.sqrt(24 / self.count)
-        cut = TRUNCATION / math.sqrt(truncated_variance(TRUNCATION))
-        known = (
-            ("uniform", 1.8, self.peak < math.sqrt(3) * 1.001),
-            ("truncated", truncated_kurtosis(TRUNCATION), self.peak < cut * 1.05),
-            ("normal", 3.0, True),
+        if self.count < FEWEST:
+            return ""
+        left = [shape.name for shape in SHAPES if shape.fits(self)]
+        if len(left) > 1:
+            return ""
+        return left[0] if left else f"kurtosis {self.kurtosis:.2f}"
+
+
+class Shape(NamedTuple):
+    """A distribution of variance 1.
+
+    Attributes:
+        moments: E x^2, x^4, x^6 and x^8.
+        end: magnitude that no entry exceeds.
+        within: probability of a magnitude below its argument.
+    """
+
+    name: str
+    moments: tuple[float, float, float, float]
+    end: float
+    within: Callable[[float], float]
+
+    def fits(self, entries: EntryMoments) -> bool:
+        """Whether entries may be of this shape.
+
+        The kurtosis m4 / m2^2 of n entries has the variance (m8 - 4 m4 m6 + 4 m4^3 - m4^2) / n, by
+        the delta method, the root mean square (m4 - 1) / (4 n).
+        """
+        _, m4, m6, m8 = self.moments
+        error = math.sqrt((m8 - 4 * m4 * m6 + 4 * m4**3 - m4**2) / entries.count)
+        size = 1 + FAR * math.sqrt((m4 - 1) / (4 * entries.count))
+        short = self.within(entries.peak * size)
+        return (
+            abs(entries.kurtosis - m4) <= FAR * error + BIAS / entries.count
+            and entries.peak <= self.end * size
+            and (short <= 0 or entries.count * math.log(min(short, 1.0)) >= math.log(MISTAKEN))
         )
-        for name, kurtosis, fits in known:
-            if fits and abs(self.kurtosis - kurtosis) < max(error, 0.05):
-                return name
-        return f"kurtosis {self.kurtosis:.2f}"
+
+
+def _normal(cut: float) -> Shape:
+    """A normal cut at +-cut, scaled to variance 1.
+
+    By parts, E x^(k+2) = (k + 1) E x^k - 2 cut^(k+1) phi(cut) / (2 Phi(cut) - 1).
+    """
+    whole = math.erf(cut / math.sqrt(2))
+    edge = 2 * math.exp(-(cut**2) / 2) / math.sqrt(2 * math.pi) / whole
+    raw = [1.0]
+    for k in (0, 2, 4, 6):
+        tail = edge * cut ** (k + 1) if math.isfinite(cut) else 0.0
+        raw.append((k + 1) * raw[-1] - tail)
+    size = math.sqrt(raw[1])
+    of = tuple(m / size**k for m, k in zip(raw[1:], (2, 4, 6, 8), strict=True))
+    name = "truncated" if math.isfinite(cut) else "normal"
+    return Shape(name, of, cut / size, lambda x: math.erf(x * size / math.sqrt(2)) / whole)  # type: ignore[arg-type]
+
+
+MISTAKEN = 1e-5
+"""Probability that a test rules out the shape that many entries are of."""
+
+FEWEST = 256
+"""Entries below which none is given: their kurtosis is far from Gaussian."""
+
+FAR = NormalDist().inv_cdf(1 - MISTAKEN / 2)
+BIAS = 12.0
+"""Times 1/n, more than what the kurtosis of n entries lies below that of their distribution: 6 for
+normal entries, to leading order."""
+
+SHAPES = (
+    Shape("uniform", (1.0, 9 / 5, 27 / 7, 9.0), math.sqrt(3), lambda x: x / math.sqrt(3)),
+    _normal(TRUNCATION),
+    _normal(math.inf),
+)

@@ -124,13 +124,20 @@ class Graph:
         self.boundaries: list[Boundary] = []
         self.outputs: Any = None
         self._ancestors: dict[int, int] = {}
+        self._named: dict[str, int] = {}
 
     def add(self, tensor: Tensor, **fields: Any) -> int:
         self.values.append(Value(tensor, **fields))
+        if (name := self.values[-1].name) is not None:
+            self._named.setdefault(name, len(self.values) - 1)
         return len(self.values) - 1
 
     def tensor(self, value: int) -> Tensor:
         return self.values[value].tensor
+
+    def leaf(self, name: str) -> Tensor:
+        """The parameter or buffer of a name."""
+        return self.values[self._named[name]].tensor
 
     def producer(self, value: int) -> Node | None:
         index = self.values[value].producer
@@ -332,8 +339,9 @@ class _Recorder(TorchDispatchMode):
         drop_prob, keep, plain = None, None, name.removesuffix("_")
         if plain == "floor":  # of a number and a uniform draw
             keep = self.uniform.get(inputs[0])
-        elif plain == "bernoulli" and len(args) > 1 and isinstance(args[1], float):
-            keep = args[1]
+        elif plain == "bernoulli" and func._overloadname in ("float", "p"):
+            # torch leaves out an argument that is its default, 0.5
+            keep = float(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
         if keep is not None:
             drop_prob = round(1 - keep, 6)
             made = args[0].fill_(keep) if written else torch.full_like(args[0], keep)

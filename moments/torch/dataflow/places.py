@@ -43,11 +43,16 @@ class _Claim:
 
 @dataclass
 class Roles:
-    """Collects who claims which part of which parameter."""
+    """Collects who claims which part of which parameter.
+
+    Attributes:
+        again: stack, layer, role and parameter of what an earlier layer has already.
+    """
 
     graph: Graph
     claims: dict[str, list[_Claim]] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
+    again: list[tuple[str, int, str, str]] = field(default_factory=list)
 
     def whole(
         self, stack: str, layer: int, name: str, parameter: str, unit: bool | None = None
@@ -98,12 +103,14 @@ class Roles:
                 same = other.places is None or (
                     claim.places is not None and torch.equal(other.places, claim.places)
                 )
-                if same:
-                    return  # the same thing again, in another layer
+                if same:  # the same thing again, in another layer
+                    if other.layer != claim.layer:
+                        self.again.append((claim.stack, claim.layer, claim.name, parameter))
+                    return
         rows.append(claim)
 
     def _leaf(self, name: str) -> Tensor:
-        return next(v.tensor for v in self.graph.values if v.name == name)
+        return self.graph.leaf(name)
 
     def _entries(self, linear: LinearUnit) -> tuple[str, int, Tensor, int] | None:
         """Parameter, its axis of features made, the place of every column there, features read."""
@@ -130,6 +137,8 @@ class Roles:
         (name, places), held = found, self._leaf(found[0])
         if self.graph.nodes[linear.node].inputs[-1] != linear.matrix:
             places = places.transpose(-1, -2)
+        if places.ndim == 3 and bool((places == places[:1]).all()):  # one matrix for every row
+            places = places[0]
         if places.ndim == 3:  # (heads, in, out) -> (in, heads * out)
             places = places.transpose(0, 1).flatten(1)
         flat = held.reshape(len(held), -1).shape

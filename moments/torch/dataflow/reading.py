@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -61,6 +62,12 @@ class ModuleReading:
         odd: layer and block ("attention", "cross", "ffn") of the few that lack the norms which all
             others have; the model gives them one.
         over_queries: layers whose attention weights sum to one over queries, not over keys.
+        unmasked: layers that see later tokens, where others do not; the model is causal.
+        misplaced: layer and placement of the few whose norms sit elsewhere than the others'.
+        dropped: layer, what is dropped, and its probability, of the few that differ in it.
+        turned: layers whose values are turned by their position.
+        shared: parameters that several layers use.
+        unlayered: why its layers could not be told apart, a phrase each.
     """
 
     model: Transformer | None
@@ -71,6 +78,12 @@ class ModuleReading:
     example: Any = None
     odd: tuple[tuple[int, str], ...] = ()
     over_queries: tuple[int, ...] = ()
+    unmasked: tuple[int, ...] = ()
+    misplaced: tuple[tuple[int, str], ...] = ()
+    dropped: tuple[tuple[int, str, float], ...] = ()
+    turned: tuple[int, ...] = ()
+    shared: tuple[str, ...] = ()
+    unlayered: tuple[str, ...] = ()
 
 
 @made_at_hand
@@ -232,7 +245,13 @@ def _recorded(module: nn.Module, batch: Any) -> tuple[Graph, int | None, Any]:
                     if name in buffers and not torch.equal(buffer, buffers[name]):
                         buffer.copy_(buffers[name])
     what = "nothing in it says what it reads" if not errors else errors[0]
-    raise MomentsError(f"{type(module).__name__} could not be run ({what}): pass batch=")
+    mend = "on the batch that was passed"
+    if batch is None:
+        arguments = inspect.signature(module.forward).parameters.values()
+        names = [a.name for a in arguments if a.default is a.empty and a.kind < a.VAR_POSITIONAL]
+        given = "{" + ", ".join(f"{name!r}: ..." for name in names) + "}" if names[1:] else "..."
+        mend = f"pass batch={given}"
+    raise MomentsError(f"{type(module).__name__} could not be run ({what}): {mend}")
 
 
 def _tensors(given: Any) -> list[Tensor]:
@@ -387,6 +406,11 @@ class _Reading:
     reasons: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     odd: list[tuple[int, str]] = field(default_factory=list)
+    unmasked: tuple[int, ...] = ()
+    misplaced: tuple[tuple[int, str], ...] = ()
+    shared: tuple[str, ...] = ()
+    unlayered: list[str] = field(default_factory=list)
+    dropped: list[tuple[int, str, float]] = field(default_factory=list)
 
     def reading(self) -> ModuleReading:
         stream = self.stream = StreamReader(self.graph)
@@ -401,7 +425,8 @@ class _Reading:
         for chain in chains:
             matrices = len(self._matrices(chain))
             if matrices < len(chain.sums):
-                self.reasons.append("layers that share their weights")
+                names = gathered_names(sorted(set().union(*self._matrices(chain))))
+                self.unlayered.append(f"layers that share their weights ({', '.join(names)})")
                 chain.sums = chain.sums[:matrices]
             stream.fill(chain)
         if stream.read.adapters:
@@ -409,7 +434,6 @@ class _Reading:
             self.doubts.append(
                 f"adapters that are zero, and add nothing yet, are left out ({names})"
             )
-        self.reasons += stream.doubts
         self.doubts += stream.notes
         self.tensors = dict(self.module.named_parameters())
         stacks = self._stacks(chains)
@@ -431,6 +455,7 @@ class _Reading:
                 self.doubts.append(
                     "no submodule gives the stream of every layer: it cannot be measured by hooks"
                 )
+        self.reasons = [*self.unlayered, *_together(stream.doubts), *self.reasons]
         self.doubts += roles.doubts
         found = roles.roles()
         known = {role.parameter for role in found}
@@ -452,6 +477,7 @@ class _Reading:
             logits=logits.path if logits is not None and logits.side == "output" else "",
         )
         self.squares = _squares(self.tensors, found)
+        self._share(roles, stacks)
         model = self._model(stacks)
         return ModuleReading(
             model,
@@ -465,7 +491,32 @@ class _Reading:
                 for number, units in enumerate(main.layers, start=1)
                 if any(u.name == "attention" and u.core and not u.core.over_keys for u in units)
             ),
+            unmasked=self.unmasked,
+            misplaced=self.misplaced,
+            dropped=tuple(self.dropped),
+            shared=self.shared,
+            unlayered=tuple(dict.fromkeys(self.unlayered)),
+            turned=tuple(
+                number
+                for number, units in enumerate(main.layers, start=1)
+                if any(u.name == "attention" and u.attention and u.attention.turned for u in units)
+            ),
         )
+
+    def _share(self, roles: Roles, stacks: list[_Stack]) -> None:
+        """Matrices that several layers use: each has their variance, and few may be."""
+        rows = [row for row in roles.again if row[2] in MATRICES]
+        self.shared = tuple(dict.fromkeys(parameter for *_, parameter in rows))
+        total = len({key for key in self.squares if key[2] in MATRICES}) + len(rows)
+        if not rows or 4 * len(rows) > total:
+            return
+        for stack, layer, name, parameter in rows:
+            first = next(
+                claim.layer
+                for claim in roles.claims[parameter]
+                if (claim.stack, claim.name) == (stack, name)
+            )
+            self.squares.setdefault((stack, layer, name), self.squares[stack, first, name])
 
     # --- stacks ------------------------------------------------------------------------------
 
@@ -516,9 +567,9 @@ class _Reading:
         """
         sizes = ", ".join(str(len(c.sums)) for c in chains)
         words = f"{len(chains)} streams (of {sizes} sums) that are no encoder and decoder"
-        self.reasons.append(words)
+        self.unlayered.append(words)
         if {node.name for node in self.graph.nodes} & {"topk", "sort"}:
-            self.reasons.append("entries that are chosen by size, as a mixture's router does")
+            self.unlayered.append("entries that are chosen by size, as a mixture's router does")
         rows = [self._matrices(chain) for chain in chains]
         wholes = [set().union(*row) for row in rows]
         plain = [
@@ -539,7 +590,7 @@ class _Reading:
         allowed = {("attention", "ffn"), ("attention", "cross", "ffn")}
         if len(kinds) > 1 or not kinds <= allowed:
             words = "; ".join(", ".join(k) for k in sorted(kinds))
-            self.reasons.append(
+            self.unlayered.append(
                 f"layers that are not one attention and one feed-forward block each ({words})"
             )
         return layers
@@ -694,9 +745,16 @@ class _Reading:
     def _most(self, name: str, values: list[float]) -> float:
         """A probability of dropping that most layers have."""
         most = max(values, key=values.count)
+        self.dropped += [(n, name, v) for n, v in enumerate(values, start=1) if v != most]
         if len(set(values)) > 1:
             self.doubts.append(f"{name} that differs between layers: taken for {most:g} in all")
         return most
+
+    def _causal(self, masked: list[bool]) -> bool:
+        """Whether tokens see none that follow them; layers that do not mask them are named."""
+        if any(masked):
+            self.unmasked = tuple(n for n, causal in enumerate(masked, start=1) if not causal)
+        return any(masked)
 
     def _fields(self, stack: _Stack) -> dict[str, Any]:
         units = [unit for layer in stack.layers for unit in layer]
@@ -727,11 +785,16 @@ class _Reading:
             "normalization": kinds[0] if kinds else "layernorm",
             "activation": one("an activation", [f.activation for f in feeds]),
             "gated": one("a gate", [f.gated for f in feeds]),
-            "dropout": self._most("dropout", [u.dropout for u in units if u.name == "attention"]),
+            "dropout": self._most(
+                "dropout behind attention", [u.dropout for u in units if u.name == "attention"]
+            ),
             "attention_dropout": self._most("attention dropout", [a.dropout for a in attentions]),
-            "ffn_dropout": self._most("dropout", [u.dropout for u in units if u.name == "ffn"]),
+            "ffn_dropout": self._most(
+                "dropout behind the feed-forward block",
+                [u.dropout for u in units if u.name == "ffn"],
+            ),
             "activation_dropout": self._most("activation dropout", [f.dropout for f in feeds]),
-            "causal": one("a mask", [a.causal for a in attentions]),
+            "causal": self._causal([a.causal for a in attentions]),
             "d_head": one("a head's width", [a.d_head for a in attentions]),
             "kv_heads": one("a number of key heads", [a.kv_heads for a in attentions]),
             "norm_epsilon": max(set(epsilons), key=epsilons.count) if epsilons else 0.0,
@@ -799,8 +862,13 @@ class _Reading:
         fields: dict[str, Any] = {"norm": kinds[0]}
         if len(set(kinds)) > 1:
             post = kinds.count("post")
+            most = max(kinds, key=kinds.count)
+            few = [(number, kind) for number, kind in enumerate(kinds, start=1) if kind != most]
             if kinds == ["post"] * post + ["pre"] * (n - post):
                 fields |= {"norm": "mix", "post_layers": post}
+            elif len(few) <= max(1, n // 4) < n / 2:
+                self.misplaced = tuple(few)
+                fields["norm"] = most
             else:
                 words = ", ".join(dict.fromkeys(kinds))
                 self.reasons.append(f"norms that sit differently in different layers ({words})")
@@ -885,7 +953,8 @@ class _Reading:
         missing = [k for k in MATRICES if k not in given and k not in DEFAULTS]
         if missing:
             if any((1, k) in squares for k in missing):
-                self.reasons.append("layers that share their weights")
+                names = ", ".join(gathered_names(self.shared))
+                self.reasons.append(f"layers that share their weights{names and f' ({names})'}")
             else:
                 self.reasons.append(
                     f"no {', no '.join(missing)} matrix that was found in every layer"
@@ -1015,6 +1084,19 @@ class _Reading:
         )
 
 
+def _together(phrases: Iterable[str]) -> list[str]:
+    """Phrases that differ in numbers of parameters' names alone as one, with stars for these."""
+    found: dict[str, list[str]] = {}
+    for phrase in phrases:
+        found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", phrase), []).append(phrase)
+    rows = []
+    for pattern, group in found.items():
+        before, bracket, names = pattern.partition("(")
+        listed = ", ".join(dict.fromkeys(names.removesuffix(")").split(", ")))
+        rows.append(group[0] if len(group) == 1 else f"{before}{bracket}{listed}{bracket and ')'}")
+    return rows
+
+
 def _quantised(module: nn.Module) -> str:
     """A remark on parts that hold matrices as integers, whose products are of no parameter."""
     found = []
@@ -1092,8 +1174,13 @@ def gain_fields(gains: np.ndarray, factors: np.ndarray) -> dict[str, Any]:
         gains, factors: by layer and block.
     """
     layers = len(gains)
-    scaled = factors * np.sqrt(np.arange(1, layers + 1))[:, None]
-    scaling = layers > 1 and bool(np.all(np.abs(scaled - 1) < 20 * EXACT))
+    wanted = np.arange(1, layers + 1) ** -0.5
+    near = [bool(np.all(np.abs(column / wanted - 1) < 20 * EXACT)) for column in factors.T]
+    plain = [bool(np.all(np.abs(column - 1) < 20 * EXACT)) for column in factors.T]
+    scaling: bool | str = layers > 1 and all(near)
+    if layers > 1 and not scaling:
+        for one, (other, name) in enumerate(((1, "attention-only"), (0, "ffn-only"))):
+            scaling = name if near[one] and plain[other] else scaling
     if not scaling:
         gains = gains * np.where(np.abs(factors - 1) < 20 * EXACT, 1.0, factors)
     return {"layernorm_scaling": scaling, "norm_gain": fewest(gains)}

@@ -242,8 +242,9 @@ class StreamReader:
             previous = one.value
             chain.blocks += blocks
         norms = self._norms_after(previous)
-        afters = [b.after is not None for b in chain.blocks[:-1] if not b.parallel]
-        if norms and afters and all(afters):
+        last, *others = chain.blocks[::-1]
+        afters = [b.after is not None for b in others[:1] if not b.parallel]
+        if norms and afters and all(afters) and last.before is None:
             chain.blocks[-1].after = norms.pop(0)
             chain.end = chain.blocks[-1].after.end
         else:
@@ -283,7 +284,8 @@ class StreamReader:
                 if self.graph.tensor(output).numel() == self.graph.tensor(value).numel():
                     found.append(output)
         norm = self.read.norm_within(value, found)
-        if norm is None:
+        width = self.graph.tensor(value).shape[-1]
+        if norm is None or not self.read.vectors(norm, width):
             return []
         # A norm of a norm is a norm of what went in.
         fits = [v for v in sorted(found) if isinstance(self.read.fit(value, v), Fit)]
@@ -465,9 +467,8 @@ class StreamReader:
 
     def _projection(self, operand: int, core: Core) -> tuple[LinearUnit, Tensor] | None:
         """The matrix that makes queries, keys or values, and its columns that do."""
-        graph, read = self.graph, self.read
-        bits = graph.before(operand)
-        _, near = self._ends([m for index, m in read.linears.items() if bits >> index & 1])
+        read = self.read
+        _, near = self._ends(read.nearest(operand))
         if len(near) != 1:
             return None
         (linear,) = near
@@ -490,8 +491,11 @@ class StreamReader:
         found.dropout = drops[0][1] if drops else 0.0
         if "value" in sides:
             linear, _ = self._source(sides["value"], core.value)
-            if self._doubled(self._made(linear, core.value), core.value)[2] != 2:
+            start = self._made(linear, core.value)
+            if self._doubled(start, core.value)[2] != 2:
                 found.doubts.append("values that are normalised, or changed otherwise")
+            else:
+                found.turned = self._turns(start, core.value)
         if "query" in sides and "key" in sides:
             self._logits(core, sides, found)
         self._mask(core, found)

@@ -99,6 +99,7 @@ class AttentionUnit:
 
     Attributes:
         multiplier: of q k; None where logits are no multiple of it.
+        turned: whether values are turned by their position.
     """
 
     heads: int
@@ -118,6 +119,7 @@ class AttentionUnit:
     projections: dict[str, list[tuple[LinearUnit, Tensor]]] = field(default_factory=dict)
     output: list[LinearUnit] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
+    turned: bool = False
 
     @property
     def temperature(self) -> float:
@@ -311,6 +313,22 @@ class GraphReader:
             self.linears[n.index] for n in self.graph.path([start], end) if n.index in self.linears
         ]
 
+    def nearest(self, end: int) -> list[LinearUnit]:
+        """Products with parameters that a value rests on by a way without another one."""
+        found: dict[int, LinearUnit] = {}
+        waiting, seen = [end], {end}
+        while waiting:
+            node = self.graph.producer(waiting.pop())
+            if node is None:
+                continue
+            if node.index in self.linears:
+                found[node.index] = self.linears[node.index]
+                continue
+            more = [v for v in node.inputs if self.live(v) and v not in seen]
+            seen.update(more)
+            waiting += more
+        return [found[index] for index in sorted(found)]
+
     def tails(self, linear: LinearUnit, end: int) -> list[tuple[int, Tensor]]:
         """Where a product's outcome is first used for something on the way to a value, with the
         columns used there."""
@@ -318,7 +336,8 @@ class GraphReader:
         first = node.outputs[0]
         shape = self.graph.tensor(first).shape
         axis = 1 if "convolution" in node.name else len(shape) - 1
-        if len(shape) == 3 and self.graph.tensor(linear.matrix).ndim == 3:  # heads as a batch
+        matrix = self.graph.tensor(linear.matrix)
+        if len(shape) == 3 and matrix.ndim == 3 and matrix.stride(0):  # heads as a batch
             width = shape[0] * shape[2]
             columns = torch.arange(width).view(shape[0], 1, shape[2]).expand(shape)
         else:
@@ -417,15 +436,20 @@ class GraphReader:
             unit=self._unit(gains, fit.gains),
         )
 
+    def vectors(self, norm: Norm, width: int) -> bool:
+        """Whether all that acts in a norm is of one entry per feature, as gains and biases are."""
+        held = [self.graph.leaf(name) for name in (*norm.gains, *norm.biases)]
+        return all(tensor.numel() <= width for tensor in held)
+
     def _unit(self, gains: tuple[str, ...], fitted: Tensor) -> bool | None:
         """Whether a gain is its parameter, not 1 + it; None where it is neither."""
-        for value in self.graph.values if len(gains) == 1 else ():
-            if value.name == gains[0] and value.tensor.numel() == fitted.numel():
-                held = value.tensor.detach().reshape(-1).double()
-                if close(fitted, held):
-                    return True
-                return False if close(fitted, 1 + held) else None
-        return None
+        held = self.graph.leaf(gains[0]) if len(gains) == 1 else None
+        if held is None or held.numel() != fitted.numel():
+            return None
+        entries = held.detach().reshape(-1).double()
+        if close(fitted, entries):
+            return True
+        return False if close(fitted, 1 + entries) else None
 
     def _epsilon(self, start: int, end: int, width: int) -> float:
         """From how far a small input falls short of being normalised."""
@@ -435,7 +459,7 @@ class GraphReader:
         (zero,) = self.graph.run({start: x * 0}, end)
         best = (math.inf, 0.0)
         full = float((whole - zero).double().square().mean())
-        for power in range(3, 15, 2):
+        for power in range(-1, 15, 2):
             square = 10.0**-power
             (y,) = self.graph.run({start: x * math.sqrt(square)}, end)
             ratio = float((y - zero).double().square().mean()) / full if full else 1.0
