@@ -23,8 +23,9 @@ from .audit import AuditedModule, entries_of
 from .checkpoints import drawn, is_meta, opened
 from .dataflow import ModuleReading, read
 from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_layer
+from .departures import check_sizes
 from .entries import EntryMoments
-from .expectation import OUTSIDE, check_fits, model_of_stack
+from .expectation import OUTSIDE, model_of_stack
 from .hook_points import ENCODER, HookPoint
 from .probe import BlockProbe, Slope
 from .roles import ModuleRoles, Role, block_of, gain_of, layer_pattern, tensors_of
@@ -102,7 +103,7 @@ def described_as(
     Raises, warns:
         As `describe`.
     """
-    check_fits(model, read.found, None)
+    check_sizes(model, read.found, None)
     held = _held(model, read)
     if model.encoder is not None:
         held = held.replace(encoder=_held(model, read, ENCODER))

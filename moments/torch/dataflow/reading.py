@@ -468,11 +468,11 @@ class _Reading:
             blocks=tuple(branches),
             scales=scales,
             multipliers=tuple(
-                (stack.prefix, number, unit.attention.multiplier)
+                (stack.prefix, number, unit.name, unit.attention.multiplier)
                 for stack in stacks
                 for number, units in enumerate(stack.layers, start=1)
                 for unit in units
-                if unit.name == "attention" and unit.attention and unit.attention.multiplier
+                if unit.attention and unit.attention.multiplier
             ),
             logits=logits.path if logits is not None and logits.side == "output" else "",
         )
