@@ -123,7 +123,7 @@ def test_a_declared_mask_that_the_module_lacks_is_an_error() -> None:
     other = plan.replace(rotary=moments.Rotary(), normalization="rmsnorm")
     reasons = [f.reason for f in moments.check(right, scheme=other).findings]
     for field in ("rotary", "normalization"):
-        assert any(reason.startswith(f"{field} is ") for reason in reasons), reasons
+        assert any(reason.startswith(f"{field}: ") for reason in reasons), reasons
 
 
 def test_dropout_of_one_half_is_read() -> None:
