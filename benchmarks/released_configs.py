@@ -223,6 +223,13 @@ def errors(name: str, p: moments.Prediction | None = None) -> dict[str, tuple[fl
         f"{row.layer} {row.weight}": float(row.squared_norm)
         for row in p.weight_gradients().itertuples()
     }
+    # One table of relative biases gathers what all layers send it, and one token table what both
+    # stacks do.
+    shared = [v for k, v in known.items() if k.endswith(" relative_bias")]
+    known["0 relative_bias"] = sum(shared)
+    if p.encoder is not None:
+        rows_read = p.encoder.weight_gradients().itertuples()
+        known["0 token"] += sum(float(r.squared_norm) for r in rows_read if r.weight == "token")
     matrices = {k: v for k, v in rows["weights"].items() if not k.endswith((".bias", ".gain"))}
     missing = [k for k in matrices if k not in known]
     if missing:

@@ -295,7 +295,10 @@ class Stack:
         if read and isinstance(model.embedding, Embedding):
             sequences = self.layout.sequences
             fixed = placed_positions(model, self.resolved, sequences, self.documents)
-        signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
+        width = model.d_model
+        if read and isinstance(model.embedding, Embedding):
+            width = model.embedding.table_width(width)
+        signal = gaussian(self.first, model.seq_len, width, theory == "refined", fixed)
         classes = self.layout.classes
         if read and classes is not None:
             assert isinstance(model.embedding, Embedding)
@@ -484,7 +487,7 @@ class OuterWeights:
             norms = embedding_gradients(
                 embedding,
                 model.seq_len,
-                model.d_model,
+                embedding.table_width(model.d_model),
                 received.kernel,
                 inputs.token_ids,
                 inputs.segment_ids,
@@ -854,7 +857,8 @@ def embedded(model: Transformer, theory: Theory) -> tuple[float, float]:
     embedding = model.embedding
     assert isinstance(embedding, Embedding)
     tables = embedded_alike(embedding, model.seq_len, theory, d_model=model.d_model)
-    signal = gaussian(tables, model.seq_len, model.d_model, theory == "refined")
+    width = embedding.table_width(model.d_model)
+    signal = gaussian(tables, model.seq_len, width, theory == "refined")
     made = declare_embedding(embedding, model, theory).propagate(signal, Run()).output
     return float(made.kernel.diagonal), float(made.correlation())
 
@@ -983,7 +987,7 @@ def placed_apart(model: Transformer) -> bool:
     if not isinstance(embedding, Embedding):
         return False
     places = 0.5 if embedding.positions == "sinusoidal" else embedding.position_variance
-    return bool(np.all(places >= np.asarray(embedding.scale) ** 2 * embedding.token_variance))
+    return bool(np.all(places >= embedding.row_variance))
 
 
 def repeating(model: Transformer, inputs: Inputs) -> bool:

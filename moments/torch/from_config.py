@@ -176,7 +176,10 @@ def module_class(entries: Mapping[str, Any], config: Any) -> Any:
     """The class that the config names, if it is one of its own type's; else that of its task."""
     kind = entries["model_type"]
     if getattr(config, "is_encoder_decoder", False):
-        raise domain_error("model_type", kind, "one stack", "give moments.check a module of it")
+        raise DomainError(
+            f"model_type = {kind!r}: an encoder and a decoder, of which the config alone is not read; "
+            f"describe a module of it with moments.torch.describe{_nearest(kind)}"
+        )
     names = entries.get("architectures")
     usual = [getattr(modeling_auto, task).get(kind) for task in _TASKS]
     for name in [*(names if isinstance(names, list) else ()), *usual]:
@@ -184,7 +187,7 @@ def module_class(entries: Mapping[str, Any], config: Any) -> Any:
         is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
         if is_model and found.config_class is type(config):
             return found
-    raise domain_error("model_type", kind, "a model of text or of images")
+    raise DomainError(f"model_type = {kind!r}: no model of text or of images{_nearest(kind)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +284,10 @@ def _sizes(config: Any) -> _Sizes:
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         value = getattr(config, name, None)
         if not isinstance(value, int) or value < 1:
-            raise domain_error(name, value, f"a positive integer in {type(config).__name__}")
+            raise DomainError(
+                f"model_type = {config.model_type!r}: no stack of attention and feed-forward blocks "
+                f"({type(config).__name__} has {name} = {value!r}){_nearest(config.model_type)}"
+            )
         found.append(value)
     layers, d_model, heads = found
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -378,8 +384,12 @@ def _quantiles(like: Tensor, normal: bool) -> Tensor:
 # --- what is read ---------------------------------------------------------------------------------
 
 
+def _nearest(kind: str) -> str:
+    return f"; {NEAREST[kind]!r} is built most like it" if kind in NEAREST else ""
+
+
 def _reading(kind: str, one: _Copy) -> ModuleReading:
-    near = f"; {NEAREST[kind]!r} is built most like it" if kind in NEAREST else ""
+    near = _nearest(kind)
     try:
         found = read(one.module)
     except MomentsError as error:
