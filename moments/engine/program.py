@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -133,17 +133,6 @@ class _Ahead(NamedTuple):
     kept: tuple[int, ...]
 
 
-Reader = Callable[[Record], dict[str, Any]]
-"""Finds numbers in a layer's record, and names them."""
-
-
-class _Reading(NamedTuple):
-    """A forward function that tells of what passes inside, and the names of what it tells."""
-
-    function: Callable[..., Any]
-    names: tuple[str, ...]
-
-
 class Program:
     """One layer's passes as functions of floats, on values that take the same branches.
 
@@ -176,7 +165,6 @@ class Program:
         self._used: set[int] | None = None  # by the ways back that are recorded
         self._backs: list[_Recording] = []
         self._aheads: dict[bool, _Ahead] = {}
-        self._readings: dict[Reader, _Reading] = {}
 
     def ahead(self, many: bool) -> _Ahead:
         """The forward function, for arrays where there are many configurations."""
@@ -197,25 +185,6 @@ class Program:
         body = text.statements(0, stop, guards)
         result = f"({text.tuple_of(self._leaving)}),({text.tuple_of(beside)})"
         return text.function("ahead", self._entering, body, result)
-
-    def reading(self, read: Reader) -> _Reading:
-        """The forward function that also tells what `read` finds in the layer's record.
-
-        Raises:
-            Unrecordable: what it finds is no number.
-        """
-        if (found := self._readings.get(read)) is not None:
-            return found
-        tape = self._tape
-        tape.guards, tape.held = [], {}
-        numbers = read(self._record)
-        values: list[Any] = []
-        if any(flattened(one, values) is not float for one in numbers.values()):
-            raise Unrecordable("what is read is no number")
-        guards = [*self._guards, *tape.guards]
-        function = self._function(values, guards, len(tape.operations), False)
-        found = self._readings[read] = _Reading(function, tuple(numbers))
-        return found
 
     def again(self, entering: list[float]) -> Program:
         """The same operations on other numbers that enter, parameters first.
@@ -371,19 +340,6 @@ class FlatLayer(NamedTuple):
     many: bool
 
 
-class LayerReading(NamedTuple):
-    """Structure and numbers of what leaves a layer, and what was read of what passed inside."""
-
-    structure: Any
-    numbers: tuple[float, ...]
-    read: dict[str, float]
-
-    @property
-    def signal(self) -> Signal:
-        signal: Signal = built((self.structure, self.numbers))
-        return signal
-
-
 class Library:
     """Programs of the layers met so far."""
 
@@ -450,18 +406,6 @@ class Library:
             return None
         finally:
             self.busy.release()
-
-    def step(self, layer: FlatLayer, entering: LayerReading, read: Reader) -> LayerReading:
-        """One layer up.
-
-        Raises:
-            Unrecordable: as `Passage.up`.
-        """
-        programs = self.programs(layer.shape, self.shape(entering.structure))
-        program, reading, leaving, found = _forward(
-            programs, layer, entering.structure, entering.numbers, lambda one: one.reading(read)
-        )
-        return LayerReading(program.output, leaving, dict(zip(reading.names, found, strict=True)))
 
 
 WORTH = 64
@@ -552,11 +496,6 @@ NOT_REPLAYED = (Unrecordable, Mixed, ArithmeticError, ValueError)
 """What the plain passes are for: they compute what can be computed, and say what is wrong."""
 
 
-def site_variances(record: Record) -> dict[str, Any]:
-    """Of every site in a layer, tokens alike."""
-    return {one.component.label: one.output.kernel.diagonal for one in record.sites()}
-
-
 def built(value: tuple[Any, Any]) -> Any:
     """The state of a structure and its numbers."""
     structure, numbers = value
@@ -612,56 +551,6 @@ def replayed(stack: Component, signal: Signal) -> Record | None:
         return Replayed(stack, passage.signals, passage=passage)
 
     return LIBRARY.tried(replay)
-
-
-class Walked(NamedTuple):
-    """A layer that was stepped through, what entered, and what was read."""
-
-    layer: FlatLayer
-    entering: LayerReading
-    leaving: LayerReading
-
-    def again(self, layer: FlatLayer, entering: LayerReading) -> bool:
-        """Whether that layer, so entered, is the same: then so is what it tells."""
-        return (
-            self.layer.shape == layer.shape
-            and self.entering.numbers == entering.numbers
-            and self.layer.numbers == layer.numbers
-            and self.entering.structure == entering.structure
-        )
-
-
-def layer_readings(
-    stack: Component, signal: Signal, read: Reader, walked: Mapping[int, Walked] | None = None
-) -> list[LayerReading] | None:
-    """What `read` finds in the layers of a chain on a signal's way up; None where they are not
-    replayed.
-
-    Args:
-        stack: the chain.
-        signal: what enters it.
-        read: of every layer's record.
-        walked: by place in the chain, layers of which `read` has read before: those that are the
-            same are not stepped through again.
-    """
-    known = walked or {}
-
-    def replay() -> list[LayerReading] | None:
-        layers = LIBRARY.flat([layer.children[0] for layer in stack.children])
-        if not LIBRARY.worth(layers):
-            return None
-        numbers: list[Any] = []
-        structure = flattened(signal, numbers)
-        found = [LayerReading(structure, tuple(numbers), {})]
-        for place, layer in enumerate(layers):
-            before = known.get(place)
-            if before is not None and before.again(layer, found[-1]):
-                found.append(before.leaving)
-            else:
-                found.append(LIBRARY.step(layer, found[-1], read))
-        return found[1:]
-
-    return None if signal.resolved else LIBRARY.tried(replay)
 
 
 def _first(numbers: Iterable[Any]) -> list[float]:
