@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -53,6 +54,26 @@ def test_summary_counts_what_exceeds_two_standard_errors(comparison: moments.Com
     assert row["mean"] <= row["max"]
     assert row["excess"] <= row["mean"]
     assert row["r_squared"] > 0.95
+
+
+def test_what_varies_no_more_than_its_noise_has_no_fit() -> None:
+    """Ten draws about one value, and the value as their prediction; the same about a slope."""
+    from moments.show.comparison import _r_squared
+
+    noise = 0.1 * np.random.default_rng(1).standard_normal(10)
+    stderr = pd.Series(np.full(10, 0.1))
+    for slope, has in ((0.0, False), (1.0, True)):
+        value = 2 + slope * np.arange(10)
+        fit = _r_squared(pd.Series(value), pd.Series(value + noise), stderr)
+        assert math.isfinite(fit) is has
+
+
+def test_an_error_of_nothing_has_no_sign() -> None:
+    from moments.show.report import _error
+
+    assert _error("variance", -1e-9) == "+0.0%"
+    assert _error("correlation", -1e-9) == "+0.000"
+    assert _error("variance", -0.1) == "-10.0%"
 
 
 def test_shown_as_text_and_picture(comparison: moments.Comparison) -> None:
@@ -210,8 +231,9 @@ def test_many_points_just_outside_are_not_expected(measured: moments.Measurement
     assert two.verdict().startswith("the growth you see is expected")
     assert len(three.outliers()) == 3
     assert three.outliers(3.0).empty
-    assert three.verdict().startswith("the growth you see is doubtful: 3 of 6 points lie out of")
-    assert "chance allows 2 (binomial" in three.verdict()
+    assert three.verdict().startswith("the growth you see is doubtful: 3 of 6 points lie outside")
+    assert "where chance explains at most 2" in three.verdict()
+    assert "2 of 6 points lie outside their 95 % band, which chance explains" in two.verdict()
 
 
 def test_what_a_prediction_was_given_is_no_evidence(measured: moments.Measurement) -> None:

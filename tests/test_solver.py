@@ -500,6 +500,7 @@ def test_hundreds_of_layers(activation: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_a_plan_reaches_is_that_of_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pass through them, whatever the walk that solved them took them for."""
     module = importlib.import_module("moments.solver.solve")
     scaled = module.scaled_weights
 
@@ -513,7 +514,7 @@ def test_what_a_plan_reaches_is_that_of_its_own_weights(monkeypatch: pytest.Monk
     assert plan.residual == pytest.approx(0.21, rel=1e-9)
 
 
-def test_a_layer_of_many_that_cannot_meet_its_target() -> None:
+def test_one_layer_of_many_that_cannot_reach_its_target_is_named() -> None:
     model = BASE.replace(layers=80, activation="tanh", dropout=0.0)
     target = [0.3] * 79 + [30.0]
     plan = solve(model, "block_variance", target=target, free=("value", "ffn_in"), correlation=0.3)

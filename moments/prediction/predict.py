@@ -562,18 +562,6 @@ def positional(model: Transformer) -> bool:
     return any((model.causal, model.alibi, any(model.windows)))
 
 
-FEW_TOKENS = 128
-"""Tokens of a model that are resolved one by one where its user names no number of them: the cost
-of a layer grows with their cube."""
-
-
-def shortened(model: Transformer) -> Transformer:
-    """The model at `FEW_TOKENS` where it has more and they would be resolved one by one."""
-    if model.seq_len <= FEW_TOKENS or not positional(model) or by_position(model):
-        return model
-    return model.replace(seq_len=FEW_TOKENS)
-
-
 def few_by_distance(model: Transformer) -> bool:
     """Whether attention knows only how far apart tokens are, and these are few enough to follow
     each: of more all are one class, which does not know which are near each other."""

@@ -20,7 +20,7 @@ from .block import MATRICES, SOLVABLE, solvable
 from .entering import entered
 from .goals import GOALS, PROFILES, Goal, bounds, check_free, names_of, scaled, scaled_weights
 from .largest import LARGEST, largest
-from .layerwise import LAYERWISE, Found, Target, reached, solve_blocks
+from .layerwise import LAYERWISE, Target, reached, solve_blocks
 from .plan import Plan
 from .search import Search, least_squares, per_layer, root
 
@@ -63,7 +63,7 @@ def by_block(
         memory,
     )
     solved = model.replace(weights=scaled_weights(model, found.factors))
-    values, each, stream = _reached(solved, names, targets, of_sum, inputs, found)
+    values, each, stream = _reached(solved, names, targets, of_sum, inputs)
     far = np.abs(values / each - 1)
     feasible = float(far.max()) <= tolerance and not found.missed
     nearest = found.nearest if found.missed else float(values[far.argmax()])
@@ -116,7 +116,6 @@ def _reached(
     targets: np.ndarray,
     of_sum: bool,
     inputs: Mapping[str, Any],
-    found: Found,
 ) -> tuple[np.ndarray, np.ndarray, list[float]]:
     """What a pass through the solved model gives, the targets there, and the stream behind every
     layer."""
