@@ -491,7 +491,7 @@ class OverlapWalk:
         return record.component.unshared_overlap(record, at, self)
 
 
-def unshared_variance(signal: Signal, real: Array | None) -> float:
+def unshared_variance(signal: Signal, real: Array | None = None) -> float:
     """What a token's second moment has beyond what two tokens share, averaged over real ones."""
     tokens = signal.second_moment()
     return max(float(tokens.mean_diagonal(real)) - float(tokens.mean_pairs(real)), 0.0)
@@ -504,10 +504,9 @@ def elasticity(leaf: Leaf, before: Signal, after: Signal, real: Array | None) ->
     mean = before.second_moment().mean_diagonal(real) - kernel.mean_diagonal(real)
     entering = Signal(tokens, before.seq_len, float(max(mean, 0.0)) ** 0.5, before.width)
     output, pullback = leaf.forward(entering)
-    unshared = unshared_variance(output, None)
+    unshared = unshared_variance(output)
     if unshared == 0.0:
         return 1.0
     sent = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.pairs
-    return float(
-        float(sent) * before.width / after.width * unshared_variance(entering, None) / unshared
-    )
+    gain = before.width / after.width * unshared_variance(entering) / unshared
+    return float(sent) * float(gain)

@@ -334,8 +334,9 @@ class Dropout(Lawful):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        unshared = (unshared_variance(one, walk.real) for one in (record.input, record.output))
-        return at.dropped(*unshared, record.output.width)
+        before = unshared_variance(record.input, walk.real)
+        after = unshared_variance(record.output, walk.real)
+        return at.dropped(before, after, record.output.width)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         drop_prob = self.parameters["drop_prob"]

@@ -22,7 +22,7 @@ import numpy as np
 from ...engine.fluctuation import norm_variance
 from ...engine.state import Array, Fluctuation, Kernel, Signal, evaluate
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
-from .kernels.exact_rows import THETA_PEAKED, AlikeRows
+from .kernels.exact_rows import THETA_LEAST, THETA_PEAKED, AlikeRows
 from .kernels.finite_rows import Widths, averages
 from .projections import attention_diagnostics, positive, variance_notes
 from .softmax.norms import CORRECTED_MAX
@@ -97,6 +97,8 @@ def attention_statistics(
     found = averages(theta, keys, 1 - r, r[:, None], widths, AlikeRows.of(seq_len))
     row, both = found.row, {name: value[:, 0] for name, value in found.pair.items()}
     square = row["sum_square"]
+    # What is in proportion to the logits' variance goes on so below the least that is evaluated.
+    faint = np.minimum(theta / THETA_LEAST, 1.0)
     values = {
         "logit_scale": scale,
         "norm_deficit": widths.deficit,
@@ -104,22 +106,22 @@ def attention_statistics(
         "row_cube": row["sum_cube"],
         "row_fourth": row["sum_fourth"],
         "row_vacancy": row["trace_square"],
-        "row_square_slope": row["sum_square_slope"],
+        "row_square_slope": faint * row["sum_square_slope"],
         "row_tilt": row["mean_logit_square"],
         "row_logit_square": row["weighted_logit_square"],
         "row_skewness": np.minimum(theta, CORRECTED_MAX) * (1 - 3 * square + 2 * row["sum_cube"]),
-        "row_dropout_cross": found.dropped,
+        "row_dropout_cross": faint * found.dropped,
         "jacobian_square": row["jacobian_square"],
         "jacobian_square_logit": row["jacobian_square_"],
         "jacobian_curvature": found.curvature * row["jacobian_square"],
         "jacobian_radial": row["radial_square"],
         "jacobian_radial_logit": row["radial_square_"],
         "overlap": both["overlap"],
-        "overlap_slope": both["overlap_slope"],
+        "overlap_slope": faint * both["overlap_slope"],
         "jacobian_overlap": both["jacobian_overlap"],
-        "jacobian_overlap_logit": both["jacobian_overlap_"],
+        "jacobian_overlap_logit": faint * both["jacobian_overlap_"],
         "radial_overlap": both["radial_overlap"],
-        "radial_overlap_logit": both["radial_overlap_"],
+        "radial_overlap_logit": faint * both["radial_overlap_"],
     }
 
     def shaped(value: Array) -> Any:

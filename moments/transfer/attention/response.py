@@ -567,10 +567,8 @@ def through_attention(
         keys = 1.0 / (memory.seq_len if real is None else real.sum() / leaf.sequences)
     walk.attended[record.place] = attended
     by_queries = query_elasticity(record.pulled, signal, output, walk.real)
-    seen_tokens = real_tokens(leaf)
-    grown = 1.0 + (
-        unshared_spread(memory, seen_tokens) if fixed or has_fixed_norms(memory) else 0.0
-    )
+    fixed = fixed or has_fixed_norms(memory)
+    grown = 1.0 + (unshared_spread(memory, real_tokens(leaf)) if fixed else 0.0)
     for name in ("query", "key", "query.bias", "query.norm.gain", "key.norm.gain"):
         walk.growth[record.layer, f"{leaf.prefix}{name}"] = grown
     groups = leaf.kv_heads
@@ -594,7 +592,7 @@ ALIKE = 1e-6
 """Of what tokens have of their own, what their rows' averages have by the rounding of sums."""
 
 
-def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None) -> float:
+def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None) -> float:
     """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
 
     Averages W x meet their tokens as M = C W^T, and Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
@@ -629,7 +627,7 @@ def query_elasticity(
     return float(sent * before.width / after.width * unshared_variance(before, real) / unshared)
 
 
-def unshared_spread(tokens: Signal, real: Array | None) -> float:
+def unshared_spread(tokens: Signal, real: Array | None = None) -> float:
     """Relative variance over draws of what tokens have of their own, their norms made equal.
 
     They share a part whose squared norm c varies by y_kl^2, and the norms leave u = 1 - c to each:
