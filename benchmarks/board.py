@@ -1,8 +1,8 @@
 """Every model type that transformers ships, built small, described, predicted, measured, checked.
 
     nice python benchmarks/board.py run [--kinds clip_text_model ...] [--again] [--limit 30]
-    python benchmarks/board.py table           # what is stored, in words
-    python benchmarks/board.py page            # docs/board.md
+    python benchmarks/board.py show            # what is stored, a line each type
+    python benchmarks/board.py table           # its counts, into docs/accuracy.md
 
 A type's own config class gives the config, which SIZES shrinks by the names of its entries alone;
 nothing here knows a model. transformers' auto classes say which module goes with it, and
@@ -12,8 +12,7 @@ reason is kept. `redrawn` runs the module's own initialiser once more, part by p
 tensors against those that it was built with.
 
 Every type runs in a child process with a limit of time and of memory, so that one that crashes
-costs a row. Rows are stored in benchmarks/data/board.json as they come, and a run goes on from
-there.
+costs a row. Rows are stored in data/board.npz as they come, and a run goes on from there.
 """
 
 from __future__ import annotations
@@ -37,6 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import records
+import tables
 import torch
 import transformers
 from rich.progress import track
@@ -46,12 +47,9 @@ import moments
 from moments.model.huggingface import FAMILIES
 from moments.torch.architecture import promised_by
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import board_page
-
-ROOT = Path(__file__).parent.parent
-DATA = ROOT / "benchmarks/data/board.json"
+NAME = "board"
+JUDGED = Path(__file__).parent / "data/board_judged.json"
+"""What was made of every finding by hand: type -> kind -> [verdict, why]."""
 
 SECONDS, MEMORY = 40, 2 << 30
 """Of one type: processor time, and memory beyond what the libraries take."""
@@ -411,7 +409,7 @@ def in_a_process(kind: str) -> dict[str, Any]:
 
 
 def stored() -> dict[str, Any]:
-    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"rows": {}}
+    return records.load(NAME) if records.exists(NAME) else {"rows": {}}
 
 
 def run(kinds: list[str], again: bool, limit: int | None) -> None:
@@ -426,7 +424,7 @@ def run(kinds: list[str], again: bool, limit: int | None) -> None:
     }
     for kind in track(waiting, "types", disable=not sys.stderr.isatty()):
         found = data["rows"][kind] = in_a_process(kind)
-        DATA.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        records.save(NAME, data)
         print(f"{kind}: {state(found)}", flush=True)
 
 
@@ -446,9 +444,97 @@ def state(found: dict[str, Any]) -> str:
     return f"{found['read by']}; {told}; {errors}; {found['seconds']} s"
 
 
+# --- what is told -------------------------------------------------------------------------------
+
+
+VERDICTS = {
+    "true": "a fault of the type as its library builds it",
+    "by design": "as the report says, and meant so by its authors, or a part that this task leaves",
+    "size": "so at the size built here, and not at the type's own",
+    "false": "a false alarm",
+}
+
+GROUPS = (
+    ("a mixture of experts", r"mixture of experts"),
+    ("a recurrence, or no softmax attention at all", r"recurrence|no attention beside"),
+    ("something acts between attention's heads and its output", r"acts between an attention"),
+    ("latent or several projections", r"before a block's matrices is no norm|no single matrix"),
+    ("norms behind a block's output alone, or other than in all layers", r"norms "),
+    ("layers that share their weights, or differ", r"share their weights|differs between|layers t"),
+    ("several streams", r"streams"),
+    ("a feed-forward block of another kind", r"feed-forward block|activation"),
+    ("it does not run on random input of the usual kinds", r"could not be run|does not run|batch "),
+)
+"""Why types are refused, in the order in which a reason is looked for."""
+
+
+def judged() -> dict[str, dict[str, list[str]]]:
+    return json.loads(JUDGED.read_text(encoding="utf-8"))
+
+
+def reads(rows: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {kind: found for kind, found in rows.items() if "read by" in found}
+
+
+def findings(rows: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Of every type the findings, those of one kind as one."""
+    told = []
+    for kind, found in sorted(rows.items()):
+        seen: dict[str, dict[str, Any]] = {}
+        for finding in found.get("findings", ()):
+            seen.setdefault(finding["kind"], finding)
+        told += [(kind, finding) for finding in seen.values()]
+    return told
+
+
+def group(reason: str) -> str:
+    """Which of the common reasons a refusal has."""
+    return next(
+        (words for words, pattern in GROUPS if re.search(pattern, reason)), "something else"
+    )
+
+
+def spread(rows: dict[str, Any], quantity: str) -> np.ndarray:
+    """|log(predicted / measured)| at the worst point of every read type."""
+    ratios = [found["errors"].get(quantity, {}).get("ratio") for found in reads(rows).values()]
+    return np.abs(np.log([ratio for ratio in ratios if ratio]))
+
+
+def table() -> None:
+    """How many types are read, why others are not, and how far predictions are from one draw."""
+    data = stored()
+    rows, found = data["rows"], findings(data["rows"])
+    states = Counter(
+        f"read by {row['read by']}" if "read by" in row else next(s for s in STATES if s in row)
+        for row in rows.values()
+    )
+    reasons = Counter(group(row["refused"]) for row in rows.values() if "refused" in row)
+    counts = Counter(judged()[kind][finding["kind"]][0] for kind, finding in found)
+    lines = []
+    for name in ("variance", "grad_variance", "loss"):
+        errors = spread(rows, name)
+        cells = [tables.percent(float(np.expm1(np.quantile(errors, q)))) for q in (0.5, 0.9)]
+        lines.append((name, len(errors), *cells))
+    tables.put(
+        "accuracy",
+        "board",
+        f"Run on transformers {data['versions']['transformers']}: of {len(rows)} types, "
+        + ", ".join(f"{count} {state}" for state, count in states.most_common())
+        + f". {len(found)} findings: "
+        + ", ".join(f"{counts[name]} {name}" for name in VERDICTS)
+        + ". Refused: "
+        + "; ".join(f"{words} ({count})" for words, count in reasons.most_common())
+        + ".",
+        tables.markdown(
+            ("worst point of the stream", "types", "median error, %", "90 % below"), lines
+        ),
+        dated=False,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("command", choices=("run", "table", "page"))
+    parser.add_argument("command", choices=("run", "show", "table"))
     parser.add_argument("--kinds", nargs="+", default=None)
     parser.add_argument("--again", action="store_true", help="also those that are stored")
     parser.add_argument("--limit", type=int, default=None, help="so many, then stop")
@@ -459,9 +545,9 @@ def main() -> None:
         built("llama")  # what most types need is loaded once, before children part
         moments.check(built("gpt2"))
         run(given.kinds or list(module_classes()), given.again, given.limit)
-    elif given.command == "page":
-        board_page.PAGE.write_text(board_page.page(stored()), encoding="utf-8")
     elif given.command == "table":
+        table()
+    else:
         for kind, found in stored()["rows"].items():
             print(f"{kind}: {state(found)}")
 

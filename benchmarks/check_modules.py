@@ -9,7 +9,7 @@
 
 A slip counts as named where a finding of its kind points at its tensor or submodule. A correct
 module with any finding is a false alarm, whatever the finding says. Results lie in
-benchmarks/data/check_modules.json with the versions that they were made under.
+data/check_modules.npz with the versions that they were made under.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import platform
 import re
 import resource
@@ -44,8 +43,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import checked_gpt
 import foreign_slips
+import records
 
-DATA = Path(__file__).parent / "data" / "check_modules.json"
+NAME = "check_modules"
 
 
 # --- slips ----------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def checked(module: nn.Module, scheme: str = "") -> moments.CheckReport:
 
 
 def stored() -> dict[str, Any]:
-    return json.loads(DATA.read_text()) if DATA.exists() else {}
+    return records.load(NAME) if records.exists(NAME) else {}
 
 
 def _keep(name: str, rows: Any, seconds: float) -> None:
@@ -288,7 +288,7 @@ def _keep(name: str, rows: Any, seconds: float) -> None:
         name: {"rows": rows, "cpu_seconds": round(seconds), "versions": versions},
         "machine": platform.machine(),
     }
-    DATA.write_text(json.dumps(data, indent=1) + "\n")
+    records.save(NAME, data)
 
 
 def run_slips() -> None:

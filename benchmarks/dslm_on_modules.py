@@ -2,7 +2,7 @@
 
 For every family a module of transformers (or of torch itself) is given the scheme by
 `moments.torch.initialize`, audited, and run on English text (pictures for ViT) with its own
-training loss. What is held against it is `moments.predict` of the plan on the same tokens.
+training loss. It is compared with `moments.predict` of the plan on the same tokens.
 
     python benchmarks/dslm_on_modules.py measure [--kinds gpt2 ...] [--layers 12 48] [--seeds 8]
     python benchmarks/dslm_on_modules.py paper     # the paper's own settings
@@ -68,7 +68,7 @@ class Case(NamedTuple):
     Attributes:
         model: the declaration, before the scheme.
         inputs: of `solve` and `predict`.
-        targets: what only `predict` is told.
+        targets: what only `predict` reads.
         build: a module of a seed.
         batch: what it reads, of a seed.
         options: of the scheme.

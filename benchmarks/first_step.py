@@ -411,10 +411,10 @@ def measured_case(key: str) -> dict[str, Any]:
 
 def digest(batch: dict[str, Any]) -> str:
     """What a module read, in twelve letters: the text follows the version of Python."""
-    told = hashlib.sha1()
+    digested = hashlib.sha1()
     for _, values in sorted(batch.items()):
-        told.update(np.ascontiguousarray(values).tobytes())
-    return told.hexdigest()[:12]
+        digested.update(np.ascontiguousarray(values).tobytes())
+    return digested.hexdigest()[:12]
 
 
 class Row(NamedTuple):
@@ -453,7 +453,7 @@ class Row(NamedTuple):
     def matrices(self) -> tuple[list[float], list[float]]:
         """Errors of update sizes (relative) and of alignment (absolute), beyond twice theirs."""
         known = {name: k for k, name in enumerate(self.predicted["weights"]["names"])}
-        seen, told = self.measured["weights"], self.predicted["weights"]
+        seen, predicted = self.measured["weights"], self.predicted["weights"]
         sizes, aligned = [], []
         for k, name in enumerate(seen["names"]):
             if name not in known:
@@ -461,11 +461,11 @@ class Row(NamedTuple):
             at = known[name]
             size, stderr = (seen[f"update_variance{end}"][k] for end in _ENDS)
             if size:
-                error = abs(told["update_variance"][at] / size - 1)
+                error = abs(predicted["update_variance"][at] / size - 1)
                 sizes.append(max(error - 2 * np.nan_to_num(stderr) / size, 0.0))
             value, stderr = (seen[f"alignment{end}"][k] for end in _ENDS)
-            if math.isfinite(value) and math.isfinite(told["alignment"][at]):
-                error = abs(told["alignment"][at] - value)
+            if math.isfinite(value) and math.isfinite(predicted["alignment"][at]):
+                error = abs(predicted["alignment"][at] - value)
                 aligned.append(max(error - 2 * np.nan_to_num(stderr), 0.0))
         return sizes, aligned
 
@@ -504,9 +504,9 @@ def rows(*chosen: str) -> Iterator[Row]:
                 warnings.simplefilter("ignore", moments.ValidityWarning)
                 step = prediction.after(optimizer, float(rate), **options)
             weights = step.weights()
-            told = {name: getattr(step, name) for name in ("loss_change", "slope", *STREAM)}
-            told["weights"] = matrices(weights[weights["weight"].isin(MATRICES)])
-            yield Row(group, name, optimizer, float(rate), measured, told)
+            predicted = {name: getattr(step, name) for name in ("loss_change", "slope", *STREAM)}
+            predicted["weights"] = matrices(weights[weights["weight"].isin(MATRICES)])
+            yield Row(group, name, optimizer, float(rate), measured, predicted)
 
 
 def show(chosen: list[str]) -> None:

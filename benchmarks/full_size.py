@@ -145,7 +145,7 @@ class Case:
         return {"token_ids": data["input_ids"], **given}
 
     def alike_inputs(self) -> tuple[moments.Transformer, dict[str, Any]]:
-        """The model and what it is told where tokens are not told apart."""
+        """The model and what it reads where tokens are alike."""
         model, read = self.model(), self.read()
         if self.task == "translation":
             return model, {"batch": self.batch}
@@ -631,7 +631,7 @@ def _in_order(p: Any, names: list[str]) -> np.ndarray:
 # --- comparison ---------------------------------------------------------------------------------
 
 POST_LN = ("BERT", "RoBERTa", "post-LN")
-"""Whose gradient is held to the band of one draw, where it has one: they have many layers."""
+"""Whose gradient is judged by the band of one draw, where it has one: they have many layers."""
 
 
 @dataclass(frozen=True)
@@ -757,7 +757,7 @@ def band_rows(kept: Mapping[str, Any]) -> list[tuple[int, float, float]]:
 
 
 def rows(chosen: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Measured cases with today's predictions beside."""
+    """Measured cases, and today's predictions of them."""
     kept = stored()["cases"]
     for case in chosen:
         if kept.get(case.name, {}).get("seeds"):
@@ -776,7 +776,9 @@ def cells(case: Case, kept: Mapping[str, Any]) -> tuple[str, ...]:
             row.append("")
             continue
         single = quantity in ("loss", "total")
-        text = tables.percent(gap.error[0] if single else gap.mean, signed=single)
+        text = tables.percent(gap.mean)
+        if single:
+            text = tables.percent(gap.error[0], gap.stderr[0], signed=True)
         row.append({"pass": text, "open": f"*{text}*", "fails": f"**{text}**"}[said[quantity]])
     return tuple(row)
 

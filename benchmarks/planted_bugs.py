@@ -29,10 +29,10 @@ import moments
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 
-import checked_gpt
-import own_styles
-from check_modules import family_module, same
-from foreign_slips import MATRICES, OUTWARD, STD, Parts, _draw
+import checked_gpt  # noqa: E402
+import own_styles  # noqa: E402
+from check_modules import family_module, same  # noqa: E402
+from foreign_slips import MATRICES, OUTWARD, STD, Parts, _draw  # noqa: E402
 
 LAYERS, WIDTH, HEADS, VOCAB, LENGTH = 4, 64, 4, 97, 24
 
@@ -303,8 +303,8 @@ def _no_final(module: Any, parts: Parts, style: str) -> None:
 
 def _shared(module: Any, parts: Parts, style: str) -> None:
     paths = [parts.name("ffn_in", layer) for layer in (2, 3)]
-    one, other = (path.rpartition(".") for path in paths)
-    setattr(module.get_submodule(other[0]), other[2], module.get_parameter(paths[0]))
+    owner, _, name = paths[1].rpartition(".")
+    setattr(module.get_submodule(owner), name, module.get_parameter(paths[0]))
 
 
 def _epsilon(value: float) -> Any:
@@ -359,8 +359,8 @@ SLIPS = (
     Slip("ffn_out zero in one layer", WIDE, _times(0, "ffn_out", layer=2), "ffn_out", 2),
     Slip("value x 3 in one layer", WIDE, _times(3, "value", layer=2), "value", 2),
     Slip("query x 30 in one layer", WIDE, _times(30, "query", layer=3), "query", 3),
-    Slip("no mask", ("tokens see later ones", "attention mask"), lambda m, p, s: operate(m, _unmask)),
-    Slip("no mask in one layer", ("tokens see later ones", "attention mask"),
+    Slip("no mask", ("tokens see later ones",), lambda m, p, s: operate(m, _unmask)),
+    Slip("no mask in one layer", ("tokens see later ones",),
          lambda m, p, s: operate(m, _unmask, 2)),
     Slip("norm behind the sum", ("norm placement",), _form(form=_post), words="Post-LN"),
     Slip("Post-LN in one layer", ("norm placement",), _form(2, form=_post)),
@@ -399,7 +399,7 @@ SLIPS = (
     Slip("gains of one layer 0.3", ("norm gain", "odd layer"),
          _times(0.3, "attention.norm.gain", layer=2), "attention.norm.gain", 2),
     Slip("dropout in one layer", ("dropout",), _dropped, words="dropout"),
-    Slip("shared matrix", ("shared",), _shared, "ffn_in", 2),
+    Slip("shared matrix", ("shared matrix",), _shared, "ffn_in", 2),
     Slip("frozen layer", ("frozen",),
          lambda m, p, s: [q.requires_grad_(False) for q in blocks(m, s)[1].parameters()],
          words="frozen"),

@@ -75,7 +75,7 @@ class Case:
 
     @property
     def in_band(self) -> bool:
-        """Whether gradients are held to the band of one draw: in deep Post-LN."""
+        """Whether gradients are judged by the band of one draw: in deep Post-LN."""
         return self.layers >= DEPTHS[-1] and self.declared().norm == "post"
 
     @property
@@ -249,7 +249,7 @@ _ENOUGH = 6
 
 @dataclass(frozen=True)
 class Gap:
-    """Errors of one quantity and the standard errors of what they are held against, (k,) each."""
+    """Errors of one quantity and the standard errors of the measurement, (k,) each."""
 
     error: np.ndarray
     stderr: np.ndarray
@@ -282,7 +282,7 @@ class Comparison:
         measured: loss, mean squared logit, and the entering tensor's variance and correlation.
         predicted: the same.
         outside_band: places where the measured mean gradient is outside the band of one draw, of
-            cases that are held to it.
+            cases judged by it.
     """
 
     seeds: int
@@ -303,7 +303,7 @@ class Comparison:
 
 
 def compare_case(case: Case) -> Comparison:
-    """Errors of one case, each with the Monte-Carlo error of what it is held against."""
+    """Errors of one case, each with the Monte-Carlo error of the measurement."""
     kept = case.stored()
     start = time.perf_counter()
     p = case.predicted()
@@ -494,7 +494,9 @@ def table() -> None:
 def _cell(row: Row, name: str) -> str:
     gap: Gap = getattr(row.found, name)
     single = name in ("loss", "total")
-    text = tables.percent(gap.error[0] if single else gap.mean, signed=single)
+    text = tables.percent(gap.mean)
+    if single:
+        text = tables.percent(gap.error[0], gap.stderr[0], signed=True)
     return f"**{text}**" if name in failures(row) else text
 
 

@@ -1,9 +1,7 @@
 """What a prediction costs, against what one would do instead.
 
-    python benchmarks/speed.py                 # measures and stores, about ten minutes; draws
-    python benchmarks/speed.py --show          # prints the stored table
-    python benchmarks/speed.py --plot          # draws docs/speed.png from what is stored
-    python benchmarks/speed.py --page          # writes docs/cost.md from what is stored
+    python benchmarks/speed.py                 # measures and stores, about five minutes
+    python benchmarks/speed.py --table         # what is stored, into docs/accuracy.md
     python benchmarks/speed.py --rival PYTHON  # measures neural-tangents alone, and stores its row
 
 Processor seconds of one thread, the least of several runs, all in one run: ratios are what to
@@ -36,25 +34,20 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import numpy as np
+import tables
 
 import moments
 
 HERE = Path(__file__).parent
-DATA, PICTURE = HERE / "data" / "speed.json", HERE.parent / "docs" / "speed.png"
-COMPILED, PAGE = HERE / "data" / "compiled.json", HERE.parent / "docs" / "cost.md"
-REPLAYED = HERE / "data" / "replayed.json"
+DATA = HERE / "data" / "speed.json"
 ALIKE = moments.Transformer(24, 256, 4, 128, dropout=0.1)
 CAUSAL = moments.Transformer(24, 256, 4, 256, dropout=0.1, causal=True)
-DEPTHS = (6, 12, 24, 48, 96, 192, 384, 768)
-LENGTHS = (64, 256, 1024, 4096, 16384)
-TOKENS = (16, 32, 64, 128)
-COUNTS = (1, 10, 100, 1000, 10_000)
+COUNT = 10_000
 
 
 WARM = 0.5
-"""Processor seconds in which what is short is measured again and again: the second prediction of a
-kind still writes programs, the interpreter adapts for some ten more (192 layers of tokens alike
-took 36, 18, 15 and then down to 11 milliseconds), and what others do to the caches scatters."""
+"""Processor seconds in which what is short is measured again and again: the interpreter adapts for
+some ten passes, and what others do to the caches scatters."""
 
 
 def seconds(work: Callable[[], Any], runs: int = 3) -> float:
@@ -276,26 +269,9 @@ def measured() -> dict[str, Any]:
         "Llama-3-8B, 8192 tokens": megabytes("llama-3-8b", 8192),
     }
     note("table done")
-    curves = {
-        "layers, tokens alike": [(n, predicting(ALIKE.replace(layers=n))) for n in DEPTHS],
-        "layers, classes of positions": [
-            (n, predicting(CAUSAL.replace(layers=n), 1)) for n in (3, 6, 12, 24)
-        ],
-        "tokens, by classes (6 layers)": [
-            (n, predicting(CAUSAL.replace(layers=6, seq_len=n), 1)) for n in LENGTHS
-        ],
-        "tokens, one by one (6 layers)": [
-            (n, predicting(CAUSAL.replace(layers=6, seq_len=n), 1, tokens=True)) for n in TOKENS
-        ],
-        "configurations, one array (24 layers)": [
-            (n, predicting(ALIKE, correlation=np.linspace(0.0, 0.9, n))) for n in COUNTS
-        ],
-        "configurations, a sweep (24 layers)": [(n, sweeping(n)) for n in COUNTS[1:4]],
-    }
-    note("curves done")
-    count, cost = curves["configurations, one array (24 layers)"][-1]
+    cost = predicting(ALIKE, correlation=np.linspace(0.0, 0.9, COUNT))
     table["10,000 configurations x 24 layers"] = cost
-    found["million configuration-layers a second"] = count * ALIKE.layers / cost / 1e6
+    found["million configuration-layers a second"] = COUNT * ALIKE.layers / cost / 1e6
     deep = ALIKE.replace(layers=12, embedding=None)
     hand = by_hand(deep)
     p = moments.predict(deep, theory="simplified", correlation=0.2, grad_correlation=0.2)
@@ -350,15 +326,7 @@ def measured() -> dict[str, Any]:
             for name, (cost_of, ours, what) in rivals.items()
         },
         "unavailable": unavailable,
-        "curves": curves,
     }
-
-
-def sweeping(count: int) -> float:
-    values = np.geomspace(1e-4, 5e-3, count)
-    start = time.process_time()
-    moments.sweep(ALIKE, {"weights.query": values})
-    return time.process_time() - start
 
 
 def machine() -> dict[str, str]:
@@ -382,149 +350,30 @@ def note(text: str) -> None:
 # --- showing --------------------------------------------------------------------------------------
 
 
-def table(found: dict[str, Any]) -> str:
-    """As Markdown."""
-    rows = ["| | seconds |", "| --- | --- |"]
-    rows += [f"| {name} | {cost:.3g} |" for name, cost in found["seconds"].items()]
-    rate = found["million configuration-layers a second"]
-    rows += [f"| (million configuration-layers a second) | {rate:.2g} |"]
-    memory = found.get("megabytes", {})
-    rows += [f"| {name}, in megabytes | {size:.3g} |" for name, size in memory.items()]
-    rows += [""]
-    rows += ["| instead | seconds | ours | seconds | times |", "| --- | --- | --- | --- | --- |"]
+def table(found: dict[str, Any]) -> None:
+    """Into docs/accuracy.md."""
+    rows = [(name, f"{cost:.2g}") for name, cost in found["seconds"].items()]
+    rows += [(f"{name}, megabytes", f"{size:.2g}") for name, size in found["megabytes"].items()]
     beside = found.get("neural-tangents", {"rivals": {}, "said": ""})
-    for name, one in (found["rivals"] | beside["rivals"]).items():
-        cells = (
-            name,
-            f"{one['rival']:.3g}",
-            one["what"],
-            f"{one['ours']:.3g}",
-            f"{one['times']:.3g}",
-        )
-        rows.append(f"| {' | '.join(cells)} |")
-    rows += ["", *(f"Not compared: {reason}" for reason in found["unavailable"])]
-    if beside["said"]:
-        rows += [f"({beside['said']})"]
-    return "\n".join([*rows, "", ", ".join(f"{k} {v}" for k, v in found["machine"].items())])
-
-
-def _about(count: float) -> str:
-    """Two digits."""
-    return f"{float(f'{count:.2g}'):,.0f}"
-
-
-def page(found: dict[str, Any]) -> str:
-    """docs/cost.md."""
-    compiled = json.loads(COMPILED.read_text(encoding="utf-8"))
-    steps = compiled["microseconds"]
-    one, table_read = steps["Python, straight lines"], steps["of which one table read"]
-    by_numba, many = steps["numba, without that"], steps["numpy, each of 10,000 configurations"]
-    many_read = steps["of which the table"]
-    many_numba = steps["numba, each of 10,000, without the table"]
-    saved = one - table_read - by_numba
-    seconds_of = compiled["seconds to compile"]
-    pays = 1e6 * seconds_of / saved
-    return f"""# What an answer costs
-
-Processor seconds of one thread, the least of several runs, all in one run. Written by
-`python benchmarks/speed.py --page` from `benchmarks/data/speed.json` and
-`benchmarks/data/compiled.json`; do not edit.
-
-{table(found)}
-
-![curves](speed.png)
-
-neural-tangents answers another question: the kernel of an infinitely wide network on a given input,
-forward, every pair of tokens by itself, without a causal mask or gradients by layer, attention
-being a softmax of mean logits. Against what has that resolution here it is the faster one, once it
-is compiled.
-
-## Programs of layers, and numba
-
-A layer of tokens alike is recorded once, and replayed as straight lines of Python
-(`moments/engine/program.py`). Compiled by numba the {compiled["lines"]} operations of a way up take
-{by_numba:.2g} microseconds instead of {one - table_read:.2g}, beside {table_read:.2g} for the table
-that they read, which stays Python. Compiling takes {seconds_of:.2g} s for every shape of layer and
-every way its guards go, in every process: it pays after {_about(pays)} layers of one shape, which
-are {_about(pays / 192)} predictions of 192 layers. Of 10,000 configurations at once numpy takes
-{many - many_read:.2g} microseconds each, numba {many_numba:.2g}, beside {many_read:.2g} for the
-table: {_about(1e6 * seconds_of / (many - many_read - many_numba))} configurations of a layer until
-it has paid. So numba is not used: who draws a phase diagram is done
-before it has compiled. (`python benchmarks/compiled.py`, numba {compiled["machine"]["numba"]}.)
-
-{on_classes()}"""
-
-
-def on_classes() -> str:
-    """Why layers on classes of positions have no programs."""
-    stored = json.loads(REPLAYED.read_text(encoding="utf-8"))
-    head = ("layers", "calls of numpy", "ms a layer", "calls alone", "times", "ms to write", "ways")
-    rows = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    for name, one in stored["layers"].items():
-        whole, calls = one["milliseconds"], one["replayed"]
-        ways = ", ".join(f"{count} in {depth}" for depth, count in one["ways"].items())
-        numbers = f"{one['calls']:.0f} | {whole:.3g} | {calls:.3g} | {whole / calls:.2g}"
-        rows.append(f"| {name} | {numbers} | {one['written']:.3g} | {ways} |")
-    table, one = "\n".join(rows), stored["layers"]["causal, 256 tokens"]
-    written, saved = one["written"], one["milliseconds"] - one["replayed"]
-    spent = [one["ways"][depth] * written for depth in ("24", "96")]
-    won = [(int(depth) - one["ways"][depth]) * saved for depth in ("24", "96")]
-    return f"""## Layers on classes of positions have no programs
-
-The time of such a layer is calls of numpy on arrays of some thousand numbers, and Python between
-them. The calls alone, made again into arrays that are there already, are what a program would
-cost at best, without the guards of its branches, what it reads in tables that stay Python, and its
-records. To write such lines down once costs more than the layer itself, and every way through a
-layer, a choice of branches and a number of steps of every iteration, is a program of its own:
-
-{table}
-
-Programs of the first row would take {spent[0]:.0f} ms to write at 24 layers and save {won[0]:.0f},
-{spent[1]:.0f} and {won[1]:.0f} at 96: they pay from about there on, by the factor in the table at
-most. So there are none. (`python benchmarks/replayed.py`.)
-"""
-
-
-def draw(found: dict[str, Any]) -> None:
-    from moments.show.plot import Picture, dress, save
-
-    figure = Picture(11, 4.0)
-    panels = figure.subplots(1, 3, sharey=True)
-    styles = (("o-", "#1b6ca8"), ("s--", "#c8553d"))
-    for ax, what in zip(panels, ("layers", "tokens", "configurations"), strict=True):
-        mine = {n: c for n, c in found["curves"].items() if n.startswith(what)}
-        for (style, color), (name, points) in zip(styles, mine.items(), strict=False):
-            ax.loglog(*zip(*points, strict=True), style, color=color, label=name.partition(", ")[2])
-        ax.set_xlabel(what)
-        dress(ax)
-        ax.legend(frameon=False, fontsize=9)
-    panels[0].set_ylabel("processor seconds, one thread")
-    cost = found["rivals"]["real GPT-2, 8 seeds, 2 x 128 tokens, both ways"]["rival"]
-    for ax in panels:
-        ax.axhline(cost, color="#888888", linewidth=1)
-    panels[0].annotate(
-        "real GPT-2 small, 2 x 128 tokens, 8 seeds",
-        (0.02, cost),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, -11),
-        textcoords="offset points",
-        fontsize=8.5,
-        color="#666666",
+    rivals = [
+        (name, f"{one['rival']:.2g}", one["what"], f"{one['ours']:.2g}", f"{one['times']:.2g}")
+        for name, one in (found["rivals"] | beside["rivals"]).items()
+    ]
+    said = [f"Not compared: {reason}." for reason in found["unavailable"]]
+    said += [beside["said"]] if beside["said"] else []
+    tables.put(
+        "accuracy",
+        "cost",
+        tables.markdown(("", "seconds"), rows),
+        tables.markdown(("instead", "seconds", "here", "seconds", "times"), rivals),
+        "; ".join([*said, ", ".join(f"{k} {v}" for k, v in found["machine"].items())]) + ".",
+        dated=False,
     )
-    where = found["machine"]
-    figure.head(
-        f"what a prediction costs: d_model 256, 4 heads ({where['cpu']}, load "
-        f"{where['load at the start']})",
-        11,
-    )
-    save(figure, PICTURE)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--show", action="store_true", help="print what is stored")
-    parser.add_argument("--plot", action="store_true", help="draw what is stored")
-    parser.add_argument("--page", action="store_true", help="write docs/cost.md")
+    parser.add_argument("--table", action="store_true", help="write what is stored into the docs")
     parser.add_argument("--rival", metavar="PYTHON", help="an interpreter with neural-tangents")
     options = parser.parse_args()
     warnings.simplefilter("ignore", moments.ValidityWarning)
@@ -533,16 +382,11 @@ def main() -> None:
         rows, said = against_neural_tangents(options.rival)
         found["neural-tangents"] = {"rivals": rows, "said": said, "machine": machine()}
         DATA.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    elif not (options.show or options.plot or options.page):
+    elif not options.table:
         before = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
         kept = {name: before[name] for name in ("neural-tangents",) if name in before}
         DATA.write_text(json.dumps(measured() | kept, indent=1) + "\n", encoding="utf-8")
-    found = json.loads(DATA.read_text(encoding="utf-8"))
-    if options.page:
-        PAGE.write_text(page(found), encoding="utf-8")
-    elif not (options.show or options.rival):
-        draw(found)
-    print(table(found))
+    table(json.loads(DATA.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

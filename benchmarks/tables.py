@@ -33,12 +33,13 @@ def percent(value: float, stderr: float = math.nan, *, signed: bool = False) -> 
     if not math.isfinite(value):
         return ""
     text = f"{100 * value:+.1f}" if signed else f"{100 * value:.1f}"
-    return text if math.isnan(stderr) else f"{text} ± {100 * stderr:.1f}"
+    return text if math.isnan(stderr) else f"{text}±{100 * stderr:.1f}"
 
 
-def put(page: str, name: str, *parts: str) -> None:
+def put(page: str, name: str, *parts: str, dated: bool = True) -> None:
     """Print a table, and write it into docs/PAGE.md at its place, with today's date."""
-    body = "\n\n".join([*parts, f"(Predicted on {datetime.date.today():%d %B %Y}.)"])
+    said = [f"(Predicted on {datetime.date.today():%d %B %Y}.)"] if dated else []
+    body = "\n\n".join([*parts, *said])
     print(body)
     path = DOCS / f"{page}.md"
     whole = path.read_text(encoding="utf-8")

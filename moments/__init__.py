@@ -43,7 +43,6 @@ _PUBLIC = {
     "diagnose": "torch.diagnose",
     "explain": "prediction.explanation",
     "explore": "show.explorer_widgets",
-    "from_huggingface": "model.huggingface.config",
     "learning_rate": "step.search",
     "predict": "prediction.predict",
     "preset": "model.presets",
@@ -110,7 +109,6 @@ if TYPE_CHECKING:
     from .formulas.registry import component, components
     from .model.embedding import Embedding
     from .model.head import Head
-    from .model.huggingface.config import from_huggingface
     from .model.patches import PatchEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset
@@ -145,9 +143,12 @@ def check(
 ) -> CheckReport:
     """Whether a model is in order at initialisation, before it is trained.
 
-    A module is measured in one pass forward and one back, its weights are read, the published
-    scheme or framework default that they seem to be of is recognised, and every number is held
-    against what those weights, sums and norms give. A declaration or a config is judged by its
+    A module is followed operation by operation through one pass of a few tokens, measured in one
+    pass forward and one back, and run three more times on few tokens, for its sums and for what is
+    random in it (up to six times where its input and loss have to be found). Its weights are read,
+    the published scheme or framework default that they seem to be of is recognised, and every
+    number is held against what those weights, sums and norms give; a layer that is unlike the
+    others is named without any scheme. A declaration or a config is judged by its
     predictions alone, and the report says that nothing was measured.
 
     Args:
@@ -176,6 +177,54 @@ def check(
     from .torch.check import check_module
 
     return check_module(module_or_model_or_config, batch, scheme=scheme, loss=loss)
+
+
+def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
+    """The architecture and initialisation that a Hugging Face config describes.
+
+    Families with a reader of their own need neither torch nor transformers. A config of another
+    type is read from the module that transformers builds of it, by what that computes; its
+    variances are those that the class's own `_init_weights` draws.
+
+    Args:
+        config: a path to config.json (or its folder), a dict, or a PretrainedConfig.
+        seq_len: tokens per sequence; None: the most the config allows.
+
+    Returns:
+        A Transformer with the embedding and the head of the family's own training task; of an
+        encoder and a decoder the decoder, with the other as its `encoder`.
+
+    Raises:
+        DomainError: an unreadable file, an unknown model type, a missing or bad entry, or an entry
+            that switches on a feature that no Transformer can express, which it names.
+        MomentsError: the type has no reader, and torch or transformers is not installed.
+
+    Warns:
+        ValidityWarning: names each entry of the config that is not modelled.
+    """
+    from .model.huggingface.config import from_huggingface as read
+    from .model.huggingface.config import has_reader, named, read_config
+
+    entries = read_config(config)
+    if has_reader(entries.get("model_type")):
+        return read(entries, seq_len=seq_len)
+    import warnings
+    from importlib.util import find_spec
+
+    from .errors import MomentsError, ValidityWarning
+
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        raise MomentsError(
+            f"model_type = {entries['model_type']!r} has no reader of its own and is read from its "
+            f"module, for which {' and '.join(missing)} must be installed: "
+            'pip install "transformer-moments[hf]"'
+        )
+    from .torch.from_config import from_config
+
+    model, notes = from_config(entries, seq_len)
+    for note in notes:
+        warnings.warn(note, ValidityWarning, stacklevel=2)
+    return named(model, entries)
 
 
 def __getattr__(name: str) -> Any:

@@ -224,7 +224,6 @@ _GOOD: tuple[tuple[str, ...], ...] = (
     ("audit", f"{FOLDER}/weights.safetensors"),
     ("compare-schemes", f"{FOLDER}/model.json", "--scheme", "xavier", "--scheme", "dslm"),
     ("compare-schemes", "bert-tiny", *_SMALL, "--scheme", "lns", "--plot", f"{FOLDER}/s.png"),
-    ("figures", "kedia-1", "--list", "--json"),
     ("formulas", "relu", "--theory", "published", "--json"),
     ("formulas", "--latex", "layernorm"),
     ("schemes", "--json"),

@@ -524,3 +524,28 @@ def test_an_audit_reads_the_entries_of_now():
     assert audit(module, plan).passed
     remembered = anatomy_of(module)
     assert anatomy_of(module).reading is remembered.reading
+
+
+def test_a_temperature_is_that_of_every_attention():
+    module = small_modules.family_module("t5", 2, WIDTH)
+    plan = architecture_of(module)
+    plan = plan.replace(temperature=[2.0, 3.0], encoder=plan.encoder.replace(temperature=0.5))
+    initialize(module, plan)
+    scalings = {
+        path: float(part.scaling)
+        for path, part in module.named_modules()
+        if path.endswith("Attention")
+    }
+    root = math.sqrt(WIDTH // 4)  # T5's own logits are q k alone
+    assert scalings == {
+        "encoder.block.0.layer.0.SelfAttention": pytest.approx(1 / (0.5 * root)),
+        "encoder.block.1.layer.0.SelfAttention": pytest.approx(1 / (0.5 * root)),
+        "decoder.block.0.layer.0.SelfAttention": pytest.approx(1 / (2 * root)),
+        "decoder.block.0.layer.1.EncDecAttention": pytest.approx(1 / (2 * root)),
+        "decoder.block.1.layer.0.SelfAttention": pytest.approx(1 / (3 * root)),
+        "decoder.block.1.layer.1.EncDecAttention": pytest.approx(1 / (3 * root)),
+    }
+    assert audit(module, plan).passed
+    module.decoder.block[1].layer[1].EncDecAttention.scaling *= 2
+    (offender,) = audit(module, plan).offenders
+    assert (offender.layer, offender.role, offender.quantity) == (2, "cross", "temperature")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +14,7 @@ import moments
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import board  # noqa: E402
-import board_page  # noqa: E402
+board = pytest.importorskip("board")
 
 from moments.torch.unread import recurrences  # noqa: E402
 
@@ -36,11 +30,11 @@ def test_every_row_says_how_it_ended() -> None:
 
 
 def test_every_finding_was_looked_at() -> None:
-    judged = board_page.judged()
-    told = board_page.findings(ROWS)
+    judged = board.judged()
+    told = board.findings(ROWS)
     verdicts = [judged[kind][finding["kind"]][0] for kind, finding in told]
-    assert set(verdicts) <= set(board_page.VERDICTS)
-    assert verdicts.count("false") <= 0.02 * len(board_page.reads(ROWS))
+    assert set(verdicts) <= set(board.VERDICTS)
+    assert verdicts.count("false") <= 0.02 * len(board.reads(ROWS))
 
 
 def test_known_faults_are_among_them() -> None:
@@ -49,15 +43,11 @@ def test_known_faults_are_among_them() -> None:
         (finding,) = ROWS[kind]["findings"]
         assert finding["kind"] == "wrong variance"
         assert "on query, key and value instead of output" in finding["reason"]
-    ones = [k for k, f in board_page.findings(ROWS) if f["kind"] == "forgetting"]
+    ones = [k for k, f in board.findings(ROWS) if f["kind"] == "forgetting"]
     assert {"bamba", "qwen3_next", "jamba"} <= set(ones)
     assert not {"mamba", "mamba2"} & set(ones)
     (drawn,) = ROWS["modernbert-decoder"]["redrawn"]
     assert drawn.startswith("model.embeddings.tok_embeddings.weight: 0.2")
-
-
-def test_the_page_is_that_of_the_stored_rows() -> None:
-    assert board_page.PAGE.read_text(encoding="utf-8") == board_page.page(board.stored())
 
 
 @pytest.mark.parametrize("kind", ["clip_text_model", "gpt_bigcode", "bamba"])

@@ -517,3 +517,9 @@ def test_a_file_whose_tokens_are_resolved_one_by_one_is_read_at_few(tmp_path: Pa
         assert "128 tokens" in done.stdout
         assert "128 of up to 136 tokens" in done.stderr
         assert "136 tokens" in CliRunner().invoke(app, [*words, "--seq-len", "136"]).stdout
+
+
+def test_fp8_is_judged_where_it_is_asked_for() -> None:
+    report = moments.check("gpt2")
+    assert "fp8" not in str(report) + " ".join(report.notes)
+    assert {"fp8 E4M3", "fp8 E5M2"} <= set(report.precision()["format"])

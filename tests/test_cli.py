@@ -8,6 +8,7 @@ import functools
 import importlib
 import io
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -607,3 +608,28 @@ def test_a_type_without_a_reader_is_told_what_reads_its_module(tmp_path: Path) -
     file.write_text('{"model_type": "codegen"}')
     result = RUNNER.invoke(app, ["predict", str(file)])
     assert "`moments check FILE.py:FACTORY`" in str(result.exception)
+
+
+GIVEN = {
+    "(nn.Linear(3, 3), 1, 2)": "what .*gives.*a module, or \\(module, batch\\)",
+    "(nn.Linear(3, 3), 'words')": "what .*gives.*a module, or \\(module, batch\\)",
+    "(nn.Linear(3, 3), nn.Linear(3, 3))": "what .*gives.*a module, or \\(module, batch\\)",
+    "(stack, torch.zeros(2, 3, 5))": "running it raised",
+    "None": "must be an nn.Module",
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("command", ["audit", "check"])
+def test_what_a_file_gives_is_refused_in_a_line(command: str, given: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n"
+        "stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)\n"
+        f"def build(): return {given}\n"
+    )
+    words = [command, f"{file}:build", *(["--scheme", "xavier"] if command == "audit" else [])]
+    error = RUNNER.invoke(app, words).exception
+    assert isinstance(error, moments.MomentsError)
+    assert re.search(GIVEN[given], str(error))

@@ -115,6 +115,11 @@ def test_the_help_lists_every_command_under_what_it_is_for() -> None:
     assert said.index("predict ") < said.index("model ")
 
 
+def test_help_has_no_words_of_the_parser() -> None:
+    for words in ([], ["predict"], ["validate"]):
+        assert "<bool>" not in run(*words, "--help").stdout
+
+
 def test_every_command_teaches_by_examples() -> None:
     for name, command in commands().items():
         assert f"moments {name}" in (command.epilog or ""), f"{name}: app.command(examples=...)"
@@ -151,6 +156,15 @@ def test_shells_are_offered_models_and_schemes(
         prog_name="moments",
     )
     assert "gpt2-xl" in offered.stdout.split()
+
+
+@pytest.mark.parametrize("command", ["compare-schemes", "report"])
+def test_what_takes_a_while_says_how_far_it_is(command: str, tmp_path: Path) -> None:
+    words = [command, *SMALL, "--scheme", "lns", "--scheme", "noci"]
+    words += ["-o", str(tmp_path / "r.html")] if command == "report" else []
+    told = run(*words).stderr
+    assert "note: applying schemes ..." in told
+    assert "note: applying schemes: 100 % after" in told
 
 
 def test_quiet_drops_all_but_the_answer(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 import moments
 from moments.cli import app
 from moments.prediction.measurement import last_grad_kernel
-from moments.show.expected import allowed_outside, over_draws, signal_log_variance
+from moments.show.expected import allowed_outside, log_variance, over_draws
 from moments.show.verdict import judge
 
 torch = pytest.importorskip("torch")
@@ -53,6 +54,26 @@ def test_summary_counts_what_exceeds_two_standard_errors(comparison: moments.Com
     assert row["mean"] <= row["max"]
     assert row["excess"] <= row["mean"]
     assert row["r_squared"] > 0.95
+
+
+def test_what_varies_no_more_than_its_noise_has_no_fit() -> None:
+    """Ten draws about one value, and the value as their prediction; the same about a slope."""
+    from moments.show.comparison import _r_squared
+
+    noise = 0.1 * np.random.default_rng(1).standard_normal(10)
+    stderr = pd.Series(np.full(10, 0.1))
+    for slope, has in ((0.0, False), (1.0, True)):
+        value = 2 + slope * np.arange(10)
+        fit = _r_squared(pd.Series(value), pd.Series(value + noise), stderr)
+        assert math.isfinite(fit) is has
+
+
+def test_an_error_of_nothing_has_no_sign() -> None:
+    from moments.show.report import _error
+
+    assert _error("variance", -1e-9) == "+0.0%"
+    assert _error("correlation", -1e-9) == "+0.000"
+    assert _error("variance", -0.1) == "-10.0%"
 
 
 def test_shown_as_text_and_picture(comparison: moments.Comparison) -> None:
@@ -94,11 +115,9 @@ def test_a_prediction_shows_the_bands_it_has() -> None:
     assert both == [["95 % of draws", "mean over draws"]] * 2
     assert figure.get_suptitle().startswith("tiny: 2 layers")
     assert "token correlation 0.3 to 0." in figure.get_supxlabel()
-    # signals known to a factor of two only
     with pytest.warns(moments.ValidityWarning, match="which nothing normalises"):
-        _, (of_signal, of_gradient) = drawn(norm="none")
-    assert of_signal == ["mean over draws"]
-    assert "95 % of draws" in of_gradient
+        _, several = drawn(norm="none")
+    assert all("95 % of draws" in names for names in several)
     published = moments.predict(moments.Transformer(2, 48, 4, 12), theory="published").plot()
     assert [legend(published.axes[index]) for index in (0, 2)] == [["mean over draws"]] * 2
 
@@ -151,16 +170,16 @@ def test_one_draw_is_judged_by_the_predicted_band(measured: moments.Measurement)
 
 
 def test_the_mean_of_draws_has_the_variance_of_a_mean() -> None:
-    log_variance = np.array([0.01, 0.5, 2.0])
-    np.testing.assert_allclose(over_draws(log_variance, 1), log_variance)
-    relative = np.expm1(over_draws(log_variance, 7))
-    np.testing.assert_allclose(relative, np.expm1(log_variance) / 7)
+    one = np.array([0.01, 0.5, 2.0])
+    np.testing.assert_allclose(over_draws(one, 1), one)
+    relative = np.expm1(over_draws(one, 7))
+    np.testing.assert_allclose(relative, np.expm1(one) / 7)
 
 
 def test_the_scatter_of_the_signal_is_the_simulated_one(measured: moments.Measurement) -> None:
     """Twelve draws leave 20 % of the deviation to chance."""
     prediction = moments.predict(MODEL, correlation=0.3, batch=2)
-    deviation = np.sqrt(signal_log_variance(prediction))
+    deviation = np.sqrt(log_variance(prediction.variance_band))
     seen = np.log(measured.samples["variance"]).std(0, ddof=1)
     assert np.all(np.abs(np.log(deviation / seen)) < math.log(2))
 
@@ -212,8 +231,9 @@ def test_many_points_just_outside_are_not_expected(measured: moments.Measurement
     assert two.verdict().startswith("the growth you see is expected")
     assert len(three.outliers()) == 3
     assert three.outliers(3.0).empty
-    assert three.verdict().startswith("the growth you see is doubtful: 3 of 6 points lie out of")
-    assert "chance allows 2 (binomial" in three.verdict()
+    assert three.verdict().startswith("the growth you see is doubtful: 3 of 6 points lie outside")
+    assert "where chance explains at most 2" in three.verdict()
+    assert "2 of 6 points lie outside their 95 % band, which chance explains" in two.verdict()
 
 
 def test_what_a_prediction_was_given_is_no_evidence(measured: moments.Measurement) -> None:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
@@ -64,10 +63,7 @@ def test_every_public_name_loads() -> None:
 
 
 def test_a_first_prediction_loads_only_what_it_needs() -> None:
-    """The whole of `moments predict bert-base`, from a cold interpreter.
-
-    Loading is most of its time, which `benchmarks/startup.py` measures.
-    """
+    """The whole of `moments predict bert-base`, from a cold interpreter, most of it loading."""
     code = (
         "import sys; sys.argv = ['moments', 'predict', 'bert-base']\n"
         "from moments.cli import main\n"
@@ -100,33 +96,6 @@ for module in {modules!r}:
     assert [line[1] for line in lines] == modules
     for _, module, *held in lines:
         assert {name for name, stands in MODULES.items() if stands == module} == set(held)
-
-
-# Files with a function that a prediction of two layers calls, once its model is declared. May only
-# fall.
-PASSED = {"alike": 23, "by token": 30}
-
-
-@pytest.mark.parametrize("resolution", PASSED)
-def test_a_prediction_passes_through_few_files(resolution: str) -> None:
-    by_token = resolution == "by token"
-    model = moments.Transformer(2, 64, 4, 8, causal=by_token)
-    passed: set[str] = set()
-
-    def noted(frame: FrameType, event: str, argument: object) -> None:
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(PACKAGE):
-            passed.add(file.relative_to(PACKAGE).as_posix())
-
-    moments.predict(model, tokens=by_token)
-    before = sys.getprofile()
-    sys.setprofile(noted)
-    try:
-        moments.predict(model, tokens=by_token)
-    finally:
-        sys.setprofile(before)
-    assert "prediction/stack.py" in passed
-    assert len(passed) <= PASSED[resolution], sorted(passed)
 
 
 # --- layers ---------------------------------------------------------------------------------------

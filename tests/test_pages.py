@@ -29,7 +29,6 @@ from moments.show.explorer import Explorer
 from moments.show.explorer_page import ADDRESS, Server
 from moments.show.explorer_widgets import explore
 
-ROOT = Path(__file__).parent.parent
 MODEL = moments.Transformer(4, 64, 4, 16, dropout=0.1, name="little")
 
 
@@ -450,15 +449,3 @@ def test_widgets_of_a_notebook_show_what_is_known() -> None:
     assert "8 layers" in pictures[-1]
     assert shown_._view.complete
     assert shown_.view.charts == shown_.explorer.view("layers=8").charts
-
-
-def test_states_are_redrawn_within_150_milliseconds() -> None:
-    """As `benchmarks/explorer.py` stored it: most usual ones with all their curves, whose bands
-    may follow, and slower ones as far as they are known by then."""
-    stored = json.loads((ROOT / "benchmarks/data/explorer.json").read_text())["milliseconds"]
-    usual = {kind: row for kind, row in stored.items() if row["group"] == "usual"}
-    assert set(usual) >= {"depth", "width", "tokens", "placement", "activation", "scheme", "held"}
-    share = [sum(row[name] for row in usual.values()) for name in ("predicted", "states")]
-    assert share[0] > 0.85 * share[1]
-    for kind, row in stored.items():
-        assert row["first"]["median"] < 150, kind

@@ -210,6 +210,38 @@ def test_padding_leaves_the_rest_as_if_alone(causal: bool) -> None:
     assert np.all(padded.token_grad_variance[:, 16:] == 0)
 
 
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"norm": "post", "activation": "gelu"},
+        {"gated": True, "normalization": "rmsnorm"},
+        {"normalization": "dyt"},
+        {"qk_norm": "rmsnorm"},
+        {"logit_softcap": 2.0},
+        {"parallel": True, "dropout": 0.1},
+    ],
+    ids=lambda one: " ".join(one) or "plain",
+)
+def test_padding_is_in_no_mean(options: dict[str, Any]) -> None:
+    """The gradients of all weights, with twice as much padding of one word and without."""
+    embedding = moments.Embedding(vocab_size=50, token_variance=1.0)
+    model = small(layers=2, d_model=16, heads=2, embedding=embedding, seq_len=12, **options)
+    ids = np.random.default_rng(0).integers(1, 50, 12)
+    alone = moments.predict(model, token_ids=ids, tokens=True)
+    padded = moments.predict(
+        model.replace(seq_len=36),
+        token_ids=np.append(ids, np.zeros(24, int)),
+        attention_mask=np.arange(36) < 12,
+    )
+    for name in ("variance", "correlation", "grad_variance", "grad_correlation"):
+        np.testing.assert_allclose(getattr(padded, name), getattr(alone, name), rtol=1e-3)
+    found, expected = (one.weight_gradients().squared_norm for one in (padded, alone))
+    np.testing.assert_allclose(found, expected, rtol=2e-3)
+
+
 def test_padding_differs_by_sequence() -> None:
     model = small(
         layers=2,

@@ -20,7 +20,7 @@ from moments.model.huggingface.entries import IRRELEVANT, MOST_LAYERS
 from moments.model.huggingface.sizes import sized_config
 
 # What builds torch modules, predicts a grid or searches takes seconds: the campaign has it.
-SLOW = {"audit", "compare", "validate", "figures", "--goal", "final_variance", "largest_k"}
+SLOW = {"audit", "compare", "validate", "--goal", "final_variance", "largest_k"}
 
 
 def ended(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import moments
-from moments.engine import program
 from moments.grids import run, together
 from moments.prediction.draws import QUANTITIES as STREAM
 
@@ -156,21 +155,6 @@ def test_a_thousand_go_through_the_engine_in_few_passes(monkeypatch: Any) -> Non
         {"weights.query": np.geomspace(1e-3, 1e-2, 16), "correlation": np.linspace(0, 0.6, 32)},
     )
     assert len(counted) <= 6  # two pieces of 256, and two of each alone
-
-
-def test_programs_recorded_for_many_serve_one(monkeypatch: Any) -> None:
-    """A way back that is recorded later needs more of the way up than an earlier one kept."""
-    monkeypatch.setattr(program, "LIBRARY", program.Library())
-    base = moments.Transformer(24, 256, 4, 128, dropout=0.1)
-    for depth in (5, 9, 24):
-        alone(base.replace(layers=depth), correlation=0.2)
-    weights = [base.weights.replace(query=q * base.weights.query) for q in (0.2, 1, 4)]
-    models = [base.replace(layers=n, weights=w) for n in (1, 2, 5, 24) for w in weights]
-    given = {"correlation": np.full(len(models), 0.1)}
-    found = together.predict_together(models, "refined", given)
-    for i, model in enumerate(models):
-        p = alone(model, correlation=0.1)
-        assert np.allclose(found.grad_variance[i, : model.layers + 1], p.grad_variance, rtol=1e-8)
 
 
 def test_a_function_makes_the_model() -> None:

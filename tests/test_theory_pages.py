@@ -1,5 +1,4 @@
-"""The theory pages: what they cite exists, what they quote stands where they say, and the code's
-pointers to them lead somewhere."""
+"""The theory pages: what they cite exists, and the code's pointers to them lead somewhere."""
 
 from __future__ import annotations
 
@@ -16,8 +15,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs/theory").glob("*.md"))
-OTHERWISE = ("constants", "first-step")  # written in another form, each held by tests of its own
-NUMBER = r"[+-]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?"
 
 
 def text(path: str | Path) -> str:
@@ -45,73 +42,18 @@ def names(path: str) -> set[str]:
     return found
 
 
-def cited(page: Path) -> Iterator[tuple[str, str, str]]:
-    """(file, name, fragment) of every path of the repository in backticks."""
+def cited(page: Path) -> Iterator[tuple[str, str]]:
+    """(file, name) of every path of the repository in backticks."""
     file = r"((?:moments|tests|benchmarks|docs)/[\w./-]+?\.(?:py|md|json))"
-    pattern = rf"`{file}(?:::([\w.]+))?(?:#([^`]+))?`"
-    for match in re.finditer(pattern, text(page)):
-        yield match[1], match[2] or "", match[3] or ""
+    for match in re.finditer(rf"`{file}(?:::([\w.]+))?(?:#[^`]+)?`", text(page)):
+        yield match[1], match[2] or ""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_files_and_names_that_a_page_cites_exist(page: Path) -> None:
-    found = list(cited(page))
-    assert found or page.stem in ("index", *OTHERWISE)
-    for file, name, _ in found:
+    for file, name in cited(page):
         assert (ROOT / file).exists(), file
         assert not name or name in names(file), f"{file} has no {name}"
-    for target in re.findall(r"\]\(([^)#]+\.md)", text(page)):
-        assert (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_page_has_its_parts(page: Path) -> None:
-    if page.stem in ("index", *OTHERWISE):
-        return
-    for part in ("Measured", "Where it fails", "Where it lives"):
-        assert f"\n## {part}\n" in text(page), part
-    assert f"({page.name})" in text("docs/theory/index.md")
-
-
-def quoted(page: Path) -> Iterator[tuple[str, str, str]]:
-    """(number, file, fragment) of the rows of a page's table of measurements."""
-    part = text(page).partition("\n## Measured\n")[2].partition("\n## ")[0]
-    for line in part.splitlines():
-        cells = [c.strip() for c in re.split(r"(?<!\\)\|", line)]
-        if len(cells) == 5 and cells[3].startswith("`"):
-            file, _, fragment = cells[3].strip("`").partition("#")
-            yield cells[2], file, fragment
-
-
-def stands(number: str, file: str, fragment: str) -> bool:
-    if file.endswith(".json"):
-        found = json.loads(text(file))
-        for key in fragment.split("/"):
-            found = found[key]
-        digits = len(number.partition("e")[0].replace("-", "").replace(".", "").lstrip("0"))
-        return f"{found:.{digits - 1}e}" == f"{float(number):.{digits - 1}e}"
-    lines = text(file).splitlines()
-    if fragment:
-        lines = [line for line in lines if all(word in line for word in fragment.split("/"))]
-    whole = re.sub(r"[\s|`*]+", " ", " ".join(lines))
-    parts = [part.strip() for part in number.split(",")]
-    return all(re.search(rf"(?<![\d.]){re.escape(part)}(?![\d])", whole) for part in parts)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_numbers_that_a_page_quotes_stand_where_it_says(page: Path) -> None:
-    found = list(quoted(page))
-    assert found or page.stem in ("index", *OTHERWISE)
-    for number, file, fragment in found:
-        assert re.search(NUMBER, number) or number.isalpha(), number
-        assert stands(number, file, fragment), (number, file, fragment)
-
-
-def test_a_number_that_does_not_stand_there_is_found_out() -> None:
-    assert stands("0.088", "docs/validation.md", "post/full/refined")
-    assert not stands("0.089", "docs/validation.md", "post/full/refined")
-    stored = "cases/Pre-LN, 12 x 128/gradient"
-    assert not stands("0.00056", "benchmarks/data/position_classes.json", stored)
 
 
 POINTER = re.compile(r"docs/theory/(\w+)\.md(?:, ([A-Z][^.;:()\"]*))?")
@@ -119,10 +61,8 @@ HEADING = re.compile(r"^(?:## (?:\d+\. )?|\*\*)([^*\n]+)", re.M)
 
 
 def test_pointers_in_the_code_lead_somewhere() -> None:
-    count = 0
     for file in (ROOT / "moments").rglob("*.py"):
         for match in POINTER.finditer(re.sub(r"\s*\n\s*#?\s*", " ", file.read_text("utf-8"))):
-            count += 1
             page = ROOT / "docs/theory" / f"{match[1]}.md"
             assert page.exists(), (file, match[0])
             if match[2]:
@@ -132,7 +72,6 @@ def test_pointers_in_the_code_lead_somewhere() -> None:
                     file.name,
                     match[0],
                 )
-    assert count >= 30
 
 
 def test_the_page_of_constants_has_the_code_s_values() -> None:
@@ -142,50 +81,3 @@ def test_the_page_of_constants_has_the_code_s_values() -> None:
     assert text("docs/theory/constants.md") == constants.page()
     stored = json.loads(text("benchmarks/data/constants.json"))
     assert set(stored) == {f"{c.module}.{c.name}" for c in (*constants.TABLE, *constants.EDGES)}
-
-
-# Modules of the refined theory whose formulas are no laws.
-THEORY = (
-    "engine/classes",
-    "engine/directions",
-    "engine/fluctuation",
-    "engine/bottom_to_top",
-    "engine/composition",
-    "noise/overlap",
-    "noise/band",
-    "noise/network",
-    "transfer/attention/response",
-    "engine/response",
-    "noise/loss_noise",
-    "noise/encoder_noise",
-    "transfer/elementary",
-    "transfer/gated",
-    "transfer/normalization",
-    "transfer/attention/layers",
-    "transfer/attention/projections",
-    "transfer/attention/laws",
-    "transfer/attention/kernels/attention",
-    "transfer/attention/kernels/closure",
-    "transfer/attention/kernels/finite_rows",
-    "transfer/attention/kernels/joint_laws",
-    "transfer/attention/kernels/position_attention",
-    "transfer/attention/kernels/logits",
-    "transfer/attention/kernels/row_statistics",
-    "transfer/attention/kernels/relative_positions",
-    "transfer/attention/softmax/norms",
-    "transfer/attention/softmax/table",
-    "transfer/attention/softmax/peaked",
-    "transfer/head/cross_entropy",
-    "transfer/head/readout",
-    "transfer/head/softmax_agreement",
-    "transfer/head/tied",
-    "solver/layerwise",
-)
-
-
-@pytest.mark.parametrize("module", THEORY)
-def test_formulas_that_are_no_laws_have_a_place_on_a_page(module: str) -> None:
-    file = ROOT / "moments" / f"{module}.py"
-    if not file.exists():  # moved since: then whatever holds the idea points there
-        pytest.fail(f"{module} is gone; name what holds its formulas")
-    assert "docs/theory/" in (ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "")

@@ -41,7 +41,6 @@ def test_small_matrices_are_left_to_one_thread(monkeypatch: pytest.MonkeyPatch) 
         return whole(*args)
 
     monkeypatch.setattr(Layer, "propagate", watched)
-    monkeypatch.setattr("moments.prediction.stack.replayed", lambda *_: None)
     model = moments.Transformer(1, 32, 2, 8, causal=True)
     moments.predict(model)
     assert set(seen) == {1}

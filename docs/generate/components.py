@@ -1,17 +1,9 @@
-"""One page per component: every law with its formula, source, domain and status, and a picture."""
+"""One page per component: every law with its formula, source, domain and status."""
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parent.parent.parent / "benchmarks"))
-
-from component_pictures import panels, stored
-from figure import svg
 
 from moments.formulas.registry import COMPONENTS, STACKS, component_page, symbols_page
 
@@ -41,19 +33,11 @@ def navigation() -> list[Any]:
 
 
 def pages() -> dict[str, str | bytes]:
-    """Pages and pictures."""
+    """Every page."""
     found: dict[str, str | bytes] = {"components/index.md": _index(), "components/symbols.md": ""}
     found["components/symbols.md"] = "# Symbols\n\n" + symbols_page()
     for name, record in ALL.items():
-        text = component_page(record, level=1)
-        found[f"components/{name}.svg"] = _picture(name)
-        text += (
-            f"\n## Predicted and simulated\n\n![{record.title}: predicted and simulated]"
-            f"({name}.svg)\n\nLines are the laws; points are means over draws of tokens and "
-            "weights that use no law, bars two standard errors. An asymptotic law is off by "
-            "what its note names.\n"
-        )
-        found[f"components/{name}.md"] = text
+        found[f"components/{name}.md"] = component_page(record, level=1)
     return found
 
 
@@ -75,8 +59,3 @@ def _index() -> str:
         laws = sorted({q for theory in ("refined", "published") for q in record.under(theory)})
         lines.append(f"| [{record.title}]({name}.md) | `{name}` | {', '.join(laws)} |")
     return "\n".join(lines) + "\n"
-
-
-def _picture(name: str) -> bytes:
-    of = stored()[name]
-    return svg(functools.partial(panels, of=of), f"{name}: law and simulation", len(of))

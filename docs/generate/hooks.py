@@ -1,7 +1,7 @@
 """What mkdocs runs: pages generated from the code, and formulas as MathML.
 
 Nothing generated is committed, so that it cannot drift: formulas come from the laws, schemes from
-the registry, the reference from docstrings, pictures from stored data and small simulations.
+the registry, the reference from docstrings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-import accuracy
 import components
 import mathml
 import reference
@@ -28,7 +27,6 @@ def generated() -> dict[str, str | bytes]:
         **components.pages(),
         **scheme_pages.pages(),
         **reference.pages(),
-        **accuracy.pictures(),
     }
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import warnings
 from typing import Any
 
-from components import QUICK, panels, stored
-from figure import svg
+from components import QUICK
 
 import moments
 from moments.scheme import Scheme
@@ -27,7 +25,6 @@ def navigation() -> list[Any]:
 def pages() -> dict[str, str | bytes]:
     """A page each and an index."""
     found: dict[str, str | bytes] = {f"scheme/{s.name}.md": _page(s) for s in SCHEMES}
-    found |= {f"scheme/{s.name}.svg": _picture(s) for s in SCHEMES}
     rows = [
         f"| [`{s.name}`]({s.name}.md) | {s.title} | {', '.join(f'`{f}`' for f in s.sets)} | "
         f"{', '.join(s.placements) or 'any'} |"
@@ -95,22 +92,9 @@ def _numbers(scheme: Scheme) -> list[str]:
             for n in (0, 1, 6, 12, 24)
         ),
         "",
-        "## Predicted and simulated",
-        "",
-        f"![{scheme.name}: predicted and simulated]({scheme.name}.svg)",
-        "",
-        "Lines are predictions, the scheme applied anew at every depth; points are simulations of "
-        "it, bars two standard errors. The same numbers, and all schemes side by side: "
-        "[every scheme measured](../schemes.md).",
+        "All schemes against simulation: [every scheme measured](../schemes.md).",
         "",
     ]
-
-
-def _picture(scheme: Scheme) -> bytes:
-    """Growth of signal and gradient over the depth, with what was simulated."""
-    of = stored()[f"scheme/{scheme.name}"]
-    title = f"{scheme.name}: d_model 128, 4 heads, 64 tokens, dropout 0.1"
-    return svg(functools.partial(panels, of=of), title, len(of))
 
 
 def _greek(text: str) -> str:

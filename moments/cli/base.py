@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ..errors import DomainError, MomentsError, ValidityWarning, brief, domain_error
 from ..files import parse_json, plain, read_toml, replacing
@@ -210,7 +210,22 @@ _WAYS: dict[str, tuple[Any, Any]] = {
 """Parameters of `Answer.show`: the options they are, and their defaults."""
 
 
-class _Listed(TyperGroup):
+class _Plain:
+    """Help in which flags stand without a type."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in found:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return found
+
+
+class _Command(_Plain, TyperCommand):
+    pass
+
+
+class _Listed(_Plain, TyperGroup):
     """Commands in the order of `PANELS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -237,9 +252,8 @@ class Application(typer.Typer):
         def add(function: Callable[..., Answer | None]) -> Callable[..., Answer | None]:
             known = name or function.__name__.replace("_", "-")
             (panel,) = (title for title, names in PANELS.items() if known in names)
-            register = of_typer(
-                name, epilog=epilog if examples else None, rich_help_panel=panel, **kwargs
-            )
+            kwargs.update(epilog=epilog if examples else None, rich_help_panel=panel)
+            register = of_typer(name, cls=_Command, **kwargs)
             register(_framed(function, ways))
             return function
 
@@ -487,7 +501,8 @@ def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, A
     if name.endswith(".toml"):
         found = _by_hand(name)
         return found if seq_len is None else found.replace(seq_len=seq_len), {}
-    from ..model.huggingface.config import from_huggingface, read_config
+    from .. import from_huggingface
+    from ..model.huggingface.config import read_config
     from ..model.transformer import FORMAT_VERSION
 
     entries = read_config(name)
@@ -609,7 +624,7 @@ def with_input(
 
 def shortened(model: Transformer, seq_len: int | None) -> Transformer:
     """The model at fewer tokens, with a note, where it is resolved by token and none were named."""
-    from ..prediction.predict import shortened as at_few
+    from ..prediction.length import shortened as at_few
 
     found = model if seq_len is not None else at_few(model)
     if found is not model:

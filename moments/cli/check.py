@@ -8,7 +8,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -246,6 +247,14 @@ def running(subject: str) -> Iterator[None]:
             why = why.replace("pass batch=", f"let {name}() return (module, batch)")
         kind = DomainError if isinstance(error, DomainError) else MomentsError
         raise kind(f"{subject} cannot be checked: {why}") from None
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if Path(__file__).parent.parent in Path(frame.f_code.co_filename).parents:
+            raise
+        said = " ".join(str(error).split())[:300]
+        raise DomainError(
+            f"{subject} cannot be checked: running it raised {type(error).__name__}: {said}"
+        ) from error
 
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
@@ -295,9 +304,15 @@ def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
         found = getattr(loaded, name)
         if (callable(found) and not hasattr(found, "forward")) or isinstance(found, type):
             found = found()
-    if isinstance(found, tuple) and len(found) == 2:
-        return found
-    return found, None
+    module, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    readable = batch is None or isinstance(batch, Mapping | list) or hasattr(batch, "shape")
+    if isinstance(module, tuple) or not readable:
+        raise domain_error(
+            f"{argument}: what {file}:{name} gives",
+            tuple(type(one).__name__ for one in found),
+            "a module, or (module, batch), a batch being an array, a tensor or a mapping of them",
+        )
+    return module, batch
 
 
 # --- compare --------------------------------------------------------------------------------------

@@ -129,9 +129,7 @@ def solve(
         typer.Option(
             "--objective",
             "--scheme",
-            help="A scheme (`moments schemes`), or stream_variance, block_variance, "
-            "final_variance, gradient_ratio, final_correlation, query_value_balance, "
-            "query_value_balance_per_layer, flat_gradient, largest_k, largest_depth.",
+            help="A scheme (`moments schemes`), or one of those above.",
         ),
     ] = "dslm",
     target: Annotated[float, typer.Option(help="The wanted value.")] = 1.0,
@@ -157,7 +155,14 @@ def solve(
     option: SchemeOption = None,
     tolerance: Annotated[float, typer.Option(help="Of the residual, relative.")] = 1e-9,
 ) -> Answer:
-    """Solve for weight variances and scales; exit 1 where the target is infeasible."""
+    """Solve for weight variances and scales; exit 1 where the target is infeasible.
+
+    Objectives, each with its --target: block_variance, of every block's output; stream_variance,
+    after every layer; final_variance, after the last; gradient_ratio, the first layer's gradient
+    variance over the last one's (2: within twice); flat_gradient, the same from layer to layer;
+    final_correlation, of tokens, at most; query_value_balance, squared gradient norms of queries
+    over values, and query_value_balance_per_layer. With --bound: largest_k, largest_depth.
+    """
     from ..scheme import schemes
     from ..scheme.plan import solve as run
 

@@ -28,6 +28,7 @@ from .base import (
     named,
     scheme_options,
     spelled,
+    steps,
     told,
     with_input,
 )
@@ -256,10 +257,19 @@ def compare_schemes(
     correlation: InputCorrelation = None,
 ) -> Answer:
     """What every scheme does to one model: growth, gradients, correlation, in one table."""
+    from ..scheme import schemes as every
     from ..show.scheme_table import compare_schemes as run
 
     described, inputs = with_input(model, layers, seq_len, variance, correlation)
-    found = run(described, scheme or None, options=scheme_options(option), **inputs)
+    names = scheme or [one.name for one in every()]
+    with steps("applying schemes", len(names)) as advance:
+        found = run(
+            described,
+            names,
+            options=scheme_options(option),
+            step=lambda name: advance(1, name),
+            **inputs,
+        )
     if not found.predictions:
         reasons = "; ".join(dict.fromkeys(found.left_out.values()))
         raise DomainError(f"no scheme could be applied: {reasons}")

@@ -471,7 +471,7 @@ class Parallel(Component):
     ) -> UnsharedOverlap:
         total, before = at, 0.0
         for index, child in enumerate(record.children):
-            inner, gained = walk.through(child, at), unshared_variance(child.output)
+            inner, gained = walk.through(child, at), unshared_variance(child.output, walk.real)
             width = child.output.width
             total = total.added(inner, (before, gained), at, width) if index else inner
             before += gained
@@ -576,8 +576,8 @@ class Residual(Component):
     ) -> UnsharedOverlap:
         (child,) = record.children
         inner, width = walk.through(child, at), record.input.width
-        kept = unshared_variance(record.input) * self.skip_scale**2
-        gained = unshared_variance(child.output) * self.branch_scale**2
+        kept = unshared_variance(record.input, walk.real) * self.skip_scale**2
+        gained = unshared_variance(child.output, walk.real) * self.branch_scale**2
         return at.added(inner, (kept, gained), at, width)
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:

@@ -476,11 +476,13 @@ class OverlapWalk:
 
     Attributes:
         memory: nu of what cross-attention reads; None: 1/width of that.
+        real: (L,) 1 for real tokens and 0 for padding, by token; None: all are real.
         attended: nu of what every attention attends to, by its place.
         growth: factors on squared gradient norms, by layer and name.
     """
 
     memory: float | None = None
+    real: Array | None = None
     attended: dict[tuple[int, str], float] = field(default_factory=dict)
     growth: dict[tuple[int, str], float] = field(default_factory=dict)
 
@@ -489,20 +491,22 @@ class OverlapWalk:
         return record.component.unshared_overlap(record, at, self)
 
 
-def unshared_variance(signal: Signal) -> float:
-    """What a token's second moment has beyond what two tokens share, averaged."""
+def unshared_variance(signal: Signal, real: Array | None = None) -> float:
+    """What a token's second moment has beyond what two tokens share, averaged over real ones."""
     tokens = signal.second_moment()
-    return max(float(tokens.mean_diagonal()) - float(tokens.mean_pairs()), 0.0)
+    return max(float(tokens.mean_diagonal(real)) - float(tokens.mean_pairs(real)), 0.0)
 
 
-def elasticity(leaf: Leaf, before: Signal, after: Signal) -> float:
+def elasticity(leaf: Leaf, before: Signal, after: Signal, real: Array | None) -> float:
     """Relative change of two tokens' overlap behind an entrywise function per that before it."""
-    tokens = Kernel(float(before.kernel.mean_diagonal()), float(before.kernel.mean_pairs()))
-    mean = before.second_moment().mean_diagonal() - before.kernel.mean_diagonal()
+    kernel = before.kernel
+    tokens = Kernel(float(kernel.mean_diagonal(real)), float(kernel.mean_pairs(real)))
+    mean = before.second_moment().mean_diagonal(real) - kernel.mean_diagonal(real)
     entering = Signal(tokens, before.seq_len, float(max(mean, 0.0)) ** 0.5, before.width)
     output, pullback = leaf.forward(entering)
     unshared = unshared_variance(output)
     if unshared == 0.0:
         return 1.0
     sent = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.pairs
-    return float(float(sent) * before.width / after.width * unshared_variance(entering) / unshared)
+    gain = before.width / after.width * unshared_variance(entering) / unshared
+    return float(sent) * float(gain)

@@ -168,6 +168,14 @@ class SequenceLayout:
         """`documents`, or `real`, which says that all real tokens are of one."""
         return self.real if self.documents is None else self.documents
 
+    @property
+    def counted(self) -> np.ndarray | None:
+        """(n,) by token, 1.0 where one counts; None: all do, or there are classes."""
+        if self.numbers is None or self.classes is not None:
+            return None
+        real = np.atleast_2d(self.numbers > 0) + 0.0
+        return np.asarray(real.reshape(-1) if self.sequences > 1 else real[0])
+
     def fewest(self, seq_len: int) -> int:
         """The fewest real tokens of a sequence."""
         return seq_len if self.real is None else int(self.real.sum(-1).min())

@@ -157,22 +157,33 @@ class Kernel:
             return value, value
         return value[..., :, None], value[..., None, :]
 
-    def mean_diagonal(self) -> Array:
-        """Average over tokens."""
-        return self.average(self.diagonal)
+    def mean_diagonal(self, real: Array | None = None) -> Array:
+        """Average over tokens; `real` as in `average`."""
+        return self.average(self.diagonal, real)
 
-    def average(self, values: Array) -> Array:
-        """Average over tokens of a number for each; a number for all stays."""
+    def average(self, values: Array, real: Array | None = None) -> Array:
+        """Average over tokens of a number for each; a number for all stays.
+
+        Args:
+            values: of the tokens.
+            real: (L,) 1 for tokens that count and 0 for padding, by token; None: all count.
+        """
         if not self.resolved or np.ndim(values) < np.ndim(self.diagonal):
             return values
-        return np.mean(values, axis=-1) if self.classes is None else self.classes.mean(values)
+        if self.classes is not None:
+            return self.classes.mean(values)
+        return np.mean(values, axis=-1) if real is None else values @ real / real.sum()
 
-    def mean_pairs(self) -> Array:
-        """Average over ordered pairs of different tokens; 0 without any."""
+    def mean_pairs(self, real: Array | None = None) -> Array:
+        """Average over ordered pairs of different tokens, `real` as in `average`; 0 without any."""
         if not self.resolved:
             return self.pairs
         if self.classes is not None:
             return self.classes.mean_of_pairs(self.pairs)
+        if real is not None:
+            length = real.sum()
+            total = self.pairs @ real @ real - self.diagonal @ real
+            return total / max(length * (length - 1), 1)
         length = self.pairs.shape[-1]
         total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
         return total / max(length * (length - 1), 1)

@@ -109,10 +109,6 @@ class Record:
         for child in self.component.way_back(self.children):
             yield from child.walk_back()
 
-    def between_layers(self) -> list[Point] | None:
-        """The stream behind every layer, where that is known without what passed inside them."""
-        return None
-
     def notes(self) -> list[tuple[int, str, str]]:
         """(layer, site, note) of all that makes the numbers here less certain."""
         return [(o.layer, o.component.label, n) for o in self.sites() for n in o.output.notes]
@@ -234,20 +230,11 @@ class Trace:
 
     def stream(self) -> list[Point]:
         """The N + 1 points of the residual stream."""
-        between = None if self.stack is None else self.stack.between_layers()
-        if self.stack is None or between is None:
-            return [point for point in self.points if point.site == "stream"]
-        return [Point(0, "stream", self.entering, self.stack.sent), *between]
+        return [point for point in self.points if point.site == "stream"]
 
     def passing(self) -> list[tuple[Signal, Gradient]]:
         """What enters every layer, and the gradient that its output receives."""
-        assert self.stack is not None
-        between = self.stack.between_layers()
-        if between is None:
-            return [(one.input, one.children[0].gradient_received) for one in self.layers]
-        signals = [self.entering, *(point.signal for point in between)]
-        received = [point.gradient for point in between if point.gradient is not None]
-        return list(zip(signals, received, strict=False))
+        return [(one.input, one.children[0].gradient_received) for one in self.layers]
 
     def notes(self) -> list[tuple[int, str, str]]:
         """Those of every record, in the order of the forward pass."""
@@ -262,8 +249,6 @@ class Trace:
     @property
     def memory(self) -> Signal | None:
         """What cross-attention in the layers reads."""
-        if self.stack is None or self.stack.between_layers() is not None:
-            return None  # nothing inside is there to have read one
         read = (one.memory for layer in self.layers[:1] for one in layer.walk())
         return next((memory for memory in read if memory is not None), None)
 

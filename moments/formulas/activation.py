@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DomainError, domain_error
-from .algebra import FLOAT, NODES, NUMPY, RECORDED, LogSeries, midpoints, whole
+from .algebra import FLOAT, NODES, NUMPY, LogSeries, midpoints
 from .checks import Interval
 from .law import ComponentLaws, Law, Source, Substituted, derived, times
 from .references import CHO, kedia
@@ -99,7 +99,6 @@ def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
     def at(*values: float) -> Any:
         return formula(FLOAT, *values)
 
-    noted = whole(at, lambda *values: formula(NUMPY, *values))
     series = LogSeries(lambda variance: np.asarray(formula(NUMPY, variance)))
 
     @functools.wraps(formula)
@@ -115,7 +114,7 @@ def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
             variance = np.asarray(values[0], dtype=float)
             if LogSeries.serves(variance):
                 return series(variance.ravel()).reshape(variance.shape)
-        return noted(*values) if m is RECORDED else formula(m, *values)
+        return formula(m, *values)
 
     return law
 

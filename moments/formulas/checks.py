@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import domain_error
-from .algebra import Recorded
 
 Array = NDArray[np.float64]
 
@@ -28,7 +27,7 @@ class Interval:
 
     def contains(self, value: Any) -> bool:
         """Whether every entry of `value` lies inside (NaN and infinities never do)."""
-        v: Any = value if type(value) is Recorded else np.asarray(value, dtype=float)
+        v = np.asarray(value, dtype=float)
         above = v > self.lower if self.open_lower else v >= self.lower
         below = v < self.upper if self.open_upper else v <= self.upper
         return bool(np.all(above)) and bool(np.all(below)) and bool(np.all(np.isfinite(v)))

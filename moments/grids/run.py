@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.program import Unlike
+from ..engine.structure import Unlike
 from ..errors import (
     DomainError,
     MomentsError,

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..engine.composition import Chain, Component, Layer, Residual
-from ..engine.program import Unlike, fields_of, flattened, joined, unflattened
 from ..engine.state import Kernel
+from ..engine.structure import Unlike, fields_of, flattened, joined, unflattened
 from ..formulas.law import Theory
 from ..model.transformer import Transformer
 from ..prediction.draws import QUANTITIES

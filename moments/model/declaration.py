@@ -189,6 +189,11 @@ def _check_together(model: Transformer) -> None:
         raise domain_error(
             "layernorm_scaling", model.layernorm_scaling, "False where norm is 'none'"
         )
+    if isinstance(model.head, Head) and model.head.tied and isinstance(model.embedding, Embedding):
+        width = model.embedding.factor_dim
+        if model.head.factor_dim != width:
+            remedy = "a tied head reads as many features as a row of the table has"
+            raise domain_error("head.factor_dim", model.head.factor_dim, f"{width}", remedy)
     if model.alibi:
         settle(model, ["heads"], check_count, most=MOST_HEADS)
     if model.rotary is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..errors import domain_error
+from ..errors import DomainError, domain_error
 from ..formulas.checks import (
     NONNEGATIVE,
     POSITIVE,
@@ -38,6 +38,12 @@ class Embedding(Stored):
             Transformer's fixed sines and cosines, entries of mean square 1/2) or "none".
         padding_id: the token whose row is zero and receives no gradient from the input; None: all
             rows are drawn.
+        factor_dim: width of tables that a matrix of factor_dim rows and d_model columns widens;
+            None: tables are d_model wide. With `norm`, all tables are so wide, and the matrix is
+            behind their norm and dropout (ELECTRA, ALBERT); without, the token table alone is, and
+            positions are added to what the matrix makes of it (OPT-350m).
+        factor_variance: variance of that matrix's entries.
+        factor_bias: whether it has a bias, which starts at zero.
 
     Raises:
         DomainError: a value outside what is allowed.
@@ -55,13 +61,19 @@ class Embedding(Stored):
     scale: float = field(default=1.0, kw_only=True)
     positions: str = field(default="learned", kw_only=True)
     padding_id: int | None = field(default=None, kw_only=True)
+    factor_dim: int | None = field(default=None, kw_only=True)
+    factor_variance: float | None = field(default=None, kw_only=True)
+    factor_bias: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         settle(self, ["vocab_size"], check_count, least=2)
         settle(self, ["token_variance", "scale"], check_number, POSITIVE)
         names = ("position_variance", "segment_variance", "norm_epsilon")
         settle(self, names, check_number, NONNEGATIVE)
-        settle(self, ["norm"], check_flag)
+        settle(self, ["norm", "factor_bias"], check_flag)
+        settle(self, ["factor_dim"], check_count, least=2)
+        settle(self, ["factor_variance"], check_number, POSITIVE, "pass a variance")
+        self._check_factor()
         settle(self, ["dropout"], check_number, PROBABILITY)
         settle(self, ["padding_id"], check_count, least=0)
         check_choice("positions", self.positions, POSITIONS)
@@ -73,12 +85,37 @@ class Embedding(Stored):
             allowed = f"below vocab_size = {self.vocab_size}"
             raise domain_error("padding_id", self.padding_id, allowed)
 
+    def _check_factor(self) -> None:
+        if (self.factor_dim is None) != (self.factor_variance is None):
+            raise DomainError("factor_dim and factor_variance belong together: give both")
+        if self.factor_dim is None:
+            if self.factor_bias:
+                raise domain_error("factor_bias", True, "False without factor_dim")
+        elif not self.norm and (self.factor_bias or self.segment_variance):
+            name = "factor_bias" if self.factor_bias else "segment_variance"
+            allowed = "0 where the matrix widens token rows alone"
+            raise domain_error(name, getattr(self, name), allowed, "norm=True")
+        elif self.norm and self.positions == "sinusoidal":
+            raise domain_error("positions", self.positions, "'learned' or 'none' with factor_dim")
+
+    def table_width(self, d_model: int) -> int:
+        """Features of the sum of the tables."""
+        return self.factor_dim if self.factor_dim is not None and self.norm else d_model
+
+    @property
+    def row_variance(self) -> float:
+        """Mean square of an entry of what the sum of the tables has of a token's row."""
+        inner = 1.0
+        if self.factor_dim is not None and not self.norm:
+            inner = self.factor_dim * (self.factor_variance or 0.0)
+        return inner * self.scale**2 * self.token_variance
+
     @property
     def variance(self) -> float:
         """Mean square of an entry of the sum of the tables."""
         sinusoidal = self.positions == "sinusoidal"
         positions = _SINUSOIDAL_SQUARE if sinusoidal else self.position_variance
-        return self.scale**2 * self.token_variance + positions + self.segment_variance
+        return self.row_variance + positions + self.segment_variance
 
     def __str__(self) -> str:
         times = "" if self.scale == 1 else f" times {self.scale:.4g}"
@@ -90,4 +127,6 @@ class Embedding(Stored):
         if self.segment_variance:
             tables.append(f"segments {self.segment_variance:.3g}")
         tail = ", normalised" if self.norm else ""
+        if self.factor_dim is not None:
+            tail += f", widened from {self.factor_dim} features by {self.factor_variance:.3g}"
         return " + ".join(tables) + tail + f", dropout {self.dropout:g}"

@@ -49,6 +49,10 @@ class Head(Stored):
         classes: labels of a classification.
         pool: what classifies a sequence: its "first" token or the "mean" of its tokens.
         target_share: share of tokens with a target under "masked" where no targets are given.
+        factor_dim: features that the matrix reads where they are fewer than d_model: those of a
+            token table that it is tied to. A `transform` makes them (ELECTRA), else a matrix of its
+            own (OPT-350m).
+        factor_variance: variance of that matrix's entries.
         label_smoothing: share of the target's weight that is spread over all logits.
 
     Raises:
@@ -75,6 +79,8 @@ class Head(Stored):
     target_share: float = 0.15
     label_smoothing: float = 0.0
     norm_gain: float = 1.0
+    factor_dim: int | None = None
+    factor_variance: float | None = None
 
     def __post_init__(self) -> None:
         settle(self, ("tied", "norm", "bias", "transform_norm"), check_flag)
@@ -83,6 +89,8 @@ class Head(Stored):
         settle(self, ("vocab_size", "classes"), check_count, least=2)
         variances = ("weight_variance", "transform_variance", "transform_bias_variance")
         settle(self, variances, check_number, NONNEGATIVE, "pass a variance")
+        settle(self, ["factor_dim"], check_count, least=2)
+        settle(self, ["factor_variance"], check_number, POSITIVE, "pass a variance")
         settle(self, ("output_scale", "logit_softcap"), check_number, POSITIVE)
         settle(self, ["norm_gain"], check_number, POSITIVE, "a gain multiplies amplitudes")
         settle(self, ("dropout", "label_smoothing"), check_number, PROBABILITY)
@@ -97,6 +105,12 @@ class Head(Stored):
         if self.transform is None and self.transform_bias_variance is not None:
             raise domain_error(
                 "transform_bias_variance", self.transform_bias_variance, "None without a transform"
+            )
+        if (self.factor_dim is not None and self.transform is None) != (
+            self.factor_variance is not None
+        ):
+            raise DomainError(
+                "factor_dim and factor_variance belong together, without a transform: give both"
             )
         if not self.tied and self.weight_variance is None:
             raise DomainError("weight_variance is missing: an untied head has its own matrix")
@@ -125,6 +139,8 @@ class Head(Stored):
         if self.transform is not None:
             tail = " and norm" if self.transform_norm else ""
             parts.append(f"{self.transform} layer of variance {self.transform_variance:.3g}{tail}")
+        if self.factor_dim is not None:
+            parts.append(f"narrowed to {self.factor_dim} features")
         matrix = "tied" if self.tied else f"matrix of variance {self.weight_variance:.3g}"
         parts.append(
             matrix if self.output_scale == 1 else f"{matrix}, logits times {self.output_scale:.4g}"

@@ -36,10 +36,10 @@ class Transformer:
             of a causal head, beyond the sequence, is any token by Zipf's law unless it is given.
         d_ff: width of the feed-forward hidden layer; None: 4 * d_model.
         norm: where normalisation sits. "pre", "post" or "none"; "sandwich" before and after every
-            block (Peri-LN's layers too); "output" at every block's output alone (OLMo 2); "mix": the first `post_layers` layers Post-LN, the others
-            Pre-LN; "hybrid": query, key and value normalised, and Post-LN around the feed-forward
-            block (HybridNorm); "b2t": Post-LN with a connection from each layer's input to its last
-            normalisation.
+            block (Peri-LN's layers too); "output" at every block's output alone (OLMo 2); "mix":
+            the first `post_layers` layers Post-LN, the others Pre-LN; "hybrid": query, key and
+            value normalised, and Post-LN around the feed-forward block (HybridNorm); "b2t": Post-LN
+            with a connection from each layer's input to its last normalisation.
         normalization: "layernorm", "rmsnorm" or "dyt" (tanh(dyt_alpha x) instead of a norm; not
             beside norm="hybrid").
         activation: "relu", "gelu" (erf form), "gelu_tanh", "silu", "identity", ...

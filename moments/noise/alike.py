@@ -13,9 +13,9 @@ import numpy as np
 
 from ..engine.composition import Layer
 from ..engine.layout import SequenceLayout
-from ..engine.program import fields_of, flattened, joined
 from ..engine.response import Around, Sublayer, matrix_of, trace_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
+from ..engine.structure import fields_of, flattened, joined
 from ..engine.trace import Record, Run, Trace
 from .network import AllAtOnce, Group
 

@@ -19,7 +19,7 @@ See docs/theory/band.md, How it travels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,9 +35,12 @@ from ..engine.response import (
     SignalAdjoint,
     Sublayer,
     count_of,
+    diagonal,
     matrix_of,
+    own_entries,
     paired,
     per_unit,
+    stacked,
     total,
     trace_of,
 )
@@ -96,17 +99,78 @@ def log_variance(
         across: of two sequences, what their tokens share before every part and behind all, where
             that is known (`between_documents`); None: what two texts do.
     """
-    layers = [part for part in declaration.children if isinstance(part, Layer)]
-    first = trace.entering
-    if first.resolved is True:
-        batch = max(1, batch // (first.kernel.pairs.shape[-1] // first.seq_len))
+    layers, first = _layers(declaration), trace.entering
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        walk = OneByOne(_by_token(trace)) if first.resolved else Alike.of(trace).walk(layers)
-        end = Fresh.of(trace) if top is None else top.met(trace, batch)
-        common = shared(layers, trace, walk, batch) if across is None else _means(across)
-        network = Network(walk, first, batch, common, end, across)
-        variance = _at_points(network, sublayer_starts(layers), bool(first.resolved))
-    return _where_it_arrives(variance, trace)
+        alone = _alone(trace, batch)
+        end = Fresh.of(trace) if top is None else top.met(trace, alone)
+        network = _network(layers, trace, batch, end, across)
+        starts = sublayer_starts(layers)
+
+        def variance(points: Sequence[int]) -> Array:
+            return network.variance([starts[n] for n in points])
+
+        found = _at_points(network, variance, len(layers), bool(first.resolved))
+    return _where_it_arrives(found, trace)
+
+
+def _layers(declaration: Chain) -> list[Layer]:
+    return [part for part in declaration.children if isinstance(part, Layer)]
+
+
+def _alone(trace: Trace, batch: float) -> float:
+    """Sequences beyond those that one kernel by token holds."""
+    first = trace.entering
+    if first.resolved is not True:
+        return batch
+    return max(1, batch // (first.kernel.pairs.shape[-1] // first.seq_len))
+
+
+def _network(
+    layers: Sequence[Layer],
+    trace: Trace,
+    batch: float,
+    end: tuple[Matrix, Response],
+    across: Sequence[Matrix] | None,
+) -> Network:
+    first, batch = trace.entering, _alone(trace, batch)
+    walk = OneByOne(_by_token(trace)) if first.resolved else Alike.of(trace).walk(layers)
+    common = shared(layers, trace, walk, batch) if across is None else _means(across)
+    return Network(walk, first, batch, common, end, across)
+
+
+def signal_log_variance(
+    declaration: Chain,
+    trace: Trace,
+    batch: float = 1,
+    across: Sequence[Matrix] | None = None,
+    real: Array | None = None,
+) -> Array:
+    """Var log v of the signal's variance at every point of the stream, shape (..., N + 1).
+
+    Args:
+        declaration, trace, batch, across: as in `log_variance`.
+        real: (n,) by token, 1 for tokens that count and 0 for padding; None: all count.
+    """
+    layers, first = _layers(declaration), trace.entering
+    kernels = [
+        matrix_of(point.signal.second_moment(), point.signal.seq_len) for point in trace.stream()
+    ]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        network = _network(layers, trace, batch, Fresh.of(trace), across)
+        starts = sublayer_starts(layers)
+
+        def variance(points: Sequence[int]) -> Array:
+            own = [_averaging(kernels[n], real) for n in points[::-1]]
+            return network.signal_variance([starts[n] for n in points[::-1]], own)[::-1]
+
+        return _at_points(network, variance, len(layers), bool(first.resolved), False)
+
+
+def _averaging(kernel: Matrix, real: Array | None) -> Matrix:
+    """(1, ..., L, L) sensitivity of tokens' average variance over its mean to a kernel."""
+    count = np.ones_like(own_entries(kernel)) if real is None else real + 0.0 * own_entries(kernel)
+    one = diagonal(count.astype(SINGLE), kernel)
+    return stacked([per_unit(one, total(one * kernel))], np.stack)
 
 
 def between_documents(trace: Trace) -> list[Matrix] | None:
@@ -175,21 +239,38 @@ def _by_token(trace: Trace) -> list[Sublayer]:
     return [sublayer_of(one, axes) for one in records]
 
 
-def _at_points(network: Network, starts: Sequence[int], resolved: bool) -> Array:
-    """(..., N + 1) variance at the points of the stream, which have these parts behind them."""
-    layers, most = len(starts) - 1, TARGETS if resolved else ALIKE_TARGETS
+def _at_points(
+    network: Network,
+    variance: Callable[[Sequence[int]], Array],
+    layers: int,
+    resolved: bool,
+    from_above: bool = True,
+) -> Array:
+    """(..., N + 1) variance at the points of the stream.
+
+    Args:
+        network: whose kernels say how many points are followed at once.
+        variance: of these points, in order.
+        layers: how many.
+        resolved: whether tokens are.
+        from_above: whether it grows from the last point down; else from the first up.
+    """
+    most = TARGETS if resolved else ALIKE_TARGETS
     # The last points are their own: above the topmost layer there is no randomness but the loss's.
     below = np.linspace(0, layers - 1, min(most - 1, layers)).round()
-    if len(below) < layers and not resolved:
+    if len(below) < layers and not from_above:
+        # What a layer adds to a signal falls with its number: where it grows is near the first.
+        below = np.append(0.0, np.geomspace(1, layers, most)[:-1].round())
+    elif len(below) < layers and not resolved:
         # In a deep stream of Pre-LN what one layer adds falls with its number.
         fewer = most // 2
         near = np.geomspace(1, layers, fewer).round() - 1
         below = np.union1d(near, np.linspace(0, layers - 1, fewer).round())
-    targets = np.append(below, layers).astype(int)
-    size = max(1, CHUNK_ENTRIES // (network.top.size * starts[-1]))
+    targets = np.unique(np.append(below, layers)).astype(int)
+    parts = sum(len(group.places) for group in network.walk.groups)
+    size = max(1, CHUNK_ENTRIES // (network.top.size * parts))
     found = [
-        network.variance([starts[n] for n in targets[first : first + size]])
-        for first in range(0, len(targets), size)
+        variance(targets[first : first + size].tolist()) for first in range(0, len(targets), size)
     ]
     deviation = np.sqrt(np.concatenate(found))
     points = np.arange(layers + 1)
@@ -206,7 +287,7 @@ def _where_it_arrives(variance: Array, trace: Trace) -> Array:
     return np.where(arrives, np.where(np.isfinite(variance), variance, np.inf), 0.0)
 
 
-def first_order(variance: Array) -> tuple[Array, tuple[str, ...]]:
+def first_order(variance: Array, what: str = "gradient") -> tuple[Array, tuple[str, ...]]:
     """`log_variance` as far as it holds, at most `LARGEST`, and notes on what is beyond.
 
     In the causal norm-less network of the note (d = 96, skip .9, branch .43; 17 tokens), simulated
@@ -218,7 +299,7 @@ def first_order(variance: Array) -> tuple[Array, tuple[str, ...]]:
     points = sorted(set(np.nonzero(variance > LARGEST)[-1].tolist()))
     note = (
         f"one draw's fluctuations explode at points {listed(points)} of the stream (0 enters "
-        f"layer 1): the variance of its log gradient would be {worst:.3g} to first order, and "
+        f"layer 1): the variance of its log {what} would be {worst:.3g} to first order, and "
         f"{LARGEST:g} stands in. The band there says no more than that draws differ by orders of "
         "magnitude, and the mean over draws may be several times what is predicted"
     )

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..engine.classes import ClassMatrix, PositionClasses
-from ..engine.fluctuation import has_fixed_norms
+from ..engine.fluctuation import followed, has_fixed_norms, signed_root
 from ..engine.response import (
     SINGLE,
     Matrix,
@@ -122,6 +122,26 @@ class OneByOne:
             sensitivity = adjoint.sensitivity
         return found, sensitivity
 
+    def fall(self, starts: Sequence[int], own: Sequence[Matrix]) -> tuple[list[Passed], Matrix]:
+        """The same of numbers that are made of signals alone: each of that which enters a part (or
+        leaves the last), with the sensitivity `own` to it; from the last part to the first."""
+        assert list(starts) == sorted(starts, reverse=True)
+        sensitivity, found = own[0][:0], []
+        for k in range(len(self.groups), -1, -1):
+            fresh = [one for start, one in zip(starts, own, strict=True) if start == k]
+            sensitivity = stacked([sensitivity, *fresh])
+            if k and len(sensitivity):
+                group = self.groups[k - 1]
+                adjoint = beside_nothing(group.sublayer, sensitivity)
+                found.append(Passed(group, sensitivity, adjoint))
+                sensitivity = adjoint.sensitivity
+        return found, sensitivity
+
+
+def beside_nothing(sublayer: Sublayer, sensitivity: Matrix) -> Any:
+    """The adjoint of a signal alone, which no gradient answers to."""
+    return sublayer.signal_adjoint(sensitivity, sublayer.gradient_adjoint(sensitivity[:0]).exposure)
+
 
 class Inflow(NamedTuple):
     """What a part sends elsewhere, of which y is made too, tokens alike; all (targets, ..., 2) or
@@ -212,6 +232,23 @@ class AllAtOnce:
             found.append(Passed(group, sensitivity, adjoint))
         return found, _matrix(at, last.classes)
 
+    def fall(self, starts: Sequence[int], own: Sequence[Matrix]) -> tuple[list[Passed], Matrix]:
+        """As `OneByOne.fall`, whatever the order."""
+        kind, given = own[0].classes, np.concatenate([_numbers(one) for one in own])
+        begins = np.asarray(starts).reshape(-1, *(1,) * (given.ndim - 1))
+        at, behind = np.zeros_like(given), [given] * len(self._sent)
+        for k in range(len(self._sent), -1, -1):
+            at = np.where(begins == k, given, at)
+            if k:
+                behind[k - 1] = at
+                at = matrix_times(self._signal[k - 1], at)
+        found = []
+        for group in self.groups:
+            sensitivity = _matrix(_gathered(group, behind), kind)
+            adjoint = beside_nothing(group.sublayer, sensitivity)
+            found.append(Passed(group, sensitivity, adjoint))
+        return found, _matrix(at, kind)
+
 
 SensitivityWalk = OneByOne | AllAtOnce
 
@@ -290,12 +327,25 @@ class Network:
         for group, given, adjoint in ups:
             added = (group.sublayer.gradient_noise(given) + adjoint.noise) / self.batch
             noise[: len(added)] += group.summed(added)
-        if not self._coherence:
-            for group, _, adjoint in ups:
-                self._coherence |= group.by_place(adjoint.coherence[:1])
+        self._known(ups)
         for group, floor in self._gradient_floors(ups, starts, noise):
             noise[: len(floor)] += group.summed(floor)
         return noise + self._signal(ups, sensitivity, last.exposure)
+
+    def signal_variance(self, starts: Sequence[int], own: Sequence[Matrix]) -> Array:
+        """(starts, ...): of a number made of the signal at the inputs of these parts (or the
+        network's output), from the last to the first, with these sensitivities to it."""
+        if self.batch > 1:
+            self._known(self.walk.up([0], self.top)[0])
+        downs, sensitivity = self.walk.fall(starts, own)
+        found = np.zeros(sensitivity.shape[:-2])
+        return self._below(found, downs, sensitivity)
+
+    def _known(self, ups: Sequence[Passed]) -> None:
+        """Keep the coherence of every part."""
+        if not self._coherence:
+            for group, _, adjoint in ups:
+                self._coherence |= group.by_place(adjoint.coherence[:1])
 
     # --- gradient ------------------------------------------------------------------------------
 
@@ -342,20 +392,24 @@ class Network:
     def _signal(self, ups: Sequence[Passed], like: Matrix, exposure: Any) -> Array:
         last = self.end.signal_adjoint(0.0 * like, exposure)
         found = np.zeros(like.shape[:-2]) + last.noise / self.batch
-        overlaps = self._signal_overlaps()
-        downs, sensitivity = self.walk.down(ups, last.sensitivity)
+        return self._below(found, *self.walk.down(ups, last.sensitivity))
+
+    def _below(self, found: Array, downs: Sequence[Passed], sensitivity: Matrix) -> Array:
+        """With what every part adds on the way down, and what enters the first."""
+        overlaps = self._signal_overlaps() if self.batch > 1 else {}
         for group, given, adjoint in downs:
             sublayer = group.sublayer
             noise = (sublayer.signal_noise(given) + adjoint.noise) / self.batch
             noise = noise + self._agreement(group) * adjoint.common
-            if sublayer.residual:
+            if sublayer.residual and self.batch > 1:
                 carried = sublayer.skip * total(given * sublayer.entering)
                 added = total(given * sublayer.leaving) - carried
                 coherent = group.gathered(self._coherence) * added
                 floor = sublayer.floor(carried, added, coherent, group.gathered(overlaps))
                 noise = noise + (1 - 1 / self.batch) * floor + self._across(given, group)
-            found += group.summed(noise)
-        kernel = matrix_of(self.first.kernel, self.first.seq_len).astype(SINGLE)
+            noise = group.summed(noise)
+            found[: len(noise)] += noise
+        kernel = self._entering()
         if has_fixed_norms(self.first):
             # a norm has fixed every token's size
             lost = ratio(row_sums(sensitivity * kernel), own_entries(kernel))
@@ -366,6 +420,14 @@ class Network:
         else:
             across = paired(sensitivity, self.across[0], self.across[0])
         return found + 2 / self.width * (1 - 1 / self.batch) * across
+
+    def _entering(self) -> Matrix:
+        """The kernel of independent features whose overlaps vary as those of what enters do: its
+        own, less what no weight is drawn for."""
+        kernel, square = self.first.kernel, followed(self.first)
+        if square is not None:
+            kernel = signed_root(square, kernel).scaled((self.width / 2) ** 0.5)
+        return matrix_of(kernel, self.first.seq_len).astype(SINGLE)
 
     def _signal_overlaps(self) -> dict[int, Array]:
         """q of the signals of two sequences before every part."""

@@ -12,7 +12,7 @@ nu is one number for all pairs of tokens. In six layers of width 128 on a text o
 overlaps vary by 1, 1.3, 1.6, 1.8, 2.0, 2.1 over d in GPT-2 (here 1, 1.4, 1.7, 1.9, 2.1, 2.3) and
 by 1 to 2.8 in Llama at deviation .02 (2.6). There causal averages fill the stream, what tokens have
 of their own lies in few directions whose sizes vary by more (up to 6/d), and squared query and key
-norms stay 2 to 6 percent low (standard error 4 a layer); docs/real-modules.md has every family.
+norms stay 2 to 6 percent low (standard error 4 a layer); docs/accuracy.md has every family.
 
 Around a unit of realised overlap o, hidden units have the covariance F(o) and send the gradient
 G b(o) back. The gradients of the matrices before and behind, and of the gain of a norm before, sum
@@ -38,6 +38,7 @@ from ..engine.fluctuation import (
 )
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Trace, weight_rows
+from ..transfer.attention.projections import real_tokens
 
 
 class StackOverlaps(NamedTuple):
@@ -68,7 +69,9 @@ def stack_overlaps(stack: Record, memory: float | None = None) -> StackOverlaps:
         stack: the layers, both passes, one configuration.
         memory: nu of what cross-attention reads; None: 1/width of that.
     """
-    walk = OverlapWalk(memory)
+    leaves = (one.component for one in stack.leaves() if one.memory is None)
+    padded = (real_tokens(leaf) for leaf in leaves if leaf.padding is not None)
+    walk = OverlapWalk(memory, next(padded, None))
     last = walk.through(stack, UnsharedOverlap(1.0 / stack.input.width))
     for chain in (one for one in stack.walk() if isinstance(one.component, Chain)):
         for unit in units(chain):

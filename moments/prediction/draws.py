@@ -29,7 +29,9 @@ CENTRED_SITES = frozenset({"ffn.activation", "ffn.activation_dropout", "head.tra
 norm, is symmetric about zero, so the mean vanishes exactly; subtracting an estimate of it instead
 would take out 1/(draws * d_model) of the variance of a stream whose tokens agree."""
 
-OUTPUT_SITES = frozenset({"final.norm", "final.dropout", "head.transform", "head.norm", "logits"})
+OUTPUT_SITES = frozenset(
+    ("final.norm", "final.dropout", "head.factor", "head.transform", "head.norm", "logits")
+)
 """Sites after the last layer N, which count as layer N + 1."""
 
 

@@ -140,6 +140,7 @@ def predict(
     Warns:
         ValidityWarning: where a formula leaves the regime it was validated in; also in `warnings`.
     """
+    asked = {name: value for name, value in locals().items() if name not in ("model", "progress")}
     if not isinstance(model, Transformer):
         raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
     check_choice("theory", theory, THEORIES)
@@ -213,6 +214,7 @@ def predict(
         given = (grad_variance, grad_correlation)
         alone = functools.partial(_of_one_document, stack, stack.classes.ends, given, batch)
     found = stack.prediction(batch, outcome, encoder, alone=alone)
+    found = dataclasses.replace(found, asked=asked)
     for note in found.warnings:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
     return found
@@ -558,18 +560,6 @@ def _falls_steeply(model: Transformer) -> bool:
 def positional(model: Transformer) -> bool:
     """Whether attention tells tokens apart by where they are in their sequence."""
     return any((model.causal, model.alibi, any(model.windows)))
-
-
-FEW_TOKENS = 128
-"""Tokens of a model that are resolved one by one where its user names no number of them: the cost
-of a layer grows with their cube."""
-
-
-def shortened(model: Transformer) -> Transformer:
-    """The model at `FEW_TOKENS` where it has more and they would be resolved one by one."""
-    if model.seq_len <= FEW_TOKENS or not positional(model) or by_position(model):
-        return model
-    return model.replace(seq_len=FEW_TOKENS)
 
 
 def few_by_distance(model: Transformer) -> bool:

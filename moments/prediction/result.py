@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ..engine.composition import Chain
     from ..noise.overlap import StackOverlaps
+    from ..show.expects import Expects
     from ..step.result import FirstStep
     from ..step.sharpness import Sharpness
     from .stack import OuterWeights
@@ -67,6 +68,7 @@ class Prediction:
         top: gives what the band has to know of what sends the last gradient; None: nothing.
         alone: of several sequences or documents that are held together, gives the same of one of
             them and how many such there are as its batch; None: there are none.
+        asked: arguments of `predict`, the model aside, as they were given.
     """
 
     model: Transformer
@@ -88,6 +90,7 @@ class Prediction:
     outer_weights: OuterWeights | None = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
     alone: Callable[[], tuple[Prediction, float]] | None = field(default=None, repr=False)
+    asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def resolution(self) -> str:
@@ -132,22 +135,65 @@ class Prediction:
         """
         return self._spread_of_draws()[1]
 
-    def _spread_of_draws(self) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def variance_band(self) -> np.ndarray:
+        """Where the stream's variance under one draw of weights and input lies 95 % of the time,
+        (2, ..., N + 1).
+
+        It is that of `batch` sequences which share the weights; of a decoder, beside its encoder's
+        mean. docs/theory/band.md has what it covers of simulated draws.
+
+        Warns:
+            ValidityWarning: where fluctuations are too large to follow.
+
+        Raises:
+            DomainError: the theory is not "refined".
+        """
+        self._check_draws()
+        return self._signal_draws[0]
+
+    @functools.cached_property
+    def _signal_draws(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ends of the band, and the variance of log v."""
+        from ..noise.band import band, first_order, signal_log_variance
+
+        one, across, batch = self._drawn_from()
+        with computing(self.theory, [one.trace], one._rows):
+            spread = signal_log_variance(
+                self._declaration(), one.trace, batch, across, one.layout.counted
+            )
+            spread, notes = first_order(spread, "variance")
+            _, ends = band(self.variance, spread)
+        for note in notes:
+            warnings.warn(note, ValidityWarning, stacklevel=4)
+        return self._gate().variance("the variance of one draw", ends), spread
+
+    def _drawn_from(self) -> tuple[Prediction, Any, float]:
+        """The prediction of one document, what two of them share, and how many there are."""
+        from ..noise.band import between_documents
+
+        if self.alone is None:
+            return self, None, float(max(self.batch, self.layout.sequences))
+        one, batch = self.alone()
+        return one, between_documents(self.trace), batch
+
+    def _check_draws(self) -> None:
         if self.theory != "refined":
             raise DomainError(
                 f"theory {self.theory!r} gives means over draws only; "
                 'use theory="refined" for what one draw does'
             )
+
+    def _spread_of_draws(self) -> tuple[np.ndarray, np.ndarray]:
+        self._check_draws()
         return self._draws[:2]
 
     @functools.cached_property
     def _draws(self) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
         """Typical value, ends of the band, and notes on both."""
-        from ..noise.band import band, between_documents, first_order, log_variance
+        from ..noise.band import band, first_order, log_variance
 
-        one, across, batch = self, None, float(max(self.batch, self.layout.sequences))
-        if self.alone is not None:
-            (one, batch), across = self.alone(), between_documents(self.trace)
+        one, across, batch = self._drawn_from()
         with computing(self.theory, [one.trace], one._rows):
             top = None if one.top is None else one.top()
             spread = log_variance(self._declaration(), one.trace, batch, top, across)
@@ -245,7 +291,7 @@ class Prediction:
 
         In training mode, dropout's masks being those of the pass that gave the gradient. Kernels
         of signal and gradient are those of this prediction, so that nothing is run; how right it
-        is on real modules is measured in docs/first-step.md.
+        is on real modules is measured in docs/theory/first-step.md.
 
         Args:
             optimizer: "sgd", "adam", "adamw", "lion", "sign" (signum's and Adam's without eps) or
@@ -331,6 +377,38 @@ class Prediction:
         ]
         columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
         return as_frame(rows, columns=columns)
+
+    def expects(
+        self,
+        variance: Mapping[int, float] | None = None,
+        *,
+        grad_variance: Mapping[int, float] | None = None,
+        draws: int = 1,
+    ) -> Expects:
+        """Whether what was measured of the stream is expected, and what else would give it.
+
+        >>> import moments
+        >>> p = moments.predict(moments.Transformer(4, 64, 4, 16), correlation=0.2)
+        >>> print(p.expects(variance={4: float(p.variance[4])}).verdict)
+        expected
+
+        Args:
+            variance: the signal's, by layer: n is what leaves layer n, 0 what enters the first.
+            grad_variance: likewise, of the gradient of the loss.
+            draws: over how many draws of the weights the numbers are means; each on as many
+                sequences as the prediction's `batch`.
+
+        Returns:
+            An `Expects`, true where all is expected: `verdict`, `points` with their bands,
+            `causes`, `to_frame()`.
+
+        Raises:
+            DomainError: no such layer, a number that is not positive, several configurations, or a
+                theory that states no band.
+        """
+        from ..show.expects import expects
+
+        return expects(self, variance, grad_variance, draws)
 
     def table(self) -> str:
         """The stream, layer by layer, as text."""

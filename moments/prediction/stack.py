@@ -15,7 +15,6 @@ import numpy as np
 from ..engine.classes import MOST_WINDOWS, BothSides, DocumentClasses, PositionClasses
 from ..engine.composition import Chain
 from ..engine.layout import SequenceLayout, by_document, check_documents, spans
-from ..engine.program import Replayed, replayed
 from ..engine.response import sum_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.texts import TextClasses, text_classes, zipf_classes
@@ -296,7 +295,10 @@ class Stack:
         if read and isinstance(model.embedding, Embedding):
             sequences = self.layout.sequences
             fixed = placed_positions(model, self.resolved, sequences, self.documents)
-        signal = gaussian(self.first, model.seq_len, model.d_model, theory == "refined", fixed)
+        width = model.d_model
+        if read and isinstance(model.embedding, Embedding):
+            width = model.embedding.table_width(width)
+        signal = gaussian(self.first, model.seq_len, width, theory == "refined", fixed)
         classes = self.layout.classes
         if read and classes is not None:
             assert isinstance(model.embedding, Embedding)
@@ -319,27 +321,12 @@ class Stack:
         """The last layer's output."""
         signal = self.enter()
         self.run.reached.append(Point(0, "stream", signal))
-        stack = self.declaration()
-        self._layers = replayed(stack, signal) if self._may_replay(signal) else None
-        if self._layers is None:
-            self._layers = stack.propagate(signal, self.run)
+        self._layers = self.declaration().propagate(signal, self.run)
         return self._layers.output
 
     def declaration(self) -> Chain:
         """Its layers as components."""
         return declare(self.model, self.theory, *self.layout.places)
-
-    def _may_replay(self, signal: Signal) -> bool:
-        """Whether what passes between layers is all that `prediction` asks of them: one of no norms
-        has notes on what passes inside, and a head may want to know."""
-        model = self.model
-        return (
-            self.theory == "refined"
-            and not signal.resolved
-            and model.norm != "none"
-            and model.head is None
-            and model.encoder is None
-        )
 
     def backward(self, outcome: Outcome) -> None:
         """Carry the gradient at the last layer's output to the embedding tables."""
@@ -399,11 +386,7 @@ class Stack:
         as in `Prediction`."""
         model, trace, layout = self.model, self.trace, self.layout
         embedded = None if self._embedding is None else self._embedding.gradient_sent
-        columns: list[tuple[Any, ...]]
-        if isinstance(trace.stack, Replayed):
-            columns = trace.stack.stream()
-        else:
-            columns = [layout.moments(point)[1:] for point in trace.stream()]
+        columns: list[tuple[Any, ...]] = [layout.moments(point)[1:] for point in trace.stream()]
         if any(np.ndim(one) for column in columns for one in column):
             columns = [tuple(np.broadcast_arrays(*column)) for column in columns]
         moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
@@ -419,8 +402,7 @@ class Stack:
         correlation = gate.correlation("the correlation of the stream", correlation)
         grad_variance = gate.variance("the gradient variance of the stream", grad_variance)
         grad_correlation = gate.correlation("the gradient correlation", grad_correlation)
-        if not isinstance(self._layers, Replayed):
-            gate.sites(trace.points)
+        gate.sites(trace.points)
         token_variance, token_grad_variance = None, None
         if self.resolved:
             token_variance, token_grad_variance = _by_token(trace.stream(), layout)
@@ -505,7 +487,7 @@ class OuterWeights:
             norms = embedding_gradients(
                 embedding,
                 model.seq_len,
-                model.d_model,
+                embedding.table_width(model.d_model),
                 received.kernel,
                 inputs.token_ids,
                 inputs.segment_ids,
@@ -875,7 +857,8 @@ def embedded(model: Transformer, theory: Theory) -> tuple[float, float]:
     embedding = model.embedding
     assert isinstance(embedding, Embedding)
     tables = embedded_alike(embedding, model.seq_len, theory, d_model=model.d_model)
-    signal = gaussian(tables, model.seq_len, model.d_model, theory == "refined")
+    width = embedding.table_width(model.d_model)
+    signal = gaussian(tables, model.seq_len, width, theory == "refined")
     made = declare_embedding(embedding, model, theory).propagate(signal, Run()).output
     return float(made.kernel.diagonal), float(made.correlation())
 
@@ -1004,7 +987,7 @@ def placed_apart(model: Transformer) -> bool:
     if not isinstance(embedding, Embedding):
         return False
     places = 0.5 if embedding.positions == "sinusoidal" else embedding.position_variance
-    return bool(np.all(places >= np.asarray(embedding.scale) ** 2 * embedding.token_variance))
+    return bool(np.all(places >= embedding.row_variance))
 
 
 def repeating(model: Transformer, inputs: Inputs) -> bool:

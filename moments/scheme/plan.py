@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ValidityWarning, domain_error, unknown_name
+from ..errors import DomainError, ValidityWarning, domain_error, unknown_name
 from ..formulas.checks import POSITIVE, check_in
 from ..model.transformer import Transformer
 from ..solver.entering import check_inputs, entered
@@ -80,7 +80,11 @@ def solve(
     if isinstance(objective, str) and objective in known:
         plan = _from_scheme(model, objective, options or {}, inputs)
     elif isinstance(objective, str) and objective not in objectives():
-        raise unknown_name("objective", objective, [*objectives(), *known])
+        titles = (f"{name}: {title}" for name, title in objectives().items())
+        raise DomainError(
+            f"{unknown_name('objective', objective, [*objectives(), *known])}\n"
+            f"objectives are {'; '.join(titles)}; or a scheme of moments.schemes()"
+        )
     else:
         plan = solve_objective(
             model,
@@ -93,7 +97,7 @@ def solve(
             **inputs,
         )
     if not plan.feasible:
-        text = f"{plan.title} is not feasible; {plan.missed}"
+        text = f"{plan.title} is not feasible: {plan.missed}"
         warnings.warn(text, ValidityWarning, stacklevel=2)
     return plan
 

@@ -82,7 +82,7 @@ class Comparison:
 
         Columns: points, quantity, mean, median, max (of |error|), excess (mean of the part beyond
         twice the standard error) and r_squared of predicted against measured (NaN where the
-        measured values do not vary).
+        measured values vary no more than twice their standard errors).
         """
         frame = self.to_frame()
         site, size = frame["site"], frame["error"].abs()
@@ -95,7 +95,7 @@ class Comparison:
             if here.any():
                 part = frame[here]
                 errors = size[here].agg(["mean", "median", "max"])
-                fit = _r_squared(part["predicted"], part["measured"])
+                fit = _r_squared(*(part[name] for name in ("predicted", "measured", "stderr")))
                 rows.append((kind, quantity, *errors, part["excess"].mean(), fit))
         columns = ["points", "quantity", "mean", "median", "max", "excess", "r_squared"]
         return as_frame(rows, columns=columns)
@@ -225,9 +225,11 @@ class Comparison:
         return f"<pre>{escape(self.table())}</pre>"
 
 
-def _r_squared(predicted: pd.Series, measured: pd.Series) -> float:
+def _r_squared(predicted: pd.Series, measured: pd.Series, stderr: pd.Series) -> float:
+    """NaN where there is nothing to explain: no more than noise, or rounding."""
     spread = float(((measured - measured.mean()) ** 2).sum())
-    if spread <= 1e-24 * float((measured**2).sum()):
+    noise = float(((2 * stderr.fillna(0.0)) ** 2).sum())
+    if spread <= max(noise, 1e-24 * float((measured**2).sum())):
         return float("nan")
     return 1.0 - float(((predicted - measured) ** 2).sum()) / spread
 

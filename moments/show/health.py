@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from rich.markup import escape
 
+from .. import from_huggingface
 from ..errors import MomentsError, domain_error, listed, without_warnings
 from ..files import as_frame, plain
-from ..model.huggingface.config import from_huggingface
 from ..model.patches import PatchEmbedding
 from ..model.presets import preset
 from ..model.transformer import Transformer
 from ..noise.band import NORMAL_95
-from ..prediction.predict import predict, shortened
+from ..prediction.length import shortened
+from ..prediction.predict import predict
 from .expected import TOLERANCE, point_log_variance
 from .html import document, fragment, picture, table
 from .precision import FORMATS, precision
@@ -76,6 +77,13 @@ a single one has."""
 EPSILON = 0.1
 """Share of a norm's epsilon in the variance it divides by, from which it shrinks what it normalises
 by 5 %."""
+
+LARGEST_EPSILON = 1e-3
+"""Of the norms of released models and of frameworks: Keras's default. Others have 1e-12 to 1e-5."""
+
+LARGE = 100.0
+"""Variance of tokens over that of the matrices from which a stream that layers hardly change is the
+token table's doing: ten times the matrices' std."""
 
 OVERFLOW = 1e-9
 """Share of entries beyond a format's range that is named: one in as many as a large model's step
@@ -558,8 +566,13 @@ def added(seen: Seen) -> np.ndarray:
     return settled(seen, measured, expected, deviation * expected)
 
 
+BY_DESIGN = "blocks are the identity at step 0, by design: their outward matrices are zero"
+
+
 def _identity(seen: Seen) -> Found:
     ratio = added(seen)
+    if _swallowed(seen):
+        return  # named as what it is
     idle = tuple(int(n) + 1 for n in np.flatnonzero(ratio < IDENTITY))
     if not idle:
         return
@@ -573,11 +586,30 @@ def _identity(seen: Seen) -> Found:
     )
     if zero:
         if len(idle) == len(ratio):
-            yield "blocks are the identity at step 0, by design: their outward matrices are zero"
+            yield BY_DESIGN
         return
     if meant:
         yield f"{words}, as its scheme means it"
         return
+    embedding, weights = seen.prediction.model.embedding, seen.prediction.model.weights
+    tokens = getattr(embedding, "token_variance", None)
+    inner = float(np.median(np.asarray(weights.query))) if weights is not None else 0.0
+    if embedding is not None and tokens is not None and inner:
+        entering = float(embedding.scale) ** 2 * float(tokens)
+        if entering > LARGE * inner and float(np.min(ratio)) * entering / inner > IDENTITY:
+            yield Trouble(
+                "warning",
+                "embedding scale",
+                seen.of("token") or ("token",),
+                idle,
+                math.sqrt(entering),
+                math.sqrt(inner),
+                f"{words}: tokens enter with a std of {math.sqrt(entering):.3g}, "
+                f"{math.sqrt(entering / inner):.3g} times that of the matrices",
+                f"draw the token table with the matrices' std, {math.sqrt(inner):.3g}: "
+                "nn.Embedding draws itself with std 1",
+            )
+            return
     yield Trouble(
         "warning",
         "identity layers",
@@ -643,11 +675,30 @@ def _tables(seen: Seen) -> Found:
         )
     epsilon, first = seen.prediction.model.norm_epsilon, float(seen.source.variance[0])
     pre = seen.prediction.model.placements[0] == "pre"
-    if pre and first and epsilon / (epsilon + first) > EPSILON:
+    if _swallowed(seen):
+        yield Trouble(
+            "warning",
+            "norm epsilon",
+            seen.of("attention.norm.gain", "ffn.norm.gain"),
+            (),
+            epsilon,
+            LARGEST_EPSILON,
+            f"the norms' epsilon {epsilon:g} is {100 * epsilon / (epsilon + first):.0f} % of what "
+            f"the first one divides by: a stream of variance {first:.2g} is not normalised",
+            "pass eps=1e-5",
+        )
+    elif pre and first and epsilon / (epsilon + first) > EPSILON:
         yield (
             f"the norms' epsilon {epsilon:g} is {100 * epsilon / (epsilon + first):.0f} % of what "
             f"the first one divides by: the stream enters with a variance of {first:.2g}"
         )
+
+
+def _swallowed(seen: Seen) -> bool:
+    """Whether the norms' epsilon is more than half of what the first one divides by, and none that
+    is in use."""
+    model, first = seen.prediction.model, float(seen.source.variance[0])
+    return model.placements[0] == "pre" and model.norm_epsilon > max(first, LARGEST_EPSILON)
 
 
 def _final_norm(seen: Seen) -> Found:
@@ -697,6 +748,8 @@ def _range(seen: Seen) -> Found:
     for form in FORMATS:
         rows = frame[frame["format"] == form.title]
         used = seen.dtype == form.name
+        if form.name.startswith("float8") and not used:
+            continue  # `CheckReport.precision` has all formats
         forward, back = (rows[rows["way"] == way] for way in ("forward", "gradient"))
         over = rows[rows["overflow"] > OVERFLOW]
         if len(over):

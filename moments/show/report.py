@@ -193,8 +193,8 @@ def _short(value: float, digits: int = 3) -> str:
 
 def _error(quantity: str, error: float) -> str:
     if quantity.endswith("correlation"):
-        return f"{error:+.3f}"
-    return f"{100 * error:+.1f}%"
+        return f"{error:+z.3f}"
+    return f"{100 * error:+z.1f}%"
 
 
 def summary_table(comparison: Comparison) -> Table:

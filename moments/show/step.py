@@ -119,7 +119,7 @@ class StepComparison:
             f"{self.measurement.source}, {self.measurement.seeds} draws",
             ("quantity", "predicted", "measured", "+-", "error"),
             (
-                (quantity, *map(number, cells), f"{100 * error:+.1f} %")
+                (quantity, *map(number, cells), f"{100 * error:+z.1f} %")
                 for quantity, *cells, error in self.outputs().to_numpy().tolist()
             ),
             whole=False,

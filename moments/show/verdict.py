@@ -87,18 +87,21 @@ def verdict(comparison: Comparison) -> str:
         _growth(part, str(stack), str(quantity))
         for (stack, quantity), part in frame.groupby(["stack", "quantity"], sort=False)
     ]
-    rule = f"chance allows {allowed} (binomial, 1 in 370 that more do)"
     if beyond.empty and not judgement.expected:
         return (
-            f"the growth you see is doubtful: {outside} of {len(judged)} points lie out of their "
-            f"95 % band, where {rule}, though none further than {CLEAR:g} standard deviations; "
-            f"neighbouring layers move together, so measure more draws; {'; '.join(sentences)}"
+            f"the growth you see is doubtful: {outside} of {len(judged)} points lie outside their "
+            f"95 % band, where chance explains at most {allowed}, though none is more than "
+            f"{CLEAR:g} standard deviations off; neighbouring layers move together, so measure "
+            f"more draws; {'; '.join(sentences)}"
         )
     if beyond.empty:
-        where = (
-            f"{len(judged) - outside} of {len(judged)} points lie in their 95 % band, "
-            f"none further out than {CLEAR:g} standard deviations; {rule} outside"
-        )
+        where = f"all {len(judged)} points lie in their 95 % band"
+        if outside:
+            where = (
+                f"{outside} of {len(judged)} points lie outside their 95 % band, which chance "
+                f"explains (up to {allowed}), and none is more than {CLEAR:g} standard deviations "
+                "off"
+            )
         return f"the growth you see is expected: {'; '.join(sentences)}; {where}"
     worst = [
         _worst(part, str(stack), str(quantity))

@@ -51,17 +51,20 @@ def draw_head(
     """Parameters of the model's head that require gradients; a tied matrix is not among them."""
     head, d_model = model.head, model.d_model
     device, drawn = generator.device, draw_final(model, generator.device, dtype)
+    width = head.factor_dim or d_model
+    if head.factor_variance is not None:
+        drawn["head.factor"] = draw((d_model, width), head.factor_variance, generator, dtype)
     if head.transform is not None:
-        shape = (d_model, d_model)
+        shape = (d_model, width)
         drawn["head.transform"] = draw(shape, head.transform_variance, generator, dtype)
         if head.transform_bias_variance is not None:
-            bias = draw((d_model,), head.transform_bias_variance, generator, dtype)
+            bias = draw((width,), head.transform_bias_variance, generator, dtype)
             drawn["head.transform.bias"] = bias
         if head.transform_norm:
-            drawn |= affine(model, "head.norm", 1.0, device, dtype)
+            drawn |= affine(model, "head.norm", 1.0, device, dtype, width)
     size = vocabulary(model)
     if not head.tied:
-        drawn["head"] = draw((d_model, size), head.weight_variance, generator, dtype)
+        drawn["head"] = draw((width, size), head.weight_variance, generator, dtype)
     if head.bias:
         drawn["head.bias"] = torch.zeros(size, device=device, dtype=dtype, requires_grad=True)
     return drawn
@@ -125,6 +128,8 @@ def run_head(
     head: Head = model.head
     pool = head.pool if head.loss == "classification" else None
     x = run_final(model, x, weights, generator, watch, pool)
+    if "head.factor" in weights:
+        x = watch(x @ weights["head.factor"], "head.factor")
     if head.transform is not None:
         x = x @ weights["head.transform"]
         if "head.transform.bias" in weights:

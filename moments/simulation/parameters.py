@@ -72,15 +72,23 @@ def draw_shared(
 
 
 def affine(
-    model: Transformer, site: str, gain: float, device: torch.device, dtype: torch.dtype
+    model: Transformer,
+    site: str,
+    gain: float,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int | None = None,
 ) -> dict[str, Tensor]:
     """Gain and bias of the norm at `site`, as far as the model's norms learn them.
 
     RMSNorm has no bias, Dynamic Tanh always has one.
+
+    Args:
+        width: of what is normalised; None: d_model.
     """
     if not model.norm_affine:
         return {}
-    full = torch.full((model.d_model,), gain, device=device, dtype=dtype)
+    full = torch.full((width or model.d_model,), gain, device=device, dtype=dtype)
     drawn = {f"{site}.gain": full.requires_grad_()}
     if model.normalization == "dyt" or (model.normalization == "layernorm" and model.norm_bias):
         drawn[f"{site}.bias"] = torch.zeros_like(full, requires_grad=True)

@@ -306,14 +306,21 @@ def draw_embedding(
             "position": (model.seq_len, embedding.position_variance),
             "segment": (segments, embedding.segment_variance),
         }
+    factor = getattr(embedding, "factor_dim", None)
     for name, (rows, variance) in tables.items():
         if variance > 0:
-            drawn[name] = draw((rows, d_model), variance, generator, dtype)
+            narrow = factor is not None and (embedding.norm or name == "token")
+            drawn[name] = draw((rows, factor if narrow else d_model), variance, generator, dtype)
+    if factor is not None:
+        drawn["factor"] = draw((factor, d_model), embedding.factor_variance, generator, dtype)
+        if embedding.factor_bias:
+            drawn["factor.bias"] = draw((d_model,), 0.0, generator, dtype)
     if isinstance(embedding, Embedding) and embedding.padding_id is not None:
         with torch.no_grad():
             drawn["token"][embedding.padding_id] = 0
     if embedding.norm:
-        drawn |= affine(model, "embedding.norm", 1.0, generator.device, dtype)
+        width = d_model if factor is None else factor
+        drawn |= affine(model, "embedding.norm", 1.0, generator.device, dtype, width)
     return drawn
 
 
@@ -344,6 +351,8 @@ def run_embedding(
     else:
         x = functional.embedding(read, weights["token"], padding_idx=embedding.padding_id)
         x = x * embedding.scale if embedding.scale != 1 else x
+        if embedding.factor_dim is not None and not embedding.norm:
+            x = x @ weights["factor"]
         if embedding.positions == "sinusoidal":
             table = sinusoids(model.seq_len, model.d_model).to(x.device, x.dtype)
             x = x + (table if place is None else table[place])
@@ -358,7 +367,13 @@ def run_embedding(
         site = "embedding.norm"
         x = affine_norm(model, x, weights, site, epsilon=embedding.norm_epsilon)
         x = watch(x, site)
-    return watch(dropout(x, embedding.dropout, generator), "embedding")
+    x = watch(dropout(x, embedding.dropout, generator), "embedding")
+    if embedding.norm and "factor" in weights:
+        x = x @ weights["factor"]
+        if "factor.bias" in weights:
+            x = x + weights["factor.bias"]
+        x = watch(x, "embedding.factor")
+    return x
 
 
 def within(documents: Tensor) -> Tensor:

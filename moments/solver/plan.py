@@ -15,6 +15,7 @@ from ..errors import DomainError, domain_error
 from ..files import MOST, Shown, as_frame, parse_json
 from ..model.fields import set_field
 from ..model.transformer import Transformer
+from ..model.weights import MATRICES
 from .entering import check_inputs
 from .goals import matrices_of
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT_VERSION = 1
+
+OFF = 1e-6
+"""Width times variance of a matrix below which what it gives counts as nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Plan(Shown):
         nearest: the value nearest to the target where it is not met, else None.
         tolerance: of `residual`; None for a scheme of printed constants, which promises none.
         inputs: what `predict` must be given to see what the solver saw.
+        hint: what makes the target an odd one for this model, in words; "" where nothing does.
     """
 
     model: Transformer
@@ -55,6 +60,7 @@ class Plan(Shown):
     nearest: float | tuple[float, ...] | None = None
     tolerance: float | None = 1e-9
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    hint: str = ""
 
     def __post_init__(self) -> None:
         set_field(self, "inputs", as_lists(self.inputs))
@@ -146,7 +152,8 @@ class Plan(Shown):
         frame = self.to_frame()
         short = frame if len(frame) <= 12 else frame.iloc[[0, 1, 2, -2, -1]]
         table = short.to_string(index=False, float_format="{:.4g}".format)
-        return f"{head} ({self.state})\n{table}"
+        hint = f"\nhint: {self.hint}" if self.hint else ""
+        return f"{head} ({self.state}){hint}\n{table}"
 
     @property
     def state(self) -> str:
@@ -161,9 +168,34 @@ class Plan(Shown):
         if self.feasible:
             return ""
         near, wanted = np.asarray(self.nearest), np.asarray(self.target)
+        names = " and ".join(self.free)
+        off = self._switched_off
         if near.shape == wanted.shape and np.allclose(near, wanted, self.tolerance or 0.0, 0.0):
-            return f"met only in the limit of {', '.join(self.free)}"
-        return f"the nearest value is {shown(self.nearest)}"
+            limit = (
+                f"vanishing {names}, where blocks add nothing"
+                if off
+                else f"a change of {names} without end"
+            )
+            return (
+                f"{shown(self.target)} is approached in the limit of {limit}, and never reached: "
+                "ask for another target, or free something else"
+            )
+        said = f"the nearest that {names} can give is {shown(self.nearest)}"
+        if off and self.objective in ("final_variance", "stream_variance"):
+            said += ", which the skip connection brings alone: ask for more, or free skip_scale"
+        elif off:
+            said += ", with blocks that add nothing"
+        return said
+
+    @property
+    def _switched_off(self) -> bool:
+        """Whether what was free ended so small that blocks add nothing."""
+        weights: Any = self.model.weights
+        matrices = [name for name in self.free if name in MATRICES]
+        sizes = [self.model.d_model * np.max(weights.of(name)) for name in matrices]
+        if {"branch_scale", "k"} & set(self.free):
+            sizes.append(np.max(self.model.by_block("branch_scale")) ** 2)
+        return bool(sizes) and min(sizes) < OFF
 
     def __repr__(self) -> str:
         by = f", by {', '.join(self.free)}" if self.free else ""
@@ -193,6 +225,7 @@ _STORED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "residual": (_number, "a number"),
     "tolerance": (lambda value: value is None or _number(value), "a number or null"),
+    "hint": (lambda value: isinstance(value, str), "a text"),
     "feasible": (lambda value: isinstance(value, bool), "true or false"),
     "inputs": (lambda value: isinstance(value, Mapping), "a JSON object"),
 }

@@ -20,7 +20,7 @@ from .block import MATRICES, SOLVABLE, solvable
 from .entering import entered
 from .goals import GOALS, PROFILES, Goal, bounds, check_free, names_of, scaled, scaled_weights
 from .largest import LARGEST, largest
-from .layerwise import LAYERWISE, Found, Target, reached, solve_blocks
+from .layerwise import LAYERWISE, Target, reached, solve_blocks
 from .plan import Plan
 from .search import Search, least_squares, per_layer, root
 
@@ -51,7 +51,8 @@ def by_block(
         _check_stream(model, names)
     stack, memory = entered(model, inputs)
     signal = stack.enter()
-    wanted = _ramp(targets, float(stack.layout.average(signal.kernel.diagonal)), model)
+    entering = float(stack.layout.average(signal.kernel.diagonal))
+    wanted = _ramp(targets, entering, model)
     found = solve_blocks(
         model,
         signal,
@@ -62,7 +63,7 @@ def by_block(
         memory,
     )
     solved = model.replace(weights=scaled_weights(model, found.factors))
-    values, each = _reached(solved, names, targets, of_sum, inputs, found)
+    values, each, stream = _reached(solved, names, targets, of_sum, inputs)
     far = np.abs(values / each - 1)
     feasible = float(far.max()) <= tolerance and not found.missed
     nearest = found.nearest if found.missed else float(values[far.argmax()])
@@ -77,6 +78,25 @@ def by_block(
         nearest=None if feasible else nearest,
         tolerance=tolerance,
         inputs=inputs,
+        hint=_far_start(objective, float(targets[0]), [entering, *stream]) if feasible else "",
+    )
+
+
+FAR = 10.0
+"""Factor between a target and what enters layer 1, either way, that is named."""
+
+
+def _far_start(objective: str, target: float, stream: Sequence[float]) -> str:
+    """That a target is far from what enters layer 1, and what comes of it; "" where it is not."""
+    start, end = stream[0], stream[-1]
+    if start / FAR <= target <= FAR * start:
+        return ""
+    ratio = f"{target / start:.3g} times the variance that enters layer 1 ({start:.3g})"
+    drowned = "hide the embedding" if target > start else "hardly change the embedding"
+    return (
+        f"a {objective} of {target:.3g} is {ratio}: the first blocks {drowned}, and the stream "
+        f"goes from {start:.3g} to {end:.3g}; ask for a target near {start:.3g}, or scale the "
+        "embedding first"
     )
 
 
@@ -96,15 +116,16 @@ def _reached(
     targets: np.ndarray,
     of_sum: bool,
     inputs: Mapping[str, Any],
-    found: Found,
-) -> tuple[np.ndarray, np.ndarray]:
-    """What a pass through the solved model gives, and the targets there."""
+) -> tuple[np.ndarray, np.ndarray, list[float]]:
+    """What a pass through the solved model gives, the targets there, and the stream behind every
+    layer."""
     stack, _ = entered(model, inputs)
     moved = {block for block, matrices in MATRICES.items() if set(matrices) & set(names)}
     moved = {"ffn"} if of_sum else moved
-    rows = [row for row in reached(stack, found.walked)[0] if row.block in moved]
+    all_rows, stream = reached(stack)
+    rows = [row for row in all_rows if row.block in moved]
     values = np.array([row.total if of_sum else row.output for row in rows])
-    return values, targets[[row.layer - 1 for row in rows]]
+    return values, targets[[row.layer - 1 for row in rows]], stream
 
 
 def _ramp(targets: np.ndarray, entering: float, model: Transformer) -> Target:

@@ -478,6 +478,8 @@ def _check(prediction: Prediction) -> None:
         "attention_mask": inputs.attention_mask is not None,
         "document_ids": inputs.document_ids is not None,
         "batch beyond the sequences given": prediction.batch != 1,
+        "factor_dim": getattr(model.embedding, "factor_dim", None) is not None
+        or getattr(model.head, "factor_dim", None) is not None,
         "an embedding that is described by variance, correlation or kernel": inputs.moments,
         "tables or heads whose padding_id has no row": getattr(model.embedding, "padding_id", None)
         is not None

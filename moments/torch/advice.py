@@ -441,7 +441,7 @@ SCALE_WORDS = {
 }
 """Quantities of findings about multipliers, in words."""
 
-STRUCTURE = ("norm placement", "unexplained share of the sum")
+STRUCTURE = ("architecture", "norm placement", "unexplained share of the sum")
 """Quantities of findings about how layers are built."""
 
 

@@ -102,6 +102,11 @@ def measured_parts(module: nn.Module, batch: Any) -> Measured:
         MomentsError: it cannot be read, or no submodule gives the stream.
     """
     parts = _anatomy(module, batch, values=False)
+    if why := parts.reading.unlayered:
+        reasons = "; ".join((*why, *(r for r in parts.reading.reasons if r not in why)))
+        raise MomentsError(
+            f"the layers of {type(module).__name__} could not be told apart: {reasons}"
+        )
     layers = [point.layer for point in parts.sites if point.site == STREAM]
     if sorted(layers) != list(range(parts.found.layers + 1)):
         raise MomentsError(

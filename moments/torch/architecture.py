@@ -12,7 +12,8 @@ from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from .anatomy import Anatomy, anatomy_of
 from .dataflow.reading import SEQ_LEN
-from .expectation import check_fits, model_of
+from .departures import Departure, check_sizes, departures, refuse
+from .expectation import model_of
 from .running import own_module
 
 with optional("torch", "torch"):
@@ -29,12 +30,14 @@ class Fitted(NamedTuple):
         parts: of it.
         model: what the plan means for it.
         described: its own architecture, where known.
+        departures: fields in which the plan is not what the module is.
     """
 
     module: nn.Module
     parts: Anatomy
     model: Transformer
     described: Transformer | None
+    departures: tuple[Departure, ...]
 
 
 def fitted(
@@ -48,11 +51,12 @@ def fitted(
     """A plan upon a module; the arguments are those of `initialize`.
 
     Args:
-        strict: whether the plan must be feasible, and norms sit where it has them.
+        strict: whether the plan must be feasible, and nothing in it other than in the module that
+            weights and hooks cannot change.
 
     Raises:
         DomainError: no module, no plan, one that is not feasible, a scheme for a module whose
-            architecture is not known, or a plan of another architecture.
+            architecture is not known, or a plan of other sizes.
     """
     module = own_module(module)
     if strict and not getattr(plan, "feasible", True):
@@ -61,10 +65,19 @@ def fitted(
             "another target, or pass plan.model to take the nearest model all the same"
         )
     parts = anatomy_of(module, batch)
-    described = promised_by(module) or parts.architecture()
-    model = model_of(plan, described, options)
-    check_fits(model, parts.found, described, placement=strict)
-    return Fitted(module, parts, model, described)
+    promised = promised_by(module)
+    described = promised or parts.architecture()
+    if plan is None and promised is None:
+        raise DomainError(
+            "nothing in the module says how it is meant to be drawn: pass a plan, a Transformer or "
+            "a scheme's name"
+        )
+    model = model_of(promised if plan is None else plan, described, options)
+    check_sizes(model, parts.found, described)
+    rows = departures(model, module, parts.found, parts.reading.model, promised)
+    if strict:
+        refuse(rows)
+    return Fitted(module, parts, model, described, rows)
 
 
 def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transformer | None:

@@ -18,9 +18,11 @@ from ..files import as_frame
 from ..model.transformer import Transformer
 from ..show.report import number, render
 from .advice import Advice, Convention, advise, conventions
-from .architecture import fitted
+from .anatomy import anatomy_of
+from .architecture import fitted, promised_by
 from .assumptions import Copies, copies, copy_findings, copy_notes
 from .dataflow.reading import example
+from .departures import Departure, departures, in_words
 from .entries import EntryMoments
 from .expectation import scales_of
 from .findings import (
@@ -73,8 +75,11 @@ class AuditReport:
         unidentified: parameters whose role no rule knows; they are not checked.
         undeclared: parameters whose role is known but of which the plan says nothing.
         source: what was audited, in words.
-        unchecked: what of the plan was not held against the module, a phrase each; `passed` says
+        unchecked: what of the plan was not compared with the module, a phrase each; `passed` says
             nothing of it.
+        unlike: fields in which the plan is not what the module is, where that changes no signal at
+            initialisation, a phrase each.
+        read: what the module was read as, in words.
     """
 
     findings: tuple[Finding, ...]
@@ -83,6 +88,8 @@ class AuditReport:
     undeclared: tuple[str, ...]
     source: str
     unchecked: tuple[str, ...] = ()
+    unlike: tuple[str, ...] = ()
+    read: str = ""
 
     @property
     def passed(self) -> bool:
@@ -114,7 +121,7 @@ class AuditReport:
 
 def audit(
     module: nn.Module,
-    plan: Any,
+    plan: Any = None,
     *,
     batch: Any = None,
     options: Mapping[str, Any] | None = None,
@@ -132,7 +139,7 @@ def audit(
         module: any that can be read. It is left as it was. Compiled and
             data-parallel modules are audited as what they hold.
         plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
-            the module's own architecture.
+            the module's own architecture; None: what the module's config or class promises.
         batch: what to run the module on, as in `moments.torch.measure`; None: random input, where
             the module says what it takes.
         options: of the scheme, where the plan is a scheme's name.
@@ -141,12 +148,14 @@ def audit(
         A report: `passed`, `unchecked`, `str(report)`, `to_frame()`.
 
     Raises:
-        DomainError: a plan of another depth, width or number of heads.
+        DomainError: a plan of another depth, width or number of heads, or none for a module that
+            does not say how it is meant to be drawn.
         MomentsError: the module cannot be read.
     """
-    module, parts, model, described = fitted(module, plan, options, batch, strict=False)
+    of = fitted(module, plan, options, batch, strict=False)
+    module, parts, model, described = of.module, of.parts, of.model, of.described
     batch = parts.example if batch is None else batch
-    readings = conventions(plan, options, model)
+    readings = conventions(model if plan is None else plan, options, model)
     read = AuditedModule.of(module, parts.found, batch, model)
     return audit_read(read, model, described, readings)
 
@@ -217,8 +226,12 @@ def audit_read(
     module, found, why = read.module, read.found, read.why
     measured, findings = _weights(read.entries, read.repeated, model)
     repeated, probes = read.repeated, read.probes
+    reading = anatomy_of(module, read.batch).reading
+    rows = departures(model, module, found, reading.model, promised_by(module))
+    placed = {f"{block.stack}norm" for block in found.blocks}  # block by block among the scales
+    findings += [_structure(r, module) for r in rows if not r.remark and r.name not in placed]
     findings += scale_findings(model, probes) if probes else unprobed_findings(model, why)
-    findings += temperature_findings(module, found, model, described)
+    findings += temperature_findings(found, model)
     findings += [] if why else _logits(read, model)
     findings.sort(key=lambda finding: -finding.severity)
     undeclared = tuple(m.role.label for m in measured if m.expected is None)
@@ -233,8 +246,21 @@ def audit_read(
         unidentified=found.unidentified,
         undeclared=undeclared,
         source=type(module).__name__,
-        unchecked=unchecked(model, found, probes, why, findings),
+        unchecked=(
+            *(f"{row.name} ({row})" for row in rows if row.remark and not row.silent),
+            *unchecked(model, found, probes, why, findings),
+        ),
+        unlike=tuple(f"{row.name} ({row})" for row in rows if row.silent),
+        read=in_words(reading),
     )
+
+
+def _structure(row: Departure, module: nn.Module) -> Finding:
+    """A field that no weight changes, as a check that failed."""
+    of = 0, row.name, type(module).__name__, "architecture"
+    pair = (row.planned, row.present)
+    numbers = [float(v) if isinstance(v, int | float) else math.nan for v in pair]
+    return Finding(*of, *numbers, False, str(row))
 
 
 def entries_of(
@@ -324,7 +350,7 @@ def text(report: AuditReport) -> str:
         verdict = verdict if bad else "nothing that was checked failed"
         verdict += f"; NOT CHECKED: {'; '.join(report.unchecked)}"
     good = [f for f in report.findings if f.passed]
-    title = f"audit of {report.source}: {verdict}"
+    title = f"audit of {report.source} ({report.read}): {verdict}"
     lines = textwrap.wrap(title, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     for sentence in report.advice:
         lines += textwrap.wrap(f"- {sentence}", WIDTH, subsequent_indent="  ")
@@ -343,6 +369,8 @@ def text(report: AuditReport) -> str:
         if names:
             listed = f"{len(names)} parameters {words}: {', '.join(names)}"
             lines += textwrap.wrap(listed, WIDTH, subsequent_indent="  ")
+    for phrase in report.unlike:
+        lines += textwrap.wrap(f"not as planned: {phrase}", WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
 
 

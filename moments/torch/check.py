@@ -23,6 +23,7 @@ from ..errors import (
     without_warnings,
 )
 from ..model.embedding import Embedding
+from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..prediction.measurement import Measurement, last_grad_kernel
@@ -30,6 +31,7 @@ from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.differences import Case
 from ..show.health import (
+    BY_DESIGN,
     CheckReport,
     Number,
     Seen,
@@ -56,9 +58,11 @@ from .entries import EntryMoments
 from .expectation import model_of
 from .findings import Finding, measure_roles
 from .measure import Loss, measure, needs_labels
+from .probe import Slope
 from .roles import (
     ModuleRoles,
     Role,
+    block_of,
     gathered,
     gathered_names,
     gathered_pattern,
@@ -67,6 +71,7 @@ from .roles import (
 )
 from .running import (
     aliases,
+    as_named,
     at_hand,
     first_tensor,
     grouped,
@@ -111,9 +116,7 @@ OTHER_INPUTS = re.compile(
 )
 """Names of inputs of another kind than those that a module was run on."""
 
-BIDIRECTIONAL = re.compile(
-    r"(?i:bert|mask|encoder|electra|denois|diffusion|bidirect)|MLM|Mlm"
-)
+BIDIRECTIONAL = re.compile(r"(?i:bert|mask|encoder|electra|denois|diffusion|bidirect)|MLM|Mlm")
 """In the names of classes that predict tokens which are hidden, not the next one."""
 
 ATTENTION_FIELDS = (
@@ -127,8 +130,11 @@ ATTENTION_FIELDS = (
     "kv_heads",
     "d_head",
 )
-DECLARED = (*ATTENTION_FIELDS, "placements", "normalization", "activation", "gated", "parallel")
-"""Fields of a declaration that one pass shows, and that no weights change."""
+"""Fields of a declaration that name an attention's matrices."""
+
+TABLE = 0.1
+"""Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw; and
+the std of matrices below which that is named: released language models have at most .04."""
 
 PLACEMENTS = {"pre": "Pre-LN", "post": "Post-LN", "sandwich": "sandwich", "none": "without norms"}
 
@@ -152,7 +158,8 @@ def check_module(
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read, or that cannot be run.
     """
-    return _Checking(opened(module), at_hand(batch), scheme, loss).report()
+    module = opened(module)
+    return _Checking(module, at_hand(as_named(module, batch)), scheme, loss).report()
 
 
 class _Inputs(NamedTuple):
@@ -202,16 +209,16 @@ class _Checking:
         if self.promised is not None:
             self.promised = at_length(self.promised, self.measurement)
         self.tensors = AuditedModule.of(module, self.found, self.inputs.few, self.architecture)
+        told = self._reading.model
+        if told is not None and told.head is not None and batch is None:
+            scale = Slope(told.head.output_scale, 0.0, 0.0)  # one pass told it
+            self.tensors._slopes[told.head.logit_softcap is not None] = scale
         self.seen = behaviour(module, self.inputs.few)
         self.idle = tuple(self._unused())
         self.notes: list[str] = []
         self.described = self._described()
         self.random = self.seen.random
         self.ahead = None if self.random is not None else self._ahead()
-        told = self._reading.model
-        if self.ahead is None and told is not None and told.encoder is None:
-            text = isinstance(told.embedding, Embedding) and self.random is None
-            self.ahead = not told.causal or bool(self._reading.unmasked) if text else None
         mixed = bool(self._reading.unmasked)
         if self.ahead is not None and self.ahead == self.described.causal and not mixed:
             self.described = self.described.replace(causal=not self.ahead)
@@ -258,6 +265,10 @@ class _Checking:
                 yield path
 
     def _ahead(self) -> bool | None:
+        told = self._reading.model
+        if told is not None and told.encoder is None and not self.given:
+            causal = told.causal and not self._reading.unmasked
+            return None if isinstance(told.embedding, PatchEmbedding) else not causal
         two = getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
         if two or self.described.encoder is not None:
             return None
@@ -324,7 +335,7 @@ class _Checking:
         ]
         troubles, notes = list(weights.troubles(offenders)), [*remarks, *weights.notes]
         troubles += self._odd_layers(troubles, strict)
-        troubles += self._not_declared(target)
+        troubles += self._not_declared(audited.offenders)
         notes += self._remarks(reading)
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
         meant = target if strict else None
@@ -340,7 +351,8 @@ class _Checking:
             scheme=weights.verdict(),
             findings=ranked([t for t in troubles if t.severity != "note"]),
             notes=tuple(
-                notes + [str(t).removeprefix("note: ") for t in troubles if t.severity == "note"]
+                [*dict.fromkeys(notes)]
+                + [str(t).removeprefix("note: ") for t in troubles if t.severity == "note"]
             ),
             unchecked=self._unchecked(audited.unchecked),
             numbers=numbers,
@@ -416,15 +428,66 @@ class _Checking:
         yield from random_outcome(self.random)
         yield from self._mask()
         yield from self._odd()
+        yield from self._zero_heads()
+        shared = self._reading.shared
+        if shared and self._reading.model is not None and self._shared_alone():
+            yield Trouble(
+                "warning",
+                "shared matrix",
+                gathered_names(shared),
+                tuple(sorted({r.layer for r in self.found.roles if r.parameter in shared})),
+                reason=f"{listed(shared)} is used by more than one layer, where the others have "
+                "matrices of their own: both layers give the same map and move together",
+                mend="build every layer anew",
+            )
+        head = self.described.head
+        promised = None if self.promised is None else self.promised.head
+        known = self.scheme is None and self.described.embedding is not None
+        if known and head is not None and promised is not None and head.tied != promised.tied:
+            said = f"its {self.promised_by} promises"
+            yield _untied(head.tied, said, self._of("head") or self._of("token"))
+
+    def _zero_heads(self) -> Iterator[Trouble]:
+        """Heads of which every entry of a matrix is 0, where those of other heads are not."""
+        tensors = tensors_of(self.module)
+        d_head = self.described.d_head or 0
+        rows = ("query", "key", "value")
+        for role in self.found.roles:
+            if role.name not in (*rows, "output") or role.stack:
+                continue
+            block = block_of(tensors, role).detach()
+            if block.ndim != 2 or not d_head or role.full_name in self.zero:
+                continue
+            inner = role.name == "output"
+            size, wanted = (block.T, role.fan_in) if inner else (block, role.fan_out)
+            size = size.T if role.transposed else size
+            if len(size) != wanted or wanted % d_head or wanted == d_head:
+                continue
+            by_head = size.reshape(wanted // d_head, -1).any(1)
+            if bool(by_head.any()) and not bool(by_head.all()):
+                heads = [n + 1 for n, there in enumerate(by_head.tolist()) if not there]
+                yield Trouble(
+                    "warning",
+                    "zero head",
+                    gathered([role]),
+                    (role.layer,),
+                    0.0,
+                    math.nan,
+                    f"{role.name} of head{'s' * (len(heads) > 1)} {listed(heads)} of layer "
+                    f"{role.layer} is zero, where that of the other heads is not",
+                    "draw every head alike",
+                )
 
     def _mask(self) -> Iterator[Trouble]:
         """Tokens that see what they are to predict."""
         layers = self._reading.unmasked
         promised = self.promised is not None and self.promised.causal
         if layers:
-            severity, why = "error", f"layers {listed(layers)} do not mask later tokens, where the "
-            why += "other layers do: what they give is of the whole sequence"
-            why = why.replace("layers", "layer", 1) if len(layers) == 1 else why
+            severity, one = "error", len(layers) == 1
+            why = (
+                f"layer{'s' * (not one)} {listed(layers)} do{'es' * one} not mask later tokens, "
+                "where the other layers do: what follows is of the whole sequence"
+            )
         elif not self.ahead:
             return
         elif self._predicts_the_next():
@@ -559,35 +622,23 @@ class _Checking:
             + (f": std {math.sqrt(rest):.3g}" * (rest > 0)),
         )
 
-    def _not_declared(self, target: Transformer) -> Iterator[Trouble]:
+    def _not_declared(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
         """Fields in which the module does not compute what its plan or scheme says."""
-        if self.scheme is None:
-            return
-        seen = self.described
-        for field in DECLARED:
-            wanted, has = getattr(target, field), getattr(seen, field)
-            if field == "causal" and (self.ahead is None or self._reading.unmasked):
+        for f in audited if self.scheme is not None else ():
+            field = f.role.rpartition(".")[2]
+            if f.quantity != "architecture" or (field == "causal" and self._reading.unmasked):
                 continue
-            if field == "window" and (self.random is not None or _beyond(wanted, seen.seq_len)):
-                continue
-            if field == "rotary" and wanted is not None and has is not None:
-                wanted, has = wanted.base, has.base
-                if abs(math.log(wanted / has)) < NEAR:
-                    continue
-            if wanted != has:
-                yield Trouble(
-                    "error",
-                    "attention mask" if field in ("causal", "window") else "not as declared",
-                    self._of("query", "key")[:2] if field in ATTENTION_FIELDS else (),
-                    (),
-                    reason=f"{field} is {has!r} in the module, {wanted!r} in what it is declared "
-                    "to be",
-                    mend=f"change the module, or declare {field}={has!r}",
-                )
-        if seen.head is not None and target.head is not None and seen.embedding is not None:
-            for field in ("tied", "norm"):
-                if getattr(seen.head, field) != getattr(target.head, field) and field == "tied":
-                    yield _untied(seen.head.tied, "it is declared", self._of("head") or ("head",))
+            kind = "attention mask" if field in ("causal", "window") else "not as declared"
+            yield Trouble(
+                "error",
+                "tied head" if field == "tied" else kind,
+                self._of("query", "key")[:2] if field in ATTENTION_FIELDS else (),
+                (),
+                f.measured,
+                f.expected,
+                f"{f.role}: {f.note}",
+                "build the module as it is declared, or declare what it is",
+            )
 
     def _remarks(self, reading: WeightRule) -> Iterator[str]:
         """What was seen that may be meant."""
@@ -624,9 +675,30 @@ class _Checking:
                 f"a residual multiplier ({float(np.median(branch)):.3g}) stands on top of matrices "
                 f"that are scaled with depth already ({reading.title}): depth is counted twice"
             )
-        if read.shared and read.model is not None:
+        if read.shared and read.model is not None and not self._shared_alone():
             names = ", ".join(gathered_names(read.shared))
             yield f"shared by several layers, whose gradients add up: {names}"
+        model = self.described
+        if set(model.placements) == {"post"} and model.head is not None and model.head.norm:
+            yield (
+                "every layer is Post-LN and ends in a norm, and a final norm follows: one of the "
+                "two is needed, as Pre-LN needs the final one"
+            )
+        token = getattr(model.embedding, "token_variance", None)
+        if token is not None and abs(token - 1) < TABLE and model.weights is not None:
+            inner = float(np.median(np.asarray(model.weights.query)))
+            if inner < TABLE**2:
+                yield (
+                    f"{self._of('token')[0]} has a std of {math.sqrt(token):.3g}, nn.Embedding's "
+                    f"own, {math.sqrt(token / inner):.3g} times that of the matrices"
+                )
+
+    def _shared_alone(self) -> bool:
+        """Whether one matrix of a kind is used twice, which no published sharing does."""
+        named = [self.found.named(r.name) for r in self.found.roles]
+        rows = [r for group in named for r in group if r.parameter in self._reading.shared]
+        kinds = grouped(dict.fromkeys((r.name, r.parameter) for r in rows), lambda row: row[0])
+        return bool(kinds) and all(len(group) == 1 for group in kinds.values())
 
     def _predicts_the_next(self) -> bool:
         """Whether the loss is the next token's, unless it is one that a module was given here."""
@@ -991,7 +1063,8 @@ class _Weights:
                     (one, other), "error", "neither of them gets a gradient: zero one alone"
                 )
         if {"output", "ffn_out"} <= short:
-            return  # said of what is added
+            self.notes.append(BY_DESIGN)
+            short -= {"output", "ffn_out"}
         for name, block in (("output", "attention"), ("ffn_out", "feed-forward")):
             if name in short:
                 self.notes.append(
@@ -1009,7 +1082,7 @@ class _Weights:
             ("gate", "feed-forward blocks add nothing"),
         ):
             other = {"key": "query", "value": "output", "ffn_in": "ffn_out"}.get(name, "")
-            if name in short and other not in short:
+            if name in short and not any(role.split(".")[-1] == other for role in names):
                 yield self._zero_trouble((name,), "warning", words)
 
     def _zero_trouble(self, names: tuple[str, ...], severity: str, words: str) -> Trouble:
@@ -1238,12 +1311,6 @@ def _finite(module: nn.Module) -> None:
         raise NotRead(f"{names} of {type(module).__name__}: {reason}", (found,))
 
 
-def _beyond(window: Any, tokens: int) -> bool:
-    """Whether so few tokens show nothing of a window, or of one of several."""
-    sizes = window if isinstance(window, list | tuple) else [window]
-    return all(size is None or size >= tokens for size in sizes)
-
-
 def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Trouble:
     said = "the token table itself" if tied else "a matrix of its own"
     return Trouble(
@@ -1329,13 +1396,20 @@ def inputs_for(
     random = batch is None
     given = _cropped(batch, SEQUENCES, TOKENS)
     if random:
-        given = _that_runs(module, _own_batch(module, found, model, example), example)
+        given = _own_batch(module, found, model, example)
+        if _limited(module, given, example):
+            given = _that_runs(module, given, example)
     given = _with_labels(module, _with_targets(module, given))
     loss = loss or _next_token(module, given, found)
     few = _cropped(given, 1, FEW)
     shapes = _shape(given)
     words = f"measured on {shapes}" + (" of random input" if random else "")
     return _Inputs(given, few, loss, words)
+
+
+def _limited(module: nn.Module, given: Any, example: Any) -> bool:
+    """Whether nothing says that a module reads so many tokens: no config, and a longer run."""
+    return given is not example and not _configured(module)
 
 
 def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:

@@ -23,11 +23,13 @@ from .audit import AuditedModule, entries_of
 from .checkpoints import drawn, is_meta, opened
 from .dataflow import ModuleReading, read
 from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_layer
+from .departures import check_sizes
 from .entries import EntryMoments
-from .expectation import OUTSIDE, check_fits, model_of_stack
+from .expectation import OUTSIDE, model_of_stack
 from .hook_points import ENCODER, HookPoint
 from .probe import BlockProbe, Slope
 from .roles import ModuleRoles, Role, block_of, gain_of, layer_pattern, tensors_of
+from .running import as_named
 
 with optional("torch", "torch"):
     from torch import nn
@@ -41,8 +43,8 @@ NO_ROLE = ": no role is known"
 
 def describe(
     module: nn.Module | str | os.PathLike[str],
-    *,
     batch: Any = None,
+    *,
     seq_len: int | None = None,
     architecture: Transformer | None = None,
 ) -> Description:
@@ -76,13 +78,20 @@ def describe(
     """
     module = opened(module)
     module, lost = drawn(module) if is_meta(module) else (module, ())
+    batch = as_named(module, batch)
+    model = promised_by(module, seq_len) if architecture is None else architecture
+    alone = model is None or (architecture is None and not hasattr(module, "config"))
+    if alone:  # a class of torch's knows nothing of what is around its layers
+        own = batch is None and seq_len is None
+        reading = anatomy_of(module).reading if own else read(module, batch, seq_len)
+        around = reading.model is not None and reading.model.embedding is not None
+        if model is None or around:
+            return _of_reading(module, reading, lost)
+    assert model is not None
     parts = anatomy_of(module, batch)
-    found, model = parts.found, architecture
-    if model is None:
-        model = promised_by(module, seq_len)
-    if model is None:
-        return _of_reading(module, read(module, batch, seq_len), lost)
-    described = described_as(model, AuditedModule.of(module, found, batch, model), parts.sites)
+    found = parts.found
+    given = parts.example if batch is None else batch
+    described = described_as(model, AuditedModule.of(module, found, given, model), parts.sites)
     return dataclasses.replace(described, notes=lost)
 
 
@@ -94,7 +103,7 @@ def described_as(
     Raises, warns:
         As `describe`.
     """
-    check_fits(model, read.found, None)
+    check_sizes(model, read.found, None)
     held = _held(model, read)
     if model.encoder is not None:
         held = held.replace(encoder=_held(model, read, ENCODER))

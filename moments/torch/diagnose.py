@@ -32,7 +32,7 @@ from .hook_points import ENCODER
 from .measure import Loss, measure
 from .probe import probe_or_why
 from .roles import block_of, tensors_of
-from .running import at_hand, built
+from .running import as_named, at_hand, built
 
 with optional("torch", "torch"):
     import torch
@@ -44,8 +44,8 @@ LARGE = 1e10
 
 def diagnose(
     module: nn.Module | Callable[[int], nn.Module],
-    batch: Any,
-    model: Any = None,
+    batch: Any = None,
+    plan: Any = None,
     *,
     loss: Loss | None = None,
     seeds: int = 1,
@@ -69,27 +69,28 @@ def diagnose(
     Args:
         module, batch, loss, seeds, seed: as of `moments.torch.measure`. With a factory the
             module described is that of `seed`.
-        model: what the module is meant to be: a Transformer, a plan of `moments.solve`, or the name
+        plan: what the module is meant to be: a Transformer, a plan of `moments.solve`, or the name
             of a scheme, which is applied to the module's own architecture. None: that architecture
             with the initialisation of its framework.
         inputs: arguments of `predict` that describe the input, where the batch shall not.
         tolerance: as of `moments.compare`.
         progress: write what is done, the verdict as soon as it is known, and how long the rest will
             take to standard error; None: where it is more than small.
-        options: of the scheme, where the model is a scheme's name.
+        options: of the scheme, where the plan is a scheme's name.
 
     Returns:
         A Diagnosis: `str(...)`, `expected`, `causes`, `unchecked`, `to_frame()`.
 
     Raises:
-        DomainError: a model of another depth, or none for a module that does not say what it is
+        DomainError: a plan of another depth, or none for a module that does not say what it is
             meant to be.
         MomentsError: as `moments.torch.measure`.
     """
     fixed = isinstance(module, nn.Module)
     target = built(module, seed)
-    batch = at_hand(batch)
+    batch = at_hand(as_named(target, batch))
     parts = anatomy_of(target, batch)
+    batch = parts.example if batch is None else batch
     if progress is None:
         progress = _large(target, batch, seeds)
     if progress:
@@ -101,15 +102,13 @@ def diagnose(
     measurement = measured(module)
     described = promised_by(target, measurement.seq_len)
     read = parts.architecture() if described is None else described
-    if model is None and described is None:
+    if plan is None and described is None:
         raise _meant(read)
-    declared = at_length(
-        described if model is None else model_of(model, read, options), measurement
-    )
+    declared = at_length(described if plan is None else model_of(plan, read, options), measurement)
     if declared.layers != measurement.layers:
-        raise domain_error("layers of the model", declared.layers, f"{measurement.layers}")
+        raise domain_error("layers of the plan", declared.layers, f"{measurement.layers}")
     found, notes = _described(target, batch, measurement, described or declared)
-    if model is None and found is not None and not hasattr(target, "config"):
+    if plan is None and found is not None and not hasattr(target, "config"):
         # torch's own layers draw theirs: what is there is one draw of the framework's.
         declared = declared.replace(biases=found.biases)
     text = Text.of(target, declared, batch, loss)
@@ -121,7 +120,7 @@ def diagnose(
         ahead = sees_ahead(target, batch, declared.layers, text.ids)
         changed = _with_mask(found, ahead)
         changed = _with_dropout(changed, parts.reading.model)
-        likely = weight_advice(target, roles, declared, read, conventions(model, options, declared))
+        likely = weight_advice(target, roles, declared, read, conventions(plan, options, declared))
         own_features = _reasoned(differences(declared, changed), likely.reasons)
         advice = likely.crossed
         repeated = copies((role, block_of(tensors_of(target), role)) for role in roles.roles)
@@ -167,18 +166,31 @@ def _large(module: nn.Module, batch: Any, seeds: int) -> bool:
 
 def _meant(read: Transformer | None) -> DomainError:
     """What to pass for a module that does not say how it is meant to be drawn."""
-    remedy = ""
-    if read is not None:
-        fields = ("layers", "d_model", "heads", "seq_len", "d_ff", "norm", "activation", "dropout")
-        given = ", ".join(f"{name}={getattr(read, name)!r}" for name in fields)
-        remedy = (
-            f": moments.Transformer({given}, causal=True, weights=moments.Weights(...), "
-            "embedding=moments.Embedding(...), head=moments.Head()), or the name of a scheme"
-        )
+    remedy = "" if read is None else f": {_written(read)}, or the name of a scheme"
     return DomainError(
-        "nothing in the module says how it is meant to be drawn: pass the model that it is meant "
-        f"to be{remedy}"
+        "nothing in the module says how it is meant to be drawn: pass the plan that it is meant "
+        f"to follow{remedy}"
     )
+
+
+def _written(model: Transformer) -> str:
+    """A declaration as one types it: what is not a default, but for weights, tables and head."""
+    left = ("weights", "biases", "embedding", "head", "encoder")
+    words = [
+        f"{field.name}={_typed(value)}"
+        for field in dataclasses.fields(model)
+        if field.init and field.name not in left
+        if (value := getattr(model, field.name)) != field.default
+    ]
+    rest = "weights=moments.Weights(...), embedding=moments.Embedding(...), head=moments.Head(...)"
+    return f"moments.Transformer({', '.join(words)}, {rest})"
+
+
+def _typed(value: Any) -> str:
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    entries = (f"{f.name}={getattr(value, f.name)!r}" for f in dataclasses.fields(value) if f.init)
+    return f"moments.{type(value).__name__}({', '.join(entries)})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ..model.weights import MATRICES, Biases
 from ..prediction.draws import Array
 from ..scheme.registry import scheme
 from .hook_points import ENCODER
-from .roles import ModuleRoles, Role
+from .roles import Role
 
 OUTSIDE = {
     "token": ("embedding", "token_variance"),
@@ -77,21 +77,6 @@ def with_zero_biases(model: Transformer) -> Transformer:
     if model.encoder is not None:
         changes["encoder"] = with_zero_biases(model.encoder)
     return model.replace(**changes)
-
-
-_SHAPE = (
-    "d_model",
-    "d_ff",
-    "d_head",
-    "heads",
-    "kv_heads",
-    "activation",
-    "gated",
-    "normalization",
-    "norm_groups",
-    "qk_norm",
-)
-"""Fields that weights and hooks cannot change."""
 
 
 @dataclass(frozen=True)
@@ -179,36 +164,3 @@ def model_of_stack(model: Transformer, stack: str) -> Transformer:
     if model.encoder is None:
         raise DomainError("the module has an encoder beside its main stack, the plan has none")
     return model.encoder
-
-
-def check_fits(
-    model: Transformer,
-    found: ModuleRoles,
-    described: Transformer | None,
-    *,
-    placement: bool = True,
-) -> None:
-    """Raise a DomainError where a model is not one of this module's architecture."""
-    if model.layers != found.layers:
-        raise domain_error("layers of the plan", model.layers, f"the module's {found.layers}")
-    for block in found.blocks:
-        stack = model_of_stack(model, block.stack)
-        if block.layer > stack.layers:
-            raise domain_error("layers of the plan's encoder", stack.layers, "the module's")
-        wanted = stack.placements[block.layer - 1]
-        if placement and wanted != block.placement:
-            raise domain_error(
-                "norm of the plan",
-                wanted,
-                f"{block.placement!r}, as layer {block.layer} of the module has it",
-                "build the module with norms where the plan wants them",
-            )
-        if placement and stack.parallel != block.parallel:
-            raise domain_error("parallel of the plan", stack.parallel, f"{block.parallel}")
-    for name in _SHAPE:
-        has = None if described is None else getattr(described, name)
-        if has is not None and has != getattr(model, name):
-            raise domain_error(f"{name} of the plan", getattr(model, name), f"the module's {has}")
-    widths = {role.fan_in for role in found.named("query")}
-    if widths and widths != {model.d_model}:
-        raise domain_error("d_model of the plan", model.d_model, f"the module's {min(widths)}")

@@ -56,8 +56,8 @@ def fold(module: nn.Module, plan: Any) -> nn.Module:
     """
     if getattr(module, FOLDED, False):
         raise DomainError("the module was folded before: fold a copy of the unfolded one")
-    module, parts, model, described = fitted(module, plan)
-    found = parts.found
+    of = fitted(module, plan)
+    module, found, model, described = of.module, of.parts.found, of.model, of.described
     if not found.blocks:
         raise DomainError("no submodule takes or gives the module's residual sums and norms")
     logits = logit_factor(found, model, described)

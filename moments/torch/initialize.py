@@ -41,11 +41,14 @@ class Initialization:
         left: parameters that the plan says nothing of, or whose role is not known, as they were.
         scales: the hooks that carry residual and norm scales, also at `module.moments_scales`;
             None where the plan needs none.
+        unlike: fields in which the plan is not what the module is, where that changes no signal or
+            could not be read, a phrase each.
     """
 
     rows: tuple[tuple[int, str, str, float], ...]
     left: tuple[str, ...]
     scales: AppliedScales | None
+    unlike: tuple[str, ...] = ()
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per matrix or vector written: layer, role, parameter, variance."""
@@ -57,6 +60,7 @@ class Initialization:
             lines.append(str(self.scales))
         if self.left:
             lines.append(f"left as they were: {', '.join(self.left)}")
+        lines += [f"not as planned: {phrase}" for phrase in self.unlike]
         return "\n".join(lines)
 
 
@@ -123,7 +127,8 @@ def initialize(
             blocks[role].fill_(float(values[role.layer - 1, _column(role)]))
     written = {name for _, _, name, _ in rows} | {role.parameter for role in found.scales}
     untouched = [role.label for role in found.roles if role.label not in written]
-    return Initialization(tuple(rows), (*untouched, *found.unidentified), applied)
+    unlike = tuple(f"{row.name} ({row})" for row in of.departures)
+    return Initialization(tuple(rows), (*untouched, *found.unidentified), applied, unlike)
 
 
 def attach(
@@ -155,11 +160,11 @@ def attach(
 
 def _attached(of: Fitted, batch: Any) -> AppliedScales | None:
     """Hooks and temperatures, decided before the first is placed."""
-    module, parts, model, described = of
+    module, parts, model, described = of.module, of.parts, of.model, of.described
     found, batch = parts.found, of.parts.example if batch is None else batch
     stacks = scales_of(model)
     held = _check_scales(found, stacks[""])
-    scalings = factors(module, found, model, described)
+    scalings = factors(module, found, model)
     dropped = (model if described is None else described).dropout > 0
 
     def drops() -> dict[ModuleBranch, HeldDropout | None]:

@@ -16,9 +16,10 @@ from ..formulas.checks import check_count
 from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
 from ..transfer.head.targets import NO_TARGET
-from .anatomy import Measured, measured_parts
+from .anatomy import Measured, anatomy_of, measured_parts
 from .hook_points import ENCODER, HookPoint, WeightPart
 from .running import (
+    as_named,
     batch_first,
     built,
     device_of,
@@ -54,7 +55,7 @@ _NEED_LABELS = {
 
 def measure(
     module: nn.Module | Callable[[int], nn.Module],
-    batch: Any,
+    batch: Any = None,
     *,
     loss: Loss | None = None,
     seeds: int = 1,
@@ -73,11 +74,11 @@ def measure(
             differ in dropout alone, so that standard errors say nothing about other weights; with a
             factory, called with seed, seed + 1, ..., every draw has fresh weights.
         batch: keyword arguments of the module as a mapping of arrays or tensors, or its one
-            positional argument. Tokens that `attention_mask` or `src_key_padding_mask` leave out
-            are left out of every moment; of a decoder beside an encoder, those that
-            `decoder_attention_mask` leaves out. Where `position_ids` restart, rows are packed:
-            token pairs are those of one document. What they see is the module's own matter: most
-            need a mask of shape (B, 1, L, L) beside.
+            positional argument; None: random input, where the module says what it takes. Tokens
+            that `attention_mask` or `src_key_padding_mask` leave out are left out of every moment;
+            of a decoder beside an encoder, those that `decoder_attention_mask` leaves out. Where
+            `position_ids` restart, rows are packed: token pairs are those of one document. What
+            they see is the module's own matter: most need a mask of shape (B, 1, L, L) beside.
         loss: takes the module's output and the batch as tensors, returns a scalar. None: the
             module's own loss, which may be the one scalar among its outputs; a causal head
             without labels predicts the next token; a module without a loss gets a white gradient
@@ -97,6 +98,11 @@ def measure(
     """
     check_count("seeds", seeds)
     check_count("seed", seed, least=0)
+    if batch is None:
+        target = built(module, seed)
+        batch = anatomy_of(target).example
+    elif not isinstance(batch, Mapping | Tensor):
+        batch = as_named(built(module, seed), batch)
     draws, name, size = [], "", 0
     parts: Measured | None = None
     for draw in range(seeds):

@@ -78,7 +78,7 @@ class ModuleRoles:
         unidentified: names of parameters that no rule knows.
         blocks: the residual branches; empty where the module's sites are not known.
         scales: parameters and buffers that hold a residual scale.
-        multipliers: stack, layer and what q k is multiplied by, where that was seen.
+        multipliers: stack, layer, block and what q k is multiplied by, where that was seen.
         logits: path of the submodule that gives the logits; "" where none was seen.
     """
 
@@ -87,7 +87,7 @@ class ModuleRoles:
     unidentified: tuple[str, ...]
     blocks: tuple[ModuleBranch, ...]
     scales: tuple[Role, ...] = ()
-    multipliers: tuple[tuple[str, int, float], ...] = ()
+    multipliers: tuple[tuple[str, int, str, float], ...] = ()
     logits: str = ""
 
     def named(self, *names: str, stack: str = "") -> tuple[Role, ...]:

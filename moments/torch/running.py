@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -208,6 +209,30 @@ def on_device(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, Tensor | np.ndarray | list):
         return torch.as_tensor(value, device=device)
     return value
+
+
+def as_named(module: nn.Module, batch: Any) -> Any:
+    """A batch as every reader of it takes one: an array, or a mapping of forward's arguments.
+
+    Raises:
+        DomainError: neither, nor a tuple of arrays in the order of forward's arguments.
+    """
+    if batch is None or isinstance(batch, Mapping | Tensor | np.ndarray):
+        return batch
+    arguments = inspect.signature(module.forward).parameters.values()
+    names = [a.name for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
+    allowed = (
+        "an array or a tensor, a mapping of forward's arguments to them, or a tuple of them in "
+        f"the order of forward({', '.join(names)})"
+    )
+    if isinstance(batch, tuple):
+        if len(batch) > len(names) or not all(isinstance(v, Tensor | np.ndarray) for v in batch):
+            raise domain_error("batch", f"a tuple of {len(batch)}", allowed)
+        return batch[0] if len(batch) == 1 else dict(zip(names, batch, strict=False))
+    if isinstance(batch, list) and not any(isinstance(v, Tensor) for v in batch):
+        with suppress(ValueError, TypeError):
+            return np.asarray(batch)
+    raise domain_error("batch", type(batch).__name__, allowed)
 
 
 def at_hand(batch: Any) -> Any:

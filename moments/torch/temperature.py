@@ -1,4 +1,4 @@
-"""Attention temperatures: where Hugging Face's attention keeps its factor, and as it was read."""
+"""Attention temperatures: what multiplies q k in a module, and where it can be set."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from .expectation import model_of_stack, stacks_in
 from .findings import SLACK, Finding
 from .roles import ModuleRoles, Role
 
-SAME = 1e-4
-"""Relative difference of two temperatures that are one: some are read off a run in float32."""
-
 with optional("torch", "torch"):
     from torch import nn
 
 
+READ = 1e-6
+"""Relative error with which a factor is read off a run, whose sums are in double precision."""
+
+
 def factors(
-    module: nn.Module, found: ModuleRoles, model: Transformer, described: Transformer | None
+    module: nn.Module, found: ModuleRoles, model: Transformer
 ) -> list[tuple[nn.Module, float]]:
     """Attention modules whose `scaling` must change, and to what, for the model's temperatures.
 
@@ -31,65 +32,53 @@ def factors(
         DomainError: the temperatures differ from the module's own and cannot be set.
     """
     changes = []
-    for role, temperature, holder, current in _temperatures(module, found, model, described):
-        if np.isclose(current, temperature, rtol=1e-6):
+    for role, wanted, present in _temperatures(found, model):
+        holder = _holder(module, role)
+        same = READ if holder is not None else SLACK
+        if np.isclose(1.0 if present is None else present, wanted, rtol=same):
             continue
-        if holder is None:
+        if holder is None or present is None:
             raise DomainError(
-                f"{role.stack}layer {role.layer}: the plan's temperature {temperature:g} has no "
-                "place in this module, whose attention has no attribute 'scaling'; divide the "
-                "query weights' variance by its square instead"
+                f"{role.stack}layer {role.layer}, {_block(role)}: the plan's temperature "
+                f"{wanted:g} has no place in this module, whose attention has no attribute "
+                "'scaling'; divide the query weights' variance by its square instead"
             )
-        changes.append((holder, 1 / (_width(model, role) * temperature)))
+        changes.append((holder, holder.scaling * present / wanted))
     return changes
 
 
-def temperature_findings(
-    module: nn.Module,
-    found: ModuleRoles,
-    model: Transformer,
-    described: Transformer | None,
-) -> Iterator[Finding]:
-    """Every layer's temperature against the model's; None where only the module's code knows it.
-
-    Where one pass did not tell them, what an attribute or a class of torch or of Hugging Face tells
-    is believed.
-    """
-    told = any(isinstance(part, nn.MultiheadAttention) for part in module.modules()) or (
-        described is not None and hasattr(getattr(module, "config", None), "to_dict")
-    )
-    seen = {(stack, layer): factor for stack, layer, factor in found.multipliers}
-    for role, expected, holder, current in _temperatures(module, found, model, described):
-        base = (role.layer, f"{role.stack}attention", role.label, "temperature", expected)
-        slack = SAME
-        if (factor := seen.get((role.stack, role.layer))) is not None:
-            current, slack = 1 / (_width(model, role) * factor), SLACK
-        elif holder is None and not told:
-            note = "no attribute 'scaling' tells it, and logits are not q k times a factor"
-            yield Finding(*base, math.nan, None, note, math.nan)
-            continue
-        yield Finding(*base, current, bool(np.isclose(current, expected, rtol=slack)))
+def temperature_findings(found: ModuleRoles, model: Transformer) -> Iterator[Finding]:
+    """Every layer's temperature against the model's."""
+    for role, wanted, present in _temperatures(found, model):
+        base = role.layer, role.stack + _block(role), role.label, "temperature", wanted
+        if present is None:
+            yield Finding(*base, math.nan, None, "what multiplies q k was not seen", math.nan)
+        else:
+            yield Finding(*base, present, bool(np.isclose(present, wanted, rtol=SLACK)))
 
 
 def _temperatures(
-    module: nn.Module, found: ModuleRoles, model: Transformer, described: Transformer | None
-) -> Iterator[tuple[Role, float, nn.Module | None, float]]:
-    """Query matrix, temperature of the model, the module nearest to the matrix that has a numeric
-    `scaling`, and the temperature there; else the architecture's own, else that of sqrt(d_head)."""
+    found: ModuleRoles, model: Transformer
+) -> Iterator[tuple[Role, float, float | None]]:
+    """Every query matrix with its temperature in the model and in the module."""
+    seen = {tuple(place): factor for *place, factor in found.multipliers}
     for stack, wanted in stacks_in(model).items():
-        own = None if described is None else model_of_stack(described, stack)
-        for role in found.named("query", stack=stack):
-            path, holder = role.parameter, None
-            while holder is None and (path := path.rpartition(".")[0]):
-                part = module.get_submodule(path)
-                if isinstance(getattr(part, "scaling", None), float):
-                    holder = part
-            current = 1.0 if own is None else float(own.temperatures[role.layer - 1])
-            if holder is not None:
-                current = 1 / (_width(model, role) * float(holder.scaling))
-            yield role, float(wanted.temperatures[role.layer - 1]), holder, current
+        width = math.sqrt(model_of_stack(model, stack).d_head or 1)
+        for role in found.named("query", "cross_query", stack=stack):
+            factor = seen.get((stack, role.layer, _block(role)))
+            present = None if factor is None else 1 / (width * factor)
+            yield role, float(wanted.temperatures[role.layer - 1]), present
 
 
-def _width(model: Transformer, role: Role) -> float:
-    """sqrt(d_head)."""
-    return math.sqrt(model_of_stack(model, role.stack).d_head or 1)
+def _block(role: Role) -> str:
+    return "cross" if role.name.startswith("cross") else "attention"
+
+
+def _holder(module: nn.Module, role: Role) -> nn.Module | None:
+    """The module nearest to a matrix that has a numeric `scaling`."""
+    path = role.parameter
+    while path := path.rpartition(".")[0]:
+        part = module.get_submodule(path)
+        if isinstance(getattr(part, "scaling", None), float):
+            return part
+    return None

@@ -70,12 +70,27 @@ def declare_layer(
 
 
 def declare_embedding(embedding: Embedding, model: Transformer, theory: Theory) -> Chain:
-    """What follows the sum of the embedding tables."""
+    """What follows the sum of the embedding tables.
+
+    Raises:
+        DomainError: the papers' theories know no matrix there.
+    """
+    if embedding.factor_dim is not None and theory != "refined":
+        raise DomainError(f'theory {theory!r} does not cover factor_dim; use theory="refined"')
     parts: list[Component] = []
     if embedding.norm:
         like = model.replace(norm_epsilon=embedding.norm_epsilon)
         parts.append(norm(like, theory, "embedding.norm"))
     parts.append(dropout(theory, "embedding", embedding.dropout))
+    if embedding.factor_dim is not None and embedding.norm:
+        parameters = {
+            "fan_in": embedding.factor_dim,
+            "fan_out": model.d_model,
+            "weight_variance": embedding.factor_variance,
+        } | ({"bias_variance": 0.0} if embedding.factor_bias else {})
+        label, width = "embedding.factor", model.d_model
+        bias = embedding.factor_bias
+        parts.append(Linear(LINEAR, theory, label, parameters, width, "factor", has_bias=bias))
     return Chain(tuple(parts))
 
 

@@ -29,7 +29,6 @@ from ..engine.fluctuation import (
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, bind, evaluate, ratio_or_zero
 from ..engine.trace import Record
 from ..errors import DomainError
-from ..formulas.algebra import as_number
 from ..formulas.law import ComponentLaws, Law, Theory
 from ..formulas.linear import BIASED_LINEAR, LINEAR
 from ..model.fields import set_field
@@ -246,7 +245,7 @@ class Activation(Lawful):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        return entrywise_overlap(self, record, at)
+        return entrywise_overlap(self, record, at, walk.real)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         kurtosis = faintly(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
@@ -293,23 +292,25 @@ class Activation(Lawful):
         laws = self.laws.under(self.theory)
         still = dict(self.parameters) | {"x_variance": 0.0, "x_other_variance": 0.0}
         still |= {"grad_variance": 1.0, "grad_covariance": 1.0, "x_correlation": -1.0}
-        square = as_number(evaluate(laws["grad_variance"], algebra, still))
-        product = as_number(evaluate(laws["grad_covariance"], algebra, still))
+        square = float(evaluate(laws["grad_variance"], algebra, still))
+        product = float(evaluate(laws["grad_covariance"], algebra, still))
         flat = square - max(square * square - product * product, 0.0) ** 0.5
         mean = 0.5 * (square + product)  # ((l + u)/2)^2
         nothing = np.asarray(entering.diagonal) == 0.0
         alone: Array = np.where(nothing, ratio_or_zero(flat, square), 1.0)
         one: Array = np.where(nothing, ratio_or_zero(flat, mean) ** 0.5, 1.0)
         if algebra.scalar:
-            alone, one = as_number(alone), as_number(one)
+            alone, one = float(alone), float(one)
         first, second = entering.over_tokens(one)
         return kernel.weighted(alone, first * second)
 
 
-def entrywise_overlap(leaf: Leaf, record: Record, at: UnsharedOverlap) -> UnsharedOverlap:
+def entrywise_overlap(
+    leaf: Leaf, record: Record, at: UnsharedOverlap, real: Array | None
+) -> UnsharedOverlap:
     """Behind a function of every feature by itself."""
     before, after = record.input, record.output
-    return at.activated(elasticity(leaf, before, after), (before.width, after.width))
+    return at.activated(elasticity(leaf, before, after, real), (before.width, after.width))
 
 
 FAINT = 1e-30
@@ -333,8 +334,9 @@ class Dropout(Lawful):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        unshared = unshared_variance(record.input), unshared_variance(record.output)
-        return at.dropped(*unshared, record.output.width)
+        before = unshared_variance(record.input, walk.real)
+        after = unshared_variance(record.output, walk.real)
+        return at.dropped(before, after, record.output.width)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         drop_prob = self.parameters["drop_prob"]

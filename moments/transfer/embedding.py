@@ -80,7 +80,7 @@ def drawn_alike(
     """The same without what no weight is drawn for: sinusoidal positions."""
     token, segment = _patterns(embedding, seq_len, theory, token_ids, segment_ids)
     tables = [
-        (TOKEN_EMBEDDING, embedding.scale**2 * embedding.token_variance, token),
+        (TOKEN_EMBEDDING, embedding.row_variance, token),
         (SEGMENT_EMBEDDING, embedding.segment_variance, segment),
         (POSITION_EMBEDDING, embedding.position_variance, 0.0),
     ]
@@ -121,7 +121,7 @@ def joint_kernel(
     ids, where, segments = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
     drawn = ids != embedding.padding_id if embedding.padding_id is not None else 1.0
     matrix = (
-        embedding.scale**2 * embedding.token_variance * _same(ids) * drawn
+        embedding.row_variance * _same(ids) * drawn
         + embedding.segment_variance * _same(segments)
         + embedding.position_variance * _same(where)
     )
@@ -143,7 +143,7 @@ def class_kernel(
             positions begin alike.
         d_model: width; needed for sinusoidal positions.
     """
-    token = embedding.scale**2 * embedding.token_variance
+    token = embedding.row_variance
     shared = classes.one_word if isinstance(classes, TextClasses) else classes.pair_means(ids, ids)
     pairs = token * shared + embedding.segment_variance
     pairs = pairs + embedding.position_variance * classes.at_one_place
@@ -161,7 +161,7 @@ def class_repeats(embedding: Embedding, classes: PositionClasses, ids: np.ndarra
     common = classes.shares_of(ids)
     met, of_cell = classes.pair_means(ids, ids, common), classes.cell_means(common)
     scatter = share - 2 * met - share * (share - of_cell[:, None] - of_cell)
-    excess = embedding.scale**2 * embedding.token_variance * (1.0 - share)
+    excess = embedding.row_variance * (1.0 - share)
     return Repeats(share, np.maximum(scatter, 0.0), excess)
 
 
@@ -287,7 +287,7 @@ def embedding_gradients(
     Args:
         embedding: the tables.
         seq_len: tokens per sequence L.
-        d_model: width.
+        d_model: width of the sum of the tables.
         gradient: at the sum of the tables, resolved (B L, B L) for a text of (B, L) tokens, or
             of tokens alike, one sequence of them.
         token_ids, segment_ids: the text; None: unknown, its tokens repeat by Zipf's law.
@@ -295,7 +295,7 @@ def embedding_gradients(
         ids: on classes of positions, the text as `class_kernel` takes it.
 
     Returns:
-        "token", and "position" and "segment" where there are such tables.
+        "token", and "position", "segment" and the "factor" of token rows where there are such.
 
     Raises:
         DomainError: ids that do not fit the gradient.
@@ -338,7 +338,14 @@ def embedding_gradients(
         "position": embedding.position_variance > 0,
         "segment": embedding.segment_variance > 0,
     }
-    return {name: d_model * value for name, value in found.items() if there[name]}
+    norms = {name: d_model * value for name, value in found.items() if there[name]}
+    if embedding.factor_dim is not None and not embedding.norm:
+        # Both meet the same sums: a row's gradient is the matrix's turn of what arrives, the
+        # matrix's the rows' products with it.
+        arriving = embedding.factor_dim * norms["token"]
+        norms["token"] = arriving * (embedding.factor_variance or 0.0)
+        norms["factor"] = arriving * embedding.token_variance
+    return norms
 
 
 def table_rows(

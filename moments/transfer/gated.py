@@ -34,7 +34,7 @@ from ..engine.state import (
     ratio_or_zero,
 )
 from ..engine.trace import Record
-from ..formulas.algebra import Keeping, as_number
+from ..formulas.algebra import Keeping
 from ..formulas.gated import gated
 from ..formulas.law import ComponentLaws
 from ..formulas.linear import LINEAR
@@ -142,7 +142,7 @@ class GatedLinear(Leaf):
     ) -> UnsharedOverlap:
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         before, after = record.input, record.output
-        moved = elasticity(self, before, after)
+        moved = elasticity(self, before, after, walk.real)
         return at.mapped(after.width).activated(moved, (after.width, after.width))
 
     def _two_points(
@@ -231,7 +231,7 @@ def _unsteady(signal: Signal) -> tuple[str, ...]:
     if signal.fluctuation is None:
         return ()
     tokens, norms = signal.second_moment().diagonal, signal.fluctuation.norms.diagonal
-    varies = as_number(np.max(ratio_or_zero(norms, tokens * tokens)))
+    varies = float(np.max(ratio_or_zero(norms, tokens * tokens)))
     if varies <= 0.1:
         return ()
     return (

@@ -17,7 +17,7 @@ from ..engine.directions import at_tokens, expected_cosine, expected_pull, of_pa
 from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, normalised, signed_root
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, evaluate
 from ..engine.trace import Record
-from ..formulas.algebra import as_number, is_number
+from ..formulas.algebra import is_number
 from ..formulas.law import ComponentLaws
 from ..formulas.normalization import DYT, LAYERNORM, RMSNORM
 from ..model.transformer import Transformer
@@ -96,7 +96,7 @@ class FiniteNormalization(Leaf):
             first, second = kernel.over_tokens(varies)
             far = np.maximum(first, second) > _EXPANDED
             held: Array = np.where(far, _possible(normal, inner), pairs)
-            pairs = as_number(held) if algebra.scalar else held
+            pairs = float(held) if algebra.scalar else held
         normal = Kernel.joined(variance, pairs, kernel.resolved)
         square = self.gain * self.gain
         scaled = normal.scaled(square)
@@ -123,7 +123,7 @@ class FiniteNormalization(Leaf):
         if np.all(kernel.diagonal + one):
             return one
         found = np.where(kernel.diagonal + one == 0.0, np.inf, one)[()]
-        return as_number(found) if is_number(kernel.diagonal) else found
+        return float(found) if is_number(kernel.diagonal) else found
 
     def _by_group(self, signal: Signal, received: Kernel, epsilon: Array) -> tuple[Array, Array]:
         """The gradient behind small groups, whose norms fluctuate too much to expand.
@@ -249,7 +249,7 @@ def _possible(normal: Kernel, inner: Signal) -> Array:
     first, second = normal.over_tokens(normal.diagonal)
     sign = np.sign(inner.kernel.pairs)
     pairs = sign * np.clip(sign * normal.pairs, 0.0, (first * second) ** 0.5)
-    return pairs if normal.resolved or np.ndim(pairs) else as_number(pairs)
+    return pairs if normal.resolved or np.ndim(pairs) else float(pairs)
 
 
 def _undefined(epsilon: Array) -> tuple[str, ...]:
@@ -262,7 +262,7 @@ def _undefined(epsilon: Array) -> tuple[str, ...]:
 
 
 def _unexpandable(spread: Array) -> tuple[str, ...]:
-    varies = as_number(np.max(spread))
+    varies = float(np.max(spread))
     if varies <= _FAR:
         return ()
     return (
@@ -330,7 +330,7 @@ class DynamicTanh(Leaf):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        return entrywise_overlap(self, record, at)
+        return entrywise_overlap(self, record, at, walk.real)
 
 
 @dataclass(slots=True, eq=False)

@@ -164,7 +164,7 @@ def page(frame: pd.DataFrame) -> str:
     lines = [
         "# Validation",
         "",
-        "Written by `moments validate --markdown > docs/validation.md`; do not edit.",
+        "Written by `moments validate --markdown`.",
         "",
         f"{frame['name'].nunique()} whole models were simulated once, {draws.min()} to "
         f"{draws.max()} draws of all weights each, one sequence per draw. Their moments and "

@@ -49,11 +49,15 @@ def _bert(read: Entries, seq_len: int | None, hidden: str | None = None) -> Tran
 
 
 def _electra(read: Entries, seq_len: int | None) -> Transformer:
-    """BERT; the head's activation is written into the code."""
-    width = read("embedding_size")
-    if width != read("hidden_size"):
-        read.refuse("embedding_size", read("hidden_size"), "a projection of narrower token tables")
-    return _bert(read, seq_len, "gelu")
+    """BERT, perhaps with narrower tables, which a matrix widens behind their norm and the head's
+    hidden layer meets; the head's activation is written into the code."""
+    width, model = read.count("embedding_size"), _bert(read, seq_len, "gelu")
+    if width == model.d_model:
+        return model
+    embedding = model.embedding.replace(
+        factor_dim=width, factor_variance=read.variance(), factor_bias=True
+    )
+    return model.replace(embedding=embedding, head=model.head.replace(factor_dim=width))
 
 
 def _roberta(read: Entries, seq_len: int | None) -> Transformer:

@@ -1,4 +1,4 @@
-"""Read a Hugging Face config into a Transformer, with that family's own initialisation.
+"""Read a Hugging Face config of a family into a Transformer, with its own initialisation.
 
 A path or a dictionary needs neither torch nor transformers.
 """
@@ -39,9 +39,25 @@ def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
     model, notes = family(entries.get("model_type")).declare(entries, seq_len)
     for note in notes:
         warnings.warn(note, ValidityWarning, stacklevel=2)
+    return named(model, entries)
+
+
+def named(model: Transformer, entries: Mapping[str, Any]) -> Transformer:
+    """A declaration with the name that its config has."""
     called = os.path.basename(str(entries.get("_name_or_path") or "").rstrip("/"))
     printable = "".join(filter(str.isprintable, called)).strip()
     return model.replace(name=printable or str(entries["model_type"]))
+
+
+def has_reader(kind: Any) -> bool:
+    """Whether a `model_type` is read here; else a module of it may be read.
+
+    Raises:
+        DomainError: it is none, or known for a feature that is outside what moments models.
+    """
+    if not isinstance(kind, str) or kind in REFUSED:
+        family(kind)
+    return kind in FAMILIES
 
 
 def family(kind: Any) -> Family:

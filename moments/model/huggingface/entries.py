@@ -243,7 +243,20 @@ class Entries:
         names = _of_kind("id2label", self("id2label", {}), {})
         return self.count("num_labels", len(names) or 2)
 
-    def rotary(self, base: str = "rope_theta", fraction: str = "partial_rotary_factor") -> Rotary:
+    def rope(self) -> Mapping[str, Any]:
+        """`rope_parameters`, or the entry that preceded it."""
+        given: Mapping[str, Any] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            value = self(name, {}) if self.has(name) else {}
+            given = given or _of_kind(name, value, {})
+        return given
+
+    def rotary(
+        self,
+        base: str = "rope_theta",
+        fraction: str = "partial_rotary_factor",
+        scaled: tuple[str, ...] = (),
+    ) -> Rotary:
         """Rotary positions, from `rope_parameters` or the entries that preceded it.
 
         Modules turn every feature, whatever is said of a part, unless their family's defaults have
@@ -251,14 +264,12 @@ class Entries:
 
         Args:
             base, fraction: the family's names of those earlier entries.
+            scaled: kinds of scaling that the family's reader itself takes into account.
         """
         usual = self._defaults.get("rope_parameters", {})
-        given: Mapping[str, Any] = {}
-        for name in ("rope_scaling", "rope_parameters"):
-            value = self(name, {}) if self.has(name) else {}
-            given = given or _of_kind(name, value, {})
+        given = self.rope()
         kind = given.get("rope_type", given.get("type", "default"))
-        if kind != "default":
+        if kind != "default" and kind not in scaled:
             self.leave_out("rope_type", kind, "unscaled rotary frequencies are assumed")
         found = {}
         for name, old, otherwise in (

@@ -75,14 +75,20 @@ def _neo_kinds(read: Entries, layers: int) -> list[str]:
 
 
 def _opt(read: Entries, seq_len: int | None) -> Transformer:
-    """Positions have a table of two further rows, which are never read; no embedding dropout."""
+    """Positions have a table of two further rows, which are never read; no embedding dropout.
+
+    Token rows may be narrower than the stream: a matrix widens them, and one narrows what the head
+    reads.
+    """
     d_model = read.count("hidden_size")
-    if read("word_embed_proj_dim", d_model) != d_model:
-        read.refuse("word_embed_proj_dim", d_model, "a projection of narrower token tables")
     read.refuse("_remove_final_layer_norm", False, "a Pre-LN stack without a final norm")
     variance = read.variance("init_std")
     epsilon = 1e-5  # LayerNorm's own default, which the code does not change
     pre = read.flag("do_layer_norm_before")
+    factor: dict[str, Any] = {}
+    if (narrow := read.count("word_embed_proj_dim", d_model)) != d_model:
+        factor = {"factor_dim": narrow, "factor_variance": variance}
+    head = causal_head(read, variance, epsilon if pre else None)
     return declared(
         read,
         epsilon,
@@ -96,8 +102,8 @@ def _opt(read: Entries, seq_len: int | None) -> Transformer:
         causal=True,
         biases=Biases() if read.flag("enable_bias") else None,
         norm_affine=read.flag("layer_norm_elementwise_affine"),
-        embedding={"position_variance": variance, "padding_id": read.padding()},
-        head=causal_head(read, variance, epsilon if pre else None),
+        embedding={"position_variance": variance, "padding_id": read.padding()} | factor,
+        head=head.replace(**factor),
     )
 
 

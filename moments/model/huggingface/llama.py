@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...errors import domain_error
 from ..transformer import Transformer
 from ..weights import Biases
 from .entries import Entries
@@ -33,7 +34,7 @@ def _decoder(
         "gated": True,
         "dropout": 0.0,
         "biases": read.biases(_biased(read, biased)) if "biases" not in changes else None,
-        "rotary": read.rotary(),
+        "rotary": read.rotary() if "rotary" not in changes else None,
     } | changes
     return declared(
         read,
@@ -139,11 +140,46 @@ def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
 # --- further relatives: Phi-3, StarCoder2, StableLM, OLMo, Cohere, Granite ------------------------
 
 
+def _longrope(read: Entries, width: int, length: int) -> dict[str, Any]:
+    """Rotary positions, every pair slowed down by a factor of its own, and the temperature of the
+    logits that cosines and sines times another factor give.
+
+    That factor a is on the turned share f of queries and keys alone, so that the logits' variance
+    is f a^4 + 1 - f times as large; how much of it turns is left as f.
+
+    Source:
+        Ding et al. 2024, LongRoPE, section 3; factors as in transformers.
+    """
+    given, plain = read.rope(), read.rotary(scaled=("longrope",))
+    if given.get("rope_type", given.get("type")) != "longrope":
+        return {"rotary": plain}
+    most = read.count("max_position_embeddings")
+    first = read.count("original_max_position_embeddings", most)
+    name = "long_factor" if length > first else "short_factor"
+    factors, pairs = given.get(name), int(plain.fraction * width) // 2
+    numbers = isinstance(factors, list | tuple) and len(factors) == pairs
+    if not numbers or not all(isinstance(x, int | float) and x > 0 for x in factors):
+        raise domain_error(name, factors, f"{pairs} positive numbers")
+    ratio = most / first
+    usual = math.sqrt(1 + math.log(ratio) / math.log(first)) if ratio > 1 else 1.0
+    factor = given.get("attention_factor") or usual
+    if not isinstance(factor, int | float) or factor <= 0:
+        raise domain_error("attention_factor", factor, "a positive number")
+    speeds = tuple(plain.base ** (-m / pairs) / float(x) for m, x in enumerate(factors))
+    size = plain.fraction * factor**4 + 1 - plain.fraction
+    return {
+        "rotary": plain.replace(speeds=speeds),
+        "temperature": 1 / math.sqrt(size),
+    }
+
+
 def _phi3(read: Entries, seq_len: int | None) -> Transformer:
+    width = read.count("hidden_size") // read.count("num_attention_heads")
     return _decoder(
         read,
         seq_len,
         biased=(),
+        **_longrope(read, read.count("head_dim", width), _length(read, seq_len)),
         dropout=read.number("resid_pdrop"),
         window=read.window("sliding_window", _length(read, seq_len)),
     )

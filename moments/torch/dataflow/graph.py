@@ -124,13 +124,20 @@ class Graph:
         self.boundaries: list[Boundary] = []
         self.outputs: Any = None
         self._ancestors: dict[int, int] = {}
+        self._named: dict[str, int] = {}
 
     def add(self, tensor: Tensor, **fields: Any) -> int:
         self.values.append(Value(tensor, **fields))
+        if (name := self.values[-1].name) is not None:
+            self._named.setdefault(name, len(self.values) - 1)
         return len(self.values) - 1
 
     def tensor(self, value: int) -> Tensor:
         return self.values[value].tensor
+
+    def leaf(self, name: str) -> Tensor:
+        """The parameter or buffer of a name."""
+        return self.values[self._named[name]].tensor
 
     def producer(self, value: int) -> Node | None:
         index = self.values[value].producer

@@ -110,7 +110,7 @@ class Roles:
         rows.append(claim)
 
     def _leaf(self, name: str) -> Tensor:
-        return next(v.tensor for v in self.graph.values if v.name == name)
+        return self.graph.leaf(name)
 
     def _entries(self, linear: LinearUnit) -> tuple[str, int, Tensor, int] | None:
         """Parameter, its axis of features made, the place of every column there, features read."""

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -69,6 +70,7 @@ class ModuleReading:
         dropped: layer, what is dropped, and its probability, of the few that differ in it.
         turned: layers whose values are turned by their position.
         shared: parameters that several layers use.
+        unlayered: why its layers could not be told apart, a phrase each.
     """
 
     model: Transformer | None
@@ -84,6 +86,7 @@ class ModuleReading:
     dropped: tuple[tuple[int, str, float], ...] = ()
     turned: tuple[int, ...] = ()
     shared: tuple[str, ...] = ()
+    unlayered: tuple[str, ...] = ()
 
 
 @made_at_hand
@@ -245,7 +248,13 @@ def _recorded(module: nn.Module, batch: Any) -> tuple[Graph, int | None, Any]:
                     if name in buffers and not torch.equal(buffer, buffers[name]):
                         buffer.copy_(buffers[name])
     what = "nothing in it says what it reads" if not errors else errors[0]
-    raise MomentsError(f"{type(module).__name__} could not be run ({what}): pass batch=")
+    mend = "on the batch that was passed"
+    if batch is None:
+        arguments = inspect.signature(module.forward).parameters.values()
+        names = [a.name for a in arguments if a.default is a.empty and a.kind < a.VAR_POSITIONAL]
+        given = "{" + ", ".join(f"{name!r}: ..." for name in names) + "}" if names[1:] else "..."
+        mend = f"pass batch={given}"
+    raise MomentsError(f"{type(module).__name__} could not be run ({what}): {mend}")
 
 
 def _tensors(given: Any) -> list[Tensor]:
@@ -403,6 +412,7 @@ class _Reading:
     unmasked: tuple[int, ...] = ()
     misplaced: tuple[tuple[int, str], ...] = ()
     shared: tuple[str, ...] = ()
+    unlayered: list[str] = field(default_factory=list)
     dropped: list[tuple[int, str, float]] = field(default_factory=list)
 
     def reading(self) -> ModuleReading:
@@ -418,7 +428,8 @@ class _Reading:
         for chain in chains:
             matrices = len(self._matrices(chain))
             if matrices < len(chain.sums):
-                self.reasons.append("layers that share their weights")
+                names = gathered_names(sorted(set().union(*self._matrices(chain))))
+                self.unlayered.append(f"layers that share their weights ({', '.join(names)})")
                 chain.sums = chain.sums[:matrices]
             stream.fill(chain)
         if stream.read.adapters:
@@ -426,7 +437,6 @@ class _Reading:
             self.doubts.append(
                 f"adapters that are zero, and add nothing yet, are left out ({names})"
             )
-        self.reasons += stream.doubts
         self.doubts += stream.notes
         self.tensors = dict(self.module.named_parameters())
         stacks = self._stacks(chains)
@@ -448,6 +458,7 @@ class _Reading:
                 self.doubts.append(
                     "no submodule gives the stream of every layer: it cannot be measured by hooks"
                 )
+        self.reasons = [*self.unlayered, *_together(stream.doubts), *self.reasons]
         self.doubts += roles.doubts
         found = roles.roles()
         known = {role.parameter for role in found}
@@ -460,11 +471,11 @@ class _Reading:
             blocks=tuple(branches),
             scales=scales,
             multipliers=tuple(
-                (stack.prefix, number, unit.attention.multiplier)
+                (stack.prefix, number, unit.name, unit.attention.multiplier)
                 for stack in stacks
                 for number, units in enumerate(stack.layers, start=1)
                 for unit in units
-                if unit.name == "attention" and unit.attention and unit.attention.multiplier
+                if unit.attention and unit.attention.multiplier
             ),
             logits=logits.path if logits is not None and logits.side == "output" else "",
         )
@@ -487,6 +498,7 @@ class _Reading:
             misplaced=self.misplaced,
             dropped=tuple(self.dropped),
             shared=self.shared,
+            unlayered=tuple(dict.fromkeys(self.unlayered)),
             turned=tuple(
                 number
                 for number, units in enumerate(main.layers, start=1)
@@ -558,9 +570,9 @@ class _Reading:
         """
         sizes = ", ".join(str(len(c.sums)) for c in chains)
         words = f"{len(chains)} streams (of {sizes} sums) that are no encoder and decoder"
-        self.reasons.append(words)
+        self.unlayered.append(words)
         if {node.name for node in self.graph.nodes} & {"topk", "sort"}:
-            self.reasons.append("entries that are chosen by size, as a mixture's router does")
+            self.unlayered.append("entries that are chosen by size, as a mixture's router does")
         rows = [self._matrices(chain) for chain in chains]
         wholes = [set().union(*row) for row in rows]
         plain = [
@@ -581,7 +593,7 @@ class _Reading:
         allowed = {("attention", "ffn"), ("attention", "cross", "ffn")}
         if len(kinds) > 1 or not kinds <= allowed:
             words = "; ".join(", ".join(k) for k in sorted(kinds))
-            self.reasons.append(
+            self.unlayered.append(
                 f"layers that are not one attention and one feed-forward block each ({words})"
             )
         return layers
@@ -1059,6 +1071,19 @@ class _Reading:
             pool=found.pool if found.pool in ("first", "mean") else "first",
             **changes,
         )
+
+
+def _together(phrases: Iterable[str]) -> list[str]:
+    """Phrases that differ in numbers of parameters' names alone as one, with stars for these."""
+    found: dict[str, list[str]] = {}
+    for phrase in phrases:
+        found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", phrase), []).append(phrase)
+    rows = []
+    for pattern, group in found.items():
+        before, bracket, names = pattern.partition("(")
+        listed = ", ".join(dict.fromkeys(names.removesuffix(")").split(", ")))
+        rows.append(group[0] if len(group) == 1 else f"{before}{bracket}{listed}{bracket and ')'}")
+    return rows
 
 
 def _quantised(module: nn.Module) -> str:

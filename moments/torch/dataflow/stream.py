@@ -284,7 +284,8 @@ class StreamReader:
                 if self.graph.tensor(output).numel() == self.graph.tensor(value).numel():
                     found.append(output)
         norm = self.read.norm_within(value, found)
-        if norm is None:
+        width = self.graph.tensor(value).shape[-1]
+        if norm is None or not self.read.vectors(norm, width):
             return []
         # A norm of a norm is a norm of what went in.
         fits = [v for v in sorted(found) if isinstance(self.read.fit(value, v), Fit)]
@@ -466,9 +467,8 @@ class StreamReader:
 
     def _projection(self, operand: int, core: Core) -> tuple[LinearUnit, Tensor] | None:
         """The matrix that makes queries, keys or values, and its columns that do."""
-        graph, read = self.graph, self.read
-        bits = graph.before(operand)
-        _, near = self._ends([m for index, m in read.linears.items() if bits >> index & 1])
+        read = self.read
+        _, near = self._ends(read.nearest(operand))
         if len(near) != 1:
             return None
         (linear,) = near

@@ -319,6 +319,22 @@ class GraphReader:
             self.linears[n.index] for n in self.graph.path([start], end) if n.index in self.linears
         ]
 
+    def nearest(self, end: int) -> list[LinearUnit]:
+        """Products with parameters that a value rests on by a way without another one."""
+        found: dict[int, LinearUnit] = {}
+        waiting, seen = [end], {end}
+        while waiting:
+            node = self.graph.producer(waiting.pop())
+            if node is None:
+                continue
+            if node.index in self.linears:
+                found[node.index] = self.linears[node.index]
+                continue
+            more = [v for v in node.inputs if self.live(v) and v not in seen]
+            seen.update(more)
+            waiting += more
+        return [found[index] for index in sorted(found)]
+
     def tails(self, linear: LinearUnit, end: int) -> list[tuple[int, Tensor]]:
         """Where a product's outcome is first used for something on the way to a value, with the
         columns used there."""
@@ -426,15 +442,20 @@ class GraphReader:
             unit=self._unit(gains, fit.gains),
         )
 
+    def vectors(self, norm: Norm, width: int) -> bool:
+        """Whether all that acts in a norm is of one entry per feature, as gains and biases are."""
+        held = [self.graph.leaf(name) for name in (*norm.gains, *norm.biases)]
+        return all(tensor.numel() <= width for tensor in held)
+
     def _unit(self, gains: tuple[str, ...], fitted: Tensor) -> bool | None:
         """Whether a gain is its parameter, not 1 + it; None where it is neither."""
-        for value in self.graph.values if len(gains) == 1 else ():
-            if value.name == gains[0] and value.tensor.numel() == fitted.numel():
-                held = value.tensor.detach().reshape(-1).double()
-                if close(fitted, held):
-                    return True
-                return False if close(fitted, 1 + held) else None
-        return None
+        held = self.graph.leaf(gains[0]) if len(gains) == 1 else None
+        if held is None or held.numel() != fitted.numel():
+            return None
+        entries = held.detach().reshape(-1).double()
+        if close(fitted, entries):
+            return True
+        return False if close(fitted, 1 + entries) else None
 
     def _epsilon(self, start: int, end: int, width: int) -> float:
         """From how far a small input falls short of being normalised."""

@@ -21,9 +21,8 @@ import numpy as np
 
 from ...engine.fluctuation import norm_variance
 from ...engine.state import Array, Fluctuation, Kernel, Signal, evaluate
-from ...formulas.algebra import whole
 from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
-from .kernels.exact_rows import THETA_PEAKED, AlikeRows
+from .kernels.exact_rows import THETA_LEAST, THETA_PEAKED, AlikeRows
 from .kernels.finite_rows import Widths, averages
 from .projections import attention_diagnostics, positive, variance_notes
 from .softmax.norms import CORRECTED_MAX
@@ -98,6 +97,8 @@ def attention_statistics(
     found = averages(theta, keys, 1 - r, r[:, None], widths, AlikeRows.of(seq_len))
     row, both = found.row, {name: value[:, 0] for name, value in found.pair.items()}
     square = row["sum_square"]
+    # What is in proportion to the logits' variance goes on so below the least that is evaluated.
+    faint = np.minimum(theta / THETA_LEAST, 1.0)
     values = {
         "logit_scale": scale,
         "norm_deficit": widths.deficit,
@@ -105,22 +106,22 @@ def attention_statistics(
         "row_cube": row["sum_cube"],
         "row_fourth": row["sum_fourth"],
         "row_vacancy": row["trace_square"],
-        "row_square_slope": row["sum_square_slope"],
+        "row_square_slope": faint * row["sum_square_slope"],
         "row_tilt": row["mean_logit_square"],
         "row_logit_square": row["weighted_logit_square"],
         "row_skewness": np.minimum(theta, CORRECTED_MAX) * (1 - 3 * square + 2 * row["sum_cube"]),
-        "row_dropout_cross": found.dropped,
+        "row_dropout_cross": faint * found.dropped,
         "jacobian_square": row["jacobian_square"],
         "jacobian_square_logit": row["jacobian_square_"],
         "jacobian_curvature": found.curvature * row["jacobian_square"],
         "jacobian_radial": row["radial_square"],
         "jacobian_radial_logit": row["radial_square_"],
         "overlap": both["overlap"],
-        "overlap_slope": both["overlap_slope"],
+        "overlap_slope": faint * both["overlap_slope"],
         "jacobian_overlap": both["jacobian_overlap"],
-        "jacobian_overlap_logit": both["jacobian_overlap_"],
+        "jacobian_overlap_logit": faint * both["jacobian_overlap_"],
         "radial_overlap": both["radial_overlap"],
-        "radial_overlap_logit": both["radial_overlap_"],
+        "radial_overlap_logit": faint * both["radial_overlap_"],
     }
 
     def shaped(value: Array) -> Any:
@@ -149,18 +150,16 @@ def _statistics(
     leaf: Any, signal: Signal, wanted: Array, correlation: Array
 ) -> AttentionStatistics:
     """Softmax statistics at the wanted logit scale, or at the most that is validated."""
-    unshared = 1 - correlation
-    spread = norm_variance(signal)
+    # Tokens that are all but equal have logits without variance at any scale.
+    most = THETA_PEAKED / np.maximum(1 - correlation, 1e-12)
+    spread, widths = norm_variance(signal), (signal.seq_len, leaf.d_model, leaf.d_head)
+    scale = np.minimum(wanted, most)
+    profiled = not np.any(spread) and float(np.max(scale)) <= PROFILED_SCALE
     if signal.algebra.scalar:
-        # Tokens that are all but equal have logits without variance at any scale.
-        scale = min(wanted, THETA_PEAKED / max(unshared, 1e-12))
-        profiled = bool(spread == 0.0 and scale <= PROFILED_SCALE)
-        widths = signal.seq_len, leaf.d_model, leaf.d_head
-        return _from_flat(*_flat(scale, correlation, spread, profiled, *widths))
-    scale = np.minimum(wanted, THETA_PEAKED / np.maximum(unshared, 1e-12))
-    return attention_statistics(
-        scale, correlation, signal.seq_len, leaf.d_model, leaf.d_head, spread
-    )
+        return _from_flat(*_one(float(scale), correlation, spread, profiled, *widths))
+    if np.ndim(scale) == 1 and not signal.resolved:
+        return _from_flat(*_many(scale, correlation, spread, profiled, *widths))
+    return attention_statistics(scale, correlation, *widths, spread)
 
 
 def _one(
@@ -210,8 +209,6 @@ def _many(
 MOST_PROFILES = 16
 """Logit scales among configurations up to which each has a profile: those of so many are made of
 640 evaluations, once for all layers."""
-
-_flat = whole(_one, _many)
 
 
 def _from_flat(*values: Any) -> AttentionStatistics:

@@ -12,6 +12,8 @@ See docs/theory/attention.md, What stands between tokens and logits, and Weight 
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +21,12 @@ import numpy as np
 from ...engine.classes import ClassRows
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...errors import domain_error
-from ...formulas.algebra import as_number, is_number
-from .kernels.exact_rows import THETA_PEAKED
+from ...formulas.algebra import is_number
+from .kernels.exact_rows import THETA_PEAKED, AlikeRows
+from .softmax import chi_square_rule
+from .softmax.table import LENGTH_MAX
 
-CAP_NOTED = 0.3
+CAP_NOTED = 0.7
 """Logit variance over the square of its soft cap beyond which a note says so."""
 
 TABLE_NOTED = 0.1
@@ -41,7 +45,7 @@ LOGIT_VARIANCE_NOTED = 12.0
 
 def variance_notes(logit_variance: Array) -> tuple[str, ...]:
     """Where the logits' variance leaves what the laws were measured at."""
-    largest = as_number(np.max(logit_variance))
+    largest = float(np.max(logit_variance))
     if largest <= LOGIT_VARIANCE_NOTED:
         return ()
     text = (
@@ -84,7 +88,9 @@ class LogitLaw(NamedTuple):
     Attributes:
         queries, keys: of the layer.
         scale: that of the Gaussian logits which stand for the actual ones.
-        gradient_scale: actual scale over it, which multiplies gradients through queries and keys.
+        gradient_scale: actual scale over it, which multiplies gradients through queries and those
+            of the keys' weights.
+        key_scale: the same of what keys send to their tokens.
         head_freedom: d_head where the queries' norms fluctuate with it; infinite where they do not.
         notes: what made this less certain.
     """
@@ -93,6 +99,7 @@ class LogitLaw(NamedTuple):
     keys: Side
     scale: Any
     gradient_scale: Any
+    key_scale: Any
     head_freedom: Any
     notes: tuple[str, ...]
 
@@ -163,49 +170,156 @@ def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, 
     return Side(directions.scaled(one), returned.scaled(one), largest)
 
 
-def capped(own: Any, shared: Any, cap: float, keys: float) -> tuple[Any, Any]:
-    """Of logits f = c tanh(s/c): what stands for the variance of s within a row, over that, and
-    E f'^2 where attention looks. See docs/theory/attention.md.
+BENT_STEP, BENT_TAIL = 0.5, 16.0
+"""Spacing in log t of `_bent_row`, and how far below a row's bulk it begins."""
+
+BENT_LEAST = 1e-3
+"""Logit variance within a row below which what bends it does is that of this one: a limit. Above
+`LOGIT_VARIANCE_MAX`, and 100 times the square of a cap, likewise."""
+
+BENT_NODES = 200
+"""Most nodes of a logit on either side: logits of larger variance than these resolve are capped."""
+
+BENT_SWEEPS = 8
+"""Newton steps to the variance of a given P2, whose logarithm is nearly linear in it."""
+
+
+class Bent(NamedTuple):
+    """What stands for rows of logits f(s) of keys that are no Gaussian ones.
+
+    Attributes:
+        shrunk: variance of the Gaussian logits whose rows have the same P2, over that of s.
+        driven: what a row answers to its keys' own parts, over the same of those Gaussian logits.
+        with_common: likewise what it answers to all of a key: a cap does not leave alone what all
+            keys share.
+    """
+
+    shrunk: Any
+    driven: Any
+    with_common: Any
+
+
+def bent(
+    own: Any, shared: Any, keys: float, spread: float, cap: float | None, dimension: Any
+) -> Bent:
+    """Of logits f = c tanh(s/c), s the coordinates of points on a sphere.
+
+    With J the softmax's Jacobian, D = diag(f') and y^2 the part of a key that is orthogonal to the
+    query, E tr J D^2 y^2 J stands over E tr J^2, all averaged over the queries' norms and over what
+    the logits of a row share; and with it shared/own E|J f'|^2.
 
     Args:
         own, shared: variance of the logits within a row, and of what all of a row share.
-        cap: c.
         keys: how many a row has.
+        spread: relative variance of a row's logit variance.
+        cap: c; None: f = s.
+        dimension: of the sphere; infinite: s is Gaussian.
+
+    Source:
+        the integrals of `_bent_row`; see docs/theory/attention.md.
     """
-    nodes, weights = _deviates(60)
-    others, shares = _deviates(12)
-    own, shared = np.maximum(own, 1e-6), np.maximum(shared, 0.0)
-    varies = np.multiply.outer(np.sqrt(own), nodes)
-    tilt = _tilt(own, np.log(np.exp(cap * np.tanh(varies / cap) - cap) @ weights) + cap, cap, keys)
-    moved = np.multiply.outer(np.sqrt(shared), others)[..., None]
-    bent = np.tanh((varies[..., None, :] + moved) / cap)
-    logits = tilt[..., None, None] * cap * bent
-    largest = logits.max(-1, keepdims=True)
-    once, twice = np.exp(logits - largest) @ weights, np.exp(2 * (logits - largest)) * weights
-    total = twice.sum(-1)
-    found = np.log(total) - 2 * np.log(once)
-    slopes = (twice * (1 - bent * bent) ** 2).sum(-1) / total
-    weighed = np.exp(found) * shares
-    size = weighed.sum(-1)
-    return np.log(size) / (own * tilt**2), (weighed * slopes).sum(-1) / size
+    most = max(LOGIT_VARIANCE_MAX, 0.0 if cap is None else 100.0 * cap**2)
+    shared = shared * np.minimum(most / np.maximum(own, most), 1.0)
+    own = np.minimum(np.maximum(own, BENT_LEAST), most)
+    own, shared, dimension = np.broadcast_arrays(own, np.maximum(shared, 0.0), dimension)
+    keys = min(max(float(keys), 1.0 + 1e-6), LENGTH_MAX)
+    norms = chi_square_rule(2.0 / spread if spread > 0.0 else np.inf)
+    rows = AlikeRows.of(keys)
+
+    def averages(theta: Any) -> list[Array]:
+        found = rows.rows(np.multiply.outer(norms.nodes, theta))
+        fields = found.sum_square, found.jacobian_square, found.sum_square_slope
+        return [np.tensordot(norms.weights, one, 1) for one in fields]
+
+    each = [_bent_rows(xi * own, xi * shared, keys, cap, dimension) for xi in norms.nodes]
+    square, driven, common = np.tensordot(norms.weights, each, 1)
+    theta = np.array(own)
+    for _ in range(BENT_SWEEPS):
+        reached, _, slope = averages(theta)
+        step = np.clip((square - reached) / np.maximum(slope, 1e-300), -1.0, 1.0)
+        theta = np.minimum(theta * np.exp(step), own)
+    jacobian = np.maximum(averages(theta)[1], 1e-300)
+    whole = driven + shared / own * common
+    return Bent(theta / own, driven / jacobian, whole / jacobian)
 
 
-def _tilt(own: Any, others: Any, cap: float, keys: float) -> Array:
-    """t: a^2 picks keys whose logits s are 2 t own above others' mean, t = 1 - E a^3/E a^2; there
-    a is the key's share beside the others, whose log mean weight is given. By bisection."""
-    low, high = np.zeros(np.shape(own)), np.ones(np.shape(own))
-    rest = np.log(max(keys - 1.0, 1.0)) + others
-    for _ in range(30):
-        half = 0.5 * (low + high)
-        share = 1 / (1 + np.exp(np.clip(rest - cap * np.tanh(2 * half * own / cap), -700, 700)))
-        less = half + share < 1
-        low, high = np.where(less, half, low), np.where(less, high, half)
-    return np.asarray(np.maximum(low, 1e-3))
+def _bent_rows(
+    own: Array, shared: Array, keys: float, cap: float | None, dimension: Array
+) -> Array:
+    """(3, ...) `_bent_row` of every variance."""
+    given = zip(*(np.ravel(one).tolist() for one in (own, shared, dimension)), strict=True)
+    found = np.transpose([_bent_row(*one, keys, cap) for one in given])
+    return np.asarray(found.reshape(3, *np.shape(own)))
 
 
-def _deviates(count: int) -> tuple[Array, Array]:
-    nodes, weights = np.polynomial.hermite_e.hermegauss(count)
-    return nodes, weights / weights.sum()
+@functools.lru_cache(maxsize=4096)
+def _bent_row(own: float, shared: float, dimension: float, keys: float, cap: float | None) -> Array:
+    """P2, E tr J D^2 y^2 J and E |J f'|^2 of a row of logits f(s + u), averaged over u.
+
+    E sum over distinct keys of prod a_j^p g(s_j) is n (n-1) .. / Gamma(sum p) int phi^{n-c} prod
+    M dlog t, phi = E e^{-t e^f} and M = E (t e^f)^p g e^{-t e^f}, by the trapezoidal rule; sums
+    over other keys k give (J^2)_ll = sum_k a_l^2 a_k^2 + (sum_k a_l a_k)^2 and
+    (J f')_l = sum_k a_l a_k (f'_l - f'_k).
+    """
+    # e^{-t e^f} is analytic in a strip of the width of pi/sigma, which bounds the spacing
+    half = min(math.ceil(6.4 / min(0.3, 1.07 / own**0.5)), BENT_NODES)
+    if dimension < BENT_GAUSSIAN:
+        top = min(0.5 * np.pi, 6.4 / dimension**0.5 * (1.0 + 6.4 / dimension**0.5))
+        angle = np.linspace(-top, top, 2 * half + 1)
+        weights = np.maximum(np.cos(angle), 1e-300) ** (dimension - 2.0)
+        along = np.sin(angle)
+        z, orthogonal = dimension**0.5 * along, dimension / (dimension - 1.0) * (1.0 - along**2)
+    else:
+        z = np.linspace(-6.4, 6.4, 2 * half + 1)
+        weights, orthogonal = np.exp(-0.5 * z * z), np.ones(len(z))
+    weights = weights / weights.sum()
+    logits, slopes, shares = own**0.5 * z[None], np.ones((1, len(z))), np.ones(1)
+    if cap is not None:
+        shifts, shares = np.polynomial.hermite_e.hermegauss(6 if shared > 0.0 else 1)
+        turned = np.tanh((logits + shared**0.5 * shifts[:, None]) / cap)
+        logits, slopes, shares = cap * turned, 1.0 - turned * turned, shares / shares.sum()
+    first = -logits.max() - BENT_TAIL - np.log(keys)
+    x = np.arange(first, 3.6 - logits.min() - np.log(keys), BENT_STEP)
+    e = np.exp(x[:, None] + logits[:, None])  # (u, x, z)
+    survival = np.exp(-e)
+    below = np.log1p(np.maximum(np.expm1(-e) @ weights, -0.75))
+    phi = survival @ weights
+    log_phi = np.where(phi < 0.5, np.log(np.maximum(phi, 1e-130)), below)
+    once = e * survival
+    twice = e * once
+
+    def mean(values: Array, of: Array) -> Array:
+        return np.asarray((values @ (weights * of)[..., None])[..., 0])
+
+    one, one_f = mean(once, slopes**0), mean(once, slopes)
+    two, two_f, two_ff = (mean(twice, slopes**power) for power in (0, 1, 2))
+    driven = mean(twice, slopes**2 * orthogonal)
+
+    def integral(distinct: int, integrand: Array) -> float:
+        falling = np.prod([keys - i for i in range(distinct)])
+        each = (np.exp((keys - distinct) * log_phi) * integrand).sum(-1)
+        return float(falling * BENT_STEP * (shares @ each))
+
+    moved = 2.0 * integral(2, driven * two) + integral(3, driven * one * one)
+    # sum_l a_l^2 (sum_k a_k (f'_l - f'_k))^2, of one k and of two
+    common = integral(2, 2.0 * (two_ff * two - two_f * two_f))
+    common += integral(3, two_ff * one * one - 2.0 * two_f * one_f * one + two * one_f * one_f)
+    return np.array([integral(1, two), moved / 6.0, max(common, 0.0) / 6.0])
+
+
+BENT_GAUSSIAN = 1e6
+"""Dimension of a sphere from which its coordinates are Gaussian."""
+
+
+def real_tokens(leaf: Any) -> Array | None:
+    """(tokens,) 1 for those attended to that are real and 0 for padding; None: all are real.
+
+    Args:
+        leaf: with the `padding` of `SelfAttention` or `CrossAttention`.
+    """
+    if leaf.padding is None or np.all(leaf.padding):
+        return None
+    return np.asarray(np.ravel(leaf.padding) > 0, dtype=float)
 
 
 def logit_law(
@@ -242,27 +356,36 @@ def logit_law(
     keys = _side(key_tokens, gains[1], leaf.key_bias, *normed, widths_normed[1])
     scale = queries.scale * keys.scale / leaf.temperature**2
     gradient_scale: Any = 1.0
+    key_scale: Any = 1.0
+    cap = leaf.logit_softcap
     if each:
         width = widths_normed[0]
         scale = scale * d_head / width
-        variance, pairs = keys.kernel.mean_diagonal(), keys.kernel.mean_pairs()
-        theta = scale * queries.kernel.mean_diagonal() * (variance - pairs)
-        unshared = (variance - pairs) / variance
-        gradient_scale = np.exp(3.5 * unshared**2 * theta / (width + 2.0))
-        scale = scale / gradient_scale
     notes: tuple[str, ...] = ()
-    if leaf.logit_softcap is not None:
-        seen = (length + 1) / 2 if getattr(leaf, "causal", False) else length
-        size = scale * queries.kernel.mean_diagonal()
-        total, shared = size * keys.kernel.mean_diagonal(), size * keys.kernel.mean_pairs()
-        shrunk, slope = capped(total - shared, shared, leaf.logit_softcap, seen)
-        scale = scale * shrunk
-        gradient_scale = gradient_scale * slope / shrunk
-        share = float(np.max(total)) / leaf.logit_softcap**2
+    if each or cap is not None:
+        seen = real_tokens(leaf)
+        asks = seen if query_tokens is key_tokens else None
+        count = length if seen is None else length * float(seen.mean())
+        count = (count + 1) / 2 if getattr(leaf, "causal", False) else count
+        size = scale * queries.kernel.mean_diagonal(asks)
+        total, shared = size * keys.kernel.mean_diagonal(seen), size * keys.kernel.mean_pairs(seen)
+        unshared = np.maximum(1.0 - ratio_or_zero(shared, total), 1e-6)
+        spread, dimension = 2.0 / widths[0], np.inf
+        if each:
+            dimension = width / unshared**2
+        else:
+            spread += 2.0 / d_head
+        moved = bent(total - shared, shared, count, spread, cap, dimension)
+        scale = scale * moved.shrunk
+        key_scale = moved.driven / moved.shrunk
+        gradient_scale = moved.with_common / moved.shrunk
+    if cap is not None:
+        share = float(np.max(total)) / cap**2
         if share > CAP_NOTED:
             notes = (
                 f"the logits' variance is {share:.2g} of their soft cap squared: gradients of "
-                "queries and keys were simulated up to a quarter larger",
+                "queries and keys were simulated up to 15 % smaller at 1 to 5, and up to a quarter "
+                "larger where queries and keys are normalised",
             )
     table = getattr(leaf, "relative_bias", None)
     if table is not None and table.variance > TABLE_NOTED:
@@ -271,7 +394,15 @@ def logit_law(
             "queries and keys were simulated up to 7 % larger at .1 and 65 % at 1, the table's own "
             "up to 8 % and 55 %",
         )
-    return LogitLaw(queries, keys, scale, gradient_scale, np.inf if each else d_head, notes)
+    return LogitLaw(
+        queries,
+        keys,
+        scale,
+        gradient_scale,
+        key_scale,
+        np.inf if each else d_head,
+        notes,
+    )
 
 
 def over_all_heads(leaf: Any) -> bool:

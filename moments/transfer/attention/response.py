@@ -67,7 +67,7 @@ from .kernels.row_statistics import (
     statistics_of,
 )
 from .layers import self_masks
-from .projections import logit_law
+from .projections import logit_law, real_tokens
 
 BEND_STEP = 0.02
 """Relative step of the difference for `_bend`, whose statistics are interpolated to 1e-4."""
@@ -557,16 +557,18 @@ def through_attention(
         memory, attended, keys = signal, at.variance, 1.0 / signal.seq_len
         if signal.resolved:
             weights = uniform_rows(leaf, signal)
-            averaged = averaging_elasticity(weights, signal)
+            averaged = averaging_elasticity(weights, signal, walk.real)
             on_classes = isinstance(weights, ClassRows)
             seen = weights.counted * weights.weights if on_classes else weights * weights
-            keys = float(signal.kernel.average(seen.sum(-1)))
+            keys = float(signal.kernel.average(seen.sum(-1), walk.real))
     else:
         attended = 1.0 / memory.width if walk.memory is None else walk.memory
-        keys = 1.0 / memory.seq_len
+        real = real_tokens(leaf)
+        keys = 1.0 / (memory.seq_len if real is None else real.sum() / leaf.sequences)
     walk.attended[record.place] = attended
-    by_queries = query_elasticity(record.pulled, signal, output)
-    grown = 1.0 + (unshared_spread(memory) if fixed or has_fixed_norms(memory) else 0.0)
+    by_queries = query_elasticity(record.pulled, signal, output, walk.real)
+    fixed = fixed or has_fixed_norms(memory)
+    grown = 1.0 + (unshared_spread(memory, real_tokens(leaf)) if fixed else 0.0)
     for name in ("query", "key", "query.bias", "query.norm.gain", "key.norm.gain"):
         walk.growth[record.layer, f"{leaf.prefix}{name}"] = grown
     groups = leaf.kv_heads
@@ -590,7 +592,7 @@ ALIKE = 1e-6
 """Of what tokens have of their own, what their rows' averages have by the rounding of sums."""
 
 
-def averaging_elasticity(weights: Any, tokens: Signal) -> float:
+def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None) -> float:
     """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
 
     Averages W x meet their tokens as M = C W^T, and Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
@@ -602,7 +604,7 @@ def averaging_elasticity(weights: Any, tokens: Signal) -> float:
     else:
         met = weights @ kernel.pairs
         kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
-    unshared = [float(one.mean_diagonal() - one.mean_pairs()) for one in kernels]
+    unshared = [float(one.mean_diagonal(real) - one.mean_pairs(real)) for one in kernels]
     if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:
         return 0.0
     return float(
@@ -610,20 +612,22 @@ def averaging_elasticity(weights: Any, tokens: Signal) -> float:
     )  # Cauchy and Schwarz
 
 
-def query_elasticity(pulled: Pulled | None, before: Signal, after: Signal) -> float:
+def query_elasticity(
+    pulled: Pulled | None, before: Signal, after: Signal, real: Array | None
+) -> float:
     """As `fluctuation.elasticity`, of rows that differ because their queries do.
 
     0 where nothing was pulled.
     """
-    unshared = unshared_variance(after)
+    unshared = unshared_variance(after, real)
     response = None if pulled is None or unshared == 0.0 else pulled.response()
     if response is None:
         return 0.0
-    sent = float(response.mean_pairs())
-    return float(sent * before.width / after.width * unshared_variance(before) / unshared)
+    sent = float(response.mean_pairs(real))
+    return float(sent * before.width / after.width * unshared_variance(before, real) / unshared)
 
 
-def unshared_spread(tokens: Signal) -> float:
+def unshared_spread(tokens: Signal, real: Array | None = None) -> float:
     """Relative variance over draws of what tokens have of their own, their norms made equal.
 
     They share a part whose squared norm c varies by y_kl^2, and the norms leave u = 1 - c to each:
@@ -632,5 +636,5 @@ def unshared_spread(tokens: Signal) -> float:
     overlaps = followed(tokens)
     if overlaps is None:
         return 0.0
-    size = float(tokens.second_moment().mean_diagonal())
-    return float(overlaps.mean_pairs()) / size**2 if size > 0.0 else 0.0
+    size = float(tokens.second_moment().mean_diagonal(real))
+    return float(overlaps.mean_pairs(real)) / size**2 if size > 0.0 else 0.0

@@ -262,7 +262,7 @@ class AttentionPullback:
             attention = self.layer.weights()
             cross = normalised_cross(self.law, rows, attention, width, received.diagonal, sides)
             sides = sides._replace(cross=cross)
-        key = through(sides.key, self.law.keys, self.law.gradient_scale)
+        key = through(sides.key, self.law.keys, self.law.key_scale)
         return self._at_queries(sides.query), sides.value + sides.cross + key, sides
 
     @property

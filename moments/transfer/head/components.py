@@ -39,10 +39,15 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
         parts.append(Pool("head.pool", head.pool, sequences, weights))
     if head.dropout:
         parts.append(Dropout(DROPOUT, "refined", "final.dropout", {"drop_prob": head.dropout}))
+    width = head.factor_dim or model.d_model
+    parameters: dict[str, Any] = {"fan_in": model.d_model, "fan_out": width}
     if head.transform is None:
+        if head.factor_variance is not None:
+            parameters["weight_variance"] = head.factor_variance
+            name = "head.factor"
+            parts.append(Linear(LINEAR, "refined", name, parameters, width, name))
         return Chain(tuple(parts))
-    width = model.d_model
-    parameters = {"fan_in": width, "fan_out": width, "weight_variance": head.transform_variance}
+    parameters["weight_variance"] = head.transform_variance
     has_bias = head.transform_bias_variance is not None
     if has_bias:
         parameters["bias_variance"] = head.transform_bias_variance

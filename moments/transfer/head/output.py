@@ -87,7 +87,7 @@ class OutputMoments:
             found[f"{last}.gain"] = found[f"{last}.gain"] + readout.gain_gradient() / square
         if readout.normalised and f"{last}.bias" in found:
             # `gradient` is without what the norm takes away, whose bias is behind it.
-            found[f"{last}.bias"] += self.model.d_model * readout.radial().total(readout.seq_len)
+            found[f"{last}.bias"] += readout.width * readout.radial().total(readout.seq_len)
         if not head.tied:
             found["head"] = readout.matrix_gradient()
         if head.bias:
@@ -158,7 +158,7 @@ def output_moments(
     readout = Readout(
         read.second_moment(),  # an activation that no norm follows has a mean
         read.seq_len,
-        model.d_model,
+        head.factor_dim or model.d_model,
         _targets(
             model,
             head,
@@ -231,7 +231,7 @@ def carried_amplitude(model: Transformer, stack: Record | None) -> Array:
 def _carried_to_logits(
     model: Transformer, head: Head, signal: Signal, read: Signal, stack: Record | None
 ) -> Array:
-    if not head.tied or head.transform is not None:
+    if not head.tied or head.transform is not None or head.factor_dim is not None:
         return 0.0
     amplitude = carried_amplitude(model, stack)
     if not head.norm:
@@ -250,6 +250,8 @@ def _normalised(model: Transformer, head: Head) -> bool:
         return False
     if head.transform is not None:
         return head.transform_norm
+    if head.factor_dim is not None:
+        return False
     if head.loss == "classification" and head.pool == "mean":
         return False
     return head.norm or model.placements[-1] == "post"
@@ -259,6 +261,8 @@ def _last_norm(head: Head) -> str:
     """The norm whose output the matrix multiplies."""
     if head.transform is not None:
         return "head.norm"
+    if head.factor_dim is not None:
+        return ""
     mean = head.loss == "classification" and head.pool == "mean"
     return "" if mean else "final.norm"
 

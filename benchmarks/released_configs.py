@@ -1,0 +1,295 @@
+"""Released configs of current models, small: real modules measured and their configs predicted.
+
+`tests/released_configs/` has the config.json of released models, every entry as it was published.
+`shrunk` takes from one its size alone: layers, widths, heads in their ratio, rows of tables, the
+reach of windows. transformers' own module of it, with its own initialisation, reads English text
+(smooth random pictures for ViT) and computes its own loss; the same small config is read by
+`moments.from_huggingface` and predicted on the same tokens.
+
+    python benchmarks/released_configs.py measure --seeds 48 [--names gemma3-1b ...]  # continues
+    python benchmarks/released_configs.py table [--names gemma3-1b ...]               # predicts
+
+Means and standard errors lie in benchmarks/data/released_configs.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import time
+import warnings
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import moments
+from moments.model.huggingface import FAMILIES
+
+CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "released_configs"
+DATA = Path(__file__).parent / "data" / "released_configs.json"
+LAYERS, HEADS, D_HEAD, VOCAB, SEQ_LEN, BATCH, WINDOW = 6, 4, 64, 1000, 64, 2, 16
+CHUNK = 8
+BOUNDS = {
+    "variance": 0.02,
+    "correlation": 0.015,
+    "grad_variance": 0.05,
+    "loss": 0.005,
+    "matrices": 0.08,
+}
+"""Errors beyond twice the standard error; relative but the correlation's."""
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
+_WIDTH = ("hidden_size", "n_embd", "dim", "d_model")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_FFN = ("intermediate_size", "ffn_dim", "hidden_dim", "d_ff")
+_NARROW = ("embedding_size", "word_embed_proj_dim")
+_HEAD = ("head_dim", "d_kv")
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+_WINDOWS = ("sliding_window", "local_attention")
+
+
+def names() -> list[str]:
+    """Of every released config."""
+    return sorted(file.stem for file in CONFIGS.glob("*.json"))
+
+
+def released(name: str) -> dict[str, Any]:
+    """A config as it was released."""
+    entries: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    return entries
+
+
+def shrunk(name: str, layers: int = LAYERS) -> dict[str, Any]:
+    """A released config with fewer layers, features, tokens and rows; all else is its own."""
+    entries = released(name)
+
+    def first(names: tuple[str, ...]) -> Any:
+        return next((entries[n] for n in names if entries.get(n) is not None), None)
+
+    depth, width, heads = first(_LAYERS), first(_WIDTH), first(_HEADS)
+    small = copy.deepcopy(entries)
+
+    def put(names: tuple[str, ...], value: int) -> None:
+        small.update({n: value for n in names if isinstance(entries.get(n), int)})
+
+    new_width = HEADS * D_HEAD
+    for entry, value in entries.items():
+        if isinstance(value, list) and len(value) == depth:
+            small[entry] = value[:layers]
+    put(_LAYERS, layers)
+    put(_WIDTH, new_width)
+    put(_HEADS, HEADS)
+    put(_HEAD, D_HEAD)
+    shared = entries.get("num_key_value_heads")
+    if shared is not None:
+        small["num_key_value_heads"] = max(1, HEADS * shared // heads)
+    for entry in (*_FFN, *_NARROW):
+        if isinstance(entries.get(entry), int):
+            small[entry] = 16 * max(1, round(entries[entry] * new_width / width / 16))
+    if "rotary_dim" in entries:
+        small["rotary_dim"] = entries["rotary_dim"] * D_HEAD * heads // width
+    put(_WINDOWS, WINDOW)
+    put(("vocab_size",), VOCAB)
+    for entry in _TOKENS:
+        token = entries.get(entry)
+        if isinstance(token, int) and token >= VOCAB:
+            small[entry] = VOCAB - 1 - _TOKENS.index(entry)
+        elif isinstance(token, list):
+            small[entry] = 2
+    put(("image_size",), 32)
+    put(("patch_size", "encoder_stride"), 8)
+    for part in ("short_factor", "long_factor"):
+        factors = (entries.get("rope_scaling") or {}).get(part)
+        if factors:
+            pairs = round(D_HEAD * entries.get("partial_rotary_factor", 1.0)) // 2
+            small["rope_scaling"][part] = factors[:: len(factors) // pairs][:pairs]
+    return small
+
+
+def module(config: Mapping[str, Any], seed: int) -> Any:
+    """The real class of a config, drawn by its own rule."""
+    from moments.torch.huggingface_modules import build_module
+
+    if config["model_type"] in FAMILIES:
+        return build_module(config, seed)
+    import torch
+
+    from moments.torch import from_config
+
+    settings, _ = from_config.settings(config)
+    made = from_config.module_class(config, settings)
+    torch.manual_seed(seed)
+    return made(settings)
+
+
+def task(config: Mapping[str, Any]) -> str:
+    kind = config["model_type"]
+    if kind in FAMILIES:
+        return FAMILIES[kind].task
+    return "masked" if "MaskedLM" in config["architectures"][0] else "causal"
+
+
+def batch(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a module reads, the same in every draw."""
+    from moments.torch.huggingface_modules import module_batch
+    from moments.torch.text import mask_tokens, tokenize
+
+    if config["model_type"] in FAMILIES:
+        images = task(config) == "images"
+        return module_batch(config, seq_len=None if images else SEQ_LEN, batch=BATCH, seed=0)
+    ids = tokenize(VOCAB, SEQ_LEN, BATCH)
+    inputs, labels = mask_tokens(ids, VOCAB, 0) if task(config) == "masked" else (ids, ids)
+    return {"input_ids": inputs, "labels": labels}
+
+
+def predicted(config: Mapping[str, Any]) -> moments.Prediction:
+    """The config read and predicted on the same tokens."""
+    data, of = batch(config), task(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        model = moments.from_huggingface(dict(config), seq_len=None if of == "images" else SEQ_LEN)
+        if of == "images":
+            return moments.predict(model, pixels=data["pixel_values"], targets=data["labels"])
+        if of == "translation":
+            shifted = np.pad(data["labels"][:, :-1], ((0, 0), (1, 0)))
+            read = {"token_ids": data["input_ids"]}
+            return moments.predict(
+                model, token_ids=shifted, targets=data["labels"], encoder_inputs=read
+            )
+        given = {} if of == "causal" else {"targets": data["labels"]}
+        return moments.predict(model, token_ids=data["input_ids"], tokens=True, **given)
+
+
+# --- measurement ---------------------------------------------------------------------------------
+
+
+def measured(name: str, seeds: int) -> dict[str, Any]:
+    """Means and standard errors over draws of the real module."""
+    import transformers
+
+    from moments.torch import measure
+
+    transformers.logging.set_verbosity_error()
+    config = shrunk(name)
+    start = 1000 * (zlib.crc32(name.encode()) % 1_000_000)
+    found = measure(lambda seed: module(config, seed), batch(config), seeds=seeds, seed=start)
+    rows: dict[str, Any] = {"seeds": seeds, "loss": _digits([found.loss, found.loss_stderr])}
+    for quantity in ("variance", "correlation", "grad_variance"):
+        draws = np.asarray(found.samples[quantity])
+        rows[quantity] = [
+            _digits(draws.mean(0)),
+            _digits(draws.std(0, ddof=1) / math.sqrt(len(draws))),
+        ]
+    rows["weights"] = {
+        f"{row['layer']} {row['weight']}": _digits(
+            [row["squared_norm"], row["squared_norm_stderr"]]
+        )
+        for row in found.weight_gradient_rows
+        if row["squared_norm"] > 1e-12
+    }
+    return rows
+
+
+def _digits(values: Any) -> list[float]:
+    return [float(f"{v:.4g}") for v in np.ravel(values)]
+
+
+def stored() -> dict[str, Any]:
+    return json.loads(DATA.read_text()) if DATA.exists() else {}
+
+
+# --- comparison ----------------------------------------------------------------------------------
+
+
+def errors(name: str, p: moments.Prediction | None = None) -> dict[str, tuple[float, float, str]]:
+    """Of every quantity the error that exceeds twice its standard error most: error, standard
+    error, and where."""
+    rows, config = stored()[name], shrunk(name)
+    p = predicted(config) if p is None else p
+    found = {}
+    for quantity in ("variance", "correlation", "grad_variance"):
+        mean, error = np.array(rows[quantity])
+        scale = 1.0 if quantity == "correlation" else mean
+        gaps = (np.asarray(getattr(p, quantity)) - mean) / scale
+        found[quantity] = _worst(gaps, error / scale, [str(n) for n in range(len(mean))])
+    loss, error = rows["loss"]
+    found["loss"] = float(p.loss) / loss - 1, error / loss, ""
+    known = {
+        f"{row.layer} {row.weight}": float(row.squared_norm)
+        for row in p.weight_gradients().itertuples()
+    }
+    # One table of relative biases gathers what all layers send it, and one token table what both
+    # stacks do.
+    shared = [v for k, v in known.items() if k.endswith(" relative_bias")]
+    known["0 relative_bias"] = sum(shared)
+    if p.encoder is not None:
+        rows_read = p.encoder.weight_gradients().itertuples()
+        known["0 token"] += sum(float(r.squared_norm) for r in rows_read if r.weight == "token")
+    matrices = {k: v for k, v in rows["weights"].items() if not k.endswith((".bias", ".gain"))}
+    missing = [k for k in matrices if k not in known]
+    if missing:
+        found["missing"] = 1.0, 0.0, ", ".join(missing[:4])
+    there = [k for k in matrices if k in known]
+    mean, error = np.array([matrices[k] for k in there]).T
+    gaps = np.array([known[k] for k in there]) / mean - 1
+    found["matrices"] = _worst(gaps, error / mean, there)
+    return found
+
+
+def _worst(gaps: np.ndarray, stderr: np.ndarray, where: list[str]) -> tuple[float, float, str]:
+    index = int(np.argmax(np.abs(gaps) - 2 * stderr))
+    return float(gaps[index]), float(stderr[index]), where[index]
+
+
+def failures(name: str, found: Mapping[str, tuple[float, float, str]]) -> list[str]:
+    """Quantities whose error exceeds its bound beyond twice the standard error."""
+    return [
+        quantity
+        for quantity, (gap, error, _) in found.items()
+        if abs(gap) - 2 * error > BOUNDS.get(quantity, 0.0)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=("measure", "table"))
+    parser.add_argument("--names", nargs="*", default=[])
+    parser.add_argument("--seeds", type=int, default=48)
+    given = parser.parse_args()
+    for name in given.names or names():
+        start = time.perf_counter()
+        if given.action == "measure":
+            if stored().get(name, {}).get("seeds", 0) >= given.seeds:
+                continue
+            try:
+                found = measured(name, given.seeds)
+            except moments.MomentsError as error:
+                print(f"{name}: {error}", flush=True)
+                continue
+            rows = stored() | {name: found}
+            lines = (f"{json.dumps(k)}: {json.dumps(rows[k])}" for k in sorted(rows))
+            DATA.write_text("{" + ",\n".join(lines) + "}\n")
+            print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+            continue
+        if name not in stored():
+            print(f"{name}: not measured", flush=True)
+            continue
+        try:
+            rows_found = errors(name)
+        except moments.MomentsError as error:
+            print(f"{name}: refused: {error}", flush=True)
+            continue
+        words = ", ".join(
+            f"{k} {v[0]:+.3f} ({v[1]:.3f}) {v[2]}".strip() for k, v in rows_found.items()
+        )
+        bad = failures(name, rows_found)
+        print(f"{name}: {'holds' if not bad else 'FAILS ' + ' '.join(bad)}: {words}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Is a number that was measured expected: its band, a verdict, and what else would give it.
+
+A cause is a variant of the declaration: every published scheme, and simple slips. It is named where
+all that was measured lies in the variant's own band.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..errors import DomainError, MomentsError, domain_error, without_warnings
+from ..files import Shown, as_frame
+from ..formulas.checks import POSITIVE, check_count, check_number
+from ..model.embedding import Embedding
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES, Weights
+from ..noise.band import NORMAL_95
+from ..prediction.predict import predict
+from ..prediction.result import Prediction
+from ..scheme.registry import schemes
+from .expected import CLEAR, TOLERANCE, log_variance, over_draws
+from .verdict import NAMES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CHANCE = 0.1
+"""Probability of so many points outside their 95 % bands, below which chance is doubtful."""
+
+FAR = 3.0
+"""Factor between the spread of a variant and that of the declaration, beyond which a variant is not
+asked for its own."""
+
+UNSCALED = 0.45
+"""Of a block's last variance over that of the matrix before it, below which the depth divides it:
+the fans of Glorot's rule alone make it half, with each head a matrix of its own."""
+
+SHOWN = 5
+"""Causes that are printed."""
+
+
+class Point(NamedTuple):
+    """One number that was measured.
+
+    Attributes:
+        quantity: "variance" or "grad_variance".
+        layer: point of the stream.
+        measured, predicted: the number, and its mean over draws.
+        low, high: ends of the band.
+        deviations: how many standard deviations of its logarithm the number lies from the middle.
+    """
+
+    quantity: str
+    layer: int
+    measured: float
+    predicted: float
+    low: float
+    high: float
+    deviations: float
+
+    @property
+    def inside(self) -> bool:
+        return abs(self.deviations) <= NORMAL_95
+
+
+@dataclass(frozen=True)
+class Likely:
+    """A variant of the declaration that gives what was measured.
+
+    Attributes:
+        words: what it is.
+        model: the declaration.
+        points: what was measured, beside what the variant predicts.
+    """
+
+    words: str
+    model: Transformer
+    points: tuple[Point, ...]
+
+    @property
+    def off(self) -> float:
+        """Standard deviations of the point that lies furthest out."""
+        return max(abs(point.deviations) for point in self.points)
+
+    def __str__(self) -> str:
+        return f"{self.words}: " + ", ".join(_range(point) for point in self.points)
+
+
+@dataclass(frozen=True, eq=False)
+class Expects(Shown):
+    """Whether numbers of the stream are what a prediction lets expect; as a truth value, `expected`.
+
+    Attributes:
+        prediction: what they are judged by.
+        points: what was measured, beside what is predicted.
+        draws: over how many draws of the weights it is a mean.
+    """
+
+    prediction: Prediction
+    points: tuple[Point, ...]
+    draws: int = 1
+
+    @property
+    def verdict(self) -> str:
+        """ "expected", "doubtful" or "not expected".
+
+        Not expected is what lies further than three standard deviations from the middle of its
+        band; doubtful, more points outside their 95 % bands than one set in ten has by chance, were
+        the points independent.
+        """
+        from scipy.special import bdtrc
+
+        if any(abs(point.deviations) > CLEAR for point in self.points):
+            return "not expected"
+        outside = sum(not point.inside for point in self.points)
+        likely = outside == 0 or bdtrc(outside - 1, len(self.points), 0.05) > CHANCE
+        return "expected" if likely else "doubtful"
+
+    @property
+    def expected(self) -> bool:
+        return self.verdict == "expected"
+
+    def __bool__(self) -> bool:
+        return self.expected
+
+    @functools.cached_property
+    def _variants(self) -> tuple[Likely, ...]:
+        """Every variant that predicts something else, the nearest first."""
+        found = []
+        with without_warnings():
+            for words, model in variants(self.prediction.model):
+                try:
+                    points = self._of(model)
+                except (MomentsError, ValueError):
+                    continue  # a variant that reads another input, or leaves what is modelled
+                if points is not None:
+                    found.append(Likely(words, model, points))
+        return tuple(sorted(found, key=lambda one: one.off))
+
+    def _of(self, model: Transformer) -> tuple[Point, ...] | None:
+        """What was measured beside another declaration; None where that predicts the same."""
+        other = predict(model, **self.prediction.asked)
+        mine, theirs = (
+            np.array([getattr(p, point.quantity)[point.layer] for point in self.points])
+            for p in (self.prediction, other)
+        )
+        if np.allclose(mine, theirs, rtol=1e-6, atol=0.0) or not np.all(theirs > 0):
+            return None
+        given = [point.measured for point in self.points]
+        wide = [math.log(point.high / point.low) / 2 for point in self.points]
+        off = np.abs(np.log(np.divide(given, theirs))) / wide
+        if np.any(off > FAR):
+            return tuple(
+                Point(*point[:3], mean, math.nan, math.nan, float(NORMAL_95 * one))
+                for point, mean, one in zip(self.points, theirs.tolist(), off, strict=True)
+            )
+        return judged(other, [(p.quantity, p.layer, p.measured) for p in self.points], self.draws)
+
+    @property
+    def causes(self) -> tuple[Likely, ...]:
+        """Variants of the declaration in whose bands all that was measured lies, the nearest first;
+        none where it is expected."""
+        if self.expected:
+            return ()
+        return tuple(one for one in self._variants if one.off <= NORMAL_95)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per number that was measured.
+
+        Columns: quantity, layer, measured, predicted, low and high (of the 95 % band), deviations,
+        verdict (of all) and causes (in words).
+        """
+        causes = "; ".join(one.words for one in self.causes[:SHOWN])
+        rows = [{**p._asdict(), "verdict": self.verdict, "causes": causes} for p in self.points]
+        return as_frame(rows, columns=[*Point._fields, "verdict", "causes"])
+
+    def __str__(self) -> str:
+        lines = [f"{self.verdict}: {'; '.join(map(_said, self.points))}"]
+        if self.expected:
+            return lines[0]
+        causes = self.causes
+        if causes:
+            lines.append("what would give it:")
+            lines += [f"  {one}" for one in causes[:SHOWN]]
+            if len(causes) > SHOWN:
+                lines.append(f"  and {len(causes) - SHOWN} more, in .causes")
+        elif self._variants:
+            lines.append(
+                "no published scheme and no simple slip gives it; nearest is "
+                f"{self._variants[0].words}, with "
+                + ", ".join(f"{point.predicted:.3g}" for point in self._variants[0].points)
+            )
+        return "\n".join(lines)
+
+
+def _range(point: Point) -> str:
+    return f"{point.predicted:.3g} ({point.low:.3g} to {point.high:.3g})"
+
+
+def _said(point: Point) -> str:
+    times = point.measured / point.predicted
+    return (
+        f"{NAMES[point.quantity]} {point.measured:.4g} at layer {point.layer}, where {_range(point)} "
+        f"is predicted: {times:.3g} times, {point.deviations:+.1f} standard deviations"
+    )
+
+
+def expects(
+    prediction: Prediction,
+    variance: Mapping[int, float] | None = None,
+    grad_variance: Mapping[int, float] | None = None,
+    draws: int = 1,
+) -> Expects:
+    """See `Prediction.expects`."""
+    if prediction.theory != "refined":
+        raise DomainError(
+            f'theory {prediction.theory!r} states no band: predict with theory="refined"'
+        )
+    if prediction.variance.ndim > 1:
+        raise DomainError("expects judges one configuration, and the prediction holds several")
+    check_count("draws", draws)
+    given = []
+    for quantity, values in (("variance", variance), ("grad_variance", grad_variance)):
+        if not isinstance(values or {}, Mapping):
+            allowed = "a mapping from layers to numbers, such as {24: 20.0}"
+            raise domain_error(quantity, values, allowed)
+        for layer, value in (values or {}).items():
+            check_count("layer", layer, least=0)
+            if layer > prediction.model.layers:
+                allowed = f"0 to {prediction.model.layers}: layer n is what leaves layer n"
+                raise domain_error("layer", layer, allowed)
+            given.append(
+                (quantity, int(layer), check_number(f"{quantity}[{layer}]", value, POSITIVE))
+            )
+    if not given:
+        raise DomainError("nothing was measured: pass variance={24: 20.0}, by layer")
+    return Expects(prediction, judged(prediction, given, draws), draws)
+
+
+def judged(
+    prediction: Prediction, given: Sequence[tuple[str, int, float]], draws: int
+) -> tuple[Point, ...]:
+    """Numbers by quantity and layer beside their bands, to which the theory's own error belongs."""
+    found = []
+    for quantity, layer, value in given:
+        mean = float(getattr(prediction, quantity)[layer])
+        band = getattr(prediction, f"{quantity}_band")[:, layer]
+        chance = float(over_draws(log_variance(band), draws))
+        middle, spread = mean * math.exp(-chance / 2), math.sqrt(chance + TOLERANCE**2)
+        away = math.log(value / middle) / spread if mean > 0 else math.inf
+        half = math.exp(NORMAL_95 * spread)
+        found.append(Point(quantity, layer, value, mean, middle / half, middle * half, away))
+    return tuple(found)
+
+
+# --- variants of a declaration --------------------------------------------------------------------
+
+
+def variants(model: Transformer) -> Iterator[tuple[str, Transformer]]:
+    """Every published scheme and simple slips, in words, where they change the declaration."""
+    for words, changed in _all(model):
+        if changed != model:
+            yield words, changed
+
+
+def _all(model: Transformer) -> Iterator[tuple[str, Transformer]]:
+    yield from _slips(model)
+    for one in schemes():
+        try:
+            yield f"scheme {one.name} ({one.title})", one.apply(model)
+        except DomainError:
+            continue
+
+
+def _slips(model: Transformer) -> Iterator[tuple[str, Transformer]]:
+    weights = model.weights
+    assert weights is not None
+    there = [name for name in MATRICES if weights.of(name) is not None]
+    values = {name: np.asarray(weights.of(name), dtype=float) for name in there}
+
+    def drawn(**changed: Any) -> Transformer:
+        several = {name: value.tolist() for name, value in changed.items()}
+        return model.replace(weights=weights.replace(**several))
+
+    yield "weights of twice the variance", drawn(**{n: 2 * v for n, v in values.items()})
+    yield "weights of half the variance", drawn(**{n: v / 2 for n, v in values.items()})
+    yield "weights of twice the deviation", drawn(**{n: 4 * v for n, v in values.items()})
+    yield "weights of half the deviation", drawn(**{n: v / 4 for n, v in values.items()})
+    yield "deviations taken for variances", drawn(**{n: v**0.5 for n, v in values.items()})
+    yield "variances taken for deviations", drawn(**{n: v**2 for n, v in values.items()})
+    yield (
+        "weights as torch draws a Linear",
+        model.replace(weights=Weights.torch_default(model.d_model, model.d_ff)),
+    )
+    for name in there:
+        plain = name.replace("_", " ")
+        yield f"{plain} alone with twice the deviation", drawn(**{name: 4 * values[name]})
+        yield f"{plain} alone with three times the deviation", drawn(**{name: 9 * values[name]})
+        yield f"{plain} of zeros", drawn(**{name: 0 * values[name]})
+    scaled = {
+        name: (values[name], values[before])
+        for name, before in (("output", "value"), ("ffn_out", "ffn_in"))
+        if np.mean(values[name]) < UNSCALED * np.mean(values[before])
+    }
+    if scaled:
+        names = " and ".join(scaled)
+        yield f"no depth scale on {names}", drawn(**{n: whole for n, (_, whole) in scaled.items()})
+        yield (
+            f"the depth scale of {names} applied twice",
+            drawn(**{n: own * own / whole for n, (own, whole) in scaled.items()}),
+        )
+    for name, words in (("branch_scale", "branch scale"), ("skip_scale", "skip scale")):
+        scale = np.asarray(getattr(model, name), dtype=float)
+        yield f"no {words}", model.replace(**{name: 1.0})
+        yield f"the {words} applied twice", model.replace(**{name: (scale * scale).tolist()})
+    yield "no norms", model.replace(norm="none")
+    yield "no LayerNorm Scaling", model.replace(layernorm_scaling=False)
+    yield "no causal mask", model.replace(causal=False)
+    yield "no dropout", model.replace(dropout=0.0, attention_dropout=0.0, ffn_dropout=0.0)
+    table = model.embedding
+    if isinstance(table, Embedding):
+        one, root = "a token table of variance 1", "token rows times sqrt(d_model)"
+        yield one, model.replace(embedding=table.replace(token_variance=1.0))
+        yield "token rows not multiplied", model.replace(embedding=table.replace(scale=1.0))
+        scale = table.scale * math.sqrt(model.d_model)
+        yield root, model.replace(embedding=table.replace(scale=scale))

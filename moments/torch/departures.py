@@ -1,0 +1,337 @@
+"""In which fields a plan departs from a module that weights and hooks cannot change.
+
+Every field of a declaration is one of four kinds. What `initialize` writes is held against the
+tensors and hooks themselves (`_WRITTEN`). What says nothing about a signal at initialisation, or
+lies outside of the module, is named and no fault (`_GRADIENTS`, `_OUTSIDE`). Sizes must fit, or no
+tensor does (`SIZES`). Whatever is left has to be what the module computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import DomainError, domain_error, optional
+from ..model.transformer import Transformer
+from .dataflow import ModuleReading
+from .expectation import OUTSIDE, model_of_stack
+from .hook_points import ENCODER
+from .roles import ModuleRoles
+
+with optional("torch", "torch"):
+    from torch import nn
+
+SIZES = ("layers", "d_model", "d_ff", "d_head", "heads", "kv_heads")
+"""Fields without which no tensor of a module fits a plan."""
+
+_WRITTEN = {
+    *("weights", "skip_scale", "branch_scale", "layernorm_scaling", "temperature"),
+    *("head.output_scale", "relative_bias.variance"),
+    *(f"{part}.{name}" for part, name in OUTSIDE.values()),
+}
+"""Fields that `initialize` writes, wherever the module has their tensors or sums."""
+
+_GRADIENTS = {"norm_affine", "norm_bias", "head.bias"}
+"""Fields of parameters that start where they change nothing."""
+
+_OUTSIDE = {
+    "head.loss": "the loss is no part of a module",
+    "head.target_share": "the loss is no part of a module",
+    "head.label_smoothing": "the loss is no part of a module",
+    "embedding.padding_id": "it concerns the rows of one token",
+}
+"""Fields that say nothing about a module, or nearly so, and why."""
+
+_OF_FEW_TOKENS = {"rotary", "window", "relative_bias", "dropout"}
+"""Last parts of fields that a run of few tokens shows less exactly than a config says them."""
+
+_PARTS = ("embedding", "head", "relative_bias")
+"""Fields that are declarations of their own, compared field by field."""
+
+UNMOVED = "it starts where it changes no signal"
+"""Why a parameter that starts at one or zero is no fault."""
+
+EXACT = 1e-4
+"""Relative difference of two numbers that are one."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """One field in which a plan is not what a module is.
+
+    Attributes:
+        name: the field, "embedding.norm", "encoder.causal", ...
+        planned, present: what the plan says, and what the module has.
+        remark: why it is no fault; "" where it is one.
+    """
+
+    name: str
+    planned: Any
+    present: Any
+    remark: str = ""
+
+    @property
+    def silent(self) -> bool:
+        """Whether it changes no signal at initialisation."""
+        plain = self.name.removeprefix(ENCODER)
+        return bool(self.remark) and (self.remark == UNMOVED or plain in _OUTSIDE)
+
+    def __str__(self) -> str:
+        said = f"the plan says {self.planned!r}, the module has {self.present!r}"
+        return f"{said}; {self.remark}" if self.remark else said
+
+
+def departures(
+    model: Transformer,
+    module: nn.Module,
+    found: ModuleRoles,
+    read: Transformer | None,
+    promised: Transformer | None,
+) -> tuple[Departure, ...]:
+    """Every field in which a model departs from a module, beside what is written into it.
+
+    Args:
+        found: the module's parameters and residual branches.
+        read: what the module computes; None where no Transformer says it.
+        promised: what its config or class says.
+    """
+    rows = list(_of_stack("", model, found, read or promised, promised))
+    if model.encoder is not None:
+        inside = (read or promised) and (read or promised or model).encoder
+        outside = promised and promised.encoder
+        if inside is not None:
+            rows += _of_stack(ENCODER, model.encoder, found, inside, outside)
+        elif any(block.name == "cross" for block in found.blocks):
+            rows.append(Departure("encoder", "one", None, "it is outside of the module"))
+        else:
+            rows.append(Departure("encoder", "one", None))
+    if masked_by_caller(module):
+        remark = "the mask is an argument of its forward; without one every token sees all"
+        rows = [
+            dataclasses.replace(row, remark=remark) if row.name.endswith("causal") else row
+            for row in rows
+        ]
+    return tuple(rows)
+
+
+def _of_stack(
+    stack: str,
+    model: Transformer,
+    found: ModuleRoles,
+    has: Transformer | None,
+    promised: Transformer | None,
+) -> Iterator[Departure]:
+    yield from _placements(stack, model, found)
+    yield from _without_tensors(stack, model, found)
+    if has is None:
+        why = "what the module computes could not be read as a Transformer"
+        yield Departure(f"{stack}architecture", "a Transformer", None, why)
+        return
+    skipped = {"encoder", "name", "biases", "norm_gain", "norm", *_WRITTEN}
+    if not model.parallel:
+        skipped.add("parallel_norms")
+    if not any(block.stack == stack for block in found.blocks):
+        skipped.remove("norm")
+    for name in _names(model):
+        if name in skipped or name in _PARTS:
+            continue
+        planned = _resolved(model, model, name)
+        present = _resolved(model, has, name)
+        if name == "seq_len":
+            tables = [r for r in found.named("position", stack=stack) if has.embedding is not None]
+            if tables and model.seq_len > has.seq_len:
+                yield Departure(f"{stack}{name}", planned, f"positions for {has.seq_len}")
+            continue
+        also = None if promised is None else _resolved(model, promised, name)
+        if name == "norm_epsilon" and model.layernorm_scaling == "before-norm":
+            # norm(s x) at epsilon e is norm(x) at e / s^2.
+            scaled = (float(present * factor**2) for factor in model.norm_scales)
+            present = next((e for e in scaled if _same(planned, e)), present)
+        yield from _compared(f"{stack}{name}", planned, present, also)
+    for part in _PARTS:
+        yield from _of_part(stack, part, model, found, has, promised)
+
+
+def _of_part(
+    stack: str,
+    name: str,
+    model: Transformer,
+    found: ModuleRoles,
+    has: Transformer,
+    promised: Transformer | None,
+) -> Iterator[Departure]:
+    planned, present = getattr(model, name), getattr(has, name)
+    also = None if promised is None else getattr(promised, name)
+    present = also if present is None else present
+    if name == "relative_bias" and (planned is None) != (present is None):
+        yield Departure(f"{stack}{name}", planned, present)
+    if planned is None:
+        if name == "head" and present is not None and not found.named("head", stack=stack):
+            yield Departure(f"{stack}head", None, type(present).__name__, "the plan says nothing")
+        return
+    if present is None or type(planned) is not type(present):
+        roles = {"head": ("head",), "embedding": ("token", "patch")}.get(name, ())
+        remark = "" if found.named(*roles, stack=stack) else "no parameter of the module is one"
+        if present is None:
+            remark = remark or "how the module uses it could not be read"
+        kind = type(present).__name__ if present is not None else None
+        yield Departure(f"{stack}{name}", type(planned).__name__, kind, remark)
+        return
+    for field in _names(planned):
+        whole = f"{name}.{field}"
+        if whole in _WRITTEN or whole == "head.norm_gain":
+            continue
+        one, other = getattr(planned, field), getattr(present, field)
+        third = getattr(also, field, None)
+        if field == "positions" and planned.position_variance == present.position_variance == 0:
+            one, other = (None if kind == "learned" else kind for kind in (one, other))
+            one, other = (None if kind == "none" else kind for kind in (one, other))
+        yield from _compared(f"{stack}{whole}", one, other, third)
+
+
+def _compared(name: str, planned: Any, present: Any, promised: Any) -> Iterator[Departure]:
+    plain = name.removeprefix(ENCODER)
+    if _same(planned, present):
+        return
+    if plain.rpartition("_")[2].rpartition(".")[2] in _OF_FEW_TOKENS and _same(planned, promised):
+        return
+    remark = _OUTSIDE.get(plain, "")
+    if plain in _GRADIENTS:
+        remark = UNMOVED
+    elif plain.endswith("norm_epsilon") and planned == 0:
+        remark = "it counts where variances are not far above it"
+    yield Departure(name, planned, present, remark)
+
+
+def _names(declaration: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(declaration) if field.init]
+
+
+def _resolved(plan: Transformer, model: Transformer, name: str) -> Any:
+    """A field, None resolved; windows that end beyond the plan's tokens are none."""
+    if name == "window":
+        return tuple(None if w is None or w >= plan.seq_len else w for w in model.windows)
+    if name in ("attention_dropout", "ffn_dropout") and getattr(model, name) is None:
+        return model.dropout
+    if name == "norm":
+        return model.placements
+    return getattr(model, name)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is None or other is None or isinstance(one, str) or isinstance(other, str):
+        return one is other or bool(one == other)
+    if dataclasses.is_dataclass(one) and type(one) is type(other):
+        return all(_same(getattr(one, n), getattr(other, n)) for n in _names(one))
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, bool | int | float) and isinstance(other, bool | int | float):
+        return bool(np.isclose(float(one), float(other), rtol=EXACT, atol=1e-15))
+    return bool(one == other)
+
+
+def _placements(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[Departure]:
+    """Where the norms of every layer stand, once per kind of difference."""
+    seen = set()
+    for block in found.blocks:
+        if block.stack != stack or block.layer > model.layers:
+            continue
+        wanted = model.placements[block.layer - 1]
+        if wanted != block.placement and (wanted, block.placement) not in seen:
+            seen.add((wanted, block.placement))
+            yield Departure(f"{stack}norm", wanted, block.placement)
+
+
+def _without_tensors(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[Departure]:
+    """What the plan draws or sets, for which the module has no tensor in some layer."""
+    there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
+    layers = range(1, model.layers + 1)
+    for name in () if model.biases is None else _names(model.biases):
+        planned = getattr(model.biases, name)
+        if planned is None or (name == "gate" and not model.gated):
+            continue
+        if all((n, f"{name}.bias") in there for n in layers):
+            continue
+        zero = not np.any(planned)
+        remark = UNMOVED if zero else ""
+        yield Departure(f"{stack}biases.{name}", planned, None, remark)
+    for block, column in (("attention", 0), ("ffn", 1)):
+        gains = model.norm_gains[:, column]
+        names = (f"{block}.norm.gain", "attention.norm.gain")
+        lacking = [n for n in layers if not any((n, name) in there for name in names)]
+        if any(gains[n - 1] != 1 for n in lacking):
+            yield Departure(f"{stack}norm_gain", gains.tolist(), "no gain")
+            break
+    head, last = model.head, model.layers + 1
+    if head is not None and head.norm_gain != 1 and (last, "final.norm.gain") not in there:
+        yield Departure(f"{stack}head.norm_gain", head.norm_gain, "no gain")
+    for role, (part, name) in OUTSIDE.items():
+        planned = getattr(getattr(model, part), name, None)
+        if planned and not any(known == role for _, known in there):
+            gone = part == "embedding" and not ({"token", "patch"} & {k for _, k in there})
+            tables = "no parameter of the module is one" if gone or part == "head" else ""
+            if name == "weight_variance":  # a head, or none, is compared as a whole
+                continue
+            yield Departure(f"{stack}{part}.{name}", planned, None, tables)
+
+
+def in_words(reading: ModuleReading) -> str:
+    """What a module was read as: stacks, masks, norms and heads."""
+    model = reading.model
+    if model is None:
+        return f"not read as a Transformer: {', '.join(reading.reasons)}"
+    rows = []
+    for stack in (model, model.encoder):
+        if stack is not None:
+            mask = "causal" if stack.causal else "full"
+            norms = "without norms" if stack.norm == "none" else f"{stack.norm}-norm"
+            kind = f"{stack.layers} layers, {mask} attention, {stack.heads} heads, {norms}"
+            rows.append(kind)
+    return "; encoder ".join(rows)
+
+
+def masked_by_caller(module: nn.Module) -> bool:
+    """Whether a module's forward takes a mask that only its caller knows."""
+    if hasattr(getattr(module, "config", None), "to_dict"):
+        return False
+    names = inspect.signature(module.forward).parameters
+    return any("mask" in name or name == "is_causal" for name in names)
+
+
+def check_sizes(model: Transformer, found: ModuleRoles, has: Transformer | None) -> None:
+    """Raise a DomainError where no tensor of a module would fit a model."""
+    if model.layers != found.layers:
+        raise domain_error("layers of the plan", model.layers, f"the module's {found.layers}")
+    for block in found.blocks:
+        stack = model_of_stack(model, block.stack)
+        if block.layer > stack.layers:
+            raise domain_error("layers of the plan's encoder", stack.layers, "the module's")
+    for name in SIZES[1:]:
+        present = None if has is None else getattr(has, name)
+        if present is not None and present != getattr(model, name):
+            planned = getattr(model, name)
+            raise domain_error(f"{name} of the plan", planned, f"the module's {present}")
+    widths = {role.fan_in for role in found.named("query")}
+    if widths and widths != {model.d_model}:
+        raise domain_error("d_model of the plan", model.d_model, f"the module's {min(widths)}")
+
+
+def refuse(rows: tuple[Departure, ...]) -> None:
+    """Raise a DomainError that names every field in which a plan is not what the module is."""
+    faults = [row for row in rows if not row.remark]
+    if faults:
+        first, *rest = faults
+        more = "".join(f"; {row.name} = {row.planned!r}: {row.present!r}" for row in rest)
+        raise DomainError(
+            f"{first.name} of the plan = {first.planned!r}: must be the module's "
+            f"{first.present!r}{more}; weights and hooks cannot change it: build the module as the "
+            "plan says, or declare what the module is"
+        )
+
+
+__all__ = ["SIZES", "Departure", "check_sizes", "departures", "refuse"]

@@ -1,0 +1,543 @@
+"""A config of any type that transformers builds, read from the module that it describes.
+
+The module is built three times from one config. On the meta device at its own size it gives the
+true shapes, and its own `_init_weights`, run over samples of every parameter, the variances:
+entries are spread evenly over their distribution, so that a sample has the moments of the whole. Two narrow copies of the true depth are run and read as `describe` reads a module;
+entries that change with the width (factors of the embedding and of the logits) or with a window
+differ between the two, and follow from both.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import DomainError, MomentsError, domain_error, optional, refused
+from ..formulas.checks import check_count
+from ..model.embedding import Embedding
+from ..model.huggingface import NEAREST
+from ..model.huggingface.config import family
+from ..model.huggingface.entries import IRRELEVANT, USUAL
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES
+from .dataflow import ModuleReading, read
+from .dataflow.reading import biases_of, in_every_layer, one_or_all
+from .roles import block_of, tensors_of
+from .running import aliases, padding_rows
+
+with optional("hf", "torch", "transformers"):
+    import torch
+    import transformers
+    from torch import Tensor, nn
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers.models.auto import modeling_auto
+
+_TASKS = (
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+)
+
+# Names that config classes turn into entries of their own, beside those of their signatures.
+_OLDER_NAMES = (
+    "rope_theta rope_scaling partial_rotary_factor rotary_pct rotary_emb_base rope_local_base_freq "
+    "global_rope_theta local_rope_theta sliding_window_pattern tie_word_embeddings"
+)
+_OLDER = frozenset(_OLDER_NAMES.split())
+_SHAPING = frozenset(("id2label", "label2id", "num_labels", "problem_type"))
+_WINDOWS = ("sliding_window", "local_attention", "window_size", "attention_window_size")
+
+LARGEST = 2**28
+"""Entries of a narrow copy; more, and an entry that makes it wide is not known."""
+
+VOCABULARY = 500
+"""Rows of its tables."""
+
+NEAR = 1e-3
+"""Relative difference of two factors, read in single precision, that are one."""
+
+PARTS_ALIKE = 0.1
+"""Relative difference of the mean squares of two parts, of thousands of entries, drawn alike."""
+
+_EDGES = ((128, 192), (256, 384))
+"""Rows and columns of the samples of a matrix, twice: what differs is drawn by its shape."""
+
+SAMPLED = 0.01
+"""Relative spread of a variance over all layers below which they are drawn alike: what is redrawn
+of a truncated normal is not spread evenly."""
+
+_BY_SHAPE = 0.03
+"""Relative difference of two samples' mean squares from which it does."""
+
+
+def from_config(
+    entries: Mapping[str, Any], seq_len: int | None
+) -> tuple[Transformer, tuple[str, ...]]:
+    """The declaration of a config whose type has no reader, and notes on what it leaves out.
+
+    Raises:
+        DomainError: transformers builds no module of that type, or what it computes is not what a
+            Transformer says; names the part.
+    """
+    kind = str(entries.get("model_type"))
+    try:
+        text = json.dumps(dict(entries), sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise DomainError(f"config of type {kind!r}: {error}") from None
+    model, notes = _declared(text)
+    if seq_len is not None:
+        check_count("seq_len", seq_len)
+        table = isinstance(model.embedding, Embedding) and model.embedding.position_variance > 0
+        if model.embedding is not None and (table or not isinstance(model.embedding, Embedding)):
+            most = model.seq_len
+            if seq_len > most:
+                raise domain_error("seq_len", seq_len, f"at most {most}, the rows of its positions")
+        model = model.replace(seq_len=seq_len)
+    reaches = tuple(None if w is None or w >= model.seq_len else w for w in model.windows)
+    return model.replace(window=reaches if any(reaches) else None), notes
+
+
+@functools.lru_cache(maxsize=64)
+def _declared(text: str) -> tuple[Transformer, tuple[str, ...]]:
+    entries = json.loads(text)
+    kind = entries["model_type"]
+    with _quiet():
+        config, unknown = settings(entries)
+        made = module_class(entries, config)
+        with refused(f"config of type {kind!r}"), torch.device("meta"):
+            whole = made(config)
+        shapes = {name: tuple(p.shape) for name, p in _named(whole)}
+        squares = _squares(whole)
+        copies = [_Copy.of(made, config, number, squares) for number in range(2)]
+    readings = [_reading(kind, one) for one in copies]
+    model = _at_true_width(kind, config, shapes, copies, readings)
+    doubts = [note for note in readings[0].doubts if not note.endswith("measured by hooks")]
+    if unknown:
+        doubts.append(f"entries that {type(config).__name__} does not know are left out: {unknown}")
+    return model, tuple(doubts)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' remarks, and with torch's random state as it was."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+# --- what is built --------------------------------------------------------------------------------
+
+
+def settings(entries: Mapping[str, Any]) -> tuple[Any, str]:
+    """The config object, and the names of entries that its class does not know.
+
+    What chooses implementations, code, precision or files does not reach transformers.
+    """
+    kind = entries["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        family(kind)  # says what is near
+    made = transformers.CONFIG_MAPPING[kind]
+    known = set(inspect.signature(made.__init__).parameters) - {"self", "kwargs"}
+    known = (known - IRRELEVANT | set(_TOKENS)) | _OLDER | _SHAPING
+    given, unknown = {}, []
+    for name, value in entries.items():
+        if name in _CHOOSING or name in IRRELEVANT - known or name.startswith("_"):
+            continue
+        # A number chooses no code: a module may read one that its config class does not name.
+        if name in known or isinstance(value, int | float):
+            given[name] = value
+        elif value is not None and value != USUAL.get(name):
+            unknown.append(name)
+    with refused(f"config of type {kind!r}"):
+        return made(**given), ", ".join(sorted(unknown))
+
+
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+_CHOOSING_NAMES = (
+    "architectures auto_map dtype torch_dtype quantization_config cache_implementation "
+    "attn_implementation experts_implementation model_type return_dict"
+)
+_CHOOSING = frozenset(_CHOOSING_NAMES.split())
+
+
+def module_class(entries: Mapping[str, Any], config: Any) -> Any:
+    """The class that the config names, if it is one of its own type's; else that of its task."""
+    kind = entries["model_type"]
+    if getattr(config, "is_encoder_decoder", False):
+        raise DomainError(
+            f"model_type = {kind!r}: an encoder and a decoder, of which the config alone is not read; "
+            f"describe a module of it with moments.torch.describe{_nearest(kind)}"
+        )
+    names = entries.get("architectures")
+    usual = [getattr(modeling_auto, task).get(kind) for task in _TASKS]
+    for name in [*(names if isinstance(names, list) else ()), *usual]:
+        found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+        is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+        if is_model and found.config_class is type(config):
+            return found
+    raise DomainError(f"model_type = {kind!r}: no model of text or of images{_nearest(kind)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """A narrow module of the true depth, with the true variances.
+
+    Attributes:
+        width: of its stream.
+        windows: what its windows were set to.
+        module: on the processor.
+    """
+
+    width: int
+    window: int
+    heads: int
+    kv_heads: int
+    module: nn.Module
+
+    @classmethod
+    def of(cls, made: Any, config: Any, number: int, squares: Mapping[str, float]) -> _Copy:
+        """Copy 0 or 1.
+
+        Args:
+            squares: mean square of every parameter that the class's own rule draws.
+        """
+        narrow, window = copy.deepcopy(config), 4 + 2 * number
+        true = _sizes(config)
+        heads = 2 + number if true.heads > 1 else 1
+        kv_heads = heads if true.kv_heads == true.heads else 1
+        together = true.heads * true.d_head == true.d_model
+        width = heads * true.d_head if together else 64 * (2 + number)
+        narrow.num_attention_heads, narrow.hidden_size = heads, width
+        if getattr(config, "num_key_value_heads", None) is not None:
+            narrow.num_key_value_heads = kv_heads
+        for name in ("intermediate_size", "ffn_dim"):
+            if isinstance(getattr(config, name, None), int):
+                setattr(narrow, name, width + width // 2)
+        for name in _windows_of(config):
+            setattr(narrow, name, window)
+        narrow.vocab_size = min(VOCABULARY, getattr(config, "vocab_size", VOCABULARY))
+        for name in _TOKENS:
+            token = getattr(config, name, None)
+            if isinstance(token, int) and token >= narrow.vocab_size:
+                setattr(narrow, name, narrow.vocab_size - 1)
+        what = f"a narrow copy of {made.__name__}"
+        with refused(what):
+            with torch.device("meta"):
+                size = sum(p.numel() for p in made(narrow).parameters())
+            if size > LARGEST:
+                raise DomainError(f"{what} has {size:.2g} parameters: its width has other entries")
+            module = made(narrow)
+        _rescale(module, squares)
+        return cls(width, window, heads, kv_heads, module)
+
+
+def _rescale(module: nn.Module, squares: Mapping[str, float]) -> None:
+    """Give every parameter the mean square of the true one; a padding row stays zero."""
+    padding = padding_rows(module)
+    with torch.no_grad():
+        for name, parameter in _named(module):
+            wanted = squares.get(name)
+            if wanted is None:
+                continue
+            rows = parameter.numel() // parameter.shape[-1]
+            drawn = rows - (parameter in padding)
+            own = float(parameter.double().square().sum()) / (drawn * parameter.shape[-1])
+            if own > 0:
+                parameter.mul_(math.sqrt(wanted / own))
+            elif wanted > 0:
+                raise DomainError(f"{name} is zero in a narrow copy and drawn in the true one")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    layers: int
+    d_model: int
+    heads: int
+    kv_heads: int
+    d_head: int
+
+
+def _windows_of(config: Any) -> dict[str, int]:
+    """Entries for the reach of attention."""
+    return {k: v for k, v in vars(config).items() if k in _WINDOWS and isinstance(v, int)}
+
+
+def _sizes(config: Any) -> _Sizes:
+    """What a config says of its depth, widths and heads.
+
+    Raises:
+        DomainError: an entry is missing.
+    """
+    found = []
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or value < 1:
+            raise DomainError(
+                f"model_type = {config.model_type!r}: no stack of attention and feed-forward blocks "
+                f"({type(config).__name__} has {name} = {value!r}){_nearest(config.model_type)}"
+            )
+        found.append(value)
+    layers, d_model, heads = found
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    d_head = getattr(config, "head_dim", None) or d_model // heads
+    return _Sizes(layers, d_model, heads, int(kv_heads), int(d_head))
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module.named_parameters() if p.numel()]
+
+
+# --- how entries are drawn ------------------------------------------------------------------------
+
+
+def _squares(whole: nn.Module) -> dict[str, float]:
+    """Mean square of the entries that the module's own rule draws, by parameter; a padding row is
+    left out, and so are parameters that the rule does not touch.
+
+    Args:
+        whole: on the meta device; its parameters are replaced by samples.
+    """
+    shapes = {name: tuple(p.shape) for name, p in _named(whole)}
+    first, second = (_sampled(whole, shapes, dict.fromkeys(shapes, e)) for e in _EDGES)
+    by_shape = [n for n, v in first.items() if abs(v - second[n]) > _BY_SHAPE * max(v, second[n])]
+    if large := [n for n in by_shape if math.prod(shapes[n]) > LARGEST]:
+        raise DomainError(f"{large[0]} is drawn by its shape, and too large to be drawn here")
+    if by_shape:
+        edges = dict.fromkeys(shapes, _EDGES[1]) | dict.fromkeys(by_shape)
+        second = _sampled(whole, shapes, edges)
+    return second
+
+
+def _sampled(
+    whole: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    edges: Mapping[str, tuple[int, int] | None],
+) -> dict[str, float]:
+    """Mean squares of samples of so many rows and columns; None: of whole parameters.
+
+    Parameters that are one are drawn apart and tied afterwards, as the class itself does it.
+    """
+    names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
+    first = {alias: names[0] for names in aliases(whole).values() for alias in names}
+    for name in (name for name in names if first[name] in shapes):
+        rows, *columns = shapes[first[name]]
+        edge = edges[first[name]] or (rows, max(columns, default=1))
+        cut = min(rows, edge[0]), *(min(n, edge[1]) for n in columns)
+        path, _, last = name.rpartition(".")
+        setattr(whole.get_submodule(path), last, nn.Parameter(torch.full(cut, math.nan)))
+    for part in whole.modules():
+        vars(part).pop("_is_hf_initialized", None)
+        if isinstance(part, nn.Embedding) and part.padding_idx is not None:
+            part.padding_idx = 0
+    with refused(f"the initialisation of {type(whole).__name__}"):
+        with _Evenly():
+            whole.initialize_weights()  # type: ignore[operator]
+        whole.tie_weights()  # type: ignore[operator]
+    found = {}
+    padding = padding_rows(whole)
+    for name in shapes:
+        sample = whole.get_parameter(name).detach().double()
+        if sample.isnan().any():
+            continue
+        skipped = whole.get_parameter(name) in padding and not bool(sample[0].any())
+        found[name] = float(sample[int(skipped) :].square().mean())
+    return found
+
+
+class _Evenly(TorchDispatchMode):
+    """Random entries spread evenly over their distribution, in random order."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.normal_.default:
+            out, mean, std = (*args, 0.0, 1.0)[:3] if len(args) == 1 else (*args, 1.0)[:3]
+            return out.copy_(_quantiles(out, normal=True).mul_(std).add_(mean))
+        if func is torch.ops.aten.uniform_.default:
+            out, low, high = (*args, 0.0, 1.0)[:3] if len(args) == 1 else (*args, 1.0)[:3]
+            return out.copy_(_quantiles(out, normal=False).mul_(high - low).add_(low))
+        return func(*args, **(kwargs or {}))
+
+
+def _quantiles(like: Tensor, normal: bool) -> Tensor:
+    """Of the uniform distribution on (0, 1), or of the normal one with its mean square of 1."""
+    count = like.numel()
+    found = (torch.randperm(count, dtype=torch.float64) + 0.5) / count
+    if normal:
+        found = torch.erfinv(2 * found - 1)
+        found = found / found.square().mean().sqrt()
+    return found.reshape(like.shape).to(like.dtype)
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+def _nearest(kind: str) -> str:
+    return f"; {NEAREST[kind]!r} is built most like it" if kind in NEAREST else ""
+
+
+def _reading(kind: str, one: _Copy) -> ModuleReading:
+    near = _nearest(kind)
+    try:
+        found = read(one.module)
+    except MomentsError as error:
+        raise DomainError(f"model_type = {kind!r}: {error}{near}") from error
+    if found.model is None:
+        raise DomainError(
+            f"model_type = {kind!r}: {type(one.module).__name__} does what no Transformer says: "
+            f"{'; '.join(found.reasons)}{near}"
+        )
+    if found.roles.unidentified:
+        names = ", ".join(found.roles.unidentified[:3])
+        raise DomainError(f"model_type = {kind!r}: no role is known of {names}{near}")
+    for name, wanted in (("heads", one.heads), ("kv_heads", one.kv_heads)):
+        if getattr(found.model, name) != wanted:
+            raise domain_error(
+                name, getattr(found.model, name), f"{wanted}, as the config of a narrow copy says"
+            )
+    return found
+
+
+def _at_true_width(
+    kind: str,
+    config: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    copies: list[_Copy],
+    readings: list[ModuleReading],
+) -> Transformer:
+    """The narrow copies' model with the sizes of the config.
+
+    Raises:
+        DomainError: what differs between the copies does not follow from their widths and windows,
+            or the true parameters have other shapes than the model.
+    """
+    true, (near, far) = _sizes(config), (r.model for r in readings)
+    assert near is not None
+    assert far is not None
+    grown = _Grown(kind, copies[0].width, copies[1].width, true.d_model)
+    changes: dict[str, Any] = {
+        "d_model": true.d_model,
+        "heads": true.heads,
+        "kv_heads": true.kv_heads,
+        "window": _windows(kind, config, copies, near, far),
+    }
+    for name in ("temperature", "branch_scale", "skip_scale", "norm_gain", "logit_softcap"):
+        changes[name] = grown.same(name, getattr(near, name), getattr(far, name))
+    for part, name in (("embedding", "scale"), ("head", "output_scale")):
+        one, two = getattr(near, part), getattr(far, part)
+        if (one is None) != (two is None):
+            raise DomainError(f"config of type {kind!r}: {part} that depends on the width")
+        if one is None:
+            continue
+        factors: dict[str, Any] = {}
+        if hasattr(one, name):
+            factors[name] = grown.power(name, getattr(one, name), getattr(two, name))
+        if getattr(one, "vocab_size", None) is not None:
+            factors["vocab_size"] = config.vocab_size
+        if getattr(one, "padding_id", None) is not None:
+            factors["padding_id"] = config.pad_token_id
+        changes[part] = _rounded(one.replace(**factors))
+    of_roles = _of_roles(readings[0], copies[0])
+    changes["weights"] = _rounded(
+        near.weights.replace(**in_every_layer(MATRICES, near.layers, of_roles))
+    )
+    if near.biases is not None:
+        changes["biases"] = _rounded(biases_of(near.layers, of_roles))
+    of_matrix: dict[str, set[str]] = {}
+    for role in readings[0].roles.roles:
+        if role.name in MATRICES:
+            of_matrix.setdefault(role.parameter, set()).add(role.name)
+    outs = [n for n, roles in of_matrix.items() if roles == {"ffn_out"}]
+    widths = {math.prod(shapes[name]) / true.d_model for name in outs}
+    if len(widths) != 1:
+        raise DomainError(f"config of type {kind!r}: a hidden width that differs between layers")
+    model = near.replace(d_ff=round(widths.pop()), **changes)
+    sizes = {name: math.prod(shape) for name, shape in model.matrix_shapes.items()}
+    for name, roles in of_matrix.items():
+        wanted = sum(sizes[role] for role in roles)
+        if math.prod(shapes[name]) != wanted:
+            raise DomainError(
+                f"config of type {kind!r}: {name} has {math.prod(shapes[name])} entries, and "
+                f"{' and '.join(sorted(roles))} {wanted}"
+            )
+    return model
+
+
+def _of_roles(reading: ModuleReading, one: _Copy) -> dict[tuple[int, str], float]:
+    """Mean squares by layer and role: a fused parameter's, unless its parts are drawn apart."""
+    tensors, found = tensors_of(one.module), {}
+    for role in reading.roles.roles:
+        whole = tensors[role.parameter].detach().double()
+        square, part = (float(t.square().mean()) for t in (whole, block_of(tensors, role).double()))
+        alike = abs(part - square) < PARTS_ALIKE * square
+        found[role.layer, role.name] = square if alike else part
+    return found
+
+
+def _rounded(part: Any) -> Any:
+    """Its variances to the digits that samples have, one where layers differ by sampling alone."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, tuple) and max(value) - min(value) < SAMPLED * max(value):
+            value = sum(value) / len(value)
+        if isinstance(value, float):
+            changes[field.name] = float(f"{value:.6g}")
+        elif isinstance(value, tuple):
+            changes[field.name] = one_or_all([float(f"{v:.6g}") for v in value])
+    return part.replace(**changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grown:
+    """How a factor follows the width: not at all, or with a power of it."""
+
+    kind: str
+    near: int
+    far: int
+    true: int
+
+    def same(self, name: str, one: Any, two: Any) -> Any:
+        first, second = (torch.tensor(v if v is not None else 0.0).double() for v in (one, two))
+        if first.shape != second.shape or not torch.allclose(first, second, rtol=NEAR, atol=0.0):
+            raise DomainError(f"config of type {self.kind!r}: {name} that depends on the width")
+        return one
+
+    def power(self, name: str, one: float, two: float) -> float:
+        """At the true width, by one of the powers that fits both."""
+        for exponent in (0.0, 0.5, -0.5, 1.0, -1.0):
+            if abs(two / one / (self.far / self.near) ** exponent - 1) < NEAR:
+                return float(f"{one * (self.true / self.near) ** exponent:.6g}")
+        raise DomainError(f"config of type {self.kind!r}: {name} that is no power of the width")
+
+
+def _windows(
+    kind: str, config: Any, copies: list[_Copy], near: Transformer, far: Transformer
+) -> list[int | None]:
+    """Reach of every layer, which moves with the entry that sets it."""
+    given = list(_windows_of(config).values())
+    found: list[int | None] = []
+    for one, two in zip(near.windows, far.windows, strict=True):
+        if one is None and two is None:
+            found.append(None)
+            continue
+        if one is None or two is None or len(given) != 1:
+            raise DomainError(f"config of type {kind!r}: windows that follow no one entry")
+        slope = (two - one) / (copies[1].window - copies[0].window)
+        found.append(round(one + slope * (given[0] - copies[0].window)))
+    return found
+
+
+__all__ = ["from_config"]

@@ -1,0 +1,43 @@
+"""Random declarations over all fields: positions by classes against every token, some drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import random_search
+
+import moments
+
+
+@pytest.mark.parametrize("numbers", [range(8), range(8, 16)], ids=["first", "second"])
+def test_classes_are_what_tokens_are(numbers: range) -> None:
+    for number in numbers:
+        one = random_search.case(number)
+        found, notes = random_search.judged(one, simulate=False)
+        assert notes or not found, (random_search.describe(one), found)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_draws_are_within_the_bounds(number: int) -> None:
+    one = random_search.case(number)
+    found, notes = random_search.judged(one, simulate=True, seeds=12)
+    assert notes or not found, (random_search.describe(one), found)
+
+
+def test_every_field_is_drawn() -> None:
+    """But for what a declaration of its own tests: tables, heads, encoders."""
+    names = {f.name for f in dataclasses.fields(moments.Transformer)}
+    names -= {"embedding", "head", "encoder", "name", "_defaulted"}
+    cases = [random_search.case(number).model for number in range(60)]
+    for name in names:
+        values = [getattr(model, name) for model in cases]
+        assert any(value != values[0] for value in values), name
+
+
+def test_an_exception_is_found() -> None:
+    one = random_search.case(0)
+    model = one.model.replace(branch_scale=[0.5] * one.model.layers)
+    found = moments.predict(one.model, **one.inputs)
+    other = moments.predict(model, **one.inputs)
+    assert any(miss.name == "variance" for miss in random_search.misses(found, other, "other"))
