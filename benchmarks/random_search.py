@@ -88,7 +88,7 @@ def _drawn(rng: np.random.Generator) -> tuple[moments.Transformer, dict[str, Any
         gate=size(0.3, 2.0) / width if gated else None,
         distribution=one("normal", "uniform"),
     )
-    norm = one("pre", "pre", "post", "none", "sandwich", "peri")
+    norm = one("pre", "pre", "post", "none", "sandwich", "mix", "hybrid", "b2t")
     positions = one("none", "none", "rotary", "alibi", "bias")
     causal = rng.random() < 0.6
     model = moments.Transformer(
@@ -116,7 +116,7 @@ def _drawn(rng: np.random.Generator) -> tuple[moments.Transformer, dict[str, Any
         norm_gain=at(0.1, lambda: size(0.7, 1.3), 1.0),
         norm_groups=at(0.1, lambda: 2, 1),
         dyt_alpha=size(0.2, 1.0),
-        post_layers=at(0.1, lambda: 1, 0),
+        post_layers=1 if norm == "mix" else 0,
         gated=gated,
         activation_dropout=at(0.1, lambda: 0.1, 0.0),
         ffn_dropout=at(0.1, lambda: 0.1, None),
