@@ -100,7 +100,7 @@ class Likely:
 
 @dataclass(frozen=True, eq=False)
 class Expects(Shown):
-    """Whether numbers of the stream are what a prediction lets expect; as a truth value, `expected`.
+    """Whether numbers of the stream are expected; as a truth value, `expected`.
 
     Attributes:
         prediction: what they are judged by.
@@ -150,8 +150,8 @@ class Expects(Shown):
         return tuple(sorted(found, key=lambda one: one.off))
 
     def _nearest(self) -> list[tuple[str, Transformer]]:
-        """Variants that are worth a prediction: by what each does to a stream of tokens alike, which
-        takes milliseconds."""
+        """Variants that are worth a prediction, by what each does to a stream of tokens alike, in
+        milliseconds."""
         every = list(variants(self.prediction.model))
         if len(every) <= TRIED:
             return every
@@ -250,10 +250,10 @@ def _range(point: Point) -> str:
 
 
 def _said(point: Point) -> str:
-    times = point.measured / point.predicted
+    times, name = point.measured / point.predicted, NAMES[point.quantity]
     return (
-        f"{NAMES[point.quantity]} {point.measured:.4g} at layer {point.layer}, where {_range(point)} "
-        f"is predicted: {times:.3g} times, {point.deviations:+.1f} standard deviations"
+        f"{name} {point.measured:.4g} at layer {point.layer}, where {_range(point)} is predicted: "
+        f"{times:.3g} times, {point.deviations:+.1f} standard deviations"
     )
 
 
