@@ -230,7 +230,7 @@ def _beside(subject: str, seq_len: int | None, measured: list[str]) -> Answer:
     from ..prediction.predict import predict
     from ..show.expects import measurements
 
-    given = measurements(measured, "--measured")
+    given: dict[str, Any] = measurements(measured, "--measured")
     if _of_user("SUBJECT", subject) is not None:
         raise DomainError("--measured is for a config or preset: a module is measured by `check`")
     model, inputs = declared(subject, {"seq_len": seq_len})

@@ -415,5 +415,5 @@ def _slips(model: Transformer) -> Iterator[tuple[str, Transformer]]:
         one, root = "a token table of variance 1", "token rows times sqrt(d_model)"
         yield one, model.replace(embedding=table.replace(token_variance=1.0))
         yield "token rows not multiplied", model.replace(embedding=table.replace(scale=1.0))
-        scale = table.scale * math.sqrt(model.d_model)
-        yield root, model.replace(embedding=table.replace(scale=scale))
+        times = table.scale * math.sqrt(model.d_model)
+        yield root, model.replace(embedding=table.replace(scale=times))
