@@ -176,6 +176,7 @@ HtmlOption = Annotated[
         "check config.json --seq-len 256",
         "check checkpoint/ --scheme dslm --html health.html",
         "check bert-base --json --quiet",
+        "check config.json --measured variance@24=20",
     ),
     ways=("as_json", "csv", "plot"),
 )
@@ -197,12 +198,21 @@ def check(
     ] = None,
     seq_len: SeqLenOption = None,
     html: HtmlOption = None,
+    measured: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What was measured of a config's stream, such as variance@24=20 (behind layer "
+            "24), once for each number: is it expected, and what else would give it?",
+        ),
+    ] = None,
 ) -> Answer:
     """Check a model before it is trained: its scheme, growth, gradients, first loss, number range.
 
     A config is judged by its predictions alone. Exit status 1 where there are findings, 2 where it
     cannot be read.
     """
+    if measured:
+        return _beside(subject, seq_len, measured)
     report = _checked(subject, scheme, seq_len)
     if html is not None:
         with replacing(html) as partial:
@@ -213,6 +223,21 @@ def check(
         frame=report.to_frame,
         figure=report.plot,
         passed=report.healthy,
+    )
+
+
+def _beside(subject: str, seq_len: int | None, measured: list[str]) -> Answer:
+    """Numbers of the stream beside what a config predicts."""
+    from ..prediction.predict import predict
+    from ..show.expects import measurements
+
+    given: dict[str, Any] = measurements(measured, "--measured")
+    if _of_user("SUBJECT", subject) is not None:
+        raise DomainError("--measured is for a config or preset: a module is measured by `check`")
+    model, inputs = declared(subject, {"seq_len": seq_len})
+    found = predict(shortened(model, seq_len), **inputs).expects(**given)
+    return Answer(
+        said=lambda: str(found), data=found.to_frame, frame=found.to_frame, passed=found.expected
     )
 
 

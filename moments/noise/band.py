@@ -122,7 +122,8 @@ def _alone(trace: Trace, batch: float) -> float:
     first = trace.entering
     if first.resolved is not True:
         return batch
-    return max(1, batch // (first.kernel.pairs.shape[-1] // first.seq_len))
+    held = int(first.kernel.pairs.shape[-1]) // first.seq_len
+    return max(1.0, batch // held)
 
 
 def _network(
