@@ -327,7 +327,7 @@ class _Checking:
         offenders = [
             f
             for f in audited.offenders
-            if f.quantity not in told
+            if f.quantity not in (*told, "architecture")
             and f"{f.role} in {f.layer}" not in odd
             and not (f.layer in moved and f.quantity in (*STRUCTURE, "norm_output_scale"))
             # What one pass saw behind a norm is what there is, unless something else is meant.
@@ -623,11 +623,15 @@ class _Checking:
         )
 
     def _not_declared(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
-        """Fields in which the module does not compute what its plan or scheme says."""
-        for f in audited if self.scheme is not None else ():
+        """Fields in which the module does not compute what its plan, scheme or config says."""
+        planned = self.scheme is not None
+        known = planned or (self.promised is not None and self.promised_by == "config")
+        for f in audited if known else ():
             field = f.role.rpartition(".")[2]
-            if f.quantity != "architecture" or (field == "causal" and self._reading.unmasked):
+            if f.quantity != "architecture" or field == "seq_len":
                 continue
+            if field in ("causal", "tied") and (not planned or self._reading.unmasked):
+                continue  # named by themselves
             kind = "attention mask" if field in ("causal", "window") else "not as declared"
             yield Trouble(
                 "error",
@@ -1238,7 +1242,7 @@ class _Weights:
             reason += ": the stream itself is rescaled or normalised before the sum"
         return Trouble(
             "warning",
-            STRUCTURE[0] if kind in STRUCTURE else kind.replace("_", " "),
+            "norm placement" if kind in STRUCTURE else kind.replace("_", " "),
             gathered_names([f.parameter for f in group]),
             layers,
             worst.measured,
