@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DomainError, MomentsError, brief, domain_error, refused
+from ..errors import DomainError, MomentsError, brief, refused
 from ..files import read_object, replacing
 from ..formulas.checks import check_count
 from .base import (
@@ -96,9 +96,8 @@ def audit(
     # What is wrong with a plan is said before a module is built, which may take minutes.
     wanted: Any = scheme if plan is None else _planned(plan)
     target, batch = _module(module, layers, seed)
-    expected = _promised(target) if wanted is None else wanted
     with running(module):
-        report = run(target, expected, batch=batch, options=options or None)
+        report = run(target, wanted, batch=batch, options=options or None)
 
     def data() -> dict[str, Any]:
         lists = ("advice", "unchecked", "unidentified", "undeclared")
@@ -130,25 +129,6 @@ def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
     if os.path.exists(name):
         return build_module(name, seed, layers=layers), None
     raise no_preset("MODULE", name, "FILE.py:NAME, a checkpoint, a config nor a preset")
-
-
-def _promised(module: Any) -> Transformer:
-    """What a module's own config promises, or torch's own class.
-
-    Raises:
-        DomainError: neither says anything.
-    """
-    from ..torch.architecture import promised_by
-    from ..torch.running import is_module, unwrapped
-
-    if not is_module(module):
-        raise domain_error("MODULE", type(module).__name__, "an nn.Module")
-    if (found := promised_by(unwrapped(module))) is not None:
-        return found
-    raise DomainError(
-        f"nothing in {type(module).__name__} says how it is meant to be drawn: pass --scheme or "
-        "--plan; `moments check` says what its weights look like"
-    )
 
 
 def _planned(plan: Path) -> Transformer:
