@@ -230,7 +230,13 @@ def errors(name: str, p: moments.Prediction | None = None) -> dict[str, tuple[fl
     if p.encoder is not None:
         rows_read = p.encoder.weight_gradients().itertuples()
         known["0 token"] += sum(float(r.squared_norm) for r in rows_read if r.weight == "token")
-    matrices = {k: v for k, v in rows["weights"].items() if not k.endswith((".bias", ".gain"))}
+    matrices = {
+        k: v
+        for k, v in rows["weights"].items()
+        if not k.endswith((".bias", ".gain", "LayerNorm.weight"))
+    }
+    factored = getattr(p.model.head, "factor_variance", None) is not None
+    matrices = {_ours(k, factored): v for k, v in matrices.items()}
     missing = [k for k in matrices if k not in known]
     if missing:
         found["missing"] = 1.0, 0.0, ", ".join(missing[:4])
@@ -239,6 +245,24 @@ def errors(name: str, p: moments.Prediction | None = None) -> dict[str, tuple[fl
     gaps = np.array([known[k] for k in there]) / mean - 1
     found["matrices"] = _worst(gaps, error / mean, there)
     return found
+
+
+# Parameters before layer 1 that a module's reading gives no role.
+_NAMES = {
+    "embeddings_project.weight": "factor",
+    "project_in.weight": "factor",
+    "position_embeddings.weight": "position",
+    "class": "segment",
+}
+
+
+def _ours(key: str, factored: bool) -> str:
+    """Our name of a measured matrix."""
+    layer, name = key.split(" ")
+    if factored and name == "head.transform":
+        name = "head.factor"
+    found = (ours for theirs, ours in _NAMES.items() if name.endswith(theirs))
+    return f"{layer} {next(found, name)}"
 
 
 def _worst(gaps: np.ndarray, stderr: np.ndarray, where: list[str]) -> tuple[float, float, str]:

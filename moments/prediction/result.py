@@ -17,6 +17,7 @@ from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning
 from ..files import as_frame
 from ..formulas.law import Theory
+from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare
 from .draws import QUANTITIES
@@ -273,7 +274,10 @@ class Prediction:
 
         memory = None if self.encoder is None else self.encoder._overlaps.last
         assert self.trace.stack is not None
-        return stack_overlaps(self.trace.stack, memory)
+        embedding, entering = self.model.embedding, None
+        if isinstance(embedding, Embedding) and self.trace.embedding is not None:
+            entering = embedding.unshared_overlap(self.model.d_model)
+        return stack_overlaps(self.trace.stack, memory, entering)
 
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)

@@ -2,9 +2,10 @@
 
 The module is built three times from one config. On the meta device at its own size it gives the
 true shapes, and its own `_init_weights`, run over samples of every parameter, the variances:
-entries are spread evenly over their distribution, so that a sample has the moments of the whole. Two narrow copies of the true depth are run and read as `describe` reads a module;
-entries that change with the width (factors of the embedding and of the logits) or with a window
-differ between the two, and follow from both.
+entries are spread evenly over their distribution, so that a sample has the moments of the whole.
+Two narrow copies of the true depth are run and read as `describe` reads a module; what changes with
+the width (factors of the embedding and of the logits) or with a window differs between the two, and
+follows from both.
 """
 
 from __future__ import annotations
@@ -177,8 +178,8 @@ def module_class(entries: Mapping[str, Any], config: Any) -> Any:
     kind = entries["model_type"]
     if getattr(config, "is_encoder_decoder", False):
         raise DomainError(
-            f"model_type = {kind!r}: an encoder and a decoder, of which the config alone is not read; "
-            f"describe a module of it with moments.torch.describe{_nearest(kind)}"
+            f"model_type = {kind!r}: an encoder and a decoder are not read from a config alone; "
+            f"describe a module of them with moments.torch.describe{_nearest(kind)}"
         )
     names = entries.get("architectures")
     usual = [getattr(modeling_auto, task).get(kind) for task in _TASKS]
@@ -285,8 +286,9 @@ def _sizes(config: Any) -> _Sizes:
         value = getattr(config, name, None)
         if not isinstance(value, int) or value < 1:
             raise DomainError(
-                f"model_type = {config.model_type!r}: no stack of attention and feed-forward blocks "
-                f"({type(config).__name__} has {name} = {value!r}){_nearest(config.model_type)}"
+                f"model_type = {config.model_type!r}: no stack of attention and feed-forward "
+                f"blocks ({type(config).__name__} has {name} = {value!r})"
+                f"{_nearest(config.model_type)}"
             )
         found.append(value)
     layers, d_model, heads = found
