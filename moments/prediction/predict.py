@@ -555,8 +555,7 @@ def positional(model: Transformer) -> bool:
 def few_by_distance(model: Transformer) -> bool:
     """Whether attention knows only how far apart tokens are, and these are few enough to follow
     each: of more all are one class, which does not know which are near each other."""
-    least = LONGEST_TEXT if model.rotary else LEAST_LENGTH if model.relative_bias else 0
-    return not positional(model) and model.seq_len < least
+    return bool(model.rotary) and not positional(model) and model.seq_len < LONGEST_TEXT
 
 
 @contextlib.contextmanager

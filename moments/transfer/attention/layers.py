@@ -30,11 +30,10 @@ from ...engine.layout import one_document, places
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...engine.texts import TextClasses
 from ...errors import DomainError
-from ...model.positions import alibi_slopes
+from ...model.positions import RelativeBias, alibi_slopes
 from .kernels import (
     HeadAverage,
     KernelAttention,
-    RelativeBiasNoise,
     Rotation,
     exact_rows,
 )
@@ -46,7 +45,7 @@ from .kernels.position_attention import (
     PositionAttention,
     Words,
 )
-from .kernels.relative_positions import ClassBiasNoise, Turning
+from .kernels.relative_positions import Turning, shifted_classes, shifted_together
 from .projections import (
     LOGIT_VARIANCE_MAX,
     LogitLaw,
@@ -209,12 +208,7 @@ def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any
     else:
         shares = np.ones(1)
         layers = [KernelAttention(values, **settings)]
-    table = leaf.relative_bias
-    if table is None or table.variance == 0.0:
-        return HeadAverage(layers, shares)
-    bucket = table.bucket(offset, leaf.causal)
-    mean = HeadAverage(layers, shares).mean_attention
-    return HeadAverage(layers, shares, RelativeBiasNoise(mean, bucket, table.variance))
+    return HeadAverage(layers, shares)
 
 
 def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
@@ -253,9 +247,19 @@ class _Layer:
         """The part of the query path that comes of tokens that repeat within cells."""
         return None
 
-    def table_gradient(self, gained: Kernel) -> Array | None:
-        """Of a table of relative biases."""
-        return None
+    def table_gradient(self, leaf: Any, gained: Kernel) -> Array | None:
+        """Of a table of relative biases: of rows of mean weights, as much larger as those of
+        reference rows are."""
+        table = leaf.relative_bias
+        if table is None or table.variance == 0.0:
+            return None
+        total = (gained * self._shifted(table)).total(self._length)
+        return np.asarray(leaf.d_model * total)
+
+    _length: int
+
+    def _shifted(self, table: RelativeBias) -> Kernel:
+        raise NotImplementedError
 
 
 class TokenLayer(_Layer):
@@ -269,6 +273,7 @@ class TokenLayer(_Layer):
         count = int(np.prod(self._shape[:-2], dtype=int))
         self._masks = leaf.sight(self._shape[-1], self._memory_shape[-1], count)
         self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread)
+        self._length = self._shape[-1]
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
 
     def _kernel(self, matrices: list[Array]) -> Kernel:
@@ -339,13 +344,15 @@ class TokenLayer(_Layer):
         """What the query path is per unit of the gradient."""
         return self._kernel([one.response for one in self._rows])
 
-    def table_gradient(self, gained: Kernel) -> Array | None:
-        tables = [
-            one.noise.table_gradient(one.kernel, matrix, one.amplification)
-            for one, matrix in zip(self._rows, flat(gained), strict=True)
-            if one.noise is not None
-        ]
-        return self._leaf.d_model * np.reshape(tables, self._shape[:-2]) if tables else None
+    def _shifted(self, table: RelativeBias) -> Kernel:
+        where = positions(self._length, self._leaf)
+        bucket = table.bucket(np.subtract.outer(where, where).T, self._leaf.causal)
+        return self._kernel(
+            [
+                one.amplification * shifted_together(one.mean_attention, bucket, one.kernel)
+                for one in self._rows
+            ]
+        )
 
 
 # --- by class -------------------------------------------------------------------------------------
@@ -406,11 +413,7 @@ class ClassLayer(_Layer):
                 )
             )
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
-        table, self._d_model = leaf.relative_bias, leaf.d_model
-        self._biases: list[ClassBiasNoise] = []
-        if table is not None and table.variance > 0.0:
-            self._tokens = tokens
-            self._biases = [ClassBiasNoise(sight, table, one.weights) for one in self._rows]
+        self._tokens, self._length = tokens, classes.length
 
     def _words(
         self, classes: TextClasses, told: Sequence[tuple[Matrix, Matrix, Matrix]]
@@ -472,15 +475,7 @@ class ClassLayer(_Layer):
         return values[..., 0] if self._alike else self._classes.repeated(values)
 
     def forward(self) -> Kernel:
-        found = self._of_rows(lambda one: one.output)
-        return found + self._biased("forward", self._tokens) if self._biases else found
-
-    def _biased(self, name: str, kernel: Kernel) -> Kernel:
-        found = [
-            self._classes.joined(*(getattr(bias, name)(block) for block in blocks))
-            for bias, blocks in zip(self._biases, self._flat(kernel, means=True), strict=True)
-        ]
-        return self._kernel(found)
+        return self._of_rows(lambda one: one.output)
 
     def mean_output(self) -> Kernel:
         return self._of_rows(lambda one: one.mean_output())
@@ -514,8 +509,6 @@ class ClassLayer(_Layer):
             for of_path, blocks in zip(found, zip(*parts, strict=True), strict=True):
                 of_path.append(self._classes.joined(*blocks))
         paths = Paths(*map(self._kernel, found))
-        if self._biases:
-            paths = paths._replace(value=paths.value + self._biased("backward", totals))
         if counts is None:
             return paths
         each = [ratio_or_zero(1.0, count) for count in counts]
@@ -571,13 +564,14 @@ class ClassLayer(_Layer):
     def response(self) -> Kernel:
         return self._of_rows(lambda one: one.response)
 
-    def table_gradient(self, gained: Kernel) -> Array | None:
-        if not self._biases:
-            return None
-        overlaps = self._biased("overlaps", self._tokens) * self._of_rows(
-            lambda one: one.amplification
-        )
-        return np.asarray(self._d_model * (overlaps * gained).total(self._classes.length))
+    def _shifted(self, table: RelativeBias) -> Kernel:
+        shifted = [
+            self._classes.joined(
+                *(shifted_classes(self._sight, table, one.weights, block) for block in blocks)
+            )
+            for one, blocks in zip(self._rows, self._flat(self._tokens, means=True), strict=True)
+        ]
+        return self._kernel(shifted) * self._of_rows(lambda one: one.amplification)
 
 
 # --- tokens alike ---------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ CAP_NOTED = 0.3
 """Logit variance over the square of its soft cap beyond which a note says so."""
 
 TABLE_NOTED = 0.1
-"""Variance of relative biases beyond which a note says so: what they add is of first order in it,
-and attention that they spread moves more."""
+"""Variance of relative biases beyond which a note says so: how they spread attention is missing."""
 
 FAINTEST = 1e-9
 """What stands for no weight beside a bias: products of it with the rest keep seven digits."""

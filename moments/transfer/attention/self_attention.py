@@ -296,7 +296,7 @@ class AttentionPullback:
         gained = received.scaled(self.gain)
         repeated = None if self.memory.repeats is None else self.layer.repeated(gained)
         norms = self._of_projections(received, sides, repeated)
-        table = self.layer.table_gradient(gained)
+        table = self.layer.table_gradient(self.leaf, gained)
         return norms if table is None else norms | {"relative_bias": table}
 
     def _of_projections(

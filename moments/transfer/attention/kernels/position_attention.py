@@ -34,7 +34,7 @@ from ....engine.state import ratio_or_zero
 from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
 from . import exact_rows
-from .attention import amplified
+from .attention import amplification
 from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import MARGINAL_SWEEPS, fixed_norms, of_shift, toward_keys, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
@@ -49,12 +49,10 @@ from .joint_laws import (
 )
 from .relative_positions import Rule, Turning
 from .row_statistics import (
-    FAINT,
     AttentionRows,
     attention_rows,
     dropped_by_own,
     log_weights,
-    saturation,
 )
 
 # --- pairs of rows --------------------------------------------------------------------------------
@@ -1075,7 +1073,6 @@ class PositionAttention:
             within = logits.mixture().mean(logits.within)
             noise = calibration.noise_query * self._noise_overlap(logits.keys[0], within)
             moved[alone] += self._dropped * logits.scale * noise
-        self._moved = pairs.split(moved)
         self.output, self.response = pairs.split(output), pairs.split(moved + query)
         self.overlap_path = pairs.split(path)
 
@@ -1114,68 +1111,16 @@ class PositionAttention:
         held = (self.counted * self._met_by(kernel)).sum(1)
         return np.asarray(np.maximum(self.counted @ kernel[0] - held, 0.0))
 
-    def _of_mean_rows(self) -> Matrix:
-        """tr(J C J'^T K) with J = diag(w) - w w^T of mean rows w, by means over cells."""
-        values, keys = self._mean_of("values"), self._mean_of("keys")
-        together = values[0] * keys[0], values[1] * keys[1]
-        sight, weights, counted = self.logits.sight, self.weights, self.counted
-        met = [counted @ kernel[1] for kernel in (values, keys)]
-        apart = [kernel[0] - diagonal(kernel[1]) for kernel in (values, keys, together)]
-        # a key that both rows see is as two of its cell, and what it has beyond
-        beyond = apart[0] * met[1] + apart[1] * met[0]
-        own = (sight.keys * weights**2, sight.keys * weights**3, sight.keys * weights**4)
-
-        def of_row(one: Array, more: Array) -> Array:
-            return np.asarray((counted * one).sum(1) + own[0] @ more)
-
-        sums = [of_row(m, a) for m, a in zip(met, apart[:2], strict=True)]
-        alone = of_row(counted @ together[1], apart[2]) + sums[0] * sums[1]
-        alone -= 2 * (counted * met[0] * met[1]).sum(1)
-        alone -= 2 * ((own[0] * beyond).sum(1) + own[1] @ (apart[0] * apart[1]))
-
-        both = sight.shared * weights[:, None, :] * weights[None, :, :]
-        whole, *several = (
-            counted @ kernel[1] @ counted.T + both @ more
-            for kernel, more in zip((together, values, keys), apart[2:] + apart[:2], strict=True)
-        )
-        cross = (met[0] * met[1]) @ counted.T + np.einsum("psq,pq->ps", both, beyond)
-        cross += np.einsum("psq,pq,q->ps", both, weights, apart[0] * apart[1])
-        return alone, whole - cross - cross.T + several[0] * several[1]
-
     @property
     def amplification(self) -> Matrix:
-        """See `attention.KernelAttention.amplification`; of words, which means over cells do not
-        know, and of turning keys that of their reference rows."""
-        if self.logits.words is not None or self.logits.turning is not None:
-            return self._saturated()
-        mean, scale = self._of_mean_rows(), self.logits.scale
-        if scale == 0.0:
-            return np.ones_like(mean[0]), np.ones_like(mean[1])
-        alone = amplified(self._moved[0], scale * mean[0], np.inf)
-        most = np.sqrt(np.multiply.outer(alone, alone))
-        return alone, amplified(self._moved[1], scale * mean[1], most)
-
-    def _saturated(self) -> Matrix:
-        """`amplification` of reference rows: of exchangeable rows whose log odds grow in proportion
-        to the correlation of their queries."""
-        rows, logits = self._rows, self.logits
-        keys, theta = np.maximum(rows.keys, 1.0 + 1e-6), np.maximum(rows.theta, FAINT)
-        odds = np.where(rows.keys > 1.0 + 1e-6, rows.own_response * theta, theta)
-        own, pairs = self._kernels.queries
-        size = np.sqrt(logits.queries[0])
-        of_rows = keys, theta, odds
-        alone = saturation(ratio_or_zero(own, size**2), *of_rows)[1]
+        """`attention.amplification` of a row with itself, and of two."""
+        rows, (own, pairs) = self._rows, self._kernels.queries
+        size, every = np.sqrt(self.logits.queries[0]), np.arange(len(self.weights))
+        unshared = ratio_or_zero(rows.unshared, np.mean(self.logits.keys[0]))
+        alone = amplification(rows, every, every, ratio_or_zero(own, size**2))
         correlation = ratio_or_zero(pairs, np.multiply.outer(size, size))
-        several = [
-            saturation(correlation, *(np.broadcast_to(side(one), pairs.shape) for one in of_rows))[
-                1
-            ]
-            for side in (lambda one: one[:, None], lambda one: one[None, :])
-        ]
-        softening = np.sqrt(rows.softening)
-        unshared = ratio_or_zero(rows.unshared, np.mean(logits.keys[0]))
-        alone = rows.softening * alone * (1.0 + dropped_by_own(self._dropped, unshared))
-        return alone, np.multiply.outer(softening, softening) * 0.5 * (several[0] + several[1])
+        both = amplification(rows, every[:, None], every[None, :], correlation)
+        return alone * (1.0 + dropped_by_own(self._dropped, unshared)), both
 
     @property
     def _looking(self) -> Array:
