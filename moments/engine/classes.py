@@ -163,11 +163,6 @@ class PositionClasses:
         total = float(self.there.sum() - len(np.atleast_2d(self.there)))
         return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
 
-    def shares_of(self, ids: NDArray[np.int64]) -> Array:
-        """(L,), or as `ids`: the share of the text that is of each token."""
-        _, where, count = np.unique(ids, return_inverse=True, return_counts=True)
-        return np.asarray((count / ids.size)[np.reshape(where, ids.shape)])
-
     @property
     def documents(self) -> Matrix | None:
         """How many documents, or pairs of two, reach a class or two; None where all reach all: a
@@ -440,12 +435,6 @@ class DocumentClasses(PositionClasses):
     def at_one_place(self) -> Array:
         size = len(self.one.nodes)
         return np.eye(2 * size, k=size) + np.eye(2 * size, k=-size)
-
-    def shares_of(self, ids: NDArray[np.int64]) -> Array:
-        shares = super().shares_of(ids[self.there])
-        found = np.zeros(ids.shape)
-        found[self.there] = shares
-        return found
 
     @functools.cached_property
     def _counts(self) -> tuple[Array, Array]:

@@ -243,10 +243,6 @@ class _Layer:
         by what these weigh."""
         return query
 
-    def repeated(self, gained: Kernel) -> Kernel | None:
-        """The part of the query path that comes of tokens that repeat within cells."""
-        return None
-
     def table_gradient(self, leaf: Any, gained: Kernel) -> Array | None:
         """Of a table of relative biases: of rows of mean weights, as much larger as those of
         reference rows are."""
@@ -373,7 +369,6 @@ class ClassLayer(_Layer):
         lead = self._lead
         given = scales, norm_variance(memory)
         scales, spreads = (np.broadcast_to(one, lead).ravel() for one in given)
-        repeats = None if self._alike else memory.repeats
         turning = None
         if leaf.rotary is not None:
             turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
@@ -387,20 +382,17 @@ class ClassLayer(_Layer):
             plain = law.keys.gain is None and (turning is None or law.keys.kernel is tokens)
             keys = values if plain else key_tokens
             queries = values if law.queries.kernel is tokens else query_tokens
-            told, varying = list(zip(queries, keys, values, strict=True)), [None, None]
-            if repeats is not None and turning is None and plain:
-                own = np.zeros(repeats.variance.shape[-1])
-                varying = [pairs for _, pairs in classes.blocks(own, repeats.variance)]
+            told = list(zip(queries, keys, values, strict=True))
             words: list[Words | None] = [None, None]
             if isinstance(classes, TextClasses):
                 half = len(told) // 2
                 words = self._words(classes, told[half:])
                 told = told[:half]
             inside, *across = told
-            logits = ClassLogits(*inside, float(scale), sight, turning, varying[0])
+            logits = ClassLogits(*inside, float(scale), sight, turning)
             logits = logits._replace(words=words[0])
             if across:
-                met = Across(*across[0], varying[1], words[1])
+                met = Across(*across[0], words[1])
                 logits = logits._replace(across=met)
             self._rows.append(
                 PositionAttention(
@@ -555,11 +547,6 @@ class ClassLayer(_Layer):
 
     def overlap_path(self, gained: Kernel) -> Kernel:
         return self._of_rows(lambda one: one.overlap_path) * gained
-
-    def repeated(self, gained: Kernel) -> Kernel | None:
-        if self._alike or self._rows[0].repeated is None:
-            return None
-        return self._of_rows(lambda one: one.repeated) * gained
 
     def response(self) -> Kernel:
         return self._of_rows(lambda one: one.response)

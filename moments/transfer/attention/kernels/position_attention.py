@@ -367,13 +367,11 @@ class Words(NamedTuple):
 
 
 class Across(NamedTuple):
-    """`queries`, `keys`, `values`, `repeats` and `words` of `ClassLogits`, of tokens of two
-    documents."""
+    """`queries`, `keys`, `values` and `words` of `ClassLogits`, of tokens of two documents."""
 
     queries: Matrix
     keys: Matrix
     values: Matrix
-    repeats: Array | None = None
     words: Words | None = None
 
 
@@ -385,7 +383,6 @@ class ClassLogits(NamedTuple):
         scale: tau.
         sight: which keys rows see.
         turning: rotary positions; None: none.
-        repeats: (P, P) variance of the keys' and values' kernel within cells; None: none.
         across: the same kernels of tokens of two documents, own parts being those of two tokens at
             one place; None: there is one document.
         words: what two tokens of one word have, the rest being of two words; None: of any two.
@@ -397,7 +394,6 @@ class ClassLogits(NamedTuple):
     scale: float
     sight: Sight
     turning: Turning | None = None
-    repeats: Array | None = None
     across: Across | None = None
     words: Words | None = None
 
@@ -478,7 +474,6 @@ class PositionAttention:
         response: what the query path is per unit of G.
         overlap_path: what the query path gains per unit of G and of the relative variance of two
             tokens' overlap.
-        repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
         others: the same rows where two of them are of different documents, of one word, and of both
             where there are such.
     """
@@ -998,20 +993,6 @@ class PositionAttention:
         laws = zip(self._traces, self._laws, strict=True)
         return np.concatenate([_gathered(trace, (law.joint, law.slope)[of]) for trace, law in laws])
 
-    def _repeated(self, variance: Array) -> Array:
-        """(C,) what the derivative in the correlation gathers besides where covariances of two
-        keys vary within cells by so much: logits and values vary together.
-
-        To first order in the logits, of keys that are projected alone.
-        """
-        own, found = self._response[0].own, []
-        for tile, sums, law in zip(self._pairs.tiles, self._sums, self._laws, strict=True):
-            first = sums.first * own[tile.long, tile.left]
-            second = sums.second * own[tile.short, tile.right]
-            met = times(law.joint[0][1] * variance[tile.left, tile.right], second)
-            found.append(self._slope[tile.pairs] * (met * first).sum(1))
-        return np.concatenate(found)
-
     # --- forward -------------------------------------------------------------------------------
 
     def _forward(self) -> None:
@@ -1062,11 +1043,6 @@ class PositionAttention:
             return np.asarray(found)
 
         moved, query = sent(slope), path / width
-        self.repeated = None
-        if met.repeats is not None:
-            repeated = sent(self._repeated(met.repeats))
-            self.repeated = pairs.split(repeated)
-            query = query + repeated
         if self._dropped > 0.0:
             masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
             output[alone] += self._dropped * masks

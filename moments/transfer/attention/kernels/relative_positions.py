@@ -315,21 +315,6 @@ class Hats:
         weight /= max(weight.sum(), 1e-300)
         return weight, table[offset] - (weight * table[offset]).sum()
 
-    def scatter(self, share: Array) -> Array:
-        """(P, P) variance of rho inside two cells, less that of its means over either."""
-        size, table = len(self._nodes), self._table(share)
-        every = [self._sample(cell, True) for cell in range(size)]
-        found = np.zeros((size, size))
-        for q in range(size):
-            for r in range(q + 1):
-                weight, apart = self._about_mean(table, every[q], every[r])
-                for axis in (0, 1):
-                    sums = weight.sum(axis, keepdims=True)
-                    means = (weight * apart).sum(axis, keepdims=True)
-                    apart = apart - means / np.where(sums > 0.0, sums, 1.0)
-                found[q, r] = found[r, q] = (weight * apart**2).sum()
-        return found
-
     def deviation(self, share: Array, ending: bool = True) -> tuple[Array, Rule]:
         """See `Turning.deviation`, and its rule; those of a window's first cell are of all of it.
         `ending`: whether rows end at their own position."""
