@@ -115,8 +115,6 @@ TABLE = (
     Constant(f"{KERNELS}.finite_rows", "_joint_shifts", (_third,), "guess", ("text", "rotary")),
     Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
     Constant("engine.classes", "LEAST_SHARED", (1e-3, 1e-12), "range", ("packed",)),
-    Constant(f"{KERNELS}.relative_positions", "SAMPLED", (8, 128), "precision", ("long rotary",)),
-    Constant(f"{KERNELS}.relative_positions", "OFFSETS", (3, 12), "precision", ("one class",)),
     Constant(
         f"{KERNELS}.relative_positions", "LEAST_PAIRS", (1e-3, 1e-9), "range", ("long rotary",)
     ),
@@ -505,6 +503,8 @@ _BELOW = """
 
 Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/projections.py::LOGIT_VARIANCE_NOTED`,
+`moments/transfer/attention/layers.py::ALIKE_NOTED`,
+`moments/transfer/attention/layers.py::TURNED_NOTED`,
 `moments/transfer/attention/projections.py::CAP_NOTED`,
 `moments/transfer/attention/projections.py::TABLE_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/normalization.py::_NOT_GAUSSIAN`, `moments/transfer/head/output.py::_PEAKED`,

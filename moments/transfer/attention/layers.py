@@ -66,6 +66,28 @@ BEYOND_TABLES = (
 )
 
 
+ALIKE_NOTED, TURNED_NOTED = 0.7, 0.5
+"""Correlation of keys that rotary positions turn, and variance of their logits, from which both
+together a note says what that costs."""
+
+TURNED_ALIKE = (
+    "tokens that rotary positions turn correlate by more than .7, and logits differ mostly as keys "
+    "turn: against simulation queries' and keys' gradients are, at a correlation of .8 and "
+    "logit variances of 1 to 2.7, up to 11 and 22 % high token by token, on classes of positions "
+    "keys up to 33 % behind the first layer; at .95 up to twice as large, and on classes keys 4 to "
+    "6 times"
+)
+
+
+def turned_alike(leaf: Any, law: LogitLaw) -> bool:
+    """Whether rotary positions turn tokens that correlate strongly, under logits that matter."""
+    keys = law.keys.kernel
+    size, shared = keys.mean_diagonal(), keys.mean_pairs()
+    logits = law.scale * law.queries.kernel.mean_diagonal() * size
+    strong = (shared > ALIKE_NOTED * size) & (np.asarray(logits) > TURNED_NOTED)
+    return leaf.rotary is not None and bool(np.any(strong))
+
+
 # --- what each query sees -------------------------------------------------------------------------
 
 

@@ -27,11 +27,13 @@ from ..normalization import FiniteNormalization
 from .laws import attend_by_laws
 from .layers import (
     BEYOND_TABLES,
+    TURNED_ALIKE,
     Mask,
     averaged,
     layer_of,
     same_sequence,
     self_masks,
+    turned_alike,
 )
 from .projections import (
     LogitLaw,
@@ -364,6 +366,8 @@ def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
     if not notes and layer.beyond_tables:
         notes = (BEYOND_TABLES,)
     notes += law.notes
+    if turned_alike(leaf, law):
+        notes += (TURNED_ALIKE,)
     output = concatenated(
         leaf,
         signal,

@@ -2,7 +2,7 @@
 
 Rotation multiplies the kernel of two keys of one row by rho(j' - j), and the covariance of two
 rows' logits by rho(j' - j - (i' - i)), with rho(x) = sum_m s_m cos(w_m x): cells hold its mean, a
-token with itself left out, and the variance inside them.
+token with itself left out.
 
 Tokens of one class are one row and one key here whose numbers are means over all rows and pairs of
 rows: sums over classes then vanish, and a key takes back from all others what it sends itself.
@@ -28,7 +28,6 @@ from ....engine.classes import (
     PositionClasses,
     Sight,
     diagonal,
-    few_points,
 )
 from ....model.positions import RelativeBias
 
@@ -37,14 +36,6 @@ from ....model.positions import RelativeBias
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Phases = NDArray[np.complex128]
-Rule = list[tuple[Any, Any]]
-"""Nodes and weights of a distribution, in units of its deviation about its mean."""
-
-SAMPLED = 32
-"""Positions of a cell that the variance of rho is averaged over."""
-
-OFFSETS = 6
-"""Nodes for the distribution of rho over all offsets of one class."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,34 +44,22 @@ class Turning:
 
     Attributes:
         within: (P, P, P) [p, q, r] of two different keys of a row.
-        deviation: (P, P, P) root of its variance inside the cells.
-        rule: of its distribution there, the same for all or (P, P, P).
-        rows: (P, P) variance of rho(i - i') of two different rows of two cells.
         keys: (P, P, m) of e^{i w j} over a row's keys in a cell.
         shares: (m,) s_m.
     """
 
     within: Array
-    deviation: Array
-    rule: Rule
-    rows: Array
     keys: Phases
     shares: Array
     _mass: Array
     _same: Array
     _rows: tuple[Phases, Array, Array]
     _speed: Array
-    _rows_at: tuple[Array, Array]
-    _keys_at: tuple[Array, Array]
 
     @classmethod
     def of(cls, sight: Sight, frequencies: Array, shares: Array) -> Turning:
         """The same for the same nodes and frequencies."""
         return _turning(sight, tuple(map(float, frequencies)), tuple(map(float, shares)))
-
-    def rule_at(self, where: Any) -> Rule:
-        """The rule for some rows and keys."""
-        return [(z[where], w[where]) if np.ndim(z) else (z, w) for z, w in self.rule]
 
     def of_rows(self, long: Indices, short: Indices) -> Phases:
         """(C, m) mean e^{i w (i - i')} of two different rows."""
@@ -90,47 +69,6 @@ class Turning:
         found = sums[long] * sums[short].conj() - same[:, None]
         found /= np.where(usable, pairs - same, 1.0)[:, None]
         return np.asarray(np.where(usable[:, None], found, np.exp(1j * self._speed)))
-
-    @functools.cached_property
-    def _deviations(self) -> tuple[Array, Array, Array]:
-        """(s,) deviations of an offset, and (s, 2 L) the roots of rho's variance about a mean one,
-        and its skewness: both Gaussian, by cosine transforms of what is even."""
-        from scipy.fft import dct  # takes a tenth of a second
-
-        count = 2 * int(self._rows_at[0].max()) + 2
-        sizes = 2.0 ** np.arange(-1.0, np.log2(count))
-        rho = turned_means(count, self._speed, self.shares).real
-        waves = np.pi * np.arange(count) / (count - 1)
-        powers = dct(np.stack([rho, rho**2, rho**3]), 1) / (2.0 * (count - 1))
-        found = []
-        for size in sizes:
-            mean, square, cube = dct(powers * np.exp(-0.5 * (waves * size) ** 2), 1)
-            root = np.sqrt(np.maximum(square - mean**2, 0.0))
-            found.append((root, skewness(cube - mean * (3.0 * square - 2.0 * mean**2), root)))
-        roots, skews = (np.stack(one) for one in zip(*found, strict=True))
-        return sizes, roots, skews
-
-    def away(
-        self, long: Indices, short: Indices, left: slice, right: slice, rows: bool
-    ) -> tuple[Array, Rule]:
-        """(C, n, k) root of the variance of rho(j' - j - (i' - i)) inside the cells of two rows and
-        a key of each, and the rule; `rows`: whether rows vary, or follow one another."""
-        (places, varying), (keys, inside) = self._rows_at, self._keys_at
-        apart = places[long] - places[short] if rows else np.ones(len(long))
-        size = varying[long] + varying[short] if rows else np.zeros(len(long))
-        mean = keys[short][:, None, right] - keys[long][:, left, None] + apart[:, None, None]
-        whole = inside[short][:, None, right] + inside[long][:, left, None] + size[:, None, None]
-        sizes, roots, skews = self._deviations
-        level = np.log2(np.maximum(np.sqrt(whole) / sizes[0], 1e-9))
-        lower = np.clip(np.floor(level), 0, len(sizes) - 2).astype(np.intp)
-        share = np.clip(level - lower, 0.0, 1.0)
-        where = np.minimum(np.abs(mean).round().astype(np.intp), roots.shape[1] - 1)
-        root, skew = (
-            (1.0 - share) * one[lower, where] + share * one[lower + 1, where]
-            for one in (roots, skews)
-        )
-        rule = two_points(skew) if np.ndim(self.rule[0][0]) else self.rule
-        return np.asarray(np.where(whole > 0.0, root, 0.0)), rule
 
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different positions of two cells: by what their means weigh,
@@ -153,25 +91,6 @@ class Turning:
         mass = self._mass[long, left][:, :, None] * self._mass[short, right][:, None, :]
         turned = (rows @ self.shares).real[:, None, None]
         return of_pairs(total, mass, self._same[short][:, left, right], turned, turned)
-
-
-MOST_SKEWED = 4.0
-"""Bound of what may be a number next to nothing over another. Chosen; 2 and 16 move Llama's and
-Mistral's layers at 2048 and 4096 tokens by no 1e-8."""
-
-
-def skewness(cube: Array, root: Array) -> Array:
-    """Of a third central moment and a deviation."""
-    there = root > 1e-9
-    found = cube / np.where(there, root, 1.0) ** 3
-    return np.where(there, np.clip(found, -MOST_SKEWED, MOST_SKEWED), 0.0)
-
-
-def two_points(skew: Array) -> Rule:
-    """The Gauss rule of two nodes, of mean 0, variance 1 and that skewness."""
-    above = 0.5 * skew + np.sqrt(1.0 + 0.25 * skew**2)
-    share = 1.0 / (1.0 + above**2)
-    return [(above, share), (-1.0 / above, 1.0 - share)]
 
 
 def _turns(count: int, speed: Array) -> tuple[Phases, Phases]:
@@ -229,10 +148,7 @@ def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, 
     near = float(np.cos(speed) @ share)
     within = of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
     rows = hats.sums(0, sight.classes.length)
-    ending = not isinstance(sight.classes, BothSides)
-    deviation, rule = hats.deviation(share, ending)
-    varying = deviation, rule, hats.deviation(share, False)[0][0] ** 2
-    return Turning(within, *varying, keys, share, mass, same, rows, speed, *hats.places(ending))
+    return Turning(within, keys, share, mass, same, rows, speed)
 
 
 class Hats:
@@ -271,71 +187,6 @@ class Hats:
                 twice[cell : cell + 2, cell : cell + 2] += part[2]
         return phases, mass, twice
 
-    def _sample(self, cell: int, behind: bool) -> tuple[Array, Array]:
-        """Positions of the cells before a node, and of the one behind it; and how they count."""
-        nodes = self._nodes
-        low = int(nodes[cell - 1]) if cell else 0
-        high = int(nodes[cell + 1]) if behind and cell + 1 < len(nodes) else int(nodes[cell]) + 1
-        count = high - low - 1
-        steps = np.arange(count, dtype=float)
-        if count > SAMPLED:  # one in every stratum, in no period's step
-            each = np.arange(SAMPLED)
-            steps = np.floor((each + (each * 0.6180339887498949) % 1.0) * count / SAMPLED)
-        places = low + 1.0 + steps
-        logs, at = np.log(places), np.log(nodes[cell])
-        hats = np.interp(logs, np.log([max(low, 0.5), nodes[cell], high]), [0.0, 1.0, 0.0])
-        return places, np.where(logs == at, 1.0, hats)
-
-    def places(self, ending: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """Mean and variance of positions in a cell: (P,) of rows, and (P, P) [row, key] of keys."""
-        size = len(self._nodes)
-
-        def moments(cell: int, behind: bool) -> tuple[float, float]:
-            places, weight = self._sample(cell, behind)
-            mean = float(weight @ places / weight.sum())
-            return mean, float(weight @ (places - mean) ** 2 / weight.sum())
-
-        mean, variance = np.array([moments(cell, True) for cell in range(size)]).T
-        keys = np.tile(mean, (size, 1)), np.tile(variance, (size, 1))
-        if ending:
-            for cell in range(size):
-                keys[0][cell, cell], keys[1][cell, cell] = moments(cell, False)
-        return (mean, variance), keys
-
-    def _table(self, share: Array) -> Array:
-        """(L,) rho of every offset."""
-        return turned_means(int(self._nodes[-1]), self._speed, share).real
-
-    def _about_mean(
-        self, table: Array, one: tuple[Array, Array], other: tuple[Array, Array]
-    ) -> tuple[Array, Array]:
-        """Shares of pairs of different positions of two cells, and rho of each about its mean."""
-        offset = np.abs(np.subtract.outer(one[0], other[0])).astype(np.intp)
-        weight = np.outer(one[1], other[1]) * (offset > 0)
-        weight /= max(weight.sum(), 1e-300)
-        return weight, table[offset] - (weight * table[offset]).sum()
-
-    def deviation(self, share: Array, ending: bool = True) -> tuple[Array, Rule]:
-        """See `Turning.deviation`, and its rule; those of a window's first cell are of all of it.
-        `ending`: whether rows end at their own position."""
-        size, table = len(self._nodes), self._table(share)
-
-        def moments(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[float, float]:
-            weight, apart = self._about_mean(table, one, other)
-            return float((weight * apart**2).sum()), float((weight * apart**3).sum())
-
-        every, ends = ([self._sample(c, behind) for c in range(size)] for behind in (True, False))
-        found, last = np.zeros((size, size, 2)), np.zeros((size, size, 2))
-        for q in range(size):
-            for r in range(q + 1):
-                found[q, r] = found[r, q] = moments(every[q], every[r])
-                last[q, r] = moments(ends[q], ends[q] if r == q else every[r])
-        whole = np.broadcast_to(found, (size, *found.shape)).copy()
-        for p in range(size if ending else 0):
-            whole[p, p, : p + 1] = whole[p, : p + 1, p] = last[p, : p + 1]
-        root = np.sqrt(whole[..., 0])
-        return root, two_points(skewness(whole[..., 1], root))
-
 
 class OneHat(Hats):
     """Sums over all positions alike."""
@@ -344,27 +195,6 @@ class OneHat(Hats):
         length = int(self._nodes[-1])
         phases = turned_sums(np.ones((1, length)), 1, self._speed)
         return phases, np.array([float(length)]), np.array([[float(length)]])
-
-    def places(self, ending: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        length = float(self._nodes[-1])
-        mean, variance = np.array([0.5 * (length + 1.0)]), np.array([(length**2 - 1.0) / 12.0])
-        return (mean, variance), (mean[None], variance[None])
-
-    def _spread(self, share: Array) -> tuple[Array, Array, float]:
-        """rho of every offset about its mean over pairs, their shares, and its deviation."""
-        rho, length = self._table(share)[1:], int(self._nodes[-1])
-        count = 2.0 * (length - np.arange(1.0, length)) / (length * (length - 1.0))
-        apart = rho - count @ rho
-        return apart, count, float(np.sqrt(count @ apart**2))
-
-    def deviation(self, share: Array, ending: bool = True) -> tuple[Array, Rule]:
-        """By a Gauss rule for the offsets of all pairs."""
-        apart, count, size = self._spread(share)
-        rule: Rule = [(1.0, 0.5), (-1.0, 0.5)]
-        if size >= 1e-12:
-            nodes, weights = few_points(apart / size, OFFSETS, count)
-            rule = list(zip(nodes.tolist(), weights.tolist(), strict=True))
-        return np.full((1, 1, 1), size), rule
 
 
 def hats_of(classes: PositionClasses, speed: Array) -> Hats:
