@@ -627,7 +627,7 @@ def with_input(
 
 def shortened(model: Transformer, seq_len: int | None) -> Transformer:
     """The model at fewer tokens, with a note, where it is resolved by token and none were named."""
-    from ..prediction.length import shortened as at_few
+    from ..prediction.resolution import shortened as at_few
 
     found = model if seq_len is not None else at_few(model)
     if found is not model:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DomainError, MomentsError, brief, refused
+from ..errors import DomainError, MomentsError, brief, domain_error, refused
 from ..files import read_object, replacing
 from ..formulas.checks import check_count
 from .base import (

@@ -25,8 +25,8 @@ from ..model.patches import PatchEmbedding
 from ..model.presets import preset
 from ..model.transformer import Transformer
 from ..noise.band import NORMAL_95
-from ..prediction.length import shortened
 from ..prediction.predict import predict
+from ..prediction.resolution import shortened
 from .expected import TOLERANCE, point_log_variance
 from .html import document, fragment, picture, table
 from .precision import FORMATS, precision

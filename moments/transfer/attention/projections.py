@@ -30,8 +30,7 @@ CAP_NOTED = 0.7
 """Logit variance over the square of its soft cap beyond which a note says so."""
 
 TABLE_NOTED = 0.1
-"""Variance of relative biases beyond which a note says so: what they add is of first order in it,
-and attention that they spread moves more."""
+"""Variance of relative biases beyond which a note says so: how they spread attention is missing."""
 
 FAINTEST = 1e-9
 """What stands for no weight beside a bias: products of it with the rest keep seven digits."""
@@ -490,14 +489,11 @@ class ProjectionPaths(NamedTuple):
     Attributes:
         query, key: through queries and keys.
         overlap_path: what `query` gains per unit of the variance of two tokens' overlap.
-        repeated: the part of `query` that comes of tokens that repeat within cells of positions,
-            and that `key`, which holds means over cells, does not know; None: nothing.
     """
 
     query: Kernel
     key: Kernel
     overlap_path: Kernel
-    repeated: Kernel | None = None
 
 
 def projection_gradients(
@@ -531,10 +527,6 @@ def projection_gradients(
         found |= {name: norm * inverse[side] for name, norm in sent.items()}
     found["value"] = leaf.memory_width * width * (mixed * received).total(length)
     found["key"] = found["key"] + grown["key"] / leaf.memory_width
-    if paths.repeated is not None:
-        # The same sum of overlaps of queries times overlaps of keys, seen from the keys' side.
-        of_query = _of_side(leaf, law, "query", signal, paths.repeated)["query"]
-        found["key"] = found["key"] + of_query * inverse["key"]
     if leaf.qk_norm is not None and leaf.norm_affine:
         # E (tr J)^2 of two rows, which the overlaps' variance stands beside, is that of any two.
         path = paths.query + paths.overlap_path.scaled(-1 / leaf.memory_width)
