@@ -288,7 +288,7 @@ with 1 throughout 1.5e-4, 3e-4, 2e-3, 1.7 and 8 %. At 2048 (13, and 14): 8e-5, 1
 1.2 %, with 1 throughout 9e-5, 2e-4, 1.7e-3, 1 and 1.5 %."""
 
 
-def _density(model: Transformer, words: bool, text: bool) -> dict[str, float]:
+def _density(model: Transformer, words: bool, text: bool) -> dict[str, Any]:
     """What `PositionClasses.of` takes."""
     on_stream = sum(placement in ("post", "b2t") for placement in model.placements)
     if _waves(model) or (model.causal and on_stream > DEEPEST_POST):

@@ -235,8 +235,8 @@ class KernelAttention:
         """(Lq, Lq) `amplification` of every two rows."""
         every = np.arange(len(self.allowed))
         rows, pattern = self._closure.rows, self._closure.pattern
-        pairs = np.ix_(pattern, pattern)
-        found = amplification(rows, *pairs, self.logits.correlation())
+        correlation = self.logits.correlation()
+        found = amplification(rows, pattern[:, None], pattern[None, :], correlation)
         found[every, every] *= 1.0 + dropped_by_own(self._dropped, rows.unshared_fraction[pattern])
         return found
 

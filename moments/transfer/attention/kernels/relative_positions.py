@@ -326,7 +326,7 @@ def _of_two_rows(sight: Sight, table: RelativeBias, rows: Indices, others: Indic
     def size(*ranges: tuple[Indices, Indices]) -> Array:
         starts, stops = zip(*ranges, strict=True)
         last, first = functools.reduce(np.minimum, stops), functools.reduce(np.maximum, starts)
-        return np.maximum(last - first + 1.0, 0.0)
+        return np.asarray(np.maximum(last - first + 1.0, 0.0))
 
     kinds, seen = [], []
     for row in (rows[:, None], others[:, None]):
