@@ -72,7 +72,7 @@ def _drawn(rng: np.random.Generator) -> tuple[moments.Transformer, dict[str, Any
     def size(low: float, high: float) -> float:
         return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
-    layers, heads, d_head = int(rng.integers(1, 5)), one(2, 4), one(16, 24, 32)
+    layers, heads, d_head = int(rng.integers(1, 5)), one(2, 4), one(32, 48)
     width, length = heads * d_head, int(rng.integers(12, 49))
     gated = rng.random() < 0.3
     d_ff = one(None, 2 * width, 3 * width)
@@ -90,7 +90,7 @@ def _drawn(rng: np.random.Generator) -> tuple[moments.Transformer, dict[str, Any
     )
     norm = one("pre", "pre", "post", "none", "sandwich", "mix", "hybrid", "b2t")
     positions = one("none", "none", "rotary", "alibi", "bias")
-    causal = rng.random() < 0.6
+    causal, parallel = rng.random() < 0.6, rng.random() < 0.15
     model = moments.Transformer(
         layers=layers,
         d_model=width,
@@ -122,7 +122,8 @@ def _drawn(rng: np.random.Generator) -> tuple[moments.Transformer, dict[str, Any
         ffn_dropout=at(0.1, lambda: 0.1, None),
         identity_attention=rng.random() < 0.05,
         biases=at(0.2, lambda: moments.Biases(**dict.fromkeys(_BIASES, size(0.01, 0.3))), None),
-        parallel=rng.random() < 0.15,
+        parallel=parallel,
+        parallel_norms=one(1, 2) if parallel else 1,
         rotary=moments.Rotary(fraction=one(1.0, 0.5)) if positions == "rotary" else None,
         alibi=positions == "alibi",
         relative_bias=moments.RelativeBias(0.01) if positions == "bias" else None,

@@ -70,13 +70,20 @@ class Gate:
             raise self._refused(f"{what} is {least:.3g}, and no mean square is negative")
         return np.maximum(values, 0.0)
 
-    def parts(self, what: str, values: Array, rounding: float = ROUNDING) -> Array:
+    def parts(
+        self,
+        what: str,
+        values: Array,
+        rounding: float = ROUNDING,
+        places: Sequence[str] | None = None,
+    ) -> Array:
         """Mean squares of parts (tokens, matrices): 0 for negative ones, noted.
 
         Args:
             what: is said of them.
             values: of any shape.
             rounding: share of the largest that goes without a note.
+            places: in words, along the last axis; None: of the stream, by layer and token.
 
         Raises:
             DomainError: NaN or infinity.
@@ -87,14 +94,22 @@ class Gate:
             return values
         most = np.max(np.abs(values))
         if least < -rounding * most:
+            count = int(np.sum(values < -rounding * most))
+            several = f" (and {count - 1} more)" if count > 1 else ""
+            where = _place(values, int(np.argmin(values)), places)
             self.notes.append(
-                f"{what}: down to {least:.3g} by cancellation, 0 stands in (the largest is "
-                f"{most:.3g}); what is small beside that is not resolved"
+                f"{what}, {where}{several}: down to {least:.3g} by cancellation, 0 stands in (the "
+                f"largest is {most:.3g}); what is small beside that is not resolved"
             )
         return np.maximum(values, 0.0)
 
-    def correlation(self, what: str, values: Array) -> Array:
+    def correlation(self, what: str, values: Array, places: Sequence[str] | None = None) -> Array:
         """Correlations that so many tokens can have with each other, -1/(tokens - 1) to 1.
+
+        Args:
+            what: is said of them.
+            values: of any shape.
+            places: in words, along the last axis; None: the stream's layers.
 
         Raises:
             DomainError: NaN or infinity.
@@ -102,11 +117,15 @@ class Gate:
         self.finite(what, values)
         inside = np.clip(values, self.least, 1.0)
         off = np.abs(values - inside)
-        if np.max(off) > 1e-6:  # visible in print
-            worst = np.ravel(values)[np.argmax(off)]
+        if np.max(off, initial=0.0) > 1e-6:  # visible in print
+            index = int(np.argmax(off))
+            worst = np.ravel(values)[index]
+            where = f"{what}, {_place(values[..., None], index, None)}"
+            if places is not None:
+                where = f"{what}, {_place(values, index, places)}"
             self.notes.append(
-                f"{what}: {worst:.3g} is impossible, and the nearest that these tokens can have "
-                f"({np.clip(worst, self.least, 1.0):.3g}) stands in; numbers beside it are as "
+                f"{where}: {worst:.3g} is impossible, and the nearest that these tokens can have "
+                f"({np.clip(worst, self.least, 1.0):.3g}) stands in; numbers of that place are as "
                 f"uncertain{self._because()}"
             )
         return inside
@@ -135,6 +154,15 @@ class Gate:
 
     def _because(self) -> str:
         return f" ({'; '.join(self.before[:2])})" if self.before else ""
+
+
+def _place(values: Array, flat: int, places: Sequence[str] | None) -> str:
+    """Where an entry stands: on named places, or on (..., layers, tokens)."""
+    index = np.unravel_index(flat, np.shape(values))
+    if places is not None:
+        return places[index[-1]]
+    token = f", token {index[-1] + 1}" if np.shape(values)[-1] > 1 else ""
+    return f"behind layer {index[-2]}{token}" if index[-2] else f"what enters layer 1{token}"
 
 
 _SAID = {
