@@ -299,15 +299,7 @@ def _by_token(prediction: Prediction) -> Prediction:
     if read is None or loose or prediction.layout.classes is None:
         # not the one that keeps these steps: a circle's gigabytes would wait for the collector
         return dataclasses.replace(prediction)
-    return predict(
-        prediction.model,
-        tokens=True,
-        token_ids=read.inputs.token_ids,
-        targets=read.targets,
-        attention_mask=read.inputs.attention_mask,
-        document_ids=read.inputs.document_ids,
-        batch=prediction.batch,
-    )
+    return predict(prediction.model, **{**prediction.asked, "tokens": True})
 
 
 def _stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Walk:
