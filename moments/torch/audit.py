@@ -260,10 +260,12 @@ def audit_read(
 
 def _structure(row: Departure, module: nn.Module) -> Finding:
     """A field that no weight changes, as a check that failed."""
+    planned, present = (
+        float(value) if isinstance(value, int | float) else math.nan
+        for value in (row.planned, row.present)
+    )
     of = 0, row.name, type(module).__name__, "architecture"
-    pair = (row.planned, row.present)
-    numbers = [float(v) if isinstance(v, int | float) else math.nan for v in pair]
-    return Finding(*of, *numbers, False, str(row))
+    return Finding(*of, planned, present, False, str(row))
 
 
 def entries_of(
