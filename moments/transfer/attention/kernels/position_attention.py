@@ -313,7 +313,6 @@ WARM_SWEEPS = 2
 they leave goes with what the step leaves. 4 move correlations by 1e-7."""
 
 
-
 class Words(NamedTuple):
     """`queries`, `keys` and `values` of `ClassLogits` for two tokens of one word.
 
