@@ -121,8 +121,8 @@ TABLE = (
     Constant(f"{KERNELS}.position_attention", "MOST_ROWS", (8, 96), "precision", CLASSES),
     Constant(f"{KERNELS}.position_attention", "WARM_SWEEPS", (1, 4), "precision", CLASSES),
     Constant(f"{KERNELS}.position_attention", "LEAST_STEP", (0.25, 0.6), "precision", CLASSES),
-    Constant("prediction.resolution", "LAST_PER_OCTAVE", (1.0, 2.0), "precision", ("no text",)),
-    Constant("prediction.resolution", "WIDENING", (0.0, 0.1), "precision", ("no text",)),
+    Constant("prediction.predict", "LAST_PER_OCTAVE", (1.0, 2.0), "precision", ("no text",)),
+    Constant("prediction.predict", "WIDENING", (0.0, 0.1), "precision", ("no text",)),
     Constant(f"{KERNELS}.row_statistics", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
     Constant("transfer.attention.response", "_softened", (_of_hottest,), "guess", ("hot",)),
     Constant("transfer.attention.response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
@@ -314,14 +314,14 @@ def _copied(share: float) -> np.ndarray:
 
 EDGES = (
     Edge(
-        "prediction.resolution",
+        "prediction.predict",
         "MOST_CROWDED",
         tuple(map(_repeating, (1, 3, 4, 6, 12))),
         lambda classes: float(classes.crowded),
         "320 tokens, the first 1, 3, 4, 6, 12 one word",
     ),
     Edge(
-        "prediction.resolution",
+        "prediction.predict",
         "COPIES",
         tuple(map(_copied, (0.0, 0.25, 0.5, 1.0))),
         lambda classes: float(np.mean(classes.shares[1][0])),
@@ -508,7 +508,7 @@ Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/projections.py::CAP_NOTED`,
 `moments/transfer/attention/projections.py::TABLE_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/normalization.py::_NOT_GAUSSIAN`, `moments/transfer/head/output.py::_PEAKED`,
-`moments/prediction/resolution.py::OFTEN`,
+`moments/prediction/predict.py::OFTEN`,
 `moments/transfer/attention/projections.py::TABLE_NOTED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,
 `moments/transfer/attention/kernels/joint_laws.py::STACK_ENTRIES`,

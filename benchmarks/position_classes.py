@@ -30,7 +30,7 @@ import pandas as pd
 
 import moments
 from moments.engine.classes import PER_OCTAVE, PositionClasses
-from moments.prediction import resolution
+from moments.prediction import predict
 from moments.transfer.attention.kernels import joint_laws, logits
 
 DATA = Path(__file__).parent / "data" / "position_classes.json"
@@ -305,7 +305,7 @@ def largest(found: Any, expected: Any) -> float:
 @contextmanager
 def without_words() -> Iterator[None]:
     """Unknown texts by means over cells, as each token by itself has the mean of all."""
-    with mock.patch.object(resolution, "repeating", return_value=False):
+    with mock.patch.object(predict, "repeating", return_value=False):
         yield
 
 

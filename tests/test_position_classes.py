@@ -21,7 +21,7 @@ from moments.engine.classes import (
     documents_on,
 )
 from moments.engine.texts import TextClasses
-from moments.prediction import resolution as deciding
+from moments.prediction import predict as deciding
 from moments.transfer.attention.kernels import (
     KernelAttention,
     finite_rows,
@@ -855,7 +855,7 @@ def test_sinusoidal_positions_by_means_over_cells(
 ) -> None:
     tables = moments.Embedding(1000, 1.0, positions="sinusoidal")
     model = Transformer(2, 128, 4, 64, causal=True, embedding=tables)
-    monkeypatch.setattr("moments.prediction.resolution.repeating", lambda *_: False)
+    monkeypatch.setattr("moments.prediction.predict.repeating", lambda *_: False)
     # By token the tokens of an unknown text differ, on classes they follow Zipf's law.
     as_by_token(model, {}, without=("token",))
 

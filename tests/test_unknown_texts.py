@@ -87,7 +87,7 @@ def test_an_unknown_text_is_one_of_its_law(
     found = predicted(model)
     assert isinstance(found.layout.classes, TextClasses)
     assert (np.abs(norms(found) / mean - 1.0) < 0.03 + 2.0 * error / mean).all()
-    monkeypatch.setattr("moments.prediction.resolution.repeating", lambda *_: False)
+    monkeypatch.setattr("moments.prediction.predict.repeating", lambda *_: False)
     by_means = predicted(model)
     assert not isinstance(by_means.layout.classes, TextClasses)
     assert norms(by_means).iloc[0] < (0.95 if variance < 0.1 else 0.88) * mean[0]

@@ -113,7 +113,7 @@ def test_texts_word_by_word(
 ) -> None:
     """The words of several texts by classes as by token, those that two of them share too; texts
     that begin alike are followed less closely."""
-    monkeypatch.setattr("moments.prediction.resolution.SHORT_TURNED", 64)
+    monkeypatch.setattr("moments.prediction.predict.SHORT_TURNED", 64)
     given = BATCHES[name]
     short = model.replace(seq_len=given["token_ids"].shape[-1])
     by_token, by_word = (predicted(short, tokens=kind, **given) for kind in (True, None))
@@ -353,7 +353,7 @@ def test_texts_of_few_words(
     """Cells that hold more of one word than words of its frequency make up of the text: their
     tokens' frequencies agree, and no word's sum over keys turns negative. GPT-2's logit variance
     is beyond 12 here, which predictions warn of."""
-    monkeypatch.setattr("moments.prediction.resolution.SHORT_TURNED", 64)
+    monkeypatch.setattr("moments.prediction.predict.SHORT_TURNED", 64)
     text = zipf_text(seed, vocab_size=150, length=144)
     by_token, by_word = (
         predicted(model.replace(seq_len=144), token_ids=text, tokens=kind) for kind in (True, None)

@@ -600,7 +600,7 @@ _TOKENS = 128
 
 def shortened(model: Transformer, seq_len: int | None) -> Transformer:
     """The model at fewer tokens, with a note, where it is resolved by token and none were named."""
-    from ..prediction.resolution import by_position, positional
+    from ..prediction.predict import by_position, positional
 
     if seq_len is not None or model.seq_len <= _TOKENS or not positional(model):
         return model

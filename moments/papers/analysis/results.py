@@ -10,8 +10,7 @@ from ...errors import DomainError, without_warnings
 from ...files import Shown, as_frame
 from ...formulas.law import Theory
 from ...model.transformer import Transformer
-from ...prediction.predict import predict
-from ...prediction.resolution import positional
+from ...prediction.predict import positional, predict
 from ...prediction.result import Prediction
 
 if TYPE_CHECKING:
