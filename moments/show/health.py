@@ -181,7 +181,7 @@ class CheckReport:
             raise Unhealthy(str(self))
 
     def with_measured(self, measured: Mapping[Any, Any]) -> CheckReport:
-        """The same with what was measured elsewhere: variances by layer, or arguments of `expects`."""
+        """The same with measured numbers: variances by layer, or arguments of `expects`."""
         by_name = any(isinstance(key, str) for key in measured)
         found = self.prediction.expects(**(measured if by_name else {"variance": measured}))
         if found.expected:
