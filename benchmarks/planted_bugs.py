@@ -52,9 +52,7 @@ def built(style: str, init: str, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = checked_gpt.Config(n_layer=LAYERS, block_size=LENGTH)
-        made: nn.Module = (
-            checked_gpt.GPT(config) if style == "nanoGPT" else OWN[style](layers=LAYERS)
-        )
+        made = OWN[style](layers=LAYERS) if style in OWN else checked_gpt.GPT(config)
         with torch.no_grad():
             _draw(Parts(made), init)
     return made
@@ -67,10 +65,7 @@ def blocks(module: Any, style: str) -> Sequence[Any]:
     return list(held.values() if style == "Llama" else held)
 
 
-Half = Callable[[Tensor], Tensor]
-
-
-def halves(block: Any, style: str, more: Any, named: Any) -> tuple[Half, Half, Half, Half]:
+def halves(block: Any, style: str, more: Any, named: Any) -> tuple[Any, ...]:
     """Norm and block twice, of one layer's call."""
     if style == "Llama":
         return (block.attention_norm, lambda y: block.attention(y, *more), block.ffn_norm,
@@ -80,9 +75,8 @@ def halves(block: Any, style: str, more: Any, named: Any) -> tuple[Half, Half, H
         return block.norm1, lambda y: block._sa_block(y, mask, None), block.norm2, block._ff_block
     if style == "einsum":
         return block.norm1, block.attend, block.norm2, block.feed
-    if style == "GPT-2":
-        return block.ln_1, lambda y: block.attn(y, **named)[0], block.ln_2, block.mlp
-    return block.ln_1, block.attn, block.ln_2, block.mlp
+    attend = (lambda y: block.attn(y, **named)[0]) if style == "GPT-2" else block.attn
+    return block.ln_1, attend, block.ln_2, block.mlp
 
 
 def _form(form: Any, *numbers: int) -> Any:
@@ -172,12 +166,10 @@ def _drawn(square: Callable[[int, int], float], *roles: str, layer: int | None =
 
 
 def _uniform(bound: Callable[[float, int], float], *roles: str, layer: int | None = None) -> Any:
-    def plant(m: Any, p: Parts, s: str) -> None:
-        for r, b in zip(p.roles(*roles, layer=layer), p.blocks(*roles, layer=layer), strict=True):
-            width = bound(float(b.std()), r.fan_in)
-            b.uniform_(-width, width)
-
-    return plant
+    return lambda m, p, s: [
+        b.uniform_(-(width := bound(float(b.std()), r.fan_in)), width)
+        for r, b in zip(p.roles(*roles, layer=layer), p.blocks(*roles, layer=layer), strict=True)
+    ]
 
 
 def _biases(layer: int | None = None) -> Any:
@@ -193,12 +185,10 @@ def _untied(std: float) -> Any:
 
 
 def _no_final(module: Any, parts: Parts, style: str) -> None:
-    if style == "einsum":
-        module.final = lambda x: x
-    else:
-        last = style in ("nanoGPT", "GPT-2")
-        part, name = (module.transformer, "ln_f") if last else (module, "norm")
-        part._modules[name] = nn.Identity()
+    last = style in ("nanoGPT", "GPT-2")
+    part, name = (module.transformer, "ln_f") if last else (module, "norm")
+    held, name = (vars(module), "final") if style == "einsum" else (part._modules, name)
+    held[name] = nn.Identity()
 
 
 def _shared(module: Any, parts: Parts, style: str) -> None:
