@@ -313,5 +313,5 @@ def test_which_diagnoses_are_long() -> None:
 
 
 def test_what_cannot_be_diagnosed_says_why() -> None:
-    with pytest.raises(moments.DomainError, match="layers of the model"):
+    with pytest.raises(moments.DomainError, match="layers of the plan"):
         moments.torch.diagnose(encoder(), torch.randn(1, 8, 48), DECLARED)

@@ -563,6 +563,9 @@ def added(seen: Seen) -> np.ndarray:
     return settled(seen, measured, expected, deviation * expected)
 
 
+BY_DESIGN = "blocks are the identity at step 0, by design: their outward matrices are zero"
+
+
 def _identity(seen: Seen) -> Found:
     ratio = added(seen)
     if _swallowed(seen):
@@ -580,7 +583,7 @@ def _identity(seen: Seen) -> Found:
     )
     if zero:
         if len(idle) == len(ratio):
-            yield "blocks are the identity at step 0, by design: their outward matrices are zero"
+            yield BY_DESIGN
         return
     if meant:
         yield f"{words}, as its scheme means it"

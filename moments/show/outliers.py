@@ -19,6 +19,13 @@ SLIGHT = 0.1
 """Size of a logarithm of variances below which a layer is not odd: a twentieth of the size of what
 it gives."""
 
+UNLIKELY = 1e-4
+"""Probability of deviations from a rule this large, below which layers do not follow it."""
+
+SPARE = 4
+"""Layers beyond a rule's parameters without which one that is not constant is not believed: layers
+that follow none agree with one of so few parameters by chance."""
+
 SHIFTS = (0.0, 1.0, 2.0)
 """Added to a layer's number before a power is taken, as code that counts from 0 does."""
 
@@ -48,20 +55,22 @@ def odd_layers(
     far = NormalDist().inv_cdf(1 - FALSE_ALARM / (2 * max(values, 1) * len(logs)))
     rules = list(_rules(len(logs)))
     everyone = np.ones(len(logs), dtype=bool)
-    if any(_follows(logs, error, basis, everyone, far) is not None for basis in rules):
+    if any(_follows(logs, error, basis, everyone) is not None for basis in rules):
         return ()
     near = np.abs(logs - np.median(logs)) <= far * np.hypot(error, float(np.median(error)))
     kept = len(logs) - max(1, len(logs) // 4)
-    if near.sum() >= kept and (off := _off(logs, error, rules[0], near, far)):
-        return off
+    alike = near.sum() >= kept and _follows(logs, error, rules[0], near) is not None
+    if alike and (off := _off(logs, error, rules[0], near, far)):
+        # Of three layers the first and the last may be the end of a rule.
+        return off if len(logs) > 3 or off == (1,) else ()
     best: tuple[float, tuple[int, ...]] = (np.inf, ())
     for basis in rules[1:]:
         for place in range(1, len(logs)):  # a rule may start steeply
             rest = everyone.copy()
             rest[place] = False
-            if rest.sum() < basis.shape[1] + 2:
+            if rest.sum() < basis.shape[1] + SPARE:
                 continue
-            worst = _follows(logs, error, basis, rest, far)
+            worst = _follows(logs, error, basis, rest)
             if worst is not None and (off := _off(logs, error, basis, rest, far)):
                 best = min(best, (worst, off))
     return best[1]
@@ -79,15 +88,19 @@ def _rules(layers: int) -> Iterator[np.ndarray]:
 
 
 def _follows(
-    logs: np.ndarray, error: np.ndarray, basis: np.ndarray, of: np.ndarray, far: float
+    logs: np.ndarray, error: np.ndarray, basis: np.ndarray, of: np.ndarray
 ) -> float | None:
-    """The largest deviation of some layers from a rule fitted to them, in standard errors; None
-    where one is too far, or where so few layers follow any rule."""
-    if of.sum() <= basis.shape[1]:
+    """The sum of squares of some layers' deviations from a rule fitted to them, in standard errors,
+    over its degrees of freedom; None where it is not chi-square's, or where so few layers follow
+    any rule."""
+    from scipy.special import chdtrc
+
+    free = int(of.sum()) - basis.shape[1]
+    if free < 1:
         return None
     fit, _ = _fitted(logs, error, basis, of)
-    worst = float(np.max(np.abs((logs - fit)[of]) / error[of]))
-    return worst if worst <= far else None
+    total = float(np.sum(((logs - fit)[of] / error[of]) ** 2))
+    return total / free if chdtrc(free, total) >= UNLIKELY else None
 
 
 def _off(

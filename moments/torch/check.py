@@ -31,6 +31,7 @@ from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.differences import Case
 from ..show.health import (
+    BY_DESIGN,
     CheckReport,
     Number,
     Seen,
@@ -129,8 +130,7 @@ ATTENTION_FIELDS = (
     "kv_heads",
     "d_head",
 )
-DECLARED = (*ATTENTION_FIELDS, "placements", "normalization", "activation", "gated", "parallel")
-"""Fields of a declaration that one pass shows, and that no weights change."""
+"""Fields of a declaration that name an attention's matrices."""
 
 TABLE = 0.1
 """Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw; and
@@ -327,7 +327,7 @@ class _Checking:
         offenders = [
             f
             for f in audited.offenders
-            if f.quantity not in told
+            if f.quantity not in (*told, "architecture")
             and f"{f.role} in {f.layer}" not in odd
             and not (f.layer in moved and f.quantity in (*STRUCTURE, "norm_output_scale"))
             # What one pass saw behind a norm is what there is, unless something else is meant.
@@ -335,7 +335,7 @@ class _Checking:
         ]
         troubles, notes = list(weights.troubles(offenders)), [*remarks, *weights.notes]
         troubles += self._odd_layers(troubles, strict)
-        troubles += self._not_declared(target)
+        troubles += self._not_declared(audited.offenders)
         notes += self._remarks(reading)
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
         meant = target if strict else None
@@ -351,7 +351,8 @@ class _Checking:
             scheme=weights.verdict(),
             findings=ranked([t for t in troubles if t.severity != "note"]),
             notes=tuple(
-                notes + [str(t).removeprefix("note: ") for t in troubles if t.severity == "note"]
+                [*dict.fromkeys(notes)]
+                + [str(t).removeprefix("note: ") for t in troubles if t.severity == "note"]
             ),
             unchecked=self._unchecked(audited.unchecked),
             numbers=numbers,
@@ -621,35 +622,27 @@ class _Checking:
             + (f": std {math.sqrt(rest):.3g}" * (rest > 0)),
         )
 
-    def _not_declared(self, target: Transformer) -> Iterator[Trouble]:
-        """Fields in which the module does not compute what its plan or scheme says."""
-        if self.scheme is None:
-            return
-        seen = self.described
-        for field in DECLARED:
-            wanted, has = getattr(target, field), getattr(seen, field)
-            if field == "causal" and (self.ahead is None or self._reading.unmasked):
+    def _not_declared(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
+        """Fields in which the module does not compute what its plan, scheme or config says."""
+        planned = self.scheme is not None
+        known = planned or (self.promised is not None and self.promised_by == "config")
+        for f in audited if known else ():
+            field = f.role.rpartition(".")[2]
+            if f.quantity != "architecture" or field == "seq_len":
                 continue
-            if field == "window" and (self.random is not None or _beyond(wanted, seen.seq_len)):
-                continue
-            if field == "rotary" and wanted is not None and has is not None:
-                wanted, has = wanted.base, has.base
-                if abs(math.log(wanted / has)) < NEAR:
-                    continue
-            if wanted != has:
-                yield Trouble(
-                    "error",
-                    "attention mask" if field in ("causal", "window") else "not as declared",
-                    self._of("query", "key")[:2] if field in ATTENTION_FIELDS else (),
-                    (),
-                    reason=f"{field} is {has!r} in the module, {wanted!r} in what it is declared "
-                    "to be",
-                    mend=f"change the module, or declare {field}={has!r}",
-                )
-        if seen.head is not None and target.head is not None and seen.embedding is not None:
-            for field in ("tied", "norm"):
-                if getattr(seen.head, field) != getattr(target.head, field) and field == "tied":
-                    yield _untied(seen.head.tied, "it is declared", self._of("head") or ("head",))
+            if field in ("causal", "tied") and (not planned or self._reading.unmasked):
+                continue  # named by themselves
+            kind = "attention mask" if field in ("causal", "window") else "not as declared"
+            yield Trouble(
+                "error",
+                "tied head" if field == "tied" else kind,
+                self._of("query", "key")[:2] if field in ATTENTION_FIELDS else (),
+                (),
+                f.measured,
+                f.expected,
+                f"{f.role}: {f.note}",
+                "build the module as it is declared, or declare what it is",
+            )
 
     def _remarks(self, reading: WeightRule) -> Iterator[str]:
         """What was seen that may be meant."""
@@ -1074,7 +1067,8 @@ class _Weights:
                     (one, other), "error", "neither of them gets a gradient: zero one alone"
                 )
         if {"output", "ffn_out"} <= short:
-            return  # said of what is added
+            self.notes.append(BY_DESIGN)
+            short -= {"output", "ffn_out"}
         for name, block in (("output", "attention"), ("ffn_out", "feed-forward")):
             if name in short:
                 self.notes.append(
@@ -1092,7 +1086,7 @@ class _Weights:
             ("gate", "feed-forward blocks add nothing"),
         ):
             other = {"key": "query", "value": "output", "ffn_in": "ffn_out"}.get(name, "")
-            if name in short and other not in short:
+            if name in short and not any(role.split(".")[-1] == other for role in names):
                 yield self._zero_trouble((name,), "warning", words)
 
     def _zero_trouble(self, names: tuple[str, ...], severity: str, words: str) -> Trouble:
@@ -1248,7 +1242,7 @@ class _Weights:
             reason += ": the stream itself is rescaled or normalised before the sum"
         return Trouble(
             "warning",
-            STRUCTURE[0] if kind in STRUCTURE else kind.replace("_", " "),
+            "norm placement" if kind in STRUCTURE else kind.replace("_", " "),
             gathered_names([f.parameter for f in group]),
             layers,
             worst.measured,
@@ -1319,12 +1313,6 @@ def _finite(module: nn.Module) -> None:
         mend = "draw them again; a std of nan, or storage that was never filled, gives such entries"
         found = Trouble("error", "entries not finite", tuple(bad), (), reason=reason, mend=mend)
         raise NotRead(f"{names} of {type(module).__name__}: {reason}", (found,))
-
-
-def _beyond(window: Any, tokens: int) -> bool:
-    """Whether so few tokens show nothing of a window, or of one of several."""
-    sizes = window if isinstance(window, list | tuple) else [window]
-    return all(size is None or size >= tokens for size in sizes)
 
 
 def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Trouble:
