@@ -248,6 +248,8 @@ def running(subject: str) -> Iterator[None]:
             yield
     except MomentsError as error:
         why = str(error).splitlines()[0]
+        plan = "pass a plan, a Transformer or a scheme's name"
+        why = why.replace(plan, "pass --scheme or --plan")
         if file.endswith(".py"):
             why = why.replace("pass batch=", f"let {name}() return (module, batch)")
         kind = DomainError if isinstance(error, DomainError) else MomentsError
