@@ -37,6 +37,10 @@ KNOWN: dict[tuple[str, str], str] = {
         "the encoder's gradients are low where a tied head does not scale its input, as"
         " [real modules](real-modules.md) has it",
     ),
+    **dict.fromkeys(
+        (("electra", "embedding_size"), ("opt", "word_embed_proj_dim")),
+        "measured under names of the module's own, where a matrix follows narrow tables",
+    ),
     ("phi", "qk_layernorm"): "gradients of these norms' biases are not predicted",
 }
 

@@ -345,8 +345,8 @@ def _sampled(
             part.padding_idx = 0
     with refused(f"the initialisation of {type(whole).__name__}"):
         with _Evenly():
-            whole.initialize_weights()  # type: ignore[operator]
-        whole.tie_weights()  # type: ignore[operator]
+            whole.initialize_weights()
+        whole.tie_weights()
     found = {}
     padding = padding_rows(whole)
     for name in shapes:
@@ -452,6 +452,7 @@ def _at_true_width(
             factors["padding_id"] = config.pad_token_id
         changes[part] = _rounded(one.replace(**factors))
     of_roles = _of_roles(readings[0], copies[0])
+    assert near.weights is not None
     changes["weights"] = _rounded(
         near.weights.replace(**in_every_layer(MATRICES, near.layers, of_roles))
     )
