@@ -889,8 +889,8 @@ class _Reading:
                     factors[number, column] = (
                         unit.factor if unit.before is not None else unit.after_factor
                     )
-                second = unit.behind is not None and unit.behind is not norm
-                if second and abs(unit.behind.gain - 1) > 1e-3:
+                second = None if unit.behind is norm else unit.behind
+                if second is not None and abs(second.gain - 1) > 1e-3:
                     self.doubts.append("gains of second norms are taken as 1")
         return fields | gain_fields(gains, factors)
 
