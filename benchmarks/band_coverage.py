@@ -4,6 +4,10 @@ Held-out configurations: none of them was looked at while the theory was derived
 
     python benchmarks/band_coverage.py [--seeds 120] [--only NAME ...] [--json FILE]
 
+    python benchmarks/band_coverage.py --quantity variance
+
+asks the same of the signal's band, and
+
     python benchmarks/band_coverage.py --store [--seeds 200]
 
 adds draws of the small configurations that the tests hold the band against to
@@ -47,6 +51,22 @@ tokens:
 .278 at its input (3 %), predicted is .265; of one text by .336 and .311. Causal rows of parallel
 and rotary, bottom-to-top and hybrid layers were taken with earlier attention maps by token: 60
 draws had shares of .93 to .97 and ratios of .93 to 1.12.
+
+The signal's band: share of 100 to 120 draws inside it, averaged over all layers (4 to 12 of width
+64, one of 128; 12 to 40 tokens), and the measured deviation over the predicted one above the first
+layer and the last (standard errors .02 and .07):
+
+    Pre-LN, correlation .25               .95    .83 1.00     four sequences         .94    .96 1.10
+    GELU, width 128, 12 layers            .96   1.08  .96     sandwich               .97   1.02 1.02
+    no norms, GELU, branches halved       .98    .86  .85     hybrid, four sequences .96    .99  .97
+    causal text, tied head                .96   1.05  .92     three texts            .95   1.08 1.03
+    sinusoidal positions, a text          .95   1.02 1.12     unknown text, classes  .95   1.14  .90
+    parallel, distance penalties          .96    .90  .98     normed queries, keys   .97    .91  .98
+    decoder of an encoder                 .97    .84  .92
+    Llama's layers, 4 heads on 2, a text of repeated words  .90   1.57 1.05
+
+Over these 14 the mean is .955 (.005 over cases). What heads' realised weights do is missing, and
+shows in the last: few heads, and keys of one word.
 """
 
 from __future__ import annotations
@@ -339,20 +359,22 @@ def store(draws: int) -> None:
         print(name, len(held), flush=True)
 
 
-def coverage(case: Case, seeds: int, seed: int = 1) -> dict[str, dict[str, Any]]:
+def coverage(
+    case: Case, seeds: int, seed: int = 1, quantity: str = "grad_variance"
+) -> dict[str, dict[str, Any]]:
     """By stack, "" and "encoder": see `_beside`."""
     prediction = moments.predict(case.model, batch=case.batch, **case.inputs, **case.options)
     measured = moments.simulate(case.model, seeds=seeds, batch=case.batch, seed=seed, **case.inputs)
-    found = {"": _beside(prediction, measured)}
+    found = {"": _beside(prediction, measured, quantity)}
     if prediction.encoder is not None:
-        found["encoder"] = _beside(prediction.encoder, measured.encoder)
+        found["encoder"] = _beside(prediction.encoder, measured.encoder, quantity)
     return found
 
 
-def _beside(prediction: Any, measurement: Any) -> dict[str, Any]:
+def _beside(prediction: Any, measurement: Any, quantity: str) -> dict[str, Any]:
     """Shares inside the band, measured over predicted spread, and the centre's error in spreads."""
-    measured = measurement.samples["grad_variance"]
-    low, high = prediction.grad_variance_band
+    measured = measurement.samples[quantity]
+    low, high = getattr(prediction, f"{quantity}_band")
     inside = ((measured > low) & (measured < high)).mean(0)
     logarithm = np.log(measured)
     sigma = np.log(high / low) / (2 * 1.96)
@@ -362,9 +384,7 @@ def _beside(prediction: Any, measurement: Any) -> dict[str, Any]:
         "inside": inside[at].tolist(),
         "inside_all": float(inside.mean()),
         "spread_ratio": (logarithm.std(0, ddof=1) / sigma)[at].tolist(),
-        "centre_error": ((logarithm.mean(0) - np.log(prediction.grad_variance_typical)) / sigma)[
-            at
-        ].tolist(),
+        "centre_error": ((logarithm.mean(0) - np.log(low * high) / 2) / sigma)[at].tolist(),
         "sigma": sigma[at].tolist(),
     }
 
@@ -373,6 +393,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=120)
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument(
+        "--quantity", default="grad_variance", choices=["variance", "grad_variance"]
+    )
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--store", action="store_true", help="draws for the tests instead")
     arguments = parser.parse_args()
@@ -383,7 +406,7 @@ def main() -> None:
     print(f"{'':28}{columns}{'all layers':>12}   sigma, measured / predicted; centre, in sigma")
     results = {}
     for name in arguments.only:
-        results[name] = coverage(CASES[name], arguments.seeds)
+        results[name] = coverage(CASES[name], arguments.seeds, quantity=arguments.quantity)
         for stack, result in results[name].items():
             shares = "".join(f"{100 * share:11.1f}%" for share in result["inside"])
             ratios = " ".join(f"{value:.2f}" for value in result["spread_ratio"])

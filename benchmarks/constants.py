@@ -102,15 +102,13 @@ TABLE = (
     Constant(f"{KERNELS}.finite_rows", "_joint_shifts", (_third,), "guess", ("text", "rotary")),
     Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
     Constant("engine.classes", "LEAST_SHARED", (1e-3, 1e-12), "range", ("packed",)),
-    Constant(f"{KERNELS}.relative_positions", "SAMPLED", (8, 128), "precision", ("long rotary",)),
-    Constant(f"{KERNELS}.relative_positions", "OFFSETS", (3, 12), "precision", ("one class",)),
     Constant(
         f"{KERNELS}.relative_positions", "LEAST_PAIRS", (1e-3, 1e-9), "range", ("long rotary",)
     ),
     Constant(f"{KERNELS}.position_attention", "MOST_ROWS", (8, 96), "precision", CLASSES),
     Constant(f"{KERNELS}.position_attention", "WARM_SWEEPS", (1, 4), "precision", CLASSES),
-    Constant("prediction.predict", "LAST_PER_OCTAVE", (1.0, 2.0), "precision", ("no text",)),
-    Constant("prediction.predict", "WIDENING", (0.0, 0.1), "precision", ("no text",)),
+    Constant("prediction.resolution", "LAST_PER_OCTAVE", (1.0, 2.0), "precision", ("no text",)),
+    Constant("prediction.resolution", "WIDENING", (0.0, 0.1), "precision", ("no text",)),
     Constant(f"{KERNELS}.row_statistics", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
     Constant("transfer.attention.response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
     Constant("transfer.attention.response", "LEAST_BENT", (1e-2, 1e-4), "range", ("text",)),
@@ -301,14 +299,14 @@ def _copied(share: float) -> np.ndarray:
 
 EDGES = (
     Edge(
-        "prediction.stack",
+        "prediction.resolution",
         "MOST_CROWDED",
         tuple(map(_repeating, (1, 3, 4, 6, 12))),
         lambda classes: float(classes.crowded),
         "320 tokens, the first 1, 3, 4, 6, 12 one word",
     ),
     Edge(
-        "prediction.predict",
+        "prediction.resolution",
         "COPIES",
         tuple(map(_copied, (0.0, 0.25, 0.5, 1.0))),
         lambda classes: float(np.mean(classes.shares[1][0])),
@@ -490,10 +488,12 @@ _BELOW = """
 
 Thresholds of notes and warnings say from where on something is mentioned:
 `moments/transfer/attention/projections.py::LOGIT_VARIANCE_NOTED`,
+`moments/transfer/attention/layers.py::ALIKE_NOTED`,
+`moments/transfer/attention/layers.py::TURNED_NOTED`,
 `moments/transfer/attention/projections.py::CAP_NOTED`,
 `moments/transfer/attention/projections.py::TABLE_NOTED`, `moments/transfer/normalization.py::_FAR`,
 `moments/transfer/normalization.py::_NOT_GAUSSIAN`, `moments/transfer/head/output.py::_PEAKED`,
-`moments/prediction/predict.py::OFTEN`,
+`moments/prediction/resolution.py::OFTEN`,
 `moments/transfer/attention/projections.py::TABLE_NOTED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,
 `moments/transfer/attention/kernels/joint_laws.py::STACK_ENTRIES`,

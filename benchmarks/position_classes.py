@@ -18,7 +18,7 @@ import platform
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +30,7 @@ import pandas as pd
 
 import moments
 from moments.engine.classes import PER_OCTAVE, PositionClasses
-from moments.prediction import predict, stack
+from moments.prediction import resolution
 from moments.transfer.attention.kernels import joint_laws, logits
 
 DATA = Path(__file__).parent / "data" / "position_classes.json"
@@ -305,9 +305,7 @@ def largest(found: Any, expected: Any) -> float:
 @contextmanager
 def without_words() -> Iterator[None]:
     """Unknown texts by means over cells, as each token by itself has the mean of all."""
-    with ExitStack() as patched:
-        for module in (stack, predict):
-            patched.enter_context(mock.patch.object(module, "repeating", return_value=False))
+    with mock.patch.object(resolution, "repeating", return_value=False):
         yield
 
 

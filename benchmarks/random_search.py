@@ -72,7 +72,7 @@ def _drawn(rng: np.random.Generator) -> tuple[moments.Transformer, dict[str, Any
     def size(low: float, high: float) -> float:
         return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
-    layers, heads, d_head = int(rng.integers(1, 5)), one(2, 4), one(16, 24, 32)
+    layers, heads, d_head = int(rng.integers(1, 5)), one(2, 4), one(32, 48)
     width, length = heads * d_head, int(rng.integers(12, 49))
     gated = rng.random() < 0.3
     d_ff = one(None, 2 * width, 3 * width)
@@ -88,9 +88,11 @@ def _drawn(rng: np.random.Generator) -> tuple[moments.Transformer, dict[str, Any
         gate=size(0.3, 2.0) / width if gated else None,
         distribution=one("normal", "uniform"),
     )
-    norm = one("pre", "pre", "post", "none", "sandwich", "peri")
-    positions = one("none", "none", "rotary", "alibi", "bias")
-    causal = rng.random() < 0.6
+    causal, parallel, identity = (rng.random() < chance for chance in (0.6, 0.15, 0.05))
+    norm = one("pre", "pre", "post", "none", "sandwich", "mix", "hybrid", "b2t")
+    if parallel:
+        norm = one("pre", "pre", "none")
+    positions = "none" if identity else one("none", "none", "rotary", "alibi", "bias")
     model = moments.Transformer(
         layers=layers,
         d_model=width,
@@ -116,13 +118,14 @@ def _drawn(rng: np.random.Generator) -> tuple[moments.Transformer, dict[str, Any
         norm_gain=at(0.1, lambda: size(0.7, 1.3), 1.0),
         norm_groups=at(0.1, lambda: 2, 1),
         dyt_alpha=size(0.2, 1.0),
-        post_layers=at(0.1, lambda: 1, 0),
+        post_layers=1 if norm == "mix" else 0,
         gated=gated,
         activation_dropout=at(0.1, lambda: 0.1, 0.0),
         ffn_dropout=at(0.1, lambda: 0.1, None),
-        identity_attention=rng.random() < 0.05,
+        identity_attention=identity,
         biases=at(0.2, lambda: moments.Biases(**dict.fromkeys(_BIASES, size(0.01, 0.3))), None),
-        parallel=rng.random() < 0.15,
+        parallel=parallel,
+        parallel_norms=one(1, 2) if parallel else 1,
         rotary=moments.Rotary(fraction=one(1.0, 0.5)) if positions == "rotary" else None,
         alibi=positions == "alibi",
         relative_bias=moments.RelativeBias(0.01) if positions == "bias" else None,

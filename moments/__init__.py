@@ -6,7 +6,7 @@ Given an architecture, predict what every layer does to the signal and to its gr
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -140,6 +140,7 @@ def check(
     *,
     scheme: Any = None,
     loss: Callable[[Any, Any], Any] | None = None,
+    measured: Mapping[Any, Any] | None = None,
 ) -> CheckReport:
     """Whether a model is in order at initialisation, before it is trained.
 
@@ -160,6 +161,9 @@ def check(
             None: what the module's config promises, else what its weights are recognised as.
         loss: of the module's output and the batch, as in `moments.torch.measure`; None: its own, or
             the cross-entropy of the next token where it gives logits alone.
+        measured: the stream's variance as it was seen elsewhere, by layer ({24: 20.0}), or the
+            arguments of `Prediction.expects`: what is not expected is a finding, with what would
+            give it.
 
     Returns:
         A CheckReport: `healthy`, `findings`, `assert_healthy()`, `str`, `to_frame()`, `to_html()`,
@@ -173,10 +177,12 @@ def check(
 
     model = declared(module_or_model_or_config)
     if model is not None:
-        return check_declared(*model, batch=batch, scheme=scheme, loss=loss)
-    from .torch.check import check_module
+        report = check_declared(*model, batch=batch, scheme=scheme, loss=loss)
+    else:
+        from .torch.check import check_module
 
-    return check_module(module_or_model_or_config, batch, scheme=scheme, loss=loss)
+        report = check_module(module_or_model_or_config, batch, scheme=scheme, loss=loss)
+    return report if measured is None else report.with_measured(measured)
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:

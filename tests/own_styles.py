@@ -510,6 +510,88 @@ class PictureModel(nn.Module):
         return logits if targets is None else (logits, f.cross_entropy(logits, targets))
 
 
+# --- torch's own layers, and einsum in layers of parameters --------------------------------------
+
+
+class TorchLM(nn.Module):
+    """nn.TransformerEncoderLayer between tables and a head of its own."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.emb, self.pos = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                WIDTH, HEADS, 4 * WIDTH, 0.1, "gelu", norm_first=True, batch_first=True
+            )
+            for _ in range(layers)
+        )
+        self.norm, self.fc = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.emb(ids) + self.pos(torch.arange(ids.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        for layer in self.layers:
+            x = layer(x, src_mask=mask)
+        return self.fc(self.norm(x))
+
+
+class EinsumLayer(nn.Module):
+    """Parameters of its own, one per head and matrix."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        size = WIDTH // HEADS
+        self.q, self.k, self.v = (
+            nn.Parameter(torch.randn(HEADS, WIDTH, size) * 0.02) for _ in range(3)
+        )
+        self.o = nn.Parameter(torch.randn(HEADS, size, WIDTH) * 0.02 / math.sqrt(2 * layers))
+        self.up = nn.Parameter(torch.randn(WIDTH, 4 * WIDTH) * 0.02)
+        self.down = nn.Parameter(torch.randn(4 * WIDTH, WIDTH) * 0.02 / math.sqrt(2 * layers))
+        self.g1, self.g2 = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+        self.eps = 1e-5
+
+    def norm1(self, x: Tensor) -> Tensor:
+        return f.layer_norm(x, (WIDTH,), self.g1, eps=self.eps)
+
+    def norm2(self, x: Tensor) -> Tensor:
+        return f.layer_norm(x, (WIDTH,), self.g2, eps=self.eps)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.einsum("btd,hde->bhte", x, w) for w in (self.q, self.k, self.v))
+        mixed = f.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.einsum("bhte,hed->btd", mixed, self.o)
+
+    def feed(self, x: Tensor) -> Tensor:
+        return f.gelu(x @ self.up) @ self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm1(x))
+        return x + self.feed(self.norm2(x))
+
+
+class EinsumLM(nn.Module):
+    """Tables and a tied head around them."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(VOCAB, WIDTH) * 0.02)
+        self.places = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.02)
+        self.blocks = nn.ModuleList(EinsumLayer(layers) for _ in range(layers))
+        self.last = nn.Parameter(torch.ones(WIDTH))
+
+    def final(self, x: Tensor) -> Tensor:
+        return f.layer_norm(x, (WIDTH,), self.last)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        x = self.table[tokens] + self.places[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.final(x) @ self.table.T
+        if targets is None:
+            return logits
+        return logits, f.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 STYLES: dict[str, Callable[..., nn.Module]] = {
     "minGPT": HandGPT,
     "lecture": LectureGPT,

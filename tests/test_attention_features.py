@@ -282,8 +282,7 @@ def test_normalised_keys_on_classes_of_documents_and_texts(
 ) -> None:
     """What values and keys share is averaged over the rows of one document, on any classes."""
     if given == "documents":  # of no text, by token as well
-        for module in ("stack", "predict"):
-            monkeypatch.setattr(f"moments.prediction.{module}.repeating", lambda *_: False)
+        monkeypatch.setattr("moments.prediction.resolution.repeating", lambda *_: False)
     length = 264 if given == "text" else 96
     tables = {"embedding": moments.Embedding(60, 0.02), "head": moments.Head()}
     model = moments.Transformer(1, 64, 4, length, causal=True, qk_norm="rmsnorm", **tables)

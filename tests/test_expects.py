@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import moments
 from moments import DomainError, Embedding, Rotary, Transformer, predict
@@ -204,3 +207,61 @@ def test_nothing_that_gives_it() -> None:
 def test_bad_measurements(given: dict[str, Any], named: str) -> None:
     with pytest.raises(DomainError, match=named):
         PREDICTION.expects(**given)
+
+
+# --- the command and the check --------------------------------------------------------------------
+
+
+CONFIG = {"model_type": "gpt2", "n_layer": 3, "n_embd": 32, "n_head": 2, "n_positions": 16}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG), encoding="utf-8")
+    return path
+
+
+def told(config: Path, *arguments: str) -> Any:
+    from moments.cli import app
+
+    result = CliRunner().invoke(app, ["check", str(config), *arguments])
+    if isinstance(result.exception, DomainError):
+        raise result.exception
+    return result
+
+
+def test_the_command_says_whether_a_number_is_expected(config: Path) -> None:
+    right = predict(moments.from_huggingface(CONFIG)).variance
+    found = told(config, "--measured", f"variance@3={right[3]}", "--measured", f"{right[2]}@2")
+    assert found.exit_code == 0
+    assert found.output.startswith("expected: variance")
+    found = told(config, "--measured", "variance@3=20")
+    assert found.exit_code == 1
+    assert "not expected: variance 20 at layer 3" in found.output
+
+
+@pytest.mark.parametrize(
+    "text", ["20", "variance@12", "loss@3=2", "variance@x=2", "variance@3=many", "@3=2"]
+)
+def test_what_the_command_does_not_read(text: str, config: Path) -> None:
+    with pytest.raises(DomainError, match="--measured"):
+        told(config, "--measured", text)
+
+
+def test_a_number_for_each_place(config: Path) -> None:
+    with pytest.raises(DomainError, match="one number for each place"):
+        told(config, "--measured", "20@2", "--measured", "variance@2=21")
+
+
+def test_a_check_takes_what_was_measured() -> None:
+    expected = PREDICTION.variance[4]
+    report = moments.check(DEEP, measured={4: 40 * expected})
+    (found,) = [one for one in report.findings if one.kind == "not expected variance"]
+    assert found.layers == (4,)
+    assert found.measured == pytest.approx(40 * expected)
+    with pytest.raises(AssertionError, match="not expected variance"):
+        report.assert_healthy()
+    of_gradient = {"grad_variance": {4: 1.0}}
+    fine = moments.check(DEEP, measured=of_gradient)
+    assert any(note.startswith("expected: gradient variance") for note in fine.notes)

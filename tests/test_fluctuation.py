@@ -11,8 +11,9 @@ import math
 import numpy as np
 import pytest
 
+from moments.engine.classes import ClassRows, PositionClasses
 from moments.engine.composition import Chain, Layer, Parallel, Residual, forward
-from moments.engine.fluctuation import overlap_variance
+from moments.engine.fluctuation import met_by, of_averages, overlap_variance
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.engine.trace import Record
 from moments.formulas.activation import activation_laws
@@ -205,3 +206,65 @@ def test_overlaps_of_tokens_that_are_nearly_one_stay_inside_a_gate(apart: float)
     signal = gaussian(Kernel.of_matrix(kernel), 60, WIDTH, True)
     gated = GatedLinear("gated", activation_laws("relu"), WIDTH, HIDDEN, 1.3 / WIDTH, 1 / WIDTH)
     assert np.isfinite(gated.forward(signal)[0].kernel.pairs).all()
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_averages_on_classes_are_those_of_tokens(fixed: bool) -> None:
+    """Where every position is a class, rows of attention are matrices over tokens.
+
+    What a row's average shares with a key (W K) is not what a key shares with it (K W).
+    """
+    length, rng = 6, np.random.default_rng(0)
+    classes = PositionClasses.of(length, length)
+    assert len(classes.nodes) == length
+    features = rng.normal(size=(length, 9))
+    matrix = features @ features.T
+    size = np.sqrt(np.diag(matrix))
+    kernel = matrix / np.outer(size, size) if fixed else matrix / 9
+    rows = np.tril(rng.random((length, length)))
+    rows /= rows.sum(1, keepdims=True)
+    on_classes = ClassRows(rows, classes.seen(None))
+    met = met_by(on_classes, Kernel(np.diag(kernel), kernel, classes))
+    assert met.pairs == pytest.approx(rows @ kernel, abs=1e-12)
+
+    def averaged(resolved: object, weights: object) -> Fluctuation:
+        tokens = Kernel(np.diag(kernel).copy(), kernel.copy(), resolved)
+        square = (tokens * tokens).scaled(0.1)
+        norms = square.scaled(0.0) if fixed else square
+        varies = Fluctuation(norms, square, square if fixed else None)
+        found = of_averages(Signal(tokens, length, width=20, fluctuation=varies), weights, 1.3)
+        assert found is not None
+        return found
+
+    one, other = averaged(True, rows), averaged(classes, on_classes)
+    assert one.shared is not None
+    assert other.shared is not None
+    for by_token, by_class in zip(
+        (one.norms, *one.shared), (other.norms, *other.shared), strict=True
+    ):
+        assert by_class.pairs == pytest.approx(by_token.pairs, abs=1e-12)
+
+
+def test_a_gradient_that_falls_with_norms_meets_shorter_tokens() -> None:
+    """A matrix before a norm sums g x^T, and the gradient g falls with the norms of W x and of x:
+    against draws of narrow tokens, 7 % less than if it did not."""
+    width, draws, rng = 24, 8_000, np.random.default_rng(1)
+    tokens = gaussian(alike(1.0, 0.3, 2, True), 2, width, True)
+    parameters = {"fan_in": width, "fan_out": width, "weight_variance": 1 / width}
+    linear = Linear(LINEAR, "refined", "linear", parameters, width, "matrix")
+    norm = FiniteNormalization(RMSNORM, "norm", centres=False)
+    _, record = forward(Chain((linear, norm)), tokens)
+    first = record.backward(Gradient(alike(1.0, 0.0, 2, True), 2)).children[0]
+    found = float(np.sum(first.weights()["matrix"]))
+    root = np.linalg.cholesky(tokens.kernel.pairs)
+    x = root @ rng.normal(size=(draws, 2, width))
+    y = x @ rng.normal(size=(draws, width, width)) / width**0.5
+    size = np.sqrt((y * y).mean(-1, keepdims=True))
+    sent = rng.normal(size=y.shape)
+    sent = (sent - y * (y * sent).mean(-1, keepdims=True) / size**2) / size
+    each = (np.swapaxes(sent, 1, 2) @ x) ** 2
+    each = each.sum((1, 2))
+    error = each.std() / draws**0.5
+    assert found == pytest.approx(each.mean(), abs=3 * error + 0.02 * found)
+    loose = first.gradient_received.kernel * tokens.kernel
+    assert width**2 * loose.total(2) > each.mean() + 5 * error + 0.03 * found

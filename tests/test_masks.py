@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import moments
 from moments import DomainError, Embedding, Head, Rotary, Transformer, predict
+from moments.model.huggingface.sizes import sized_config
 
 WORDS = 50
 STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
@@ -198,3 +200,32 @@ def test_weight_gradients_say_of_how_many_sequences_they_are() -> None:
     assert both.weight_gradients().attrs == {"sequences": 2, "batch": 2}
     assert "weight_gradients() are those of 1 of the 2 sequences" in unknown.table()
     assert "weight_gradients()" not in both.table()
+
+
+# --- families -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama", "mistral", "gemma2", "phi", "bert", "t5"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_families_with_a_padding_row(kind: str, side: str) -> None:
+    """A padded row against the same text without padding; one of each way to place and norm."""
+    config = sized_config(kind, 2, 32, vocab_size=WORDS, seq_len=16) | {"pad_token_id": 0}
+    model = moments.from_huggingface(config, seq_len=10)
+    text, none = words(6), np.zeros(4, dtype=int)
+    ids = np.concatenate([none, text] if side == "left" else [text, none])
+    real = ids > 0
+    padded: dict[str, Any] = {"token_ids": ids, "attention_mask": real + 0}
+    alone: dict[str, Any] = {"token_ids": text}
+    short = model.replace(seq_len=6)
+    if model.encoder is not None:
+        model = model.replace(encoder=model.encoder.replace(seq_len=10))
+        short = short.replace(encoder=model.encoder.replace(seq_len=6))
+        padded["encoder_inputs"], alone["encoder_inputs"] = dict(padded), dict(alone)
+    if model.head.loss == "masked":
+        alone["targets"] = np.where(np.arange(6) % 3 == 1, text, -100)
+        padded["targets"] = np.full(10, -100)
+        padded["targets"][real] = alone["targets"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)  # T5's logits are wide
+        found, wanted = predict(model, **padded), predict(short, **alone)
+    same(found, wanted, 1e-3, 0.1)

@@ -420,3 +420,90 @@ def test_a_norm_of_a_blocks_output_is_no_post_norm() -> None:
 def branch_normed(layer: Any, x: Any) -> Any:
     x = x + layer.n1(layer.attend(x))
     return x + layer.n2(layer.feed(x))
+
+
+# --- as they come ---------------------------------------------------------------------------------
+
+
+def frozen(module: Any) -> None:
+    module.requires_grad_(False)
+
+
+def never_drawn(module: Any) -> None:
+    """Storage as `to_empty` may give it."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+
+
+def zero_outputs(module: Any) -> None:
+    with torch.no_grad():
+        for block in module.transformer["h"]:
+            block.attn.c_proj.weight.zero_()
+            block.mlp.c_proj.weight.zero_()
+
+
+@pytest.mark.parametrize("change", [frozen, never_drawn, zero_outputs])
+def test_what_a_module_held_before_is_written_over(module: Any, change: Any) -> None:
+    change(module)
+    moments.torch.initialize(module, PLAN, seed=3)
+    report = moments.torch.audit(module, PLAN)
+    assert report.passed, str(report)
+    assert not report.unchecked
+    assert {p.requires_grad for p in module.parameters()} == {change is not frozen}
+
+
+def test_shared_matrices_are_named(module: Any) -> None:
+    layers = module.transformer["h"]
+    layers[1].mlp.c_fc.weight = layers[0].mlp.c_fc.weight
+    with pytest.raises(DomainError, match=r"ffn_in .* in layer 2 \(transformer\.h\.0\.mlp\.c_fc"):
+        moments.torch.initialize(module, PLAN)
+    layers[1] = layers[0]
+    with pytest.raises(DomainError, match=r"h\.1\.attn\.c_attn\.weight is transformer\.h\.0\.attn"):
+        moments.torch.initialize(module, PLAN)
+    other = Decoder()
+    for layer in other.stack:
+        layer.m["wk"].weight = layer.m["wq"].weight
+    with pytest.raises(DomainError, match=r"stack\.0\.m\.wk\.weight is stack\.0\.m\.wq\.weight"):
+        moments.torch.initialize(other, "xavier")
+
+
+class Adapted(torch.nn.Module):
+    """A matrix with one of low rank beside it."""
+
+    def __init__(self, base: Any, zero: bool) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Parameter(0.1 * torch.randn(4, base.in_features))
+        self.up = torch.nn.Parameter(torch.zeros(base.out_features, 4))
+        if not zero:
+            torch.nn.init.normal_(self.up, std=0.1)
+
+    def forward(self, x: Any) -> Any:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def test_adapters_are_left_or_refused() -> None:
+    for zero in (True, False):
+        module = Decoder()
+        for layer in module.stack:
+            layer.down = Adapted(layer.down, zero)
+        if zero:
+            done = moments.torch.initialize(module, "xavier")
+            assert {"stack.0.down.down", "stack.2.down.up"} <= set(done.left)
+            report = moments.torch.audit(module, "xavier")
+            assert report.passed
+            assert any("unknown role" in words for words in report.unchecked)
+        else:
+            with pytest.raises(DomainError, match=r"could not be read \(.*stack\.\*\.down\.down"):
+                moments.torch.initialize(module, "xavier")
+
+
+def test_an_audit_without_a_plan(module: Any) -> None:
+    with pytest.raises(DomainError, match="nothing in GPT says how it is meant to be drawn"):
+        moments.torch.audit(module)
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+    report = moments.torch.audit(torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
+    assert report.passed, str(report)
+    assert "1 layers, full attention, 4 heads, pre-norm" in headline(report)

@@ -11,8 +11,10 @@ from exact_softmax import pair_statistics, row_statistics
 from scipy.special import ndtr
 
 import moments
+from moments.prediction.gate import Gate
 from moments.transfer.attention.kernels import KernelAttention, exact_rows
 from moments.transfer.attention.projections import bent
+from moments.transfer.head.cross_entropy import softmax_expectations
 
 
 @pytest.mark.parametrize("keys", [4, 16, 64])
@@ -202,3 +204,42 @@ def test_gradients_through_bent_logits(options: dict[str, Any], correlation: flo
     found = moments.predict(model, correlation=correlation).weight_gradients()
     size, error = (squared(drawn, "query", c) for c in ("squared_norm", "squared_norm_stderr"))
     assert abs(squared(found, "query") - size) < 0.05 * size + 3 * error
+
+
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
+@pytest.mark.parametrize("alpha", [0.3, 0.5])
+def test_keys_of_faint_logits(alpha: float) -> None:
+    """A stream that decays through eight layers of DyT: tokens alike against each by itself."""
+    model = moments.Transformer(
+        layers=8,
+        d_model=64,
+        heads=2,
+        seq_len=24,
+        norm="post",
+        normalization="dyt",
+        dyt_alpha=alpha,
+    )
+    alike, tokens = (
+        moments.predict(model, tokens=kind).weight_gradients() for kind in (None, True)
+    )
+    for name in ("query", "key"):
+        found, expected = (one.squared_norm[one.weight == name] for one in (alike, tokens))
+        np.testing.assert_allclose(found, expected, rtol=0.05)
+
+
+def test_a_gate_says_what_it_cuts_off_and_where() -> None:
+    gate = Gate("refined", (), 10)
+    cut = gate.correlation("the correlation", np.array([0.5, 2.8]), ["first", "second"])
+    assert cut[1] == 1.0
+    assert "the correlation, second: 2.8" in gate.notes[0]
+    left = gate.parts("squares", np.array([[1.0, 2.0], [3.0, -0.5]]))
+    assert left[1, 1] == 0.0
+    assert "squares, behind layer 1, token 2: down to -0.5" in gate.notes[1]
+    gate.parts("squares", np.array([1.0, -1e-12]), places=["a", "b"])
+    gate.correlation("the correlation", np.array([1.0 + 1e-9]), ["a"])
+    assert len(gate.notes) == 2
+
+
+def test_a_head_of_impossible_logits_says_so() -> None:
+    with pytest.raises(OverflowError, match="finite variance"):
+        softmax_expectations(3, np.array([np.nan, 1.0]))

@@ -43,7 +43,7 @@ SLIPS = {slip.name: slip for slip in planted_bugs.SLIPS}
         ("depth scale 1/N", "Llama", "named"),
         ("embedding of std 1", "Llama", "named"),
         ("tied head forgotten", "GPT-2", "named"),
-        ("fans transposed", "einsum", "named"),
+        ("fans transposed, ffn variances swapped", "einsum", "named"),
         ("gains of one layer 0.3", "torch", "named"),
         ("residual multiplier forgotten", "nanoGPT", "named"),
         ("shared matrix", "einsum", "named"),

@@ -19,13 +19,11 @@ from moments.engine.classes import (
     PositionClasses,
     both_sides,
     documents_on,
-    one_class,
 )
 from moments.engine.texts import TextClasses
-from moments.prediction import predict as deciding
+from moments.prediction import resolution as deciding
 from moments.transfer.attention.kernels import (
     KernelAttention,
-    Rotation,
     finite_rows,
     joint_laws,
 )
@@ -34,11 +32,11 @@ from moments.transfer.attention.kernels.position_attention import (
     Across,
     ClassLogits,
     PositionAttention,
-    rows_of_classes,
 )
 from moments.transfer.attention.kernels.relative_positions import (
-    ClassBiasNoise,
     Turning,
+    shifted_classes,
+    shifted_together,
 )
 
 LENGTH = 96
@@ -110,24 +108,6 @@ def test_gradients_that_fall_by_orders_of_magnitude_from_position_to_position() 
     every[0] = 50.0
     both = np.stack([every, np.append(every[:-1], 0.0)])  # the last predicts nothing
     np.testing.assert_allclose(classes.spread_out(both[:, classes.nodes - 1]), both, rtol=1e-9)
-
-
-def test_sums_over_two_rows_whose_product_bends_where_they_are_one() -> None:
-    """Of what the earlier of two positions has, over the size of both: products of counts lack the
-    trapezoidal rule's term of the bend."""
-    off = []
-    for per_octave in (2.0, 4.0):
-        classes = PositionClasses.of(512, per_octave=per_octave)
-        sight, every = classes.seen(), np.arange(1.0, 513.0)
-        later = np.maximum.outer(every, every)
-        exact = (later**-0.7 / np.multiply.outer(every, every)).sum()
-        nodes = classes.nodes.astype(float)
-        product = np.maximum.outer(nodes, nodes) ** -0.7 / np.multiply.outer(nodes, nodes)
-        counts = np.multiply.outer(sight.rows[0], sight.rows[0])
-        off += [(counts * sight.bent * product).sum() / exact - 1]
-        plain = (counts * product).sum() / exact - 1
-        assert abs(off[-1]) < 0.2 * abs(plain)
-    assert abs(off[1]) < 0.35 * abs(off[0])
 
 
 def test_a_million_positions_cost_nothing() -> None:
@@ -317,14 +297,13 @@ def test_gradients_of_keys_sum_to_zero_over_classes(window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 24])
 def test_what_turns_inside_cells_is_what_it_is_by_position(window: int | None) -> None:
-    """Rotations that turn within a cell, and keys that share half of what they are, or most:
-    against a class for every position. Bounds are half again what was measured: of the half
-    queries' own .5 %, of pairs 1.5 %, keys' .9 and of pairs 1.3 % (1.8, 4.3 and 1.8 % without what
-    varies together); of most .8, 4.9, 3.7 and 1.3 % (1.1 and 4.4 % of the first and the last
-    without what the law leans to)."""
+    """Rotations that turn within a cell, of which cells hold the mean, and keys that share half of
+    what they are, or most: against a class for every position. Bounds are a quarter more than was
+    measured: of the half queries' own 1.4 %, of pairs 4.5 %, keys' 2.3 and of pairs 3.5 %; of most
+    7, 7.4, 4.4 and 7.1 %."""
     rotary, every = moments.Rotary(base=150.0), PositionClasses(72, np.arange(1, 73))
     classes, apart = PositionClasses.of(72, window), ~np.eye(72, dtype=bool)
-    for shared, off in ((0.5, (0.0077, 0.024, 0.014, 0.02)), (0.8, (0.012, 0.075, 0.056, 0.02))):
+    for shared, off in ((0.5, (0.018, 0.057, 0.029, 0.044)), (0.8, (0.088, 0.093, 0.056, 0.089))):
         exact, sent = one_layer(every, shared, window, rotary)
         found, paths = one_layer(classes, shared, window, rotary)
         turning = found.logits.turning
@@ -340,16 +319,32 @@ def test_what_turns_inside_cells_is_what_it_is_by_position(window: int | None) -
         assert turning.pair_count().sum() == pytest.approx(72 * 71)
 
 
-def test_a_window_begins_inside_a_cell_that_is_held_whole() -> None:
-    """Keys' reference rows change by what interpolation errs, not by where windows begin."""
-    keys = []
-    for per_window in (4.0, 12.0):
-        classes = PositionClasses.of(32768, 4096, per_window=per_window)
-        sight, size = classes.seen(4096), len(classes.nodes)
-        turning = Turning.of(sight, *moments.Rotary().frequencies(128))
-        tokens = np.ones(size), np.full((size, size), 0.6)
-        keys.append(rows_of_classes(ClassLogits(*[tokens] * 3, 2.7, sight, turning)).keys[-1])
-    assert keys[0] == pytest.approx(keys[1], rel=0.05)  # 11.1 and 3 where cells were cut
+@pytest.mark.parametrize("causal", [True, False])
+def test_correlated_tokens_of_rotary_positions_against_simulation(causal: bool) -> None:
+    """Keys that share most of what they are, whose logits differ as they turn: of means over cells
+    queries and keys are within 3 % of what is drawn, of which what varies inside cells and how laws
+    lean to it once took 9 % from keys."""
+    model = Transformer(1, 128, 2, 96, causal=causal, rotary=moments.Rotary())
+    given = {"correlation": 0.8, "grad_correlation": 0.6}
+    found = predicted(model, tokens=None if causal else False, **given).weight_gradients()
+    drawn = moments.simulate(model, grad_variance=1.0, seeds=8, batch=16, **given)
+    frames = [f.set_index(["layer", "weight"]) for f in (found, drawn.weight_gradients())]
+    for name in ("query", "key"):
+        expected, error = frames[1].loc[(1, name), ["squared_norm", "squared_norm_stderr"]]
+        one = frames[0].loc[(1, name), "squared_norm"]
+        assert one == pytest.approx(expected, abs=3 * error + 0.02 * expected)
+
+
+@pytest.mark.parametrize("tokens", [True, None])
+def test_strongly_correlated_tokens_of_rotary_positions_are_noted(tokens: bool | None) -> None:
+    model = Transformer(1, 64, 2, 40, causal=True, rotary=moments.Rotary())
+    for correlation, noted in ((0.5, False), (0.8, True)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            moments.predict(model, correlation=correlation, tokens=tokens)
+        assert (
+            any("logits differ mostly as keys turn" in str(one.message) for one in caught) == noted
+        )
 
 
 # --- whole models ---------------------------------------------------------------------------------
@@ -377,7 +372,10 @@ CASES = {
         ),
         {"correlation": 0.1, "variance": 0.3},
     ),
-    "gpt2": (moments.preset("gpt2", seq_len=LENGTH).replace(layers=4), {}),
+    "gpt2": (
+        moments.preset("gpt2", seq_len=LENGTH).replace(layers=4, embedding=None, head=None),
+        {"correlation": 0.1},
+    ),
 }
 
 
@@ -485,42 +483,15 @@ def test_means_over_cells_are_those_of_the_pairs_of_a_text() -> None:
     np.testing.assert_allclose((found * classes.pair_count).sum(), hit.sum(), rtol=1e-9)
 
 
-@pytest.mark.parametrize(("length", "power"), [(128, 1.3), (272, 1.2)])
-def test_a_text_by_means_over_cells(length: int, power: float) -> None:
-    text = np.random.default_rng(3).zipf(power, length) % 5000
-    model = moments.preset("gpt2", seq_len=length).replace(layers=2)
-    by_token, by_class = (predicted(model, token_ids=text, tokens=t) for t in (True, None))
-    assert by_class.layout.classes is not None
-    assert not by_class.warnings
-    np.testing.assert_allclose(by_class.variance, by_token.variance, rtol=2e-3)
-    np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=3e-3)
-    np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=8e-3)
-    np.testing.assert_allclose(by_class.loss, by_token.loss, rtol=1e-3)
-    one, other = (p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token))
-    ratio = (one.squared_norm / other.squared_norm).drop("key.bias", level="weight")
-    assert ratio.to_numpy() == pytest.approx(1.0, abs=0.04)
-
-
-def test_repeated_tokens_are_what_queries_and_keys_would_miss() -> None:
-    """One word in four alike: without them their gradients are a sixth too small."""
-    text = np.random.default_rng(3).zipf(1.3, 128) % 5000
-    model = moments.preset("gpt2", seq_len=128).replace(layers=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moments.prediction.stack.class_repeats", lambda *_: None)
-        without = predicted(model, token_ids=text).weight_gradients()
-    found = predicted(model, token_ids=text).weight_gradients()
-    for name, at_most in (("query", 0.95), ("key", 0.95), ("value", 1.01)):
-        ratio = (without.squared_norm / found.squared_norm)[without.weight == name]
-        assert ratio.max() < at_most
-        assert name != "value" or ratio.min() > 0.99
-
-
-def test_strong_logits_leave_a_text_to_its_tokens() -> None:
-    """Where logits tell tokens apart a text is resolved by token, long ones word by word; that
-    copies are not followed as well is said."""
+def test_short_texts_go_by_token_and_longer_ones_word_by_word() -> None:
+    """Up to 64 tokens, under rotary positions 256; that copies are not followed as well is said."""
     strong = moments.preset("gpt2", seq_len=128).replace(layers=1, temperature=0.2)
     text = np.random.default_rng(3).zipf(1.1, 300) % 5000
-    assert predicted(strong, token_ids=text[:128]).layout.classes is None
+    assert isinstance(predicted(strong, token_ids=text[:128]).layout.classes, TextClasses)
+    assert predicted(strong.replace(seq_len=64), token_ids=text[:64]).layout.classes is None
+    for length, by_token in ((256, True), (257, False)):
+        turned = strong.replace(rotary=moments.Rotary(), seq_len=length)
+        assert (predicted(turned, token_ids=text[:length]).layout.classes is None) == by_token
     long = strong.replace(seq_len=300)
     assert isinstance(predicted(long, token_ids=text).layout.classes, TextClasses)
     several = predicted(long, token_ids=np.stack([text, text[::-1]]))
@@ -558,7 +529,10 @@ def test_queries_and_keys_that_are_not_the_tokens(
     np.testing.assert_allclose(by_class.grad_variance, by_token.grad_variance, rtol=4e-3)
     norms = [p.weight_gradients().set_index(["layer", "weight"]) for p in (by_class, by_token)]
     ratio = (norms[0] / norms[1])["squared_norm"].dropna()
-    assert abs(ratio.drop("key.bias", level=1, errors="ignore") - 1).max() < 0.012
+    table = ratio[ratio.index.get_level_values(1) == "relative_bias"]  # by rows of equal weights
+    assert not len(table) or abs(table - 1).max() < 0.035
+    others = ratio.drop(["key.bias", "relative_bias"], level=1, errors="ignore")
+    assert abs(others - 1).max() < 0.012
 
 
 @pytest.mark.parametrize("name", ["relative biases", "rotary"])
@@ -576,23 +550,6 @@ def test_tokens_that_know_their_distances_are_one_class(name: str) -> None:
     ratio = (norms[0] / norms[1])["squared_norm"].dropna()
     assert abs(ratio - 1).max() < (0.05 if rotary else 0.02)
     assert "relative_bias" in ratio.index.get_level_values(1) or rotary
-
-
-def test_rows_of_one_class_are_the_references_of_rows_by_token() -> None:
-    """The distribution of rotated overlaps over pairs of keys, by a Gauss rule, against all."""
-    length, rotary = 48, moments.Rotary()
-    frequencies, shares = rotary.frequencies(32)
-    place = np.arange(length, dtype=float)
-    kernel = np.full((length, length), 0.5) + 0.5 * np.eye(length)
-    rotation = Rotation.of(frequencies, shares, place, place)
-    by_token = KernelAttention(kernel, logit_scale=2.0, rotation=rotation)
-    sight = one_class(length).seen()
-    one = np.array([1.0]), np.array([[0.5]])
-    turning = Turning.of(sight, frequencies, shares)
-    found = PositionAttention(ClassLogits(one, one, one, 2.0, sight, turning))
-    expected = by_token.logit_variance.mean()
-    assert found.logit_variance[0] == pytest.approx(expected, rel=1e-4)
-    assert found.sum_square[0] == pytest.approx(by_token.sum_square.mean(), rel=0.02)
 
 
 @pytest.mark.parametrize("relative", [None, moments.RelativeBias(0.2)])
@@ -833,7 +790,7 @@ def test_several_texts_are_those_by_token() -> None:
     model = moments.preset("gpt2", seq_len=64).replace(layers=2)
     inputs = {"token_ids": text, "attention_mask": np.arange(64) < np.array([[64], [56]])}
     by_token, by_class = (predicted(model, tokens=t, **inputs) for t in (True, None))
-    assert by_class.resolution == "13 classes of positions"
+    assert by_class.resolution == "11 classes of positions and of words"
     assert not by_class.warnings
     np.testing.assert_allclose(by_class.variance, by_token.variance, rtol=1e-3)
     np.testing.assert_allclose(by_class.correlation, by_token.correlation, atol=2e-3)
@@ -898,7 +855,7 @@ def test_sinusoidal_positions_by_means_over_cells(
 ) -> None:
     tables = moments.Embedding(1000, 1.0, positions="sinusoidal")
     model = Transformer(2, 128, 4, 64, causal=True, embedding=tables)
-    monkeypatch.setattr("moments.prediction.stack.repeating", lambda *_: False)
+    monkeypatch.setattr("moments.prediction.resolution.repeating", lambda *_: False)
     # By token the tokens of an unknown text differ, on classes they follow Zipf's law.
     as_by_token(model, {}, without=("token",))
 
@@ -942,8 +899,8 @@ def compared(
     model: Transformer, monkeypatch: pytest.MonkeyPatch, **given: Any
 ) -> tuple[moments.Prediction, moments.Prediction, Any]:
     """On classes and by token, and the ratios of their gradients of weights."""
-    monkeypatch.setattr(deciding, "MOST_TOGETHER", 32)
-    monkeypatch.setattr(deciding, "LONGEST_TEXT", 32)
+    monkeypatch.setattr(deciding, "SHORT_TEXT", 32)
+    monkeypatch.setattr(deciding, "SHORT_TURNED", 32)
     found, expected = predicted(model, **given), predicted(model, tokens=True, **given)
     assert found.layout.classes is not None
     one, other = (p.weight_gradients().set_index(["layer", "weight"]) for p in (found, expected))
@@ -960,7 +917,7 @@ def test_texts_without_a_mask(count: int, monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_allclose(found.correlation, expected.correlation, atol=3e-4)
     np.testing.assert_allclose(found.grad_variance, expected.grad_variance, rtol=3e-4)
     np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
-    assert ratio.to_numpy() == pytest.approx(1.0, abs=0.015)
+    assert ratio.to_numpy() == pytest.approx(1.0, abs=0.035)  # words of one frequency
     sharp = ratio.index.get_level_values(1).str.startswith(("query", "key"))
     assert ratio[~sharp].to_numpy() == pytest.approx(1.0, abs=2e-3)
     again = predicted(model, token_ids=ids, segment_ids=same)
@@ -1002,34 +959,26 @@ def test_batches_that_were_too_large_by_token() -> None:
         )
 
 
-@pytest.mark.parametrize("length", [300, 700])
-def test_what_tables_of_relative_biases_gather_is_summed_over_every_pair(length: int) -> None:
-    """Rows of 1/n and tokens without anything in common: the sum over pairs of rows of what their
-    deviations from their buckets' means share, which falls within one cell."""
+@pytest.mark.parametrize(("length", "window"), [(300, None), (700, None), (300, 64)])
+@pytest.mark.parametrize("shared", [0.0, 0.2])
+def test_buckets_that_two_rows_share_are_summed_over_every_pair(
+    length: int, window: int | None, shared: float
+) -> None:
+    """Of rows that see their keys alike, against sums over every two of them; of keys of their own
+    and of keys that have the less in common the later they are."""
     table = moments.RelativeBias(0.1)
-    classes = PositionClasses.of(length)
-    sight, size = classes.seen(), len(classes.nodes)
+    classes = PositionClasses.of(length, window)
+    sight, size = classes.seen(window), len(classes.nodes)
     weights = np.where(sight.seen, 1.0 / sight.size[:, None], 0.0)
-    own, pairs = ClassBiasNoise(sight, table, weights).overlaps((np.ones(size), 0.0 * weights))
+    later = shared * (8.0 / (8.0 + np.maximum.outer(classes.nodes, classes.nodes)))
+    own, pairs = shifted_classes(sight, table, weights, (np.ones(size), later))
     place = np.arange(length)
-    rows = np.tril(np.ones((length, length))) / (place + 1.0)[:, None]
-    kind = table.bucket(-np.arange(length), True)[np.abs(np.subtract.outer(place, place))]
-    expected = np.zeros((length, length))
-    for bucket in range(int(kind.max()) + 1):
-        inside = rows * (kind == bucket)
-        apart = inside - rows * inside.sum(1, keepdims=True)
-        expected += apart @ apart.T
-    assert own @ classes.count == pytest.approx(np.trace(expected), rel=0.01)
-    whole = float(expected.sum() - np.trace(expected))
-    assert (pairs * classes.pair_count).sum() == pytest.approx(whole, rel=0.07)
-
-
-def test_only_positions_of_their_own_leave_a_short_text_to_means() -> None:
-    """A gated unit's gradients are 30 % off by means where one word is the same everywhere."""
-    text = np.minimum(np.random.default_rng(0).zipf(1.3, 128), 499)
-    given: dict[str, Any] = {"causal": True, "gated": True, "activation": "silu"}
-    given["weights"] = moments.Weights.normal(0.1 / 64)
-    for positions, by_token in ((0.0, True), (0.01, False)):
-        table = moments.Embedding(500, 0.01, position_variance=positions)
-        found = predicted(Transformer(2, 64, 4, 128, embedding=table, **given), token_ids=text)
-        assert (found.layout.classes is None) == by_token
+    seen = (place <= place[:, None]) & (place > place[:, None] - (window or length))
+    bucket = table.bucket(place - place[:, None], True)
+    kernel = shared * (8.0 / (9.0 + np.maximum.outer(place, place)))
+    np.fill_diagonal(kernel, 1.0)
+    exact = shifted_together(seen / seen.sum(1, keepdims=True), bucket, kernel)
+    assert own @ classes.count == pytest.approx(np.trace(exact), rel=0.02)
+    np.fill_diagonal(exact, 0.0)
+    apart = (pairs * classes.pair_count).sum() - exact.sum()
+    assert abs(apart) < 0.07 * np.abs(exact).sum()

@@ -10,7 +10,7 @@ import random_search
 import moments
 
 
-@pytest.mark.parametrize("numbers", [range(8), range(8, 16)], ids=["first", "second"])
+@pytest.mark.parametrize("numbers", [range(5), range(5, 10)], ids=["first", "second"])
 def test_classes_are_what_tokens_are(numbers: range) -> None:
     for number in numbers:
         one = random_search.case(number)
@@ -18,10 +18,10 @@ def test_classes_are_what_tokens_are(numbers: range) -> None:
         assert notes or not found, (random_search.describe(one), found)
 
 
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("number", [2, 5])
 def test_draws_are_within_the_bounds(number: int) -> None:
     one = random_search.case(number)
-    found, notes = random_search.judged(one, simulate=True, seeds=12)
+    found, notes = random_search.judged(one, simulate=True, seeds=8)
     assert notes or not found, (random_search.describe(one), found)
 
 
@@ -37,7 +37,5 @@ def test_every_field_is_drawn() -> None:
 
 def test_an_exception_is_found() -> None:
     one = random_search.case(0)
-    model = one.model.replace(branch_scale=[0.5] * one.model.layers)
-    found = moments.predict(one.model, **one.inputs)
-    other = moments.predict(model, **one.inputs)
-    assert any(miss.name == "variance" for miss in random_search.misses(found, other, "other"))
+    found, other = (moments.predict(one.model, correlation=r) for r in (0.1, 0.12))
+    assert any(miss.name == "correlation" for miss in random_search.misses(found, other, "other"))

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
 import time
 import warnings
@@ -252,7 +253,9 @@ class Application(typer.Typer):
         def add(function: Callable[..., Answer | None]) -> Callable[..., Answer | None]:
             known = name or function.__name__.replace("_", "-")
             (panel,) = (title for title, names in PANELS.items() if known in names)
-            kwargs.update(epilog=epilog if examples else None, rich_help_panel=panel)
+            # Typer would keep the line breaks of the source inside a paragraph.
+            help_ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(function.__doc__ or ""))
+            kwargs.update(help=help_, epilog=epilog if examples else None, rich_help_panel=panel)
             register = of_typer(name, cls=_Command, **kwargs)
             register(_framed(function, ways))
             return function
@@ -624,7 +627,7 @@ def with_input(
 
 def shortened(model: Transformer, seq_len: int | None) -> Transformer:
     """The model at fewer tokens, with a note, where it is resolved by token and none were named."""
-    from ..prediction.length import shortened as at_few
+    from ..prediction.resolution import shortened as at_few
 
     found = model if seq_len is not None else at_few(model)
     if found is not model:

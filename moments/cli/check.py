@@ -96,9 +96,8 @@ def audit(
     # What is wrong with a plan is said before a module is built, which may take minutes.
     wanted: Any = scheme if plan is None else _planned(plan)
     target, batch = _module(module, layers, seed)
-    expected = _promised(target) if wanted is None else wanted
     with running(module):
-        report = run(target, expected, batch=batch, options=options or None)
+        report = run(target, wanted, batch=batch, options=options or None)
 
     def data() -> dict[str, Any]:
         lists = ("advice", "unchecked", "unidentified", "undeclared")
@@ -132,25 +131,6 @@ def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
     raise no_preset("MODULE", name, "FILE.py:NAME, a checkpoint, a config nor a preset")
 
 
-def _promised(module: Any) -> Transformer:
-    """What a module's own config promises, or torch's own class.
-
-    Raises:
-        DomainError: neither says anything.
-    """
-    from ..torch.architecture import promised_by
-    from ..torch.running import is_module, unwrapped
-
-    if not is_module(module):
-        raise domain_error("MODULE", type(module).__name__, "an nn.Module")
-    if (found := promised_by(unwrapped(module))) is not None:
-        return found
-    raise DomainError(
-        f"nothing in {type(module).__name__} says how it is meant to be drawn: pass --scheme or "
-        "--plan; `moments check` says what its weights look like"
-    )
-
-
 def _planned(plan: Path) -> Transformer:
     """The model of a plan's JSON."""
     entries = read_object(plan, "--plan", "a plan or model as JSON")
@@ -176,6 +156,7 @@ HtmlOption = Annotated[
         "check config.json --seq-len 256",
         "check checkpoint/ --scheme dslm --html health.html",
         "check bert-base --json --quiet",
+        "check config.json --measured variance@24=20",
     ),
     ways=("as_json", "csv", "plot"),
 )
@@ -197,12 +178,21 @@ def check(
     ] = None,
     seq_len: SeqLenOption = None,
     html: HtmlOption = None,
+    measured: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What was measured of a config's stream, such as variance@24=20 (behind layer "
+            "24), once for each number: is it expected, and what else would give it?",
+        ),
+    ] = None,
 ) -> Answer:
     """Check a model before it is trained: its scheme, growth, gradients, first loss, number range.
 
     A config is judged by its predictions alone. Exit status 1 where there are findings, 2 where it
     cannot be read.
     """
+    if measured:
+        return _with_measured(subject, seq_len, measured)
     report = _checked(subject, scheme, seq_len)
     if html is not None:
         with replacing(html) as partial:
@@ -213,6 +203,21 @@ def check(
         frame=report.to_frame,
         figure=report.plot,
         passed=report.healthy,
+    )
+
+
+def _with_measured(subject: str, seq_len: int | None, measured: list[str]) -> Answer:
+    """Numbers of the stream beside what a config predicts."""
+    from ..prediction.predict import predict
+    from ..show.expects import measurements
+
+    given: dict[str, Any] = measurements(measured, "--measured")
+    if _of_user("SUBJECT", subject) is not None:
+        raise DomainError("--measured is for a config or preset: a module is measured by `check`")
+    model, inputs = declared(subject, {"seq_len": seq_len})
+    found = predict(shortened(model, seq_len), **inputs).expects(**given)
+    return Answer(
+        said=lambda: str(found), data=found.to_frame, frame=found.to_frame, passed=found.expected
     )
 
 
@@ -243,6 +248,8 @@ def running(subject: str) -> Iterator[None]:
             yield
     except MomentsError as error:
         why = str(error).splitlines()[0]
+        plan = "pass a plan, a Transformer or a scheme's name"
+        why = why.replace(plan, "pass --scheme or --plan")
         if file.endswith(".py"):
             why = why.replace("pass batch=", f"let {name}() return (module, batch)")
         kind = DomainError if isinstance(error, DomainError) else MomentsError

@@ -258,8 +258,11 @@ def compare_schemes(
 ) -> Answer:
     """What every scheme does to one model: growth, gradients, correlation, in one table."""
     from ..scheme import schemes as every
+    from ..scheme.registry import scheme as known
     from ..show.scheme_table import compare_schemes as run
 
+    for name in scheme or ():
+        known(name)  # before a sign of work
     described, inputs = with_input(model, layers, seq_len, variance, correlation)
     names = scheme or [one.name for one in every()]
     with steps("applying schemes", len(names)) as advance:

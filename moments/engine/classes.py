@@ -163,11 +163,6 @@ class PositionClasses:
         total = float(self.there.sum() - len(np.atleast_2d(self.there)))
         return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
 
-    def shares_of(self, ids: NDArray[np.int64]) -> Array:
-        """(L,), or as `ids`: the share of the text that is of each token."""
-        _, where, count = np.unique(ids, return_inverse=True, return_counts=True)
-        return np.asarray((count / ids.size)[np.reshape(where, ids.shape)])
-
     @property
     def documents(self) -> Matrix | None:
         """How many documents, or pairs of two, reach a class or two; None where all reach all: a
@@ -440,12 +435,6 @@ class DocumentClasses(PositionClasses):
     def at_one_place(self) -> Array:
         size = len(self.one.nodes)
         return np.eye(2 * size, k=size) + np.eye(2 * size, k=-size)
-
-    def shares_of(self, ids: NDArray[np.int64]) -> Array:
-        shares = super().shares_of(ids[self.there])
-        found = np.zeros(ids.shape)
-        found[self.there] = shares
-        return found
 
     @functools.cached_property
     def _counts(self) -> tuple[Array, Array]:
@@ -806,32 +795,6 @@ class Sight:
     later_own: Array
     seen: NDArray[np.bool_]
     begins: NDArray[np.intp]
-
-    @functools.cached_property
-    def bent(self) -> Array:
-        """(P, P) of what two rows see together, how much more it counts in sums over both.
-
-        What they have together, f, bends where they are one: a causal average shares with another
-        what the shorter one holds. Sums over both by products of counts interpolate across that,
-        and lack J h^2/12 of the integral in log position, J the jump of f's slope and h the nodes'
-        distance (the trapezoidal rule's term; cubic stencils on |x| leave as much). Counts of
-        either side of a row by nodes of that side alone do not. Derived here. Against every token
-        with a row of its own, 12 gated layers of 128 tokens, the mean gradient is off by 1.5e-3,
-        and without this by 9.3e-3. Windows, in which nodes are dense, are left out.
-        """
-        nodes, last = self.classes.nodes, len(self.classes.nodes) - 1
-        found = np.ones((last + 1, last + 1))
-        one_sided = type(self.classes) is PositionClasses
-        if not one_sided or self.window < self.classes.length:
-            return found
-        sums, end = _Sums(nodes, self.window), int(nodes[-1])
-        across = sums(0, end, 0, last, 1)
-        for p, node in enumerate(nodes.tolist()):
-            apart = sums(0, node, 0, p, 1) + sums(node, end, p, last, 1)
-            beyond = 0.5 * (apart / across - 1.0)
-            found[p] += beyond
-            found[:, p] += beyond
-        return found
 
 
 def _sight(

@@ -31,7 +31,7 @@ from .directions import (
 from .fluctuation import OverlapWalk, UnsharedOverlap, summed, unshared_variance
 from .layout import Padding
 from .response import Around, Elementwise, Response, Sequence, Sublayer, Sum, sum_of
-from .state import Array, Gradient, Kernel, Repeats, Signal, ratio_or_zero
+from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Record, Run
 
 
@@ -322,17 +322,7 @@ class Leaf(Component):
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         output, pullback = self.forward(signal)
-        if signal.repeats is not None and not self.mixes_tokens:
-            output = output.replace(repeats=self._of_repeats(signal, output))
         return run.passed(Record(self, run.layer, signal, output, (), pullback))
-
-    def _of_repeats(self, signal: Signal, output: Signal) -> Repeats:
-        """By how much it leaves pairs of one token alike, beyond others."""
-        assert signal.repeats is not None
-        kernel, repeats = signal.kernel, signal.repeats
-        alike = Kernel(kernel.diagonal, kernel.pairs + repeats.excess, kernel.resolved)
-        found, _ = self.forward(signal.replace(kernel=alike, repeats=None))
-        return repeats._replace(excess=found.kernel.pairs - output.kernel.pairs)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         run.met(record, gradient)
@@ -698,18 +688,12 @@ def added(
     if fluctuation is None:
         return Signal(kernel, signal.seq_len, width=signal.width)
     centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None
-    repeats = None
-    for of, factor in ((signal.repeats, skip), (branch.repeats, scale)):
-        if of is not None:
-            before = 0.0 if repeats is None else repeats.excess
-            repeats = of._replace(excess=before + factor * of.excess)
     return Signal(
         kernel,
         signal.seq_len,
         width=signal.width,
         fluctuation=fluctuation,
         centred=centred,
-        repeats=repeats,
     )
 
 

@@ -247,31 +247,6 @@ class Fluctuation(NamedTuple):
         )
 
 
-class Repeats(NamedTuple):
-    """What means over cells of a text's positions do not know: that some pairs are of one token.
-
-    Attributes:
-        share: (P, P) of pairs of different positions of two cells.
-        scatter: (P, P) variance of whether a pair is one, less that of both tokens' own shares of
-            such pairs, which is what averages over a row take away.
-        excess: (P, P) by how much their covariance exceeds that of all.
-    """
-
-    share: Array
-    scatter: Array
-    excess: Array
-
-    def of_first(self, classes: int) -> Repeats:
-        """Of so many classes alone."""
-        return Repeats(*(part[..., :classes, :classes] for part in self))
-
-    @property
-    def variance(self) -> Array:
-        """(P, P) of covariances within cells, which take two values, less rows' averages."""
-        others = np.where(self.share < 1.0, 1.0 - self.share, np.inf)
-        return np.asarray(self.scatter * (self.excess / others) ** 2)
-
-
 @dataclass(slots=True, eq=False)
 class Signal:
     """Moments of a tensor of shape (tokens, features), features alike.
@@ -286,7 +261,6 @@ class Signal:
             theory); None where not tracked.
         centred: part of `kernel` whose features already average to zero within every token.
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
-        repeats: of a text on classes of positions; None: nothing repeats, or it is not followed.
         diagnostics: what the component that made this signal can tell besides its moments.
         notes: what made the numbers here less certain, for the component that produced them.
     """
@@ -299,7 +273,6 @@ class Signal:
     fluctuation: Fluctuation | None = None
     centred: Kernel | None = None
     kurtosis: Array = 3.0
-    repeats: Repeats | None = None
     diagnostics: Mapping[str, Array] | None = None
     notes: tuple[str, ...] = ()
 

@@ -22,7 +22,7 @@ from ..formulas.law import Theory
 from ..model.transformer import Transformer
 from ..prediction.draws import QUANTITIES
 from ..prediction.gate import computing
-from ..prediction.predict import resolution_of
+from ..prediction.resolution import resolution_of
 from ..prediction.result import Prediction
 from ..prediction.stack import Inputs, Stack, last_gradient
 from ..transfer.architecture import declare, declare_layer

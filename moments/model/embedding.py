@@ -110,6 +110,14 @@ class Embedding(Stored):
             inner = self.factor_dim * (self.factor_variance or 0.0)
         return inner * self.scale**2 * self.token_variance
 
+    def unshared_overlap(self, d_model: int) -> float:
+        """Relative variance of the overlap of two tokens' own rows, per feature of the stream: rows
+        of fewer features overlap more."""
+        if self.factor_dim is None:
+            return 1.0 / d_model
+        share = 1.0 if self.norm else self.row_variance / self.variance
+        return 1.0 / d_model + share**2 / self.factor_dim
+
     @property
     def variance(self) -> float:
         """Mean square of an entry of the sum of the tables."""

@@ -62,17 +62,21 @@ class StackOverlaps(NamedTuple):
         ]
 
 
-def stack_overlaps(stack: Record, memory: float | None = None) -> StackOverlaps:
+def stack_overlaps(
+    stack: Record, memory: float | None = None, entering: float | None = None
+) -> StackOverlaps:
     """Follow nu through the layers.
 
     Args:
         stack: the layers, both passes, one configuration.
         memory: nu of what cross-attention reads; None: 1/width of that.
+        entering: nu of what enters layer 1; None: 1/width.
     """
     leaves = (one.component for one in stack.leaves() if one.memory is None)
     padded = (real_tokens(leaf) for leaf in leaves if leaf.padding is not None)
     walk = OverlapWalk(memory, next(padded, None))
-    last = walk.through(stack, UnsharedOverlap(1.0 / stack.input.width))
+    start = 1.0 / stack.input.width if entering is None else entering
+    last = walk.through(stack, UnsharedOverlap(start))
     for chain in (one for one in stack.walk() if isinstance(one.component, Chain)):
         for unit in units(chain):
             for name, factor in unit_growth(unit).items():

@@ -11,45 +11,28 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.classes import (
-    MOST_WINDOWS,
-    PER_OCTAVE,
-    DocumentClasses,
-    PositionClasses,
-    both_sides,
-    documents_on,
-)
 from ..engine.layout import SequenceLayout
 from ..engine.state import Gradient, Kernel
-from ..engine.texts import TextClasses
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
-from ..formulas.checks import check_choice, check_count, check_flag
+from ..formulas.checks import check_choice, check_count
 from ..formulas.law import THEORIES, Theory
-from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare, declare_output
 from ..transfer.head.output import OutputMoments
 from .gate import computing
+from .resolution import notes_of, resolution
 from .result import Prediction
 from .stack import (
-    LONGEST_TEXT,
-    MOST_CROWDED,
-    SHORTEST_MEANS,
     Inputs,
     Outcome,
     Stack,
     as_many,
-    by_word,
     configurations,
-    document_spans,
-    faint,
     given_shape,
     head_top,
     last_gradient,
-    placed_apart,
     repeated,
-    repeating,
 )
 
 SoFar = Callable[[], np.ndarray]
@@ -88,19 +71,16 @@ def predict(
             of them: from the head's loss where one is declared; else 1 and 0.
         theory: "refined", "published" (the papers' full forms) or "simplified" (their Tables 1
             and 2).
-        tokens: how finely tokens are told apart under the refined theory. True: each by itself,
-            at a cost that grows with the cube of the length. False: not at all. None: by classes
-            of positions (`moments.engine.classes`) where the mask is causal, or there are windows,
-            and nothing else but dropout, positions of any kind and biases by distance tells tokens
-            apart, at any length (of up to 72 windows), an encoder's tokens being
-            alike, and those of several sequences or documents likewise, however long each; not at
-            all without a mask, long sequences of rotary positions included; token by token for a
-            text of up to 256 tokens and 512 of a batch (of fewer than 64 where logits are as faint
-            as GPT-2's and a table of positions is as large as that of tokens), an image or a
-            kernel. Of longer texts, given or by Zipf's law, classes tell tokens of one word from
-            others; under such logits and positions they hold means over their cells and sequences.
-            Penalties on distance (ALiBi) leave only single tokens, of up to 512 in a sequence; of
-            longer ones that is asked for by True. `Prediction.resolution` says which.
+        tokens: how finely tokens are followed under the refined theory. True: each by itself, at a
+            cost that grows with the cube of the length. False: as if all were alike. None: as
+            finely as what is given needs (`moments.prediction.resolution` has the table). Without a
+            mask, windows and a text they are alike. Under a causal mask, in windows (of which a
+            sequence has up to 72) and for texts they are followed by classes of positions
+            (`moments.engine.classes`), at any length, which also tell tokens of one word from
+            others where an embedding is read, an unknown text being one by Zipf's law. Each by
+            itself: up to 31 positions; texts of up to 64 tokens, 256 under rotary positions; images
+            and kernels; and under ALiBi, up to 512 in a sequence, longer ones only by True.
+            `Prediction.resolution` says which.
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
@@ -164,45 +144,32 @@ def predict(
     shapes = {name: given_shape(value) for name, value in received.items()}
     shapes["grad_kernel"] = given_shape(grad_kernel)[:-2]
     shape = configurations(inputs=inputs.shape, encoder_inputs=other.shape, **shapes)
-    words = by_word(model, inputs)
-    while True:
-        resolved = _resolution(model, theory, tokens, inputs, other, grad_kernel, targets, words)
-        stack = Stack(model, theory, inputs, resolved, shape, words)
-        stack.notes += tuple(_notes_of_words(stack.classes))
-        if stack.layout.classes is not None and _mostly_waves(model):
-            stack.notes += (
-                "sinusoidal positions are most of this embedding's variance, and classes of "
-                "positions hold means of what two places share: measured at a variance of .1 of "
-                "the tables, query and key gradients are within 4 % where logits are faint and up "
-                "to 19 % low at a logit variance of 3; tokens=True resolves each",
-            )
-        stacks = [stack]
+    resolved = resolution(model, theory, tokens, inputs, other, grad_kernel, targets)
+    stack = Stack(model, theory, inputs, resolved, shape)
+    stack.notes += tuple(notes_of(model, stack.classes))
+    stacks = [stack]
+    if model.encoder is not None:
+        of_encoder = resolved is True  # beside classes of positions its tokens are alike
+        stacks.insert(0, Stack(model.encoder, theory, other, of_encoder, shape))
+    if stack.layout.sequences > 1:
+        batch = _counted(batch, stack.layout.sequences)
+    elif inputs.sequences > 1:  # alike, and no less averaged over
+        batch = inputs.sequences // _counted(batch, inputs.sequences)
+    runs = [s.run for s in stacks]
+    with (
+        computing(theory, runs, max(s.rows for s in stacks)),
+        _followed(stacks, progress),
+    ):
         if model.encoder is not None:
-            of_encoder = resolved is True  # beside classes of positions its tokens are alike
-            stacks.insert(0, Stack(model.encoder, theory, other, of_encoder, shape))
-        if stack.layout.sequences > 1:
-            batch = _counted(batch, stack.layout.sequences)
-        elif inputs.sequences > 1:  # alike, and no less averaged over
-            batch = inputs.sequences // _counted(batch, inputs.sequences)
-        runs = [s.run for s in stacks]
-        with (
-            computing(theory, runs, max(s.rows for s in stacks)),
-            _followed(stacks, progress),
-        ):
-            if model.encoder is not None:
-                stacks[0].forward()
-                stack.reads(stacks[0])
-            signal = stack.forward()
-            outcome = last_gradient(
-                stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
-            )
-            words = not words and _found(stack, outcome)
-            if not words:
-                stack.backward(outcome)
-            if not words and model.encoder is not None:
-                stacks[0].backward(stacks[0].read_back(stack.trace.sent_to_memory()))
-        if not words:
-            break
+            stacks[0].forward()
+            stack.reads(stacks[0])
+        signal = stack.forward()
+        outcome = last_gradient(
+            stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
+        )
+        stack.backward(outcome)
+        if model.encoder is not None:
+            stacks[0].backward(stacks[0].read_back(stack.trace.sent_to_memory()))
     encoder = None
     if model.encoder is not None:
         read = functools.partial(
@@ -255,7 +222,7 @@ def stack_of(model: Transformer, inputs: Inputs, tokens: bool | None = None) -> 
     Raises:
         DomainError: as `predict`.
     """
-    resolved = _resolution(model, "refined", tokens, inputs, Inputs(), None)
+    resolved = resolution(model, "refined", tokens, inputs, Inputs())
     return Stack(model, "refined", inputs, resolved, inputs.shape)
 
 
@@ -277,296 +244,6 @@ def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inpu
         if name not in known:
             raise DomainError(f"encoder_inputs has no {name!r}: one of {', '.join(known)}")
     return Inputs(**given)
-
-
-def resolution_of(
-    model: Transformer, theory: Theory, tokens: bool | None = None
-) -> bool | PositionClasses:
-    """How finely `predict` tells tokens apart where no text, kernel or mask is given.
-
-    Raises:
-        DomainError: as `predict`.
-    """
-    return _resolution(model, theory, tokens, Inputs(), Inputs(), None)
-
-
-def _resolution(
-    model: Transformer,
-    theory: Theory,
-    tokens: bool | None,
-    inputs: Inputs,
-    other: Inputs,
-    grad_kernel: Any,
-    targets: Any = None,
-    words: bool | None = None,
-) -> bool | PositionClasses:
-    """Whether moments are resolved by token, or by which classes of positions; `words`: whether
-    these are to tell words apart, None: as `by_word`.
-
-    Raises:
-        DomainError: what the user asks for is not what the theory, the mask or the input allow.
-    """
-    if tokens is not None:
-        check_flag("tokens", tokens)
-    encoder = model.encoder
-    stacks = [model] if encoder is None else [model, encoder]
-    placed = any(positional(stack) for stack in stacks)
-    given = inputs.by_token or other.by_token or grad_kernel is not None
-    if model.seq_len == 1 or (encoder is not None and encoder.seq_len == 1):
-        # The laws of tokens alike are those of a token and its pairs.
-        if theory != "refined":
-            raise domain_error(
-                "seq_len", 1, f"2 at least under theory {theory!r}", 'use theory="refined"'
-            )
-        given, tokens = True, None
-    if tokens is None:
-        short = any(map(few_by_distance, stacks))
-        resolved = theory == "refined" and (placed or given or short)
-    else:
-        resolved = tokens
-    if resolved and theory != "refined":
-        raise DomainError(
-            f'theory {theory!r} covers tokens alike only: use theory="refined", or tokens=False'
-        )
-    kernels = (
-        inputs.kernel,
-        grad_kernel,
-        inputs.attention_mask,
-        inputs.document_ids,
-        inputs.pixels,
-    )
-    if not resolved and any(value is not None for value in kernels):
-        raise DomainError(
-            "kernel, grad_kernel, pixels, attention_mask and document_ids are resolved by token: "
-            'leave tokens=False out, under theory="refined"'
-        )
-    if not resolved and theory == "refined" and placed:
-        raise DomainError(
-            "tokens=False: under a causal mask, a window or a penalty on distance tokens are not "
-            'alike; leave tokens out, or use theory="published", which ignores the mask'
-        )
-    if resolved and tokens is None:
-        _check_penalised(stacks)
-    labels = model.head is not None and model.head.loss == "classification"
-    chosen = targets is not None and not labels
-    if not resolved or tokens is not None or grad_kernel is not None or chosen:
-        return bool(resolved)
-    text = inputs.token_ids is not None
-    if inputs.given_by_token or other.by_token or not by_position(model, text):
-        return bool(resolved)
-    lengths = (model.seq_len,) if not inputs.by_token else _lengths(model, inputs)
-    if lengths is None or ((labels or not model.causal) and len(set(lengths)) > 1):
-        return bool(resolved)
-    density = DENSE_PER_OCTAVE if _falls_steeply(model) or _waves(model) else PER_OCTAVE
-    window, widening = _least_window(model), 0.0
-    words = by_word(model, inputs) if words is None else words
-    if density == PER_OCTAVE and words and model.relative_bias is None:
-        density = WORDS_PER_OCTAVE if text else UNKNOWN_PER_OCTAVE
-        if not text and model.causal and window >= max(lengths):
-            density, widening = LAST_PER_OCTAVE, WIDENING
-    one = PositionClasses.of(max(lengths), window, per_octave=density, widening=widening)
-    if not model.causal:
-        one = both_sides(one)
-    if len(lengths) > 1:
-        return documents_on(one, lengths)
-    return one
-
-
-LONGEST_PENALISED = 512
-"""Longest sequence under distance penalties that is resolved token by token unasked."""
-
-
-def _check_penalised(stacks: list[Transformer]) -> None:
-    """Raise where distance penalties leave only single tokens, and these are many."""
-    for stack in stacks:
-        if stack.alibi and stack.seq_len > LONGEST_PENALISED:
-            raise domain_error(
-                "seq_len",
-                stack.seq_len,
-                f"{LONGEST_PENALISED} at most under ALiBi",
-                "its penalties fall by orders of magnitude inside any class of positions, so that "
-                "every token is followed by itself, at a cost that grows with the cube of the "
-                f"length: use model.replace(seq_len={LONGEST_PENALISED}), or tokens=True to have "
-                "it nonetheless",
-            )
-
-
-COPIES = 0.5
-"""Share of the places of two texts that hold one word in both, from which these are as good as
-copies."""
-
-OF_COPIES = (
-    "texts of this batch are mostly copies of each other: what their tokens share beside those at "
-    "one place is read off cells, and gradients of weights were measured up to 11 % low, those of "
-    "queries and keys up to 23 % (two copies of 192 tokens in Llama's widths at a logit variance "
-    "of 2.7; GPT-2's within 3 %); tokens=True resolves each"
-)
-
-OFTEN = 0.2
-"""Share of a text that one word is, from which it carries a note: what words as frequent have
-beyond others is left out of sums over keys. Of 264 words in two layers of Llama, at a logit
-variance of 2.7, gradients of queries and keys are 2 to 4 % low where the commonest word is a tenth
-of them, 6 to 9 % at a sixth, 16 to 19 % at a quarter and 29 to 34 % at .4, those of other weights
-up to 11 %. GPT-2's are within 2 % at each."""
-
-OF_ONE_WORD = (
-    "more than a fifth of this text is one word, and classes of positions hold words by one "
-    "frequency: under strong logits gradients of queries and keys were measured 16 to 34 % low "
-    "where it is a quarter to .4 of the text, those of other weights up to 11 % (Llama's widths at "
-    "a logit variance of 2.7; GPT-2's within 2 %); tokens=True resolves each"
-)
-
-WORDS_PER_OCTAVE, UNKNOWN_PER_OCTAVE = 1.5, 1.0
-"""Nodes for every doubling of the position where words are told apart, at three times the cost of
-each: of a text, and in windows where Zipf's law stands for an unknown one; not with tables of
-relative biases, whose gradients would be off by 20 %. Llama-3-8B at 8192 tokens, 4 layers, against
-4 nodes: with 1 variance 2e-4, correlation 5e-4, mean gradient 7e-3, those of weights 1 % and of
-queries and keys 9 %; with 1.5: 1e-4, 3e-4, 4e-3, 1 %, 5 %; with 2: 1e-4, 3e-4, 3e-3, .7 %, 3 %."""
-
-LAST_PER_OCTAVE, WIDENING = 1.25, 0.05
-"""Nodes for the last doubling of the position where Zipf's law stands for an unknown text and rows
-see all before them, and by what part every step before it is longer than the next. Llama-3-8B, 4
-layers, against 3 nodes, at 8192 tokens (14 nodes, and 16 with 1 throughout): variance 1e-4,
-correlation 3e-4, mean gradient 2e-3, those of weights 1.2 % at most and of queries and keys 6 %,
-with 1 throughout 1.5e-4, 3e-4, 2e-3, 1.7 and 8 %. At 2048 (13, and 14): 8e-5, 1e-4, 1.3e-3, .6 and
-1.2 %, with 1 throughout 9e-5, 2e-4, 1.7e-3, 1 and 1.5 %."""
-
-LEAST_FOUND = 0.005
-"""Probability that a tied head gives the token that is read, from which words are told apart where
-faint logits would leave that to means over cells: what gradients of tokens of one word have in
-common. Against the mean over 16 texts by Zipf's law, each token by itself, gradients of queries and
-keys are 37 % low by means and 4 % high by words in a BLOOM of width 256 (128 tokens). Chosen."""
-
-
-def _found(stack: Stack, outcome: Outcome) -> bool:
-    """Whether words are yet to be told apart: the row of a token's target is in what is read, and
-    its gradient knows it."""
-    head, classes, output = stack.model.head, stack.classes, outcome.output
-    if head is None or not head.tied or head.loss != "causal" or head.transform is not None:
-        return False
-    if type(classes) not in (PositionClasses, DocumentClasses) or output is None:
-        return False
-    if output.readout is None or not repeating(stack.model, stack.inputs):
-        return False
-    if float(np.max(output.readout.softmax.own.probability)) < LEAST_FOUND:
-        return False
-    return stack.words().crowded <= MOST_CROWDED
-
-
-def _notes_of_words(classes: PositionClasses | None) -> Iterator[str]:
-    """What is lost where words are told apart."""
-    if not isinstance(classes, TextClasses):
-        return
-    if len(classes.ends) > 1 and float(np.mean(classes.shares[1][0])) > COPIES:
-        yield OF_COPIES
-    if classes.ids is not None:
-        read = classes.ids[classes.there]
-        if np.bincount(np.unique(read, return_inverse=True)[1]).max() > OFTEN * read.size:
-            yield OF_ONE_WORD
-
-
-LEAST_LENGTH = 32
-"""Sequences shorter than this are resolved by token: classes would be hardly fewer."""
-
-MOST_TOGETHER = 512
-"""Tokens of a batch that are resolved one by one unasked: a layer took half a minute of one busy
-processor and 0.6 GB, at twice as many 1.7 minutes and 2 GB."""
-
-DEEPEST_POST, DENSE_PER_OCTAVE = 4, 4.0
-"""Norms on the stream beyond which classes are twice as many: gradients there fall by orders of
-magnitude from one position to the next. Of 12 such layers at 128 positions, against every token,
-the mean gradient is off by 3e-3 and by 1.5e-2 with as many classes as elsewhere; of 96 under
-doubled logits, at 40 positions, against every token with a row of its own, those of single tokens
-are off by 9 % at most, and by a factor of 3.7 with as many as elsewhere."""
-
-
-def _lengths(model: Transformer, inputs: Inputs) -> tuple[int, ...] | None:
-    """Of the sequences or documents of a batch; None where classes do not hold them."""
-    if model.encoder is not None and inputs.sequences > 1:
-        return None
-    marked = inputs.attention_mask is not None or inputs.document_ids is not None
-    where = document_spans(model, inputs) if marked or inputs.token_ids is not None else None
-    if where is None or where[:, 2].max() < 2:
-        return None
-    lengths = tuple(int(length) for length in where[:, 2])
-    if inputs.token_ids is None:
-        return lengths if max(lengths) >= LEAST_LENGTH or sum(lengths) > LONGEST_TEXT else None
-    if _padded(model, inputs.token_ids):
-        return None
-    placed = getattr(model.embedding, "position_variance", 0.0) > 0.0
-    if placed and inputs.document_ids is None and len(set(where[:, 1].tolist())) > 1:
-        return None  # behind padding tokens of one place do not share a row of the table
-    longest, total = max(lengths), sum(lengths)
-    weak = faint(model) and placed_apart(model)
-    if model.causal and weak:
-        return lengths if longest >= SHORTEST_MEANS else None
-    together = LONGEST_TEXT if weak else MOST_TOGETHER
-    return lengths if longest > LONGEST_TEXT or total > together else None
-
-
-LEAST_DRAWN = 0.5
-"""Variance of an embedding's rows below which sinusoidal positions, of variance 1/2, are most of
-it: what two places share varies inside cells. Measured on 4 layers of 64 and 128 tokens, Pre- and
-Post-LN, at a variance of 1: variance .1 %, correlation .0005, mean gradient .2 %, weights' .6 %; at
-a variance of .1: .4 %, .001, .4 %, 4 % (queries and keys)."""
-
-
-def _waves(model: Transformer) -> bool:
-    """Whether positions are sinusoidal."""
-    return getattr(model.embedding, "positions", None) == "sinusoidal"
-
-
-def _mostly_waves(model: Transformer) -> bool:
-    """Whether most of what an embedding gives is where a token stands."""
-    embedding = model.embedding
-    if not isinstance(embedding, Embedding) or not _waves(model):
-        return False
-    return embedding.scale**2 * embedding.token_variance < LEAST_DRAWN
-
-
-def by_position(model: Transformer, text: bool = False) -> bool:
-    """Whether tokens are alike but for how many they see, so that classes of positions serve.
-    Without a mask or windows they are all alike, unless a text tells them apart."""
-    encoder, losses = model.encoder, (None, "causal" if model.causal else "masked")
-    around = (text or any(model.windows)) and model.relative_bias is None  # rows see both sides
-    return (
-        (model.causal or around)
-        and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
-        and not model.alibi  # penalties fall by orders of magnitude inside a class
-        and (model.seq_len > LONGEST_TEXT or not _mostly_waves(model))
-        and (encoder is None or not positional(encoder))
-        and (model.head is None or model.head.loss in (*losses, "classification"))
-    )
-
-
-def _padded(model: Transformer, token_ids: Any) -> bool:
-    """Whether a text holds the row of padding."""
-    padding = getattr(model.embedding, "padding_id", None)
-    return padding is not None and bool(np.any(np.asarray(token_ids) == padding))
-
-
-def _least_window(model: Transformer) -> int:
-    """The narrowest window of any layer; the length where there is none."""
-    windows = [window for window in model.windows if window is not None]
-    return min([*windows, model.seq_len])
-
-
-def _falls_steeply(model: Transformer) -> bool:
-    """Whether so many norms sit on the stream that a causal gradient gathers on first tokens."""
-    on_stream = sum(placement in ("post", "b2t") for placement in model.placements)
-    return model.causal and on_stream > DEEPEST_POST
-
-
-def positional(model: Transformer) -> bool:
-    """Whether attention tells tokens apart by where they are in their sequence."""
-    return any((model.causal, model.alibi, any(model.windows)))
-
-
-def few_by_distance(model: Transformer) -> bool:
-    """Whether attention knows only how far apart tokens are, and these are few enough to follow
-    each: of more all are one class, which does not know which are near each other."""
-    least = LONGEST_TEXT if model.rotary else LEAST_LENGTH if model.relative_bias else 0
-    return not positional(model) and model.seq_len < least
 
 
 @contextlib.contextmanager

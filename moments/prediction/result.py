@@ -17,6 +17,7 @@ from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning
 from ..files import as_frame
 from ..formulas.law import Theory
+from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare
 from .draws import QUANTITIES
@@ -225,7 +226,21 @@ class Prediction:
             if shape:
                 frame.insert(0, "configuration", np.ravel_multi_index(index, shape))
             frames.append(frame)
-        return pd.concat(frames, ignore_index=True)
+        whole = pd.concat(frames, ignore_index=True)
+        gate = self._gate()
+        for column in ("correlation", "grad_correlation"):
+            known = whole[column].notna()
+            found = whole[known]
+            if len(found):
+                places = [
+                    f"layer {n}, {site}" for n, site in zip(found.layer, found.site, strict=True)
+                ]
+                what = "the " + column.replace("grad_", "gradient ")
+                values = found[column].to_numpy(dtype=float)
+                whole.loc[known, column] = gate.correlation(what, values, places)
+        for note in gate.notes:
+            warnings.warn(note, ValidityWarning, stacklevel=2)
+        return whole
 
     def weight_gradients(self) -> pd.DataFrame:
         """Expected squared gradient norm of every parameter: layer, weight, squared_norm.
@@ -247,10 +262,11 @@ class Prediction:
             rows = sorted([*self.inner_weights(), *outer], key=lambda row: row[0])
             norms = np.array([float(np.sum(norm)) for _, _, norm in rows])
         gate = self._gate()
-        norms = gate.parts("squared gradient norms of weights", norms, rounding=0.0)
+        names = [(layer, weight) for layer, weight, _ in rows]
+        places = [f"{weight} of layer {layer}" for layer, weight in names]
+        norms = gate.parts("squared gradient norms of weights", norms, 0.0, places)
         for note in gate.notes:
             warnings.warn(note, ValidityWarning, stacklevel=2)
-        names = [(layer, weight) for layer, weight, _ in rows]
         frame = as_frame(names, columns=["layer", "weight"])
         frame = frame.assign(squared_norm=norms)
         frame.attrs["sequences"], frame.attrs["batch"] = self.sequences
@@ -274,7 +290,10 @@ class Prediction:
 
         memory = None if self.encoder is None else self.encoder._overlaps.last
         assert self.trace.stack is not None
-        return stack_overlaps(self.trace.stack, memory)
+        embedding, entering = self.model.embedding, None
+        if isinstance(embedding, Embedding) and self.trace.embedding is not None:
+            entering = embedding.unshared_overlap(self.model.d_model)
+        return stack_overlaps(self.trace.stack, memory, entering)
 
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)

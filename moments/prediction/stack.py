@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.classes import MOST_WINDOWS, BothSides, DocumentClasses, PositionClasses
+from ..engine.classes import MOST_WINDOWS, PositionClasses
 from ..engine.composition import Chain
-from ..engine.layout import SequenceLayout, by_document, check_documents, spans
+from ..engine.layout import SequenceLayout, check_documents, spans
 from ..engine.response import sum_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
-from ..engine.texts import TextClasses, text_classes, zipf_classes
+from ..engine.texts import TextClasses
 from ..engine.trace import Point, Record, Run, Trace, with_top_gradient
 from ..errors import DomainError, domain_error
 from ..formulas.checks import NONNEGATIVE, POSITIVE, Interval, check_array, check_in
@@ -25,19 +25,17 @@ from ..formulas.law import Theory
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
+from ..noise.loss_noise import HeadTop
 from ..transfer.architecture import declare, declare_embedding, declare_output
 from ..transfer.embedding import (
     FixedPart,
     check_ids,
     class_kernel,
-    class_repeats,
     drawn_alike,
     embedded_alike,
     embedding_gradients,
     fixed_positions,
     joint_kernel,
-    placed_repeats,
-    text_ids,
 )
 from ..transfer.head.output import OutputMoments, output_moments
 from ..transfer.images import image_gradients, image_kernel
@@ -158,12 +156,10 @@ class Stack:
         inputs: Inputs,
         resolved: bool | PositionClasses,
         shape: tuple[int, ...] = (),
-        words: bool | None = None,
     ) -> None:
         """Args:
         model, theory, inputs, resolved: as `predict` finds them.
         shape: of configurations that the tensor entering layer 1 is to broadcast to.
-        words: whether classes of positions are to tell words apart; None: as `by_word`.
         """
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
         self.shape = shape
@@ -185,11 +181,8 @@ class Stack:
         self.classes = resolved if isinstance(resolved, PositionClasses) else None
         self.counted = self.classes
         self.ids = inputs.token_ids
-        if self.classes is not None and self.ids is not None:
-            self.ids = self._texts(real if self.documents is None else self.documents)
-        told = PositionClasses, BothSides, DocumentClasses
-        if type(self.classes) in told and (by_word(model, inputs) if words is None else words):
-            self.classes = self.counted = self.resolved = self._of_words()
+        if isinstance(self.classes, TextClasses) and self.classes.ids is not None:
+            self.ids = self.classes.ids
         self.first = self._first(real)
         if resolved and self.first.pairs.shape[:-2] != shape:
             first = self.first
@@ -226,48 +219,6 @@ class Stack:
         found._embedding = found._layers = found._ending = found._logits = None
         return found
 
-    def _of_words(self) -> TextClasses:
-        """Its classes of positions, which tell the words of its text apart.
-
-        Raises:
-            DomainError: these are crowded beyond what classes can tell.
-        """
-        found = self.words()
-        if self.ids is not None and found.crowded > MOST_CROWDED:
-            raise domain_error(
-                "token_ids",
-                self.ids,
-                "a text whose words stand spread over it, where logits are strong: near its start "
-                f"{100 * found.crowded:.1f} % of the pairs that a row reads are of one word beyond "
-                "what classes of positions can tell apart",
-                "tokens=True resolves each, or cut the stretch that repeats one word",
-            )
-        return found
-
-    def words(self) -> TextClasses:
-        """Classes that tell the words of its text apart, or of Zipf's law."""
-        assert self.classes is not None
-        assert isinstance(self.model.embedding, Embedding)
-        if self.ids is None:
-            return zipf_classes(self.classes, self.model.embedding.vocab_size)
-        return text_classes(self.classes, self.ids)
-
-    def _texts(self, numbers: np.ndarray | None) -> np.ndarray:
-        """The text as classes of positions take it: document by document, where there are several.
-
-        Args:
-            numbers: the document of every token; None: each row is one.
-        """
-        model, token_ids = self.model, self.inputs.token_ids
-        if not isinstance(model.embedding, Embedding):
-            return np.asarray(token_ids)
-        texts = text_ids(model.embedding, model.seq_len, token_ids)
-        where = spans(np.ones(texts.shape) if numbers is None else numbers)
-        assert where is not None
-        found = by_document(texts, where)
-        assert self.classes is not None
-        return found if len(self.classes.ends) > 1 else found[0]
-
     def _first(self, real: np.ndarray | None) -> Kernel:
         told = self.resolved, self.inputs, self.ids, self.documents
         one = first_kernel(self.model, self.theory, *told)
@@ -299,17 +250,6 @@ class Stack:
         if read and isinstance(model.embedding, Embedding):
             width = model.embedding.table_width(width)
         signal = gaussian(self.first, model.seq_len, width, theory == "refined", fixed)
-        classes = self.layout.classes
-        if read and classes is not None:
-            assert isinstance(model.embedding, Embedding)
-            if self.inputs.token_ids is None or isinstance(classes, TextClasses):
-                repeats = placed_repeats(model.embedding, classes, model.d_model)
-            else:
-                assert self.counted is not None
-                repeats = class_repeats(model.embedding, self.counted, self.ids)
-                if self.counted is not classes:
-                    repeats = repeats.of_first(len(classes.nodes))
-            signal = signal.replace(repeats=repeats)
         if model.embedding is not None and read:
             rest = declare_embedding(model.embedding, model, theory)
             self._embedding = rest.propagate(signal, self.run)
@@ -439,7 +379,6 @@ class Stack:
                 embedded,
                 output,
                 self.documents,
-                None if self.classes is None else self.ids,
                 outcome.targets,
             ),
             top=top if output is None else functools.partial(head_top, output),
@@ -457,7 +396,6 @@ class OuterWeights:
         received: the gradient at the sum of the embedding's tables; None without one.
         output: of the head; None without one.
         documents: of every token; None where each row is one.
-        ids: the text as classes of positions take it.
         targets: of the loss, as they were given.
     """
 
@@ -466,7 +404,6 @@ class OuterWeights:
     received: Gradient | None
     output: OutputMoments | None
     documents: np.ndarray | None
-    ids: np.ndarray | None
     targets: Any
 
     @property
@@ -492,7 +429,6 @@ class OuterWeights:
                 inputs.token_ids,
                 inputs.segment_ids,
                 self.documents,
-                self.ids,
             )
         if output is not None and "token" in norms:
             norms["token"] = norms["token"] + output.table()
@@ -551,8 +487,6 @@ def head_top(output: OutputMoments | None) -> Any:
     """What the band has to know of the head whose loss sends the last gradient."""
     if output is None or output.ending is None:
         return None
-    from ..noise.loss_noise import HeadTop
-
     return HeadTop(*output.ending)
 
 
@@ -834,8 +768,8 @@ def first_kernel(
             "a patch embedding's moments depend on its images: pass pixels (see "
             "moments.transfer.images.photograph), or variance and correlation"
         )
-    if token_ids is not None and isinstance(resolved, PositionClasses):
-        return class_kernel(embedding, resolved, token_ids, model.d_model)
+    if isinstance(resolved, TextClasses):
+        return class_kernel(embedding, resolved, model.d_model)
     if token_ids is not None and resolved:
         return joint_kernel(
             embedding, model.seq_len, token_ids, segment_ids, model.d_model, documents
@@ -845,8 +779,6 @@ def first_kernel(
         tables = embedded_alike(*alone)
         return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, False)
     tables = drawn_alike(embedding, model.seq_len, theory, token_ids, segment_ids)
-    if isinstance(resolved, TextClasses):
-        return class_kernel(embedding, resolved, token_ids, model.d_model)
     found = alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
     fixed = placed_positions(model, resolved, 1, documents)
     return found if fixed is None else found + fixed.kernel
@@ -954,61 +886,3 @@ def _by_token(stream: list[Any], layout: SequenceLayout) -> tuple[np.ndarray, np
         else:
             both.append(layout.placed(classes.spread_out(stacked), 0.0 if both else None))
     return both[0], both[1]
-
-
-LONGEST_TEXT, SHORTEST_MEANS = 256, 64
-"""Longest text that is resolved token by token unasked, of a longer one classes hold the means; and
-how long one at least is where logits are `FAINT`."""
-
-MOST_CROWDED = 0.01
-"""Pairs of a row's keys that are of one word beyond what its frequency in the text allows, up to
-which cells hold what it does. Of Llama's layers on 560 tokens of Zipf's law of which the first 4
-are one word, .007: variance is off by .8 %, gradients by 1.5 % and the embedding's by 4 %, a matrix
-by 9 %; the first 10, .021: by 2, 4, 10 and 22 %."""
-
-FAINT = 0.5
-"""Logit variance up to which means over cells stand for a shorter text. Measured on GPT-2's preset
-of 4 layers against every token by itself, six texts of 64 to 128 tokens, two of them of Zipf's law
-with one word in four the same: variance .2 %, correlation .005, mean gradient .7 %, gradient norms
-of weights 3 %. At logit variances of 2.4: .4 %, .005, 1.1 %, 3 %; at 17: 7 %, .02, 12 %, 15 %.
-Without a table of positions one word is the same everywhere: of 30 models on 80 to 260 words of
-Zipf's law correlations are up to .07 off, gradients 8 %, those of weights 10 % and of queries and
-keys 21 %."""
-
-
-def by_word(model: Transformer, inputs: Inputs) -> bool:
-    """Whether classes of positions are to tell tokens of one word from others."""
-    return repeating(model, inputs) and not (placed_apart(model) and faint(model))
-
-
-def placed_apart(model: Transformer) -> bool:
-    """Whether one word at two places is read as two, half of it being where it stands."""
-    embedding = model.embedding
-    if not isinstance(embedding, Embedding):
-        return False
-    places = 0.5 if embedding.positions == "sinusoidal" else embedding.position_variance
-    return bool(np.all(places >= embedding.row_variance))
-
-
-def repeating(model: Transformer, inputs: Inputs) -> bool:
-    """Whether what is read repeats tokens as a text does: it is one, or Zipf's law of some length.
-
-    At 256 tokens of Zipf's law in Llama's widths correlations are .02 high.
-    """
-    if inputs.token_ids is not None:
-        return True
-    return isinstance(model.embedding, Embedding) and not inputs.moments
-
-
-def faint(model: Transformer) -> bool:
-    """Whether logits hardly tell a text's tokens apart, and no norm on the stream does."""
-    head, embedding, weights = model.head, model.embedding, model.weights
-    on_stream = model.causal and set(model.placements) != {"pre"}
-    if weights is None or on_stream or model.rotary or model.qk_norm:
-        return False
-    query, key = (np.asarray(weights.of(name), dtype=float) for name in ("query", "key"))
-    logits = [np.max(model.d_model**2 * query * key / np.asarray(model.temperatures) ** 2)]
-    if head is not None:
-        table = getattr(embedding, "token_variance", 0.0) if head.tied else head.weight_variance
-        logits.append(model.d_model * table * (head.norm_gain * head.output_scale) ** 2)
-    return bool(max(logits) <= FAINT)

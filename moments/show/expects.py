@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,9 +22,11 @@ from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Weights
 from ..noise.band import NORMAL_95
+from ..prediction.gate import computing
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
 from ..scheme.registry import schemes
+from ..solver.entering import entered
 from .expected import CLEAR, TOLERANCE, log_variance, over_draws
 from .verdict import NAMES
 
@@ -40,6 +43,9 @@ asked for its own."""
 UNSCALED = 0.45
 """Of a block's last variance over that of the matrix before it, below which the depth divides it:
 the fans of Glorot's rule alone make it half, with each head a matrix of its own."""
+
+TRIED = 8
+"""Variants that are predicted as the declaration was."""
 
 SHOWN = 5
 """Causes that are printed."""
@@ -94,7 +100,7 @@ class Likely:
 
 @dataclass(frozen=True, eq=False)
 class Expects(Shown):
-    """Whether numbers of the stream are what a prediction lets expect; as a truth value, `expected`.
+    """Whether numbers of the stream are expected; as a truth value, `expected`.
 
     Attributes:
         prediction: what they are judged by.
@@ -131,25 +137,56 @@ class Expects(Shown):
 
     @functools.cached_property
     def _variants(self) -> tuple[Likely, ...]:
-        """Every variant that predicts something else, the nearest first."""
+        """Variants that predict something else, the nearest first."""
         found = []
         with without_warnings():
-            for words, model in variants(self.prediction.model):
+            for words, model in self._nearest():
                 try:
                     points = self._of(model)
-                except (MomentsError, ValueError):
-                    continue  # a variant that reads another input, or leaves what is modelled
+                except MomentsError:
+                    continue  # a variant that leaves what is modelled
                 if points is not None:
                     found.append(Likely(words, model, points))
         return tuple(sorted(found, key=lambda one: one.off))
 
+    def _nearest(self) -> list[tuple[str, Transformer]]:
+        """Variants that are worth a prediction, by what each does to a stream of tokens alike, in
+        milliseconds."""
+        every = list(variants(self.prediction.model))
+        if len(every) <= TRIED:
+            return every
+        start, asked = self.prediction, self.prediction.asked
+        entering = {name: asked[name] for name in ("variance", "correlation") if name in asked}
+        if asked.get("kernel") is not None or asked.get("pixels") is not None:
+            entering = {"variance": start.variance[0], "correlation": start.correlation[0]}
+        places = [point.layer for point in self.points]
+        wanted = np.log([point.measured / point.predicted for point in self.points])
+        plain = alike(start.model)
+        before, off = _forward(plain, entering), []
+        for _, model in every:
+            other = alike(model)
+            try:
+                after = before if other == plain else _forward(other, entering)
+                moved = np.log([after[n] / before[n] for n in places])
+            except (MomentsError, ValueError):
+                off.append(math.inf)  # no variance at all
+                continue
+            # what tokens alike do not show is always tried
+            away = float(np.max(np.abs(moved - wanted)))
+            off.append(0.0 if other == plain else away if math.isfinite(away) else math.inf)
+        order = sorted(range(len(every)), key=off.__getitem__)
+        return [every[n] for n in order[:TRIED] if off[n] < math.inf]
+
     def _of(self, model: Transformer) -> tuple[Point, ...] | None:
         """What was measured beside another declaration; None where that predicts the same."""
-        other = predict(model, **self.prediction.asked)
-        mine, theirs = (
-            np.array([getattr(p, point.quantity)[point.layer] for point in self.points])
-            for p in (self.prediction, other)
-        )
+        asked = self.prediction.asked
+        mine = np.array([point.predicted for point in self.points])
+        if any(point.quantity != "variance" for point in self.points):
+            other = predict(model, **asked)
+            theirs = np.array([getattr(other, p.quantity)[p.layer] for p in self.points])
+        else:  # a variance needs no way back
+            other, variance = None, _forward(model, asked)
+            theirs = np.array([variance[point.layer] for point in self.points])
         if np.allclose(mine, theirs, rtol=1e-6, atol=0.0) or not np.all(theirs > 0):
             return None
         given = [point.measured for point in self.points]
@@ -160,6 +197,7 @@ class Expects(Shown):
                 Point(*point[:3], mean, math.nan, math.nan, float(NORMAL_95 * one))
                 for point, mean, one in zip(self.points, theirs.tolist(), off, strict=True)
             )
+        other = predict(model, **asked) if other is None else other
         return judged(other, [(p.quantity, p.layer, p.measured) for p in self.points], self.draws)
 
     @property
@@ -199,15 +237,23 @@ class Expects(Shown):
         return "\n".join(lines)
 
 
+def _forward(model: Transformer, asked: Mapping[str, Any]) -> list[float]:
+    """The variance between layers, by the pass forward alone."""
+    stack, _ = entered(model, asked)
+    with computing("refined", [stack.run], stack.rows):
+        stack.forward()
+    return [float(stack.layout.moments(point)[1]) for point in stack.trace.stream()]
+
+
 def _range(point: Point) -> str:
     return f"{point.predicted:.3g} ({point.low:.3g} to {point.high:.3g})"
 
 
 def _said(point: Point) -> str:
-    times = point.measured / point.predicted
+    times, name = point.measured / point.predicted, NAMES[point.quantity]
     return (
-        f"{NAMES[point.quantity]} {point.measured:.4g} at layer {point.layer}, where {_range(point)} "
-        f"is predicted: {times:.3g} times, {point.deviations:+.1f} standard deviations"
+        f"{name} {point.measured:.4g} at layer {point.layer}, where {_range(point)} is predicted: "
+        f"{times:.3g} times, {point.deviations:+.1f} standard deviations"
     )
 
 
@@ -243,6 +289,36 @@ def expects(
     return Expects(prediction, judged(prediction, given, draws), draws)
 
 
+WRITTEN = re.compile(r"(?:(?P<name>\w+)@(?P<layer>\d+)=(?P<value>\S+)|(?P<only>\S+)@(?P<at>\d+))")
+"""variance@24=20, and 20@24 for the same."""
+
+
+def measurements(texts: Sequence[str], argument: str) -> dict[str, dict[int, float]]:
+    """Arguments of `Prediction.expects` as they are written on a command line.
+
+    Raises:
+        DomainError: none of these, or two numbers for one place.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for text in texts:
+        parts = WRITTEN.fullmatch(text.strip())
+        name = "" if parts is None else parts["name"] or "variance"
+        try:
+            assert parts is not None
+            assert name in NAMES
+            layer, value = (
+                int(parts["layer"] or parts["at"]),
+                float(parts["value"] or parts["only"]),
+            )
+        except (AssertionError, ValueError):
+            allowed = f"QUANTITY@LAYER=NUMBER, such as variance@24=20; {' or '.join(NAMES)}"
+            raise domain_error(argument, text, allowed) from None
+        if layer in found.setdefault(name, {}):
+            raise domain_error(argument, text, "one number for each place", "of draws, their mean")
+        found[name][layer] = value
+    return found
+
+
 def judged(
     prediction: Prediction, given: Sequence[tuple[str, int, float]], draws: int
 ) -> tuple[Point, ...]:
@@ -262,6 +338,15 @@ def judged(
 # --- variants of a declaration --------------------------------------------------------------------
 
 
+def alike(model: Transformer) -> Transformer:
+    """The same without what tells tokens apart, and without a loss."""
+    changes: dict[str, Any] = {"causal": False, "window": None, "alibi": False, "rotary": None}
+    changes |= {"relative_bias": None, "head": None}
+    if model.encoder is not None:
+        changes["encoder"] = alike(model.encoder).replace(head=model.encoder.head)
+    return model.replace(**changes)
+
+
 def variants(model: Transformer) -> Iterator[tuple[str, Transformer]]:
     """Every published scheme and simple slips, in words, where they change the declaration."""
     for words, changed in _all(model):
@@ -272,8 +357,10 @@ def variants(model: Transformer) -> Iterator[tuple[str, Transformer]]:
 def _all(model: Transformer) -> Iterator[tuple[str, Transformer]]:
     yield from _slips(model)
     for one in schemes():
+        # A temperature that is solved for takes many predictions, and hardly moves a variance.
+        options = {"temperature": None} if one.predictions else {}
         try:
-            yield f"scheme {one.name} ({one.title})", one.apply(model)
+            yield f"scheme {one.name} ({one.title})", one.apply(model, **options)
         except DomainError:
             continue
 
@@ -328,5 +415,5 @@ def _slips(model: Transformer) -> Iterator[tuple[str, Transformer]]:
         one, root = "a token table of variance 1", "token rows times sqrt(d_model)"
         yield one, model.replace(embedding=table.replace(token_variance=1.0))
         yield "token rows not multiplied", model.replace(embedding=table.replace(scale=1.0))
-        scale = table.scale * math.sqrt(model.d_model)
-        yield root, model.replace(embedding=table.replace(scale=scale))
+        times = table.scale * math.sqrt(model.d_model)
+        yield root, model.replace(embedding=table.replace(scale=times))

@@ -25,14 +25,14 @@ from ..model.patches import PatchEmbedding
 from ..model.presets import preset
 from ..model.transformer import Transformer
 from ..noise.band import NORMAL_95
-from ..prediction.length import shortened
 from ..prediction.predict import predict
+from ..prediction.resolution import shortened
 from .expected import TOLERANCE, point_log_variance
 from .html import document, fragment, picture, table
 from .precision import FORMATS, precision
 from .recognition import Weight, WeightRule, in_words, recognise, weights_of
 from .report import number, render, tabled
-from .verdict import times
+from .verdict import NAMES, times
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -189,6 +189,25 @@ class CheckReport:
         """
         if self.findings:
             raise Unhealthy(str(self))
+
+    def with_measured(self, measured: Mapping[Any, Any]) -> CheckReport:
+        """The same with measured numbers: variances by layer, or arguments of `expects`."""
+        by_name = any(isinstance(key, str) for key in measured)
+        found = self.prediction.expects(**(measured if by_name else {"variance": measured}))
+        if found.expected:
+            return dataclasses.replace(self, notes=(*self.notes, str(found)))
+        worst = max(found.points, key=lambda point: abs(point.deviations))
+        trouble = Trouble(
+            "error" if found.verdict == "not expected" else "warning",
+            f"{found.verdict} {NAMES[worst.quantity]}",
+            (),
+            tuple(sorted({point.layer for point in found.points if not point.inside})),
+            worst.measured,
+            worst.predicted,
+            str(found).removeprefix(f"{found.verdict}: ").replace("\n", " "),
+            "apply what the declaration says, or declare what is applied",
+        )
+        return dataclasses.replace(self, findings=ranked([*self.findings, trouble]))
 
     def to_frame(self) -> pd.DataFrame:
         """One row per number: quantity, parameter, measured, expected, low, high, state."""

@@ -166,7 +166,7 @@ def _anatomy(module: nn.Module, batch: Any, *, values: bool) -> Anatomy:
     structure, entries = _structure(module), _entries(module)
     known = _KNOWN.get(module)
     if known is None or known[0] != structure or (values and known[1] != entries):
-        with _finite(module):
+        with _readable(module):
             reading = read(module, None if _says_its_input(module) else batch)
         known = structure, entries, reading
         _KNOWN[module] = known
@@ -174,18 +174,34 @@ def _anatomy(module: nn.Module, batch: Any, *, values: bool) -> Anatomy:
 
 
 @contextmanager
-def _finite(module: nn.Module) -> Iterator[None]:
-    """With zeros for entries of parameters that are not finite, which end what is followed."""
-    broken = [p for p in module.parameters() if not bool(torch.isfinite(p).all())]
-    kept = [p.detach().clone() for p in broken]
+def _readable(module: nn.Module) -> Iterator[None]:
+    """With entries that a signal passes, where a module's own would end what is followed.
+
+    Entries that are not finite are zero meanwhile; norms whose weights are all zero, and tables, as
+    storage may be that was never drawn, have ones and normal entries.
+    """
+    broken = {p: p.detach().clone() for p in module.parameters() if not bool(_finite(p))}
     with torch.no_grad():
         for parameter in broken:
             parameter.nan_to_num_(0.0, 0.0, 0.0)
+        for part in module.modules():
+            weight = getattr(part, "weight", None)
+            if not isinstance(weight, nn.Parameter) or bool(weight.any()):
+                continue
+            table, norm = isinstance(part, nn.Embedding), "norm" in type(part).__name__.lower()
+            if table or norm:
+                broken.setdefault(weight, weight.detach().clone())
+                generator = torch.Generator(weight.device).manual_seed(0)
+                weight.normal_(generator=generator) if table else weight.fill_(1.0)
         try:
             yield
         finally:
-            for parameter, entries in zip(broken, kept, strict=True):
+            for parameter, entries in broken.items():
                 parameter.copy_(entries)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return torch.isfinite(tensor).all()
 
 
 def _says_its_input(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from .anatomy import Anatomy, anatomy_of
 from .dataflow.reading import SEQ_LEN
-from .departures import Departure, check_sizes, departures, refuse
+from .departures import Departure, check_sizes, departures, refuse, shared_by
 from .expectation import model_of
 from .running import own_module
 
@@ -69,12 +69,14 @@ def fitted(
     described = promised or parts.architecture()
     if plan is None and promised is None:
         raise DomainError(
-            "nothing in the module says how it is meant to be drawn: pass a plan, a Transformer or "
-            "a scheme's name"
+            f"nothing in {type(module).__name__} says how it is meant to be drawn: pass a plan, a "
+            "Transformer or a scheme's name; moments.check says what its weights look like"
         )
-    model = model_of(promised if plan is None else plan, described, options)
-    check_sizes(model, parts.found, described)
-    rows = departures(model, module, parts.found, parts.reading.model, promised)
+    shared = shared_by(module, parts.reading)
+    why = "; ".join((*parts.reading.reasons, *shared))
+    model = model_of(promised if plan is None else plan, described, options, why)
+    check_sizes(model, parts.found, described, shared)
+    rows = departures(model, module, parts.reading, promised)
     if strict:
         refuse(rows)
     return Fitted(module, parts, model, described, rows)

@@ -16,6 +16,7 @@ from rich.table import Table
 from ..errors import optional
 from ..files import as_frame
 from ..model.transformer import Transformer
+from ..model.weights import MATRICES
 from ..show.report import number, render
 from .advice import Advice, Convention, advise, conventions
 from .anatomy import anatomy_of
@@ -227,9 +228,11 @@ def audit_read(
     measured, findings = _weights(read.entries, read.repeated, model)
     repeated, probes = read.repeated, read.probes
     reading = anatomy_of(module, read.batch).reading
-    rows = departures(model, module, found, reading.model, promised_by(module))
-    placed = {f"{block.stack}norm" for block in found.blocks}  # block by block among the scales
-    findings += [_structure(r, module) for r in rows if not r.remark and r.name not in placed]
+    rows = departures(model, module, reading, promised_by(module))
+    # Norms are checked block by block among the scales, and matrices that are missing not at all.
+    apart = {f"{block.stack}norm" for block in found.blocks} | set(MATRICES)
+    faults = [row for row in rows if not row.remark and row.name not in apart]
+    findings += [_structure(row, module) for row in faults]
     findings += scale_findings(model, probes) if probes else unprobed_findings(model, why)
     findings += temperature_findings(found, model)
     findings += [] if why else _logits(read, model)
@@ -257,10 +260,12 @@ def audit_read(
 
 def _structure(row: Departure, module: nn.Module) -> Finding:
     """A field that no weight changes, as a check that failed."""
+    planned, present = (
+        float(value) if isinstance(value, int | float) else math.nan
+        for value in (row.planned, row.present)
+    )
     of = 0, row.name, type(module).__name__, "architecture"
-    pair = (row.planned, row.present)
-    numbers = [float(v) if isinstance(v, int | float) else math.nan for v in pair]
-    return Finding(*of, *numbers, False, str(row))
+    return Finding(*of, planned, present, False, str(row))
 
 
 def entries_of(

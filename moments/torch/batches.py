@@ -12,7 +12,7 @@ from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..prediction.measurement import Measurement, last_grad_kernel
-from ..prediction.predict import positional
+from ..prediction.resolution import positional
 from ..transfer.head.targets import NO_TARGET
 
 

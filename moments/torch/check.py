@@ -327,7 +327,7 @@ class _Checking:
         offenders = [
             f
             for f in audited.offenders
-            if f.quantity not in told
+            if f.quantity not in (*told, "architecture")
             and f"{f.role} in {f.layer}" not in odd
             and not (f.layer in moved and f.quantity in (*STRUCTURE, "norm_output_scale"))
             # What one pass saw behind a norm is what there is, unless something else is meant.
@@ -434,10 +434,10 @@ class _Checking:
             yield Trouble(
                 "warning",
                 "shared matrix",
-                gathered_names(shared),
-                tuple(sorted({r.layer for r in self.found.roles if r.parameter in shared})),
-                reason=f"{listed(shared)} is used by more than one layer, where the others have "
-                "matrices of their own: both layers give the same map and move together",
+                gathered_names(list(shared)),
+                layers := tuple(sorted({layer for row in shared.values() for layer in row})),
+                reason=f"{', '.join(shared)} is used by layers {listed(layers)}, where the others "
+                "have matrices of their own: these layers give the same map and move together",
                 mend="build every layer anew",
             )
         head = self.described.head
@@ -623,11 +623,15 @@ class _Checking:
         )
 
     def _not_declared(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
-        """Fields in which the module does not compute what its plan or scheme says."""
-        for f in audited if self.scheme is not None else ():
+        """Fields in which the module does not compute what its plan, scheme or config says."""
+        planned = self.scheme is not None
+        known = planned or (self.promised is not None and self.promised_by == "config")
+        for f in audited if known else ():
             field = f.role.rpartition(".")[2]
-            if f.quantity != "architecture" or (field == "causal" and self._reading.unmasked):
+            if f.quantity != "architecture" or field == "seq_len":
                 continue
+            if field in ("causal", "tied") and (not planned or self._reading.unmasked):
+                continue  # named by themselves
             kind = "attention mask" if field in ("causal", "window") else "not as declared"
             yield Trouble(
                 "error",
@@ -676,7 +680,7 @@ class _Checking:
                 f"that are scaled with depth already ({reading.title}): depth is counted twice"
             )
         if read.shared and read.model is not None and not self._shared_alone():
-            names = ", ".join(gathered_names(read.shared))
+            names = ", ".join(gathered_names(list(read.shared)))
             yield f"shared by several layers, whose gradients add up: {names}"
         model = self.described
         if set(model.placements) == {"post"} and model.head is not None and model.head.norm:
@@ -685,7 +689,8 @@ class _Checking:
                 "two is needed, as Pre-LN needs the final one"
             )
         token = getattr(model.embedding, "token_variance", None)
-        if token is not None and abs(token - 1) < TABLE and model.weights is not None:
+        own = self.promised is None and self.scheme is None
+        if own and token is not None and abs(token - 1) < TABLE and model.weights is not None:
             inner = float(np.median(np.asarray(model.weights.query)))
             if inner < TABLE**2:
                 yield (
@@ -1238,7 +1243,7 @@ class _Weights:
             reason += ": the stream itself is rescaled or normalised before the sum"
         return Trouble(
             "warning",
-            STRUCTURE[0] if kind in STRUCTURE else kind.replace("_", " "),
+            "norm placement" if kind in STRUCTURE else kind.replace("_", " "),
             gathered_names([f.parameter for f in group]),
             layers,
             worst.measured,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ import numpy as np
 from ..errors import DomainError, domain_error, optional
 from ..model.transformer import Transformer
 from .dataflow import ModuleReading
-from .expectation import OUTSIDE, model_of_stack
+from .expectation import OUTSIDE, model_of_stack, stacks_in
+from .findings import in_layers
 from .hook_points import ENCODER
-from .roles import ModuleRoles
+from .roles import ModuleRoles, gathered_names
+from .running import aliases
 
 with optional("torch", "torch"):
     from torch import nn
@@ -56,6 +58,9 @@ _PARTS = ("embedding", "head", "relative_bias")
 UNMOVED = "it starts where it changes no signal"
 """Why a parameter that starts at one or zero is no fault."""
 
+MANY = 3
+"""As many shared parameters are named."""
+
 EXACT = 1e-4
 """Relative difference of two numbers that are one."""
 
@@ -89,18 +94,17 @@ class Departure:
 def departures(
     model: Transformer,
     module: nn.Module,
-    found: ModuleRoles,
-    read: Transformer | None,
+    reading: ModuleReading,
     promised: Transformer | None,
 ) -> tuple[Departure, ...]:
     """Every field in which a model departs from a module, beside what is written into it.
 
     Args:
-        found: the module's parameters and residual branches.
-        read: what the module computes; None where no Transformer says it.
-        promised: what its config or class says.
+        promised: what the module's config or class says.
     """
+    found, read = reading.roles, reading.model
     rows = list(_of_stack("", model, found, read or promised, promised))
+    rows += _without_matrices(model, found, shared_by(module, reading))
     if model.encoder is not None:
         inside = (read or promised) and (read or promised or model).encoder
         outside = promised and promised.encoder
@@ -295,6 +299,36 @@ def in_words(reading: ModuleReading) -> str:
     return "; encoder ".join(rows)
 
 
+def shared_by(module: nn.Module, reading: ModuleReading) -> tuple[str, ...]:
+    """Parameters with several uses, a phrase each, but for a head that is the token table."""
+    tables = {role.parameter for role in reading.roles.named("token")}
+    phrases = [f"{name} is used by several layers" for name in gathered_names(tuple(reading.shared))]
+    rows = [
+        (names[0], other)
+        for parameter, names in aliases(module).items()
+        for other in names[1:]
+        if parameter.ndim > 1 and not tables & set(names)
+    ]
+    shown = [f"{other} is {one}" for one, other in rows]
+    more = [f"and {len(shown) - MANY} more"] if len(shown) > MANY else []
+    return (*phrases, *shown[:MANY], *more)
+
+
+def _without_matrices(
+    model: Transformer, found: ModuleRoles, shared: Sequence[str]
+) -> Iterator[Departure]:
+    """Matrices that the plan draws and the module has not, or has once for several layers."""
+    for stack, of_stack in stacks_in(model).items():
+        there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
+        for name in of_stack.matrix_shapes:
+            lacking = [n for n in range(1, of_stack.layers + 1) if (n, name) not in there]
+            if lacking and len(lacking) < of_stack.layers:
+                planned = getattr(of_stack.layer_weights(lacking[0]), name)
+                used = f" ({'; '.join(shared)})" if shared else ""
+                where = in_layers(lacking, of_stack.layers)
+                yield Departure(f"{stack}{name}", planned, f"no such matrix{where}{used}")
+
+
 def masked_by_caller(module: nn.Module) -> bool:
     """Whether a module's forward takes a mask that only its caller knows."""
     if hasattr(getattr(module, "config", None), "to_dict"):
@@ -303,10 +337,20 @@ def masked_by_caller(module: nn.Module) -> bool:
     return any("mask" in name or name == "is_causal" for name in names)
 
 
-def check_sizes(model: Transformer, found: ModuleRoles, has: Transformer | None) -> None:
-    """Raise a DomainError where no tensor of a module would fit a model."""
+def check_sizes(
+    model: Transformer,
+    found: ModuleRoles,
+    has: Transformer | None,
+    shared: Sequence[str] = (),
+) -> None:
+    """Raise a DomainError where no tensor of a module would fit a model.
+
+    Args:
+        shared: parameters with several uses, a phrase each.
+    """
     if model.layers != found.layers:
-        raise domain_error("layers of the plan", model.layers, f"the module's {found.layers}")
+        own = f"the module's {found.layers}" + (f" ({'; '.join(shared)})" if shared else "")
+        raise domain_error("layers of the plan", model.layers, own)
     for block in found.blocks:
         stack = model_of_stack(model, block.stack)
         if block.layer > stack.layers:
@@ -325,13 +369,18 @@ def refuse(rows: tuple[Departure, ...]) -> None:
     """Raise a DomainError that names every field in which a plan is not what the module is."""
     faults = [row for row in rows if not row.remark]
     if faults:
-        first, *rest = faults
-        more = "".join(f"; {row.name} = {row.planned!r}: {row.present!r}" for row in rest)
-        raise DomainError(
-            f"{first.name} of the plan = {first.planned!r}: must be the module's "
-            f"{first.present!r}{more}; weights and hooks cannot change it: build the module as the "
-            "plan says, or declare what the module is"
+        said = "; ".join(
+            f"{row.name} of the plan = {_shown(row.planned)}, the module has {_shown(row.present)}"
+            for row in faults
         )
+        raise DomainError(
+            f"{said}: weights and hooks cannot change that; build the module as the plan says, or "
+            "declare what the module is"
+        )
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) and " " in value else repr(value)
 
 
 __all__ = ["SIZES", "Departure", "check_sizes", "departures", "refuse"]

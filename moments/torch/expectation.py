@@ -32,12 +32,16 @@ OUTSIDE = {
 
 
 def model_of(
-    plan: Any, described: Transformer | None = None, options: Mapping[str, Any] | None = None
+    plan: Any,
+    described: Transformer | None = None,
+    options: Mapping[str, Any] | None = None,
+    why: str = "",
 ) -> Transformer:
     """The model that a plan carries, a Transformer itself, or a scheme's upon a described one.
 
     Args:
         options: of the scheme, where the plan is a scheme's name.
+        why: nothing is described.
 
     Raises:
         DomainError: none of these, or a scheme for a module whose architecture is not known.
@@ -49,8 +53,8 @@ def model_of(
     if isinstance(plan, str):
         if described is None:
             raise DomainError(
-                f"scheme {plan!r} needs the module's architecture, which could not be read: pass "
-                f"moments.Transformer(...).with_scheme({plan!r})"
+                f"scheme {plan!r} needs the module's architecture, which could not be read"
+                f"{why and f' ({why})'}: pass moments.Transformer(...).with_scheme({plan!r})"
             )
         scheme(plan)  # an unknown name is told as such
         try:

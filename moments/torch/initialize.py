@@ -18,7 +18,7 @@ from .expectation import Scales, expected_variance, scales_of
 from .hook_points import ModuleBranch
 from .probe import drops_behind, logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
-from .running import padding_row
+from .running import padding_rows
 from .scales import FOLDED, AppliedScales, HeldDropout, applied_scales, apply_scales, held_dropouts
 from .temperature import factors
 
@@ -113,14 +113,14 @@ def initialize(
     blocks = {role: block_of(tensors, role) for role in (*found.roles, *found.scales)}
     applied = _attached(of, batch)
     scales = scales_of(model)[""]
-    rows = []
+    rows, padding = [], padding_rows(module)
     with torch.no_grad():
         for role in found.roles:
             variance = expected_variance(model, role)
             if variance is None:
                 continue
             whole = tensors[role.parameter]
-            _write(module, role, whole, blocks[role], variance, seed, str(chosen))
+            _write(module, role, blocks[role], variance, seed, str(chosen), padding.get(whole))
             rows.append((role.layer, role.full_name, role.label, variance))
         for role in found.scales:
             values = scales.skip if role.name.endswith("skip_scale") else scales.branch
@@ -188,11 +188,11 @@ def _attached(of: Fitted, batch: Any) -> AppliedScales | None:
 def _write(
     module: nn.Module,
     role: Role,
-    whole: Tensor,
     block: Tensor,
     variance: float,
     seed: int,
     distribution: str,
+    padding: int | None,
 ) -> None:
     if role.name.endswith("norm.gain"):
         block.fill_(variance**0.5 - (0.0 if unit_gain(module, role) else 1.0))
@@ -210,7 +210,6 @@ def _write(
             rows, columns = columns, rows
     drawn = draw((rows, columns), variance, generator, torch.float32, distribution)
     block.copy_(drawn.detach().reshape(block.shape))
-    padding = padding_row(module, whole)
     if padding is not None:
         block[padding].zero_()
 

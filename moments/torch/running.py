@@ -42,11 +42,6 @@ _WRAPPERS = (
 )
 
 
-def is_module(value: object) -> bool:
-    """Whether it is an nn.Module, for those who do without torch."""
-    return isinstance(value, nn.Module)
-
-
 def own_module(module: Any, allowed: str = "an nn.Module") -> nn.Module:
     """A module, `unwrapped`.
 

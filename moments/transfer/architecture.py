@@ -75,16 +75,17 @@ def declare_embedding(embedding: Embedding, model: Transformer, theory: Theory) 
     Raises:
         DomainError: the papers' theories know no matrix there.
     """
-    if embedding.factor_dim is not None and theory != "refined":
+    narrow = getattr(embedding, "factor_dim", None)  # patches have none
+    if narrow is not None and theory != "refined":
         raise DomainError(f'theory {theory!r} does not cover factor_dim; use theory="refined"')
     parts: list[Component] = []
     if embedding.norm:
         like = model.replace(norm_epsilon=embedding.norm_epsilon)
         parts.append(norm(like, theory, "embedding.norm"))
     parts.append(dropout(theory, "embedding", embedding.dropout))
-    if embedding.factor_dim is not None and embedding.norm:
+    if narrow is not None and embedding.norm:
         parameters = {
-            "fan_in": embedding.factor_dim,
+            "fan_in": narrow,
             "fan_out": model.d_model,
             "weight_variance": embedding.factor_variance,
         } | ({"bias_variance": 0.0} if embedding.factor_bias else {})

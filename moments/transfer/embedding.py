@@ -9,7 +9,7 @@ import numpy as np
 
 from ..engine.classes import Matrix, PositionClasses, one_class
 from ..engine.layout import places
-from ..engine.state import Array, Kernel, Repeats
+from ..engine.state import Array, Kernel
 from ..engine.texts import TextClasses
 from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
@@ -129,58 +129,23 @@ def joint_kernel(
     return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.pairs)
 
 
-def class_kernel(
-    embedding: Embedding, classes: PositionClasses, ids: np.ndarray, d_model: int | None = None
-) -> Kernel:
-    """The same of a text on classes of positions: means over their cells.
+def class_kernel(embedding: Embedding, classes: TextClasses, d_model: int | None = None) -> Kernel:
+    """The same of a text on classes of positions and of words: means over their cells.
 
     The text is one segment without padding.
 
     Args:
         embedding: the tables.
-        classes: of positions.
-        ids: (L,) tokens, or (documents, longest) where `classes` are of several documents, whose
-            positions begin alike.
+        classes: of its words.
         d_model: width; needed for sinusoidal positions.
     """
     token = embedding.row_variance
-    shared = classes.one_word if isinstance(classes, TextClasses) else classes.pair_means(ids, ids)
-    pairs = token * shared + embedding.segment_variance
+    pairs = token * classes.one_word + embedding.segment_variance
     pairs = pairs + embedding.position_variance * classes.at_one_place
     own = token + embedding.segment_variance + embedding.position_variance
     found = Kernel(np.full(len(classes.nodes), own), pairs, classes)
     fixed = fixed_positions(embedding, classes.length, d_model, classes=classes)
     return found if fixed is None else found + fixed.kernel
-
-
-def class_repeats(embedding: Embedding, classes: PositionClasses, ids: np.ndarray) -> Repeats:
-    """Beside `class_kernel`: which pairs are of one token, which share its row of the table."""
-    share = np.clip(classes.pair_means(ids, ids), 0.0, 1.0)
-    # With u_j the share of the text that is of token j, and 1 where a pair is of one: the mean of
-    # (1 - f) (1 - u_j - u_l), both about their means over the cells.
-    common = classes.shares_of(ids)
-    met, of_cell = classes.pair_means(ids, ids, common), classes.cell_means(common)
-    scatter = share - 2 * met - share * (share - of_cell[:, None] - of_cell)
-    excess = embedding.row_variance * (1.0 - share)
-    return Repeats(share, np.maximum(scatter, 0.0), excess)
-
-
-def placed_repeats(embedding: Embedding, classes: PositionClasses, d_model: int) -> Repeats | None:
-    """Beside `fixed_positions` on classes: how what two places share varies inside cells, as if it
-    were as often above its mean as below; None without sinusoidal positions."""
-    if embedding.positions != "sinusoidal":
-        return None
-    variance = _scatter(d_model, classes.inside)
-    _, variance = classes.everywhere((np.zeros(len(variance)), variance))
-    half = np.full(variance.shape, 0.5)
-    return Repeats(half, np.where(variance > 0.0, 0.25, 0.0), np.sqrt(variance))
-
-
-@functools.lru_cache(maxsize=16)
-def _scatter(d_model: int, classes: PositionClasses) -> np.ndarray:
-    frequencies = _frequencies(d_model)
-    share = np.full(len(frequencies), 0.5 / len(frequencies))
-    return hats_of(classes, frequencies).scatter(share)
 
 
 def _frequencies(d_model: int) -> np.ndarray:
@@ -276,7 +241,6 @@ def embedding_gradients(
     token_ids: Any = None,
     segment_ids: Any = None,
     documents: np.ndarray | None = None,
-    ids: np.ndarray | None = None,
 ) -> dict[str, Array]:
     """Squared gradient norms of the tables that have parameters.
 
@@ -292,7 +256,6 @@ def embedding_gradients(
             of tokens alike, one sequence of them.
         token_ids, segment_ids: the text; None: unknown, its tokens repeat by Zipf's law.
         documents: of packed rows, (L,) or (B, L), see `layout`.
-        ids: on classes of positions, the text as `class_kernel` takes it.
 
     Returns:
         "token", and "position", "segment" and the "factor" of token rows where there are such.
@@ -312,8 +275,6 @@ def embedding_gradients(
             shared = classes.sum_of_pairs(gradient.pairs * classes.at_one_place)
             if isinstance(classes, TextClasses):
                 repeated = classes.sum_of_pairs(gradient.pairs * classes.one_word)
-            elif ids is not None:
-                repeated = classes.sum_of_pairs(gradient.pairs * classes.pair_means(ids, ids))
         found = {"token": scale * (alone + repeated), "position": alone + shared}
         found["segment"] = alone + segment * pairs
     else:

@@ -10,7 +10,8 @@ from moments.errors import DomainError, without_warnings
 from moments.files import Shown, as_frame
 from moments.formulas.law import Theory
 from moments.model.transformer import Transformer
-from moments.prediction.predict import positional, predict
+from moments.prediction.predict import predict
+from moments.prediction.resolution import positional
 from moments.prediction.result import Prediction
 
 if TYPE_CHECKING:

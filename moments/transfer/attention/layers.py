@@ -30,11 +30,10 @@ from ...engine.layout import one_document, places
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...engine.texts import TextClasses
 from ...errors import DomainError
-from ...model.positions import alibi_slopes
+from ...model.positions import RelativeBias, alibi_slopes
 from .kernels import (
     HeadAverage,
     KernelAttention,
-    RelativeBiasNoise,
     Rotation,
     exact_rows,
 )
@@ -46,7 +45,7 @@ from .kernels.position_attention import (
     PositionAttention,
     Words,
 )
-from .kernels.relative_positions import ClassBiasNoise, Turning
+from .kernels.relative_positions import Turning, shifted_classes, shifted_together
 from .projections import (
     LOGIT_VARIANCE_MAX,
     LogitLaw,
@@ -65,6 +64,28 @@ rule of as many nodes in the penalty's logarithm."""
 BEYOND_TABLES = (
     "some rows have a logit variance beyond 8, where they follow the law of the largest logits"
 )
+
+
+ALIKE_NOTED, TURNED_NOTED = 0.7, 0.5
+"""Correlation of keys that rotary positions turn, and variance of their logits, from which both
+together a note says what that costs."""
+
+TURNED_ALIKE = (
+    "tokens that rotary positions turn correlate by more than .7, and logits differ mostly as keys "
+    "turn: against simulation queries' and keys' gradients are, at a correlation of .8 and "
+    "logit variances of 1 to 2.7, up to 11 and 22 % high token by token, on classes of positions "
+    "keys up to 33 % behind the first layer; at .95 up to twice as large, and on classes keys 4 to "
+    "6 times"
+)
+
+
+def turned_alike(leaf: Any, law: LogitLaw) -> bool:
+    """Whether rotary positions turn tokens that correlate strongly, under logits that matter."""
+    keys = law.keys.kernel
+    size, shared = keys.mean_diagonal(), keys.mean_pairs()
+    logits = law.scale * law.queries.kernel.mean_diagonal() * size
+    strong = (shared > ALIKE_NOTED * size) & (np.asarray(logits) > TURNED_NOTED)
+    return leaf.rotary is not None and bool(np.any(strong))
 
 
 # --- what each query sees -------------------------------------------------------------------------
@@ -209,12 +230,7 @@ def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any
     else:
         shares = np.ones(1)
         layers = [KernelAttention(values, **settings)]
-    table = leaf.relative_bias
-    if table is None or table.variance == 0.0:
-        return HeadAverage(layers, shares)
-    bucket = table.bucket(offset, leaf.causal)
-    mean = HeadAverage(layers, shares).mean_attention
-    return HeadAverage(layers, shares, RelativeBiasNoise(mean, bucket, table.variance))
+    return HeadAverage(layers, shares)
 
 
 def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
@@ -249,13 +265,19 @@ class _Layer:
         by what these weigh."""
         return query
 
-    def repeated(self, gained: Kernel) -> Kernel | None:
-        """The part of the query path that comes of tokens that repeat within cells."""
-        return None
+    def table_gradient(self, leaf: Any, gained: Kernel) -> Array | None:
+        """Of a table of relative biases: of rows of mean weights, as much larger as those of
+        reference rows are."""
+        table = leaf.relative_bias
+        if table is None or table.variance == 0.0:
+            return None
+        total = (gained * self._shifted(table)).total(self._length)
+        return np.asarray(leaf.d_model * total)
 
-    def table_gradient(self, gained: Kernel) -> Array | None:
-        """Of a table of relative biases."""
-        return None
+    _length: int
+
+    def _shifted(self, table: RelativeBias) -> Kernel:
+        raise NotImplementedError
 
 
 class TokenLayer(_Layer):
@@ -269,6 +291,7 @@ class TokenLayer(_Layer):
         count = int(np.prod(self._shape[:-2], dtype=int))
         self._masks = leaf.sight(self._shape[-1], self._memory_shape[-1], count)
         self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread)
+        self._length = self._shape[-1]
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
 
     def _kernel(self, matrices: list[Array]) -> Kernel:
@@ -339,13 +362,15 @@ class TokenLayer(_Layer):
         """What the query path is per unit of the gradient."""
         return self._kernel([one.response for one in self._rows])
 
-    def table_gradient(self, gained: Kernel) -> Array | None:
-        tables = [
-            one.noise.table_gradient(one.kernel, matrix, one.amplification)
-            for one, matrix in zip(self._rows, flat(gained), strict=True)
-            if one.noise is not None
-        ]
-        return self._leaf.d_model * np.reshape(tables, self._shape[:-2]) if tables else None
+    def _shifted(self, table: RelativeBias) -> Kernel:
+        where = positions(self._length, self._leaf)
+        bucket = table.bucket(np.subtract.outer(where, where).T, self._leaf.causal)
+        return self._kernel(
+            [
+                one.amplification * shifted_together(one.mean_attention, bucket, one.kernel)
+                for one in self._rows
+            ]
+        )
 
 
 # --- by class -------------------------------------------------------------------------------------
@@ -366,7 +391,6 @@ class ClassLayer(_Layer):
         lead = self._lead
         given = scales, norm_variance(memory)
         scales, spreads = (np.broadcast_to(one, lead).ravel() for one in given)
-        repeats = None if self._alike else memory.repeats
         turning = None
         if leaf.rotary is not None:
             turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
@@ -380,20 +404,17 @@ class ClassLayer(_Layer):
             plain = law.keys.gain is None and (turning is None or law.keys.kernel is tokens)
             keys = values if plain else key_tokens
             queries = values if law.queries.kernel is tokens else query_tokens
-            told, varying = list(zip(queries, keys, values, strict=True)), [None, None]
-            if repeats is not None and turning is None and plain:
-                own = np.zeros(repeats.variance.shape[-1])
-                varying = [pairs for _, pairs in classes.blocks(own, repeats.variance)]
+            told = list(zip(queries, keys, values, strict=True))
             words: list[Words | None] = [None, None]
             if isinstance(classes, TextClasses):
                 half = len(told) // 2
                 words = self._words(classes, told[half:])
                 told = told[:half]
             inside, *across = told
-            logits = ClassLogits(*inside, float(scale), sight, turning, varying[0])
+            logits = ClassLogits(*inside, float(scale), sight, turning)
             logits = logits._replace(words=words[0])
             if across:
-                met = Across(*across[0], varying[1], words[1])
+                met = Across(*across[0], words[1])
                 logits = logits._replace(across=met)
             self._rows.append(
                 PositionAttention(
@@ -406,11 +427,7 @@ class ClassLayer(_Layer):
                 )
             )
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
-        table, self._d_model = leaf.relative_bias, leaf.d_model
-        self._biases: list[ClassBiasNoise] = []
-        if table is not None and table.variance > 0.0:
-            self._tokens = tokens
-            self._biases = [ClassBiasNoise(sight, table, one.weights) for one in self._rows]
+        self._tokens, self._length = tokens, classes.length
 
     def _words(
         self, classes: TextClasses, told: Sequence[tuple[Matrix, Matrix, Matrix]]
@@ -472,15 +489,7 @@ class ClassLayer(_Layer):
         return values[..., 0] if self._alike else self._classes.repeated(values)
 
     def forward(self) -> Kernel:
-        found = self._of_rows(lambda one: one.output)
-        return found + self._biased("forward", self._tokens) if self._biases else found
-
-    def _biased(self, name: str, kernel: Kernel) -> Kernel:
-        found = [
-            self._classes.joined(*(getattr(bias, name)(block) for block in blocks))
-            for bias, blocks in zip(self._biases, self._flat(kernel, means=True), strict=True)
-        ]
-        return self._kernel(found)
+        return self._of_rows(lambda one: one.output)
 
     def mean_output(self) -> Kernel:
         return self._of_rows(lambda one: one.mean_output())
@@ -514,8 +523,6 @@ class ClassLayer(_Layer):
             for of_path, blocks in zip(found, zip(*parts, strict=True), strict=True):
                 of_path.append(self._classes.joined(*blocks))
         paths = Paths(*map(self._kernel, found))
-        if self._biases:
-            paths = paths._replace(value=paths.value + self._biased("backward", totals))
         if counts is None:
             return paths
         each = [ratio_or_zero(1.0, count) for count in counts]
@@ -563,21 +570,17 @@ class ClassLayer(_Layer):
     def overlap_path(self, gained: Kernel) -> Kernel:
         return self._of_rows(lambda one: one.overlap_path) * gained
 
-    def repeated(self, gained: Kernel) -> Kernel | None:
-        if self._alike or self._rows[0].repeated is None:
-            return None
-        return self._of_rows(lambda one: one.repeated) * gained
-
     def response(self) -> Kernel:
         return self._of_rows(lambda one: one.response)
 
-    def table_gradient(self, gained: Kernel) -> Array | None:
-        if not self._biases:
-            return None
-        overlaps = self._biased("overlaps", self._tokens) * self._of_rows(
-            lambda one: one.amplification
-        )
-        return np.asarray(self._d_model * (overlaps * gained).total(self._classes.length))
+    def _shifted(self, table: RelativeBias) -> Kernel:
+        shifted = [
+            self._classes.joined(
+                *(shifted_classes(self._sight, table, one.weights, block) for block in blocks)
+            )
+            for one, blocks in zip(self._rows, self._flat(self._tokens, means=True), strict=True)
+        ]
+        return self._kernel(shifted) * self._of_rows(lambda one: one.amplification)
 
 
 # --- tokens alike ---------------------------------------------------------------------------------

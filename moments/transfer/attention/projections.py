@@ -30,8 +30,7 @@ CAP_NOTED = 0.7
 """Logit variance over the square of its soft cap beyond which a note says so."""
 
 TABLE_NOTED = 0.1
-"""Variance of relative biases beyond which a note says so: what they add is of first order in it,
-and attention that they spread moves more."""
+"""Variance of relative biases beyond which a note says so: how they spread attention is missing."""
 
 FAINTEST = 1e-9
 """What stands for no weight beside a bias: products of it with the rest keep seven digits."""
@@ -322,6 +321,15 @@ def real_tokens(leaf: Any) -> Array | None:
     return np.asarray(np.ravel(leaf.padding) > 0, dtype=float)
 
 
+def _keys_of_a_row(leaf: Any, length: float) -> float:
+    """How many keys a token's document has without a mask, averaged over real tokens."""
+    if leaf.padding is None:
+        return length
+    sizes = [np.unique([n for n in row if n > 0], return_counts=True)[1] for row in leaf.padding]
+    every = np.concatenate(sizes).astype(float)
+    return float((every @ every) / every.sum())
+
+
 def logit_law(
     leaf: Any,
     query_tokens: Kernel,
@@ -365,7 +373,7 @@ def logit_law(
     if each or cap is not None:
         seen = real_tokens(leaf)
         asks = seen if query_tokens is key_tokens else None
-        count = length if seen is None else length * float(seen.mean())
+        count = _keys_of_a_row(leaf, length)
         count = (count + 1) / 2 if getattr(leaf, "causal", False) else count
         size = scale * queries.kernel.mean_diagonal(asks)
         total, shared = size * keys.kernel.mean_diagonal(seen), size * keys.kernel.mean_pairs(seen)
@@ -490,14 +498,11 @@ class ProjectionPaths(NamedTuple):
     Attributes:
         query, key: through queries and keys.
         overlap_path: what `query` gains per unit of the variance of two tokens' overlap.
-        repeated: the part of `query` that comes of tokens that repeat within cells of positions,
-            and that `key`, which holds means over cells, does not know; None: nothing.
     """
 
     query: Kernel
     key: Kernel
     overlap_path: Kernel
-    repeated: Kernel | None = None
 
 
 def projection_gradients(
@@ -531,10 +536,6 @@ def projection_gradients(
         found |= {name: norm * inverse[side] for name, norm in sent.items()}
     found["value"] = leaf.memory_width * width * (mixed * received).total(length)
     found["key"] = found["key"] + grown["key"] / leaf.memory_width
-    if paths.repeated is not None:
-        # The same sum of overlaps of queries times overlaps of keys, seen from the keys' side.
-        of_query = _of_side(leaf, law, "query", signal, paths.repeated)["query"]
-        found["key"] = found["key"] + of_query * inverse["key"]
     if leaf.qk_norm is not None and leaf.norm_affine:
         # E (tr J)^2 of two rows, which the overlaps' variance stands beside, is that of any two.
         path = paths.query + paths.overlap_path.scaled(-1 / leaf.memory_width)

@@ -27,11 +27,13 @@ from ..normalization import FiniteNormalization
 from .laws import attend_by_laws
 from .layers import (
     BEYOND_TABLES,
+    TURNED_ALIKE,
     Mask,
     averaged,
     layer_of,
     same_sequence,
     self_masks,
+    turned_alike,
 )
 from .projections import (
     LogitLaw,
@@ -295,16 +297,13 @@ class AttentionPullback:
     def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
         """`projection_gradients` of the paths of a gradient, and that of a table of biases."""
         gained = received.scaled(self.gain)
-        repeated = None if self.memory.repeats is None else self.layer.repeated(gained)
-        norms = self._of_projections(received, sides, repeated)
-        table = self.layer.table_gradient(gained)
+        norms = self._of_projections(received, sides)
+        table = self.layer.table_gradient(self.leaf, gained)
         return norms if table is None else norms | {"relative_bias": table}
 
-    def _of_projections(
-        self, received: Kernel, sides: Any, repeated: Kernel | None
-    ) -> dict[str, Array]:
+    def _of_projections(self, received: Kernel, sides: Any) -> dict[str, Array]:
         query = self.summed(sides.query)
-        paths = ProjectionPaths(query, sides.key, self.overlap_path(received), repeated)
+        paths = ProjectionPaths(query, sides.key, self.overlap_path(received))
         rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         return projection_gradients(
             self.leaf, self.law, self.signal, self.memory, self.mixed, received, paths, rows
@@ -350,7 +349,7 @@ class _ByLaws(AttentionPullback):
         return query
 
     def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
-        return self._of_projections(received, sides, None)
+        return self._of_projections(received, sides)
 
 
 def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
@@ -368,6 +367,8 @@ def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
     if not notes and layer.beyond_tables:
         notes = (BEYOND_TABLES,)
     notes += law.notes
+    if turned_alike(leaf, law):
+        notes += (TURNED_ALIKE,)
     output = concatenated(
         leaf,
         signal,

@@ -101,6 +101,8 @@ def softmax_expectations(
         np.asarray(variance, float), np.asarray(own_mean, float), np.asarray(own_variance, float)
     )
     shape = arrays[0].shape
+    if not all(np.all(np.isfinite(one)) for one in arrays):
+        raise OverflowError("logits without a finite variance")
     rows, where = np.unique(
         np.stack([a.ravel() for a in arrays], axis=-1).round(12), axis=0, return_inverse=True
     )

@@ -9,18 +9,12 @@ exchangeable logits, which both are held to.
 Start with `attention`, then `closure`.
 """
 
-from .attention import (
-    AttentionGradient,
-    HeadAverage,
-    KernelAttention,
-    RelativeBiasNoise,
-)
+from .attention import AttentionGradient, HeadAverage, KernelAttention
 from .logits import Rotation
 
 __all__ = [
     "AttentionGradient",
     "HeadAverage",
     "KernelAttention",
-    "RelativeBiasNoise",
     "Rotation",
 ]

@@ -1,6 +1,6 @@
 """Softmax attention on an arbitrary token kernel, at initialisation.
 
-Heads whose logits differ: their average, and what a random bias by relative position adds.
+Heads whose logits differ: their average.
 
 See docs/theory/attention.md.
 """
@@ -20,8 +20,10 @@ from ..softmax.table import THETA_MAX
 from .closure import DroppedAttention, OverlapClosure, width_terms
 from .finite_rows import Widths
 from .logits import Logits, Rotation, prior_weights
+from .row_statistics import AttentionRows, dropped_by_own, saturation
 
 Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 
 FAINT = 1e-5
@@ -228,24 +230,15 @@ class KernelAttention:
             query = query + self._dropped * self.logits.scale * np.diag(noise)
         return output, query, overlap_path
 
-    @functools.cached_property
+    @property
     def amplification(self) -> Array:
-        """(Lq, Lq) tr(E[J C J'^T] K) of every two rows over what their mean weights would make of
-        it, C of the values and K of the keys: what the query path is per unit of G and tau."""
-        query, path = (one / self.logits.scale for one in self._forward[1:])
-        logits, rotation = self.logits, self.logits.rotation
-        if rotation is None:
-            mean = _of_mean_rows(self.mean_attention, self.kernel, logits.keys)
-        else:
-            mean = rotation.queries * _of_mean_rows(self.mean_attention, self.kernel, logits.within)
-            for of_rows, of_keys in zip(rotation.query_terms, rotation.key_terms, strict=True):
-                turned = logits.keys * of_keys
-                mean += of_rows * _of_mean_rows(self.mean_attention, self.kernel, turned)
-        moved = query - path / self._widths.d_model
-        of_one = amplified(np.diagonal(moved), np.diagonal(mean), np.inf)
-        found = amplified(moved, mean, np.sqrt(np.outer(of_one, of_one)))
-        np.fill_diagonal(found, of_one)
-        return found
+        """(Lq, Lq) `amplification` of every two rows."""
+        every = np.arange(len(self.allowed))
+        rows, pattern = self._closure.rows, self._closure.pattern
+        correlation = self.logits.correlation()
+        result = amplification(rows, pattern[:, None], pattern[None, :], correlation)
+        result[every, every] *= 1.0 + dropped_by_own(self._dropped, rows.unshared_fraction[pattern])
+        return result
 
     @property
     def overlap_path(self) -> Array:
@@ -292,28 +285,26 @@ class KernelAttention:
         return AttentionGradient(value, query, key, cross)
 
 
-def _of_mean_rows(weights: Array, values: Array, keys: Array) -> Array:
-    """(Lq, Lq): tr(J C J'^T K^T) with J = diag(w) - w w^T of mean rows w."""
-    met, looked, back = weights @ values, weights @ keys, weights @ keys.T
-    whole = weights @ (values * keys) @ weights.T
-    whole = whole - (met * looked) @ weights.T - weights @ (met * back).T
-    return np.asarray(whole + (met @ weights.T) * (looked @ weights.T))
+def amplification(
+    rows: AttentionRows, first: Indices, second: Indices, correlation: Array
+) -> Array:
+    """How much more two rows move together than rows of their mean weights would: as those of
+    exchangeable keys whose log odds grow in proportion to the correlation of their queries.
 
-
-LEAST_MOVED = 1e-12
-"""Of what the row moves that moves most, below which a row moves nothing: it has one key."""
-
-
-def amplified(moved: Array, mean: Array, most: Any) -> Array:
-    """How much more rows move than their mean weights would; 1 where these move nothing.
-
-    At most `most`, the geometric mean of both rows' own: the Jacobians' product has its largest
-    expectation where the rows are one, and is positive for keys alike. What else the ratio is comes
-    of sums that cancel.
+    Args:
+        rows: statistics of rows.
+        first, second: which of them, of every pair.
+        correlation: of every pair's queries.
     """
-    usable = mean > LEAST_MOVED * np.max(mean, initial=0.0)
-    found = np.where(usable, moved, 1.0) / np.where(usable, mean, 1.0)
-    return np.asarray(np.clip(found, 0.0, most))
+    keys = np.maximum(rows.keys, 1.0 + 1e-6)
+    theta = np.maximum(rows.theta, FAINT)
+    odds = np.where(rows.keys > 1.0 + 1e-6, rows.odds * theta, theta)
+    slopes = [
+        saturation(correlation, *(one[side] + 0.0 * correlation for one in (keys, theta, odds)))[1]
+        for side in (first, second)
+    ]
+    held = np.sqrt(rows.held)
+    return np.asarray(held[first] * held[second] * 0.5 * (slopes[0] + slopes[1]))
 
 
 def square(name: str, kernel: ArrayLike, length: int | None = None) -> Array:
@@ -348,56 +339,20 @@ def bias_of(bias: ArrayLike, mask: NDArray[np.bool_]) -> Array:
 # --- heads that differ ----------------------------------------------------------------------------
 
 
-class RelativeBiasNoise:
-    """A Gaussian bias on the logits that all pairs of tokens of one bucket share, to first order.
-
-    It adds v 1[bucket_ij = bucket_i'j'] to the logits' covariance, and so to the joint law of two
-    rows v sum_b U^b_i U^b_i'^T with U^b = w o (M^b - row mean of M^b under w), M^b the bucket's
-    mask. First order in v: T5's tables start at variance 1/d_model.
-    """
-
-    def __init__(self, mean_attention: Array, bucket: NDArray[np.intp], variance: float) -> None:
-        member = np.equal(bucket, np.arange(int(bucket.max()) + 1)[:, None, None])
-        inside = (member * mean_attention).sum(-1, keepdims=True)
-        self._moved = mean_attention * (member - inside)  # (b, Lq, Lk)
-        self._variance = variance
-
-    def forward(self, kernel: Array) -> Array:
-        """(Lq, Lq) what the outputs' kernel gains."""
-        return np.asarray(self._variance * self._overlaps(kernel))
-
-    def _overlaps(self, kernel: Array) -> Array:
-        onward = self._moved @ kernel
-        return np.asarray(np.einsum("bij,bkj->ik", onward, self._moved, optimize=True))
-
-    def backward(self, gradient: Array) -> Array:
-        """(Lk, Lk) what the value path gains."""
-        onward = gradient @ self._moved
-        total = np.einsum("bij,bik->jk", self._moved, onward, optimize=True)
-        return np.asarray(self._variance * total)
-
-    def table_gradient(self, kernel: Array, gradient: Array, amplification: Array) -> float:
-        """E sum_b (dLoss/dbias_b)^2 per head, per unit of d_head and of the values' gain.
-
-        The sum over pairs of rows of G sum_b M^b^T E[J C J'^T] M^b; overlaps have the Jacobians of
-        mean weights. Of exchangeable keys E[J C J'^T] is that times a number, which the query path,
-        its trace with the keys' kernel, gives as well.
-        """
-        return float((gradient * amplification * self._overlaps(kernel)).sum())
-
-
-class Heads:
-    """Moments of one head drawn at random, with the interface of its layers.
+class HeadAverage:
+    """Moments of one head drawn at random, with the interface of `KernelAttention`.
 
     Heads share their tokens and have independent weights, so that kernels and gradients are those
     of an average head.
     """
 
-    def __init__(self, layers: Sequence[Any], shares: Sequence[float] | Array) -> None:
+    def __init__(
+        self, layers: Sequence[KernelAttention], shares: Sequence[float] | Array = (1.0,)
+    ) -> None:
         self._layers, self._shares = list(layers), list(shares)
 
     @property
-    def layers(self) -> list[Any]:
+    def layers(self) -> list[KernelAttention]:
         return self._layers
 
     def __getattr__(self, name: str) -> Any:
@@ -406,38 +361,11 @@ class Heads:
         return self._mean([getattr(layer, name) for layer in self._layers])
 
     def _mean(self, values: Sequence[Any]) -> Any:
-        if values[0] is None:
-            return None
-        if isinstance(values[0], tuple):
-            found = [self._mean(column) for column in zip(*values, strict=True)]
-            return type(values[0])(*found) if hasattr(values[0], "_fields") else tuple(found)
         return sum(share * value for share, value in zip(self._shares, values, strict=True))
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
         return np.asarray(np.any([layer.beyond_tables for layer in self._layers], axis=0))
-
-    def mean_output(self) -> Any:
-        """Overlap of the outputs of two heads that share keys and values: their queries are
-        independent, and so are, to leading order, their rows."""
-        return self._mean([layer.mean_output() for layer in self._layers])
-
-    def backward(self, *gradient: Any) -> Any:
-        """Second moments per feature of the gradient at the attention's input, by path."""
-        return self._mean([layer.backward(*gradient) for layer in self._layers])
-
-
-class HeadAverage(Heads):
-    """Of `KernelAttention`, with what biases by relative position add."""
-
-    def __init__(
-        self,
-        layers: Sequence[KernelAttention],
-        shares: Sequence[float] | Array,
-        noise: RelativeBiasNoise | None = None,
-    ) -> None:
-        super().__init__(layers, shares)
-        self.noise = noise
 
     @property
     def kernel(self) -> Array:
@@ -445,18 +373,15 @@ class HeadAverage(Heads):
 
     def forward(self) -> Array:
         """(Lq, Lq) second moments per feature of sum_j a_ij x_j."""
-        total = self._mean([layer.forward() for layer in self._layers])
-        if self.noise is not None:
-            total = total + self.noise.forward(self.kernel)
-        return np.asarray(total)
+        return np.asarray(self._mean([layer.forward() for layer in self._layers]))
 
     def mean_output(self) -> Array:
+        """Overlap of the outputs of two heads that share keys and values: their queries are
+        independent, and so are, to leading order, their rows."""
         mean = self.mean_attention
         return np.asarray(mean @ self.kernel @ mean.T)
 
-    def backward(self, *gradient: Any) -> AttentionGradient:
-        paths: AttentionGradient = super().backward(*gradient)
-        if self.noise is None:
-            return paths
-        gained = self.noise.backward(*gradient)
-        return paths._replace(value=paths.value + 0.5 * (gained + gained.T))
+    def backward(self, gradient: ArrayLike) -> AttentionGradient:
+        """Second moments per feature of the gradient at the attention's input, by path."""
+        paths = zip(*(layer.backward(gradient) for layer in self._layers), strict=True)
+        return AttentionGradient(*map(self._mean, paths))

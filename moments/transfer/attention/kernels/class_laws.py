@@ -184,18 +184,14 @@ class Mixture(NamedTuple):
 ALIKE = Mixture(None, ONE_KIND)
 
 
-def bounded_exp(
-    exponent: Kinds, diagonal: Diagonal, factor: Array | None, away: Sequence[Any] | None
-) -> Kinds:
+def bounded_exp(exponent: Kinds, diagonal: Diagonal, factor: Array | None) -> Kinds:
     """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
-    which then are written over; pairs' vary by `away`."""
+    which then are written over."""
     found = []
-    for kind, (own, inside) in enumerate(exponent):
+    for own, inside in exponent:
         whole = own + diagonal(inside)
         if factor is not None:
             whole, inside = factor[..., 0] * whole, factor * inside
-        if away is not None:
-            inside += away[kind]
         np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
         found.append((np.exp(np.minimum(whole, EXPONENT_MAX)) - diagonal(inside), inside))
     return found

@@ -34,12 +34,11 @@ from ....engine.state import ratio_or_zero
 from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
 from . import exact_rows
-from .attention import amplified
+from .attention import amplification
 from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import MARGINAL_SWEEPS, fixed_norms, of_shift, toward_keys, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
 from .joint_laws import (
-    EXPONENT_MAX,
     ITERATIONS,
     JOINT_SWEEPS,
     RHO_MIN,
@@ -47,14 +46,12 @@ from .joint_laws import (
     sharpening,
     single,
 )
-from .relative_positions import Rule, Turning
+from .relative_positions import Turning
 from .row_statistics import (
-    FAINT,
     AttentionRows,
     attention_rows,
     dropped_by_own,
     log_weights,
-    saturation,
 )
 
 # --- pairs of rows --------------------------------------------------------------------------------
@@ -85,8 +82,6 @@ class Tile:
         turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
             without rotary positions.
         still: (c, n, k) means of rho of two keys of the longer row; None likewise.
-        away: (c, n, k) root of the variance inside cells of what `turned` has the means of.
-        rule: of its distribution.
         begun: (c, o) ones where the keys of both rows have begun; None where all begin at once.
     """
 
@@ -102,8 +97,6 @@ class Tile:
     met_own: Array
     turned: tuple[Array, Array] | None
     still: Array | None
-    away: Array | None
-    rule: Rule
     begun: Array | None
 
     def diagonal(self, pairs: Array) -> Array:
@@ -245,7 +238,6 @@ def _tile(
     left: slice,
     right: slice,
     turned: tuple[Array, Array] | None,
-    varying: tuple[Array, Rule] | None,
     turning: Turning | None,
 ) -> Tile:
     start, stop = max(left.start, right.start), min(left.stop, right.stop)
@@ -263,8 +255,7 @@ def _tile(
     several = None if begun.all() else begun.astype(float)
     where = left, right, own, own_left, own_right
     still = None if turning is None else turning.within[long, left, right]
-    away, rule = varying or (None, [])
-    return Tile(pairs, long, short, *where, met, met_own, turned, still, away, rule, several)
+    return Tile(pairs, long, short, *where, met, met_own, turned, still, several)
 
 
 @functools.lru_cache(maxsize=16)
@@ -287,14 +278,8 @@ def row_pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 each = np.arange(rows1.start, rows1.stop)
                 long, short = np.concatenate([long, each]), np.concatenate([short, each])
                 alone = np.concatenate([alone, np.ones(len(each), bool)])
-            turned = away = None
+            turned = None
             if turning is not None:
-                away = turning.away(long, short, left, right, True)
-                itself = long[alone], left, right
-                away[0][alone] = turning.deviation[itself]
-                for (z, w), (own_z, own_w) in zip(away[1], turning.rule_at(itself), strict=True):
-                    if np.ndim(z):
-                        z[alone], w[alone] = own_z, own_w
                 together = turning.of_rows(long, short)
                 together[alone] = 1.0
                 between = turning.between(long, short, together, left, right)
@@ -302,7 +287,7 @@ def row_pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 turned = between, (together @ turning.shares).real
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            tiles.append(_tile(sight, pairs, long, short, left, right, turned, away, turning))
+            tiles.append(_tile(sight, pairs, long, short, left, right, turned, turning))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
@@ -326,10 +311,6 @@ TOLERANCE = 2e-5
 WARM_SWEEPS = 2
 """Sinkhorn sweeps within a step of a row's law with itself, from the last step's factors on: what
 they leave goes with what the step leaves. 4 move correlations by 1e-7."""
-
-MOST_GROWN = 2.0
-"""Bound of a mean over the offsets of two cells over its value at the mean, which may be next to
-nothing. Chosen; 1.3 and 4 move Llama's layers on 512 and 1024 tokens by less than 1e-4."""
 
 
 class Words(NamedTuple):
@@ -364,13 +345,11 @@ class Words(NamedTuple):
 
 
 class Across(NamedTuple):
-    """`queries`, `keys`, `values`, `repeats` and `words` of `ClassLogits`, of tokens of two
-    documents."""
+    """`queries`, `keys`, `values` and `words` of `ClassLogits`, of tokens of two documents."""
 
     queries: Matrix
     keys: Matrix
     values: Matrix
-    repeats: Array | None = None
     words: Words | None = None
 
 
@@ -382,7 +361,6 @@ class ClassLogits(NamedTuple):
         scale: tau.
         sight: which keys rows see.
         turning: rotary positions; None: none.
-        repeats: (P, P) variance of the keys' and values' kernel within cells; None: none.
         across: the same kernels of tokens of two documents, own parts being those of two tokens at
             one place; None: there is one document.
         words: what two tokens of one word have, the rest being of two words; None: of any two.
@@ -394,7 +372,6 @@ class ClassLogits(NamedTuple):
     scale: float
     sight: Sight
     turning: Turning | None = None
-    repeats: Array | None = None
     across: Across | None = None
     words: Words | None = None
 
@@ -424,34 +401,18 @@ class ClassLogits(NamedTuple):
             return self.key_kinds
         return [pairs * self.turning.within for pairs in self.key_kinds]
 
-    @property
-    def deviation(self) -> list[Array] | None:
-        """(P, P, P) roots of their variance inside cells."""
-        if self.turning is None:
-            return None
-        return [pairs * self.turning.deviation for pairs in self.key_kinds]
-
-    def among(self, rows: slice, keys: slice) -> tuple[list[Array], list[Array] | None]:
-        """(n, k, k) of both, for some rows and keys."""
+    def among(self, rows: slice, keys: slice) -> list[Array]:
+        """(n, k, k) of the same, for some rows and keys."""
         several = [pairs[keys, keys] for pairs in self.key_kinds]
         if self.turning is None:
             shape = rows.stop - rows.start, *several[0].shape
-            return [np.broadcast_to(pairs, shape) for pairs in several], None
-        where = rows, keys, keys
-        away = [pairs * self.turning.deviation[where] for pairs in several]
-        return [pairs * self.turning.within[where] for pairs in several], away
+            return [np.broadcast_to(pairs, shape) for pairs in several]
+        return [pairs * self.turning.within[rows, keys, keys] for pairs in several]
 
     def averaged(self, function: Callable[[Array], Array]) -> tuple[Array, Array]:
         """(P,) and (P, P) or (P, P, P): of an entry of the keys' kernel within a row."""
-        own, within, deviation = function(self.keys[0]), self.within, self.deviation
-        if deviation is None:
-            return own, self.mixture().mean([function(middle) for middle in within])
-        assert self.turning is not None
-        kinds = [
-            np.asarray(sum(w * function(middle + z * away) for z, w in self.turning.rule))
-            for middle, away in zip(within, deviation, strict=True)
-        ]
-        return own, self.mixture().mean(kinds)
+        several = [function(pairs) for pairs in self.within]
+        return function(self.keys[0]), self.mixture().mean(several)
 
 
 class Paths(NamedTuple):
@@ -475,7 +436,6 @@ class PositionAttention:
         response: what the query path is per unit of G.
         overlap_path: what the query path gains per unit of G and of the relative variance of two
             tokens' overlap.
-        repeated: the part of `response` that comes of `ClassLogits.repeats`; None without.
         others: the same rows where two of them are of different documents, of one word, and of both
             where there are such.
     """
@@ -510,8 +470,6 @@ class PositionAttention:
         self.counted = logits.sight.keys * self.weights
         self._pairs = row_pairs(sight, logits.turning)
         self._rare = np.zeros_like(self.weights)
-        kinds = logits.mixture().kinds
-        self._together, self._moving = np.zeros((2, kinds, *self.weights.shape))
         self._response = self._self_response()
         self._project()
         self._nodes: Nodes | None = None
@@ -596,7 +554,7 @@ class PositionAttention:
         temperature = logits.scale * logits.queries[0]
         several = rows.keys > 1.0  # one key is all of its row, whatever its logit
         pull = np.where(several, rows.odds * temperature * rows.held, 0.0)[of, None, None]
-        within, away = logits.among(of, among)
+        within = logits.among(of, among)
         top = max(own.max(), *(one.max() for one in within))
         of_kinds = [np.exp(pull * (one - top)) for one in within]
         of_pairs = mixture.mean(of_kinds)
@@ -610,12 +568,6 @@ class PositionAttention:
             beside = np.where(seen, prior * (alone - diagonal(of_kinds[kind])) / total, 0.0)
             found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        rule: Rule = []
-        if logits.turning is not None:
-            rule = logits.turning.rule_at((of, among, among))
-        aways = None if away is None else [log_mean(rule, exponent * away[kind]) for kind in spread]
-        varying = None if away is None else [_varying(keys, away[kind]) for kind in spread]
-        together: list[Array] = []
         parts = mixture.parts_of([own], within, diagonal)
         counted = []
         for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
@@ -648,19 +600,8 @@ class PositionAttention:
                 projected.append((whole, np.subtract(middle, moved, out=moved)))
             responses = [1.0 - beside for beside, _ in found]
             rare = responses[0] ** 2 * (own - diagonal(within[0]))
-            if varying is not None and away is not None:
-                together = _together(mixture, exponent[..., 0], responses, found, varying)
-                rare -= 2.0 * together[0]
-                for (whole, _), one in zip(projected, together, strict=True):
-                    whole -= 2.0 * one
-                aways = [
-                    log_mean(rule, exponent * _moved(away[kind], response))
-                    for kind, response in zip(
-                        spread, _of_other_keys(mixture, responses), strict=True
-                    )
-                ]
             joint = mixture.joined(projected, rare)
-            joint = bounded_exp(joint, diagonal, exponent, aways)
+            joint = bounded_exp(joint, diagonal, exponent)
             for beside, pairs in joint:
                 beside *= held
                 pairs *= both
@@ -689,10 +630,6 @@ class PositionAttention:
                 break
         responses = [1.0 - beside for beside, _ in found]
         self._rare[of, among] = held * responses[0]
-        if varying is not None:
-            together = _together(mixture, exponent[..., 0], responses, found, varying)
-            self._together[:, of, among] = together
-            self._moving[:, of, among] = _of_other_keys(mixture, responses)
         return [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(found)]
 
     # --- pairs of rows -------------------------------------------------------------------------
@@ -736,14 +673,6 @@ class PositionAttention:
                     rare = rare[long - long[0]]
                 singles.append(rare * held)
             found.append(mixture.joined(moved, *singles))
-        # Kernels as turned, and as in one row; what keys at one place of two documents vary
-        # together beside words is not followed.
-        if self.logits.turning is not None and mixture.met is None:
-            alone = self._pairs.alone[tile.pairs]
-            for kind, one in enumerate(self._together):
-                together = one[long, keys] + one[short, keys]
-                found[1][kind][0][...] -= together * tile.met_own
-                found[0][kind][0][alone] -= together[alone]
         return found
 
     def _project(self) -> None:
@@ -807,8 +736,6 @@ class PositionAttention:
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
         self._basis, slopes = nodes.basis(rho)
         factor, slope = (np.vecdot(one.T, exponent) for one in (self._basis, slopes))
-        if turning is not None:
-            slope = slope * self._over_offsets(turn, bare, nodes)
         self._slope = slope
         along = factor
         exponents: list[Kinds] = moved
@@ -850,32 +777,6 @@ class PositionAttention:
         beside = self._over_pairs(calibration.key - nodes.rho * calibration.along) * sharp
         self._driven = np.stack([along, 0.0 * cross]), np.stack([beside, cross])
 
-    def _over_offsets(self, turn: Array, bare: Array, nodes: Nodes) -> Array:
-        """(C,) the mean of rho C2'(q rho) over how far two rows of two cells are apart, over the
-        same at its mean: C2 of exchangeable rows, q the correlation of their queries.
-
-        By a rule of two points, of the variance of rho inside the cells: what two rows answer to
-        together grows faster than the correlation of their logits.
-        """
-        pairs, rows, turning = self._pairs, self._rows, self.logits.turning
-        assert turning is not None
-        long, short = pairs.long, pairs.short
-        odds = self._calibration.log_odds
-        odds = geometric_mean(odds[long], odds[short])
-        keys = np.log(np.maximum(np.sqrt(rows.keys[long] * rows.keys[short]) - 1.0, 1e-9))
-        away = np.sqrt(turning.rows[long, short])
-
-        def at(turned: Array) -> Array:
-            inside = np.clip(bare * turned, nodes.low, 1.0)
-            value, slope = (np.einsum("rc,cr->c", one, odds) for one in nodes.basis(inside))
-            apart = np.minimum(np.abs(value - keys), EXPONENT_MAX)
-            return np.asarray(turned * slope / (2.0 + np.exp(apart) + np.exp(-apart)))
-
-        middle = at(turn)
-        apart = ~pairs.alone & (np.abs(turn) > RHO_MIN) & (np.abs(middle) > 1e-300)
-        grown = 0.5 * (at(turn + away) + at(turn - away)) / np.where(apart, middle, 1.0)
-        return np.where(apart, np.clip(grown, 1.0 / MOST_GROWN, MOST_GROWN), 1.0)
-
     def _between_keys(self, tile: Tile) -> tuple[list[Array], list[Array]]:
         """Kernel of keys of both rows: (o,) and (n, k) of each kind of pair."""
         return _among(tile, self._kernels.keys, self._kernels.words, "keys")
@@ -901,25 +802,9 @@ class PositionAttention:
             factor: (c,) of the exponent in the kernel as rows turn it.
             slope: (c,) its derivative in the correlation.
         """
-        varying, leans = None, None
-        if tile.away is not None:
-            varying, leans = [], []
-            _, of_kinds = self._between_keys(tile)
-            kinds = zip(sums.mixture.values, self._moving, directions[0], strict=True)
-            turned = []
-            for kind, moving, (beside, between) in kinds:
-                away = of_kinds[kind] * tile.away
-                away *= moving[tile.long, tile.left][:, :, None]
-                away *= moving[tile.short, tile.right][:, None, :]
-                mean, moved = leaning(tile.rule, factor[:, None, None] * away)
-                varying.append(mean)
-                # what the law weighs by is what moves it
-                leans.append(moved)
-                turned.append((beside, between + away * moved))
-            directions = (turned, *directions[1:])
         law, times = exponent
         times = None if times is None else times[:, None, None]
-        law = bounded_exp(law, tile.diagonal, times, varying)
+        law = bounded_exp(law, tile.diagonal, times)
         for own, pairs in law:
             own *= tile.met_own
             pairs *= tile.met
@@ -931,7 +816,7 @@ class PositionAttention:
             for direction in directions
         ]
         joint, tangents = sums.balanced_with(law, JOINT_SWEEPS, sloped)
-        return _Laws(joint, tangents[0], tangents[-1], leans)
+        return _Laws(joint, tangents[0], tangents[-1])
 
     def _sums_of(self, tile: Tile) -> Sums:
         sight, weights = self.logits.sight, self.weights
@@ -997,20 +882,6 @@ class PositionAttention:
         laws = zip(self._traces, self._laws, strict=True)
         return np.concatenate([_gathered(trace, (law.joint, law.slope)[of]) for trace, law in laws])
 
-    def _repeated(self, variance: Array) -> Array:
-        """(C,) what the derivative in the correlation gathers besides where covariances of two
-        keys vary within cells by so much: logits and values vary together.
-
-        To first order in the logits, of keys that are projected alone.
-        """
-        own, found = self._response[0].own, []
-        for tile, sums, law in zip(self._pairs.tiles, self._sums, self._laws, strict=True):
-            first = sums.first * own[tile.long, tile.left]
-            second = sums.second * own[tile.short, tile.right]
-            met = times(law.joint[0][1] * variance[tile.left, tile.right], second)
-            found.append(self._slope[tile.pairs] * (met * first).sum(1))
-        return np.concatenate(found)
-
     # --- forward -------------------------------------------------------------------------------
 
     def _forward(self) -> None:
@@ -1061,18 +932,12 @@ class PositionAttention:
             return np.asarray(found)
 
         moved, query = sent(slope), path / width
-        self.repeated = None
-        if met.repeats is not None:
-            repeated = sent(self._repeated(met.repeats))
-            self.repeated = pairs.split(repeated)
-            query = query + repeated
         if self._dropped > 0.0:
             masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
             output[alone] += self._dropped * masks
             within = logits.mixture().mean(logits.within)
             noise = calibration.noise_query * self._noise_overlap(logits.keys[0], within)
             moved[alone] += self._dropped * logits.scale * noise
-        self._moved = pairs.split(moved)
         self.output, self.response = pairs.split(output), pairs.split(moved + query)
         self.overlap_path = pairs.split(path)
 
@@ -1111,68 +976,16 @@ class PositionAttention:
         held = (self.counted * self._met_by(kernel)).sum(1)
         return np.asarray(np.maximum(self.counted @ kernel[0] - held, 0.0))
 
-    def _of_mean_rows(self) -> Matrix:
-        """tr(J C J'^T K) with J = diag(w) - w w^T of mean rows w, by means over cells."""
-        values, keys = self._mean_of("values"), self._mean_of("keys")
-        together = values[0] * keys[0], values[1] * keys[1]
-        sight, weights, counted = self.logits.sight, self.weights, self.counted
-        met = [counted @ kernel[1] for kernel in (values, keys)]
-        apart = [kernel[0] - diagonal(kernel[1]) for kernel in (values, keys, together)]
-        # a key that both rows see is as two of its cell, and what it has beyond
-        beyond = apart[0] * met[1] + apart[1] * met[0]
-        own = (sight.keys * weights**2, sight.keys * weights**3, sight.keys * weights**4)
-
-        def of_row(one: Array, more: Array) -> Array:
-            return np.asarray((counted * one).sum(1) + own[0] @ more)
-
-        sums = [of_row(m, a) for m, a in zip(met, apart[:2], strict=True)]
-        alone = of_row(counted @ together[1], apart[2]) + sums[0] * sums[1]
-        alone -= 2 * (counted * met[0] * met[1]).sum(1)
-        alone -= 2 * ((own[0] * beyond).sum(1) + own[1] @ (apart[0] * apart[1]))
-
-        both = sight.shared * weights[:, None, :] * weights[None, :, :]
-        whole, *several = (
-            counted @ kernel[1] @ counted.T + both @ more
-            for kernel, more in zip((together, values, keys), apart[2:] + apart[:2], strict=True)
-        )
-        cross = (met[0] * met[1]) @ counted.T + np.einsum("psq,pq->ps", both, beyond)
-        cross += np.einsum("psq,pq,q->ps", both, weights, apart[0] * apart[1])
-        return alone, whole - cross - cross.T + several[0] * several[1]
-
     @property
     def amplification(self) -> Matrix:
-        """See `attention.KernelAttention.amplification`; of words, which means over cells do not
-        know, and of turning keys that of their reference rows."""
-        if self.logits.words is not None or self.logits.turning is not None:
-            return self._saturated()
-        mean, scale = self._of_mean_rows(), self.logits.scale
-        if scale == 0.0:
-            return np.ones_like(mean[0]), np.ones_like(mean[1])
-        alone = amplified(self._moved[0], scale * mean[0], np.inf)
-        most = np.sqrt(np.multiply.outer(alone, alone))
-        return alone, amplified(self._moved[1], scale * mean[1], most)
-
-    def _saturated(self) -> Matrix:
-        """`amplification` of reference rows: of exchangeable rows whose log odds grow in proportion
-        to the correlation of their queries."""
-        rows, logits = self._rows, self.logits
-        keys, theta = np.maximum(rows.keys, 1.0 + 1e-6), np.maximum(rows.theta, FAINT)
-        odds = np.where(rows.keys > 1.0 + 1e-6, rows.odds * theta, theta)
-        own, pairs = self._kernels.queries
-        size = np.sqrt(logits.queries[0])
-        of_rows = keys, theta, odds
-        alone = saturation(ratio_or_zero(own, size**2), *of_rows)[1]
+        """`attention.amplification` of a row with itself, and of two."""
+        rows, (own, pairs) = self._rows, self._kernels.queries
+        size, every = np.sqrt(self.logits.queries[0]), np.arange(len(self.weights))
+        unshared = ratio_or_zero(rows.unshared, np.mean(self.logits.keys[0]))
+        alone = amplification(rows, every, every, ratio_or_zero(own, size**2))
         correlation = ratio_or_zero(pairs, np.multiply.outer(size, size))
-        several = [
-            saturation(correlation, *(np.broadcast_to(side(one), pairs.shape) for one in of_rows))[
-                1
-            ]
-            for side in (lambda one: one[:, None], lambda one: one[None, :])
-        ]
-        held = np.sqrt(rows.held)
-        unshared = ratio_or_zero(rows.unshared, np.mean(logits.keys[0]))
-        alone = rows.held * alone * (1.0 + dropped_by_own(self._dropped, unshared))
-        return alone, np.multiply.outer(held, held) * 0.5 * (several[0] + several[1])
+        both = amplification(rows, every[:, None], every[None, :], correlation)
+        return alone * (1.0 + dropped_by_own(self._dropped, unshared)), both
 
     @property
     def _looking(self) -> Array:
@@ -1264,44 +1077,30 @@ class PositionAttention:
         both = (twice * weights[long, left])[:, :, None] * weights[short, right][:, None, :]
         both = both * counts[0] * counts[1]
         alike = twice * sent[long, tile.own] * sent[short, tile.own]
-        of_values = of_keys = both, alike
-        if self.logits.turning is None and self.logits.words is None:
-            bent = sight.bent[long, short][:, None]
-            of_values = both * bent[..., None], alike * bent
         if alone.any():  # a row with itself instead of its neighbour
             rows = long[alone]
             once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
             once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
             twice_met = (sight.later_own[left][:, rows] * weights[rows, left].T ** 2).T
-            for both, alike in {id(of_path): of_path for of_path in (of_values, of_keys)}.values():
-                both[alone], alike[alone] = once, twice_met
-                both[beside] -= once
-                alike[beside] -= twice_met
+            both[alone], alike[alone] = once, twice_met
+            both[beside] -= once
+            alike[beside] -= twice_met
         mixture, found = self._mixture(tile), []
-        for law, (_, alike) in ((laws.joint, of_values), (laws.keyed, of_keys)):
+        for law in (laws.joint, laws.keyed):
             of_tokens, mean = mixture.mean_of(law, tile.diagonal)
             whole = (of_tokens + tile.diagonal(mean)) * alike
             found.append((whole, mixture.alike([pairs for _, pairs in law])))
         (own, joint), (beside, keyed) = found
         if tile.turned is None:
-            return [_in_single(own, joint, of_values[0]), _in_single(beside, keyed, of_keys[0])]
+            return [_in_single(own, joint, both), _in_single(beside, keyed, both)]
         rho, of_rows = tile.turned
         assert tile.still is not None
-        turned, still = (self._turned(tile, laws, means) for means in (rho, tile.still))
+        turned, still = ([pairs * means for _, pairs in laws.keyed] for means in (rho, tile.still))
         return [
             _in_single(own, joint, both),
             _in_single(beside * of_rows[:, None], mixture.alike(turned), both),
             _in_single(beside, mixture.alike(still), both),
         ]
-
-    def _turned(self, tile: Tile, laws: _Laws, means: Array) -> list[Array]:
-        """(c, n, k) of each kind, the law along the values times rho of two keys."""
-        found = [pairs * means for _, pairs in laws.keyed]
-        if laws.leaning is None or tile.away is None:
-            return found
-        for turned, (_, pairs), leaning in zip(found, laws.keyed, laws.leaning, strict=True):
-            turned += pairs * tile.away * leaning
-        return found
 
     def backward(self, own: Array, pairs: Any) -> Paths:
         """Second moments per feature of the gradient at the attention's input, by path.
@@ -1350,23 +1149,6 @@ class PositionAttention:
             total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
 
 
-def log_mean(rule: Rule, size: Array) -> Array:
-    """log E e^x of an exponent of that deviation, which varies inside cells as rho does."""
-    logs = (z * size + np.log(w) for z, w in rule)
-    return np.asarray(functools.reduce(np.logaddexp, logs))
-
-
-def leaning(rule: Rule, size: Array) -> tuple[Array, Array]:
-    """`log_mean`, and the mean of rho over its mean, in units of its deviation, weighed by such an
-    e^x."""
-    logs = [z * size + np.log(w) for z, w in rule]
-    top = functools.reduce(np.maximum, logs)
-    weights = [np.exp(log - top) for log in logs]
-    total: Any = sum(weights)
-    moved: Any = sum(z * weight for (z, _), weight in zip(rule, weights, strict=True))
-    return np.asarray(top + np.log(total)), np.asarray(moved / total)
-
-
 def rows_of_classes(logits: ClassLogits) -> AttentionRows:
     """Of every node as a row."""
     keys, temperature, own = logits.sight.keys, logits.queries[0], logits.keys[0]
@@ -1401,14 +1183,10 @@ def _crowd(logits: ClassLogits, rows: AttentionRows, level: float = 1.0) -> tupl
     """(P, P) of `log_weights`, by others and by a key itself, without the logarithm."""
     own, prior = logits.keys[0], logits.prior
     pull = rows.own_response * logits.scale * logits.queries[0] * rows.softening
-    within, away = logits.within, logits.deviation
+    within = logits.within
     top = max(own.max(), *(one.max() for one in within))
     raised = pull[:, None, None]
     kinds = [np.exp(raised * (one - top)) for one in within]
-    for number, one in enumerate(away or ()):
-        assert logits.turning is not None
-        varying = log_mean(logits.turning.rule, raised * one)
-        kinds[number] = kinds[number] * np.exp(np.minimum(varying, EXPONENT_MAX))
     of_pairs = logits.mixture().mean(kinds, level)
     of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
     return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
@@ -1472,48 +1250,6 @@ def _in_single(own: Array, kinds: Sequence[Array], factor: Array) -> Matrix:
     return own.astype(np.float32), found.reshape(len(own), -1)
 
 
-def _moved(away: Array, response: Array) -> Array:
-    """(n, q, r) what (1 - A) C (1 - A)^T has of the deviation of C inside cells."""
-    return np.asarray(away * response[:, :, None] * response[:, None, :])
-
-
-def _varying(keys: Array, away: Array) -> Array:
-    """(n, q, r) of `_together`: a key is none of the others."""
-    return np.asarray(np.maximum(keys[:, None, :] - np.eye(keys.shape[-1]), 0.0) * away**2)
-
-
-def _together(
-    mixture: Mixture, exponent: Array, responses: list[Array], overlap: Kinds, varying: list[Array]
-) -> list[Array]:
-    """(n, q) of sum_k A_jk C_kj beyond the product of the means of cells, (1 - A) on its other side
-    and A varying with what the law exponentiates; of tokens j of every kind.
-
-    Args:
-        mixture: of kinds of pairs.
-        exponent: (n, 1) of the law of a row with itself.
-        responses: (n, q) own part of 1 - A.
-        overlap: A of two keys.
-        varying: (n, q, r) variance of C inside cells times counts of other keys k.
-    """
-    others = _of_other_keys(mixture, responses)
-    held = [
-        pairs * variance * response[:, None, :]
-        for (_, pairs), variance, response in zip(overlap, varying, others, strict=True)
-    ]
-    sums = [one.sum(-1) for one in mixture.by_kind(held)]
-    return [exponent * response**2 * one for response, one in zip(responses, sums, strict=True)]
-
-
-def _of_other_keys(mixture: Mixture, responses: list[Array]) -> list[Array]:
-    """(n, q) own part of 1 - A of what other tokens' keys have: of words of any frequency, and of
-    the same."""
-    if mixture.share is None:
-        return responses
-    portion = mixture.frequencies.portion
-    mean = np.asarray(sum(p * one for p, one in zip(portion, responses, strict=True)))
-    return [mean, *responses[1:]]
-
-
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
     usable = np.abs(whole) > 1e-12 * np.abs(whole).max(initial=1e-300)
     return np.where(usable, part / np.where(usable, whole, 1.0), otherwise)
@@ -1521,9 +1257,8 @@ def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
 
 class _Laws(NamedTuple):
     """Of pairs of rows: the joint law, its derivative in the correlation, and that along the
-    values; and of rows with themselves by how much rho inside cells is more where the law is."""
+    values."""
 
     joint: Kinds
     slope: Kinds
     keyed: Kinds
-    leaning: list[Array] | None

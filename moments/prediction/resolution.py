@@ -1,0 +1,357 @@
+"""How finely a prediction follows its tokens: alike, by token, by classes of positions or of words.
+
+* Alike: nothing distinguishes them, be it a mask, a window or a text.
+* By token: `tokens=True`; what is given token by token (kernels, images, segments, targets);
+  ALiBi; fewer than 32 positions; texts of up to 64 tokens, of up to 256 under rotary or sinusoidal
+  positions, counted over all of a batch; a text that holds its row of padding; sequences that
+  differ in more than their length (`_alike_but_for_length`); a text of up to 512 tokens whose words
+  are crowded at its start.
+* Classes of positions: the rest under a causal mask or in windows, where moments are given.
+* Words on classes: the same where an embedding is read, a text or one by Zipf's law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..engine.classes import (
+    MOST_WINDOWS,
+    PER_OCTAVE,
+    PositionClasses,
+    both_sides,
+    documents_on,
+)
+from ..engine.layout import by_document
+from ..engine.texts import TextClasses, text_classes, zipf_classes
+from ..errors import DomainError, domain_error
+from ..formulas.checks import check_flag
+from ..formulas.law import Theory
+from ..model.embedding import Embedding
+from ..model.transformer import Transformer
+from ..transfer.embedding import text_ids
+from .stack import Inputs, document_spans
+
+LEAST_LENGTH = 32
+"""Positions below which classes would be hardly fewer."""
+
+SHORT_TEXT, SHORT_TURNED = 64, 256
+"""Tokens of a batch of texts up to which each is followed by itself: in all, and under rotary or
+sinusoidal positions, which turn inside cells."""
+
+MOST_TOGETHER = 512
+"""Tokens that are followed one by one where classes do not serve, and in a sequence under ALiBi:
+a layer takes some ten seconds, and eight times as long at twice as many."""
+
+
+def resolution(
+    model: Transformer,
+    theory: Theory,
+    tokens: bool | None,
+    inputs: Inputs,
+    other: Inputs,
+    grad_kernel: Any = None,
+    targets: Any = None,
+) -> bool | PositionClasses:
+    """That of a prediction: False, True or classes.
+
+    Args:
+        model, theory, tokens, grad_kernel, targets: as `predict` takes them.
+        inputs, other: of the model, and of its encoder.
+
+    Raises:
+        DomainError: what is asked for is not what the theory, the mask or the input allow.
+    """
+    if tokens is not None:
+        check_flag("tokens", tokens)
+    encoder = model.encoder
+    stacks = [model] if encoder is None else [model, encoder]
+    placed = any(map(positional, stacks))
+    given = inputs.by_token or other.by_token or grad_kernel is not None
+    if model.seq_len == 1 or (encoder is not None and encoder.seq_len == 1):
+        # The laws of tokens alike are those of a token and its pairs.
+        if theory != "refined":
+            raise domain_error(
+                "seq_len", 1, f"2 at least under theory {theory!r}", 'use theory="refined"'
+            )
+        given, tokens = True, None
+    resolved = theory == "refined" and (placed or given or any(map(few_turned, stacks)))
+    resolved = resolved if tokens is None else tokens
+    if resolved and theory != "refined":
+        raise DomainError(
+            f'theory {theory!r} covers tokens alike only: use theory="refined", or tokens=False'
+        )
+    marked = inputs.attention_mask, inputs.document_ids
+    kernels = inputs.kernel, grad_kernel, inputs.pixels, *marked
+    if not resolved and any(value is not None for value in kernels):
+        raise DomainError(
+            "kernel, grad_kernel, pixels, attention_mask and document_ids are resolved by token: "
+            'leave tokens=False out, under theory="refined"'
+        )
+    if not resolved and theory == "refined" and placed:
+        raise DomainError(
+            "tokens=False: under a causal mask, a window or a penalty on distance tokens are not "
+            'alike; leave tokens out, or use theory="published", which ignores the mask'
+        )
+    if not resolved or tokens is not None:
+        return bool(resolved)
+    chosen = targets is not None and not _pooled(model)
+    singled = inputs.given_by_token or other.by_token or grad_kernel is not None or chosen
+    classes = None if singled else _classes(model, inputs)
+    if classes is None:
+        _check_penalised(stacks)
+    return True if classes is None else classes
+
+
+def _classes(model: Transformer, inputs: Inputs) -> PositionClasses | None:
+    """Classes of positions, or of words; None: each token by itself."""
+    text, where = inputs.token_ids is not None, None
+    if not by_position(model, text):
+        return None
+    lengths: tuple[int, ...] = (model.seq_len,)
+    if inputs.by_token:
+        where = document_spans(model, inputs)
+        if where is None or not _alike_but_for_length(model, inputs, where):
+            return None
+        lengths = tuple(where[:, 2].tolist())
+    words = repeating(model, inputs)
+    one = PositionClasses.of(max(lengths), _least_window(model), **_density(model, words, text))
+    one = one if model.causal else both_sides(one)
+    classes = one if len(lengths) == 1 else documents_on(one, lengths)
+    if not words or not isinstance(model.embedding, Embedding):
+        return classes
+    if where is None or not text:
+        return zipf_classes(classes, model.embedding.vocab_size)
+    ids = by_document(text_ids(model.embedding, model.seq_len, inputs.token_ids), where)
+    several = text_classes(classes, ids if len(lengths) > 1 else ids[0])
+    if several.crowded > MOST_CROWDED:
+        if sum(lengths) <= MOST_TOGETHER:
+            return None
+        raise domain_error(
+            "token_ids",
+            inputs.token_ids,
+            "a text whose words stand spread over it: near its start "
+            f"{100 * several.crowded:.1f} % of the pairs that a row reads are of one word beyond "
+            "what classes of positions can tell apart",
+            "tokens=True resolves each, or cut the stretch that repeats one word",
+        )
+    return several
+
+
+def _alike_but_for_length(model: Transformer, inputs: Inputs, where: np.ndarray) -> bool:
+    """Whether classes serve sequences or documents of a batch, and are fewer than tokens.
+
+    Args:
+        where: as from `layout.spans`.
+    """
+    lengths, text = where[:, 2], inputs.token_ids is not None
+    if lengths.max() < 2 or (model.encoder is not None and inputs.sequences > 1):
+        return False
+    if (_pooled(model) or not model.causal) and len(set(lengths.tolist())) > 1:
+        return False
+    if not text:
+        return bool(lengths.max() >= LEAST_LENGTH or lengths.sum() > SHORT_TURNED)
+    embedding = model.embedding
+    padding = getattr(embedding, "padding_id", None)
+    if padding is not None and np.any(np.asarray(inputs.token_ids) == padding):
+        return False
+    placed = getattr(embedding, "position_variance", 0.0) > 0.0
+    if placed and inputs.document_ids is None and len(set(where[:, 1].tolist())) > 1:
+        return False  # behind padding tokens of one place do not share a row of the table
+    turned = model.rotary is not None or _waves(model)
+    return bool(lengths.sum() > (SHORT_TURNED if turned else SHORT_TEXT))
+
+
+def resolution_of(
+    model: Transformer, theory: Theory, tokens: bool | None = None
+) -> bool | PositionClasses:
+    """`resolution` where no text, kernel or mask is given."""
+    return resolution(model, theory, tokens, Inputs(), Inputs())
+
+
+def _check_penalised(stacks: list[Transformer]) -> None:
+    """Raise where distance penalties leave only single tokens, and these are many."""
+    for stack in stacks:
+        if stack.alibi and stack.seq_len > MOST_TOGETHER:
+            raise domain_error(
+                "seq_len",
+                stack.seq_len,
+                f"{MOST_TOGETHER} at most under ALiBi",
+                "its penalties fall by orders of magnitude inside any class of positions, so that "
+                "every token is followed by itself, at a cost that grows with the cube of the "
+                f"length: use model.replace(seq_len={MOST_TOGETHER}), or tokens=True to have it "
+                "nonetheless",
+            )
+
+
+FEW_TOKENS = 128
+"""Tokens of a model that is followed token by token where its user names no number of them."""
+
+
+def shortened(model: Transformer) -> Transformer:
+    """The model at `FEW_TOKENS` where it has more and each would be followed by itself."""
+    if model.seq_len <= FEW_TOKENS or not positional(model) or by_position(model):
+        return model
+    return model.replace(seq_len=FEW_TOKENS)
+
+
+# --- what distinguishes tokens --------------------------------------------------------------------
+
+
+def by_position(model: Transformer, text: bool = False) -> bool:
+    """Whether tokens are alike but for how many they see, so that classes of positions serve.
+    Without a mask or windows they are all alike, unless a text tells them apart."""
+    encoder, losses = model.encoder, (None, "causal" if model.causal else "masked")
+    around = (text or any(model.windows)) and model.relative_bias is None  # rows see both sides
+    return (
+        (model.causal or around)
+        and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
+        and not model.alibi  # penalties fall by orders of magnitude inside a class
+        and (model.seq_len > MOST_TOGETHER or not mostly_waves(model))
+        and (encoder is None or not positional(encoder))
+        and (model.head is None or model.head.loss in (*losses, "classification"))
+    )
+
+
+def repeating(model: Transformer, inputs: Inputs) -> bool:
+    """Whether what is read repeats tokens as a text does: it is one, or Zipf's law of some length.
+
+    At 256 tokens of Zipf's law in Llama's widths correlations are .02 high.
+    """
+    if inputs.token_ids is not None:
+        return True
+    return isinstance(model.embedding, Embedding) and not inputs.moments
+
+
+def positional(model: Transformer) -> bool:
+    """Whether attention tells tokens apart by where they are in their sequence."""
+    return any((model.causal, model.alibi, any(model.windows)))
+
+
+def few_turned(model: Transformer) -> bool:
+    """Whether rotary positions without a mask are few enough to follow each: more are one class,
+    which does not know which are near each other."""
+    return bool(model.rotary) and not positional(model) and model.seq_len < SHORT_TURNED
+
+
+LEAST_DRAWN = 0.5
+"""Variance of an embedding's rows below which sinusoidal positions, of variance 1/2, are most of
+it: what two places share varies inside cells."""
+
+
+def mostly_waves(model: Transformer) -> bool:
+    """Whether most of what an embedding gives is where a token stands."""
+    embedding = model.embedding
+    if not isinstance(embedding, Embedding) or not _waves(model):
+        return False
+    return embedding.row_variance < LEAST_DRAWN
+
+
+def _waves(model: Transformer) -> bool:
+    return getattr(model.embedding, "positions", None) == "sinusoidal"
+
+
+def _pooled(model: Transformer) -> bool:
+    return model.head is not None and model.head.loss == "classification"
+
+
+def _least_window(model: Transformer) -> int:
+    """The narrowest window of any layer; the length where there is none."""
+    windows = [window for window in model.windows if window is not None]
+    return min([*windows, model.seq_len])
+
+
+# --- how many classes -----------------------------------------------------------------------------
+
+DEEPEST_POST, DENSE_PER_OCTAVE = 4, 4.0
+"""Norms on the stream beyond which classes are twice as many: gradients there fall by orders of
+magnitude from one position to the next. Of 12 such layers at 128 positions, against every token,
+the mean gradient is off by 3e-3 and by 1.5e-2 with as many classes as elsewhere; of 96 under
+doubled logits, at 40 positions, against every token with a row of its own, those of single tokens
+are off by 9 % at most, and by a factor of 3.7 with as many as elsewhere."""
+
+WORDS_PER_OCTAVE, UNKNOWN_PER_OCTAVE = 1.5, 1.0
+"""Nodes for every doubling of the position where words are told apart, at three times the cost of
+each: of a text, and in windows where Zipf's law stands for an unknown one. Llama-3-8B at 8192
+tokens, 4 layers, against 4 nodes: with 1 variance 2e-4, correlation 5e-4, mean gradient 7e-3, those
+of weights 1 % and of queries and keys 9 %; with 1.5: 1e-4, 3e-4, 4e-3, 1 %, 5 %; with 2: 1e-4,
+3e-4, 3e-3, .7 %, 3 %."""
+
+LAST_PER_OCTAVE, WIDENING = 1.25, 0.05
+"""Nodes for the last doubling of the position where Zipf's law stands for an unknown text and rows
+see all before them, and by what part every step before it is longer than the next. Llama-3-8B, 4
+layers, against 3 nodes, at 8192 tokens (14 nodes, and 16 with 1 throughout): variance 1e-4,
+correlation 3e-4, mean gradient 2e-3, those of weights 1.2 % at most and of queries and keys 6 %,
+with 1 throughout 1.5e-4, 3e-4, 2e-3, 1.7 and 8 %. At 2048 (13, and 14): 8e-5, 1e-4, 1.3e-3, .6 and
+1.2 %, with 1 throughout 9e-5, 2e-4, 1.7e-3, 1 and 1.5 %."""
+
+
+def _density(model: Transformer, words: bool, text: bool) -> dict[str, Any]:
+    """What `PositionClasses.of` takes."""
+    on_stream = sum(placement in ("post", "b2t") for placement in model.placements)
+    if _waves(model) or (model.causal and on_stream > DEEPEST_POST):
+        return {"per_octave": DENSE_PER_OCTAVE}
+    if not words:
+        return {"per_octave": PER_OCTAVE}
+    if text:
+        return {"per_octave": WORDS_PER_OCTAVE}
+    if model.causal and not any(model.windows):
+        return {"per_octave": LAST_PER_OCTAVE, "widening": WIDENING}
+    return {"per_octave": UNKNOWN_PER_OCTAVE}
+
+
+# --- what words leave out -------------------------------------------------------------------------
+
+MOST_CROWDED = 0.01
+"""Pairs of a row's keys that are of one word beyond what its frequency in the text allows, up to
+which cells hold what it does. Of Llama's layers on 560 tokens of Zipf's law of which the first 4
+are one word, .007: variance is off by .8 %, gradients by 1.5 % and the embedding's by 4 %, a matrix
+by 9 %; the first 10, .021: by 2, 4, 10 and 22 %."""
+
+COPIES = 0.5
+"""Share of the places of two texts that hold one word in both, from which these are as good as
+copies."""
+
+OF_COPIES = (
+    "texts of this batch are mostly copies of each other: what their tokens share beside those at "
+    "one place is read off cells, and gradients of weights were measured up to 11 % low, those of "
+    "queries and keys up to 23 % (two copies of 192 tokens in Llama's widths at a logit variance "
+    "of 2.7; GPT-2's within 3 %); tokens=True resolves each"
+)
+
+OFTEN = 0.2
+"""Share of a text that one word is, from which it carries a note: what words as frequent have
+beyond others is left out of sums over keys. Of 264 words in two layers of Llama, at a logit
+variance of 2.7, gradients of queries and keys are 2 to 4 % low where the commonest word is a tenth
+of them, 6 to 9 % at a sixth, 16 to 19 % at a quarter and 29 to 34 % at .4, those of other weights
+up to 11 %. GPT-2's are within 2 % at each."""
+
+OF_ONE_WORD = (
+    "more than a fifth of this text is one word, and classes of positions hold words by one "
+    "frequency: under strong logits gradients of queries and keys were measured 16 to 34 % low "
+    "where it is a quarter to .4 of the text, those of other weights up to 11 % (Llama's widths at "
+    "a logit variance of 2.7; GPT-2's within 2 %); tokens=True resolves each"
+)
+
+OF_WAVES = (
+    "sinusoidal positions are most of this embedding's variance, and classes of positions hold "
+    "means of what two places share: measured at a variance of .1 of the tables, query and key "
+    "gradients are within 4 % where logits are faint and up to 19 % low at a logit variance of 3; "
+    "tokens=True resolves each"
+)
+
+
+def notes_of(model: Transformer, classes: PositionClasses | None) -> Iterator[str]:
+    """What classes of positions and of words lose."""
+    if classes is not None and mostly_waves(model):
+        yield OF_WAVES
+    if not isinstance(classes, TextClasses):
+        return
+    if len(classes.ends) > 1 and float(np.mean(classes.shares[1][0])) > COPIES:
+        yield OF_COPIES
+    if classes.ids is not None:
+        read = classes.ids[classes.there]
+        if np.bincount(np.unique(read, return_inverse=True)[1]).max() > OFTEN * read.size:
+            yield OF_ONE_WORD
