@@ -107,8 +107,11 @@ def test_one_text_of_the_decoder_is_repeated_for_every_encoder_text() -> None:
 
 
 def test_unknown_texts_of_an_encoder_are_texts_of_their_own() -> None:
-    """Against the mean over texts that are drawn by Zipf's law. By token an unknown text has the mean
-    kernel of all, which misses what gradients have by products of what tokens share (a tenth)."""
+    """Against the mean over texts that are drawn by Zipf's law.
+
+    By token an unknown text has the mean kernel of all, which misses what gradients have by
+    products of what tokens share (a tenth).
+    """
     model, text = decoder(6, 4, embedding=Embedding(WORDS, 0.03, 0.01)), words(3, 4)
     found = predict(model, token_ids=text)
     rng, portions = np.random.default_rng(1), 1 / np.arange(1.0, WORDS + 1)

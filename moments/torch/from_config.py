@@ -397,8 +397,8 @@ def _reading(kind: str, one: _Copy) -> ModuleReading:
     except MomentsError as error:
         what = str(error).partition(": pass batch")[0]
         raise DomainError(
-            f"model_type = {kind!r}: {what}; `moments check FILE.py:FACTORY` reads a module of it on "
-            f"a batch of yours{near}"
+            f"model_type = {kind!r}: {what}; `moments check FILE.py:FACTORY` reads a module of it "
+            f"on a batch of yours{near}"
         ) from error
     if result.model is None:
         raise DomainError(
