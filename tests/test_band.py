@@ -311,6 +311,7 @@ def test_by_token_and_alike_agree(variant: str, batch: int) -> None:
     assert resolved[-1] == pytest.approx(alike[-1], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*rotary positions turn:moments.ValidityWarning")
 def test_positions_that_tell_no_token_from_another() -> None:
     model = small("pre").replace(seq_len=12, rotary=Rotary())
     resolved = sigma_squared(model, correlation=0.3, tokens=True)

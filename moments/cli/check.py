@@ -192,7 +192,7 @@ def check(
     cannot be read.
     """
     if measured:
-        return _beside(subject, seq_len, measured)
+        return _with_measured(subject, seq_len, measured)
     report = _checked(subject, scheme, seq_len)
     if html is not None:
         with replacing(html) as partial:
@@ -206,7 +206,7 @@ def check(
     )
 
 
-def _beside(subject: str, seq_len: int | None, measured: list[str]) -> Answer:
+def _with_measured(subject: str, seq_len: int | None, measured: list[str]) -> Answer:
     """Numbers of the stream beside what a config predicts."""
     from ..prediction.predict import predict
     from ..show.expects import measurements
@@ -248,6 +248,8 @@ def running(subject: str) -> Iterator[None]:
             yield
     except MomentsError as error:
         why = str(error).splitlines()[0]
+        plan = "pass a plan, a Transformer or a scheme's name"
+        why = why.replace(plan, "pass --scheme or --plan")
         if file.endswith(".py"):
             why = why.replace("pass batch=", f"let {name}() return (module, batch)")
         kind = DomainError if isinstance(error, DomainError) else MomentsError

@@ -112,8 +112,8 @@ def _alone(trace: Trace, batch: float) -> float:
     first = trace.entering
     if first.resolved is not True:
         return batch
-    held = int(first.kernel.pairs.shape[-1]) // first.seq_len
-    return max(1.0, batch // held)
+    together = int(first.kernel.pairs.shape[-1]) // first.seq_len
+    return max(1.0, batch // together)
 
 
 def _network(

@@ -127,13 +127,13 @@ class OneByOne:
             sensitivity = stacked([sensitivity, *fresh])
             if k and len(sensitivity):
                 group = self.groups[k - 1]
-                adjoint = beside_nothing(group.sublayer, sensitivity)
+                adjoint = signal_alone(group.sublayer, sensitivity)
                 found.append(Passed(group, sensitivity, adjoint))
                 sensitivity = adjoint.sensitivity
         return found, sensitivity
 
 
-def beside_nothing(sublayer: Sublayer, sensitivity: Matrix) -> Any:
+def signal_alone(sublayer: Sublayer, sensitivity: Matrix) -> Any:
     """The adjoint of a signal alone, which no gradient answers to."""
     return sublayer.signal_adjoint(sensitivity, sublayer.gradient_adjoint(sensitivity[:0]).exposure)
 
@@ -240,7 +240,7 @@ class AllAtOnce:
         found = []
         for group in self.groups:
             sensitivity = _matrix(_gathered(group, behind), kind)
-            adjoint = beside_nothing(group.sublayer, sensitivity)
+            adjoint = signal_alone(group.sublayer, sensitivity)
             found.append(Passed(group, sensitivity, adjoint))
         return found, _matrix(at, kind)
 

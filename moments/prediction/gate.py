@@ -160,7 +160,7 @@ def _place(values: Array, flat: int, places: Sequence[str] | None) -> str:
     """Where an entry stands: on named places, or on (..., layers, tokens)."""
     index = np.unravel_index(flat, np.shape(values))
     if places is not None:
-        return places[index[-1]]
+        return places[int(index[-1])]
     token = f", token {index[-1] + 1}" if np.shape(values)[-1] > 1 else ""
     return f"behind layer {index[-2]}{token}" if index[-2] else f"what enters layer 1{token}"
 

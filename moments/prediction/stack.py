@@ -25,6 +25,7 @@ from ..formulas.law import Theory
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
+from ..noise.loss_noise import HeadTop
 from ..transfer.architecture import declare, declare_embedding, declare_output
 from ..transfer.embedding import (
     FixedPart,
@@ -486,8 +487,6 @@ def head_top(output: OutputMoments | None) -> Any:
     """What the band has to know of the head whose loss sends the last gradient."""
     if output is None or output.ending is None:
         return None
-    from ..noise.loss_noise import HeadTop
-
     return HeadTop(*output.ending)
 
 

@@ -190,8 +190,8 @@ class CheckReport:
         if self.findings:
             raise Unhealthy(str(self))
 
-    def beside(self, measured: Mapping[Any, Any]) -> CheckReport:
-        """With what was measured elsewhere: variances by layer, or arguments of `expects`."""
+    def with_measured(self, measured: Mapping[Any, Any]) -> CheckReport:
+        """The same with measured numbers: variances by layer, or arguments of `expects`."""
         by_name = any(isinstance(key, str) for key in measured)
         found = self.prediction.expects(**(measured if by_name else {"variance": measured}))
         if found.expected:

@@ -31,7 +31,7 @@ SHIFTS = (0.0, 1.0, 2.0)
 
 
 def odd_layers(
-    variances: Sequence[float], spreads: Sequence[float], values: int = 1
+    variances: Sequence[float] | np.ndarray, spreads: Sequence[float], values: int = 1
 ) -> tuple[int, ...]:
     """Places of layers whose variance is unlike that of the others.
 

@@ -306,11 +306,12 @@ def draw_embedding(
             "position": (model.seq_len, embedding.position_variance),
             "segment": (segments, embedding.segment_variance),
         }
-    factor = getattr(embedding, "factor_dim", None)
+    factor: int | None = getattr(embedding, "factor_dim", None)
     for name, (rows, variance) in tables.items():
         if variance > 0:
-            narrow = factor is not None and (embedding.norm or name == "token")
-            drawn[name] = draw((rows, factor if narrow else d_model), variance, generator, dtype)
+            narrow = embedding.norm or name == "token"
+            width = factor if factor is not None and narrow else d_model
+            drawn[name] = draw((rows, width), variance, generator, dtype)
     if factor is not None:
         drawn["factor"] = draw((factor, d_model), embedding.factor_variance, generator, dtype)
         if embedding.factor_bias:

@@ -14,12 +14,11 @@ import numpy as np
 
 from ..errors import domain_error
 from ..files import as_frame, plain
-from ..formulas.checks import POSITIVE, check_number
 from ..prediction.gate import computing
 from ..prediction.predict import predict
 from .change import between_trace
 from .draws import Draws
-from .first import named_optimizer, stepped, still
+from .first import check_step, named_optimizer, stepped, still
 from .rules import Optimizer
 from .several import Updates
 from .sites import Reading
@@ -330,8 +329,8 @@ class Stepping:
 
     def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
         """See `Prediction.after`."""
+        rate = check_step(optimizer, learning_rate, **options)
         chosen = named_optimizer(optimizer, **options)
-        rate = check_number("learning_rate", learning_rate, POSITIVE)
         reading = self.reading
         with computing("refined", [self.prediction.trace]):
             if chosen.updates is None:

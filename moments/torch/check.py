@@ -434,10 +434,10 @@ class _Checking:
             yield Trouble(
                 "warning",
                 "shared matrix",
-                gathered_names(shared),
-                tuple(sorted({r.layer for r in self.found.roles if r.parameter in shared})),
-                reason=f"{listed(shared)} is used by more than one layer, where the others have "
-                "matrices of their own: both layers give the same map and move together",
+                gathered_names(list(shared)),
+                layers := tuple(sorted({layer for row in shared.values() for layer in row})),
+                reason=f"{', '.join(shared)} is used by layers {listed(layers)}, where the others "
+                "have matrices of their own: these layers give the same map and move together",
                 mend="build every layer anew",
             )
         head = self.described.head
@@ -680,7 +680,7 @@ class _Checking:
                 f"that are scaled with depth already ({reading.title}): depth is counted twice"
             )
         if read.shared and read.model is not None and not self._shared_alone():
-            names = ", ".join(gathered_names(read.shared))
+            names = ", ".join(gathered_names(list(read.shared)))
             yield f"shared by several layers, whose gradients add up: {names}"
         model = self.described
         if set(model.placements) == {"post"} and model.head is not None and model.head.norm:
@@ -689,7 +689,8 @@ class _Checking:
                 "two is needed, as Pre-LN needs the final one"
             )
         token = getattr(model.embedding, "token_variance", None)
-        if token is not None and abs(token - 1) < TABLE and model.weights is not None:
+        own = self.promised is None and self.scheme is None
+        if own and token is not None and abs(token - 1) < TABLE and model.weights is not None:
             inner = float(np.median(np.asarray(model.weights.query)))
             if inner < TABLE**2:
                 yield (
