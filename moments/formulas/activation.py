@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import DomainError, domain_error
 from .algebra import FLOAT, NODES, NUMPY, LogSeries, midpoints
-from .checks import Interval
+from .checks import SHARE, Interval
 from .law import ComponentLaws, Law, Source, Substituted, derived, times
 from .references import CHO, kedia
 
@@ -149,7 +149,7 @@ RELU = activation(
             kedia("Table 1"),
             "fitted",
             note="the paper's polynomial fit to the exact law on r in [0, 1]",
-            limits={"x_correlation": Interval(0.0, 1.0)},
+            limits={"x_correlation": SHARE},
         )
     },
     entrywise=(lambda m, x: (x + abs(x)) / 2, lambda m, x: 1 * (x > 0)),

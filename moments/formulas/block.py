@@ -17,7 +17,7 @@ from .attention import (
     value_path_covariance,
     value_path_variance,
 )
-from .checks import Interval
+from .checks import SHARE
 from .law import ComponentLaws, Law, Substituted, asymptotic
 from .references import kedia
 
@@ -86,7 +86,7 @@ ATTENTION_BLOCK = ComponentLaws(
             ),
             kedia("Table 2"),
             _UNIFORM,
-            limits={"x_correlation": Interval(0.0, 1.0)},
+            limits={"x_correlation": SHARE},
         ),
         "covariance": asymptotic(
             lambda m, d_model, output, value, x_variance, x_correlation: (
@@ -94,7 +94,7 @@ ATTENTION_BLOCK = ComponentLaws(
             ),
             kedia("Table 2: output correlation 1 - p"),
             _UNIFORM,
-            limits={"x_correlation": Interval(0.0, 1.0)},
+            limits={"x_correlation": SHARE},
         ),
         "grad_variance": asymptotic(
             lambda m, d_model, output, value, drop_prob, grad_covariance: (
@@ -170,7 +170,7 @@ FFN_BLOCK = ComponentLaws(
             kedia("Table 2: the polynomial times 1 - p"),
             "fitted",
             note="the paper's polynomial approximation of the exact law on r in [0, 1]",
-            limits={"x_correlation": Interval(0.0, 1.0)},
+            limits={"x_correlation": SHARE},
         ),
     },
 )

@@ -53,13 +53,13 @@ SHARE = Interval(0.0, 1.0)
 COUNT = Interval(1.0, INFINITY)
 
 
-def check_count(name: str, value: Any, *, least: int = 1) -> int:
+def check_count(name: str, value: Any, *, least: int = 1, most: float = 2.0**53) -> int:
     """An integer of at least `least`, as a Python one; at most what a float holds exactly."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not whole or value < least:
         raise domain_error(name, value, f"an integer of at least {least}")
-    if value > 2.0**53:
-        raise domain_error(name, value, f"an integer of at most {2.0**53:.3g}")
+    if value > most:
+        raise domain_error(name, value, f"an integer of at most {most:.3g}")
     return int(value)
 
 
