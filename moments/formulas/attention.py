@@ -123,12 +123,7 @@ def value_variance(
 
 
 def value_covariance(
-    m: Any,
-    seq_len: Any,
-    row_square: Any,
-    overlap: Any,
-    grad_variance: Any,
-    grad_covariance: Any,
+    m: Any, seq_len: Any, row_square: Any, overlap: Any, grad_variance: Any, grad_covariance: Any
 ) -> Any:
     return (1 - row_square) / (seq_len - 1) * grad_variance + (1 - overlap) * grad_covariance
 
@@ -330,13 +325,7 @@ def _average_variance(
 
 
 def _average_covariance(
-    m: Any,
-    d_model: Any,
-    seq_len: Any,
-    query: Any,
-    key: Any,
-    x_variance: Any,
-    x_correlation: Any,
+    m: Any, d_model: Any, seq_len: Any, query: Any, key: Any, x_variance: Any, x_correlation: Any
 ) -> Any:
     """Covariance of sum_j a_ij x_j and sum_j a_kj x_j."""
     theta, unshared = _theta(d_model, query, key, x_variance), 1 - x_correlation

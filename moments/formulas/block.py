@@ -117,8 +117,7 @@ ATTENTION_BLOCK = ComponentLaws(
 def _ffn(formula: Any) -> Substituted:
     """Of both matrices' gain."""
     return Substituted(
-        formula,
-        gain=lambda m, d_model, d_ff, ffn_in, ffn_out: d_model * d_ff * ffn_in * ffn_out,
+        formula, gain=lambda m, d_model, d_ff, ffn_in, ffn_out: d_model * d_ff * ffn_in * ffn_out
     )
 
 
@@ -171,6 +170,6 @@ FFN_BLOCK = ComponentLaws(
             "fitted",
             note="the paper's polynomial approximation of the exact law on r in [0, 1]",
             limits={"x_correlation": SHARE},
-        ),
+        )
     },
 )

@@ -14,9 +14,7 @@ from .references import kedia
 _SHARED_ROW = {
     "mean": Law(lambda m: 0, kedia("A.1 and Table 15")),
     "variance": Law(
-        lambda m, table_variance: table_variance,
-        kedia("A.1"),
-        note="Table 16 prints 0",
+        lambda m, table_variance: table_variance, kedia("A.1"), note="Table 16 prints 0"
     ),
     "covariance": Law(
         lambda m, table_variance, pattern_correlation: table_variance * pattern_correlation,

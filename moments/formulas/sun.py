@@ -150,9 +150,7 @@ CURSE_OF_DEPTH = ComponentLaws(
             "many layers, up to a power of their number; the theorem prints Theta(L)",
         ),
         "query_prefactor": Law(
-            _prefactor,
-            _sun("Theorem 4.3, equations 79 and 80"),
-            limits={"x_variance": POSITIVE},
+            _prefactor, _sun("Theorem 4.3, equations 79 and 80"), limits={"x_variance": POSITIVE}
         ),
     },
 )

@@ -19,12 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..engine.composition import Chain, forward
-from ..engine.fluctuation import (
-    OverlapWalk,
-    UnsharedOverlap,
-    overlap_variance,
-    step_within,
-)
+from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, overlap_variance, step_within
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Trace, weight_rows
 from ..transfer.attention.projections import real_tokens

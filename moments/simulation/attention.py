@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..model.positions import RelativeBias, Rotary
 from ..model.transformer import Transformer
-from .functions import normalise
+from .functions import dropout, normalise
 from .parameters import ALL
-from .sampling import dropout
 
 MOST_LOGITS = 1 << 28
 """Logits computed at once, 1 GiB of float32; more are computed by groups of heads."""
@@ -56,14 +55,16 @@ def self_attention(
     )
     query, key = _normalised(model, query, "query", gains), _normalised(model, key, "key", gains)
     if model.placements[number - 1] == "hybrid":
-        query, key, value = (_hybrid_norm(model, part) for part in (query, key, value))
+        query, key, value = (
+            normalise(part, model.normalization, model.norm_epsilon, dyt_alpha=model.dyt_alpha)
+            for part in (query, key, value)
+        )
     rotary = model.rotaries[number - 1]
     if rotary is not None:
         query, key = rotate(query, rotary), rotate(key, rotary)
     seq_len = x.shape[1]
-    offset = (
-        torch.arange(seq_len, device=x.device) - torch.arange(seq_len, device=x.device)[:, None]
-    )
+    place = torch.arange(seq_len, device=x.device)
+    offset = place - place[:, None]
     bias: Tensor | None = None
     if model.alibi:
         slopes = torch.tensor(alibi_slopes(model.heads), device=x.device, dtype=x.dtype)
@@ -159,10 +160,6 @@ def _normalised(model: Transformer, x: Tensor, side: str, gains: Gains | None) -
     z = normalise(z, model.qk_norm.removesuffix(ALL), model.norm_epsilon)
     z = z if gain is None else z * gain
     return _split(z, model.d_head or 0) if together else z
-
-
-def _hybrid_norm(model: Transformer, x: Tensor) -> Tensor:
-    return normalise(x, model.normalization, model.norm_epsilon, dyt_alpha=model.dyt_alpha)
 
 
 # --- positions ------------------------------------------------------------------------------------

@@ -14,10 +14,9 @@ from ..model.head import Head
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..transfer.head.targets import NO_TARGET
-from .functions import activation, affine_norm
+from .functions import activation, affine_norm, dropout
 from .network import Watch
 from .parameters import affine, draw
-from .sampling import dropout
 
 
 class Output(NamedTuple):

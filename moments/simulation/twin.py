@@ -15,11 +15,10 @@ from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..prediction.draws import Draw, WeightGradient
 from .collector import Collector, squared_norm
-from .functions import affine_norm
+from .functions import affine_norm, dropout, exchangeable_normal, generator
 from .network import LayerTwin, Watch
 from .output import draw_final, draw_head, run_final, run_head
 from .parameters import affine, draw, draw_shared, draw_weights
-from .sampling import dropout, exchangeable_normal, generator
 
 _KEPT = 1 << 24
 """Numbers that the graphs of a draw hold, below which they are kept: 64 MB in float32."""

@@ -51,10 +51,7 @@ def _of_pairs(law: Law, first: Array, second: Array, kernel: Array) -> Array:
 
 
 def activated(
-    laws: ComponentLaws,
-    change: Change,
-    kernel: Array,
-    output: Array,
+    laws: ComponentLaws, change: Change, kernel: Array, output: Array
 ) -> tuple[Change, Array]:
     """Behind an activation of Gaussian preactivations, whose kernel there is `output`; and the
     slopes E phi' phi' by which pairs follow."""
@@ -104,10 +101,7 @@ class Unit:
         total = total - between * met_factor - overlap.T
         first, second = (
             dataclasses.replace(one.times(way), overlap=0 * total, total=0 * total, beyond=None)
-            for one, way in (
-                (gate, slope(laws, grown, old, met) * met_factor),
-                (factor, between),
-            )
+            for one, way in ((gate, slope(laws, grown, old, met) * met_factor), (factor, between))
         )
         both = first.plus(second, gradient, received)
         return dataclasses.replace(both, overlap=overlap, total=total + both.total)

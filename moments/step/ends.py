@@ -203,12 +203,7 @@ class _RowSteps(NamedTuple):
 
 
 def entered(
-    reading: Reading,
-    words: Words,
-    optimizer: Optimizer,
-    rate: float,
-    stream: Stream,
-    tied: Array,
+    reading: Reading, words: Words, optimizer: Optimizer, rate: float, stream: Stream, tied: Array
 ) -> Entered:
     """The step of the tables, at their sum. A table of both streams is the main one's.
 

@@ -103,7 +103,7 @@ class Root:
         factor, pivots, rank, _ = dpstrf(kernel, tol=least, lower=1)
         order = pivots - 1
         found = np.zeros((len(kernel), rank))
-        found[order] = factor[:, :rank] * _below(len(kernel))[:, :rank]
+        found[order] = np.tril(factor)[:, :rank]
         return cls(found, order[:rank])
 
     @functools.cached_property
@@ -136,12 +136,6 @@ def spread(kernel: Array) -> Array:
     values, vectors = np.linalg.eigh(kernel)
     roots = np.sqrt(np.maximum(values, 0.0))[..., None, :]
     return np.asarray((vectors * roots) @ np.swapaxes(vectors, -1, -2))
-
-
-@functools.lru_cache(maxsize=8)
-def _below(count: int) -> Array:
-    """1 on the diagonal and below."""
-    return np.tri(count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -592,10 +586,10 @@ def group_of(name: str) -> str:
     return "head" if name == "head" else "matrices"
 
 
-def newton_schulz(values: Array, steps: int = 5) -> Array:
+def newton_schulz(values: Array) -> Array:
     """What five steps of Muon's quintic make of singular values."""
     a, b, c = NEWTON_SCHULZ
-    for _ in range(steps):
+    for _ in range(5):
         square = values * values
         values = values * (a + b * square + c * square * square)
     return values

@@ -150,11 +150,7 @@ def zipf_encoder(model: Transformer, token_ids: np.ndarray, seed: int = 0) -> di
 
 
 def zipf_text(
-    vocab_size: int,
-    seq_len: int,
-    sequences: int = 2,
-    seed: int = 0,
-    padding_id: int | None = None,
+    vocab_size: int, seq_len: int, sequences: int = 2, seed: int = 0, padding_id: int | None = None
 ) -> np.ndarray:
     """Tokens drawn by Zipf's law, the r-th word with probability proportional to 1/r; padding is no
     word."""
@@ -316,11 +312,7 @@ class Transfer:
         import pandas as pd
 
         return pd.DataFrame(
-            {
-                self.along: self.sizes,
-                "rate": self.rates,
-                "exponent": (*self.exponents, np.nan),
-            }
+            {self.along: self.sizes, "rate": self.rates, "exponent": (*self.exponents, np.nan)}
         )
 
 

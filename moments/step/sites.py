@@ -135,9 +135,7 @@ class Site:
             raise DomainError(f"the first step resolves attention by token ({leaf.label})")
         way, paths = self.attended.way, self.attended.sides
         layer, tokens = way.layer, len(self.kernel)
-        sent = Three(
-            *(np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)),
-        )
+        sent = Three(*(np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)))
         found = Three(
             *(
                 pairs * (1.0 if at.weights is None else np.outer(at.weights, at.weights))

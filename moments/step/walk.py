@@ -437,11 +437,7 @@ class Walk:
     @leaf.register(SelfAttention)
     @leaf.register(CrossAttention)
     def attention(
-        self,
-        leaf: SelfAttention | CrossAttention,
-        change: Change,
-        entering: Site,
-        leaving: Site,
+        self, leaf: SelfAttention | CrossAttention, change: Change, entering: Site, leaving: Site
     ) -> Change:
         own = change, entering
         memory = own if isinstance(leaf, SelfAttention) else self.memory
