@@ -35,7 +35,7 @@ TOKEN_EMBEDDING = ComponentLaws(
     {
         **_SHARED_ROW,
         "pattern_correlation": Law(
-            lambda m, vocab_size: _zipf_collision(m, vocab_size),
+            _zipf_collision,
             derived("E N_i (N_i - 1) = L (L - 1) p_i^2 for multinomial counts"),
         ),
     },

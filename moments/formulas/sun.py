@@ -113,10 +113,10 @@ CURSE_OF_DEPTH = ComponentLaws(
         "jacobian_quadratic_printed": Law(
             lambda m, weight_variance, d_model, d_head, heads, seq_len: (
                 2
+                * (d_model * weight_variance) ** 2
                 * heads
                 * _attention_reach(m, seq_len)
                 * m.sqrt(d_head)
-                * (d_model * weight_variance) ** 2
             ),
             _sun("equation 48"),
             note="not the product of equation 36's two terms",
