@@ -72,8 +72,7 @@ class Draws:
     @classmethod
     def shared(cls, reading: Reading) -> Draws | None:
         """`of`, once for a reading."""
-        found: Draws | None = reading.once(Draws, make=lambda: cls.of(reading))
-        return found
+        return reading.once(Draws, make=lambda: cls.of(reading))
 
     @classmethod
     def of(cls, reading: Reading) -> Draws | None:
