@@ -89,7 +89,7 @@ def log_variance(
         across: of two sequences, what their tokens share before every part and behind all, where
             that is known (`between_documents`); None: what two texts do.
     """
-    layers, first = _layers(declaration), trace.entering
+    layers = _layers(declaration)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         alone = _alone(trace, batch)
         end = Fresh.of(trace) if top is None else top.met(trace, alone)
@@ -99,7 +99,7 @@ def log_variance(
         def variance(points: Sequence[int]) -> Array:
             return network.variance([starts[n] for n in points])
 
-        found = _at_points(network, variance, len(layers), bool(first.resolved))
+        found = _at_points(network, variance, len(layers))
     return _where_it_arrives(found, trace)
 
 
@@ -142,7 +142,7 @@ def signal_log_variance(
         declaration, trace, batch, across: as in `log_variance`.
         real: (n,) by token, 1 for tokens that count and 0 for padding; None: all count.
     """
-    layers, first = _layers(declaration), trace.entering
+    layers = _layers(declaration)
     kernels = [
         matrix_of(point.signal.second_moment(), point.signal.seq_len) for point in trace.stream()
     ]
@@ -154,7 +154,7 @@ def signal_log_variance(
             own = [_averaging(kernels[n], real) for n in points[::-1]]
             return network.signal_variance([starts[n] for n in points[::-1]], own)[::-1]
 
-        return _at_points(network, variance, len(layers), bool(first.resolved), False)
+        return _at_points(network, variance, len(layers), False)
 
 
 def _averaging(kernel: Matrix, real: Array | None) -> Matrix:
@@ -234,18 +234,11 @@ def _at_points(
     network: Network,
     variance: Callable[[Sequence[int]], Array],
     layers: int,
-    resolved: bool,
     from_above: bool = True,
 ) -> Array:
-    """(..., N + 1) variance at the points of the stream.
-
-    Args:
-        network: whose kernels say how many points are followed at once.
-        variance: of these points, in order.
-        layers: how many.
-        resolved: whether tokens are.
-        from_above: whether it grows from the last point down; else from the first up.
-    """
+    """(..., N + 1) variance at the points of the stream, as many at once as the network's kernels
+    leave room for. `from_above`: it grows from the last point down, else from the first up."""
+    resolved = bool(network.first.resolved)
     most = TARGETS if resolved else ALIKE_TARGETS
     # The last points are their own: above the topmost layer there is no randomness but the loss's.
     below = np.linspace(0, layers - 1, min(most - 1, layers)).round()

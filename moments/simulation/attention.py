@@ -34,17 +34,10 @@ def self_attention(
     documents: Tensor | None = None,
     gains: Gains | None = None,
 ) -> Tensor:
-    """Concatenated heads (batch, L, heads * d_head) of layer `number`.
+    """Concatenated heads (batch, L, heads * d_head) of layer `number`, counted from 1.
 
-    Args:
-        model: the declaration.
-        number: of the layer, counted from 1.
-        x: (batch, L, d_model).
-        project: "query", "key" and "value".
-        table: of relative biases, (buckets, heads); None: there is none.
-        generator: draws the dropout mask.
-        documents: (batch, L) of packed rows: a token sees its own document alone.
-        gains: of the norms of queries and keys; None: they learn none.
+    `project` knows "query", "key" and "value"; `table` is (buckets, heads) of relative biases;
+    `documents` (batch, L) are those of packed rows, of which a token reads its own alone.
     """
     if model.identity_attention:
         value = _split(project(x, "value"), model.d_head or 0)

@@ -88,15 +88,9 @@ def affine_norm(
     gain: float = 1.0,
     epsilon: float | None = None,
 ) -> Tensor:
-    """The model's normalisation, then the gain and bias that `weights` hold for `site`.
+    """The model's normalisation of x (..., d_model), then "SITE.gain" and "SITE.bias" of `weights`.
 
-    Args:
-        model: says which normalisation.
-        x: (..., d_model).
-        weights: may hold "SITE.gain" and "SITE.bias".
-        site: of the output.
-        gain: of every feature where `weights` hold none.
-        epsilon: under the root; None: the model's.
+    `gain` is that of every feature where `weights` hold none; `epsilon` None: the model's.
     """
     z = normalise(
         x,

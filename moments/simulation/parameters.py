@@ -113,14 +113,9 @@ def draw(
     dtype: torch.dtype,
     kind: str = "normal",
 ) -> Tensor:
-    """Entries of mean 0 and the given variance that require gradients.
+    """Entries of mean 0 and the given variance that require gradients, on the generator's device.
 
-    Args:
-        shape: (rows, columns); two axes where `kind` is "orthogonal".
-        variance: of an entry.
-        generator: also says on which device.
-        dtype: of the entries.
-        kind: one of `moments.model.weights.DISTRIBUTIONS`.
+    `kind` is one of `moments.model.weights.DISTRIBUTIONS`; "orthogonal" takes two axes.
     """
     entries = torch.empty(shape, device=generator.device, dtype=dtype)
     if kind == "uniform":

@@ -384,8 +384,7 @@ _MET = SelfAttention, CrossAttention, GatedLinear, Dropout, Activation
 """Behind these what is received is kept."""
 
 _SENDERS = 8
-"""Targets up to which draws are four times as many: single draws then scatter (outputs of ViT's
-heads under Muon, whose class tokens alone send, by 17 %)."""
+"""Targets up to which draws are four times as many: single draws then scatter."""
 
 _REST, _FEWEST = 2**14, 512
 """Rows of the matrix to the logits that are drawn, in all draws and at least in each, of those that
