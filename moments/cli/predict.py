@@ -265,7 +265,7 @@ def first_step(
     from ..formulas.checks import POSITIVE, check_number
     from ..prediction.predict import predict
     from ..show.step import first_step_table
-    from ..step.first import check_step
+    from ..step.rules import check_step
     from ..step.search import learning_rate as search
     from ..step.search import zipf_batch
 

@@ -333,7 +333,7 @@ class Prediction:
         Warns:
             ValidityWarning: where the step is too large for the theory.
         """
-        from ..step.first import check_step
+        from ..step.rules import check_step
 
         check_step(optimizer, learning_rate, **options)
         found: FirstStep = self._stepping.after(optimizer, learning_rate, **options)

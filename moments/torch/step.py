@@ -18,9 +18,8 @@ import numpy as np
 from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
 from ..prediction.draws import STREAM, Place
-from ..step.first import OPTIMIZERS, named_optimizer
 from ..step.measured import StepDraw, StepMeasurement
-from ..step.rules import group_of
+from ..step.rules import OPTIMIZERS, group_of, named_optimizer
 from .anatomy import measured_parts
 from .measure import Loss, _add_labels, _objective, _tensors
 from .running import built, hooked, in_mode, module_logits, watch_tensor
