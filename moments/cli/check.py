@@ -268,12 +268,8 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 def _of_user(argument: str, name: str) -> tuple[Any, Any] | None:
-    """What FILE.py:NAME makes, and its batch where it gives one; or the path of a checkpoint; None:
-    neither is named.
-
-    Raises:
-        DomainError: a file that may run code as it is read, or a FILE.py alone.
-    """
+    """What FILE.py:NAME makes, and its batch if any; or a checkpoint's path; None: neither is
+    named. DomainError for a pickle, which may run code as it is read, or a FILE.py alone."""
     path, (file, colon, inside) = Path(name), name.rpartition(":")
     if path.suffix in PICKLES:
         raise DomainError(
@@ -290,11 +286,7 @@ def _of_user(argument: str, name: str) -> tuple[Any, Any] | None:
 
 
 def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
-    """The module that a user's file makes, and its batch where it gives one.
-
-    Raises:
-        DomainError: no such file, or no such name in it.
-    """
+    """The module that a user's file makes, and its batch where it gives one."""
     path = Path(file)
     if not path.is_file():
         raise DomainError(f"{argument}: no file {brief(file)}")

@@ -164,12 +164,7 @@ def _processes(jobs: int) -> concurrent.futures.Executor:
 
 
 class _Values(NamedTuple):
-    """Of one --axis.
-
-    Attributes:
-        values: in the order given.
-        stepped: whether they are a progression's, which nobody spelled out.
-    """
+    """Of one --axis: the values in order, and whether a progression's, which nobody spelled out."""
 
     values: list[Any]
     stepped: bool
@@ -217,11 +212,8 @@ def _progression(text: str, kind: str, parts: list[str]) -> list[Any]:
 
 
 def _whole(name: str, given: _Values) -> list[Any]:
-    """Steps of a progression rounded, each once; what is no number stays.
-
-    Raises:
-        DomainError: a fraction that was spelled out.
-    """
+    """Steps of a progression rounded, each once; what is no number stays. DomainError for a
+    fraction that was spelled out."""
     for value in given.values:
         if isinstance(value, float) and value % 1 and not given.stepped:
             raise domain_error(f"--axis {name}", value, "a whole number")

@@ -61,12 +61,8 @@ class Axes:
 
     @classmethod
     def of(cls, model: Any, axes: Mapping[str, Any]) -> Axes:
-        """Validate names and values; a declaration is made with the first of each.
-
-        Raises:
-            DomainError: no such field or argument, values that are no list of single ones, or the
-                same twice; no model.
-        """
+        """Validate names and values, which are lists of single ones, and that a declaration can be
+        made of the first of each."""
         if not isinstance(model, Transformer) and not callable(model):
             raise DomainError(
                 "model must be a moments.Transformer or a function that makes one, not "
@@ -106,22 +102,11 @@ class Axes:
         return itertools.product(*self.values.values())
 
     def base(self) -> Transformer:
-        """The model at the first value of what makes it.
-
-        Raises:
-            DomainError: as the function does, or it makes something else.
-        """
+        """The model at the first value of what makes it."""
         return self._made({name: self.values[name][0] for name in self.made})
 
     def configure(self, values: Sequence[Value]) -> tuple[Transformer, dict[str, Value]]:
-        """The declaration and the arguments of `predict` at one configuration.
-
-        Fields of the model are set before those of its parts, which what is left to a default
-        follows, and schemes come last, which set what they set.
-
-        Raises:
-            DomainError: a value outside what is allowed.
-        """
+        """`declared` and `arguments` at one configuration."""
         return self.declared(values), self.arguments(values)
 
     def arguments(self, values: Sequence[Value]) -> dict[str, Value]:
@@ -135,11 +120,9 @@ class Axes:
         return tuple(repr(value) for name, value in both if name not in ARGUMENTS)
 
     def declared(self, values: Sequence[Value]) -> Transformer:
-        """The declaration at one configuration.
-
-        Raises:
-            DomainError: as `configure`.
-        """
+        """The declaration at one configuration: fields of the model before those of its parts,
+        which what is left to a default follows, and schemes last. DomainError for a value outside
+        what is allowed."""
         both = zip(self.values, values, strict=True)
         given = {name: value for name, value in both if name not in ARGUMENTS}
         model = self._made({name: given.pop(name) for name in self.made})

@@ -49,13 +49,8 @@ BOUNDARIES = (
 
 
 class LevelLine(NamedTuple):
-    """A line over a map: where a quantity of the same two axes crosses a level.
-
-    Attributes:
-        label: of the legend.
-        values: shape (number of x, number of y) of the map it is drawn on.
-        level: at which the line runs.
-    """
+    """A line over a map, named `label` in the legend: where `values`, of the shape (number of x,
+    number of y) of the map, cross a level."""
 
     label: str
     values: np.ndarray

@@ -35,14 +35,8 @@ _TRAINABLE = {"norm_affine", "norm_bias"}  # say what has a gradient, and leave 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what `predict` is told of its input and gradient, and a network to hold it against.
-
-    Attributes:
-        model: the declaration.
-        inputs: arguments of `predict`.
-        measurement: of the network with something taken out of it that no declaration can say;
-            None: of the network as it is.
-    """
+    """A model, the arguments of `predict` that describe its input and gradient, and the measurement
+    of a network changed in what no declaration can say (None: of the network as it is)."""
 
     model: Transformer
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -51,15 +45,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Feature:
-    """One difference.
-
-    Attributes:
-        name: of what differs: "ffn_out", "branch_scale attention", "causal", "input", ...
-        words: with the numbers of both sides.
-        ratio: found over declared where they are numbers (of a list the geometric mean), else nan.
-        layers: the layers where they differ; empty where the feature has no layers.
-        apply: gives a case this one feature of the other.
-    """
+    """One difference: its `name` ("ffn_out", "branch_scale attention", "causal", ...), `words` with
+    the numbers of both sides, the `ratio` of found over declared (of a list the geometric mean; nan
+    where they are no numbers), the `layers` where they differ (empty where it has none), and a
+    function that gives a case this one feature of the other."""
 
     name: str
     words: str

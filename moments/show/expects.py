@@ -52,15 +52,9 @@ SHOWN = 5
 
 
 class Point(NamedTuple):
-    """One number that was measured.
-
-    Attributes:
-        quantity: "variance" or "grad_variance".
-        layer: point of the stream.
-        measured, predicted: the number, and its mean over draws.
-        low, high: ends of the band.
-        deviations: how many standard deviations of its logarithm the number lies from the middle.
-    """
+    """A measured number (`quantity` "variance" or "grad_variance" at a `layer` of the stream), its
+    predicted mean over draws, the ends of its band, and how many standard deviations of its
+    logarithm it lies from the middle."""
 
     quantity: str
     layer: int
@@ -77,13 +71,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Likely:
-    """A variant of the declaration that gives what was measured.
-
-    Attributes:
-        words: what it is.
-        model: the declaration.
-        points: what was measured, beside what the variant predicts.
-    """
+    """A variant of the declaration that gives what was measured: in words, as a model, and with
+    what it predicts at every measured point."""
 
     words: str
     model: Transformer
@@ -294,11 +283,8 @@ WRITTEN = re.compile(r"(?:(?P<name>\w+)@(?P<layer>\d+)=(?P<value>\S+)|(?P<only>\
 
 
 def measurements(texts: Sequence[str], argument: str) -> dict[str, dict[int, float]]:
-    """Arguments of `Prediction.expects` as they are written on a command line.
-
-    Raises:
-        DomainError: none of these, or two numbers for one place.
-    """
+    """Arguments of `Prediction.expects` as they are written on a command line; DomainError for
+    others."""
     found: dict[str, dict[int, float]] = {}
     for text in texts:
         parts = WRITTEN.fullmatch(text.strip())

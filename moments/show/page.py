@@ -81,11 +81,7 @@ class Report:
 
 
 def check_html(path: str | os.PathLike[str]) -> None:
-    """Refuse a name that no browser takes for a page.
-
-    Raises:
-        DomainError: it does not end in .html.
-    """
+    """Raise a DomainError for a file name that no browser takes for a page."""
     if not os.fspath(path).lower().endswith((".html", ".htm")):
         raise domain_error("report", os.fspath(path), "a file name that ends in .html")
 
@@ -223,8 +219,7 @@ def stream_charts(
 
     Args:
         shown: a prediction of one configuration, or as much of one as is known, (4, layers + 1).
-        held: another one, drawn in grey behind it.
-        before: what stood there, drawn faintly as far as the layers go.
+        held, before: others, drawn in grey behind it, the second as far as the layers go.
         bands: whether to shade where one draw falls.
     """
     if isinstance(shown, Prediction):

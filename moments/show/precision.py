@@ -28,15 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """A floating-point format.
-
-    Attributes:
-        name: as torch's dtype is called.
-        title: as people write it.
-        mantissa: stored bits p.
-        lowest: exponent e of the smallest normal number.
-        largest: finite number M.
-    """
+    """A floating-point format: torch's `name` and the usual `title`, stored bits of `mantissa` p,
+    exponent e of the smallest normal number (`lowest`), and the `largest` finite number M."""
 
     name: str
     title: str

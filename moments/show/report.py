@@ -42,15 +42,8 @@ def tabled(
     text: int = 0,
     whole: bool = True,
 ) -> Table:
-    """Rows under their heads, the first `text` columns read from the left.
-
-    Args:
-        title, caption: above and below it.
-        heads: of the columns.
-        rows: cells.
-        text: columns that hold no numbers.
-        whole: whether cells stay on one line, whatever the width.
-    """
+    """Rows of cells under their heads, the first `text` columns read from the left; cells stay
+    `whole` on one line whatever the width."""
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD, pad_edge=False)
     table.title_justify = table.caption_justify = "left"
     for place, head in enumerate(heads):
