@@ -37,14 +37,9 @@ OUTPUT_SITES = frozenset(
 
 @dataclass(frozen=True)
 class RawMoments:
-    """Moments about zero of a (batch, L, features) tensor, some tokens of which may be padding.
-
-    Attributes:
-        mean: of all entries.
-        square: mean of the squared entries.
-        pair: mean of x_i x_j over ordered pairs i != j of one sequence and over features.
-        token_square: (L,) mean of the squared entries by position; 0 where all is padding.
-    """
+    """Moments about zero of a (batch, L, features) tensor, some tokens of which may be padding: of
+    all entries, of their squares, of x_i x_j over ordered pairs i != j of one sequence and over
+    features, and (L,) of the squares by position, 0 where all is padding."""
 
     mean: float
     square: float
@@ -92,11 +87,7 @@ class Statistic(NamedTuple):
 
 
 def common_places(draws: Sequence[Mapping[Place, Any]]) -> list[Place]:
-    """The places that every draw saw, by layer.
-
-    Raises:
-        MomentsError: not all saw the same.
-    """
+    """The places that every draw saw, by layer; MomentsError where not all saw the same."""
     if any(set(draw) != set(draws[0]) for draw in draws):
         raise MomentsError("the draws passed different sites: each must run the same network")
     return sorted(draws[0], key=lambda place: place[0])

@@ -79,12 +79,8 @@ class Step:
 
 
 class Log:
-    """Every law of a layer, at the site and on the way where it is evaluated.
-
-    Args:
-        layout: of the tokens.
-        names: where the registry has each law (`names_of_laws`).
-    """
+    """Every law of a layer, at the site and on the way where it is evaluated, under the name that
+    the registry has for it (`names_of_laws`)."""
 
     def __init__(self, layout: SequenceLayout, names: dict[Formula, tuple[str, str]]) -> None:
         self.layout, self.names = layout, names

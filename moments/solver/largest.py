@@ -37,11 +37,7 @@ def largest(
     inputs: Mapping[str, Any],
     progress: bool = False,
 ) -> Plan:
-    """The plan of the largest k or depth; a bound once broken is taken to stay so.
-
-    Raises:
-        DomainError: no such bound, or a model whose depth is written into its fields.
-    """
+    """The plan of the largest k or depth; a bound once broken is taken to stay so."""
     if not isinstance(bound, list | tuple) or len(bound) != 2 or bound[0] not in tuple(GOALS):
         raise domain_error("bound", bound, f"(goal, most), goal one of {', '.join(GOALS)}")
     goal = GOALS[bound[0]]
