@@ -192,7 +192,6 @@ class Answer:
 
 
 def _records(frame: Any) -> list[dict[str, Any]]:
-    """A table as JSON has it, a row each."""
     return [plain(row) for row in frame.to_dict("records")]
 
 

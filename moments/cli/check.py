@@ -132,7 +132,6 @@ def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
 
 
 def _planned(plan: Path) -> Transformer:
-    """The model of a plan's JSON."""
     entries = read_object(plan, "--plan", "a plan or model as JSON")
     try:
         return stored_model(entries)[0]
@@ -207,7 +206,6 @@ def check(
 
 
 def _with_measured(subject: str, seq_len: int | None, measured: list[str]) -> Answer:
-    """Numbers of the stream beside what a config predicts."""
     from ..prediction.predict import predict
     from ..show.expects import measurements
 

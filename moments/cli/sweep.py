@@ -171,7 +171,6 @@ class _Values(NamedTuple):
 
 
 def _axis(text: str) -> tuple[str, _Values]:
-    """Name and values of one --axis."""
     name, sign, values = text.partition("=")
     if not sign or not name or not values:
         allowed = "NAME=VALUES, such as layers=12,24,48 or weights.query=log:1e-4:1e-1:9"
@@ -221,7 +220,6 @@ def _whole(name: str, given: _Values) -> list[Any]:
 
 
 def _counts(model: Transformer, name: str) -> bool:
-    """Whether a field holds a whole number."""
     holder: Any = model
     for part in name.split("."):
         if not dataclasses.is_dataclass(holder):

@@ -202,7 +202,6 @@ def _name(name: Any) -> str:
 
 
 def _values(name: str, given: Any) -> tuple[Value, ...]:
-    """Single values, each once."""
     if isinstance(given, str | bytes | Mapping) or (np.ndim(given) == 0 and not _iterable(given)):
         raise domain_error(f"axes[{name!r}]", given, "a list of values")
     found = tuple(v.item() if isinstance(v, np.generic) else v for v in given)

@@ -204,7 +204,6 @@ def _header(place: Path, first: bytes) -> dict[str, Any] | None:
 
 
 def _written() -> dict[str, Any]:
-    """What a header says of who writes it."""
     from .. import __version__
 
     return {"format": FORMAT, "version": __version__}

@@ -176,6 +176,5 @@ def _without_logits(part: Component) -> Any:
 
 
 def _side_by_side(_field: str, numbers: tuple[Any, ...]) -> Any:
-    """The number that all share, or an array of them."""
     first = numbers[0]
     return first if all(one == first for one in numbers) else np.array(numbers)

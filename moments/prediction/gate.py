@@ -277,11 +277,9 @@ GATED_SPREAD = 0.04
 
 
 def _behind_gates(model: Transformer, trace: Trace) -> tuple[str, ...]:
-    """Gated units without norms: a token that is larger in one draw grows faster.
-
-    Squared norms vary by 2/d_model where they enter; the stack raises that by the square of its
-    elasticity, which the gradient's growth over the signal's is.
-    """
+    """Gated units without norms: a token that is larger in one draw grows faster. Its squared norm
+    varies by 2/d_model on entering, which the stack raises by the square of its elasticity, the
+    growth of the gradient over that of the signal."""
     stream = trace.stream()
     ends = [point.gradient for point in (stream[0], stream[-1])]
     if model.norm != "none" or not model.gated or ends[0] is None or ends[1] is None:
@@ -335,10 +333,8 @@ a product, some ten milliseconds, which threads share well."""
 
 @contextlib.contextmanager
 def few_threads(rows: int) -> Iterator[None]:
-    """One BLAS thread while matrices of so many rows are worked on; then as many as before.
-
-    In the main thread alone: set from another, OpenBLAS's limit was seen not to hold there.
-    """
+    """One BLAS thread while matrices of so many rows are worked on, in the main thread alone: set
+    from another, OpenBLAS's limit was seen not to hold there."""
     main = threading.current_thread() is threading.main_thread()
     asked = 1 < rows <= SMALL and main
     controller = _controller("scipy.linalg" in sys.modules) if asked else None
@@ -351,8 +347,7 @@ def few_threads(rows: int) -> Iterator[None]:
 
 @functools.cache
 def _controller(_also_scipy: bool) -> Any:
-    """Of the libraries that are loaded by then: numpy's, and scipy's own once that is there, which
-    comes later. None without threadpoolctl."""
+    """Of the libraries loaded by then, scipy's own among them if so; None without threadpoolctl."""
     try:
         from threadpoolctl import ThreadpoolController
     except ImportError:

@@ -270,7 +270,6 @@ gradient is off by 2e-3, gradients of queries and keys by 6 % at most."""
 
 
 def _density(model: Transformer, words: bool, text: bool) -> dict[str, Any]:
-    """What `PositionClasses.of` takes."""
     on_stream = sum(placement in ("post", "b2t") for placement in model.placements)
     if _waves(model) or (model.causal and on_stream > DEEPEST_POST):
         return {"per_octave": DENSE_PER_OCTAVE}

@@ -232,7 +232,6 @@ class Stack:
         return Kernel.of_matrix(pairs)
 
     def enter(self) -> Signal:
-        """What enters layer 1."""
         model, theory = self.model, self.theory
         fixed = None
         read = model.embedding is not None and not self.inputs.moments
@@ -814,7 +813,6 @@ def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
 
 
 def _each(value: Array) -> Any:
-    """A number, or one per configuration."""
     return float(value) if np.ndim(value) == 0 else np.asarray(value, dtype=float)
 
 

@@ -108,11 +108,7 @@ def schemes() -> tuple[Scheme, ...]:
 
 
 def scheme(name: str) -> Scheme:
-    """A scheme by its name.
-
-    Raises:
-        DomainError: there is none of that name.
-    """
+    """A scheme by its name; DomainError where there is none."""
     known = {found.name: found for found in schemes()}
     if not isinstance(name, str) or name not in known:
         raise unknown_name("scheme", name, known)

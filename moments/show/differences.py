@@ -197,7 +197,6 @@ def _multiplier(
 
 
 def _parts(declared: Transformer, found: Transformer) -> Iterator[_Change]:
-    """Fields of the embedding and of the head."""
     for part in _PARTS:
         one, other = getattr(declared, part), getattr(found, part)
         if one is None or other is None or type(one) is not type(other):
@@ -230,7 +229,6 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _fields(declared: Transformer, found: Transformer) -> Iterator[_Change]:
-    """Every other field."""
     for field in dataclasses.fields(Transformer):
         name = field.name
         if not field.init or name in _ALONE | _TRAINABLE:

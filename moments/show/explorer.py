@@ -350,7 +350,6 @@ class Explorer:
             )
 
     def _so_far(self, query: str, progress: _Progress) -> View:
-        """What is known of a state by now."""
         known = progress.prediction
         charts: list[Chart] = []
         state, held = self.read(query)

@@ -76,7 +76,6 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """The page, or the view of a state."""
         try:
             where = urlsplit(self.path)
         except ValueError:  # such as a bracket that opens an address and does not close

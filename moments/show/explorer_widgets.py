@@ -49,7 +49,6 @@ class Widgets:
 
     @property
     def _state(self) -> str:
-        """That the controls say, as a link does."""
         state: dict[str, Value] = {name: w.value for name, w in self.inputs.items()}
         return self.explorer.link(state)
 

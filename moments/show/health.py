@@ -882,7 +882,6 @@ def _slipped(reading: WeightRule, weights: Sequence[Weight]) -> Trouble:
 
 
 def _otherwise(weights: Sequence[Weight], meant: Transformer | None) -> Iterator[Trouble]:
-    """Matrices that are not as the scheme says."""
     groups: dict[str, list[tuple[Weight, float]]] = {}
     for w, wanted in () if meant is None else _off(weights, meant):
         groups.setdefault(w.name, []).append((w, wanted))

@@ -120,7 +120,6 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
 
 
 def _inside(comparison: Comparison) -> Any:
-    """Whether the stream's points lie in their band."""
     points = comparison.points()
     return points[points["stack"] == ""][["layer", "quantity", "inside"]]
 

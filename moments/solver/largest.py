@@ -87,10 +87,8 @@ def largest(
 def _bisected(
     kept: Callable[[float], bool], tried: list[float], close: float
 ) -> tuple[float | None, float]:
-    """The largest number that is kept, and the width of the interval that is left above it.
-
-    None: the first of those `tried`, which grow, is not kept. Of whole numbers `close` is 1.
-    """
+    """The largest number that is kept (None: not even the first of those `tried`, which grow), and
+    the width of the interval left above it, at most `close`; 1 for whole numbers."""
     if not kept(tried[0]):
         return None, 0.0
     low = tried[0]

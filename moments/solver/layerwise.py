@@ -113,7 +113,6 @@ class _Walk:
         self.missed: list[tuple[int, str]] = []
 
     def layer_above(self, number: int, body: Component, signal: Signal) -> Signal:
-        """Pass one layer, with its matrices scaled."""
         self.layer, self.met = number, set()
         for part in flat(body):
             signal = self.step(part, signal)
@@ -122,7 +121,6 @@ class _Walk:
         return signal
 
     def step(self, part: Component, signal: Signal) -> Signal:
-        """Pass one part of a layer, with its matrices scaled."""
         return self._forward(part.with_residuals(signal, self._solved, self._forward), signal)
 
     def _forward(self, part: Component, signal: Signal) -> Signal:
