@@ -33,18 +33,15 @@ PANELS = {
     "Predict and look": {
         "predict": "predict",
         "explain": "predict",
-        "compare-schemes": "sweep",
+        "compare-schemes": "predict",
         "report": "pages",
         "explore": "pages",
-        "sweep": "sweep",
+        "sweep": "predict",
         "first-step": "predict",
     },
     "Check what you have": {"check": "check", "compare": "check", "audit": "check"},
     "Initialise": {"solve": "predict", "schemes": "reference"},
-    "Formulas and their accuracy": {
-        "formulas": "reference",
-        "validate": "validate",
-    },
+    "Formulas and their accuracy": {"formulas": "reference", "validate": "reference"},
     "Files": {"model": "reference"},
 }
 """Commands as the help lists them, and the module here in which each stands."""

@@ -190,7 +190,7 @@ def predict(
 def _of_one_document(
     stack: Stack, lengths: tuple[int, ...], given: tuple[Any, Any], batch: int
 ) -> tuple[Prediction, float]:
-    """The prediction of a stack's longest document, and how many such have as many tokens as all."""
+    """The prediction of a stack's longest document, and how many such have all the tokens."""
     one = stack.alone()
     with computing(stack.theory, [one.run], one.rows):
         signal = one.forward()

@@ -116,7 +116,8 @@ class Prediction:
         Raises:
             DomainError: the theory is not "refined".
         """
-        return self._spread_of_draws()[0]
+        self._check_draws()
+        return self._draws[0]
 
     @property
     def grad_variance_band(self) -> np.ndarray:
@@ -133,7 +134,8 @@ class Prediction:
         Raises:
             DomainError: the theory is not "refined".
         """
-        return self._spread_of_draws()[1]
+        self._check_draws()
+        return self._draws[1]
 
     @property
     def variance_band(self) -> np.ndarray:
@@ -183,10 +185,6 @@ class Prediction:
                 f"theory {self.theory!r} gives means over draws only; "
                 'use theory="refined" for what one draw does'
             )
-
-    def _spread_of_draws(self) -> tuple[np.ndarray, np.ndarray]:
-        self._check_draws()
-        return self._draws[:2]
 
     @functools.cached_property
     def _draws(self) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:

@@ -180,7 +180,7 @@ def _input_correlation(model: Transformer, given: float | None) -> float:
 
 
 def _unit_embedding(model: Transformer) -> Any:
-    """Tables of equal variance whose sum, after dropout, has variance 1; pixels of mean square 1."""
+    """Tables of equal variance whose sum has variance 1 after dropout; pixels of mean square 1."""
     embedding, kept = model.embedding, left_by_dropout(model)
     if not hasattr(embedding, "token_variance"):
         share = kept / (1 + (embedding.position_variance > 0))

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -57,14 +57,8 @@ class Feature:
     apply: Callable[[Case], Case]
 
 
-class _Change(NamedTuple):
-    """A `Feature` of one stack, as a change of its model."""
-
-    name: str
-    words: str
-    ratio: float
-    layers: tuple[int, ...]
-    change: Callable[[Transformer], Transformer]
+_Change = tuple[str, str, float, tuple[int, ...], Callable[[Transformer], Transformer]]
+"""A `Feature` of one stack, as a change of its model."""
 
 
 def differences(declared: Transformer, found: Transformer) -> list[Feature]:
@@ -118,7 +112,7 @@ def _weights(declared: Transformer, found: Transformer) -> Iterator[_Change]:
 
         numbers, ratio = _numbers(one, other, different)
         words = f"{matrix}{_where(different, declared.layers)}: variance {numbers}"
-        yield _Change(matrix, words, ratio, different, change)
+        yield matrix, words, ratio, different, change
 
 
 def _apart(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
@@ -151,7 +145,7 @@ def _biases(declared: Transformer, found: Transformer) -> Iterator[_Change]:
         return model.replace(biases=Biases(**of))
 
     words = f"biases: variance of {', '.join(rows.values())}"
-    yield _Change("biases", words, math.nan, (), change)
+    yield "biases", words, math.nan, (), change
 
 
 def _bias(model: Transformer, matrix: str, absent: Any = 0.0) -> Any:
@@ -193,7 +187,7 @@ def _multiplier(
 
     numbers, ratio = _numbers(first, second, different)
     words = f"{_SCALES[field]}{block}{_where(different, one.shape[0])}: {numbers}"
-    return _Change(name, f"missing {words}" if gone else words, ratio, different, change)
+    return name, f"missing {words}" if gone else words, ratio, different, change
 
 
 def _parts(declared: Transformer, found: Transformer) -> Iterator[_Change]:
@@ -219,7 +213,7 @@ def _parts(declared: Transformer, found: Transformer) -> Iterator[_Change]:
 
             numbers, ratio = _pair(*values)
             words = f"{part}, {field.name.replace('_', ' ')}: {numbers}"
-            yield _Change(f"{part}.{field.name}", words, ratio, (), change)
+            yield f"{part}.{field.name}", words, ratio, (), change
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -247,7 +241,7 @@ def _fields(declared: Transformer, found: Transformer) -> Iterator[_Change]:
         def change(model: Transformer, name: str = name, value: Any = other) -> Transformer:
             return model.replace(**{name: value})
 
-        yield _Change(name, words, ratio, (), change)
+        yield name, words, ratio, (), change
 
 
 def applied(case: Case, features: list[Feature]) -> tuple[Case, list[Feature]]:

@@ -148,8 +148,7 @@ def _reaching(control: Control) -> Control:
     """With where the model stands among its stops."""
     if control.choice or control.start in control.values:
         return control
-    stops = tuple(sorted({*control.values, control.start}))
-    return Control(control.name, control.title, stops, control.start, whole=control.whole)
+    return dataclasses.replace(control, values=tuple(sorted({*control.values, control.start})))
 
 
 def _named_activation(model: Transformer) -> str:

@@ -297,14 +297,10 @@ class _Task:
     ) -> Plan:
         found = self.predicted(solved)
         values = [float(goal.value(found)) for goal, _ in pairs]
-        far = [
-            max(value - wanted, 0.0) if goal.at_most else abs(value - wanted)
-            for value, (goal, wanted) in zip(values, pairs, strict=True)
-        ]
-        residual = max(
-            far_one / max(abs(wanted), 1e-12)
-            for far_one, (_, wanted) in zip(far, pairs, strict=True)
-        )
+        residual = 0.0
+        for value, (goal, wanted) in zip(values, pairs, strict=True):
+            far = max(value - wanted, 0.0) if goal.at_most else abs(value - wanted)
+            residual = max(residual, far / max(abs(wanted), 1e-12))
         met = met and residual <= self.tolerance
         words = (
             f"{goal.title} {'at most' if goal.at_most else '='} {wanted:g}"
