@@ -50,9 +50,8 @@ class Axes:
     """Names and values of what varies, and the model that it varies.
 
     Attributes:
-        model: a declaration, or a function of some of the axes that makes one.
+        model: a declaration, or a function of the axes in `made` that makes one.
         values: of every axis, in the order given; the last varies fastest.
-        made: the axes that the function takes.
     """
 
     model: Transformer | Maker
@@ -202,7 +201,7 @@ def _name(name: Any) -> str:
 
 
 def _values(name: str, given: Any) -> tuple[Value, ...]:
-    if isinstance(given, str | bytes | Mapping) or (np.ndim(given) == 0 and not _iterable(given)):
+    if isinstance(given, str | bytes | Mapping) or (np.ndim(given) == 0 and not np.iterable(given)):
         raise domain_error(f"axes[{name!r}]", given, "a list of values")
     found = tuple(v.item() if isinstance(v, np.generic) else v for v in given)
     if not found:
@@ -216,14 +215,6 @@ def _values(name: str, given: Any) -> tuple[Value, ...]:
         twice = next(v for v in found if found.count(v) > 1)
         raise domain_error(f"axes[{name!r}]", twice, "there once")
     return found
-
-
-def _iterable(given: Any) -> bool:
-    try:
-        iter(given)
-    except TypeError:
-        return False
-    return True
 
 
 def _taken(model: Maker, values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -32,11 +32,8 @@ OUTPUTS = ("loss", "loss_stderr", "logit_variance")
 def kind(
     model: Transformer, theory: Theory, arguments: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:
-    """What configurations must share to go together; None for one that goes alone.
-
-    Of tokens alike: classes of positions, and tokens one by one, are arrays already, which gain
-    nothing from more.
-    """
+    """What configurations must share to go together; None for one that goes alone, as do classes of
+    positions and tokens one by one, which are arrays already."""
     if model.encoder is not None or resolution_of(model, theory, arguments.get("tokens")):
         return None
     fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}

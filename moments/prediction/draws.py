@@ -57,14 +57,9 @@ class WeightGradient(NamedTuple):
 
 @dataclass(frozen=True)
 class Draw:
-    """Everything seen in one forward and backward pass through one draw of the weights.
-
-    Attributes:
-        signal, gradient: raw moments of the activations and of dLoss/dx at each place.
-        weight_gradients: squared Frobenius norm of the gradient of each matrix.
-        loss, logit_variance: None where there is no loss, no head.
-        encoder: of the model whose output cross-attention read; None: there is none.
-    """
+    """Everything seen in one forward and backward pass through one draw of the weights: raw moments
+    of activations and of dLoss/dx by place, the squared Frobenius norm of every matrix's gradient,
+    loss and logits where there are any, and the same of the encoder that cross-attention read."""
 
     signal: Mapping[Place, RawMoments]
     gradient: Mapping[Place, RawMoments]

@@ -289,8 +289,7 @@ MOST_CROWDED = 0.01
 which cells hold what it does."""
 
 COPIES = 0.5
-"""Share of the places of two texts that hold one word in both, from which these are as good as
-copies."""
+"""Share of the places of two texts that hold one word in both, from which they count as copies."""
 
 OF_COPIES = (
     "texts of this batch are mostly copies of each other: what their tokens share beside those at "

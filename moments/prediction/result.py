@@ -216,7 +216,11 @@ class Prediction:
         frames = []
         for index in np.ndindex(shape):
             rows = [
-                (point.layer, point.site, *(_at(v, shape, index) for v in moments(point)))
+                (
+                    point.layer,
+                    point.site,
+                    *(float(np.broadcast_to(v, shape)[index]) for v in moments(point)),
+                )
                 for point in self.trace.points
             ]
             frame = pd.DataFrame(rows, columns=["layer", "site", *POINT_COLUMNS])
@@ -331,7 +335,7 @@ class Prediction:
         Warns:
             ValidityWarning: where the step is too large for the theory.
         """
-        from ..step.result import check_step
+        from ..step.first import check_step
 
         check_step(optimizer, learning_rate, **options)
         found: FirstStep = self._stepping.after(optimizer, learning_rate, **options)
@@ -442,7 +446,3 @@ class Prediction:
         from html import escape
 
         return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
-
-
-def _at(value: Any, shape: tuple[int, ...], index: tuple[int, ...]) -> float:
-    return float(np.broadcast_to(value, shape)[index])

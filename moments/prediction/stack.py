@@ -150,10 +150,8 @@ class Stack:
         resolved: bool | PositionClasses,
         shape: tuple[int, ...] = (),
     ) -> None:
-        """Args:
-        model, theory, inputs, resolved: as `predict` finds them.
-        shape: of configurations that the tensor entering layer 1 is to broadcast to.
-        """
+        """As `predict` finds them; `shape` of configurations that the tensor entering layer 1 is to
+        broadcast to."""
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
         self.shape = shape
         self.run = Run()

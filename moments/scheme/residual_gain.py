@@ -1,4 +1,5 @@
-"""Schemes that set one gain on every block's output: SkipInit, ReZero, LayerScale, depth-muP."""
+"""Schemes that set where blocks start: one gain on every output (SkipInit, ReZero, LayerScale,
+depth-muP), or attention that starts as the identity (Value-SkipInit)."""
 
 from __future__ import annotations
 
@@ -50,6 +51,11 @@ def _depth_mup(model: Transformer, a: float = 1.0) -> Transformer:
     return placed(model, "pre", branch_scale=a / math.sqrt(model.layers), skip_scale=1.0)
 
 
+def _value_skipinit(model: Transformer) -> Transformer:
+    """Attention weights alpha I + beta softmax(...), learned, that start at alpha 1 and beta 0."""
+    return model.replace(identity_attention=True)
+
+
 RESIDUAL_GAIN = (
     Scheme(
         "skipinit",
@@ -82,5 +88,12 @@ RESIDUAL_GAIN = (
         Source("Yang et al. 2023, Tensor Programs VI", "Table 1"),
         _depth_mup,
         ("pre",),
+    ),
+    Scheme(
+        "value-skipinit",
+        "Value-SkipInit: attention starts as the identity",
+        ("identity_attention",),
+        Source("He et al. 2023, Deep Transformers without Shortcuts", "section 3"),
+        _value_skipinit,
     ),
 )

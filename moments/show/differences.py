@@ -267,8 +267,7 @@ def _positions(layers: tuple[int, ...]) -> list[int]:
 
 
 def _numbers(one: np.ndarray, other: np.ndarray, layers: tuple[int, ...]) -> tuple[str, float]:
-    """Found and declared in words, ranges where layers differ; and the geometric mean of found over
-    declared, nan where one of them is 0."""
+    """Found and declared in words, and the geometric mean of their ratio, nan where one is 0."""
     one, other = one[_positions(layers)], other[_positions(layers)]
     words = f"{_span(other)}, declared {_span(one)}"
     if np.any(one <= 0) or np.any(other <= 0):

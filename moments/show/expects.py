@@ -1,8 +1,5 @@
-"""Is a number that was measured expected: its band, a verdict, and what else would give it.
-
-A cause is a variant of the declaration: every published scheme, and simple slips. It is named where
-all that was measured lies in the variant's own band.
-"""
+"""Is a number that was measured expected: its band, a verdict, and what else would give it:
+published schemes and simple slips in whose own bands all that was measured lies."""
 
 from __future__ import annotations
 
@@ -139,8 +136,7 @@ class Expects(Shown):
         return tuple(sorted(found, key=lambda one: one.off))
 
     def _nearest(self) -> list[tuple[str, Transformer]]:
-        """Variants that are worth a prediction, by what each does to a stream of tokens alike, in
-        milliseconds."""
+        """Variants that are worth a prediction, by what each does to tokens alike."""
         every = list(variants(self.prediction.model))
         if len(every) <= TRIED:
             return every

@@ -161,19 +161,13 @@ class View:
     """What one state looks like.
 
     Attributes:
-        values: of every control, as they were settled.
-        settled: what was changed to fit, in words.
+        values, settled: of every control, and what was changed to fit, in words.
         by_scheme: controls that the scheme decides.
-        title: which model it is; "" before it is declared.
-        verdict: what the depth does to it, in a line.
-        python: one line that gives the same prediction.
-        link: the state as the query of an address.
-        charts: SVG panels.
-        warnings: where formulas left their validity.
+        title, verdict: which model it is, and what the depth does to it.
+        python, link: one line that gives the same prediction, and the query of an address.
+        charts, warnings: SVG panels, and where formulas left their validity.
         error: why there is nothing to see; "" where there is.
-        milliseconds: what predicting and drawing took.
-        complete: whether all is there; before, curves end where layers are still to come, and
-            bands follow.
+        complete: whether all is there; before, curves end where layers are still to come.
     """
 
     values: Mapping[str, Value]

@@ -80,15 +80,8 @@ def precision(prediction: Prediction) -> pd.DataFrame:
     for way, column in (("forward", "variance"), ("gradient", "grad_variance")):
         rows = frame[frame[column] > 0]
         for form in FORMATS:
-            zero, subnormal, overflow = form.shares(rows[column].to_numpy(float))
-            parts.append(
-                rows[["layer", "site"]].assign(
-                    way=way,
-                    format=form.title,
-                    variance=rows[column],
-                    zero=zero,
-                    subnormal=subnormal,
-                    overflow=overflow,
-                )
-            )
+            part = rows[["layer", "site"]].assign(way=way, format=form.title, variance=rows[column])
+            shares = form.shares(rows[column].to_numpy(float))
+            lost = dict(zip(("zero", "subnormal", "overflow"), shares, strict=True))
+            parts.append(part.assign(**lost))
     return pd.concat(parts, ignore_index=True)

@@ -1,10 +1,8 @@
 """Which initialisation a network's weights seem to be of: every published one, and frameworks' own.
 
-A reading is a rule that gives every matrix a variance. It explains a matrix whose mean square lies
-within its own sampling error of that; the reading that explains most is what the weights seem to
-be, and what it leaves over are the matrices to look at. Rules whose one variance is free (a normal
-distribution of any deviation, with or without GPT-2's division) take it from the weights: from the
-matrix that suits them best, then anew from all that they explain.
+A rule gives every matrix a variance, and explains those whose mean square lies within its sampling
+error of that; the weights seem to be of the rule that explains most. A variance that a rule leaves
+free is taken from the matrix that suits it best, then anew from all that it explains.
 """
 
 from __future__ import annotations

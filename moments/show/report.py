@@ -106,9 +106,10 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     for name, part in (("encoder, ", comparison.encoder), ("", comparison)):
         if part is not None:
             frame = part.to_frame()
-            frame = frame[frame["site"] == "stream"].merge(
-                _inside(part), on=["layer", "quantity"], how="left"
-            )
+            points = part.points()
+            inside = points[points["stack"] == ""][["layer", "quantity", "inside"]]
+            stream = frame[frame["site"] == "stream"]
+            frame = stream.merge(inside, on=["layer", "quantity"], how="left")
             title = "{}{} along the residual stream"
             signal, gradient = QUANTITIES[:2], QUANTITIES[2:]
             tables.append(_side_by_side(frame, signal, title.format(name, "signal")))
@@ -117,11 +118,6 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     if len(outputs):
         tables.append(_outputs_table(outputs))
     return tuple(tables)
-
-
-def _inside(comparison: Comparison) -> Any:
-    points = comparison.points()
-    return points[points["stack"] == ""][["layer", "quantity", "inside"]]
 
 
 def _outputs_table(outputs: Any) -> Table:
