@@ -41,12 +41,7 @@ class RoleCause:
 
 @dataclass(frozen=True)
 class Convention:
-    """The same plan by another reading of its words.
-
-    Attributes:
-        model: the plan so read.
-        words: both readings.
-    """
+    """The same plan by another reading of its words, which `words` gives both."""
 
     model: Transformer
     words: str
@@ -61,11 +56,8 @@ _PER_HEAD = {
 def conventions(
     plan: Any, options: Mapping[str, Any] | None, model: Transformer
 ) -> tuple[Convention, ...]:
-    """Plans that go by the same name: Glorot's rule by head and by matrix.
-
-    Args:
-        plan, options: what the user passed.
-        model: what it means.
+    """Plans that go by the same name: Glorot's rule by head and by matrix. `model` is what the plan
+    means.
     """
     remedy = ""
     if isinstance(plan, str):
@@ -132,10 +124,8 @@ def causes(
     described: Transformer | None,
     readings: Sequence[Convention] = (),
 ) -> Iterator[RoleCause]:
-    """Hypotheses about one role, the more specific ones first.
-
-    Args:
-        readings: other ones of the plan.
+    """Hypotheses about one role, the more specific ones first; `readings`: other ones of the
+    plan.
     """
     name, layers = group[0].role.name, [m.role.layer for m in group]
     stack = group[0].role.stack
@@ -248,9 +238,8 @@ def advise(
 ) -> Advice:
     """One sentence per role or scale that failed.
 
-    Args:
-        described: the module's architecture with its framework's own initialisation.
-        readings: other ones of the plan.
+    `described` is the module's architecture as its framework draws it, `readings` are others of the
+    plan.
     """
     known = [m for m in measured if m.expected is not None]
     drawn = [m for m in known if m.role.is_matrix or m.role.name in TABLES]

@@ -25,11 +25,7 @@ with optional("torch", "torch"):
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A module's parts.
-
-    Attributes:
-        reading: what one pass gave.
-    """
+    """A module's parts, as one pass gave them."""
 
     reading: ModuleReading
 
@@ -64,11 +60,8 @@ class Anatomy:
         return self.reading.example
 
     def architecture(self) -> Transformer | None:
-        """The module's shape, with matrices and biases as nn.Linear draws them; None where no
-        Transformer describes it.
-
-        Of its tables and its head nothing is said, since nothing in it says how they are meant to
-        be drawn.
+        """The module's shape, its matrices and biases as nn.Linear draws them, without tables and
+        head, whose draw nothing in it says; None where no Transformer describes it.
         """
         model = self.reading.model
         crossing = any(block.name == "cross" for block in self.found.blocks)
@@ -96,11 +89,7 @@ def hook_points(module: nn.Module, batch: Any = None) -> tuple[HookPoint, ...]:
 
 
 def measured_parts(module: nn.Module, batch: Any) -> Measured:
-    """Where a module is watched, and its parameters by role.
-
-    Raises:
-        MomentsError: it cannot be read, or no submodule gives the stream.
-    """
+    """Where a module is watched, and its parameters by role."""
     parts = _anatomy(module, batch, values=False)
     if why := parts.reading.unlayered:
         reasons = "; ".join((*why, *(r for r in parts.reading.reasons if r not in why)))
@@ -131,11 +120,7 @@ def _as_drawn(model: Transformer) -> Transformer:
 
 
 def anatomy_of(module: nn.Module, batch: Any = None) -> Anatomy:
-    """A module's parts, read from one pass, or from an earlier one of the same module with the same
-    entries.
-
-    Args:
-        batch: what it reads, as in `moments.torch.measure`.
+    """A module's parts, read from one pass, or from an earlier one with the same entries.
 
     Raises:
         DomainError: a module on the meta device.
@@ -175,10 +160,8 @@ def _anatomy(module: nn.Module, batch: Any, *, values: bool) -> Anatomy:
 
 @contextmanager
 def _readable(module: nn.Module) -> Iterator[None]:
-    """With entries that a signal passes, where a module's own would end what is followed.
-
-    Entries that are not finite are zero meanwhile; norms whose weights are all zero, and tables, as
-    storage may be that was never drawn, have ones and normal entries.
+    """With a finite signal: entries that are not finite are zero meanwhile; norms whose weights are
+    all zero, and tables, as storage may be that was never drawn, have ones and normal entries.
     """
     broken = {p: p.detach().clone() for p in module.parameters() if not bool(_finite(p))}
     with torch.no_grad():

@@ -221,9 +221,8 @@ def copy_notes(found: Iterable[Copies]) -> Iterator[str]:
 
 
 def shuffle(module: nn.Module, found: Iterable[Copies], seed: int) -> nn.Module:
-    """The module, every copy's entries in another order, as if drawn on their own.
-
-    What a tensor holds, its variance and any tail of it, stays the same.
+    """The module, every copy's entries in another order, as if drawn on their own with the same
+    variance.
     """
     generator = torch.Generator().manual_seed(seed)
     for block in _copied(module, found):

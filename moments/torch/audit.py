@@ -166,12 +166,8 @@ class AuditedModule:
     """What an audit sees of a module, whatever it is held against.
 
     Attributes:
-        module: unwrapped.
-        found: its parameters' roles.
-        entries: of every role.
         repeated: tensors that are another layer's.
-        probes: of its residual branches.
-        why: there are none.
+        why: there are no probes.
         batch: what it was run on; None where it was not.
     """
 
@@ -200,12 +196,7 @@ class AuditedModule:
     def of(
         cls, module: nn.Module, found: ModuleRoles, batch: Any, model: Transformer
     ) -> AuditedModule:
-        """Read the tensors, and run the module once.
-
-        Args:
-            batch: as of `audit`.
-            model: any of its shape.
-        """
+        """Read the tensors, and run the module once; `model`: any of its shape."""
         entries, repeated = entries_of(module, found)
         probes, why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
         reads = example(module) if batch is None and probes else batch
@@ -218,12 +209,7 @@ def audit_read(
     described: Transformer | None,
     readings: Sequence[Convention] = (),
 ) -> AuditReport:
-    """Hold what was read of a module against a model.
-
-    Args:
-        described: the module's own architecture, with its framework's initialisation.
-        readings: other ones of the plan.
-    """
+    """Hold what was read of a module against a model; further arguments as of `advise`."""
     module, found, why = read.module, read.found, read.why
     measured, findings = _weights(read.entries, read.repeated, model)
     repeated, probes = read.repeated, read.probes
@@ -297,13 +283,8 @@ def weight_advice(
     described: Transformer | None,
     readings: Sequence[Convention] = (),
 ) -> Advice:
-    """Likely causes of what is wrong with a module's weights, without running it.
-
-    Args:
-        found: the module's roles.
-        model: what it is meant to be.
-        described: its own architecture, with its framework's initialisation.
-        readings: other ones of the plan.
+    """Likely causes of what is wrong with a module's weights, without running it; arguments as of
+    `advise`.
     """
     measured, findings = _weights(*entries_of(module, found), model)
     return advise(findings, measured, model, described, readings)

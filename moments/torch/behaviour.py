@@ -17,11 +17,8 @@ with optional("torch", "torch"):
 class Behaviour(NamedTuple):
     """What two runs of a module in evaluation mode show.
 
-    Attributes:
-        random: the first submodule whose output differs from one run to the next, of the same
-            input; None where none does.
-        never_run: submodules with parameters of their own that were not called, and whose
-            parameters nothing else took.
+    `random` is the first submodule whose output differs between the runs, if any; `never_run` are
+    those that were not called and whose own parameters nothing else took.
     """
 
     random: str | None

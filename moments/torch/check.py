@@ -163,13 +163,8 @@ def check_module(
 
 
 class _Inputs(NamedTuple):
-    """What a module is run on.
-
-    Attributes:
-        batch: as `measure` takes it.
-        few: the same, of fewer tokens.
-        loss: the user's, or the cross-entropy of the next token where the module has none.
-        words: what it is.
+    """What a module is run on: `few` is `batch` of fewer tokens, `loss` the user's or the next
+    token's.
     """
 
     batch: Any
@@ -897,9 +892,8 @@ class _Checking:
     def uneven(self) -> str:
         """Why gradients are not held against the weights; empty where they are.
 
-        What enters is known by its mean variance and correlation alone. Behind a norm a gradient
-        grows by 1/s^2 at every token, whose mean over L tokens is R/L where one has 1/R of the
-        others' variance.
+        Behind a norm a gradient grows by 1/s^2 at every token, whose mean over L tokens is R/L
+        where one has 1/R of the others' variance.
         """
         entering = self.measurement.token_variance[0]
         least, most = float(np.min(entering)), float(np.max(entering))
@@ -1340,10 +1334,8 @@ def _stated(
 def architecture_read(
     module: nn.Module, batch: Any, parts: Anatomy, promised: Transformer | None
 ) -> Transformer:
-    """What the module is, as one pass tells it; what it promises, where no Transformer says that.
-
-    Raises:
-        MomentsError: neither.
+    """What the module is, as one pass tells it; what it promises, where no Transformer says
+    that.
     """
     assert parts.reading is not None
     model = parts.reading.model or promised
@@ -1393,11 +1385,7 @@ def inputs_for(
     loss: Loss | None,
     example: Any,
 ) -> _Inputs:
-    """A batch of one's own, or the user's.
-
-    Args:
-        example: what a module was run on to be read.
-    """
+    """A batch of one's own, or the user's; `example` is what the module was run on to be read."""
     random = batch is None
     given = _cropped(batch, SEQUENCES, TOKENS)
     if random:

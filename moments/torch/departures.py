@@ -97,10 +97,8 @@ def departures(
     reading: ModuleReading,
     promised: Transformer | None,
 ) -> tuple[Departure, ...]:
-    """Every field in which a model departs from a module, beside what is written into it.
-
-    Args:
-        promised: what the module's config or class says.
+    """Every field in which a model departs from a module; `promised` is what its config or class
+    says.
     """
     found, read = reading.roles, reading.model
     rows = list(_of_stack("", model, found, read or promised, promised))
@@ -343,10 +341,8 @@ def check_sizes(
     has: Transformer | None,
     shared: Sequence[str] = (),
 ) -> None:
-    """Raise a DomainError where no tensor of a module would fit a model.
-
-    Args:
-        shared: parameters with several uses, a phrase each.
+    """Raise a DomainError where no tensor of a module would fit a model; `shared`: phrases of
+    `shared_by`.
     """
     if model.layers != found.layers:
         own = f"the module's {found.layers}" + (f" ({'; '.join(shared)})" if shared else "")

@@ -98,10 +98,8 @@ def describe(
 def described_as(
     model: Transformer, read: AuditedModule, sites: Sequence[HookPoint] | None = None
 ) -> Description:
-    """A module of a known architecture, of which everything was read already.
-
-    Raises, warns:
-        As `describe`.
+    """A module of a known architecture, of which everything was read already; warns as
+    `describe`.
     """
     check_sizes(model, read.found, None)
     held = _held(model, read)
@@ -183,10 +181,8 @@ class Description:
 
 
 def _of_reading(module: nn.Module, reading: ModuleReading, lost: tuple[str, ...]) -> Description:
-    """What one pass told, with the assumptions of the theory that the weights break.
-
-    Args:
-        lost: what nothing in the module said, as a note each.
+    """What one pass told, with broken assumptions; `lost`: what nothing in the module said, as
+    notes.
     """
     found = reading.roles
     entries, repeated = entries_of(module, found)
@@ -283,11 +279,7 @@ def _scales(model: Transformer, entries: Held, probes: Sequence[BlockProbe]) -> 
 
 
 def _outside(model: Transformer, entries: Held, read: AuditedModule | None) -> dict[str, Any]:
-    """Tables and head.
-
-    Args:
-        read: what tells the factor on the logits; None where nothing does.
-    """
+    """Tables and head; `read` tells the factor on the logits, if given."""
     changes: dict[str, Any] = {}
     for field, layer in (("embedding", 0), ("head", model.layers + 1)):
         part = getattr(model, field)

@@ -200,8 +200,7 @@ class Text:
     Attributes:
         arrays: the batch, its token ids as "input_ids" where they could be found.
         ids: (B, L) of a text, None where there is none or two stacks read one.
-        targets: what the loss holds every token against, where its value shows it; of a module
-            whose arguments are Hugging Face's, its labels say so.
+        targets: what the loss holds every token against, where its value shows it.
         predicted: whether the loss can be predicted from the head.
     """
 

@@ -47,8 +47,6 @@ def sees_ahead(
 ) -> bool | None:
     """Whether a token's output depends on a later token: the second is changed, the first read.
 
-    `ids` are the token ids in the batch, where they are known.
-
     None where that cannot be told: a module of pictures, two stacks, one token.
     """
     changed = _changed(batch, batch_first(module), ids)
@@ -62,9 +60,8 @@ def sees_ahead(
 
 
 def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | None:
-    """The token ids that a table of so many rows looks up, (B, L), whatever they are called.
-
-    None where no table of that size is read, or more than once.
+    """The (B, L) token ids that a table of so many rows looks up; None where not exactly one
+    does.
     """
     seen: list[Tensor] = []
     hooks = (

@@ -101,12 +101,8 @@ class EntryMoments:
 
 
 class Shape(NamedTuple):
-    """A distribution of variance 1.
-
-    Attributes:
-        moments: E x^2, x^4, x^6 and x^8.
-        end: magnitude that no entry exceeds.
-        within: probability of a magnitude below its argument.
+    """A distribution of variance 1: E x^2, x^4, x^6 and x^8, the largest magnitude, and the
+    probability of one below its argument.
     """
 
     name: str

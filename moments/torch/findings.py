@@ -101,10 +101,8 @@ def threshold(checks: int) -> float:
 
 
 def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()) -> list[Finding]:
-    """Mean square and mean of every tensor, and the mean square of a role over all layers.
-
-    Args:
-        copied: tensors that are another one's, which add nothing to what all layers say together.
+    """Mean square and mean of every tensor, and the mean square of a role over all layers, to which
+    tensors that are copied add nothing.
     """
     drawn = [m for m in measured if m.expected is not None and _is_drawn(m)]
     alone = (m for m in drawn if m.role not in copied)
@@ -169,10 +167,8 @@ def _pooled(group: list[Measured], limit: float) -> Finding | None:
 def norm_findings(
     measured: Iterable[Measured], carried: dict[tuple[int, str], float]
 ) -> Iterator[Finding]:
-    """Gains and biases of norms, which are set, not drawn.
-
-    Args:
-        carried: factors that a norm's gain may also hold, LayerNorm Scaling's, by layer and site.
+    """Gains and biases of norms; `carried`: factors that a gain may also hold, LayerNorm
+    Scaling's.
     """
     for m in measured:
         name = m.role.name
@@ -253,13 +249,8 @@ def unchecked(
     why: str,
     findings: Iterable[Finding] = (),
 ) -> tuple[str, ...]:
-    """What of a model was not held against the module, a phrase each.
-
-    Args:
-        found: the module's parameters and branches.
-        probes: of its branches.
-        why: there are none.
-        findings: checks, some of which could not be made.
+    """What of a model was not held against the module, a phrase each; `why`: there are no
+    probes.
     """
     seen = {(p.block.stack, p.block.layer, p.block.name) for p in probes}
     words = list(_unprobed(model, seen, why))

@@ -193,13 +193,7 @@ def module_class(entries: Mapping[str, Any], config: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """A narrow module of the true depth, with the true variances.
-
-    Attributes:
-        width: of its stream.
-        windows: what its windows were set to.
-        module: on the processor.
-    """
+    """A narrow module of the true depth, with the true variances."""
 
     width: int
     window: int
@@ -209,10 +203,8 @@ class _Copy:
 
     @classmethod
     def of(cls, made: Any, config: Any, number: int, squares: Mapping[str, float]) -> _Copy:
-        """Copy 0 or 1.
-
-        Args:
-            squares: mean square of every parameter that the class's own rule draws.
+        """Copy 0 or 1; `squares`: mean square of every parameter that the class's own rule
+        draws.
         """
         narrow, window = copy.deepcopy(config), 4 + 2 * number
         true = _sizes(config)
@@ -276,11 +268,7 @@ def _windows_of(config: Any) -> dict[str, int]:
 
 
 def _sizes(config: Any) -> _Sizes:
-    """What a config says of its depth, widths and heads.
-
-    Raises:
-        DomainError: an entry is missing.
-    """
+    """What a config says of its depth, widths and heads."""
     result = []
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         value = getattr(config, name, None)
@@ -305,11 +293,8 @@ def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _squares(whole: nn.Module) -> dict[str, float]:
-    """Mean square of the entries that the module's own rule draws, by parameter; a padding row is
-    left out, and so are parameters that the rule does not touch.
-
-    Args:
-        whole: on the meta device; its parameters are replaced by samples.
+    """Mean square of the entries that the module's own rule draws, by parameter, without padding
+    rows; the parameters of `whole`, on the meta device, are replaced by samples.
     """
     shapes = {name: tuple(p.shape) for name, p in _named(whole)}
     first, second = (_sampled(whole, shapes, dict.fromkeys(shapes, e)) for e in _EDGES)
@@ -327,9 +312,8 @@ def _sampled(
     shapes: Mapping[str, tuple[int, ...]],
     edges: Mapping[str, tuple[int, int] | None],
 ) -> dict[str, float]:
-    """Mean squares of samples of so many rows and columns; None: of whole parameters.
-
-    Parameters that are one are drawn apart and tied afterwards, as the class itself does it.
+    """Mean squares of samples of so many rows and columns, or of whole parameters; tied ones are
+    tied again.
     """
     names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
     first = {alias: names[0] for names in aliases(whole).values() for alias in names}
@@ -419,12 +403,7 @@ def _at_true_width(
     copies: list[_Copy],
     readings: list[ModuleReading],
 ) -> Transformer:
-    """The narrow copies' model with the sizes of the config.
-
-    Raises:
-        DomainError: what differs between the copies does not follow from their widths and windows,
-            or the true parameters have other shapes than the model.
-    """
+    """The narrow copies' model with the sizes of the config."""
     true, (near, far) = _sizes(config), (r.model for r in readings)
     assert near is not None
     assert far is not None

@@ -107,14 +107,8 @@ def blocks_of(
     points: Iterable[HookPoint],
     read: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]],
 ) -> tuple[ModuleBranch, ...]:
-    """The residual branches of a module in the order the signal passes them.
-
-    Args:
-        points: sites of the module.
-        read: placement and stream by layer and block.
-
-    Raises:
-        MomentsError: the points lack a site that places a branch.
+    """The residual branches in the order of the signal; `read`: placement and stream by layer and
+    block.
     """
     stacks: dict[str, dict[int, dict[str, SubmoduleTensor]]] = {}
     for point in points:

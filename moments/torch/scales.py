@@ -124,12 +124,9 @@ def apply_scales(
     """Hook a model's scales onto a module; None where there is nothing to scale.
 
     Args:
-        blocks: the module's residual branches.
-        scales: by stack, of every layer and block.
         drops: finds the blocks whose output passes a dropout behind every hook, and what holds its
             probability; None where that is not known.
         held: (layer, column) of blocks whose scales the module holds in parameters of its own.
-        logits: what the logits must be multiplied by, and where.
 
     Raises:
         DomainError: a scale that no hook can apply to this module, with the reason.
@@ -193,10 +190,8 @@ def _rows(
 def _dropouts(
     parts: dict[str, nn.Module], rows: Mapping[ModuleBranch, ScaleRow], drops: Drops
 ) -> dict[ModuleBranch, HeldDropout]:
-    """The dropouts that hooks must take over: behind a hook that adds x, only the sum may follow.
-
-    Raises:
-        DomainError: such a dropout whose probability was not found.
+    """The dropouts that hooks must take over: behind a hook that adds x, only the sum may
+    follow.
     """
     adding = [
         block
@@ -222,10 +217,8 @@ def _dropouts(
 def _hooks(
     parts: dict[str, nn.Module], block: ModuleBranch, row: ScaleRow, dropout: HeldDropout | None
 ) -> list[tuple[SubmoduleTensor, Any]]:
-    """Of one block, in the order in which they must be placed.
-
-    Hooks of one module run in that order: a norm's output is scaled before a Post-LN layer's
-    stream is remembered, a norm's input behind a Pre-LN layer's.
+    """Of one block, in the order in which they act: a norm's output is scaled before a Post-LN
+    layer's stream is remembered, a norm's input behind a Pre-LN layer's.
     """
     hooks: list[tuple[SubmoduleTensor, Any]] = []
     if row.norm_output != 1:
@@ -303,8 +296,8 @@ class Remember:
 class ScaleBranch:
     """Hook: f becomes (beta f + (lambda - 1) x) / native; `carried` is None where lambda is 1.
 
-    `native` is what the module's own code multiplies f by behind the hook (Granite), `drop_prob`
-    that of a dropout that its code applied there and the hook now applies to f.
+    `native` is what the module's code multiplies f by behind the hook (Granite), `drop_prob` of its
+    dropout.
     """
 
     skip: float
@@ -364,10 +357,8 @@ class HeldDropout(NamedTuple):
 def held_dropouts(
     module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
 ) -> dict[ModuleBranch, HeldDropout]:
-    """Of blocks whose output is dropped behind every hook: the number at which that happens.
-
-    A number is the right one where the block's sum is exact once it is 0. Blocks for which none is
-    found are left out; the module is left as it was.
+    """Of blocks whose output is dropped behind every hook: the number that makes their sum exact
+    once it is 0, where there is one.
     """
     parts = dict(module.named_modules())
     found: dict[ModuleBranch, HeldDropout] = {}

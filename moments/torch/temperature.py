@@ -24,9 +24,8 @@ READ = 1e-6
 def factors(
     module: nn.Module, found: ModuleRoles, model: Transformer
 ) -> list[tuple[nn.Module, float]]:
-    """Attention modules whose `scaling` must change, and to what, for the model's temperatures.
-
-    Logits are q k / (sqrt(d_head) temperature).
+    """Attention modules whose `scaling` must change, and to what: logits are q k / (sqrt(d_head)
+    temperature).
 
     Raises:
         DomainError: the temperatures differ from the module's own and cannot be set.

@@ -28,13 +28,9 @@ _PASSING = (*VIEWS, "clamp", "clamp_min", "clamp_max", "repeat", "repeat_interle
 
 
 class Recurrence(NamedTuple):
-    """One recurrence.
-
-    Attributes:
-        bias: parameter that is added to the step's input.
-        alike: the number that all its entries are; None where they differ.
-        steps: smallest and largest step.
-        memory: tokens after which the state that remembers longest is down to 1/e.
+    """One recurrence: the bias of its step, the number that all its entries are (None where they
+    differ), the smallest and largest step, and the tokens after which the longest memory is down to
+    1/e.
     """
 
     bias: str
