@@ -380,9 +380,10 @@ class _Checking:
             if reading.share >= 0.5 and own is not self.promised:
                 self.promised = None
         if self.scheme is not None:
-            target = at_length(model_of(self.scheme, self.architecture), self.measurement)
-            target = _outside(target, self.architecture)
-            return reading, target, []
+            own = self.architecture
+            target = at_length(model_of(self.scheme, own), self.measurement)
+            outside = {name: getattr(target, name) or getattr(own, name) for name in _AROUND}
+            return reading, target.replace(**outside), []
         if self.promised is not None:
             if reading.left or not reading.published or reading.model == self.promised:
                 return reading, self.promised, []
@@ -461,17 +462,10 @@ class _Checking:
             by_head = size.reshape(wanted // d_head, -1).any(1)
             if bool(by_head.any()) and not bool(by_head.all()):
                 heads = [n + 1 for n, there in enumerate(by_head.tolist()) if not there]
-                yield Trouble(
-                    "warning",
-                    "zero head",
-                    gathered([role]),
-                    (role.layer,),
-                    0.0,
-                    math.nan,
-                    f"{role.name} of head{'s' * (len(heads) > 1)} {listed(heads)} of layer "
-                    f"{role.layer} is zero, where that of the other heads is not",
-                    "draw every head alike",
-                )
+                where = f"head{'s' * (len(heads) > 1)} {listed(heads)} of layer {role.layer}"
+                why = f"{role.name} of {where} is zero, where that of the other heads is not"
+                of = gathered([role]), (role.layer,), 0.0, math.nan, why
+                yield Trouble("warning", "zero head", *of, "draw every head alike")
 
     def _mask(self) -> Iterator[Trouble]:
         """Tokens that see what they are to predict."""
@@ -576,20 +570,12 @@ class _Checking:
             for column, block in enumerate(("attention", "ffn")):
                 for place in odd_layers(values[:, column], [1e-3] * layers, count):
                     rest = float(np.median(np.delete(values[:, column], place)) ** 0.5)
-                    here = float(values[place, column] ** 0.5)
-                    yield Trouble(
-                        "warning",
-                        field.replace("_", " "),
-                        self._of(
-                            *(("output",) if column == 0 else ("ffn_out",)), layers=(place + 1,)
-                        ),
-                        (place + 1,),
-                        here,
-                        rest,
-                        f"{words} of the {block} sum in layer {place + 1} is {here:.4g}, where the "
-                        f"other layers have {rest:.4g}",
-                        "multiply every layer's branch alike",
-                    )
+                    here, layer = float(values[place, column] ** 0.5), (place + 1,)
+                    names = self._of(("output", "ffn_out")[column], layers=layer)
+                    why = f"{words} of the {block} sum in layer {place + 1} is {here:.4g}, where "
+                    why += f"the other layers have {rest:.4g}"
+                    of = field.replace("_", " "), names, layer, here, rest, why
+                    yield Trouble("warning", *of, "multiply every layer's branch alike")
 
     def _odd_layer(
         self, name: str, layer: int, names: tuple[str, ...], squares: Sequence[float]
@@ -605,17 +591,10 @@ class _Checking:
                 f"entries have {here / rest:.3g} times the mean square of the other layers' "
                 f"({math.sqrt(here):.3g} for {math.sqrt(rest):.3g}, root mean square)"
             )
-        return Trouble(
-            "warning",
-            "odd layer",
-            names,
-            (layer,),
-            here,
-            rest,
-            f"{name} of layer {layer}: {words}",
-            "initialise every layer by the same code"
-            + (f": std {math.sqrt(rest):.3g}" * (rest > 0)),
-        )
+        why = f"{name} of layer {layer}: {words}"
+        mend = "initialise every layer by the same code"
+        mend += f": std {math.sqrt(rest):.3g}" * (rest > 0)
+        return Trouble("warning", "odd layer", names, (layer,), here, rest, why, mend)
 
     def _not_declared(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
         """Fields in which the module does not compute what its plan, scheme or config says."""
@@ -628,16 +607,11 @@ class _Checking:
             if field in ("causal", "tied") and (not planned or self._reading.unmasked):
                 continue  # named by themselves
             kind = "attention mask" if field in ("causal", "window") else "not as declared"
-            yield Trouble(
-                "error",
-                "tied head" if field == "tied" else kind,
-                self._of("query", "key")[:2] if field in ATTENTION_FIELDS else (),
-                (),
-                f.measured,
-                f.expected,
-                f"{f.role}: {f.note}",
-                "build the module as it is declared, or declare what it is",
-            )
+            kind = "tied head" if field == "tied" else kind
+            names = self._of("query", "key")[:2] if field in ATTENTION_FIELDS else ()
+            mend = "build the module as it is declared, or declare what it is"
+            why = f"{f.role}: {f.note}"
+            yield Trouble("error", kind, names, (), f.measured, f.expected, why, mend)
 
     def _remarks(self, reading: WeightRule) -> Iterator[str]:
         """What was seen that may be meant."""
@@ -715,16 +689,8 @@ class _Checking:
         before = [r.parameter for r in named("embedding.norm.gain", "embedding.norm.bias")]
         first = {parted(role.parameter)[:2] for role in named("query") if role.layer == 1}
         if before and {parted(name)[:2] for name in before} == first:
-            yield Trouble(
-                "warning",
-                "norm placement",
-                gathered_names(before),
-                (1,),
-                0.0,
-                1.0,
-                "a norm of layer 1 normalises the stream itself, beside what its block reads",
-                _PRE_OR_POST,
-            )
+            why = "a norm of layer 1 normalises the stream itself, beside what its block reads"
+            yield _misplaced(gathered_names(before), 1, why)
         odd = self._reading.odd
         tensors = tensors_of(self.module)
         zero = [
@@ -734,41 +700,20 @@ class _Checking:
         ]
         gains = [n for n in zero if n.endswith(("weight", "gain", "scale", "g", "gamma"))]
         if odd and len(gains) == len(odd):  # a norm that gives nothing is none to one pass
-            yield Trouble(
-                "warning",
-                "norm gain",
-                gathered_names(gains),
-                tuple(layer for layer, _ in odd),
-                0.0,
-                1.0,
-                "every gain is 0: the block behind the norm reads nothing",
-                "start gains at 1: nn.init.ones_(norm.weight)",
-            )
+            of = gathered_names(gains), tuple(layer for layer, _ in odd), 0.0, 1.0
+            why = "every gain is 0: the block behind the norm reads nothing"
+            mend = "start gains at 1: nn.init.ones_(norm.weight)"
+            yield Trouble("warning", "norm gain", *of, why, mend)
             return
         for layer, kind in self._reading.misplaced:
             usual = PLACEMENTS.get(self.described.placements[layer - 1], "another form")
-            yield Trouble(
-                "warning",
-                "norm placement",
-                self._of("attention.norm.gain", "ffn.norm.gain", layers=(layer,)),
-                (layer,),
-                0.0,
-                1.0,
-                f"layer {layer} is {PLACEMENTS.get(kind, kind)}, where the others are {usual}",
-                _PRE_OR_POST,
-            )
+            names = self._of("attention.norm.gain", "ffn.norm.gain", layers=(layer,))
+            why = f"layer {layer} is {PLACEMENTS.get(kind, kind)}, where the others are {usual}"
+            yield _misplaced(names, layer, why)
         for layer, name in odd:
             inward = ("query", "key", "value") if name == "attention" else ("ffn_in", "gate")
-            yield Trouble(
-                "warning",
-                "norm placement",
-                self._of(*inward, layers=(layer,)),
-                (layer,),
-                0.0,
-                1.0,
-                f"the {name} block of layer {layer} has no norm, where the other blocks have one",
-                _PRE_OR_POST,
-            )
+            why = f"the {name} block of layer {layer} has no norm, where the other blocks have one"
+            yield _misplaced(self._of(*inward, layers=(layer,)), layer, why)
 
     def _idle_parts(self) -> list[str]:
         """The largest submodules in which nothing that has parameters was run."""
@@ -815,13 +760,11 @@ class _Checking:
                 groups.setdefault((stack, words), []).append((layer, factor))
         for (stack, words), rows in groups.items():
             layers, factor = tuple(layer for layer, _ in rows), rows[0][1]
+            names = self._of(f"{stack}query", f"{stack}key", layers=layers)
             yield Trouble(
                 "warning",
                 "attention scale",
-                self._of(f"{stack}query", f"{stack}key", layers=layers),
-                layers,
-                factor,
-                1.0,
+                *(names, layers, factor, 1.0),
                 f"q k is multiplied by {factor:.3g} times what it should be, so that logits have "
                 f"{factor**2:.3g} times the variance (d_head = {self.described.d_head}): "
                 f"{words or 'something else than 1/sqrt(d_head) multiplies q k'}",
@@ -877,14 +820,12 @@ class _Checking:
             f"module's own weights, sums and norms give ({row['deviations']:+.1f} standard "
             f"deviations)"
         )
+        reason += "" if explained else "; nothing that was read of it explains that"
+        numbers = float(row["measured"]), float(row["predicted"])
         yield Trouble(
             "note" if explained else "warning",
             "not what its weights give",
-            (path,) if path else (),
-            (layer,) if layer else (),
-            float(row["measured"]),
-            float(row["predicted"]),
-            reason + ("" if explained else "; nothing that was read of it explains that"),
+            *((path,) if path else (), (layer,) if layer else (), *numbers, reason),
             "look at the code of that layer: a scale, dropout, mask or norm that hooks do not see",
         )
 
@@ -971,21 +912,17 @@ class _Weights:
             count = sum(m.entries.count for m in group)
             seen = sum(m.entries.count * m.entries.square for m in group) / count
             known = [m.expected for m in group if m.expected is not None]
-            alone = not self.strict and name not in MATRICES  # held against nothing
+            alone = not self.strict and (name not in MATRICES or not seen)  # compared with nothing
+            of = f"weight variance, {name}", ", ".join(gathered([m.role for m in group])), seen
             if alone or len(known) < len(group) or not all(known):
-                yield Number(f"weight variance, {name}", _shown(group), seen, math.nan)
+                yield Number(*of, math.nan)
                 continue
             wanted = sum(m.entries.count * m.expected for m in group) / count
-            spread = (
-                math.sqrt(sum((m.entries.count * m.entries.spread) ** 2 for m in group)) / count
-            )
+            errors = (m.entries.count * m.entries.spread for m in group)
+            spread = math.hypot(*errors) / count
             low, high = wanted * math.exp(-1.96 * spread), wanted * math.exp(1.96 * spread)
             near = seen > 0 and abs(math.log(seen / wanted)) < 4.5 * spread + 1e-9
-            words = f"weight variance, {name}"
-            if not seen and not self.strict:
-                yield Number(words, _shown(group), seen, math.nan)
-                continue
-            yield Number(words, _shown(group), seen, wanted, low, high, "ok" if near else "out")
+            yield Number(*of, wanted, low, high, "ok" if near else "out")
 
     def troubles(self, offenders: Sequence[Finding]) -> Iterator[Trouble]:
         """One per role and kind of check that failed."""
@@ -1010,14 +947,12 @@ class _Weights:
             return
         names = tuple(dict.fromkeys(f.role for group in groups for f in group))
         layers = tuple(sorted({f.layer for group in groups for f in group}))
+        tensors = gathered_names([f.parameter for group in groups for f in group])
         yield Trouble(
             # nn.Transformer draws its copies' matrices again, and leaves them their biases.
             "note" if all(name.endswith(".bias") for name in names) else "warning",
             "copied layers",
-            gathered_names([f.parameter for group in groups for f in group]),
-            layers,
-            1.0,
-            0.0,
+            *(tensors, layers, 1.0, 0.0),
             f"{', '.join(names)} of layers {listed(layers)} hold the same entries as an earlier "
             "layer's: what such layers add is not independent and grows faster",
             "build every layer anew instead of copy.deepcopy (nn.TransformerEncoder copies one "
@@ -1086,27 +1021,17 @@ class _Weights:
 
     def _zero_trouble(self, names: tuple[str, ...], severity: str, words: str) -> Trouble:
         roles = [r for r in self.checking.zero if r.split(".")[-1] in names]
-        alike = " and ".join(names)
-        return Trouble(
-            severity,
-            "zero matrix",
-            self.checking._of(*roles),
-            tuple(range(1, self.target.layers + 1)),
-            0.0,
-            math.nan,
-            f"{alike} {'are' if len(names) > 1 else 'is'} zero in every layer: {words}",
-            "draw them, or zero the outward matrices (output, ffn_out) alone",
-        )
+        layers = tuple(range(1, self.target.layers + 1))
+        of = "zero matrix", self.checking._of(*roles), layers, 0.0, math.nan
+        are = "are" if len(names) > 1 else "is"
+        why = f"{' and '.join(names)} {are} zero in every layer: {words}"
+        mend = "draw them, or zero the outward matrices (output, ffn_out) alone"
+        return Trouble(severity, *of, why, mend)
 
     def _together(self, sentence: str, offenders: list[Finding]) -> Trouble:
-        worst = offenders[0]
-        return Trouble(
-            "warning",
-            "wrong variance",
-            *_stated(offenders, worst),
-            sentence,
-            f"draw them as {in_words(self.target)}, or mend the names that your init matches",
-        )
+        of = _stated(offenders, offenders[0])
+        mend = f"draw them as {in_words(self.target)}, or mend the names that your init matches"
+        return Trouble("warning", "wrong variance", *of, sentence, mend)
 
     def _variance(self, roles: list[str], group: list[Finding]) -> Trouble:
         """Roles that differ in the same layers and for the same reason."""
@@ -1128,16 +1053,11 @@ class _Weights:
             said = ": every entry is 0" if all(f.measured == 0 for f in group) else said
         unlike = worst.note and worst.note not in ("normal", "") and "together" not in worst.note
         kind = f" (entries look {worst.note})" if unlike else ""
-        return Trouble(
-            severity,
-            "wrong variance",
-            *_stated(group, worst),
-            f"{', '.join(roles)}{where}: {ratio:.3g} times the variance of "
-            f"{self._target_words()}{said}{kind}",
-            f"draw with std {math.sqrt(worst.expected):.3g}"
-            if worst.expected > 0
-            else "set to zero",
-        )
+        why = f"{', '.join(roles)}{where}: {ratio:.3g} times the variance of "
+        why += f"{self._target_words()}{said}{kind}"
+        drawn = f"draw with std {math.sqrt(max(worst.expected, 0.0)):.3g}"
+        mend = drawn if worst.expected > 0 else "set to zero"
+        return Trouble(severity, "wrong variance", *_stated(group, worst), why, mend)
 
     def _target_words(self) -> str:
         if self.checking.scheme is not None:
@@ -1180,14 +1100,9 @@ class _Weights:
             return
         offenders = [f for group in groups for f in group]
         worst = max(offenders, key=lambda f: f.severity)
-        yield Trouble(
-            "warning",
-            "norm gain",
-            *_stated(offenders, worst),
-            f"{worst.quantity} of {worst.role} is {worst.measured:.3g} instead of "
-            f"{worst.expected:.3g} (root mean square): {_GAINS}",
-            _LEAVE_NORMS,
-        )
+        why = f"{worst.quantity} of {worst.role} is {worst.measured:.3g} instead of "
+        why += f"{worst.expected:.3g} (root mean square): {_GAINS}"
+        yield Trouble("warning", "norm gain", *_stated(offenders, worst), why, _LEAVE_NORMS)
 
     def _drawn_gains(self) -> Iterator[Trouble]:
         """Gains about zero, of a module whose gains are held against nothing."""
@@ -1202,51 +1117,33 @@ class _Weights:
         ]
         if not drawn:
             return
-        _, entries = drawn[0]
-        yield Trouble(
-            "warning",
-            "norm gain",
-            gathered([role for role, _ in drawn]),
-            tuple(sorted({role.layer for role, _ in drawn if role.layer <= self.target.layers})),
-            math.sqrt(entries.square),
-            1.0,
-            f"gains of norms are entries about 0 with a root mean square of "
-            f"{math.sqrt(entries.square):.3g}, not about 1: {_GAINS}",
-            _LEAVE_NORMS,
-        )
+        size, roles = math.sqrt(drawn[0][1].square), [role for role, _ in drawn]
+        layers = tuple(sorted({role.layer for role in roles if role.layer <= self.target.layers}))
+        why = f"gains of norms are entries about 0 with a root mean square of {size:.3g}, not "
+        why += f"about 1: {_GAINS}"
+        of = gathered(roles), layers, size, 1.0, why, _LEAVE_NORMS
+        yield Trouble("warning", "norm gain", *of)
 
     def _scale(self, kind: str, role: str, group: list[Finding]) -> Trouble:
         worst = max(group, key=lambda f: f.severity)
-        layers = tuple(sorted({f.layer for f in group}))
-        layers = tuple(n for n in layers if 1 <= n <= self.target.layers)
+        layers = tuple(sorted({f.layer for f in group if 1 <= f.layer <= self.target.layers}))
+        numbers = f"is {worst.measured:.4g} instead of {worst.expected:.4g}"
         if kind in STRUCTURE:
             reason = f"{role}: {worst.note}"
         elif kind == "skip_scale":
-            reason = (
-                f"lambda of x in {role}'s sum is {worst.measured:.4g} instead of "
-                f"{worst.expected:.4g}"
-            )
+            reason = f"lambda of x in {role}'s sum {numbers}"
         else:
-            reason = self.advice.scales.get((kind, role)) or (
-                f"{SCALE_WORDS[kind]} of {role} is {worst.measured:.4g} instead of "
-                f"{worst.expected:.4g}"
-            )
+            own = f"{SCALE_WORDS[kind]} of {role} {numbers}"
+            reason = self.advice.scales.get((kind, role)) or own
         if kind == "skip_scale" and abs(worst.measured) < 0.01:
             reason = f"{role} drops the residual connection: lambda is {worst.measured:.2g}"
         elif kind == "skip_scale" and abs(worst.measured - worst.expected) > 0.5:
             reason += ": the stream itself is rescaled or normalised before the sum"
-        return Trouble(
-            "warning",
-            "norm placement" if kind in STRUCTURE else kind.replace("_", " "),
-            gathered_names([f.parameter for f in group]),
-            layers,
-            worst.measured,
-            worst.expected,
-            reason,
-            _PRE_OR_POST
-            if kind in (*STRUCTURE, "skip_scale")
-            else "let the code multiply by the scheme's factor once",
-        )
+        of = gathered_names([f.parameter for f in group]), layers, worst.measured, worst.expected
+        once = "let the code multiply by the scheme's factor once"
+        mend = _PRE_OR_POST if kind in (*STRUCTURE, "skip_scale") else once
+        words = "norm placement" if kind in STRUCTURE else kind.replace("_", " ")
+        return Trouble("warning", words, *of, reason, mend)
 
     def _fixed(self, name: str) -> bool:
         """Whether a table was written, not drawn: every row has the same norm, as sines have."""
@@ -1259,13 +1156,9 @@ class _Weights:
 
     def _mean(self, role: str, group: list[Finding]) -> Trouble:
         worst = max(group, key=lambda f: abs(f.measured))
-        return Trouble(
-            "warning",
-            "mean not zero",
-            *_stated(group, worst),
-            f"entries of {role} have a mean of {worst.measured:.3g}, which no draw about zero has",
-            "draw entries symmetric about 0 (uniform from -a to a)",
-        )
+        of = "mean not zero", *_stated(group, worst)
+        why = f"entries of {role} have a mean of {worst.measured:.3g}, which no draw about zero has"
+        return Trouble("warning", *of, why, "draw entries symmetric about 0 (uniform from -a to a)")
 
     def verdict(self) -> str:
         """What the scheme seems to be, and where it is not."""
@@ -1290,6 +1183,8 @@ _GAINS = "an initialiser that runs over all parameters draws gains and biases of
 _LEAVE_NORMS = "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)"
 _PRE_OR_POST = "x = x + block(norm(x)) is Pre-LN, x = norm(x + block(x)) Post-LN: every layer alike"
 _VECTORS = ("gain", "mean square")
+_AROUND = ("embedding", "head")
+"""What a module's own stands for where a plan says nothing."""
 
 
 # --- the module as it stands ----------------------------------------------------------------------
@@ -1310,16 +1205,16 @@ def _finite(module: nn.Module) -> None:
         raise NotRead(f"{names} of {type(module).__name__}: {reason}", (found,))
 
 
+def _misplaced(names: tuple[str, ...], layer: int, why: str) -> Trouble:
+    return Trouble("warning", "norm placement", names, (layer,), 0.0, 1.0, why, _PRE_OR_POST)
+
+
 def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Trouble:
     said = "the token table itself" if tied else "a matrix of its own"
-    return Trouble(
-        "error",
-        "tied head" if tied else "untied head",
-        names,
-        (),
-        reason=f"the head is {said}, which {source} not to be",
-        mend="head.weight = tokens.weight ties them",
-    )
+    why = f"the head is {said}, which {source} not to be"
+    mend = "head.weight = tokens.weight ties them"
+    kind = "tied head" if tied else "untied head"
+    return Trouble("error", kind, names, reason=why, mend=mend)
 
 
 def _stated(
@@ -1363,17 +1258,6 @@ def _names(found: ModuleRoles) -> dict[str, tuple[str, ...]]:
     return {name: gathered([r for r in found.roles if r.full_name == name]) for name in names}
 
 
-def _shown(group: Sequence[Any]) -> str:
-    return ", ".join(gathered([m.role for m in group]))
-
-
-def _outside(target: Transformer, read: Transformer) -> Transformer:
-    """A plan that is silent on embedding and head, with those that the module has."""
-    return target.replace(
-        embedding=target.embedding or read.embedding, head=target.head or read.head
-    )
-
-
 # --- what it is run on ----------------------------------------------------------------------------
 
 
@@ -1390,19 +1274,12 @@ def inputs_for(
     given = _cropped(batch, SEQUENCES, TOKENS)
     if random:
         given = _own_batch(module, found, model, example)
-        if _limited(module, given, example):
+        if given is not example and not _configured(module):  # nothing says how much it reads
             given = _that_runs(module, given, example)
     given = _with_labels(module, _with_targets(module, given))
     loss = loss or _next_token(module, given, found)
-    few = _cropped(given, 1, FEW)
-    shapes = _shape(given)
-    words = f"measured on {shapes}" + (" of random input" if random else "")
-    return _Inputs(given, few, loss, words)
-
-
-def _limited(module: nn.Module, given: Any, example: Any) -> bool:
-    """Whether nothing says that a module reads so many tokens: no config, and a longer run."""
-    return given is not example and not _configured(module)
+    words = f"measured on {_shape(given)}" + (" of random input" if random else "")
+    return _Inputs(given, _cropped(given, 1, FEW), loss, words)
 
 
 def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
