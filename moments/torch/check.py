@@ -48,12 +48,11 @@ from .anatomy import Anatomy, anatomy_of, forget
 from .architecture import promised_by
 from .audit import AuditedModule, audit_read
 from .batches import measured_gradient, measured_moments
-from .behaviour import behaviour
 from .checkpoints import opened
 from .dataflow.reading import in_every_layer
 from .describe import NO_ROLE, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, tokens_entering
-from .entering import first_stream, ids_read, sees_ahead
+from .entering import behaviour, first_stream, ids_read, sees_ahead
 from .entries import EntryMoments
 from .expectation import model_of
 from .findings import Finding, measure_roles

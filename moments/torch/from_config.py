@@ -30,6 +30,7 @@ from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from .dataflow import ModuleReading, read
 from .dataflow.reading import biases_of, in_every_layer, one_or_all
+from .huggingface_modules import named_class
 from .roles import block_of, tensors_of
 from .running import aliases, padding_rows
 
@@ -183,11 +184,8 @@ def module_class(entries: Mapping[str, Any], config: Any) -> Any:
         )
     names = entries.get("architectures")
     usual = [getattr(modeling_auto, task).get(kind) for task in _TASKS]
-    for name in [*(names if isinstance(names, list) else ()), *usual]:
-        result: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-        is_model = isinstance(result, type) and issubclass(result, transformers.PreTrainedModel)
-        if is_model and result.config_class is type(config):
-            return result
+    if result := named_class(config, *(names if isinstance(names, list) else ()), *usual):
+        return result
     raise DomainError(f"model_type = {kind!r}: no model of text or of images{_nearest(kind)}")
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from ..errors import MomentsError, optional
 from ..show.health import Trouble, ranked
-from .behaviour import behaviour
 from .dataflow.graph import VIEWS, Graph, Node, record
 from .dataflow.reading import called
+from .entering import behaviour
 from .roles import gathered_names
 
 with optional("torch", "torch"):
