@@ -33,6 +33,7 @@ from .findings import (
     norm_findings,
     scale_findings,
     slope_finding,
+    temperature_findings,
     unchecked,
     unprobed_findings,
     variance_findings,
@@ -41,7 +42,6 @@ from .probe import BlockProbe, Slope, logits_path, measured_scale, probe_or_why
 from .roles import ModuleRoles, Role, block_of, gain_of, tensors_of
 from .running import padding_rows
 from .scales import FOLDED
-from .temperature import temperature_findings
 
 with optional("torch", "torch"):
     from torch import nn
@@ -52,17 +52,8 @@ if TYPE_CHECKING:
 _FOLDED = "the module was folded: its weights carry the plan's scales; audit it before folding"
 
 _COLUMNS = (
-    "layer",
-    "role",
-    "parameter",
-    "quantity",
-    "expected",
-    "measured",
-    "ratio",
-    "stderr",
-    "probability",
-    "passed",
-    "note",
+    *("layer", "role", "parameter", "quantity", "expected", "measured", "ratio", "stderr"),
+    *("probability", "passed", "note"),
 )
 
 
@@ -270,7 +261,7 @@ def _weights(
 ) -> tuple[list[Measured], list[Finding]]:
     """Every tensor beside its expectation, and what is wrong with them."""
     measured = measure_roles(model, entries)
-    findings = variance_findings(measured, {role for c in repeated for role in c.roles[1:]})
+    findings = variance_findings(measured, {role for roles in repeated for role in roles[1:]})
     findings += copy_findings(repeated)
     findings += norm_findings(measured, _carried(model))
     return measured, findings
@@ -291,7 +282,6 @@ def weight_advice(
 
 
 def _logits(read: AuditedModule, model: Transformer) -> list[Finding]:
-    """What multiplies the logits against the head's output scale."""
     path = logits_path(read.found)
     if path is None or model.head is None:
         return []
@@ -342,10 +332,7 @@ def text(report: AuditReport) -> str:
         lines += textwrap.wrap(f"- {sentence}", WIDTH, subsequent_indent="  ")
     shown = [*bad[:OFFENDERS], *open_checks[:GOOD], *good[:GOOD]]
     lines.append(render(_table(shown), TABLE_WIDTH))
-    for rest, words in (
-        (len(bad) - OFFENDERS, "more failed"),
-        (len(good) - GOOD, "more passed"),
-    ):
+    for rest, words in ((len(bad) - OFFENDERS, "more failed"), (len(good) - GOOD, "more passed")):
         if rest > 0:
             lines.append(f"... {rest} {words}; to_frame() has every check")
     for names, words in (

@@ -15,13 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import (
-    DomainError,
-    MomentsError,
-    listed,
-    optional,
-    without_warnings,
-)
+from ..errors import DomainError, MomentsError, listed, optional, without_warnings
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
@@ -443,7 +437,6 @@ class _Checking:
             yield _untied(head.tied, said, self._of("head") or self._of("token"))
 
     def _zero_heads(self) -> Iterator[Trouble]:
-        """Heads of which every entry of a matrix is 0, where those of other heads are not."""
         tensors = tensors_of(self.module)
         d_head = self.described.d_head or 0
         rows = ("query", "key", "value")
@@ -741,7 +734,6 @@ class _Checking:
         return tuple(n for n in names if n not in given and OTHER_INPUTS.fullmatch(n))
 
     def _attention(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
-        """What multiplies q k, and over which axis the weights sum to one."""
         if wrong := self._reading.over_queries:
             yield Trouble(
                 "error",
@@ -1160,7 +1152,6 @@ class _Weights:
         return Trouble("warning", *of, why, "draw entries symmetric about 0 (uniform from -a to a)")
 
     def verdict(self) -> str:
-        """What the scheme seems to be, and where it is not."""
         reading = self.reading
         if reading.meant is None and reading.share < 0.5:
             title = "its weights are of no published scheme and no framework's default"
@@ -1190,7 +1181,6 @@ _AROUND = ("embedding", "head")
 
 
 def _finite(module: nn.Module) -> None:
-    """Raises a NotRead that names the parameters of which an entry is not finite."""
     bad = [
         name
         for name, p in module.named_parameters()
@@ -1252,7 +1242,6 @@ def _with_weights(model: Transformer, read: AuditedModule) -> Transformer:
 
 
 def _names(found: ModuleRoles) -> dict[str, tuple[str, ...]]:
-    """Role -> names of its tensors, layers gathered."""
     names = dict.fromkeys(role.full_name for role in found.roles)
     return {name: gathered([r for r in found.roles if r.full_name == name]) for name in names}
 
@@ -1332,7 +1321,6 @@ def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer, given:
 
 
 def _classified(batch: Mapping[str, Any], classes: int, generator: torch.Generator) -> Any:
-    """Pictures with random labels."""
     count = len(batch["pixel_values"])
     return {**batch, "labels": torch.randint(classes, (count,), generator=generator)}
 

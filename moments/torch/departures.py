@@ -92,10 +92,7 @@ class Departure:
 
 
 def departures(
-    model: Transformer,
-    module: nn.Module,
-    reading: ModuleReading,
-    promised: Transformer | None,
+    model: Transformer, module: nn.Module, reading: ModuleReading, promised: Transformer | None
 ) -> tuple[Departure, ...]:
     """Every field in which a model departs from a module; `promised` is what its config or class
     says.
@@ -238,7 +235,6 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _placements(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[Departure]:
-    """Where the norms of every layer stand, once per kind of difference."""
     seen = set()
     for block in found.blocks:
         if block.stack != stack or block.layer > model.layers:
@@ -336,10 +332,7 @@ def masked_by_caller(module: nn.Module) -> bool:
 
 
 def check_sizes(
-    model: Transformer,
-    found: ModuleRoles,
-    has: Transformer | None,
-    shared: Sequence[str] = (),
+    model: Transformer, found: ModuleRoles, has: Transformer | None, shared: Sequence[str] = ()
 ) -> None:
     """Raise a DomainError where no tensor of a module would fit a model; `shared`: phrases of
     `shared_by`.
@@ -377,6 +370,3 @@ def refuse(rows: tuple[Departure, ...]) -> None:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) and " " in value else repr(value)
-
-
-__all__ = ["SIZES", "Departure", "check_sizes", "departures", "refuse"]

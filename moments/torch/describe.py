@@ -218,19 +218,11 @@ def weight_statistics(module: nn.Module) -> pandas.DataFrame:
         if role.is_matrix:
             block = block_of(tensors, role)
             s = WeightStatistics.of(role, block, EntryMoments.of(block))
-            rows.append(
-                {
-                    "layer": role.layer,
-                    "role": role.full_name,
-                    "parameter": role.label,
-                    "variance": s.entries.square,
-                    "mean": s.entries.mean,
-                    "kurtosis": s.entries.kurtosis,
-                    "spectral": s.spectral,
-                    "stable_rank": s.stable_rank,
-                }
-            )
-    return as_frame(rows)
+            moments = s.entries.square, s.entries.mean, s.entries.kurtosis
+            of = role.layer, role.full_name, role.label
+            rows.append((*of, *moments, s.spectral, s.stable_rank))
+    columns = ["layer", "role", "parameter", "variance", "mean", "kurtosis", "spectral"]
+    return as_frame(rows, columns=[*columns, "stable_rank"])
 
 
 Held = Mapping[tuple[int, str], EntryMoments]
@@ -258,7 +250,6 @@ def _gain(entries: Held, layer: int, block: str) -> EntryMoments | None:
 
 
 def _scales(model: Transformer, entries: Held, probes: Sequence[BlockProbe]) -> dict[str, Any]:
-    """Residual scales, LayerNorm Scaling and gains."""
     gains, skip, branch, output = np.ones((4, model.layers, 2))
     for (row, column), _ in np.ndenumerate(gains):
         block = ("attention", "ffn")[column]
@@ -306,7 +297,6 @@ def _broken(
     entries: Mapping[Role, EntryMoments],
     repeated: Sequence[Copies],
 ) -> list[str]:
-    """Assumptions of the theory that a module's entries break, in words."""
     tensors = tensors_of(module)
     blocks = {role: block_of(tensors, role) for role in found.roles}
     matrices = [

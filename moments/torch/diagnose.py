@@ -158,7 +158,6 @@ def diagnose(
 
 
 def _large(module: nn.Module, batch: Any, seeds: int) -> bool:
-    """Whether a diagnosis is likely to take more than a few seconds."""
     given = batch.values() if isinstance(batch, Mapping) else [batch]
     tokens = max((int(np.prod(np.shape(v)[:2])) for v in given if np.ndim(v) >= 2), default=1)
     return seeds * tokens * sum(int(p.numel()) for p in module.parameters()) > float(LARGE)
@@ -274,7 +273,7 @@ def _copied(
         return dataclasses.replace(case, inputs=given, measurement=seen())
 
     words = "; ".join(sentence.partition(":")[0] for sentence in copy_notes(repeated))
-    layers = tuple(sorted({layer for group in repeated for layer in group.layers}))
+    layers = tuple(sorted({layer for roles in repeated for layer in (r.layer for r in roles)}))
     return Feature("copied layers", f"{words}, declared independent", math.nan, layers, apply)
 
 
@@ -289,20 +288,13 @@ def at_length(model: Transformer | None, measurement: Measurement) -> Transforme
 
 
 def _described(
-    module: nn.Module,
-    batch: Any,
-    measurement: Measurement,
-    architecture: Transformer,
+    module: nn.Module, batch: Any, measurement: Measurement, architecture: Transformer
 ) -> tuple[Transformer | None, list[str]]:
     """The module as it is, and what was said about it; None where it cannot be read."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found = describe(
-                module,
-                batch=batch,
-                architecture=at_length(architecture, measurement),
-            )
+            found = describe(module, batch=batch, architecture=at_length(architecture, measurement))
         except MomentsError as error:
             return None, [f"weights and scales of the module could not be read: {error}"]
     return found.model, list(dict.fromkeys(str(w.message) for w in caught))
@@ -321,10 +313,7 @@ def _arrays(batch: Any) -> dict[str, Any]:
 
 
 def case_of(
-    declared: Transformer,
-    text: Text,
-    measurement: Measurement,
-    inputs: Mapping[str, Any] | None,
+    declared: Transformer, text: Text, measurement: Measurement, inputs: Mapping[str, Any] | None
 ) -> tuple[Case, list[Feature]]:
     """The declared model on the batch, and how its input differs from what the user says."""
     measured = measured_moments(measurement)

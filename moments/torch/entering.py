@@ -49,10 +49,7 @@ def first_stream(module: nn.Module, batch: Any) -> np.ndarray | None:
 
 
 def sees_ahead(
-    module: nn.Module,
-    batch: Any,
-    layers: int,
-    ids: np.ndarray | None = None,
+    module: nn.Module, batch: Any, layers: int, ids: np.ndarray | None = None
 ) -> bool | None:
     """Whether a token's output depends on a later token: the second is changed, the first read.
 
@@ -84,10 +81,7 @@ def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | Non
 
 
 def targets_read(
-    module: nn.Module,
-    batch: Any,
-    ids: np.ndarray,
-    loss: Callable[[Any, Any], Tensor] | None = None,
+    module: nn.Module, batch: Any, ids: np.ndarray, loss: Callable[[Any, Any], Tensor] | None = None
 ) -> np.ndarray | None:
     """What every token's logits are held against, (B, L), -100 where nothing.
 
@@ -241,8 +235,6 @@ def _first_apart(
 
 
 class _Watch(TorchFunctionMode):
-    """Sees every parameter that is used."""
-
     def __init__(self) -> None:
         super().__init__()
         self.met: set[int] = set()

@@ -279,7 +279,6 @@ def unchecked(
 def _unprobed(
     model: Transformer, probed: Container[tuple[str, int, str]], why: str
 ) -> Iterator[str]:
-    """Blocks whose sums and norms were not measured."""
     for stack, stack_model in stacks_in(model).items():
         names = (
             ("attention", "ffn") if stack_model.encoder is None else ("attention", "cross", "ffn")
@@ -311,3 +310,30 @@ def measure_roles(
 ) -> list[Measured]:
     """Every role beside its expectation."""
     return [Measured(role, entries, expected_variance(model, role)) for role, entries in tensors]
+
+
+def temperature_findings(found: ModuleRoles, model: Transformer) -> Iterator[Finding]:
+    """Every layer's temperature against the model's."""
+    for role, wanted, present in temperatures(found, model):
+        base = role.layer, role.stack + attention_of(role), role.label, "temperature", wanted
+        if present is None:
+            yield Finding(*base, math.nan, None, "what multiplies q k was not seen", math.nan)
+        else:
+            yield Finding(*base, present, bool(np.isclose(present, wanted, rtol=SLACK)))
+
+
+def temperatures(
+    found: ModuleRoles, model: Transformer
+) -> Iterator[tuple[Role, float, float | None]]:
+    """Every query matrix with its temperature in the model and in the module."""
+    seen = {tuple(place): factor for *place, factor in found.multipliers}
+    for stack, wanted in stacks_in(model).items():
+        width = math.sqrt(model_of_stack(model, stack).d_head or 1)
+        for role in found.named("query", "cross_query", stack=stack):
+            factor = seen.get((stack, role.layer, attention_of(role)))
+            present = None if factor is None else 1 / (width * factor)
+            yield role, float(wanted.temperatures[role.layer - 1]), present
+
+
+def attention_of(role: Role) -> str:
+    return "cross" if role.name.startswith("cross") else "attention"

@@ -261,12 +261,10 @@ class _Sizes:
 
 
 def _windows_of(config: Any) -> dict[str, int]:
-    """Entries for the reach of attention."""
     return {k: v for k, v in vars(config).items() if k in _WINDOWS and isinstance(v, int)}
 
 
 def _sizes(config: Any) -> _Sizes:
-    """What a config says of its depth, widths and heads."""
     result = []
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         value = getattr(config, name, None)
@@ -518,6 +516,3 @@ def _windows(
         slope = (two - one) / (copies[1].window - copies[0].window)
         result.append(round(one + slope * (given[0] - copies[0].window)))
     return result
-
-
-__all__ = ["from_config"]

@@ -104,8 +104,7 @@ class ModuleBranch:
 
 
 def blocks_of(
-    points: Iterable[HookPoint],
-    read: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]],
+    points: Iterable[HookPoint], read: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]]
 ) -> tuple[ModuleBranch, ...]:
     """The residual branches in the order of the signal; `read`: placement and stream by layer and
     block.

@@ -136,7 +136,6 @@ def _watch(
 
 
 def _points(block: ModuleBranch) -> dict[str, SubmoduleTensor]:
-    """Every tensor of a block by its name."""
     points = {"stream": block.stream, "raw": block.raw, "total": block.total}
     if block.norm is not None:
         points |= {

@@ -87,7 +87,6 @@ class AppliedScales:
 
 
 def _where(rows: list[ScaleRow]) -> str:
-    """Layers and blocks of rows of one stack that are scaled alike."""
     layers = list(dict.fromkeys(row.layer for row in rows))
     blocks = list(dict.fromkeys(row.block for row in rows))
     stack, names = rows[0].stack, ", ".join(blocks)
@@ -178,7 +177,11 @@ def _rows(
         if not block.stack and (block.layer, block.column) in held:
             skip, branch = 1.0, native_branch(parts[block.path])
         if block.parallel:  # one sum, and perhaps one norm, for both blocks
-            _check_one_skip(scales[block.stack], block.layer)
+            if len(set(scales[block.stack].skip[block.layer - 1])) > 1:
+                raise DomainError(
+                    f"layer {block.layer}: attention and feed-forward block share one residual "
+                    "sum, which has one skip scale, not two"
+                )
             skip = 1.0 if block.path in summed else skip
             before, after = (1.0, 1.0) if block.norm in normed else (before, after)
         summed.add(block.path)
@@ -244,15 +247,6 @@ def _norm(block: ModuleBranch) -> str:
     if block.norm is None:
         raise DomainError(f"layer {block.layer}, {block.name}: no norm that could be scaled")
     return block.norm
-
-
-def _check_one_skip(scales: Scales, layer: int) -> None:
-    columns = scales.skip[layer - 1]
-    if columns[0] != columns[1]:
-        raise DomainError(
-            f"layer {layer}: attention and feed-forward block share one residual sum, which has "
-            "one skip scale, not two"
-        )
 
 
 # --- the hooks themselves -------------------------------------------------------------------------

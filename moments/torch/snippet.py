@@ -168,7 +168,6 @@ def _left_out(model: Transformer, roles: list[str]) -> str:
 
 
 def _tables(model: Transformer) -> dict[str, float]:
-    """Variances of the tables that the plan draws."""
     found = {table: getattr(model.embedding, f"{table}_variance", None) for table in TABLES}
     return {table: float(variance) for table, variance in found.items() if variance}
 
@@ -181,7 +180,6 @@ def _model(plan: Any) -> Transformer:
 
 
 def _biases(model: Transformer) -> dict[str, Any]:
-    """Variances by matrix: one number, a list of one per layer, or None."""
     return {} if model.biases is None else model.biases.to_dict()
 
 
@@ -212,8 +210,7 @@ def _scales(model: Transformer) -> str:
         return ""
     scaled = "NORM_SCALE[l] * norm({x})" if "NORM_SCALE" in used else "norm({x})"
     line = _LINES.get(model.norm, "SKIP[l] multiplies x, BRANCH[l] a block's output").format(
-        norm=scaled.format(x="x"),
-        norm_of_sum=scaled.format(x="SKIP[l] * x + BRANCH[l] * f(x)"),
+        norm=scaled.format(x="x"), norm_of_sum=scaled.format(x="SKIP[l] * x + BRANCH[l] * f(x)")
     )
     for name in ("SKIP", "BRANCH"):
         if name not in used:
