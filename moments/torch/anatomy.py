@@ -21,6 +21,7 @@ from .roles import ModuleRoles
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
+    from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,8 @@ def _readable(module: nn.Module) -> Iterator[None]:
     """With a finite signal: entries that are not finite are zero meanwhile; norms whose weights are
     all zero, and tables, as storage may be that was never drawn, have ones and normal entries.
     """
-    broken = {p: p.detach().clone() for p in module.parameters() if not bool(_finite(p))}
+    infinite = (p for p in module.parameters() if not bool(torch.isfinite(p).all()))
+    broken = {p: p.detach().clone() for p in infinite}
     with torch.no_grad():
         for parameter in broken:
             parameter.nan_to_num_(0.0, 0.0, 0.0)
@@ -181,10 +183,6 @@ def _readable(module: nn.Module) -> Iterator[None]:
         finally:
             for parameter, entries in broken.items():
                 parameter.copy_(entries)
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    return torch.isfinite(tensor).all()
 
 
 def _says_its_input(module: nn.Module) -> bool:
@@ -212,19 +210,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def _entries(module: nn.Module) -> tuple[Any, ...]:
     """What changes with the entries of a module's tensors, registered or not."""
-    tensors = [*module.parameters(), *module.buffers()]
-    for part in module.modules():
-        for value in vars(part).values():
-            tensors += _tensors_in(value)
-    return tuple(_summary(tensor) for tensor in tensors)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors_in(entry)
+    values = (value for part in module.modules() for value in vars(part).values())
+    own = [value for value in values if isinstance(value, Tensor | list | tuple)]
+    loose = (leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor))
+    return tuple(_summary(tensor) for tensor in (*module.parameters(), *module.buffers(), *loose))
 
 
 def _summary(tensor: Tensor) -> tuple[Any, ...]:

@@ -113,15 +113,8 @@ BIDIRECTIONAL = re.compile(r"(?i:bert|mask|encoder|electra|denois|diffusion|bidi
 """In the names of classes that predict tokens which are hidden, not the next one."""
 
 ATTENTION_FIELDS = (
-    "causal",
-    "window",
-    "rotary",
-    "alibi",
-    "qk_norm",
-    "logit_softcap",
-    "heads",
-    "kv_heads",
-    "d_head",
+    *("causal", "window", "rotary", "alibi", "qk_norm", "logit_softcap"),
+    *("heads", "kv_heads", "d_head"),
 )
 """Fields of a declaration that name an attention's matrices."""
 
@@ -352,20 +345,13 @@ class _Checking:
 
     def _meant(self) -> tuple[WeightRule, Transformer, list[str]]:
         """What the weights seem to be, what they are held against, and remarks."""
-        weights = [
-            Weight(
-                role.layer,
-                role.name,
-                entries.square,
-                entries.spread if math.isfinite(entries.spread) else 1.0,
-                entries.count,
-                role.fan_in,
-                role.fan_out,
-            )
-            for role, entries in self.tensors.entries
-            if role.name in MATRICES and not role.stack and role.layer > 0
-            if role.full_name not in self.zero
-        ]
+        weights = []
+        for role, entries in self.tensors.entries:
+            inside = role.name in MATRICES and not role.stack and role.layer > 0
+            if inside and role.full_name not in self.zero:
+                spread = entries.spread if math.isfinite(entries.spread) else 1.0
+                of = entries.square, spread, entries.count, role.fan_in, role.fan_out
+                weights.append(Weight(role.layer, role.name, *of))
         reading = recognise(weights, self.architecture, self.promised, self.promised_by)
         if self.promised_by == "class" and self.promised is not None:
             # Its user may draw it anew, which a config would say.
@@ -400,35 +386,25 @@ class _Checking:
         """What runs show that weights do not."""
         idle = () if self._other_inputs() else self._idle_parts()
         for pattern, paths in grouped(idle, gathered_pattern).items():
+            parts = [(path, self.module.get_submodule(path)) for path in paths]
             named = [
-                f"{path}.{name}"
-                for path in paths
-                for name, _ in self.module.get_submodule(path).named_parameters()
+                f"{path}.{name}" for path, part in parts for name, _ in part.named_parameters()
             ]
-            yield Trouble(
-                "warning",
-                "never used",
-                gathered_names(named),
-                measured=0.0,
-                reason=f"{pattern if len(paths) > 1 else paths[0]} is declared and never run: its "
-                "parameters get no gradient",
-                mend="call it in forward, or delete it",
-            )
+            which = pattern if len(paths) > 1 else paths[0]
+            why = f"{which} is declared and never run: its parameters get no gradient"
+            mend, names = "call it in forward, or delete it", gathered_names(named)
+            yield Trouble("warning", "never used", names, (), 0.0, reason=why, mend=mend)
         yield from random_outcome(self.random)
         yield from self._mask()
         yield from self._odd()
         yield from self._zero_heads()
         shared = self._reading.shared
         if shared and self._reading.model is not None and self._shared_alone():
-            yield Trouble(
-                "warning",
-                "shared matrix",
-                gathered_names(list(shared)),
-                layers := tuple(sorted({layer for row in shared.values() for layer in row})),
-                reason=f"{', '.join(shared)} is used by layers {listed(layers)}, where the others "
-                "have matrices of their own: these layers give the same map and move together",
-                mend="build every layer anew",
-            )
+            layers = tuple(sorted({layer for row in shared.values() for layer in row}))
+            why = f"{', '.join(shared)} is used by layers {listed(layers)}, where the others have "
+            why += "matrices of their own: these layers give the same map and move together"
+            of = "shared matrix", gathered_names(list(shared)), layers
+            yield Trouble("warning", *of, reason=why, mend="build every layer anew")
         head = self.described.head
         promised = None if self.promised is None else self.promised.head
         known = self.scheme is None and self.described.embedding is not None
@@ -463,21 +439,17 @@ class _Checking:
         """Tokens that see what they are to predict."""
         layers = self._reading.unmasked
         promised = self.promised is not None and self.promised.causal
+        severity, why = "error", "a token's output changes with a later token, and "
         if layers:
-            severity, one = "error", len(layers) == 1
-            why = (
-                f"layer{'s' * (not one)} {listed(layers)} do{'es' * one} not mask later tokens, "
-                "where the other layers do: what follows is of the whole sequence"
-            )
+            one = len(layers) == 1
+            why = f"layer{'s' * (not one)} {listed(layers)} do{'es' * one} not mask later tokens, "
+            why += "where the other layers do: what follows is of the whole sequence"
         elif not self.ahead:
             return
         elif self._predicts_the_next():
-            severity = "error"
-            why = "a token's output changes with a later token, and the loss is the next token's"
+            why += "the loss is the next token's"
         elif promised:
-            severity = "error"
-            why = f"a token's output changes with a later token, and its {self.promised_by} "
-            why += "promises a causal mask"
+            why += f"its {self.promised_by} promises a causal mask"
         elif self._gives_tokens():
             severity = "warning"
             why = (
@@ -487,14 +459,9 @@ class _Checking:
             )
         else:
             return
-        yield Trouble(
-            severity,
-            "tokens see later ones",
-            self._of("query", "key", layers=layers)[:2],
-            layers,
-            reason=why,
-            mend="mask attention: is_causal=True, or -inf above the diagonal before the softmax",
-        )
+        names = self._of("query", "key", layers=layers)[:2]
+        mend = "mask attention: is_causal=True, or -inf above the diagonal before the softmax"
+        yield Trouble(severity, "tokens see later ones", names, layers, reason=why, mend=mend)
 
     def _gives_tokens(self) -> bool:
         """Whether logits are over the tokens that are read, and nothing says what for."""
@@ -507,13 +474,9 @@ class _Checking:
             return False
         if head.loss != "masked" or embedding.segment_variance > 0:
             return False
-        names = {type(part).__name__ for part in self.module.modules()}
-        own = {
-            type(part).__name__
-            for part in self.module.modules()
-            if not type(part).__module__.startswith("torch.")
-        }
-        return not any(BIDIRECTIONAL.search(name) for name in names & own)
+        kinds = {type(part) for part in self.module.modules()}
+        own = (kind.__name__ for kind in kinds if not kind.__module__.startswith("torch."))
+        return not any(map(BIDIRECTIONAL.search, own))
 
     def _odd_layers(self, told: Sequence[Trouble], strict: bool) -> Iterator[Trouble]:
         """Layers whose entries or multipliers are unlike those of all others."""
@@ -710,17 +673,16 @@ class _Checking:
     def _idle_parts(self) -> list[str]:
         """The largest submodules in which nothing that has parameters was run."""
         parts = dict(self.module.named_modules())
-        held = [p for p, m in parts.items() if next(m.parameters(recurse=False), None) is not None]
-        run = set(held) - set(self.idle)
-        whole: dict[str, None] = {}
+        own = (p for p, m in parts.items() if next(m.parameters(recurse=False), None) is not None)
+        run = set(own) - set(self.idle)
+        whole = []
         for path in self.idle:
             names = path.split(".")
-            for end in range(1, len(names) + 1):
-                above = ".".join(names[:end])
-                if not any(p == above or p.startswith(f"{above}.") for p in run):
-                    whole[above] = None
-                    break
-        return list(whole)
+            above = (".".join(names[: end + 1]) for end in range(len(names)))
+            whole += [
+                part for part in above if not any(f"{p}.".startswith(f"{part}.") for p in run)
+            ][:1]
+        return list(dict.fromkeys(whole))
 
     def _other_inputs(self) -> tuple[str, ...]:
         """Inputs that were not given and that whole parts of the module may be waiting for."""
@@ -735,15 +697,10 @@ class _Checking:
 
     def _attention(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
         if wrong := self._reading.over_queries:
-            yield Trouble(
-                "error",
-                "softmax over the wrong axis",
-                self._of("query", "key", layers=wrong),
-                wrong,
-                reason="attention weights are normalised over queries, not over keys: rows do not "
-                "sum to 1, and a mask does not hide what it should",
-                mend="softmax(..., dim=-1)",
-            )
+            of = "softmax over the wrong axis", self._of("query", "key", layers=wrong), wrong
+            why = "attention weights are normalised over queries, not over keys: rows do not sum "
+            why += "to 1, and a mask does not hide what it should"
+            yield Trouble("error", *of, reason=why, mend="softmax(..., dim=-1)")
         groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for stack, layer, factor in self._factors(audited):
             words = next((w for by, w in self._slips() if abs(factor / by - 1) < NEAR), "")
@@ -1200,10 +1157,9 @@ def _misplaced(names: tuple[str, ...], layer: int, why: str) -> Trouble:
 
 def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Trouble:
     said = "the token table itself" if tied else "a matrix of its own"
-    why = f"the head is {said}, which {source} not to be"
+    why, kind = f"the head is {said}, which {source} not to be", "tied" if tied else "untied"
     mend = "head.weight = tokens.weight ties them"
-    kind = "tied head" if tied else "untied head"
-    return Trouble("error", kind, names, reason=why, mend=mend)
+    return Trouble("error", f"{kind} head", names, reason=why, mend=mend)
 
 
 def _stated(
@@ -1369,8 +1325,8 @@ def _with_targets(module: nn.Module, batch: Any) -> Any:
     name = next((n for n in TARGETS if n in arguments[1:]), None)
     if name is None or _configured(module) or not _ids_alone(batch):
         return batch
-    given = batch if isinstance(batch, Mapping) else {arguments[0]: batch}
-    ((first, ids),) = ((first, torch.as_tensor(ids)) for first, ids in given.items())
+    ((first, ids),) = (batch if isinstance(batch, Mapping) else {arguments[0]: batch}).items()
+    ids = torch.as_tensor(ids)
     return {first: ids[:, :-1], name: ids[:, 1:]}
 
 

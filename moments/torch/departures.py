@@ -1,9 +1,8 @@
 """In which fields a plan departs from a module that weights and hooks cannot change.
 
-Every field of a declaration is one of four kinds. What `initialize` writes is held against the
-tensors and hooks themselves (`_WRITTEN`). What says nothing about a signal at initialisation, or
-lies outside of the module, is named and no fault (`_GRADIENTS`, `_OUTSIDE`). Sizes must fit, or no
-tensor does (`SIZES`). Whatever is left has to be what the module computes.
+What `initialize` writes is compared with tensors and hooks (`_WRITTEN`); what says nothing about a
+signal at initialisation is no fault (`_GRADIENTS`, `_OUTSIDE`); sizes must fit (`SIZES`). All else
+has to be what the module computes.
 """
 
 from __future__ import annotations
@@ -296,7 +295,7 @@ def in_words(reading: ModuleReading) -> str:
 def shared_by(module: nn.Module, reading: ModuleReading) -> tuple[str, ...]:
     """Parameters with several uses, a phrase each, but for a head that is the token table."""
     tables = {role.parameter for role in reading.roles.named("token")}
-    phrases = [f"{name} is used by several layers" for name in gathered_names(reading.shared)]
+    phrases = [f"{name} is used by several layers" for name in gathered_names(list(reading.shared))]
     rows = [
         (names[0], other)
         for parameter, names in aliases(module).items()

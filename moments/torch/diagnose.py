@@ -119,7 +119,9 @@ def diagnose(
         roles = parts.found
         ahead = sees_ahead(target, batch, declared.layers, text.ids)
         changed = _with_mask(found, ahead)
-        changed = _with_dropout(changed, parts.reading.model)
+        if (one_pass := parts.reading.model) is not None:
+            names = "dropout", "attention_dropout", "activation_dropout", "ffn_dropout"
+            changed = changed.replace(**{name: getattr(one_pass, name) for name in names})
         likely = weight_advice(target, roles, declared, read, conventions(plan, options, declared))
         own_features = _reasoned(differences(declared, changed), likely.reasons)
         advice = likely.crossed
@@ -231,22 +233,18 @@ def _unseen(
     module: nn.Module, case: Case, measurement: Measurement, inputs: Mapping[str, Any] | None
 ) -> list[str]:
     """What stands before the first layer and behind the last, where no prediction begins there."""
-    found, declared = [], case.model
+    found, declared, none = [], case.model, "the model declares none"
     tables = any(isinstance(part, nn.Embedding) for part in module.modules())
     if inputs is None and tables and not {"token_ids", "pixels"} & set(case.inputs):
-        why = "the model declares none"
-        if declared.embedding is not None:
-            why = "what it reads could not be found"
+        why = none if declared.embedding is None else "what it reads could not be found"
         found.append(f"the embedding (what enters layer 1 was measured, not predicted: {why})")
     given = () if inputs is None else inputs
     measured = [n for n in case.inputs if n.startswith("grad_") and n not in given]
     if measured and measurement.loss is not None:
-        why = "the model declares none"
         if declared.head is not None and declared.head.loss is not None:
-            why = "the loss is not the declared one of any targets in the batch"
-        found.append(
-            f"head and loss (the last layer's gradient was measured, not predicted: {why})"
-        )
+            none = "the loss is not the declared one of any targets in the batch"
+        said = "head and loss (the last layer's gradient was measured, not predicted"
+        found.append(f"{said}: {none})")
     return found
 
 
@@ -378,11 +376,3 @@ def _with_mask(model: Transformer, ahead: bool | None) -> Transformer:
         return model.replace(causal=not ahead)
     except DomainError:
         return model
-
-
-def _with_dropout(model: Transformer, seen: Transformer | None) -> Transformer:
-    """The model with the dropout that one pass saw; None: not seen."""
-    if seen is None:
-        return model
-    names = ("dropout", "attention_dropout", "activation_dropout", "ffn_dropout")
-    return model.replace(**{name: getattr(seen, name) for name in names})

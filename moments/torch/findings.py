@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ..model.transformer import Transformer
-from ..model.weights import MATRICES
 from ..show.expected import tail_probability
 from .entries import EntryMoments
 from .expectation import expected_variance, model_of_stack, scales_of, stacks_in
@@ -256,10 +255,7 @@ def unchecked(
     words = list(_unprobed(model, seen, why))
     for stack, stack_model in stacks_in(model).items():
         there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
-        for name in MATRICES:
-            cross, gate = name.startswith("cross_"), name == "gate"
-            if (cross and stack_model.encoder is None) or (gate and not stack_model.gated):
-                continue
+        for name in stack_model.matrix_shapes:
             lacking = [n for n in range(1, stack_model.layers + 1) if (n, name) not in there]
             if lacking:
                 where = in_layers(lacking, stack_model.layers)

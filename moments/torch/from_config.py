@@ -1,11 +1,8 @@
 """A config of any type that transformers builds, read from the module that it describes.
 
-The module is built three times from one config. On the meta device at its own size it gives the
-true shapes, and its own `_init_weights`, run over samples of every parameter, the variances:
-entries are spread evenly over their distribution, so that a sample has the moments of the whole.
-Two narrow copies of the true depth are run and read as `describe` reads a module; what changes with
-the width (factors of the embedding and of the logits) or with a window differs between the two, and
-follows from both.
+On the meta device a module of the true size gives the shapes, and its `_init_weights`, run over
+samples of every parameter, the variances. Two narrow copies of the true depth are read as
+`describe` reads a module; what changes with the width or a window follows from both.
 """
 
 from __future__ import annotations

@@ -166,14 +166,8 @@ def _measured(
         if output is not None:
             norm_output = _norm_slope(parts[block.norm], entering, output, epsilon)
     unseen = (p.path for name, p in _points(block).items() if seen.get((block, name)) is None)
-    return BlockProbe(
-        block,
-        slopes[0],
-        slopes[1 + together.index(block)],
-        norm_input,
-        norm_output,
-        tuple(dict.fromkeys(unseen)),
-    )
+    of = slopes[0], slopes[1 + together.index(block)], norm_input, norm_output
+    return BlockProbe(block, *of, tuple(dict.fromkeys(unseen)))
 
 
 def _as(total: Tensor, branch: Tensor) -> Tensor:

@@ -301,13 +301,3 @@ def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 def batch_first(module: nn.Module) -> bool:
     """Whether sequences come before their tokens."""
     return all(p.batch_first for p in module.modules() if isinstance(p, nn.MultiheadAttention))
-
-
-# --- where it runs --------------------------------------------------------------------------------
-
-
-def accelerators() -> list[str]:
-    """What torch can use beside the CPU, with its name."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = [f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(count)]
-    return found + ["mps"] * torch.backends.mps.is_available()

@@ -1,9 +1,8 @@
 """Residual and norm scales in a module whose code has none: hooks that add exactly what is missing.
 
-A framework's layer computes x + f. With f replaced, where it leaves its block, by
-beta f + (lambda - 1) x, the same code computes lambda x + beta f: in Pre-LN and in Post-LN, behind
-the block's dropout, which therefore never touches the stream. A dropout that the layer applies
-inside a function is moved in front, into the hook.
+Code that computes x + f computes lambda x + beta f once f, as it leaves its block, is replaced by
+beta f + (lambda - 1) x, behind the block's dropout, which therefore never touches the stream. A
+dropout that the layer applies inside a function is moved in front, into the hook.
 """
 
 from __future__ import annotations
@@ -333,11 +332,7 @@ class ScaleInput:
         return given, named | {name: self.factor * named[name]}
 
 
-# --- a dropout inside a function, where no hook reaches -------------------------------------------
-#
-# Its probability is a number that the layer holds. With that number at 0 and the same dropout in
-# the hook that scales the block, the layer's code drops what it dropped, and the stream that the
-# hook adds passes beside it.
+# --- a dropout inside a function, where no hook reaches: its number is 0 while the hook drops -----
 
 
 class HeldDropout(NamedTuple):

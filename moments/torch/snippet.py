@@ -146,18 +146,15 @@ def snippet(
             "name them, or pass the model with biases=None, which is zero biases",
         )
     variances = {role: _variance(model, role) for role in roles}
+    factor = 1.0 if model.head is None else model.head.output_scale
+    on_logits = "" if factor == 1 else _OUTPUT_SCALE.format(value=_literal(factor))
     return _CODE.format(
         title=f"a transformer: {model.layers} layers, d_model {model.d_model}, norm {model.norm!r}",
         variances=_literal(variances),
         names=_literal(given),
         layers=model.layers,
-        scales=_scales(model) + _output_scale(model) + _left_out(model, roles),
+        scales=_scales(model) + on_logits + _left_out(model, roles),
     )
-
-
-def _output_scale(model: Transformer) -> str:
-    factor = 1.0 if model.head is None else model.head.output_scale
-    return "" if factor == 1 else _OUTPUT_SCALE.format(value=_literal(factor))
 
 
 def _left_out(model: Transformer, roles: list[str]) -> str:
