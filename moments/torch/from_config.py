@@ -1,11 +1,8 @@
 """A config of any type that transformers builds, read from the module that it describes.
 
-The module is built three times from one config. On the meta device at its own size it gives the
-true shapes, and its own `_init_weights`, run over samples of every parameter, the variances:
-entries are spread evenly over their distribution, so that a sample has the moments of the whole.
-Two narrow copies of the true depth are run and read as `describe` reads a module; what changes with
-the width (factors of the embedding and of the logits) or with a window differs between the two, and
-follows from both.
+On the meta device a module of the true size gives the shapes, and its `_init_weights`, run over
+samples of every parameter, the variances. Two narrow copies of the true depth are read as
+`describe` reads a module; what changes with the width or a window follows from both.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from .dataflow import ModuleReading, read
 from .dataflow.reading import biases_of, in_every_layer, one_or_all
+from .huggingface_modules import named_class
 from .roles import block_of, tensors_of
 from .running import aliases, padding_rows
 
@@ -183,23 +181,14 @@ def module_class(entries: Mapping[str, Any], config: Any) -> Any:
         )
     names = entries.get("architectures")
     usual = [getattr(modeling_auto, task).get(kind) for task in _TASKS]
-    for name in [*(names if isinstance(names, list) else ()), *usual]:
-        result: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-        is_model = isinstance(result, type) and issubclass(result, transformers.PreTrainedModel)
-        if is_model and result.config_class is type(config):
-            return result
+    if result := named_class(config, *(names if isinstance(names, list) else ()), *usual):
+        return result
     raise DomainError(f"model_type = {kind!r}: no model of text or of images{_nearest(kind)}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """A narrow module of the true depth, with the true variances.
-
-    Attributes:
-        width: of its stream.
-        windows: what its windows were set to.
-        module: on the processor.
-    """
+    """A narrow module of the true depth, with the true variances."""
 
     width: int
     window: int
@@ -209,10 +198,8 @@ class _Copy:
 
     @classmethod
     def of(cls, made: Any, config: Any, number: int, squares: Mapping[str, float]) -> _Copy:
-        """Copy 0 or 1.
-
-        Args:
-            squares: mean square of every parameter that the class's own rule draws.
+        """Copy 0 or 1; `squares`: mean square of every parameter that the class's own rule
+        draws.
         """
         narrow, window = copy.deepcopy(config), 4 + 2 * number
         true = _sizes(config)
@@ -271,16 +258,10 @@ class _Sizes:
 
 
 def _windows_of(config: Any) -> dict[str, int]:
-    """Entries for the reach of attention."""
     return {k: v for k, v in vars(config).items() if k in _WINDOWS and isinstance(v, int)}
 
 
 def _sizes(config: Any) -> _Sizes:
-    """What a config says of its depth, widths and heads.
-
-    Raises:
-        DomainError: an entry is missing.
-    """
     result = []
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         value = getattr(config, name, None)
@@ -305,11 +286,8 @@ def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _squares(whole: nn.Module) -> dict[str, float]:
-    """Mean square of the entries that the module's own rule draws, by parameter; a padding row is
-    left out, and so are parameters that the rule does not touch.
-
-    Args:
-        whole: on the meta device; its parameters are replaced by samples.
+    """Mean square of the entries that the module's own rule draws, by parameter, without padding
+    rows; the parameters of `whole`, on the meta device, are replaced by samples.
     """
     shapes = {name: tuple(p.shape) for name, p in _named(whole)}
     first, second = (_sampled(whole, shapes, dict.fromkeys(shapes, e)) for e in _EDGES)
@@ -327,9 +305,8 @@ def _sampled(
     shapes: Mapping[str, tuple[int, ...]],
     edges: Mapping[str, tuple[int, int] | None],
 ) -> dict[str, float]:
-    """Mean squares of samples of so many rows and columns; None: of whole parameters.
-
-    Parameters that are one are drawn apart and tied afterwards, as the class itself does it.
+    """Mean squares of samples of so many rows and columns, or of whole parameters; tied ones are
+    tied again.
     """
     names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
     first = {alias: names[0] for names in aliases(whole).values() for alias in names}
@@ -423,12 +400,7 @@ def _at_true_width(
     copies: list[_Copy],
     readings: list[ModuleReading],
 ) -> Transformer:
-    """The narrow copies' model with the sizes of the config.
-
-    Raises:
-        DomainError: what differs between the copies does not follow from their widths and windows,
-            or the true parameters have other shapes than the model.
-    """
+    """The narrow copies' model with the sizes of the config."""
     true, (near, far) = _sizes(config), (r.model for r in readings)
     assert near is not None
     assert far is not None
@@ -545,6 +517,3 @@ def _windows(
         slope = (two - one) / (copies[1].window - copies[0].window)
         result.append(round(one + slope * (given[0] - copies[0].window)))
     return result
-
-
-__all__ = ["from_config"]
