@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import optional
-from .graph import Node, Ref
+from .graph import VIEWS, Node, Ref
 from .stream import StreamReader, SumChain
 from .units import LinearUnit, Norm, multiple, multiple_or_cap
 
@@ -26,6 +26,7 @@ class Before:
     Attributes:
         tables: role -> parameter ("token", "position", "segment", "class").
         patch: the map of image patches.
+        factor: the matrix that widens narrower tables: their normalised sum, or token rows.
         scale: multiplies the token's row; `factors` what else is added.
         total: the sum, before its norm and dropout.
         shape: of the picture; () for text.
@@ -33,6 +34,7 @@ class Before:
 
     tables: dict[str, str] = field(default_factory=dict)
     patch: LinearUnit | None = None
+    factor: LinearUnit | None = None
     patch_size: int = 0
     scale: float = 1.0
     factors: dict[str, float] = field(default_factory=dict)
@@ -48,9 +50,10 @@ class Before:
 
 @dataclass
 class After:
-    """What follows the last layer."""
+    """What follows the last layer; `factor` narrows what the matrix to the logits reads."""
 
     transform: LinearUnit | None = None
+    factor: LinearUnit | None = None
     activation: str | None = None
     norm: Norm | None = None
     matrix: LinearUnit | None = None
@@ -72,11 +75,25 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
         found.given = True
         return found
     nodes = graph.makers(start)
-    width = graph.tensor(start).shape[-1]
     looked = [row for node in nodes if (row := _lookup(stream, node)) is not None]
-    looked = [row for row in looked if graph.tensor(row[2]).shape[-1] == width or read.live(row[2])]
     linears = [read.linears[node.index] for node in nodes if node.index in read.linears]
+    if looked and len(linears) == 1 and _size(stream, linears[0].read) < _size(stream, start):
+        (linear,) = linears
+        if read.up(linear.made) == read.up(start):
+            found.factor, start = linear, linear.read
+            while (made := graph.producer(start)) is not None and made.name in VIEWS:
+                start = made.inputs[0]
+            found.total, linears, nodes = start, [], graph.makers(start)
+        elif read.up(linear.read) in [made for *_, made in looked] and not linear.biases:
+            found.factor = linear
+    width = _size(stream, start)
+    looked = [row for row in looked if graph.tensor(row[2]).shape[-1] == width or read.live(row[2])]
     _norm(stream, found, start, nodes)
+    if found.factor is not None and (start == chain.start) == (found.norm is not None):
+        found.doubts.append(
+            f"{_list(found.factor.params)}: neither behind the norm of all tables, "
+            "nor of token rows without one"
+        )
     zeros: dict[int, Tensor] = {}
     for name, index, made in looked:
         role = _role_of_lookup(stream, index, name, found)
@@ -100,7 +117,7 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
         if found.patch is None and "convolution" in node.name and whole.name and len(kernel) == 4:
             found.patch, found.patch_size = linear, kernel[-1]
             found.shape = tuple(whole.tensor.shape)
-        else:
+        elif linear is not found.factor:
             found.doubts.append(f"{_list(linear.params)}: a matrix before layer 1")
         zeros[linear.made] = torch.zeros_like(graph.tensor(linear.made))
         used |= linear.params
@@ -124,6 +141,11 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
         zeros[leaf] = torch.zeros_like(tensor)
     _constant(stream, found, zeros, width)
     return found
+
+
+def _size(stream: StreamReader, value: int) -> int:
+    """Features of a value."""
+    return int(stream.graph.tensor(value).shape[-1])
 
 
 def _list(names: Any) -> str:
@@ -260,7 +282,7 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
         _transform(stream, found, behind[0], matrix)
     elif len(behind) == 2:
         found.doubts.append(f"{_list(behind[0].params)}: a second matrix behind the last layer")
-    first = behind[0] if found.transform is not None else matrix
+    first = found.transform or found.factor or matrix
     found.scale = _factor(stream, end, first.read) or 1.0
     found.pool = _pool(stream, end, first.read)
     drops = read.dropouts(end, first.read)
@@ -287,8 +309,11 @@ def _transform(stream: StreamReader, found: After, linear: LinearUnit, matrix: L
             found.transform, found.activation = linear, name
             if name != "identity":
                 return
+    plain = found.activation == "identity" and found.norm is None and not linear.biases
     if found.transform is None:
         found.doubts.append(f"{_list(linear.params)}: a matrix behind the last layer")
+    elif plain and _size(stream, matrix.read) < _size(stream, linear.read):
+        found.factor, found.transform = linear, None
 
 
 def _pool(stream: StreamReader, end: int, read: int) -> str | None:

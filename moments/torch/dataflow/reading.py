@@ -685,11 +685,15 @@ class _Reading:
                 roles.whole("" if role == "token" else s, 0, role, name)
         if stack.before.patch is not None:
             roles.linear(s, 0, "patch", stack.before.patch)
+        if stack.before.factor is not None:
+            roles.linear(s, 0, "factor", stack.before.factor)
         roles.norm(s, 0, "embedding.norm", stack.before.norm)
         roles.norm(s, last, "final.norm", stack.chain.final)
         found = stack.after
         if found.transform is not None:
             roles.linear(s, last, "head.transform", found.transform)
+        if found.factor is not None:
+            roles.linear(s, last, "head.factor", found.factor)
         roles.norm(s, last, "head.norm", found.norm)
         if found.matrix is not None:
             tied = found.matrix.params & set(stack.before.tables.values())
@@ -709,7 +713,11 @@ class _Reading:
         if found.norm is not None:
             rows.append((0, "embedding.norm", sites.output(found.norm.end)))
         if not found.given:
-            rows.append((0, "embedding", sites.output(stack.chain.start)))
+            widened = found.factor is not None and found.norm is not None
+            end = found.factor.read if found.factor and widened else stack.chain.start
+            rows.append((0, "embedding", sites.output(end)))
+            if widened:
+                rows.append((0, "embedding.factor", sites.output(stack.chain.start)))
         if stack.chain.final is not None:
             rows.append((last, "final.norm", sites.output(stack.chain.final.end)))
         if stack.after.norm is not None:
@@ -1007,6 +1015,7 @@ class _Reading:
             for role, factor in found.factors.items()
         ]
         padding = padding_row(self.module, self.tensors[tables["token"]])
+        factor = found.factor
         return Embedding(
             vocab_size=len(self.tensors[tables["token"]]),
             token_variance=self._table(tables["token"]),
@@ -1018,6 +1027,9 @@ class _Reading:
             scale=_near(found.scale),
             positions="sinusoidal" if sines else "learned",
             padding_id=padding,
+            factor_dim=None if factor is None else self.graph.tensor(factor.read).shape[-1],
+            factor_variance=self.squares.get((stack.prefix, 0, "factor")),
+            factor_bias=factor is not None and bool(factor.biases),
         )
 
     def _head(self, stack: _Stack, fields: Mapping[str, Any]) -> Head | None:
@@ -1028,7 +1040,8 @@ class _Reading:
         if found.matrix is None or found.doubts:
             return None
         read = self.graph.tensor(found.matrix.read).shape[-1]
-        if read != fields["d_model"]:
+        narrow = None if read == fields["d_model"] else read
+        if narrow not in (None, getattr(fields["embedding"], "factor_dim", None)):
             self.doubts.append(f"the head reads {read} features, not d_model: it is not declared")
             return None
         if found.pool == "other" and not fields["causal"]:
@@ -1071,6 +1084,8 @@ class _Reading:
             loss=loss,
             classes=found.labels if classes else None,
             pool=found.pool if found.pool in ("first", "mean") else "first",
+            factor_dim=narrow,
+            factor_variance=self.squares.get(("", last, "head.factor")),
             **changes,
         )
 
