@@ -206,7 +206,7 @@ def _norm(stream: StreamReader, found: Before, start: int, nodes: list[Node]) ->
         for value in node.outputs[:1]:
             if value == start or not read.live(value) or graph.tensor(value).shape != size:
                 continue
-            link = stream.norm(value, start) if read.dense(value) else None
+            link = stream.norm(value, start) if graph.tensor(value).is_floating_point() else None
             if isinstance(link, tuple):
                 found.norm, found.total = link[0], value
                 break

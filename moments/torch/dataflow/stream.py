@@ -283,10 +283,11 @@ class StreamReader:
                 waiting.append(output)
                 if self.graph.tensor(output).numel() == self.graph.tensor(value).numel():
                     found.append(output)
-        norm = self.read.norm_within(value, found)
-        width = self.graph.tensor(value).shape[-1]
-        if norm is None or not self.read.vectors(norm, width):
-            return []
+        norm, width = self.read.norm_within(value, found), self.graph.tensor(value).shape[-1]
+        if norm is None or any(
+            self.graph.leaf(name).numel() > width for name in (*norm.gains, *norm.biases)
+        ):
+            return []  # gains and biases have one entry per feature
         # A norm of a norm is a norm of what went in.
         fits = [v for v in sorted(found) if isinstance(self.read.fit(value, v), Fit)]
         between = [v for v in fits[:-1] if isinstance(self.read.fit(v, fits[-1]), Fit)]
