@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import optional
-from .graph import VIEWS, Node, Ref
+from .graph import VIEWS, Node
 from .stream import StreamReader, SumChain
 from .units import LinearUnit, Norm, multiple, multiple_or_cap
 
@@ -96,7 +96,7 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
         )
     zeros: dict[int, Tensor] = {}
     for name, index, made in looked:
-        role = _role_of_lookup(stream, index, name, found)
+        role = _role_of_lookup(stream, index)
         if role is None or role in found.tables:
             found.doubts.append(f"{name}: looked up before layer 1, as nothing known")
             continue
@@ -139,7 +139,7 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
         else:
             found.tables[role] = name
         zeros[leaf] = torch.zeros_like(tensor)
-    _constant(stream, found, zeros, width)
+    _constant(stream, found, zeros)
     return found
 
 
@@ -158,31 +158,21 @@ def _lookup(stream: StreamReader, node: Node) -> tuple[str, int, int] | None:
     if node.name not in _LOOKUPS:
         return None
     table = graph.values[node.inputs[0]]
-    refs = [r.value for r in _refs(node.args[1:])]
-    if table.live or len(table.params) != 1 or not refs:
+    if table.live or len(table.params) != 1 or len(node.inputs) < 2:
         return None
-    return next(iter(table.params)), refs[-1], node.outputs[0]
+    return next(iter(table.params)), node.inputs[-1], node.outputs[0]
 
 
-def _refs(entry: Any) -> list[Ref]:
-    if isinstance(entry, Ref):
-        return [entry]
-    if isinstance(entry, list | tuple):
-        return [r for e in entry for r in _refs(e)]
-    return []
-
-
-def _role_of_lookup(stream: StreamReader, index: int, name: str, found: Before) -> str | None:
-    ids = stream.graph.tensor(index)
+def _role_of_lookup(stream: StreamReader, index: int) -> str | None:
+    ids, live = stream.graph.tensor(index), stream.read.live(index)
     if ids.ndim >= 1 and ids.shape[-1] > 1:
         steps = ids.reshape(-1, ids.shape[-1]).diff(dim=-1)
-        if bool(((steps == 0) | (steps == 1)).all()) and bool(steps.any()):
+        if not bool(steps.any()):
+            if not live or bool((ids == ids.flatten()[0]).all()):
+                return "segment"
+        elif bool(((steps == 0) | (steps == 1)).all()):
             return "position"
-        if not bool(steps.any()) and not stream.read.live(index):
-            return "segment"
-        if not bool(steps.any()) and bool((ids == ids.flatten()[0]).all()):
-            return "segment"
-    return "token" if stream.read.live(index) else None
+    return "token" if live else None
 
 
 def _factor(stream: StreamReader, start: int, end: int) -> float | None:
@@ -200,17 +190,14 @@ def _norm(stream: StreamReader, found: Before, start: int, nodes: list[Node]) ->
     """The norm of the sum, if there is one, and the dropout behind it."""
     graph, read = stream.graph, stream.read
     size = graph.tensor(start).shape
-    for node in reversed(nodes):
-        if node.name.rstrip("_") not in ("add", "mul", "cat", *_LOOKUPS):
+    sums = (n for n in reversed(nodes) if n.name.rstrip("_") in ("add", "mul", "cat", *_LOOKUPS))
+    for value in (node.outputs[0] for node in sums):
+        tensor = graph.tensor(value)
+        if value == start or not read.live(value) or tensor.shape != size:
             continue
-        for value in node.outputs[:1]:
-            if value == start or not read.live(value) or graph.tensor(value).shape != size:
-                continue
-            link = stream.norm(value, start) if graph.tensor(value).is_floating_point() else None
-            if isinstance(link, tuple):
-                found.norm, found.total = link[0], value
-                break
-        if found.norm is not None:
+        link = stream.norm(value, start) if tensor.is_floating_point() else None
+        if isinstance(link, tuple):
+            found.norm, found.total = link[0], value
             break
     drops = [(node, p) for node in nodes if (p := read.dropout_of(node)) is not None]
     if drops:
@@ -219,7 +206,7 @@ def _norm(stream: StreamReader, found: Before, start: int, nodes: list[Node]) ->
             found.total = next(v for v in node.inputs if read.live(v))
 
 
-def _constant(stream: StreamReader, found: Before, zeros: dict[int, Tensor], width: int) -> None:
+def _constant(stream: StreamReader, found: Before, zeros: dict[int, Tensor]) -> None:
     """What is added that is no parameter."""
     if not zeros:
         return
@@ -258,8 +245,8 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
     later = [value for value in ends if graph.rests_on(value, last)]
     behind = [
         linear
-        for index, linear in sorted(read.linears.items())
-        if index not in inside
+        for linear in read.linears.values()
+        if linear.node not in inside
         and graph.rests_on(linear.read, last)
         and not any(graph.rests_on(linear.read, value) for value in later)
     ]
@@ -271,7 +258,7 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
     if not behind:
         crossing = [
             linear.read
-            for index, linear in sorted(read.linears.items())
+            for linear in read.linears.values()
             if graph.rests_on(linear.read, end) and not read.between(end, linear.read)
         ]
         drops = read.dropouts(end, crossing[0]) if crossing else []

@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from ..running import in_mode, made_at_hand, padding_row, run
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
-from .stream import BranchUnit, StreamReader, SumChain
+from .stream import ORDER, BranchUnit, StreamReader, SumChain
 from .units import RotationUnit, close
 
 with optional("torch", "torch"):
@@ -125,25 +125,12 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Mo
     return dataclasses.replace(found, example=_as_read(example, module))
 
 
-class Call(NamedTuple):
-    """A call of a module on what it is read from.
-
-    Attributes:
-        module: what is called.
-        call: calls it.
-        tensors: what it is passed, by number.
-        given: the same as the module that is meant takes it.
-    """
-
-    module: nn.Module
-    call: Callable[[], Any]
-    tensors: dict[str, Tensor]
-    given: Any
-
-
 @made_at_hand
-def called(module: nn.Module, batch: Any) -> Call:
-    """A call of a module on what it is read from.
+def called(
+    module: nn.Module, batch: Any
+) -> tuple[nn.Module, Callable[[], Any], dict[str, Tensor], Any]:
+    """The module that is read, or a copy, a call of it, the tensors that this passes by number, and
+    the same as the module itself takes it.
 
     Raises:
         MomentsError: the module cannot be run.
@@ -151,7 +138,7 @@ def called(module: nn.Module, batch: Any) -> Call:
     near = _near_copy(module)
     _, _, given = _recorded(near, batch)
     tensors = {f"{i}": t for i, t in enumerate(_tensors(given))}
-    return Call(near, functools.partial(run, near, given), tensors, _as_read(given, module))
+    return near, functools.partial(run, near, given), tensors, _as_read(given, module)
 
 
 @made_at_hand
@@ -383,8 +370,6 @@ def _far(module: nn.Module, batch: Any) -> list[int | None]:
 
 # --- a declaration --------------------------------------------------------------------------------
 
-_SUB = ("attention", "cross", "ffn")
-
 
 @dataclass
 class _Stack:
@@ -480,8 +465,15 @@ class _Reading:
             logits=logits.path if logits is not None and logits.side == "output" else "",
         )
         self.squares = _squares(self.tensors, found)
-        self._share(roles, stacks)
+        self._share(roles)
         model = self._model(stacks)
+
+        def layers_of(what: Callable[[BranchUnit], bool]) -> tuple[int, ...]:
+            rows = enumerate(main.layers, start=1)
+            return tuple(
+                n for n, units in rows if any(u.name == "attention" and what(u) for u in units)
+            )
+
         return ModuleReading(
             model,
             module_roles,
@@ -489,24 +481,16 @@ class _Reading:
             tuple(dict.fromkeys(self.reasons)),
             tuple(dict.fromkeys(self.doubts)),
             odd=tuple(self.odd),
-            over_queries=tuple(
-                number
-                for number, units in enumerate(main.layers, start=1)
-                if any(u.name == "attention" and u.core and not u.core.over_keys for u in units)
-            ),
+            over_queries=layers_of(lambda u: u.core is not None and not u.core.over_keys),
             unmasked=self.unmasked,
             misplaced=self.misplaced,
             dropped=tuple(self.dropped),
             shared=self.shared,
             unlayered=tuple(dict.fromkeys(self.unlayered)),
-            turned=tuple(
-                number
-                for number, units in enumerate(main.layers, start=1)
-                if any(u.name == "attention" and u.attention and u.attention.turned for u in units)
-            ),
+            turned=layers_of(lambda u: u.attention is not None and u.attention.turned),
         )
 
-    def _share(self, roles: Roles, stacks: list[_Stack]) -> None:
+    def _share(self, roles: Roles) -> None:
         """Matrices that several layers use: each has their variance, and few may be."""
         rows = [row for row in roles.again if row[2] in MATRICES]
         for _, layer, _, parameter in rows:
@@ -538,17 +522,9 @@ class _Reading:
             prefix = ENCODER if len(chains) == 2 and chain is chains[0] else ""
             layers = self._layers(chain)
             read = before(self.stream, chain)
-            found.append(
-                _Stack(
-                    prefix,
-                    chain,
-                    layers,
-                    self._placements(layers, read),
-                    read,
-                    after(self.stream, chain, chains),
-                )
-            )
-            self.doubts += found[-1].after.doubts
+            placements, behind = self._placements(layers, read), after(self.stream, chain, chains)
+            found.append(_Stack(prefix, chain, layers, placements, read, behind))
+            self.doubts += behind.doubts
         return found
 
     def _matrices(self, chain: SumChain) -> list[set[str]]:
@@ -588,7 +564,7 @@ class _Reading:
         """Blocks by layer: attention, perhaps cross-attention, a feed-forward block."""
         layers: list[list[BranchUnit]] = []
         for block in chain.blocks:
-            if not layers or _SUB.index(block.name) <= _SUB.index(layers[-1][-1].name):
+            if not layers or ORDER.index(block.name) <= ORDER.index(layers[-1][-1].name):
                 layers.append([])
             layers[-1].append(block)
         kinds = {tuple(b.name for b in units) for units in layers}
@@ -764,12 +740,6 @@ class _Reading:
             self.doubts.append(f"{name} that differs between layers: taken for {most:g} in all")
         return most
 
-    def _causal(self, masked: list[bool]) -> bool:
-        """Whether tokens see none that follow them; layers that do not mask them are named."""
-        if any(masked):
-            self.unmasked = tuple(n for n, causal in enumerate(masked, start=1) if not causal)
-        return any(masked)
-
     def _fields(self, stack: _Stack) -> dict[str, Any]:
         units = [unit for layer in stack.layers for unit in layer]
         attentions = [u.attention for u in units if u.name == "attention" and u.attention]
@@ -781,6 +751,9 @@ class _Reading:
         for u in units:
             if u.attention is not None:
                 self.reasons += u.attention.doubts
+        causal = any(a.causal for a in attentions)
+        if causal:
+            self.unmasked = tuple(n for n, a in enumerate(attentions, start=1) if not a.causal)
         one = self._one
         width = self.graph.tensor(stack.chain.start).shape[-1]
         outer = [n for n in (stack.chain.final, stack.before.norm) if n is not None]
@@ -808,7 +781,7 @@ class _Reading:
                 [u.dropout for u in units if u.name == "ffn"],
             ),
             "activation_dropout": self._most("activation dropout", [f.dropout for f in feeds]),
-            "causal": self._causal([a.causal for a in attentions]),
+            "causal": causal,
             "d_head": one("a head's width", [a.d_head for a in attentions]),
             "kv_heads": one("a number of key heads", [a.kv_heads for a in attentions]),
             "norm_epsilon": max(set(epsilons), key=epsilons.count) if epsilons else 0.0,
