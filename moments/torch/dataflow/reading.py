@@ -288,12 +288,17 @@ def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
         names = [a.name for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
         return dict(zip(names, tensors, strict=False))
 
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(kind)
+
+    def picture(channels: int, side: Any) -> Tensor:
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        return drawn(2, channels, int(height), int(width))
+
     size = getattr(config, "image_size", None)
     kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     if size is not None and hasattr(config, "num_channels"):
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        shape = (2, config.num_channels, height, width)
-        yield {"pixel_values": torch.randn(shape, generator=generator).to(kind)}, None
+        yield {"pixel_values": picture(config.num_channels, size)}, None
     yield from _signals(module, config, generator, kind)
     text = _vocabulary(config)
     if text is not None:
@@ -310,20 +315,17 @@ def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
     widths = [p.embed_dim for p in module.modules() if isinstance(p, nn.MultiheadAttention)]
     widths += [p.in_features for p in module.modules() if isinstance(p, nn.Linear)]
     widths += [p.shape[-1] for p in module.parameters() if p.ndim == 1]
-    for width in dict.fromkeys(widths):
-        rows = torch.randn((2, TOKENS, width), generator=generator).to(kind)
+    for width in widths[:1]:
+        features = drawn(2, TOKENS, width)
         if isinstance(module, nn.Transformer | nn.TransformerDecoder):
-            yield both(rows, torch.randn(rows.shape, generator=generator).to(kind)), None
-        yield rows, None
-        break
+            yield both(features, drawn(2, TOKENS, width)), None
+        yield features, None
     convolution = next((p for p in module.modules() if isinstance(p, nn.Conv2d)), None)
     if convolution is not None:
         sizes = [getattr(p, "img_size", None) for p in module.modules()]
         sizes += [getattr(p, "image_size", None) for p in module.modules()]
         for side in [s for s in sizes if s is not None] + [224, 32]:
-            height, width = side if isinstance(side, list | tuple) else (side, side)
-            shape = (2, convolution.in_channels, int(height), int(width))
-            yield torch.randn(shape, generator=generator).to(kind), None
+            yield picture(convolution.in_channels, side), None
 
 
 def _vocabulary(config: Any) -> int | None:
@@ -639,11 +641,8 @@ class _Reading:
                             roles.linear(s, number, cross + role, linear, columns)
                     for linear in unit.attention.output[-1:]:
                         roles.linear(s, number, f"{cross}output", linear)
-                    for role, norm in (
-                        ("query", unit.attention.qk_norm),
-                        ("key", unit.attention.key_norm),
-                    ):
-                        roles.norm(s, number, f"{cross}{role}.norm", norm)
+                    roles.norm(s, number, f"{cross}query.norm", unit.attention.qk_norm)
+                    roles.norm(s, number, f"{cross}key.norm", unit.attention.key_norm)
                     if unit.attention.relative is not None and number == 1:
                         roles.whole(s, 0, "relative_bias", unit.attention.relative)
                 if unit.feed is not None:
@@ -651,25 +650,23 @@ class _Reading:
                         for linear, columns in rows:
                             roles.linear(s, number, role, linear, columns)
                     roles.linear(s, number, "ffn_out", unit.feed.output)
-                roles.norm(s, number, f"{unit.name}.norm", unit.before)
-                roles.norm(s, number, f"{unit.name}.norm", unit.after)
+                for norm in (unit.before, unit.after):
+                    roles.norm(s, number, f"{unit.name}.norm", norm)
                 roles.norm(s, number, f"{unit.name}.post_norm", unit.behind)
                 for name in unit.scale_params:
                     roles.whole(s, number, f"{unit.name}.branch_scale", name)
         for role, name in stack.before.tables.items():
             if role != "token" or not s or name not in roles.claims:
                 roles.whole("" if role == "token" else s, 0, role, name)
-        if stack.before.patch is not None:
-            roles.linear(s, 0, "patch", stack.before.patch)
-        if stack.before.factor is not None:
-            roles.linear(s, 0, "factor", stack.before.factor)
+        found = stack.after
+        for role, one in (("patch", stack.before.patch), ("factor", stack.before.factor)):
+            if one is not None:
+                roles.linear(s, 0, role, one)
         roles.norm(s, 0, "embedding.norm", stack.before.norm)
         roles.norm(s, last, "final.norm", stack.chain.final)
-        found = stack.after
-        if found.transform is not None:
-            roles.linear(s, last, "head.transform", found.transform)
-        if found.factor is not None:
-            roles.linear(s, last, "head.factor", found.factor)
+        for role, one in (("head.transform", found.transform), ("head.factor", found.factor)):
+            if one is not None:
+                roles.linear(s, last, role, one)
         roles.norm(s, last, "head.norm", found.norm)
         if found.matrix is not None:
             tied = found.matrix.params & set(stack.before.tables.values())
@@ -860,24 +857,21 @@ class _Reading:
             else:
                 words = ", ".join(dict.fromkeys(kinds))
                 self.reasons.append(f"norms that sit differently in different layers ({words})")
-        gains, factors = np.ones((n, 2)), np.ones((n, 2))
+        gains, factors = np.ones((2, n, 2))
         for number, units in enumerate(stack.layers):
             for unit in units:
                 norm = unit.before or unit.after or unit.behind
                 column = int(unit.name == "ffn")
                 if norm is not None:
-                    gains[number, column] = norm.gain
-                    factors[number, column] = (
-                        unit.factor if unit.before is not None else unit.after_factor
-                    )
+                    factor = unit.after_factor if unit.before is None else unit.factor
+                    gains[number, column], factors[number, column] = norm.gain, factor
                 second = None if unit.behind is norm else unit.behind
                 if second is not None and abs(second.gain - 1) > 1e-3:
                     self.doubts.append("gains of second norms are taken as 1")
         return fields | gain_fields(gains, factors)
 
     def _scales(self, stack: _Stack) -> dict[str, Any]:
-        n = len(stack.layers)
-        skip, branch = np.ones((n, 2)), np.ones((n, 2))
+        skip, branch = np.ones((2, len(stack.layers), 2))
         for number, units in enumerate(stack.layers):
             for unit in units:
                 column = int(unit.name == "ffn")
@@ -950,11 +944,15 @@ class _Reading:
             return None
         self.doubts += found.doubts
         tables = found.tables
+        common: dict[str, Any] = {
+            "norm": found.norm is not None,
+            "dropout": found.dropout,
+            "norm_epsilon": 0.0 if found.norm is None else found.norm.epsilon,
+        }
         if found.patch is not None:
             if found.doubts:
                 self.doubts.append("what enters layer 1 is not declared")
                 return None
-            bias = self.squares.get((stack.prefix, 0, "patch.bias"))
             try:
                 return PatchEmbedding(
                     image_size=found.shape[-1],
@@ -964,10 +962,8 @@ class _Reading:
                     channels=found.shape[1],
                     class_token="class" in tables,
                     class_variance=self._table(tables.get("class")),
-                    bias_variance=bias,
-                    norm=found.norm is not None,
-                    dropout=found.dropout,
-                    norm_epsilon=0.0 if found.norm is None else found.norm.epsilon,
+                    bias_variance=self.squares.get((stack.prefix, 0, "patch.bias")),
+                    **common,
                 )
             except DomainError as error:
                 self.doubts.append(f"what enters layer 1 is not declared: {error}")
@@ -994,15 +990,13 @@ class _Reading:
             token_variance=self._table(tables["token"]),
             position_variance=0.0 if sines else added["position"],
             segment_variance=added["segment"],
-            norm=found.norm is not None,
-            dropout=found.dropout,
-            norm_epsilon=0.0 if found.norm is None else found.norm.epsilon,
             scale=_near(found.scale),
             positions="sinusoidal" if sines else "learned",
             padding_id=padding,
             factor_dim=None if factor is None else self.graph.tensor(factor.read).shape[-1],
             factor_variance=self.squares.get((stack.prefix, 0, "factor")),
             factor_bias=factor is not None and bool(factor.biases),
+            **common,
         )
 
     def _head(self, stack: _Stack, fields: Mapping[str, Any]) -> Head | None:
@@ -1035,14 +1029,9 @@ class _Reading:
         if not classes and token_rows != found.labels and not tied:
             loss = "causal" if fields["causal"] else None
             self.doubts.append("labels that are no tokens: no loss is declared")
-        changes: dict[str, Any] = {}
-        if found.transform is not None:
-            changes |= {
-                "transform": found.activation,
-                "transform_variance": self.squares.get(("", last, "head.transform")),
-                "transform_bias_variance": self.squares.get(("", last, "head.transform.bias")),
-                "transform_norm": found.norm is not None,
-            }
+        variance = {
+            name: value for (of, n, name), value in self.squares.items() if (of, n) == ("", last)
+        }
         rows = token_rows if fields["embedding"] is not None else 0
         return Head(
             vocab_size=None if tied or classes or rows == found.labels else found.labels,
@@ -1058,8 +1047,11 @@ class _Reading:
             classes=found.labels if classes else None,
             pool=found.pool if found.pool in ("first", "mean") else "first",
             factor_dim=narrow,
-            factor_variance=self.squares.get(("", last, "head.factor")),
-            **changes,
+            factor_variance=variance.get("head.factor"),
+            transform=None if found.transform is None else found.activation,
+            transform_variance=variance.get("head.transform"),
+            transform_bias_variance=variance.get("head.transform.bias"),
+            transform_norm=found.transform is None or found.norm is not None,
         )
 
 
