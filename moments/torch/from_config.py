@@ -1,8 +1,8 @@
 """A config of any type that transformers builds, read from the module that it describes.
 
-On the meta device a module of the true size gives the shapes, and its `_init_weights`, run over
-samples of every parameter, the variances. Two narrow copies of the true depth are read as
-`describe` reads a module; what changes with the width or a window follows from both.
+On the meta device the module gives the true shapes, and its own `_init_weights`, run over evenly
+spread samples of every parameter, the variances. Two narrow copies of the true depth are read as
+`describe` reads a module: what follows the width or a window differs between them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 from ..errors import DomainError, MomentsError, domain_error, optional, refused
 from ..formulas.checks import check_count
 from ..model.embedding import Embedding
-from ..model.huggingface import NEAREST
-from ..model.huggingface.config import family
+from ..model.huggingface.config import family, nearest
 from ..model.huggingface.entries import IRRELEVANT, USUAL
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
@@ -177,13 +176,13 @@ def module_class(entries: Mapping[str, Any], config: Any) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise DomainError(
             f"model_type = {kind!r}: an encoder and a decoder are not read from a config alone; "
-            f"describe a module of them with moments.torch.describe{_nearest(kind)}"
+            f"describe a module of them with moments.torch.describe{nearest(kind)}"
         )
     names = entries.get("architectures")
     usual = [getattr(modeling_auto, task).get(kind) for task in _TASKS]
     if result := named_class(config, *(names if isinstance(names, list) else ()), *usual):
         return result
-    raise DomainError(f"model_type = {kind!r}: no model of text or of images{_nearest(kind)}")
+    raise DomainError(f"model_type = {kind!r}: no model of text or of images{nearest(kind)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +268,7 @@ def _sizes(config: Any) -> _Sizes:
             raise DomainError(
                 f"model_type = {config.model_type!r}: no stack of attention and feed-forward "
                 f"blocks ({type(config).__name__} has {name} = {value!r})"
-                f"{_nearest(config.model_type)}"
+                f"{nearest(config.model_type)}"
             )
         result.append(value)
     layers, d_model, heads = result
@@ -341,13 +340,13 @@ class _Evenly(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.normal_.default:
-            out, mean, std = (*args, 0.0, 1.0)[:3] if len(args) == 1 else (*args, 1.0)[:3]
-            return out.copy_(_quantiles(out, normal=True).mul_(std).add_(mean))
-        if func is torch.ops.aten.uniform_.default:
-            out, low, high = (*args, 0.0, 1.0)[:3] if len(args) == 1 else (*args, 1.0)[:3]
-            return out.copy_(_quantiles(out, normal=False).mul_(high - low).add_(low))
-        return func(*args, **(kwargs or {}))
+        normal = func is torch.ops.aten.normal_.default
+        if not normal and func is not torch.ops.aten.uniform_.default:
+            return func(*args, **(kwargs or {}))
+        # mean and deviation, or the two ends
+        out, first, second = (*args, *(0.0, 1.0)[len(args) - 1 :])
+        size = second if normal else second - first
+        return out.copy_(_quantiles(out, normal).mul_(size).add_(first))
 
 
 def _quantiles(like: Tensor, normal: bool) -> Tensor:
@@ -363,12 +362,8 @@ def _quantiles(like: Tensor, normal: bool) -> Tensor:
 # --- what is read ---------------------------------------------------------------------------------
 
 
-def _nearest(kind: str) -> str:
-    return f"; {NEAREST[kind]!r} is built most like it" if kind in NEAREST else ""
-
-
 def _reading(kind: str, one: _Copy) -> ModuleReading:
-    near = _nearest(kind)
+    near = nearest(kind)
     try:
         result = read(one.module)
     except MomentsError as error:
@@ -509,7 +504,7 @@ def _windows(
     given = list(_windows_of(config).values())
     result: list[int | None] = []
     for one, two in zip(near.windows, far.windows, strict=True):
-        if one is None and two is None:
+        if one is two is None:
             result.append(None)
             continue
         if one is None or two is None or len(given) != 1:

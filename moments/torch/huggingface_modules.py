@@ -78,8 +78,8 @@ def build_module(config: Any, seed: int = 0, *, layers: int | None = None) -> nn
 
     Args:
         config: a path to config.json (or its folder), a dict, or a PretrainedConfig, of one of
-            `moments.model.huggingface.config.supported_model_types()`; the module is the one with
-            the head of the family's own task.
+            `moments.model.huggingface.FAMILIES`; the module is the one with the head of the
+            family's own task.
         seed: of the weights; torch's random state is left as it was.
         layers: replaces the config's depth (GPT-2's output projections follow it), of both stacks
             where there are two.

@@ -129,9 +129,9 @@ class NotRead(MomentsError):
 def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
     """The refusal of a module, with what is found in it all the same."""
     try:
-        run = called(module, batch)
-        found = [*_forgetting(list(recurrences(run.module, run.call, run.tensors)))]
-        found += random_outcome(behaviour(module, run.given).random)
+        *parts, given = called(module, batch)
+        found = [*_forgetting(recurrences(*parts))]
+        found += random_outcome(behaviour(module, given).random)
     except Exception:  # a refusal does not fail over what it could add
         found = []
     return NotRead(why, ranked(found))
