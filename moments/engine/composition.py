@@ -21,13 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import DomainError, MomentsError
-from .directions import (
-    at_tokens,
-    isotropic,
-    orthogonal_parts,
-    persistence,
-    shared_persistence,
-)
+from .directions import at_tokens, isotropic, orthogonal_parts, persistence, shared_persistence
 from .fluctuation import OverlapWalk, UnsharedOverlap, summed, unshared_variance
 from .layout import Padding
 from .response import Around, Elementwise, Response, Sequence, Sublayer, Sum, sum_of
@@ -689,11 +683,7 @@ def added(
         return Signal(kernel, signal.seq_len, width=signal.width)
     centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None
     return Signal(
-        kernel,
-        signal.seq_len,
-        width=signal.width,
-        fluctuation=fluctuation,
-        centred=centred,
+        kernel, signal.seq_len, width=signal.width, fluctuation=fluctuation, centred=centred
     )
 
 

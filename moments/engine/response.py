@@ -298,10 +298,7 @@ class Elementwise:
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
         nearer = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
-        risen = base.replace(
-            kernel=kernel.scaled(1 + STEP),
-            fluctuation=_grown(signal.fluctuation),
-        )
+        risen = base.replace(kernel=kernel.scaled(1 + STEP), fluctuation=_grown(signal.fluctuation))
         ends = base, base.replace(kernel=nearer), risen
         groups = [_side_by_side(ends, received.shape[:-2])] if at_once else ends
         outs: list[Matrix] = []

@@ -274,9 +274,7 @@ class Trace:
                 yield from record.walk_back()
 
 
-def weight_rows(
-    records: Iterator[tuple[Record, Array | None]],
-) -> list[tuple[int, str, Array]]:
+def weight_rows(records: Iterator[tuple[Record, Array | None]]) -> list[tuple[int, str, Array]]:
     """(layer, matrix, squared norm) of records, each with the overlap for `Record.weights`, from
     the first layer to the last."""
     rows = [

@@ -123,10 +123,7 @@ class GatedLinear(Leaf):
         values = _Values(self.activation, signal, kept, one, two, varied)
         if signal.fluctuation is not None:
             of_gate = values.both(
-                "grad_factor",
-                {"grad_variance": 1.0},
-                {"grad_covariance": 1.0},
-                signal.resolved,
+                "grad_factor", {"grad_variance": 1.0}, {"grad_covariance": 1.0}, signal.resolved
             )
             kurtosis = kernel.average(kurtosis)
             norms = self._norms(signal, inner, factor, of_gate, kurtosis / 3)

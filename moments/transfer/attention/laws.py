@@ -244,8 +244,7 @@ def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePull
     values["average_variance"] = evaluate(average["variance"], algebra, values)
     values["average_covariance"] = evaluate(average["covariance"], algebra, values)
     mixed = Kernel(
-        kernel.diagonal * values["average_variance"],
-        kernel.diagonal * values["average_covariance"],
+        kernel.diagonal * values["average_variance"], kernel.diagonal * values["average_covariance"]
     )
     heads = Kernel(
         evaluate(with_value["variance"], algebra, values),
@@ -298,10 +297,7 @@ class AlikePullback(NamedTuple):
         values = self.values
         average = ATTENTION_WITHOUT_VALUE.under("refined")
         with_value = ATTENTION.under("refined")
-        paths = values | {
-            "grad_variance": received.diagonal,
-            "grad_covariance": received.pairs,
-        }
+        paths = values | {"grad_variance": received.diagonal, "grad_covariance": received.pairs}
 
         def path(name: str) -> Array:
             return evaluate(average[name], algebra, paths)

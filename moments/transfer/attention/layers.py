@@ -31,20 +31,10 @@ from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...engine.texts import TextClasses
 from ...errors import DomainError
 from ...model.positions import RelativeBias, alibi_slopes
-from .kernels import (
-    HeadAverage,
-    KernelAttention,
-    Rotation,
-    exact_rows,
-)
+from .kernels import HeadAverage, KernelAttention, Rotation, exact_rows
 from .kernels.attention import FAINT
 from .kernels.finite_rows import FiniteRows, Widths, finite_rows
-from .kernels.position_attention import (
-    Across,
-    ClassLogits,
-    PositionAttention,
-    Words,
-)
+from .kernels.position_attention import Across, ClassLogits, PositionAttention, Words
 from .kernels.relative_positions import Turning, shifted_classes, shifted_together
 from .projections import (
     LOGIT_VARIANCE_MAX,
@@ -164,11 +154,7 @@ def same_sequence(queries: int, keys: int, sequences: int) -> Mask:
 
 
 def build(
-    leaf: Any,
-    law: LogitLaw,
-    memory: Kernel,
-    allowed: list[Mask],
-    norm_spread: Array,
+    leaf: Any, law: LogitLaw, memory: Kernel, allowed: list[Mask], norm_spread: Array
 ) -> tuple[list[HeadAverage], Array]:
     """The layer on every kernel of a batch, and the variance its logits were to have in each.
 

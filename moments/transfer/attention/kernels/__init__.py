@@ -12,9 +12,4 @@ Start with `attention`, then `closure`.
 from .attention import AttentionGradient, HeadAverage, KernelAttention
 from .logits import Rotation
 
-__all__ = [
-    "AttentionGradient",
-    "HeadAverage",
-    "KernelAttention",
-    "Rotation",
-]
+__all__ = ["AttentionGradient", "HeadAverage", "KernelAttention", "Rotation"]

@@ -399,9 +399,7 @@ def width_terms(
     if widths.deficit <= 0.0:
         return output, overlap_path
     unshared = unshared_part(
-        rows.keys[pattern],
-        weights @ variance - np.diagonal(mean),
-        (weights * weights).sum(1),
+        rows.keys[pattern], weights @ variance - np.diagonal(mean), (weights * weights).sum(1)
     )
     rooted = weights * np.sqrt(unshared)[:, None]
     every = np.arange(len(weights))

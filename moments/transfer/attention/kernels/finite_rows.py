@@ -23,12 +23,7 @@ from numpy.typing import NDArray
 
 from ....engine.state import ratio_or_zero
 from ..softmax import PairStatistics, RowStatistics, chi_square_rule
-from ..softmax.norms import (
-    CORRECTED_MAX,
-    STIFFNESS_LEAST,
-    key_corrections,
-    pair_spreads,
-)
+from ..softmax.norms import CORRECTED_MAX, STIFFNESS_LEAST, key_corrections, pair_spreads
 from ..softmax.table import chebyshev_basis
 from . import exact_rows
 
