@@ -3,11 +3,8 @@
     s = k x + A(x),    y = s/|s|,    u = k' y + F(y),    out = u + x
 
 Of u, k' y is x with amplitude a = k k'/deviation of s, and what attention added. Derived to order
-1/width, for an x that a normalisation left (every layer's but the first): what the gradient g at
-`out` has along any two of its parts, a share 1 - radial of the component along `out` missing. A
-normalised s is orthogonal to what it returns, so that x.g_x = x.g.
-
-See docs/theory/gradients.md, A second connection (B2T).
+1/width, for an x that a normalisation left (every layer's but the first): what the gradient at
+`out` has along any two of its parts. See docs/theory/gradients.md, A second connection (B2T).
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """How components compose, and what each does to a signal and to its gradient.
 
 A composition is a declaration: leaves, chains (`>>`), residual connections, parallel branches and
-numbered layers; it evaluates nothing until a signal is sent through it. Every component has one
-method for the way up, `propagate`, which leaves a `Record`, and one for the way back,
-`backpropagate`, which completes it. What a component is made of, and what a gradient through it
-depends on, it says itself, so that nothing outside has to know which kinds there are.
-
-See docs/theory/gradients.md, Lost directions.
+numbered layers. Every component has `propagate` for the way up, which leaves a `Record`, and
+`backpropagate` for the way back, which completes it. What a component is made of, and what a
+gradient through it depends on, it says itself. See docs/theory/gradients.md, Lost directions.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """What a part of a network does to sensitivities, by token: around a record of both passes.
 
-Leaves that act on every token alone have elementwise derivatives: taken here as differences of what
-the leaves themselves return at slightly changed kernels, so that no law is stated a second time.
-Chains and parallel branches pass sensitivities on to what they hold, and additions add noise
-(`moments.noise.network`).
-
 A number y is linear in the gradient's kernel, dy = sum(Lambda o dG), and smooth in the signal's,
 dy = sum(Gamma o dC), at every point. Through a part with signals C -> C' and gradients G' -> G,
 
     Lambda' = (dG/dG')^T Lambda,    Gamma = (dC'/dC)^T Gamma' + d<Lambda, G>/dC.
 
-See docs/theory/band.md, How it travels.
+Additions add noise (`moments.noise.network`). See docs/theory/band.md, How it travels.
 """
 
 from __future__ import annotations

@@ -1,16 +1,7 @@
 """Positions of a text on classes, where two tokens of two cells are the same word or two.
 
-Where logits are strong all keys of one word draw the same attention, and no mean over a cell tells
-the product of two. So what two tokens have in common takes two values,
-
-    [[K, S], [S, .]],    of two different words, and of one,
-
-where cells share a word in s of their pairs of tokens: sums over pairs count K by 1 - s and S by s.
-A matrix over tokens that does so has means over cells (1 - s) K + s S, which multiply as those of
-`classes` do, and beside them what tokens of one word have beyond others, which multiplies by itself
-and by the number n of that word's tokens in the cell. What frequent words have beyond rarer ones in
-these sums is left out.
-
+What two tokens have in common takes two values, [[K, S], [S, .]], of two different words and of
+one; cells share a word in s of their pairs, so that sums over pairs count K by 1 - s and S by s.
 See docs/theory/state.md, Words.
 """
 
@@ -37,13 +28,10 @@ from .classes import (
 )
 
 WORDS = 1
-"""Frequencies that stand for those of the words that pairs of tokens are of. Of Llama's layers at
-512 and 1024 tokens of Zipf's law two move the mean gradient by 2.5 % where it enters, weights'
-gradients by 1.2 % and correlations by .001."""
+"""Frequencies that stand for those of the words that pairs of tokens are of."""
 
 LEAST = 1e-3
-"""Other tokens of a pair's word, where there are fewer: counts that nothing divides by. A tenth and
-ten times as many move no such prediction by 1e-4."""
+"""Other tokens of a pair's word, where there are fewer: counts that nothing divides by."""
 
 
 class Frequencies(NamedTuple):
@@ -251,9 +239,7 @@ class TextClasses(TwiceClasses):
         found = self.one.pair_sums(self.ids, self.ids)
         return [(one, np.clip(as_many(*one), 0.0, 1.0)) for one in found]
 
-    def pair_means(
-        self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
-    ) -> Array:
+    def pair_means(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> Array:
         assert self.ids is not None
         _, words = np.unique(self.ids, return_inverse=True)
         _, codes = np.unique(np.stack([first, second]), return_inverse=True)
@@ -261,8 +247,8 @@ class TextClasses(TwiceClasses):
         one, two = np.reshape(codes, (2, *first.shape)) * (int(words.max()) + 1)
         others, same = [], []
         for (found, pairs, expected), (alike, *_), (of_word, share) in zip(
-            self.one.pair_sums(first, second, weights),
-            self.one.pair_sums(one + words, two + words, weights),
+            self.one.pair_sums(first, second),
+            self.one.pair_sums(one + words, two + words),
             self._of_one_word,
             strict=True,
         ):

@@ -1,12 +1,8 @@
 """Attention about its mean: how one layer answers to small changes of its kernels, by token.
 
 The joint law of two rows to first order in the covariance of their logits, which saturates as exact
-rows do: products of (L, L) matrices alone, a small part of what `kernels.KernelAttention` costs. It
-is for sensitivities, which need a shape; the size comes from the moments that were traced. Beside
-it stand what one draw of its heads adds at random, and what attention does to two tokens' overlap
-(`moments.noise.overlap`).
-
-See docs/theory/band.md, Saturation.
+rows do; it is for sensitivities, which need a shape, at a small part of the cost of
+`kernels.KernelAttention`. See docs/theory/band.md, Saturation.
 """
 
 from __future__ import annotations

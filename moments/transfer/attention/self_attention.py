@@ -24,6 +24,7 @@ from ...errors import domain_error
 from ...formulas.normalization import RMSNORM
 from ...model.positions import RelativeBias, Rotary
 from ..normalization import FiniteNormalization
+from .kernels import Paths
 from .laws import attend_by_laws
 from .layers import (
     BEYOND_TABLES,
@@ -37,7 +38,6 @@ from .layers import (
 )
 from .projections import (
     LogitLaw,
-    Paths,
     ProjectionPaths,
     by_distance,
     logit_law,
@@ -255,9 +255,9 @@ class AttentionPullback:
     def _pulled(self, sent: Kernel, gradient: Gradient, sides: Any) -> AttentionPulled:
         return AttentionPulled(Gradient(sent, gradient.seq_len), self, gradient.kernel, sides)
 
-    def _sent(self, received: Kernel) -> tuple[Kernel, Kernel, Paths]:
+    def _sent(self, received: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
         """Through the queries, through keys and values, and the paths."""
-        sides: Paths = self.layer.backward(received.scaled(self.gain))
+        sides: Paths[Kernel] = self.layer.backward(received.scaled(self.gain))
         if self.leaf.qk_norm is not None and not over_all_heads(self.leaf):
             queries, width = self.law.queries.kernel, self.leaf.memory_width
             rows = of_rows(self.output, np.shape(queries.diagonal) if queries.resolved else ())

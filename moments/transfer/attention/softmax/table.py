@@ -1,11 +1,8 @@
 """Statistics of softmax rows by interpolation: microseconds, where the integrals take milliseconds.
 
-Tables interpolate bounded, smooth functions of theta, log n and rho rather than the statistics,
-which span many decades. Each is a statistic over its behaviour in the limits theta -> 0, n -> 1 and
-n -> infinity (or the logarithm of that, where it is positive and varies a lot): errors are
-relative, and those limits are exact. `benchmarks/build_softmax_tables.py` makes the tables.
-
-See docs/theory/softmax.md, The integrals.
+Tables interpolate bounded, smooth functions of theta, log n and rho: a statistic over its behaviour
+in the limits theta -> 0, n -> 1 and n -> infinity, so that errors are relative and those limits
+exact. `benchmarks/build_softmax_tables.py` makes them. See docs/theory/softmax.md, The integrals.
 """
 
 from __future__ import annotations
