@@ -323,10 +323,7 @@ class Bypass:
         noise += self._added(
             sensitivity, sensitivity, self.sent - attended, attended, self.attention.back_kappa
         )
-        sizes = [
-            total(inner_one * kernel)
-            for inner_one, kernel in ((sensitivity, attended), (between.sensitivity, deep))
-        ]
+        sizes = total(sensitivity * attended), total(between.sensitivity * deep)
         met = sizes[0] * inner.coherence + sizes[1] * top.coherence
         exposure = (inner.exposure, between.exposure, top.exposure, sensitivity)
         return GradientAdjoint(
@@ -412,18 +409,5 @@ def bypassed(
     sizes[0] = sizes[0] * ratio(mean**2, np.asarray(attention.skip) ** 2)
     share = ratio(sizes[0], sizes[0] + sizes[1])
     kappa = 2 + (attention.kappa - 2) * share**2 + (ffn.kappa - 2) * (1 - share) ** 2
-    return _Bypassed(
-        answer,
-        True,
-        each,
-        1.0,
-        entering,
-        leaving,
-        sent,
-        received,
-        kappa,
-        kappa,
-        attention.width,
-        attention.inner,
-        share,
-    )
+    widths = attention.width, attention.inner
+    return _Bypassed(answer, True, each, 1.0, *kernels, kappa, kappa, *widths, share)

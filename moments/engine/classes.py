@@ -589,58 +589,6 @@ class DocumentClasses(PositionClasses):
         return self.one.spread_out(values[..., : len(self.one.nodes)])
 
 
-@dataclass(frozen=True, eq=False)
-class TwiceClasses(PositionClasses):
-    """Of tokens two of which have more than one number in common: `nodes` are those of other
-    classes twice, and matrices of pairs have the other number beside that of most,
-    [[most, other], [other, .]]. Tokens are counted once.
-
-    Attributes:
-        one: those classes.
-    """
-
-    one: PositionClasses
-
-    @property
-    def inside(self) -> PositionClasses:
-        return self.one.inside
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        return self.one.ends
-
-    @property
-    def there(self) -> NDArray[np.bool_]:
-        return self.one.there
-
-    @functools.cached_property
-    def size(self) -> int:
-        """Nodes of `one`."""
-        return len(self.one.nodes)
-
-    @functools.cached_property
-    def count(self) -> Array:
-        return np.concatenate([self.one.count, np.zeros(self.size)])
-
-    def seen(self, window: int | None = None) -> Sight:
-        return self.one.seen(window)
-
-    def mean(self, values: Array) -> Array:
-        """Of (..., 2 P), or of the first (..., P) of them."""
-        found: Array = self.one.mean(np.asarray(values)[..., : self.size])
-        return found
-
-    def in_one(self, sums: Array) -> Array:
-        return self.one.in_one(sums[..., : self.size])
-
-    def within(self, pairs: Array) -> Array:
-        inside = self.one.within(pairs)
-        return np.block([[inside, inside], [inside, inside]])
-
-    def spread_out(self, values: Array) -> Array:
-        return self.one.spread_out(values[..., : self.size])
-
-
 LEAST_SHARED = 1e-9
 """Pairs of documents that reach two positions, of those that reach one, below which none do."""
 

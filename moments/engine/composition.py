@@ -513,8 +513,8 @@ class Residual(Component):
 
     def sum(self, signal: Signal, branch: Signal) -> Signal:
         """What the skip connection carries and what the branch gives, added."""
-        skip = square(self.skip_scale)
-        return added(signal, branch, skip, square(self.branch_scale), keeps_mean=True)
+        scales = square(self.skip_scale), square(self.branch_scale)
+        return added(signal, branch, *scales, keeps_mean=True)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         run.met(record, gradient)
@@ -570,8 +570,8 @@ class Residual(Component):
         return around.added(record, record.children[0], self.skip_scale**2, self.branch_scale**2)
 
     def addition(self, record: Record) -> Addition:
-        skip = square(self.skip_scale)
-        return Addition(record, record.children[0], skip, square(self.branch_scale))
+        scales = square(self.skip_scale), square(self.branch_scale)
+        return Addition(record, record.children[0], *scales)
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         return amplitude * self.skip_scale

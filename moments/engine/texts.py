@@ -20,7 +20,7 @@ from .classes import (
     Matrix,
     PairSums,
     PositionClasses,
-    TwiceClasses,
+    Sight,
     as_many,
     diagonal,
     few_points,
@@ -63,10 +63,11 @@ class Frequencies(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TextClasses(TwiceClasses):
-    """Of one text, or of several.
+class TextClasses(PositionClasses):
+    """Of one text, or of several: `nodes` are those of other classes twice, tokens counted once.
 
     Attributes:
+        one: those classes.
         share: (P, P) of pairs of different tokens of two cells that are one word.
         frequencies: of its words.
         others: (T - 1,) of a document's tokens, those of a pair's word besides that pair, by its
@@ -75,6 +76,7 @@ class TextClasses(TwiceClasses):
         ids: (L,) the text, or (documents, longest); None: Zipf's law.
     """
 
+    one: PositionClasses
     share: Array
     frequencies: Frequencies
     others: Array
@@ -84,6 +86,43 @@ class TextClasses(TwiceClasses):
     @property
     def causal(self) -> PositionClasses:
         return self.one.causal
+
+    @property
+    def inside(self) -> PositionClasses:
+        return self.one.inside
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self.one.ends
+
+    @property
+    def there(self) -> NDArray[np.bool_]:
+        return self.one.there
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Nodes of `one`."""
+        return len(self.one.nodes)
+
+    @functools.cached_property
+    def count(self) -> Array:
+        return np.concatenate([self.one.count, np.zeros(self.size)])
+
+    def seen(self, window: int | None = None) -> Sight:
+        return self.one.seen(window)
+
+    def mean(self, values: Array) -> Array:
+        """Of (..., 2 P), or of the first (..., P) of them."""
+        return self.one.mean(np.asarray(values)[..., : self.size])
+
+    def in_one(self, sums: Array) -> Array:
+        return self.one.in_one(sums[..., : self.size])
+
+    def within(self, pairs: Array) -> Array:
+        return np.tile(self.one.within(pairs), (2, 2))
+
+    def spread_out(self, values: Array) -> Array:
+        return self.one.spread_out(values[..., : self.size])
 
     @property
     def documents(self) -> Matrix | None:

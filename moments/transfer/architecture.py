@@ -337,16 +337,7 @@ def norm(model: Transformer, theory: Theory, label: str, gain: float = 1.0) -> C
 
 @dataclass(frozen=True)
 class Blocks:
-    """Makes the blocks of one layer.
-
-    Attributes:
-        model: the declaration.
-        theory: whose laws they hold.
-        number: of the layer, from 1.
-        padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
-        sequences: of one joint kernel.
-        memory_padding: as `padding`, of what cross-attention reads.
-    """
+    """Makes the blocks of one layer, of that `number` from 1; fields else as of `declare`."""
 
     model: Transformer
     theory: Theory
@@ -484,19 +475,10 @@ class Blocks:
         d_model, d_ff = model.d_model, model.d_ff or 0
         if model.gated:
             weights, biases = model.layer_weights(self.number), self._biases
-            return (
-                GatedLinear(
-                    "ffn.activation",
-                    activation_laws(model.activation),
-                    d_model,
-                    d_ff,
-                    weights.gate,
-                    weights.ffn_in,
-                    gate_bias=biases.get("gate", 0.0),
-                    bias=biases.get("ffn_in", 0.0),
-                    has_bias="ffn_in" in biases,
-                ),
-            )
+            laws, widths = activation_laws(model.activation), (d_model, d_ff)
+            given = weights.gate, weights.ffn_in, biases.get("gate", 0.0), biases.get("ffn_in", 0.0)
+            has_bias = "ffn_in" in biases
+            return (GatedLinear("ffn.activation", laws, *widths, *given, has_bias=has_bias),)
         # The papers' GeLU is the erf form; they state no other.
         published = (theory, model.activation) == ("published", "gelu_tanh")
         laws = activation_laws("gelu" if published else model.activation)

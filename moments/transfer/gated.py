@@ -111,9 +111,8 @@ class GatedLinear(Leaf):
         else:
             ends = evaluate_sides(laws["covariance"], algebra, two, varied)
             covariance = 0.5 * (ends[0] + ends[1])
-        kernel = Kernel.joined(
-            evaluate(laws["variance"], algebra, one), covariance, signal.resolved
-        )
+        variance = evaluate(laws["variance"], algebra, one)
+        kernel = Kernel.joined(variance, covariance, signal.resolved)
         kurtosis = faintly(laws["kurtosis"], algebra, one)
         limit = laws["variance"].domain["x_variance"]
         notes: tuple[str, ...] = ()

@@ -202,16 +202,8 @@ class SelfAttention(Attention, Leaf):
         return Signal(signal.kernel.scaled(self.d_model * self.value), 2, width=self._width)
 
     def unplaced(self) -> SelfAttention:
-        return dataclasses.replace(
-            self,
-            causal=False,
-            window=None,
-            rotary=None,
-            alibi=False,
-            relative_bias=None,
-            padding=None,
-            sequences=1,
-        )
+        free = dataclasses.replace(self, causal=False, window=None, padding=None, sequences=1)
+        return dataclasses.replace(free, rotary=None, alibi=False, relative_bias=None)
 
     def response(self, record: Record, around: Around) -> Response:
         return AttentionSublayer.of(self, record.input, around.received(record))
@@ -422,7 +414,6 @@ def concatenated(
     width, gain = leaf.heads * leaf.d_head, leaf.memory_width * leaf.value
     kernel = _with_bias(leaf, mixed.scaled(gain), squares)
     found_heads = kernel if heads is None else _with_bias(leaf, heads, squares)
-    mean = 0.0 * kernel.diagonal
     fluctuation: Fluctuation | None = None
     if signal.fluctuation is not None:
         # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
@@ -443,8 +434,8 @@ def concatenated(
     return Signal(
         found_heads,
         signal.seq_len,
-        mean=mean,
-        width=width,
+        0.0 * kernel.diagonal,
+        width,
         fluctuation=fluctuation,
         diagnostics=diagnostics,
         notes=notes,
@@ -684,10 +675,8 @@ class _Pulled(Pulled):
         for name in ("value", "value.bias"):
             if name in found:
                 found[name] = found[name] * way.factor / way.gain
-        return {
-            name: norm / way.size if name.endswith(".bias") else norm
-            for name, norm in found.items()
-        }
+        biased = {name for name in found if name.endswith(".bias")}
+        return {name: norm / way.size if name in biased else norm for name, norm in found.items()}
 
     def overlaps(self) -> Mapping[str, Array]:
         return self.inner.overlaps()

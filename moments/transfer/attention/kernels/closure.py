@@ -66,7 +66,7 @@ class RowLayout(NamedTuple):
         pattern_temperature = _means(temperature, pattern)
         ends = np.cumsum([len(group) for group in groups])
         spans = [
-            slice(int(end) - len(group), int(end)) for end, group in zip(ends, groups, strict=True)
+            slice(int(end) - len(one), int(end)) for end, one in zip(ends, groups, strict=True)
         ]
         shared = [_shared(patterns[span], logits.biased) for span in spans]
         extended = np.vstack([patterns, *shared])
@@ -74,10 +74,8 @@ class RowLayout(NamedTuple):
         statistics = rows_of_kernel(
             kernel, extended, np.concatenate([pattern_temperature, means]), logits.scale
         )
-        classes = [
-            _make_class(span, len(patterns) + index, extended, statistics, kernel, logits.scale)
-            for index, span in enumerate(spans)
-        ]
+        given = extended, statistics, kernel, logits.scale
+        classes = [_make_class(s, len(patterns) + k, *given) for k, s in enumerate(spans)]
         compact = np.zeros(patterns.shape)
         group = np.empty(len(patterns), dtype=np.intp)
         for index, one in enumerate(classes):
@@ -130,9 +128,8 @@ class OverlapClosure:
     def __init__(self, logits: Logits, widths: Widths) -> None:
         self.logits = logits
         layout = RowLayout.of(logits)
-        self.rows = stats = layout.statistics
-        self.pattern, self.group, self.classes = layout.pattern, layout.group, layout.classes
-        self.weights = layout.weights
+        self.rows, self.pattern, self.group, self.classes, self.weights, norm = layout
+        stats = self.rows
         correlation = logits.correlation()
         if logits.rotation is not None:
             correlation = np.minimum(correlation * logits.rotation.queries, 0.0)
@@ -157,7 +154,7 @@ class OverlapClosure:
             stats,
             self.pattern,
             self.group,
-            self._row_scale[:, self.pattern] * layout.norm,
+            self._row_scale[:, self.pattern] * norm,
             nodes,
             self.calibration,
             widths,
@@ -392,19 +389,11 @@ def width_terms(
     )
     rooted = weights * np.sqrt(unshared)[:, None]
     every = np.arange(len(weights))
-    output += fixed_norms(
-        widths,
-        (every[:, None], every[None, :]),
-        pairs.correlation,
-        pairs.growth,
-        calibration.stiffness[leader_class],
-        calibration.against[leader_class],
-        rows.unshared_by_mean[pattern],
-        mean,
-        excess,
-        slope,
-        rooted @ rooted.T,
-    )
+    of_pairs = (every[:, None], every[None, :]), pairs.correlation, pairs.growth
+    stiff, against = calibration.stiffness[leader_class], calibration.against[leader_class]
+    of_rows = stiff, against, rows.unshared_by_mean[pattern]
+    held = rooted @ rooted.T
+    output += fixed_norms(widths, *of_pairs, *of_rows, mean, excess, slope, held)
     return output, overlap_path
 
 
