@@ -11,11 +11,12 @@ is not read, and the refusal names the place; "misnamed": findings, none of whic
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ import moments
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 
 import checked_gpt  # noqa: E402
-import own_styles  # noqa: E402
 from check_modules import family_module, same  # noqa: E402
-from foreign_slips import MATRICES, OUTWARD, STD, Parts, _draw  # noqa: E402
+from foreign_slips import MATRICES, OUTWARD, STD, Parts, _draw, _instead  # noqa: E402
+from own_styles import EinsumLM, TitanGPT, TorchLM  # noqa: E402
 
 LAYERS, WIDTH, HEADS, VOCAB, LENGTH = 4, 64, 4, 97, 24
 
@@ -41,11 +42,7 @@ LAYERS, WIDTH, HEADS, VOCAB, LENGTH = 4, 64, 4, 97, 24
 
 
 STYLES = ("nanoGPT", "Llama", "torch", "einsum", "GPT-2")
-OWN = {
-    "Llama": own_styles.TitanGPT,
-    "torch": own_styles.TorchLM,
-    "einsum": own_styles.EinsumLM,
-}
+OWN: Any = dict(zip(STYLES[1:4], (TitanGPT, TorchLM, EinsumLM), strict=True))
 
 
 def built(style: str, init: str, seed: int) -> nn.Module:
@@ -55,9 +52,7 @@ def built(style: str, init: str, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = checked_gpt.Config(n_layer=LAYERS, block_size=LENGTH)
-        made: nn.Module = (
-            checked_gpt.GPT(config) if style == "nanoGPT" else OWN[style](layers=LAYERS)
-        )
+        made = OWN[style](layers=LAYERS) if style in OWN else checked_gpt.GPT(config)
         with torch.no_grad():
             _draw(Parts(made), init)
     return made
@@ -70,10 +65,7 @@ def blocks(module: Any, style: str) -> Sequence[Any]:
     return list(held.values() if style == "Llama" else held)
 
 
-Half = Callable[[Tensor], Tensor]
-
-
-def halves(block: Any, style: str, more: Any, named: Any) -> tuple[Half, Half, Half, Half]:
+def halves(block: Any, style: str, more: Any, named: Any) -> tuple[Any, ...]:
     """Norm and block twice, of one layer's call."""
     if style == "Llama":
         return (block.attention_norm, lambda y: block.attention(y, *more), block.ffn_norm,
@@ -83,9 +75,8 @@ def halves(block: Any, style: str, more: Any, named: Any) -> tuple[Half, Half, H
         return block.norm1, lambda y: block._sa_block(y, mask, None), block.norm2, block._ff_block
     if style == "einsum":
         return block.norm1, block.attend, block.norm2, block.feed
-    if style == "GPT-2":
-        return block.ln_1, lambda y: block.attn(y, **named)[0], block.ln_2, block.mlp
-    return block.ln_1, block.attn, block.ln_2, block.mlp
+    attend = (lambda y: block.attn(y, **named)[0]) if style == "GPT-2" else block.attn
+    return block.ln_1, attend, block.ln_2, block.mlp
 
 
 def _form(form: Any, *numbers: int) -> Any:
@@ -149,16 +140,9 @@ def _turned_values(args: list[Any], kwargs: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Slip:
-    """One slip.
-
-    Attributes:
-        kinds: of findings that are it.
-        plant: of module, parts, style.
-        role, layer: of the tensor that has to be named; "" for none.
-        styles: that can have it.
-        init: what is drawn first.
-        words: of a note that says it.
-    """
+    """What is done to (module, parts, style), the kinds of findings that are it, the role and layer
+    of the tensor that they must name, the styles that can have it, what is drawn first, and words
+    of a note that says it."""
 
     name: str
     kinds: tuple[str, ...]
@@ -174,10 +158,6 @@ def _times(factor: float, *roles: str, layer: int | None = None) -> Any:
     return lambda m, p, s: [b.mul_(factor) for b in p.blocks(*roles, layer=layer)]
 
 
-def _several(*changes: Any) -> Any:
-    return lambda m, p, s: [change(m, p, s) for change in changes]
-
-
 def _drawn(square: Callable[[int, int], float], *roles: str, layer: int | None = None) -> Any:
     return lambda m, p, s: [
         b.normal_(std=square(r.fan_in, r.fan_out) ** 0.5)
@@ -186,12 +166,10 @@ def _drawn(square: Callable[[int, int], float], *roles: str, layer: int | None =
 
 
 def _uniform(bound: Callable[[float, int], float], *roles: str, layer: int | None = None) -> Any:
-    def plant(m: Any, p: Parts, s: str) -> None:
-        for r, b in zip(p.roles(*roles, layer=layer), p.blocks(*roles, layer=layer), strict=True):
-            width = bound(float(b.std()), r.fan_in)
-            b.uniform_(-width, width)
-
-    return plant
+    return lambda m, p, s: [
+        b.uniform_(-(width := bound(float(b.std()), r.fan_in)), width)
+        for r, b in zip(p.roles(*roles, layer=layer), p.blocks(*roles, layer=layer), strict=True)
+    ]
 
 
 def _biases(layer: int | None = None) -> Any:
@@ -207,12 +185,10 @@ def _untied(std: float) -> Any:
 
 
 def _no_final(module: Any, parts: Parts, style: str) -> None:
-    if style == "einsum":
-        module.final = lambda x: x
-    else:
-        last = style in ("nanoGPT", "GPT-2")
-        part, name = (module.transformer, "ln_f") if last else (module, "norm")
-        part._modules[name] = nn.Identity()
+    last = style in ("nanoGPT", "GPT-2")
+    part, name = (module.transformer, "ln_f") if last else (module, "norm")
+    held, name = (vars(module), "final") if style == "einsum" else (part._modules, name)
+    held[name] = nn.Identity()
 
 
 def _shared(module: Any, parts: Parts, style: str) -> None:
@@ -263,9 +239,9 @@ SLIPS = (
     Slip("Post-LN in one layer", ("norm placement",), _form(_post, 2)),
     Slip("no final norm", ("no final norm",), _no_final),
     Slip("depth scale on q, k, v", ("wrong variance",),
-         _several(_times(DEPTH, "output"), _times(1 / DEPTH, "query", "key", "value")), "query"),
+         lambda m, p, s: _instead(p, ("output",), "query", "key", "value"), "query"),
     Slip("depth scale on ffn_in", ("wrong variance",),
-         _several(_times(DEPTH, "ffn_out"), _times(1 / DEPTH, "ffn_in", "gate")), "ffn_in"),
+         lambda m, p, s: _instead(p, ("ffn_out",), "ffn_in", "gate"), "ffn_in"),
     Slip("depth scale 1/N", ("wrong variance",), _times(DEPTH / LAYERS, *OUTWARD), "output"),
     Slip("depth scale twice", ("wrong variance",), _times(1 / DEPTH, *OUTWARD), "output"),
     Slip("embedding of std 1", ("initial loss", "embedding scale", "wrong variance"),
@@ -338,30 +314,23 @@ def outcome(slip: Slip, style: str, seed: int = 1) -> tuple[str, str]:
         except moments.MomentsError as error:
             said = str(error).splitlines()[0]
             return ("refused" if where and where in said else "refused, unnamed"), said
-    told = [f"{t.kind} {t.parameters} {t.layers}: {t.reason}" for t in report.findings]
-    for t in report.findings:
+    told = [str(t) for t in report.findings]
+    for t, said in zip(report.findings, told, strict=True):
         named = any(same(where, name) for name in (*t.parameters, ""))
         if t.kind in slip.kinds and named and (slip.layer is None or slip.layer in t.layers):
-            return "named", told[report.findings.index(t)]
+            return "named", said
     if slip.words and any(slip.words in said for said in (*report.notes, report.verdict())):
         return "noted", "; ".join(said for said in report.notes if slip.words in said)
     return ("misnamed" if told else "silent"), "; ".join(told)
 
 
-def correct(seeds: Sequence[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Correct modules of every style, two ways to draw them."""
-    for style in STYLES:
-        for init in ("gpt2", "xavier") if style != "GPT-2" else ("gpt2",):
-            for seed in seeds:
-                yield f"{style}, {init}, seed {seed}", built(style, init, seed)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     if sys.argv[1:2] == ["correct"]:
-        for name, module in correct(range(100, 106)):
-            found = moments.check(module).findings
-            print(name, [str(t) for t in found] or "nothing", flush=True)
+        for style, init, seed in itertools.product(STYLES, ("gpt2", "xavier"), range(100, 106)):
+            if (style, init) != ("GPT-2", "xavier"):
+                found = [str(t) for t in moments.check(built(style, init, seed)).findings]
+                print(style, init, seed, found or "nothing", flush=True)
         return
     wanted, counts = sys.argv[1:], Counter[str]()
     for slip in SLIPS:

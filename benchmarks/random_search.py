@@ -88,9 +88,11 @@ def _drawn(rng: np.random.Generator) -> tuple[moments.Transformer, dict[str, Any
         gate=size(0.3, 2.0) / width if gated else None,
         distribution=one("normal", "uniform"),
     )
+    causal, parallel, identity = (rng.random() < chance for chance in (0.6, 0.15, 0.05))
     norm = one("pre", "pre", "post", "none", "sandwich", "mix", "hybrid", "b2t")
-    positions = one("none", "none", "rotary", "alibi", "bias")
-    causal, parallel = rng.random() < 0.6, rng.random() < 0.15
+    if parallel:
+        norm = one("pre", "pre", "none")
+    positions = "none" if identity else one("none", "none", "rotary", "alibi", "bias")
     model = moments.Transformer(
         layers=layers,
         d_model=width,
@@ -120,7 +122,7 @@ def _drawn(rng: np.random.Generator) -> tuple[moments.Transformer, dict[str, Any
         gated=gated,
         activation_dropout=at(0.1, lambda: 0.1, 0.0),
         ffn_dropout=at(0.1, lambda: 0.1, None),
-        identity_attention=rng.random() < 0.05,
+        identity_attention=identity,
         biases=at(0.2, lambda: moments.Biases(**dict.fromkeys(_BIASES, size(0.01, 0.3))), None),
         parallel=parallel,
         parallel_norms=one(1, 2) if parallel else 1,

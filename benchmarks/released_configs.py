@@ -177,10 +177,10 @@ def measured(name: str, seeds: int) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     config = shrunk(name)
     start = 1000 * (zlib.crc32(name.encode()) % 1_000_000)
-    found = measure(lambda seed: module(config, seed), batch(config), seeds=seeds, seed=start)
-    rows: dict[str, Any] = {"seeds": seeds, "loss": _digits([found.loss, found.loss_stderr])}
+    result = measure(lambda seed: module(config, seed), batch(config), seeds=seeds, seed=start)
+    rows: dict[str, Any] = {"seeds": seeds, "loss": _digits([result.loss, result.loss_stderr])}
     for quantity in ("variance", "correlation", "grad_variance"):
-        draws = np.asarray(found.samples[quantity])
+        draws = np.asarray(result.samples[quantity])
         rows[quantity] = [
             _digits(draws.mean(0)),
             _digits(draws.std(0, ddof=1) / math.sqrt(len(draws))),
@@ -189,7 +189,7 @@ def measured(name: str, seeds: int) -> dict[str, Any]:
         f"{row['layer']} {row['weight']}": _digits(
             [row["squared_norm"], row["squared_norm_stderr"]]
         )
-        for row in found.weight_gradient_rows
+        for row in result.weight_gradient_rows
         if row["squared_norm"] > 1e-12
     }
     return rows
@@ -211,14 +211,14 @@ def errors(name: str, p: moments.Prediction | None = None) -> dict[str, tuple[fl
     error, and where."""
     rows, config = stored()[name], shrunk(name)
     p = predicted(config) if p is None else p
-    found = {}
+    result = {}
     for quantity in ("variance", "correlation", "grad_variance"):
         mean, error = np.array(rows[quantity])
         scale = 1.0 if quantity == "correlation" else mean
         gaps = (np.asarray(getattr(p, quantity)) - mean) / scale
-        found[quantity] = _worst(gaps, error / scale, [str(n) for n in range(len(mean))])
+        result[quantity] = _worst(gaps, error / scale, [str(n) for n in range(len(mean))])
     loss, error = rows["loss"]
-    found["loss"] = float(p.loss) / loss - 1, error / loss, ""
+    result["loss"] = float(p.loss) / loss - 1, error / loss, ""
     known = {
         f"{row.layer} {row.weight}": float(row.squared_norm)
         for row in p.weight_gradients().itertuples()
@@ -239,12 +239,12 @@ def errors(name: str, p: moments.Prediction | None = None) -> dict[str, tuple[fl
     matrices = {_ours(k, factored): v for k, v in matrices.items()}
     missing = [k for k in matrices if k not in known]
     if missing:
-        found["missing"] = 1.0, 0.0, ", ".join(missing[:4])
+        result["missing"] = 1.0, 0.0, ", ".join(missing[:4])
     there = [k for k in matrices if k in known]
     mean, error = np.array([matrices[k] for k in there]).T
     gaps = np.array([known[k] for k in there]) / mean - 1
-    found["matrices"] = _worst(gaps, error / mean, there)
-    return found
+    result["matrices"] = _worst(gaps, error / mean, there)
+    return result
 
 
 # Parameters before layer 1 that a module's reading gives no role.
@@ -261,8 +261,8 @@ def _ours(key: str, factored: bool) -> str:
     layer, name = key.split(" ")
     if factored and name == "head.transform":
         name = "head.factor"
-    found = (ours for theirs, ours in _NAMES.items() if name.endswith(theirs))
-    return f"{layer} {next(found, name)}"
+    result = (ours for theirs, ours in _NAMES.items() if name.endswith(theirs))
+    return f"{layer} {next(result, name)}"
 
 
 def _worst(gaps: np.ndarray, stderr: np.ndarray, where: list[str]) -> tuple[float, float, str]:
@@ -270,11 +270,11 @@ def _worst(gaps: np.ndarray, stderr: np.ndarray, where: list[str]) -> tuple[floa
     return float(gaps[index]), float(stderr[index]), where[index]
 
 
-def failures(name: str, found: Mapping[str, tuple[float, float, str]]) -> list[str]:
+def failures(name: str, result: Mapping[str, tuple[float, float, str]]) -> list[str]:
     """Quantities whose error exceeds its bound beyond twice the standard error."""
     return [
         quantity
-        for quantity, (gap, error, _) in found.items()
+        for quantity, (gap, error, _) in result.items()
         if abs(gap) - 2 * error > BOUNDS.get(quantity, 0.0)
     ]
 
@@ -291,11 +291,11 @@ def main() -> None:
             if stored().get(name, {}).get("seeds", 0) >= given.seeds:
                 continue
             try:
-                found = measured(name, given.seeds)
+                result = measured(name, given.seeds)
             except moments.MomentsError as error:
                 print(f"{name}: {error}", flush=True)
                 continue
-            rows = stored() | {name: found}
+            rows = stored() | {name: result}
             lines = (f"{json.dumps(k)}: {json.dumps(rows[k])}" for k in sorted(rows))
             DATA.write_text("{" + ",\n".join(lines) + "}\n")
             print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)

@@ -182,7 +182,7 @@ def check(
         from .torch.check import check_module
 
         report = check_module(module_or_model_or_config, batch, scheme=scheme, loss=loss)
-    return report if measured is None else report.beside(measured)
+    return report if measured is None else report.with_measured(measured)
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:

@@ -10,7 +10,7 @@ import random_search
 import moments
 
 
-@pytest.mark.parametrize("numbers", [range(8), range(8, 16)], ids=["first", "second"])
+@pytest.mark.parametrize("numbers", [range(5), range(5, 10)], ids=["first", "second"])
 def test_classes_are_what_tokens_are(numbers: range) -> None:
     for number in numbers:
         one = random_search.case(number)
@@ -21,7 +21,7 @@ def test_classes_are_what_tokens_are(numbers: range) -> None:
 @pytest.mark.parametrize("number", [2, 5])
 def test_draws_are_within_the_bounds(number: int) -> None:
     one = random_search.case(number)
-    found, notes = random_search.judged(one, simulate=True, seeds=12)
+    found, notes = random_search.judged(one, simulate=True, seeds=8)
     assert notes or not found, (random_search.describe(one), found)
 
 

@@ -31,7 +31,7 @@ SHIFTS = (0.0, 1.0, 2.0)
 
 
 def odd_layers(
-    variances: Sequence[float], spreads: Sequence[float], values: int = 1
+    variances: Sequence[float] | np.ndarray, spreads: Sequence[float], values: int = 1
 ) -> tuple[int, ...]:
     """Places of layers whose variance is unlike that of the others.
 
@@ -91,8 +91,8 @@ def _follows(
     logs: np.ndarray, error: np.ndarray, basis: np.ndarray, of: np.ndarray
 ) -> float | None:
     """The sum of squares of some layers' deviations from a rule fitted to them, in standard errors,
-    over its degrees of freedom; None where it is not chi-square's, or where so few layers follow
-    any rule."""
+    over its degrees of freedom; None where chi-square makes it unlikely, or too few layers are
+    left."""
     from scipy.special import chdtrc
 
     free = int(of.sum()) - basis.shape[1]

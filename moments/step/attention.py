@@ -239,7 +239,7 @@ class Rows:
 
 _DRAWN = 3e-4
 """Share of the heads' change, by the means of pairs, from which coherent changes of queries and
-keys are drawn: drawn, they came out 12 to 15 times that."""
+keys are drawn."""
 
 _SMALL = 1e-9
 """Relative change below which differences of products would lose digits."""

@@ -78,10 +78,7 @@ def scattering(
 
 
 def conserved(
-    before: Change,
-    after: Change,
-    gradients: tuple[Array, Array],
-    received: Sequence[Array | None],
+    before: Change, after: Change, gradients: tuple[Array, Array], received: Sequence[Array | None]
 ) -> Change:
     """Behind a map that is followed by its mean, with every draw's P on the scale at which
     tr(P D), the step's meeting with the loss, stays that draw's.
@@ -289,9 +286,7 @@ class Change:
         return dataclasses.replace(self, total=self.total - square)
 
     def each(
-        self,
-        function: Callable[[Array], Array],
-        coherent: Callable[[Array], Array] | None = None,
+        self, function: Callable[[Array], Array], coherent: Callable[[Array], Array] | None = None
     ) -> Change:
         """What a linear map makes of all; `coherent`: of P and what goes with it, if that is
         another."""

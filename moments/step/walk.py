@@ -251,10 +251,9 @@ class Walk:
         self, laws: ComponentLaws, kernels: tuple[Array, ...], leaving: Site
     ) -> Neurons | None:
         """Of the hidden units whose output is that site."""
-        found: Neurons | None = self.reading.once(
+        return self.reading.once(
             Neurons, leaving.index, make=lambda: Neurons.of(laws, kernels, leaving.gradient)
         )
-        return found
 
     def kept(self, name: str) -> float:
         """What weight decay leaves of a parameter."""
@@ -437,11 +436,7 @@ class Walk:
     @leaf.register(SelfAttention)
     @leaf.register(CrossAttention)
     def attention(
-        self,
-        leaf: SelfAttention | CrossAttention,
-        change: Change,
-        entering: Site,
-        leaving: Site,
+        self, leaf: SelfAttention | CrossAttention, change: Change, entering: Site, leaving: Site
     ) -> Change:
         own = change, entering
         memory = own if isinstance(leaf, SelfAttention) else self.memory

@@ -85,10 +85,7 @@ def with_zero_biases(model: Transformer) -> Transformer:
 
 @dataclass(frozen=True)
 class Scales:
-    """Multipliers by layer and block, each (N, 2): attention and cross-attention, feed-forward.
-
-    LayerNorm Scaling's factor is resolved into where it acts.
-    """
+    """Multipliers by layer and block, each (N, 2), LayerNorm Scaling's factor where it acts."""
 
     skip: Array
     branch: Array
@@ -128,9 +125,8 @@ def scales_of(model: Transformer) -> dict[str, Scales]:
 
 
 def expected_variance(model: Transformer, role: Role) -> float | None:
-    """Mean square of the entries that a role shall have; None where the model says nothing.
-
-    Gains are 1 and biases 0 unless the model says otherwise.
+    """Mean square of a role's entries; None where the model says nothing, 1 for gains, 0 for
+    biases.
     """
     matrix, _, kind = role.name.rpartition(".")
     model = model_of_stack(model, role.stack)

@@ -1,11 +1,8 @@
 """A config of any type that transformers builds, read from the module that it describes.
 
-The module is built three times from one config. On the meta device at its own size it gives the
-true shapes, and its own `_init_weights`, run over samples of every parameter, the variances:
-entries are spread evenly over their distribution, so that a sample has the moments of the whole.
-Two narrow copies of the true depth are run and read as `describe` reads a module; what changes with
-the width (factors of the embedding and of the logits) or with a window differs between the two, and
-follows from both.
+On the meta device a module of the true size gives the shapes, and its `_init_weights`, run over
+samples of every parameter, the variances. Two narrow copies of the true depth are read as
+`describe` reads a module; what changes with the width or a window follows from both.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from .dataflow import ModuleReading, read
 from .dataflow.reading import biases_of, in_every_layer, one_or_all
+from .huggingface_modules import named_class
 from .roles import block_of, tensors_of
 from .running import aliases, padding_rows
 
@@ -46,7 +44,7 @@ _TASKS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 )
 
-# Names that config classes turn into entries of their own, beside those of their signatures.
+# Names that config classes turn into entries of their own, other than those of their signatures.
 _OLDER_NAMES = (
     "rope_theta rope_scaling partial_rotary_factor rotary_pct rotary_emb_base rope_local_base_freq "
     "global_rope_theta local_rope_theta sliding_window_pattern tie_word_embeddings"
@@ -183,23 +181,14 @@ def module_class(entries: Mapping[str, Any], config: Any) -> Any:
         )
     names = entries.get("architectures")
     usual = [getattr(modeling_auto, task).get(kind) for task in _TASKS]
-    for name in [*(names if isinstance(names, list) else ()), *usual]:
-        found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-        is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-        if is_model and found.config_class is type(config):
-            return found
+    if result := named_class(config, *(names if isinstance(names, list) else ()), *usual):
+        return result
     raise DomainError(f"model_type = {kind!r}: no model of text or of images{_nearest(kind)}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """A narrow module of the true depth, with the true variances.
-
-    Attributes:
-        width: of its stream.
-        windows: what its windows were set to.
-        module: on the processor.
-    """
+    """A narrow module of the true depth, with the true variances."""
 
     width: int
     window: int
@@ -209,10 +198,8 @@ class _Copy:
 
     @classmethod
     def of(cls, made: Any, config: Any, number: int, squares: Mapping[str, float]) -> _Copy:
-        """Copy 0 or 1.
-
-        Args:
-            squares: mean square of every parameter that the class's own rule draws.
+        """Copy 0 or 1; `squares`: mean square of every parameter that the class's own rule
+        draws.
         """
         narrow, window = copy.deepcopy(config), 4 + 2 * number
         true = _sizes(config)
@@ -271,17 +258,11 @@ class _Sizes:
 
 
 def _windows_of(config: Any) -> dict[str, int]:
-    """Entries for the reach of attention."""
     return {k: v for k, v in vars(config).items() if k in _WINDOWS and isinstance(v, int)}
 
 
 def _sizes(config: Any) -> _Sizes:
-    """What a config says of its depth, widths and heads.
-
-    Raises:
-        DomainError: an entry is missing.
-    """
-    found = []
+    result = []
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         value = getattr(config, name, None)
         if not isinstance(value, int) or value < 1:
@@ -290,8 +271,8 @@ def _sizes(config: Any) -> _Sizes:
                 f"blocks ({type(config).__name__} has {name} = {value!r})"
                 f"{_nearest(config.model_type)}"
             )
-        found.append(value)
-    layers, d_model, heads = found
+        result.append(value)
+    layers, d_model, heads = result
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     d_head = getattr(config, "head_dim", None) or d_model // heads
     return _Sizes(layers, d_model, heads, int(kv_heads), int(d_head))
@@ -305,11 +286,8 @@ def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _squares(whole: nn.Module) -> dict[str, float]:
-    """Mean square of the entries that the module's own rule draws, by parameter; a padding row is
-    left out, and so are parameters that the rule does not touch.
-
-    Args:
-        whole: on the meta device; its parameters are replaced by samples.
+    """Mean square of the entries that the module's own rule draws, by parameter, without padding
+    rows; the parameters of `whole`, on the meta device, are replaced by samples.
     """
     shapes = {name: tuple(p.shape) for name, p in _named(whole)}
     first, second = (_sampled(whole, shapes, dict.fromkeys(shapes, e)) for e in _EDGES)
@@ -327,9 +305,8 @@ def _sampled(
     shapes: Mapping[str, tuple[int, ...]],
     edges: Mapping[str, tuple[int, int] | None],
 ) -> dict[str, float]:
-    """Mean squares of samples of so many rows and columns; None: of whole parameters.
-
-    Parameters that are one are drawn apart and tied afterwards, as the class itself does it.
+    """Mean squares of samples of so many rows and columns, or of whole parameters; tied ones are
+    tied again.
     """
     names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
     first = {alias: names[0] for names in aliases(whole).values() for alias in names}
@@ -345,17 +322,17 @@ def _sampled(
             part.padding_idx = 0
     with refused(f"the initialisation of {type(whole).__name__}"):
         with _Evenly():
-            whole.initialize_weights()  # type: ignore[operator]
-        whole.tie_weights()  # type: ignore[operator]
-    found = {}
+            whole.initialize_weights()
+        whole.tie_weights()
+    result = {}
     padding = padding_rows(whole)
     for name in shapes:
         sample = whole.get_parameter(name).detach().double()
         if sample.isnan().any():
             continue
         skipped = whole.get_parameter(name) in padding and not bool(sample[0].any())
-        found[name] = float(sample[int(skipped) :].square().mean())
-    return found
+        result[name] = float(sample[int(skipped) :].square().mean())
+    return result
 
 
 class _Evenly(TorchDispatchMode):
@@ -376,11 +353,11 @@ class _Evenly(TorchDispatchMode):
 def _quantiles(like: Tensor, normal: bool) -> Tensor:
     """Of the uniform distribution on (0, 1), or of the normal one with its mean square of 1."""
     count = like.numel()
-    found = (torch.randperm(count, dtype=torch.float64) + 0.5) / count
+    result = (torch.randperm(count, dtype=torch.float64) + 0.5) / count
     if normal:
-        found = torch.erfinv(2 * found - 1)
-        found = found / found.square().mean().sqrt()
-    return found.reshape(like.shape).to(like.dtype)
+        result = torch.erfinv(2 * result - 1)
+        result = result / result.square().mean().sqrt()
+    return result.reshape(like.shape).to(like.dtype)
 
 
 # --- what is read ---------------------------------------------------------------------------------
@@ -393,23 +370,27 @@ def _nearest(kind: str) -> str:
 def _reading(kind: str, one: _Copy) -> ModuleReading:
     near = _nearest(kind)
     try:
-        found = read(one.module)
+        result = read(one.module)
     except MomentsError as error:
-        raise DomainError(f"model_type = {kind!r}: {error}{near}") from error
-    if found.model is None:
+        what = str(error).partition(": pass batch")[0]
+        raise DomainError(
+            f"model_type = {kind!r}: {what}; `moments check FILE.py:FACTORY` reads a module of it "
+            f"on a batch of yours{near}"
+        ) from error
+    if result.model is None:
         raise DomainError(
             f"model_type = {kind!r}: {type(one.module).__name__} does what no Transformer says: "
-            f"{'; '.join(found.reasons)}{near}"
+            f"{'; '.join(result.reasons)}{near}"
         )
-    if found.roles.unidentified:
-        names = ", ".join(found.roles.unidentified[:3])
+    if result.roles.unidentified:
+        names = ", ".join(result.roles.unidentified[:3])
         raise DomainError(f"model_type = {kind!r}: no role is known of {names}{near}")
     for name, wanted in (("heads", one.heads), ("kv_heads", one.kv_heads)):
-        if getattr(found.model, name) != wanted:
+        if getattr(result.model, name) != wanted:
             raise domain_error(
-                name, getattr(found.model, name), f"{wanted}, as the config of a narrow copy says"
+                name, getattr(result.model, name), f"{wanted}, as the config of a narrow copy says"
             )
-    return found
+    return result
 
 
 def _at_true_width(
@@ -419,12 +400,7 @@ def _at_true_width(
     copies: list[_Copy],
     readings: list[ModuleReading],
 ) -> Transformer:
-    """The narrow copies' model with the sizes of the config.
-
-    Raises:
-        DomainError: what differs between the copies does not follow from their widths and windows,
-            or the true parameters have other shapes than the model.
-    """
+    """The narrow copies' model with the sizes of the config."""
     true, (near, far) = _sizes(config), (r.model for r in readings)
     assert near is not None
     assert far is not None
@@ -452,6 +428,7 @@ def _at_true_width(
             factors["padding_id"] = config.pad_token_id
         changes[part] = _rounded(one.replace(**factors))
     of_roles = _of_roles(readings[0], copies[0])
+    assert near.weights is not None
     changes["weights"] = _rounded(
         near.weights.replace(**in_every_layer(MATRICES, near.layers, of_roles))
     )
@@ -479,13 +456,13 @@ def _at_true_width(
 
 def _of_roles(reading: ModuleReading, one: _Copy) -> dict[tuple[int, str], float]:
     """Mean squares by layer and role: a fused parameter's, unless its parts are drawn apart."""
-    tensors, found = tensors_of(one.module), {}
+    tensors, result = tensors_of(one.module), {}
     for role in reading.roles.roles:
         whole = tensors[role.parameter].detach().double()
         square, part = (float(t.square().mean()) for t in (whole, block_of(tensors, role).double()))
         alike = abs(part - square) < PARTS_ALIKE * square
-        found[role.layer, role.name] = square if alike else part
-    return found
+        result[role.layer, role.name] = square if alike else part
+    return result
 
 
 def _rounded(part: Any) -> Any:
@@ -530,16 +507,13 @@ def _windows(
 ) -> list[int | None]:
     """Reach of every layer, which moves with the entry that sets it."""
     given = list(_windows_of(config).values())
-    found: list[int | None] = []
+    result: list[int | None] = []
     for one, two in zip(near.windows, far.windows, strict=True):
         if one is None and two is None:
-            found.append(None)
+            result.append(None)
             continue
         if one is None or two is None or len(given) != 1:
             raise DomainError(f"config of type {kind!r}: windows that follow no one entry")
         slope = (two - one) / (copies[1].window - copies[0].window)
-        found.append(round(one + slope * (given[0] - copies[0].window)))
-    return found
-
-
-__all__ = ["from_config"]
+        result.append(round(one + slope * (given[0] - copies[0].window)))
+    return result

@@ -63,6 +63,16 @@ def settings_of(config: Any) -> tuple[Family, Any]:
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
+def named_class(config: Any, *names: Any) -> Any:
+    """The first of these model classes of transformers that is one of the config's own type."""
+    for name in names:
+        kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+        model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+        if model and kind.config_class is type(config):
+            return kind
+    return None
+
+
 def build_module(config: Any, seed: int = 0, *, layers: int | None = None) -> nn.Module:
     """A module with fresh weights, drawn by transformers' own initialisation of that family.
 

@@ -157,15 +157,15 @@ def _longrope(read: Entries, width: int, length: int) -> dict[str, Any]:
     first = read.count("original_max_position_embeddings", most)
     name = "long_factor" if length > first else "short_factor"
     factors, pairs = given.get(name), int(plain.fraction * width) // 2
-    numbers = isinstance(factors, list | tuple) and len(factors) == pairs
-    if not numbers or not all(isinstance(x, int | float) and x > 0 for x in factors):
+    numbers = list(factors) if isinstance(factors, list | tuple) else []
+    if len(numbers) != pairs or not all(isinstance(x, int | float) and x > 0 for x in numbers):
         raise domain_error(name, factors, f"{pairs} positive numbers")
     ratio = most / first
     usual = math.sqrt(1 + math.log(ratio) / math.log(first)) if ratio > 1 else 1.0
     factor = given.get("attention_factor") or usual
     if not isinstance(factor, int | float) or factor <= 0:
         raise domain_error("attention_factor", factor, "a positive number")
-    speeds = tuple(plain.base ** (-m / pairs) / float(x) for m, x in enumerate(factors))
+    speeds = tuple(plain.base ** (-m / pairs) / float(x) for m, x in enumerate(numbers))
     size = plain.fraction * factor**4 + 1 - plain.fraction
     return {
         "rotary": plain.replace(speeds=speeds),

@@ -69,7 +69,7 @@ class ModuleReading:
         misplaced: layer and placement of the few whose norms sit elsewhere than the others'.
         dropped: layer, what is dropped, and its probability, of the few that differ in it.
         turned: layers whose values are turned by their position.
-        shared: parameters that several layers use.
+        shared: parameters that several layers use, each with these layers.
         unlayered: why its layers could not be told apart, a phrase each.
     """
 
@@ -85,7 +85,7 @@ class ModuleReading:
     misplaced: tuple[tuple[int, str], ...] = ()
     dropped: tuple[tuple[int, str, float], ...] = ()
     turned: tuple[int, ...] = ()
-    shared: tuple[str, ...] = ()
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     unlayered: tuple[str, ...] = ()
 
 
@@ -411,7 +411,7 @@ class _Reading:
     odd: list[tuple[int, str]] = field(default_factory=list)
     unmasked: tuple[int, ...] = ()
     misplaced: tuple[tuple[int, str], ...] = ()
-    shared: tuple[str, ...] = ()
+    shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unlayered: list[str] = field(default_factory=list)
     dropped: list[tuple[int, str, float]] = field(default_factory=list)
 
@@ -428,8 +428,8 @@ class _Reading:
         for chain in chains:
             matrices = len(self._matrices(chain))
             if matrices < len(chain.sums):
-                names = gathered_names(sorted(set().union(*self._matrices(chain))))
-                self.unlayered.append(f"layers that share their weights ({', '.join(names)})")
+                named = gathered_names(sorted(set().union(*self._matrices(chain))))
+                self.unlayered.append(f"layers that share their weights ({', '.join(named)})")
                 chain.sums = chain.sums[:matrices]
             stream.fill(chain)
         if stream.read.adapters:
@@ -509,17 +509,19 @@ class _Reading:
     def _share(self, roles: Roles, stacks: list[_Stack]) -> None:
         """Matrices that several layers use: each has their variance, and few may be."""
         rows = [row for row in roles.again if row[2] in MATRICES]
-        self.shared = tuple(dict.fromkeys(parameter for *_, parameter in rows))
+        for _, layer, _, parameter in rows:
+            first = self.shared.get(parameter) or (roles.claims[parameter][0].layer,)
+            self.shared[parameter] = (*first, layer)
         total = len({key for key in self.squares if key[2] in MATRICES}) + len(rows)
         if not rows or 4 * len(rows) > total:
             return
         for stack, layer, name, parameter in rows:
-            first = next(
+            known = next(
                 claim.layer
                 for claim in roles.claims[parameter]
                 if (claim.stack, claim.name) == (stack, name)
             )
-            self.squares.setdefault((stack, layer, name), self.squares[stack, first, name])
+            self.squares.setdefault((stack, layer, name), self.squares[stack, known, name])
 
     # --- stacks ------------------------------------------------------------------------------
 
@@ -887,8 +889,8 @@ class _Reading:
                     factors[number, column] = (
                         unit.factor if unit.before is not None else unit.after_factor
                     )
-                second = unit.behind is not None and unit.behind is not norm
-                if second and abs(unit.behind.gain - 1) > 1e-3:
+                second = None if unit.behind is norm else unit.behind
+                if second is not None and abs(second.gain - 1) > 1e-3:
                     self.doubts.append("gains of second norms are taken as 1")
         return fields | gain_fields(gains, factors)
 
@@ -942,7 +944,7 @@ class _Reading:
         missing = [k for k in MATRICES if k not in given and k not in DEFAULTS]
         if missing:
             if any((1, k) in squares for k in missing):
-                names = ", ".join(gathered_names(self.shared))
+                names = ", ".join(gathered_names(list(self.shared)))
                 self.reasons.append(f"layers that share their weights{names and f' ({names})'}")
             else:
                 self.reasons.append(

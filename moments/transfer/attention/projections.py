@@ -308,6 +308,15 @@ def real_tokens(leaf: Any) -> Array | None:
     return np.asarray(np.ravel(leaf.padding) > 0, dtype=float)
 
 
+def _keys_of_a_row(leaf: Any, length: float) -> float:
+    """How many keys a token's document has without a mask, averaged over real tokens."""
+    if leaf.padding is None:
+        return length
+    sizes = [np.unique([n for n in row if n > 0], return_counts=True)[1] for row in leaf.padding]
+    every = np.concatenate(sizes).astype(float)
+    return float((every @ every) / every.sum())
+
+
 def logit_law(
     leaf: Any,
     query_tokens: Kernel,
@@ -351,7 +360,7 @@ def logit_law(
     if each or cap is not None:
         seen = real_tokens(leaf)
         asks = seen if query_tokens is key_tokens else None
-        count = length if seen is None else length * float(seen.mean())
+        count = _keys_of_a_row(leaf, length)
         count = (count + 1) / 2 if getattr(leaf, "causal", False) else count
         size = scale * queries.kernel.mean_diagonal(asks)
         total, shared = size * keys.kernel.mean_diagonal(seen), size * keys.kernel.mean_pairs(seen)

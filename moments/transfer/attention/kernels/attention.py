@@ -202,9 +202,9 @@ class KernelAttention:
         every = np.arange(len(self.allowed))
         rows, pattern = self._closure.rows, self._closure.pattern
         correlation = self.logits.correlation()
-        found = amplification(rows, pattern[:, None], pattern[None, :], correlation)
-        found[every, every] *= 1.0 + dropped_by_own(self._dropped, rows.unshared_fraction[pattern])
-        return found
+        result = amplification(rows, pattern[:, None], pattern[None, :], correlation)
+        result[every, every] *= 1.0 + dropped_by_own(self._dropped, rows.unshared_fraction[pattern])
+        return result
 
     @property
     def overlap_path(self) -> Array:

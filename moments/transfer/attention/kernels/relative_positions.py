@@ -221,12 +221,12 @@ def shifted_together(weights: Array, bucket: Indices, kernel: Array) -> Array:
         bucket: (L, n) of every row's keys.
         kernel: (n, n) C.
     """
-    found = np.zeros((len(weights), len(weights)))
+    result = np.zeros((len(weights), len(weights)))
     for one in range(int(bucket.max()) + 1):
         inside = weights * (bucket == one)
         inside -= weights * inside.sum(1, keepdims=True)
-        found += inside @ kernel @ inside.T
-    return found
+        result += inside @ kernel @ inside.T
+    return result
 
 
 def shifted_classes(sight: Sight, table: RelativeBias, weights: Array, kernel: Matrix) -> Matrix:
@@ -241,15 +241,15 @@ def shifted_classes(sight: Sight, table: RelativeBias, weights: Array, kernel: M
     own, pairs = kernel
     apart = (sight.keys * weights) @ (own - diagonal(pairs))
     alone, both = _of_own_keys(sight, table)
-    found = alone * apart, both * 0.5 * (apart[:, None] + apart)
+    result = alone * apart, both * 0.5 * (apart[:, None] + apart)
     if isinstance(sight.classes, OneClass):  # different keys share the same, and U sums to 0
-        return found
+        return result
     keys = _keys_of_buckets(sight, table)
     portion = np.einsum("pbq,pq->pb", keys, weights)
     portion /= portion.sum(1, keepdims=True)
     moved = weights[:, None, :] * (keys - portion[:, :, None] * keys.sum(1, keepdims=True))
     together = np.einsum("pbq,qr,sbr->ps", moved, pairs, moved, optimize=True)
-    return found[0] + diagonal(together), found[1] + together
+    return result[0] + diagonal(together), result[1] + together
 
 
 def _runs(table: RelativeBias, causal: bool, length: int) -> tuple[Indices, Indices]:
@@ -273,9 +273,9 @@ def _hats(classes: PositionClasses, place: Indices) -> Array:
     size, every = len(classes.nodes), np.arange(len(place))
     if size == 1:
         return np.ones((1, len(place)))
-    (left, share), found = classes.cells_of(place), np.zeros((size + 1, len(place)))
-    found[left, every], found[left + 1, every] = 1.0 - share, share
-    return found[:-1]
+    (left, share), result = classes.cells_of(place), np.zeros((size + 1, len(place)))
+    result[left, every], result[left + 1, every] = 1.0 - share, share
+    return result[:-1]
 
 
 @functools.lru_cache(maxsize=8)
@@ -283,15 +283,15 @@ def _keys_of_buckets(sight: Sight, table: RelativeBias) -> Array:
     """(P, b, P) keys of a row's buckets in a class."""
     classes, size = sight.classes, len(sight.classes.nodes)
     begins, _ = _runs(table, True, classes.length)
-    found = np.zeros((size, len(begins), size))
+    result = np.zeros((size, len(begins), size))
     for number, row in enumerate(classes.nodes.tolist()):
         grid = _grid(row)
         edges = np.concatenate([grid, row - grid, 1 - begins[1:]])
         edges = np.unique(np.clip(edges, 0, min(row, sight.window)))
         kind = np.searchsorted(begins, -edges[:-1], "right") - 1
         middle = row - (edges[:-1] + edges[1:] - 1) // 2
-        np.add.at(found[number], kind, (_hats(classes, middle) * np.diff(edges)).T)
-    return found
+        np.add.at(result[number], kind, (_hats(classes, middle) * np.diff(edges)).T)
+    return result
 
 
 @functools.lru_cache(maxsize=8)
@@ -312,8 +312,8 @@ def _of_own_keys(sight: Sight, table: RelativeBias) -> Matrix:
         return np.asarray(sums(shares * common) / np.where(whole > 0.0, whole, 1.0))
 
     def of_pairs(weights: Array) -> Array:
-        found = (first * np.where(itself, 0.0, weights)) @ second.T
-        return np.asarray(found + found.T)
+        result = (first * np.where(itself, 0.0, weights)) @ second.T
+        return np.asarray(result + result.T)
 
     return mean(lambda weights: first @ np.where(itself, weights, 0.0)), mean(of_pairs)
 
