@@ -363,7 +363,8 @@ class _Evenly(TorchDispatchMode):
         normal = func is torch.ops.aten.normal_.default
         if not normal and func is not torch.ops.aten.uniform_.default:
             return func(*args, **(kwargs or {}))
-        first, second = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])  # mean and deviation, or ends
+        # mean and deviation, or both ends
+        first, second = [*args[1:], *(0.0, 1.0)[len(args) - 1 :]][:2]
         size = second if normal else second - first
         return args[0].copy_(_quantiles(args[0], normal).mul_(size).add_(first))
 
