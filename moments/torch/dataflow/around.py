@@ -140,6 +140,10 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
             found.tables[role] = name
         zeros[leaf] = torch.zeros_like(tensor)
     _constant(stream, found, zeros)
+    if found.factor is not None and (found.sinusoidal if found.norm else "segment" in found.tables):
+        found.doubts.append(
+            f"{_list(found.factor.params)}: widens tables, with sines or segments added"
+        )
     return found
 
 
