@@ -343,10 +343,10 @@ class _Evenly(TorchDispatchMode):
         normal = func is torch.ops.aten.normal_.default
         if not normal and func is not torch.ops.aten.uniform_.default:
             return func(*args, **(kwargs or {}))
-        # mean and deviation, or the two ends
-        out, first, second = (*args, *(0.0, 1.0)[len(args) - 1 :])
+        # mean and deviation, or both ends
+        first, second = [*args[1:], *(0.0, 1.0)[len(args) - 1 :]][:2]
         size = second if normal else second - first
-        return out.copy_(_quantiles(out, normal).mul_(size).add_(first))
+        return args[0].copy_(_quantiles(args[0], normal).mul_(size).add_(first))
 
 
 def _quantiles(like: Tensor, normal: bool) -> Tensor:

@@ -81,8 +81,8 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
         (linear,) = linears
         if read.up(linear.made) == read.up(start):
             found.factor, start = linear, linear.read
-            while (made := graph.producer(start)) is not None and made.name in VIEWS:
-                start = made.inputs[0]
+            while (view := graph.producer(start)) is not None and view.name in VIEWS:
+                start = view.inputs[0]
             found.total, linears, nodes = start, [], graph.makers(start)
         elif read.up(linear.read) in [made for *_, made in looked] and not linear.biases:
             found.factor = linear
@@ -140,6 +140,10 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
             found.tables[role] = name
         zeros[leaf] = torch.zeros_like(tensor)
     _constant(stream, found, zeros)
+    if found.factor is not None and (found.sinusoidal if found.norm else "segment" in found.tables):
+        found.doubts.append(
+            f"{_list(found.factor.params)}: widens tables, with sines or segments added"
+        )
     return found
 
 
@@ -226,21 +230,10 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
     graph, read = stream.graph, stream.read
     end, last = chain.end, chain.sums[-1].value
     found = After()
-    inside = {
-        node.index
-        for other in others
-        for one in other.sums
-        for tip in one.tips
-        for node in graph.path([one.stream], tip)
-    }
-    inside |= {
-        linear.node
-        for other in others
-        for block in other.blocks
-        if block.attention is not None
-        for rows in block.attention.projections.values()
-        for linear, _ in rows
-    }
+    sums = [one for other in others for one in other.sums]
+    inside = {n.index for one in sums for tip in one.tips for n in graph.path([one.stream], tip)}
+    attentions = [b.attention for other in others for b in other.blocks if b.attention is not None]
+    inside |= {m.node for a in attentions for rows in a.projections.values() for m, _ in rows}
     ends = (other.sums[-1].value for other in others if other is not chain)
     later = [value for value in ends if graph.rests_on(value, last)]
     behind = [
@@ -250,11 +243,9 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
         and graph.rests_on(linear.read, last)
         and not any(graph.rests_on(linear.read, value) for value in later)
     ]
-    if len(behind) > 2:
-        found.doubts += [
-            f"{_list(one.params)}: a matrix behind the last layer" for one in behind[:-2]
-        ]
-        behind = behind[-2:]
+    for one in behind[:-2]:
+        found.doubts.append(f"{_list(one.params)}: a matrix behind the last layer")
+    behind = behind[-2:]
     if not behind:
         crossing = [
             linear.read

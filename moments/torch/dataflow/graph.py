@@ -292,12 +292,19 @@ class _Recorder(TorchDispatchMode):
         def seen(whole: Tensor) -> Tensor:
             return whole.as_strided(size, stride, offset)
 
-        made = self.graph.add(tensor, producer=len(self.graph.nodes))
-        self.graph.values[made].params = self.graph.values[owner].params
-        self.graph.nodes.append(
-            Node(len(self.graph.nodes), "view", seen, (Ref(owner),), {}, (owner,), (made,))
-        )
-        return self._bind(tensor, made)
+        return self._bind(tensor, self._derived(tensor, "view", seen, (owner,)))
+
+    def _derived(
+        self, tensor: Tensor, name: str, func: Callable[..., Tensor], inputs: tuple[int, ...]
+    ) -> int:
+        """A tensor as the value that an operation of the recorder's own makes of others."""
+        parts = [self.graph.values[v] for v in inputs]
+        live, index = any(v.live for v in parts), len(self.graph.nodes)
+        params = frozenset() if live else frozenset().union(*(v.params for v in parts))
+        made = self.graph.add(tensor, producer=index, live=live, params=params)
+        refs = tuple(map(Ref, inputs))
+        self.graph.nodes.append(Node(index, name, func, refs, {}, inputs, (made,)))
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -380,15 +387,7 @@ class _Recorder(TorchDispatchMode):
     def _refreshed(self, tensor: Tensor, value: int) -> int:
         """The value of a tensor whose memory was written through another one."""
         for new, func in self.stale.pop(id(tensor), ()):
-            old, index = value, len(self.graph.nodes)
-            parts = [self.graph.values[v] for v in (old, new)]
-            live = any(v.live for v in parts)
-            value = self.graph.add(tensor, producer=index, live=live)
-            if not live:
-                self.graph.values[value].params = parts[0].params | parts[1].params
-            node = Node(index, "overlay", func, (Ref(old), Ref(new)), {}, (old, new), (value,))
-            self.graph.nodes.append(node)
-            self.known[id(tensor)] = value
+            value = self.known[id(tensor)] = self._derived(tensor, "overlay", func, (value, new))
         return value
 
 

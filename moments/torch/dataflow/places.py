@@ -362,12 +362,9 @@ def _entering(
     sites: Sites, chain: SumChain, streams: list[SubmoduleTensor | None]
 ) -> SubmoduleTensor | None:
     """The first tensor of the stream: into the first layer where it is a submodule."""
-    points = sites.of(chain.start)
-    layer = streams[0].path if streams and streams[0] is not None else None
-    for point in points:
-        if point.path == layer and point.side == "input":
-            return point
-    return next((p for p in points if p.side == "output"), next(iter(points), None))
+    layer = streams[0].path if streams and streams[0] is not None else ""
+    entry = SubmoduleTensor(layer, "input")
+    return min(sites.of(chain.start), key=lambda p: (p != entry, p.side != "output"), default=None)
 
 
 def _alike(rows: list[list[SubmoduleTensor]]) -> list[SubmoduleTensor | None]:

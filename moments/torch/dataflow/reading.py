@@ -137,7 +137,7 @@ def called(
     """
     near = _near_copy(module)
     _, _, given = _recorded(near, batch)
-    tensors = {f"{i}": t for i, t in enumerate(_tensors(given))}
+    tensors = _tensors(given)
     return near, functools.partial(run, near, given), tensors, _as_read(given, module)
 
 
@@ -221,11 +221,10 @@ def _recorded(module: nn.Module, batch: Any) -> tuple[Graph, int | None, Any]:
     errors = []
     for given, length in _cuts(batch) if batch is not None else _examples(module):
         given = _near_batch(given)
-        tensors = {f"{i}": t for i, t in enumerate(_tensors(given))}
         buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
         try:
             with in_mode(module, True):
-                graph = record(module, functools.partial(run, module, given), tensors)
+                graph = record(module, functools.partial(run, module, given), _tensors(given))
             return graph, length, given
         except Exception as error:  # the module's own code, on input that may be none of its
             errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
@@ -244,10 +243,11 @@ def _recorded(module: nn.Module, batch: Any) -> tuple[Graph, int | None, Any]:
     raise MomentsError(f"{type(module).__name__} could not be run ({what}): {mend}")
 
 
-def _tensors(given: Any) -> list[Tensor]:
+def _tensors(given: Any) -> dict[str, Tensor]:
+    """What a module is passed, by number."""
     values = given.values() if isinstance(given, Mapping) else given
     values = [values] if isinstance(values, Tensor) else values
-    return [v for v in values if isinstance(v, Tensor)]
+    return {str(i): v for i, v in enumerate(v for v in values if isinstance(v, Tensor))}
 
 
 def _cuts(batch: Any, rows: int = 2) -> Iterator[tuple[Any, int | None]]:
@@ -535,9 +535,9 @@ class _Reading:
         What follows is the same again, however often the module goes round.
         """
         found: list[set[str]] = []
+        between = self.stream.read.between
         for one in chain.sums:
-            matrices = [m for tip in one.tips for m in self.stream.read.between(one.stream, tip)]
-            names = {name for matrix in matrices for name in matrix.params}
+            names = {n for tip in one.tips for m in between(one.stream, tip) for n in m.params}
             if names and names <= set().union(*found):
                 break
             found.append(names)
