@@ -302,7 +302,9 @@ def in_words(reading: ModuleReading) -> str:
 def shared_by(module: nn.Module, reading: ModuleReading) -> tuple[str, ...]:
     """Parameters with several uses, a phrase each, but for a head that is the token table."""
     tables = {role.parameter for role in reading.roles.named("token")}
-    phrases = [f"{name} is used by several layers" for name in gathered_names(reading.shared)]
+    phrases = [
+        f"{name} is used by several layers" for name in gathered_names(tuple(reading.shared))
+    ]
     rows = [
         (names[0], other)
         for parameter, names in aliases(module).items()

@@ -395,7 +395,11 @@ def _reading(kind: str, one: _Copy) -> ModuleReading:
     try:
         result = read(one.module)
     except MomentsError as error:
-        raise DomainError(f"model_type = {kind!r}: {error}{near}") from error
+        what = str(error).partition(": pass batch")[0]
+        raise DomainError(
+            f"model_type = {kind!r}: {what}; `moments check FILE.py:FACTORY` reads a module of it "
+            f"on a batch of yours{near}"
+        ) from error
     if result.model is None:
         raise DomainError(
             f"model_type = {kind!r}: {type(one.module).__name__} does what no Transformer says: "
