@@ -130,7 +130,6 @@ class Sweep(Shown):
         return self.axes.shape
 
     def __getitem__(self, quantity: str) -> np.ndarray:
-        """A quantity's array, of the axes' shape."""
         if quantity not in self.values:
             raise unknown_name("quantity", quantity, self.values)
         return self.values[quantity]

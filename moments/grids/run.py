@@ -192,7 +192,6 @@ class _Work:
         return self.inputs | {k: v for k, v in arguments.items() if k != "theory"}
 
     def rows(self, piece: Piece) -> Iterator[list[Row]]:
-        """Every configuration's result, as they come."""
         groups: dict[Any, list[_Point]] = {}
         known: dict[tuple[str, ...], Transformer] = {}
         for index, values in piece:
@@ -270,7 +269,6 @@ class _Work:
         return self._row(point, p)
 
     def _row(self, point: _Point, p: Prediction, place: Any = ()) -> Row:
-        """What is kept of a prediction, of several configurations of the one at a place."""
         depth = point.model.layers + 1
         stream = [getattr(p, name)[place][:depth] for name in STREAM]
         variance, correlation, grad_variance, grad_correlation = stream

@@ -90,11 +90,8 @@ class Measurement:
 
     @classmethod
     def from_draws(cls, draws: Sequence[Draw], *, batch: int, source: str) -> Measurement:
-        """Assemble the statistics of one or more draws.
-
-        Raises:
-            MomentsError: the draws hold different places, or the stream of some layer is missing.
-        """
+        """Assemble the statistics of one or more draws, which hold the same places and a whole
+        stream."""
         places = common_places([draw.signal for draw in draws])
         layers = max(layer for layer, site in places if site not in OUTPUT_SITES)
         if missing := [n for n in range(layers + 1) if (n, STREAM) not in draws[0].signal]:

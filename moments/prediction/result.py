@@ -116,7 +116,8 @@ class Prediction:
         Raises:
             DomainError: the theory is not "refined".
         """
-        return self._spread_of_draws()[0]
+        self._check_draws()
+        return self._draws[0]
 
     @property
     def grad_variance_band(self) -> np.ndarray:
@@ -133,7 +134,8 @@ class Prediction:
         Raises:
             DomainError: the theory is not "refined".
         """
-        return self._spread_of_draws()[1]
+        self._check_draws()
+        return self._draws[1]
 
     @property
     def variance_band(self) -> np.ndarray:
@@ -184,10 +186,6 @@ class Prediction:
                 'use theory="refined" for what one draw does'
             )
 
-    def _spread_of_draws(self) -> tuple[np.ndarray, np.ndarray]:
-        self._check_draws()
-        return self._draws[:2]
-
     @functools.cached_property
     def _draws(self) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
         """Typical value, ends of the band, and notes on both."""
@@ -218,7 +216,11 @@ class Prediction:
         frames = []
         for index in np.ndindex(shape):
             rows = [
-                (point.layer, point.site, *(_at(v, shape, index) for v in moments(point)))
+                (
+                    point.layer,
+                    point.site,
+                    *(float(np.broadcast_to(v, shape)[index]) for v in moments(point)),
+                )
                 for point in self.trace.points
             ]
             frame = pd.DataFrame(rows, columns=["layer", "site", *POINT_COLUMNS])
@@ -444,7 +446,3 @@ class Prediction:
         from html import escape
 
         return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
-
-
-def _at(value: Any, shape: tuple[int, ...], index: tuple[int, ...]) -> float:
-    return float(np.broadcast_to(value, shape)[index])

@@ -174,15 +174,10 @@ def diagnose_case(
     Args:
         case: the declared model and its input.
         measurement: of the network.
-        features: candidates, as `moments.show.differences.differences` finds them. Each costs two
-            predictions, where any point is out of its band.
+        features: candidates, two predictions each where any point is out of its band.
         same_weights, tolerance: as of `compare`.
         notes, advice, unchecked: put into the diagnosis as they are.
-        progress: write the verdict to standard error as soon as it is known, how long the search
-            for causes will take, and a line for each.
-
-    Raises:
-        DomainError: as `predict` and `compare`.
+        progress: write the verdict, the length of the search and every cause to standard error.
     """
     with without_warnings():
         began = time.perf_counter()

@@ -91,8 +91,8 @@ def _follows(
     logs: np.ndarray, error: np.ndarray, basis: np.ndarray, of: np.ndarray
 ) -> float | None:
     """The sum of squares of some layers' deviations from a rule fitted to them, in standard errors,
-    over its degrees of freedom; None where it is not chi-square's, or where so few layers follow
-    any rule."""
+    over its degrees of freedom; None where chi-square makes it unlikely, or too few layers are
+    left."""
     from scipy.special import chdtrc
 
     free = int(of.sum()) - basis.shape[1]

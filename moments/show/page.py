@@ -81,11 +81,7 @@ class Report:
 
 
 def check_html(path: str | os.PathLike[str]) -> None:
-    """Refuse a name that no browser takes for a page.
-
-    Raises:
-        DomainError: it does not end in .html.
-    """
+    """Raise a DomainError for a file name that no browser takes for a page."""
     if not os.fspath(path).lower().endswith((".html", ".htm")):
         raise domain_error("report", os.fspath(path), "a file name that ends in .html")
 
@@ -138,12 +134,13 @@ def _page(report: Report) -> str:
     from .. import __version__
 
     prediction, model = report.prediction, report.prediction.model
-    title = escape(report.name)
+    title, words = escape(report.name), growth(prediction)
+    stored = json.dumps(model.to_dict(), indent=1, allow_nan=False)
     body = [
         f"<h1>{title} at initialisation</h1>",
         f'<p class="soft">{in_brief(model)}; theory {prediction.theory}, '
         f"{escape(prediction.resolution)}; moments {__version__}</p>",
-        f'<p class="card">{escape(_sentence(growth(prediction)))}</p>',
+        f'<p class="card">{escape(words[:1].upper() + words[1:])}.</p>',
         _warnings(prediction),
         "<h2>What it is</h2>",
         table([], [(name, text) for name, text in rows(model)], text={0, 1}),
@@ -163,7 +160,7 @@ def _page(report: Report) -> str:
         "<p>As <code>model.json</code>: <code>moments report model.json -o report.html</code>, "
         "or in Python:</p>",
         f"<pre>{escape(_SNIPPET)}</pre>",
-        details("model.json", f"<pre>{escape(_json(model))}</pre>"),
+        details("model.json", f"<pre>{escape(stored)}</pre>"),
     ]
     return document(f"{report.name} at initialisation", "".join(body), STYLE)
 
@@ -172,14 +169,6 @@ _SNIPPET = """import json, pathlib, moments
 
 model = moments.Transformer.from_dict(json.loads(pathlib.Path("model.json").read_text()))
 moments.report(model).save("report.html")"""
-
-
-def _json(model: Transformer) -> str:
-    return json.dumps(model.to_dict(), indent=1, allow_nan=False)
-
-
-def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:] + "."
 
 
 def _of_what(prediction: Prediction) -> str:
@@ -223,8 +212,7 @@ def stream_charts(
 
     Args:
         shown: a prediction of one configuration, or as much of one as is known, (4, layers + 1).
-        held: another one, drawn in grey behind it.
-        before: what stood there, drawn faintly as far as the layers go.
+        held, before: others, drawn in grey behind it, the second as far as the layers go.
         bands: whether to shade where one draw falls.
     """
     if isinstance(shown, Prediction):

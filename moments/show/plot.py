@@ -73,11 +73,8 @@ def save(figure: Figure, path: str | os.PathLike[str], dpi: float = 150) -> None
 
 
 def check_ending(path: str | os.PathLike[str]) -> str:
-    """The ending of a picture's file, in small letters.
-
-    Raises:
-        DomainError: no picture is written as that.
-    """
+    """The ending of a picture's file in small letters; DomainError where no picture is written as
+    that."""
     ending = Path(path).suffix.lower()
     if ending not in ENDINGS:
         allowed = f"a file name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"

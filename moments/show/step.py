@@ -141,11 +141,7 @@ def _beside(both: pd.DataFrame, names: tuple[str, ...], keys: list[str]) -> pd.D
 
 
 def compare_steps(step: FirstStep, measurement: StepMeasurement) -> StepComparison:
-    """Put a measured step beside a predicted one.
-
-    Raises:
-        DomainError: of different depths, optimizers' rates, or not both of a step.
-    """
+    """A measured step beside a predicted one; DomainError where their depths or rates differ."""
     if not isinstance(measurement, StepMeasurement):
         raise DomainError(
             "a FirstStep is compared with what moments.torch.measure_step gives, not "

@@ -41,12 +41,7 @@ class RoleCause:
 
 @dataclass(frozen=True)
 class Convention:
-    """The same plan by another reading of its words.
-
-    Attributes:
-        model: the plan so read.
-        words: both readings.
-    """
+    """The same plan by another reading of its words, which `words` gives both."""
 
     model: Transformer
     words: str
@@ -61,11 +56,8 @@ _PER_HEAD = {
 def conventions(
     plan: Any, options: Mapping[str, Any] | None, model: Transformer
 ) -> tuple[Convention, ...]:
-    """Plans that go by the same name: Glorot's rule by head and by matrix.
-
-    Args:
-        plan, options: what the user passed.
-        model: what it means.
+    """Plans that go by the same name: Glorot's rule by head and by matrix. `model` is what the plan
+    means.
     """
     remedy = ""
     if isinstance(plan, str):
@@ -132,10 +124,8 @@ def causes(
     described: Transformer | None,
     readings: Sequence[Convention] = (),
 ) -> Iterator[RoleCause]:
-    """Hypotheses about one role, the more specific ones first.
-
-    Args:
-        readings: other ones of the plan.
+    """Hypotheses about one role, the more specific ones first; `readings`: other ones of the
+    plan.
     """
     name, layers = group[0].role.name, [m.role.layer for m in group]
     stack = group[0].role.stack
@@ -248,9 +238,8 @@ def advise(
 ) -> Advice:
     """One sentence per role or scale that failed.
 
-    Args:
-        described: the module's architecture with its framework's own initialisation.
-        readings: other ones of the plan.
+    `described` is the module's architecture as its framework draws it, `readings` are others of the
+    plan.
     """
     known = [m for m in measured if m.expected is not None]
     drawn = [m for m in known if m.role.is_matrix or m.role.name in TABLES]
@@ -305,14 +294,6 @@ class RoleDiagnosis(NamedTuple):
     causes: tuple[str, ...]
     instead: str = ""
 
-    def __str__(self) -> str:
-        if self.instead:
-            return f"{self.name} {self.instead}"
-        text = f"{self.name}{self.where} has {self.ratio:.3g} times the plan's variance"
-        return text + (
-            ": " + "; or ".join(self.causes[:SHOWN]) if self.causes else "; no common cause fits"
-        )
-
 
 def _with_common_cause(found: list[RoleDiagnosis]) -> list[RoleDiagnosis]:
     """What fits every matrix is likelier than another cause for each."""
@@ -330,13 +311,16 @@ def _role_sentences(found: list[RoleDiagnosis]) -> Iterator[str]:
         return diagnosis.name if alone else (diagnosis.where, diagnosis.causes[:SHOWN])
 
     for group in grouped(found, shared).values():
-        if len(group) == 1:
-            yield str(group[0])
-            continue
+        first, have = group[0], "has" if len(group) == 1 else "have"
         names = ", ".join(diagnosis.name for diagnosis in group)
         ratios = ", ".join(f"{diagnosis.ratio:.3g}" for diagnosis in group)
-        causes = "; or ".join(group[0].causes[:SHOWN])
-        yield f"{names}{group[0].where} have {ratios} times the plan's variance: {causes}"
+        likely = "; or ".join(first.causes[:SHOWN])
+        why = f": {likely}" if likely else "; no common cause fits"
+        yield (
+            f"{names} {first.instead}"
+            if first.instead
+            else f"{names}{first.where} {have} {ratios} times the plan's variance{why}"
+        )
 
 
 def _diagnosis(
@@ -355,7 +339,7 @@ def _diagnosis(
         more = " ..." if len(zeros) > 4 else ""
         why = "a zero initialisation, or storage that was never filled"
         return RoleDiagnosis(name, where, 0.0, (), f"is zero{where} ({labels}{more}): {why}")
-    bad = [m for m in group if m.expected and not _within(m, m.expected)] or group
+    bad = [m for m in group if m.expected and not _chance(m, m.expected) > 1e-4] or group
     where = in_layers([m.role.layer for m in bad], layers)
     hypotheses = [(group, cause) for cause in causes_by_layer(group, model)]
     hypotheses += [(bad, cause) for cause in causes(bad, groups, model, described, readings)]
@@ -369,18 +353,16 @@ def _diagnosis(
     return RoleDiagnosis(name, where, _ratio(bad), words)
 
 
-def _within(m: Measured, variance: float) -> bool:
-    return tail_probability(m.entries.square / variance, m.entries.spread) > 1e-4
-
-
 def _score(group: list[Measured], cause: RoleCause) -> float:
     """Probability of the worst layer under the cause."""
-    worst = 1.0
-    for m, variance in zip(group, cause.variances, strict=True):
-        if not variance > 0 or not math.isfinite(variance):
-            return 0.0
-        worst = min(worst, tail_probability(m.entries.square / variance, m.entries.spread))
-    return worst
+    return min(_chance(m, v) for m, v in zip(group, cause.variances, strict=True))
+
+
+def _chance(m: Measured, variance: float) -> float:
+    """Probability of a mean square as far from a variance as the measured one."""
+    if not 0 < variance < math.inf:
+        return 0.0
+    return tail_probability(m.entries.square / variance, m.entries.spread)
 
 
 def _ratio(group: list[Measured]) -> float:
@@ -412,9 +394,9 @@ def _crossing(
     """The sentence; empty where it does not hold."""
     if not set(wrong + right) <= set(roles):
         return ""
-    ratios = {n: _ratio(groups[n]) for n in wrong + right if _nonzero(groups[n])}
-    if len(ratios) < len(wrong + right):
+    if not all(m.entries.square > 0 and m.expected for n in wrong + right for m in groups[n]):
         return ""
+    ratios = {n: _ratio(groups[n]) for n in wrong + right}
     factor = ratios[wrong[0]]
     tolerance = 6 * max(m.entries.spread for n in wrong + right for m in groups[n])
     same = all(abs(math.log(ratios[n] / factor)) < tolerance for n in wrong)
@@ -426,10 +408,6 @@ def _crossing(
         f"{' and '.join(wrong)} carr{'ies' if carry else 'y'} the factor {factor:.3g} that "
         f"{' and '.join(right)} lack{lack}: the scale was put on the wrong matrix"
     )
-
-
-def _nonzero(group: list[Measured]) -> bool:
-    return all(m.entries.square > 0 and m.expected for m in group)
 
 
 SCALE_WORDS = {

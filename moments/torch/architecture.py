@@ -23,14 +23,8 @@ _ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 
 
 class Fitted(NamedTuple):
-    """A module, and a plan that fits it.
-
-    Attributes:
-        module: unwrapped.
-        parts: of it.
-        model: what the plan means for it.
-        described: its own architecture, where known.
-        departures: fields in which the plan is not what the module is.
+    """A module, unwrapped, and a plan's model that fits it; `described` is its own architecture, if
+    known.
     """
 
     module: nn.Module
@@ -133,10 +127,7 @@ def promised_by(module: nn.Module, seq_len: int | None = None) -> Transformer | 
 def _of_torch(layers: list[Any], seq_len: int | None, *, together: bool) -> Transformer:
     """A stack of torch's own encoder or decoder layers, which are alike.
 
-    Args:
-        layers: of the stack.
-        seq_len: tokens per sequence.
-        together: whether nn.Transformer drew the weights, every matrix by Xavier's rule.
+    `together`: nn.Transformer drew the weights, every matrix by Xavier's rule.
     """
     layer = layers[0]
     d_model, d_ff = layer.self_attn.embed_dim, layer.linear1.out_features

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -61,13 +61,8 @@ class WeightStatistics:
         # Johnstone 2001: scale (sqrt m + sqrt n)(1/sqrt m + 1/sqrt n)^(1/3) of the top eigenvalue.
         error = (1 / rows + 1 / columns) ** (1 / 3) / (rows + columns)
         total = entries.square * entries.count
-        return cls(
-            role,
-            entries,
-            top / edge if edge else 0.0,
-            error,
-            total / top if top else 0.0,
-        )
+        spectral, rank = top / edge if edge else 0.0, total / top if top else 0.0
+        return cls(role, entries, spectral, error, rank)
 
 
 def _largest_square(matrix: Tensor) -> float:
@@ -171,15 +166,8 @@ def gain_notes(gains: list[tuple[Role, Tensor]]) -> list[str]:
 # --- layers that are copies of each other ---------------------------------------------------------
 
 
-class Copies(NamedTuple):
-    """One role whose blocks are equal, entry by entry, in several layers."""
-
-    roles: tuple[Role, ...]
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Where, from 1."""
-        return tuple(role.layer for role in self.roles)
+Copies = tuple[Role, ...]
+"""One role whose blocks are equal, entry by entry, in several layers."""
 
 
 def copies(blocks: Iterable[tuple[Role, Tensor]]) -> list[Copies]:
@@ -200,18 +188,14 @@ def copies(blocks: Iterable[tuple[Role, Tensor]]) -> list[Copies]:
             groups.append([(role, block)])
         else:
             group.append((role, block))
-    return [
-        Copies(tuple(role for role, _ in group))
-        for groups in alike.values()
-        for group in groups
-        if len(group) > 1
-    ]
+    several = (group for groups in alike.values() for group in groups if len(group) > 1)
+    return [tuple(role for role, _ in group) for group in several]
 
 
 def copy_notes(found: Iterable[Copies]) -> Iterator[str]:
     """One sentence for all roles that are equal in the same layers."""
-    for layers, groups in grouped(found, lambda group: group.layers).items():
-        names = [group.roles[0].full_name for group in groups]
+    for layers, groups in grouped(found, lambda roles: tuple(r.layer for r in roles)).items():
+        names = [roles[0].full_name for roles in groups]
         names.sort(key=lambda name: name.endswith(".bias"))  # matrices first
         yield (
             f"{', '.join(names)} hold the same entries in layers {', '.join(map(str, layers))}: "
@@ -221,17 +205,14 @@ def copy_notes(found: Iterable[Copies]) -> Iterator[str]:
 
 
 def shuffle(module: nn.Module, found: Iterable[Copies], seed: int) -> nn.Module:
-    """The module, every copy's entries in another order, as if drawn on their own.
-
-    What a tensor holds, its variance and any tail of it, stays the same.
+    """The module, every copy's entries in another order, as if drawn on their own with the same
+    variance.
     """
     generator = torch.Generator().manual_seed(seed)
     for block in _copied(module, found):
         entries = block.reshape(-1).clone()
-        order = torch.randperm(entries.numel(), generator=generator, device="cpu").to(
-            entries.device
-        )
-        block.copy_(entries[order].reshape(block.shape))
+        order = torch.randperm(entries.numel(), generator=generator, device="cpu")
+        block.copy_(entries[order.to(entries.device)].reshape(block.shape))
     return module
 
 
@@ -251,14 +232,13 @@ def shuffled(module: nn.Module, found: Iterable[Copies], seed: int) -> Iterator[
 def _copied(module: nn.Module, found: Iterable[Copies]) -> list[Tensor]:
     """Blocks that are another layer's, as views."""
     tensors = tensors_of(module)
-    return [block_of(tensors, role) for group in found for role in group.roles[1:]]
+    return [block_of(tensors, role) for roles in found for role in roles[1:]]
 
 
 def copy_findings(found: Iterable[Copies]) -> Iterator[Finding]:
     """A failed check for every tensor that is an earlier layer's."""
-    for group in found:
-        first = group.roles[0]
-        for role in group.roles[1:]:
+    for first, *others in found:
+        for role in others:
             note = f"equal, entry by entry, to {first.label}"
             base = (role.layer, role.full_name, role.label, "correlation with another layer")
             yield Finding(*base, 0.0, 1.0, False, note)

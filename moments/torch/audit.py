@@ -33,6 +33,7 @@ from .findings import (
     norm_findings,
     scale_findings,
     slope_finding,
+    temperature_findings,
     unchecked,
     unprobed_findings,
     variance_findings,
@@ -41,7 +42,6 @@ from .probe import BlockProbe, Slope, logits_path, measured_scale, probe_or_why
 from .roles import ModuleRoles, Role, block_of, gain_of, tensors_of
 from .running import padding_rows
 from .scales import FOLDED
-from .temperature import temperature_findings
 
 with optional("torch", "torch"):
     from torch import nn
@@ -52,17 +52,8 @@ if TYPE_CHECKING:
 _FOLDED = "the module was folded: its weights carry the plan's scales; audit it before folding"
 
 _COLUMNS = (
-    "layer",
-    "role",
-    "parameter",
-    "quantity",
-    "expected",
-    "measured",
-    "ratio",
-    "stderr",
-    "probability",
-    "passed",
-    "note",
+    *("layer", "role", "parameter", "quantity", "expected", "measured", "ratio", "stderr"),
+    *("probability", "passed", "note"),
 )
 
 
@@ -166,12 +157,8 @@ class AuditedModule:
     """What an audit sees of a module, whatever it is held against.
 
     Attributes:
-        module: unwrapped.
-        found: its parameters' roles.
-        entries: of every role.
         repeated: tensors that are another layer's.
-        probes: of its residual branches.
-        why: there are none.
+        why: there are no probes.
         batch: what it was run on; None where it was not.
     """
 
@@ -200,12 +187,7 @@ class AuditedModule:
     def of(
         cls, module: nn.Module, found: ModuleRoles, batch: Any, model: Transformer
     ) -> AuditedModule:
-        """Read the tensors, and run the module once.
-
-        Args:
-            batch: as of `audit`.
-            model: any of its shape.
-        """
+        """Read the tensors, and run the module once; `model`: any of its shape."""
         entries, repeated = entries_of(module, found)
         probes, why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
         reads = example(module) if batch is None and probes else batch
@@ -218,12 +200,7 @@ def audit_read(
     described: Transformer | None,
     readings: Sequence[Convention] = (),
 ) -> AuditReport:
-    """Hold what was read of a module against a model.
-
-    Args:
-        described: the module's own architecture, with its framework's initialisation.
-        readings: other ones of the plan.
-    """
+    """Hold what was read of a module against a model; further arguments as of `advise`."""
     module, found, why = read.module, read.found, read.why
     measured, findings = _weights(read.entries, read.repeated, model)
     repeated, probes = read.repeated, read.probes
@@ -284,7 +261,7 @@ def _weights(
 ) -> tuple[list[Measured], list[Finding]]:
     """Every tensor beside its expectation, and what is wrong with them."""
     measured = measure_roles(model, entries)
-    findings = variance_findings(measured, {role for c in repeated for role in c.roles[1:]})
+    findings = variance_findings(measured, {role for roles in repeated for role in roles[1:]})
     findings += copy_findings(repeated)
     findings += norm_findings(measured, _carried(model))
     return measured, findings
@@ -297,20 +274,14 @@ def weight_advice(
     described: Transformer | None,
     readings: Sequence[Convention] = (),
 ) -> Advice:
-    """Likely causes of what is wrong with a module's weights, without running it.
-
-    Args:
-        found: the module's roles.
-        model: what it is meant to be.
-        described: its own architecture, with its framework's initialisation.
-        readings: other ones of the plan.
+    """Likely causes of what is wrong with a module's weights, without running it; arguments as of
+    `advise`.
     """
     measured, findings = _weights(*entries_of(module, found), model)
     return advise(findings, measured, model, described, readings)
 
 
 def _logits(read: AuditedModule, model: Transformer) -> list[Finding]:
-    """What multiplies the logits against the head's output scale."""
     path = logits_path(read.found)
     if path is None or model.head is None:
         return []
@@ -361,10 +332,7 @@ def text(report: AuditReport) -> str:
         lines += textwrap.wrap(f"- {sentence}", WIDTH, subsequent_indent="  ")
     shown = [*bad[:OFFENDERS], *open_checks[:GOOD], *good[:GOOD]]
     lines.append(render(_table(shown), TABLE_WIDTH))
-    for rest, words in (
-        (len(bad) - OFFENDERS, "more failed"),
-        (len(good) - GOOD, "more passed"),
-    ):
+    for rest, words in ((len(bad) - OFFENDERS, "more failed"), (len(good) - GOOD, "more passed")):
         if rest > 0:
             lines.append(f"... {rest} {words}; to_frame() has every check")
     for names, words in (

@@ -31,12 +31,8 @@ def shifted_left(labels: np.ndarray) -> np.ndarray:
 def inputs_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a text or a batch of pictures is to the model, as keyword arguments of `predict`.
 
-    Args:
-        model: with the embedding that reads it.
-        batch: keyword arguments of a Hugging Face module, as numpy arrays.
-
-    Returns:
-        Empty where the model has no embedding for what the batch holds.
+    `batch` holds a Hugging Face module's arguments as numpy arrays; empty where the model has no
+    embedding for them.
     """
     labels = batch.get("labels")
     head = model.head is not None and model.head.loss is not None

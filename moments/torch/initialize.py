@@ -12,15 +12,16 @@ import numpy as np
 from ..errors import DomainError, optional
 from ..files import as_frame
 from ..formulas.checks import check_choice, check_count
+from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
 from .architecture import Fitted, fitted
 from .expectation import Scales, expected_variance, scales_of
+from .findings import SLACK, attention_of, temperatures
 from .hook_points import ModuleBranch
 from .probe import drops_behind, logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_rows
 from .scales import FOLDED, AppliedScales, HeldDropout, applied_scales, apply_scales, held_dropouts
-from .temperature import factors
 
 with optional("torch", "torch"):
     import torch
@@ -30,6 +31,9 @@ with optional("torch", "torch"):
 
 if TYPE_CHECKING:
     import pandas
+
+READ = 1e-6
+"""Relative error with which a factor is read off a run, whose sums are in double precision."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +136,7 @@ def initialize(
 
 
 def attach(
-    module: nn.Module,
-    plan: Any,
-    *,
-    batch: Any = None,
-    options: Mapping[str, Any] | None = None,
+    module: nn.Module, plan: Any, *, batch: Any = None, options: Mapping[str, Any] | None = None
 ) -> AppliedScales | None:
     """Put a plan's scales onto a module whose weights are there already, and leave these alone.
 
@@ -164,7 +164,7 @@ def _attached(of: Fitted, batch: Any) -> AppliedScales | None:
     found, batch = parts.found, of.parts.example if batch is None else batch
     stacks = scales_of(model)
     held = _check_scales(found, stacks[""])
-    scalings = factors(module, found, model)
+    scalings = _scalings(module, found, model)
     dropped = (model if described is None else described).dropout > 0
 
     def drops() -> dict[ModuleBranch, HeldDropout | None]:
@@ -252,3 +252,38 @@ def _generator(seed: int, name: str) -> torch.Generator:
     """One stream per seed and parameter, whatever else the module holds."""
     state = np.random.SeedSequence((seed, zlib.crc32(name.encode()))).generate_state(2, np.uint64)
     return torch.Generator().manual_seed(int(state[0]) >> 1)
+
+
+def _scalings(
+    module: nn.Module, found: ModuleRoles, model: Transformer
+) -> list[tuple[nn.Module, float]]:
+    """Attention modules whose `scaling` must change, and to what: logits are q k / (sqrt(d_head)
+    temperature).
+
+    Raises:
+        DomainError: the temperatures differ from the module's own and cannot be set.
+    """
+    changes = []
+    for role, wanted, present in temperatures(found, model):
+        holder = _holder(module, role)
+        same = READ if holder is not None else SLACK
+        if np.isclose(1.0 if present is None else present, wanted, rtol=same):
+            continue
+        if holder is None or present is None:
+            raise DomainError(
+                f"{role.stack}layer {role.layer}, {attention_of(role)}: the plan's temperature "
+                f"{wanted:g} has no place in this module, whose attention has no attribute "
+                "'scaling'; divide the query weights' variance by its square instead"
+            )
+        changes.append((holder, holder.scaling * present / wanted))
+    return changes
+
+
+def _holder(module: nn.Module, role: Role) -> nn.Module | None:
+    """The module nearest to a matrix that has a numeric `scaling`."""
+    path = role.parameter
+    while path := path.rpartition(".")[0]:
+        part = module.get_submodule(path)
+        if isinstance(getattr(part, "scaling", None), float):
+            return part
+    return None

@@ -188,8 +188,6 @@ def _of_encoder(norms: Mapping[WeightGradient, float], wanted: bool) -> dict[Wei
 
 @dataclass
 class _Inputs:
-    """The arguments of a module's forward."""
-
     positional: list[Tensor]
     named: dict[str, Any]
 

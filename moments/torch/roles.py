@@ -102,10 +102,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def block_of(tensors: Mapping[str, Tensor], role: Role) -> Tensor:
-    """The role's block of its parameter, as a view.
-
-    Raises:
-        DomainError: the parameter has no storage (meta device) or no real entries.
+    """The role's block of its parameter, as a view; a DomainError where it has no storage or is not
+    real.
     """
     tensor = tensors[role.parameter]
     if tensor.is_meta:
