@@ -166,10 +166,8 @@ class Rows:
     ) -> Change:
         """The heads' change, from those of queries, keys and values on the scale of the tokens.
 
-        Args:
-            changes: of the three.
-            gradient: E delta delta at the heads.
-            received: draws of E delta delta at values and at the heads, less it.
+        `gradient` is E delta delta at the heads, `received` draws of it at values and heads, less
+        it.
         """
         (query, key, value), gain, old = changes, self.gain, self._old
         # what multiplies J of changed keys or values, and changes of queries

@@ -178,10 +178,8 @@ class _RowSteps(NamedTuple):
     ) -> _RowSteps:
         """Of rows whose gradients' variance has these blocks by pairs of steps, (rows, k, k).
 
-        Args:
-            weights: how many rows each stands for.
-            tokens: T.
-            met: what each weighs in how far Adam's epsilon lowers one step: that of their mean.
+        Each stands for `weights` rows, and weighs `met` in the mean of variances by which Adam's
+        epsilon lowers one step.
         """
         variances = np.maximum(blocks.sum((1, 2)), 0.0)
         pulled, noise = np.ones((len(blocks), 1)), variances

@@ -114,11 +114,8 @@ class Site:
         self, leaf: Any, leaving: Site, memory: Site, norm: Callable[[str], float | None]
     ) -> Rows:
         """The attention that reads this site and the tokens of `memory`, whose heads are
-        `leaving`.
-
-        Args:
-            norm: squared, of the gradient of queries or keys; None: of the mean overlaps.
-        """
+        `leaving`. `norm` gives that of the gradient of queries or keys, squared; None: that of the
+        mean overlaps."""
         for name, there in {
             "qk_norm": leaf.qk_norm is not None,
             "logit_softcap": leaf.logit_softcap is not None,

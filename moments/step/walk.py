@@ -273,15 +273,9 @@ class Walk:
     ) -> Change:
         """Behind an (m, n) matrix of random entries, its own step included.
 
-        Args:
-            name: of the parameter.
-            change: of its input, at the site `entering`.
-            gradient: E delta delta at its output.
-            layer: that it is counted in.
-            shape: n and m.
-            variance: of its entries.
-            signs: gives what is not Gaussian across tokens at it; None: nothing.
-            writes: whether a residual sum is next.
+        `change` is that of its input, at the site `entering`, and `gradient` E delta delta at its
+        output; `shape` is n and m. `signs` gives what is not Gaussian across tokens at it; `writes`
+        says that a residual sum is next.
         """
         n, m = shape
         kernel, gain = entering.kernel, n * variance
