@@ -42,15 +42,9 @@ SHOWN_LAYERS = 400
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What is known of one model at initialisation, as a page.
-
-    Attributes:
-        name: of the model, for titles.
-        prediction: of it.
-        schemes: what the published schemes would make of it; None where that was not asked for.
-        explanation: the laws at work in its first layer; None where the theory resolves it in a
-            way that `moments.explain` does not follow.
-    """
+    """What is known of one model at initialisation, as a page: its prediction, what the published
+    schemes would make of it (None: not asked for), and the laws at work in its first layer (None
+    where `moments.explain` does not follow the theory)."""
 
     name: str
     prediction: Prediction

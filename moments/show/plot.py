@@ -209,15 +209,8 @@ def plot_comparison(
             label="measured ± 2 s.e.",
         )
         if np.any(outside):
-            ax.plot(
-                layers[outside],
-                points[outside],
-                "o",
-                markersize=10,
-                markerfacecolor="none",
-                markeredgecolor=OUTSIDE,
-                label="out of its band",
-            )
+            (rings,) = ax.plot(layers[outside], points[outside], "o", label="out of its band")
+            rings.set(markersize=10, markerfacecolor="none", markeredgecolor=OUTSIDE)
         scale(ax, quantity, *drawn)
     _legend_beside(figure)
     return figure
