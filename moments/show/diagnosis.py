@@ -135,10 +135,7 @@ class Diagnosis(Shown):
         return as_frame(rows, columns=columns)
 
     def plot(self, name: str | None = None) -> Figure:
-        """Prediction, measurement and what the module as it was found should do, with the causes.
-
-        `name`, the model's, heads the title.
-        """
+        """Prediction, measurement and what the module as found should do, `name` in the title."""
         from .plot import plot_diagnosis
 
         return plot_diagnosis(self, name)

@@ -56,11 +56,7 @@ class Report:
         return _page(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page, whole or not at all.
-
-        Raises:
-            DomainError: the file's name does not end in .html, or it cannot be written.
-        """
+        """Write the page, whole or not at all; DomainError where its name does not end in .html."""
         check_html(path)
         with replacing(path) as partial, open(partial, "w", encoding="utf-8") as file:
             file.write(self.to_html())
