@@ -1,8 +1,7 @@
 """One layer that is unlike the others of its stack, without any scheme to hold it against.
 
-Published rules let a variance be the same in every layer or change smoothly with the layer's
-number. A layer is odd where the others follow such a rule within their sampling error and it does
-not: where the others follow none, nothing is said.
+Published rules keep a variance or change it smoothly with the layer's number. A layer is odd where
+the others follow such a rule within their sampling error and it does not.
 """
 
 from __future__ import annotations

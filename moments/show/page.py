@@ -1,8 +1,5 @@
-"""`moments.report`: everything about one model as a single HTML page that needs nothing else.
-
-Its pictures are SVG inside the page and take the reader's light or dark colours; nothing is loaded
-from anywhere.
-"""
+"""`moments.report`: everything about one model as a single HTML page that needs nothing else; its
+pictures are SVG inside it and take the reader's light or dark colours."""
 
 from __future__ import annotations
 

@@ -94,10 +94,9 @@ def _numbers(found: Prediction) -> tuple[str, float, float, float, float]:
 
 
 def block_sensitivity(found: Prediction) -> np.ndarray:
-    """N sigma_block^2 / sigma_skip^2 of every residual sum in order, scales included.
-
-    What enters a sum is its last block's output, the point before it in the trace, times the branch
-    scale; the rest came by the skip connection. Averaged over tokens and configurations.
+    """N sigma_block^2 / sigma_skip^2 of every residual sum in order, scales included, averaged over
+    tokens and configurations. What enters a sum is the point before it in the trace times the
+    branch scale; the rest came by the skip connection.
 
     Source: Davis et al. 2021 in the form of Kedia et al. 4.6, who take its median, which first
     blocks do not dominate.
