@@ -565,9 +565,9 @@ def write_plot(figure: Any, path: Path) -> None:
 
 def named(model: str | None) -> str | None:
     """What a picture calls the MODEL argument: a preset's name, or a file's without its ending."""
-    return (
-        None if model is None else Path(model).stem if model.endswith((".json", ".toml")) else model
-    )
+    if model is None or not model.endswith((".json", ".toml")):
+        return model
+    return Path(model).stem
 
 
 def pictures(model: Transformer, variance: float | None, correlation: float | None) -> Any:

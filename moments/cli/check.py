@@ -141,13 +141,6 @@ def _planned(plan: Path) -> Transformer:
 
 # --- check ----------------------------------------------------------------------------------------
 
-HtmlOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--html", help="Write the report, with its pictures, to this file.", callback=writable
-    ),
-]
-
 
 @app.command(
     examples=(
@@ -176,7 +169,10 @@ def check(
         ),
     ] = None,
     seq_len: SeqLenOption = None,
-    html: HtmlOption = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write the report, with its pictures, to this file.", callback=writable),
+    ] = None,
     measured: Annotated[
         list[str] | None,
         typer.Option(

@@ -193,7 +193,6 @@ def solve(
         progress=True,
         **inputs,
     )
-
     return Answer(
         said=lambda: str(plan),
         data=plan.to_json,
@@ -405,10 +404,7 @@ def sweep(
             raise unknown_name(option, chosen, axes)
     inputs = known | told(variance=variance, correlation=correlation)
     inputs = {name: value for name, value in inputs.items() if name not in axes}
-    with contextlib.ExitStack() as stack:
-        executor = None
-        if jobs > 1:
-            executor = stack.enter_context(_processes(jobs))
+    with _processes(jobs) if jobs > 1 else contextlib.nullcontext() as executor:
         found = run(
             described,
             axes,
@@ -550,11 +546,7 @@ def compare_schemes(
 
     return Answer(
         said=lambda: str(found),
-        data=lambda: {
-            "format": 1,
-            "schemes": found.to_frame(),
-            "left_out": dict(found.left_out),
-        },
+        data=lambda: {"format": 1, "schemes": found.to_frame(), "left_out": dict(found.left_out)},
         frame=found.to_frame,
         figure=lambda: found.plot(named(model)),
     )

@@ -219,7 +219,6 @@ def _values(name: str, given: Any) -> tuple[Value, ...]:
 
 def _taken(model: Maker, values: Mapping[str, Any]) -> tuple[str, ...]:
     """The axes that are parameters of a function."""
-
     try:
         parameters = inspect.signature(model).parameters.values()
     except (TypeError, ValueError):

@@ -157,7 +157,6 @@ class _Work:
         }
 
     def _made(self) -> Iterator[tuple[Value, ...]]:
-
         return itertools.product(*(self.axes.values[name] for name in self.axes.made))
 
     def pieces(self, missing: Sequence[int], spread: bool) -> Iterator[Piece]:
@@ -354,12 +353,8 @@ def _first_done(waiting: set[Any]) -> tuple[set[Any], set[Any]]:
 
 
 def _check_inputs(grid: Axes, inputs: Mapping[str, Any]) -> None:
-
-    known = [
-        name
-        for name in inspect.signature(predict).parameters
-        if name not in ("model", "theory", "progress")
-    ]
+    own = ("model", "theory", "progress")
+    known = [name for name in inspect.signature(predict).parameters if name not in own]
     for name in inputs:
         if name not in known:
             raise unknown_name("argument", name, known)

@@ -1,8 +1,5 @@
-"""The file that a sweep appends to: one line of JSON that says which sweep, then one per result.
-
-A last line without its end is that of a process that died: it is ignored, and cut off before the
-next is written.
-"""
+"""The file that a sweep appends to: one line of JSON that says which sweep, then one per result. A
+last line without its end is a dead process's: it is ignored, and cut off before the next."""
 
 from __future__ import annotations
 

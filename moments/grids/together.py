@@ -147,7 +147,7 @@ def _uniform(model: Transformer) -> bool:
 
 
 def _adding_nothing(body: Component) -> Component:
-    """The body of a layer whose residual connections keep the stream and add none of a branch."""
+    """The body of a layer that keeps the stream and adds nothing."""
     parts = body.children if isinstance(body, Chain) else (body,)
     found = []
     for part in parts:

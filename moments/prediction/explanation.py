@@ -206,13 +206,7 @@ def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The laws of one layer in the order in which they were used.
-
-    Attributes:
-        model: the declaration.
-        layer: its number.
-        steps: every law that was evaluated, residual additions included.
-    """
+    """The laws of one layer in the order in which they were used, residual additions included."""
 
     model: Transformer
     layer: int

@@ -251,10 +251,8 @@ def _with_error(value: float, stderr: float) -> str:
 
 
 def last_grad_kernel(measurement: Measurement) -> np.ndarray:
-    """The measured gradient at the last layer as an (L, L) kernel, for `predict(grad_kernel)`.
-
-    Variances by token, and the mean covariance shared in proportion to the tokens' deviations.
-    """
+    """The measured gradient at the last layer as an (L, L) kernel, for `predict(grad_kernel)`:
+    variances by token, the mean covariance shared in proportion to their deviations."""
     variance = measurement.token_grad_variance[-1]
     deviation = np.sqrt(variance)
     kernel = np.outer(deviation, deviation)

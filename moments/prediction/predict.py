@@ -125,16 +125,7 @@ def predict(
         raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
     check_choice("theory", theory, THEORIES)
     check_count("batch", batch)
-    inputs = Inputs(
-        variance,
-        correlation,
-        token_ids,
-        segment_ids,
-        pixels,
-        kernel,
-        attention_mask,
-        document_ids,
-    )
+    inputs = Inputs(**{name: asked[name] for name in INPUTS})
     other = _encoder_inputs(model, encoder_inputs)
     if model.encoder is not None:
         inputs, other = as_many(inputs, other)

@@ -171,7 +171,7 @@ class Prediction:
         return self._gate().variance("the variance of one draw", ends), spread
 
     def _drawn_from(self) -> tuple[Prediction, Any, float]:
-        """The prediction of one document, what two of them share, and how many there are."""
+        """One document's prediction, what two of them share, and how many there are."""
         from ..noise.band import between_documents
 
         if self.alone is None:
@@ -402,10 +402,7 @@ class Prediction:
         return render(prediction_table(self))
 
     def plot(self, name: str | None = None) -> Figure:
-        """Four panels: variance and correlation of signal and gradient along the depth.
-
-        `name`, the model's, heads the title.
-        """
+        """Variance and correlation of signal and gradient along the depth, `name` in the title."""
         from ..show.plot import plot_prediction
 
         return plot_prediction(self, name)

@@ -364,12 +364,7 @@ class Stack:
             logit_variance=logit_variance,
             encoder=encoder,
             outer_weights=OuterWeights(
-                model,
-                self.inputs,
-                embedded,
-                output,
-                self.documents,
-                outcome.targets,
+                model, self.inputs, embedded, output, self.documents, outcome.targets
             ),
             top=top if output is None else functools.partial(head_top, output),
             alone=alone,

@@ -112,14 +112,7 @@ def scheme(name: str) -> Scheme:
 
 
 def apply(model: Transformer, name: str, **options: Any) -> Transformer:
-    """The model as the scheme sets it.
-
-    Raises:
-        DomainError: no such scheme or option, or an option outside what is allowed.
-
-    Warns:
-        ValidityWarning: the scheme clashes with what the model has.
-    """
+    """The model as the scheme sets it; a ValidityWarning says where the two clash."""
     from .conflicts import warn
 
     found = scheme(name)

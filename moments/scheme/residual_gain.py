@@ -15,13 +15,11 @@ from .shared import blocks, placed
 def _skipinit(
     model: Transformer, alpha: float | None = None, variant: str = "authors"
 ) -> Transformer:
-    """Every block's output times a learnable gain that starts at alpha.
+    """Every block's output times a learnable gain that starts at alpha; the authors have no
+    normalisation and also try 0, Sun et al. have Pre-LN.
 
-    Args:
-        model: its placement stays; the authors have no normalisation, Sun et al. Pre-LN.
-        alpha: None: that of the variant; the authors also try 0.
-        variant: "authors": 1/sqrt(number of residual blocks), 2 N without cross-attention; "sun":
-            1/sqrt(N), as Sun et al. have it.
+    The variant's own alpha is "authors": 1/sqrt(number of residual blocks), 2 N without
+    cross-attention; "sun": 1/sqrt(N), as Sun et al. have it.
     """
     check_choice("variant", variant, ("authors", "sun"))
     count = blocks(model) if variant == "authors" else model.layers

@@ -59,7 +59,7 @@ class Chart:
     bounded: bool = False
 
     def svg(self) -> str:
-        """The panel; the page of `html` that holds it needs STYLE."""
+        """The panel, for a page of `html` that has STYLE."""
         return _svg(self)
 
 

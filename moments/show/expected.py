@@ -41,12 +41,8 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """A lognormal range, by point.
-
-    Attributes:
-        mean: predicted, (N + 1,).
-        deviation: standard deviation of the logarithm, (N + 1,); nan where none is known.
-    """
+    """A lognormal range by point, (N + 1,): its predicted mean, and the standard deviation of its
+    logarithm, nan where none is known."""
 
     mean: np.ndarray
     deviation: np.ndarray
@@ -86,14 +82,11 @@ def allowed_outside(points: int) -> int:
 
 
 def tail_probability(ratio: float, spread: float) -> float:
-    """Two-sided probability of a mean square this far from its expectation.
+    """Two-sided probability of a mean square, measured over expected, at a relative standard error
+    `spread` = sqrt((k - 1) / n).
 
-    A mean square of n entries of kurtosis k is close to chi-square over its degrees of freedom
-    2 n / (k - 1), exactly so for normal entries.
-
-    Args:
-        ratio: measured over expected.
-        spread: relative standard error of the measured one, sqrt((k - 1) / n).
+    A mean square of n entries of kurtosis k is close to chi-square over its degrees of freedom 2 n
+    / (k - 1), exactly so for normal entries.
     """
     from scipy.special import gammainc, gammaincc
 

@@ -86,13 +86,8 @@ class Likely:
 
 @dataclass(frozen=True, eq=False)
 class Expects(Shown):
-    """Whether numbers of the stream are expected; as a truth value, `expected`.
-
-    Attributes:
-        prediction: what they are judged by.
-        points: what was measured, beside what is predicted.
-        draws: over how many draws of the weights it is a mean.
-    """
+    """Whether numbers of the stream, means over so many draws of the weights, are expected; as a
+    truth value, `expected`. Its `points` are the numbers beside what is predicted."""
 
     prediction: Prediction
     points: tuple[Point, ...]

@@ -335,12 +335,8 @@ class Explorer:
                 return View(state, error=str(error), python=self.python(state), link=query)
             finally:
                 self._progress = None
-            return dataclasses.replace(
-                self._drawn(state, held, charts, found.model),
-                verdict=growth(found),
-                warnings=notes,
-                milliseconds=1e3 * (time.perf_counter() - began),
-            )
+            seen: dict[str, Any] = {"verdict": growth(found), "warnings": notes}
+            return self._drawn(state, held, charts, found.model, began, **seen)
 
     def _so_far(self, query: str, progress: _Progress) -> View:
         known = progress.prediction
@@ -350,13 +346,9 @@ class Explorer:
             charts = stream_charts(known, progress.held, bands=False)
         elif progress.so_far is not None:
             charts = stream_charts(progress.so_far(), progress.held, before=progress.last)
-        found = self._drawn(state, held, charts, progress.model)
-        return dataclasses.replace(
-            found,
-            verdict="" if known is None else growth(known),
-            milliseconds=1e3 * (time.perf_counter() - progress.began),
-            complete=False,
-        )
+        seen: dict[str, Any] = {"verdict": "" if known is None else growth(known)}
+        model, began = progress.model, progress.began
+        return self._drawn(state, held, charts, model, began, **seen, complete=False)
 
     def _drawn(
         self,
@@ -364,6 +356,8 @@ class Explorer:
         held: dict[str, Value] | None,
         charts: Sequence[Chart],
         model: Transformer | None,
+        began: float,
+        **seen: Any,
     ) -> View:
         values, settled = _settle(state)
         return View(
@@ -374,6 +368,8 @@ class Explorer:
             python=self.python(values),
             link=self.link(values, held),
             charts=tuple(chart.svg() for chart in charts),
+            milliseconds=1e3 * (time.perf_counter() - began),
+            **seen,
         )
 
     def _at(self, state: Mapping[str, Value]) -> Prediction:

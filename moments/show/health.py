@@ -172,11 +172,7 @@ class CheckReport:
         return not self.findings
 
     def assert_healthy(self) -> None:
-        """For test suites.
-
-        Raises:
-            Unhealthy: there are findings; it is an AssertionError.
-        """
+        """For test suites: raise Unhealthy, an AssertionError, where there are findings."""
         if self.findings:
             raise Unhealthy(str(self))
 

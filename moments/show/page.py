@@ -1,8 +1,5 @@
-"""`moments.report`: everything about one model as a single HTML page that needs nothing else.
-
-Its pictures are SVG inside the page and take the reader's light or dark colours; nothing is loaded
-from anywhere.
-"""
+"""`moments.report`: everything about one model as a single HTML page that needs nothing else; its
+pictures are SVG inside it and take the reader's light or dark colours."""
 
 from __future__ import annotations
 
@@ -42,15 +39,9 @@ SHOWN_LAYERS = 400
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What is known of one model at initialisation, as a page.
-
-    Attributes:
-        name: of the model, for titles.
-        prediction: of it.
-        schemes: what the published schemes would make of it; None where that was not asked for.
-        explanation: the laws at work in its first layer; None where the theory resolves it in a
-            way that `moments.explain` does not follow.
-    """
+    """What is known of one model at initialisation, as a page: its prediction, what the published
+    schemes would make of it (None: not asked for), and the laws at work in its first layer (None
+    where `moments.explain` does not follow the theory)."""
 
     name: str
     prediction: Prediction
@@ -62,11 +53,7 @@ class Report:
         return _page(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page, whole or not at all.
-
-        Raises:
-            DomainError: the file's name does not end in .html, or it cannot be written.
-        """
+        """Write the page, whole or not at all; DomainError where its name does not end in .html."""
         check_html(path)
         with replacing(path) as partial, open(partial, "w", encoding="utf-8") as file:
             file.write(self.to_html())

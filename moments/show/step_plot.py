@@ -83,8 +83,7 @@ def plot_first_step(
 
 
 def _known(step: FirstStep | StepMeasurement, quantity: str) -> Any:
-    """Where a panel's quantity can be drawn: layer, key (of its style), value and, of what was
-    measured, stderr."""
+    """Where a panel's quantity can be drawn: layer, key (of its style), value, measured stderr."""
     if quantity == "relative_change":
         frame: Any = step.to_frame().rename(columns={"site": "key"})
     else:

@@ -1,8 +1,7 @@
 """One block as a function of a factor on its free matrices' variances.
 
-Everything before the first free matrix is propagated once. Behind it only means and variances are
-needed to find the factor at which its output has its target; the accepted one is propagated in
-full, once.
+What stands before the first of them is propagated once; behind it means and variances suffice to
+find the factor. The accepted one is propagated in full, once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""What can be asked of a model, and what a solver may change for it.
-
-Asked are numbers read off a prediction, one of all or one per layer; changed are weight variances,
-scales, temperature, and DSLM's k.
-"""
+"""What can be asked of a model, one number or one per layer read off a prediction, and what a
+solver may change for it: weight variances, scales, temperature, and DSLM's k."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Inversion block by block: weight variances that give every block's output a chosen variance.
 
-One walk solves all: at every residual addition the block's weights are scaled until its output (or
-the sum) has its target, and the walk goes on with what they give.
-
-See docs/theory/inversion.md, Why one walk is enough.
+At every residual addition of one walk the block's weights are scaled until its output (or the sum)
+has its target; docs/theory/inversion.md says why one walk is enough.
 """
 
 from __future__ import annotations

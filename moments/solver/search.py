@@ -156,11 +156,8 @@ def _inside(x: np.ndarray, low: Any, high: Any) -> bool:
 
 
 def per_layer(distances: Distances, layers: int, ends: Ends, tolerance: float) -> Search:
-    """One number per layer, each mostly felt by its own layer's distance.
-
-    Every layer takes a secant step of its own at once, with slopes that start from a step common to
-    all. Where that stalls, which layers that feel each other do, least squares with a full
-    derivative go on, or Newton's method in Krylov spaces where layers are many.
+    """One number per layer, each mostly felt by its own layer's distance, by secant steps at once;
+    where that stalls, by least squares, or Newton's method in Krylov spaces where layers are many.
     """
     x, far = np.zeros(layers), distances(np.zeros(layers))
     step = np.full(layers, 0.05)

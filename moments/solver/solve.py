@@ -248,10 +248,8 @@ class _Task:
         return self._plan(pairs, title, names, at(found.at), found.met)
 
     def profile(self, goal: Goal, target: Any, free: tuple[str, ...] | None) -> Plan:
-        targets, names = (
-            per_layer_targets(self.model, target, goal.allowed),
-            goal.free if free is None else free,
-        )
+        targets = per_layer_targets(self.model, target, goal.allowed)
+        names = goal.free if free is None else free
         if "k" in names:
             raise domain_error("free", "k", "what each layer can have of its own")
         low, high = bounds(self.model, names)
