@@ -149,9 +149,7 @@ def check_module(
 
 
 class _Inputs(NamedTuple):
-    """What a module is run on: `few` is `batch` of fewer tokens, `loss` the user's or the next
-    token's.
-    """
+    """What a module is run on; `few` is `batch` of fewer tokens."""
 
     batch: Any
     few: Any
@@ -203,7 +201,8 @@ class _Checking:
         mixed = bool(self._reading.unmasked)
         if self.ahead is not None and self.ahead == self.described.causal and not mixed:
             self.described = self.described.replace(causal=not self.ahead)
-        self.names = _names(self.found)
+        names = dict.fromkeys(role.full_name for role in self.found.roles)
+        self.names = {name: self._of(name) for name in names}
         self.comparison = self._compared()
 
     def _measured(self, random: bool) -> Measurement:
@@ -228,7 +227,13 @@ class _Checking:
                 found = described_as(self.architecture, self.tensors)
             except DomainError as error:
                 self.notes.append(f"its sums are taken as declared: {error}")
-                return _with_weights(self.architecture, self.tensors)
+                own, entries = self.architecture, self.tensors.entries
+                assert own.weights is not None
+                squares = {
+                    (role.layer, role.name): e.square for role, e in entries if not role.stack
+                }
+                values = in_every_layer(MATRICES, own.layers, squares)
+                return own.replace(weights=own.weights.replace(**values))
         self.notes += dict.fromkeys(str(w.message) for w in caught)
         return self.architecture if found.model is None else found.model
 
@@ -1174,9 +1179,7 @@ def _stated(
 def architecture_read(
     module: nn.Module, batch: Any, parts: Anatomy, promised: Transformer | None
 ) -> Transformer:
-    """What the module is, as one pass tells it; what it promises, where no Transformer says
-    that.
-    """
+    """What the module is, as one pass tells it, or else what it promises."""
     assert parts.reading is not None
     model = parts.reading.model or promised
     if model is None:
@@ -1187,19 +1190,6 @@ def architecture_read(
         why += [f"{len(names)} parameters of unknown role"] if names else []
         raise not_read(module, batch, f"{said}: {'; '.join(why)}")
     return model
-
-
-def _with_weights(model: Transformer, read: AuditedModule) -> Transformer:
-    """An architecture with the variances that a module's matrices have."""
-    assert model.weights is not None
-    squares = {(role.layer, role.name): e.square for role, e in read.entries if not role.stack}
-    values = in_every_layer(MATRICES, model.layers, squares)
-    return model.replace(weights=model.weights.replace(**values))
-
-
-def _names(found: ModuleRoles) -> dict[str, tuple[str, ...]]:
-    names = dict.fromkeys(role.full_name for role in found.roles)
-    return {name: gathered([r for r in found.roles if r.full_name == name]) for name in names}
 
 
 # --- what it is run on ----------------------------------------------------------------------------
