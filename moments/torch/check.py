@@ -82,8 +82,7 @@ with optional("torch", "torch"):
 
 
 TOKENS, OWN, SEQUENCES = 32, 1, 2
-"""Tokens of a batch of its own and of a user's text that are read, since the cost of a prediction
-by token grows with the cube of their number; and how many sequences of either."""
+"""Tokens that are read of a batch, and how many sequences of its own and of a user's."""
 
 FEW = 16
 """Tokens of the runs that look at sums, masks and dropout."""
@@ -92,12 +91,10 @@ FEW_ROWS = 64
 """Tokens up to which rows that are not alike are predicted one by one."""
 
 FAR = 6.0
-"""Standard deviations, beyond the band and the theory's tolerance together, from which a measured
-point is a finding and not chance: 2e-9 for one point."""
+"""Standard deviations, beyond band and tolerance, from which a point is a finding, not chance."""
 
 UNEVEN = 10.0
-"""Largest over least variance of what enters layer 1 up to which its tokens are taken as alike: one
-of 24 tokens that is this much shorter adds two fifths to the mean gradient."""
+"""Largest over least variance of what enters layer 1 up to which its tokens are taken as alike."""
 
 NEAR = 0.02
 """Relative difference below which the factor on q k, which is read without chance, is a slip's."""
@@ -119,8 +116,8 @@ ATTENTION_FIELDS = (
 """Fields of a declaration that name an attention's matrices."""
 
 TABLE = 0.1
-"""Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw; and
-the std of matrices below which that is named: released language models have at most .04."""
+"""Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw, and
+the std of matrices below which that is named."""
 
 PLACEMENTS = {"pre": "Pre-LN", "post": "Post-LN", "sandwich": "sandwich", "none": "without norms"}
 
@@ -471,9 +468,8 @@ class _Checking:
     def _gives_tokens(self) -> bool:
         """Whether logits are over the tokens that are read, and nothing says what for."""
         head, embedding = self.described.head, self.described.embedding
-        if self.scheme is not None and not isinstance(self.scheme, str):
-            return False  # its mask is held against the module's
-        if self.loss is not None or self.promised is not None or self.given:
+        declared = self.scheme is not None and not isinstance(self.scheme, str)
+        if declared or self.loss is not None or self.promised is not None or self.given:
             return False
         if head is None or head.transform is not None or not isinstance(embedding, Embedding):
             return False

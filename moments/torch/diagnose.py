@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -277,9 +278,8 @@ def at_length(model: Transformer | None, measurement: Measurement) -> Transforme
     assert model is not None
     if model.encoder is not None and measurement.encoder is not None:
         model = model.replace(encoder=at_length(model.encoder, measurement.encoder))
-    if model.seq_len == measurement.seq_len:
-        return model
-    return model.replace(seq_len=measurement.seq_len)
+    same = model.seq_len == measurement.seq_len
+    return model if same else model.replace(seq_len=measurement.seq_len)
 
 
 def _described(
@@ -367,9 +367,6 @@ def tokens_entering(
 
 def _with_mask(model: Transformer, ahead: bool | None) -> Transformer:
     """The model with the mask that was seen to act; None: not seen."""
-    if ahead is None or ahead is not model.causal:
-        return model
-    try:
-        return model.replace(causal=not ahead)
-    except DomainError:
-        return model
+    with contextlib.suppress(DomainError):
+        return model if ahead is None else model.replace(causal=not ahead)
+    return model

@@ -36,8 +36,8 @@ UNSEEN = 1e-6
 """Relative change below which a token has not noticed another; single precision rounds to 1e-7."""
 
 RANDOM = 0.03
-"""Relative difference from which two runs are two: kernels that differ in rounding stay below, and
-dropout with probability p changes a tensor by sqrt(2 p) of its size, .045 at p = .001."""
+"""Relative difference from which two runs are two: rounding stays below, and dropout with
+probability p changes a tensor by sqrt(2 p) of its size."""
 
 ENTRIES = 4096
 """Of every output, as many entries are compared."""

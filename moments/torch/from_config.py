@@ -69,8 +69,7 @@ _EDGES = ((128, 192), (256, 384))
 """Rows and columns of the samples of a matrix, twice: what differs is drawn by its shape."""
 
 SAMPLED = 0.01
-"""Relative spread of a variance over all layers below which they are drawn alike: what is redrawn
-of a truncated normal is not spread evenly."""
+"""Relative spread of a variance over all layers below which they are drawn alike."""
 
 _BY_SHAPE = 0.03
 """Relative difference of two samples' mean squares from which it does."""

@@ -103,8 +103,7 @@ def _decay(graph: Graph, steps: int) -> Tensor | None:
 # --- what is not read -----------------------------------------------------------------------------
 
 REMEMBERED = 4.0
-"""Tokens that a state has to remember to be more than the convolution before it, whose kernels have
-four entries."""
+"""Tokens that a state has to remember to be more than the convolution of four before it."""
 
 
 class NotRead(MomentsError):
