@@ -56,19 +56,14 @@ _PER_HEAD = {
 def conventions(
     plan: Any, options: Mapping[str, Any] | None, model: Transformer
 ) -> tuple[Convention, ...]:
-    """Plans that go by the same name: Glorot's rule by head and by matrix. `model` is what the plan
-    means.
-    """
+    """Plans that go by the same name: Glorot's rule by head or matrix; the plan means `model`."""
     remedy = ""
     if isinstance(plan, str):
-        given = {**scheme(plan).options, **(options or {})}
-        if not isinstance(given.get("per_head"), bool):
+        by_head = {**scheme(plan).options, **(options or {})}.get("per_head")
+        if not isinstance(by_head, bool):
             return ()
-        by_head = given["per_head"]
-        remedy = (
-            f"; pass options={{'per_head': {not by_head}}} (--option per_head="
-            f"{str(not by_head).lower()}) for the module's"
-        )
+        remedy = f"; pass options={{'per_head': {not by_head}}} (--option per_head="
+        remedy += f"{str(not by_head).lower()}) for the module's"
     else:
         readings = [by for by in (True, False) if _is_xavier(model, by)]
         if len(readings) != 1:  # not drawn by Glorot's rule, or one head, where both agree
@@ -124,9 +119,7 @@ def causes(
     described: Transformer | None,
     readings: Sequence[Convention] = (),
 ) -> Iterator[RoleCause]:
-    """Hypotheses about one role, the more specific ones first; `readings`: other ones of the
-    plan.
-    """
+    """Hypotheses about one role, specific ones first; `readings`: other ones of the plan."""
     name, layers = group[0].role.name, [m.role.layer for m in group]
     stack = group[0].role.stack
     model = model_of_stack(model, stack)
@@ -270,13 +263,10 @@ def advise(
 
 
 class Advice(NamedTuple):
-    """Likely causes.
+    """Likely causes of everything that failed, a sentence each.
 
-    Attributes:
-        sentences: of everything that failed.
-        crossed: those of them that find a factor on the wrong matrix.
-        reasons: of a role's variance, where they are known, the likeliest first.
-        scales: what is wrong with a multiplier, by its quantity and block.
+    Of these `crossed` find a factor on the wrong matrix; `reasons` are of a role's variance, the
+    likeliest first, and `scales` of a multiplier, by its quantity and block.
     """
 
     sentences: tuple[str, ...]
@@ -492,8 +482,7 @@ def _other_sentences(failed: list[Finding]) -> Iterator[str]:
             f"not by {f.expected:.4g} sqrt(d_head)"
         )
     vectors = [f for f in failed if f.quantity in variances and f.role.endswith("bias")]
-    if any(f.expected != 0 for f in vectors):
-        vectors = []
+    vectors = [] if any(f.expected != 0 for f in vectors) else vectors
     gains = [f for f in failed if f.quantity in ("gain", "mean square")]
     means = [f for f in failed if f.quantity == "mean"]
     for found, one, several in (

@@ -23,9 +23,7 @@ _ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 
 
 class Fitted(NamedTuple):
-    """A module, unwrapped, and a plan's model that fits it; `described` is its own architecture, if
-    known.
-    """
+    """A module, unwrapped, and a plan's model; `described` is its own architecture, if known."""
 
     module: nn.Module
     parts: Anatomy
@@ -106,13 +104,9 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
     if not main:
         return _of_torch(encoder, seq_len, together=False)
     both = any(isinstance(part, nn.Transformer) for part in module.modules())
-    normed = any(
-        part.norm is not None
-        for part in module.modules()
-        if isinstance(part, nn.TransformerEncoder)
-    )
-    read = _of_torch(encoder, seq_len, together=both)
-    read = read.replace(head=Head(norm=normed, loss=None))
+    stacks = (part for part in module.modules() if isinstance(part, nn.TransformerEncoder))
+    head = Head(norm=any(part.norm is not None for part in stacks), loss=None)
+    read = _of_torch(encoder, seq_len, together=both).replace(head=head)
     return _of_torch(main, seq_len, together=both).replace(encoder=read, causal=True)
 
 

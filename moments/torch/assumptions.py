@@ -37,8 +37,6 @@ class WeightStatistics:
     """One matrix against independent entries.
 
     Attributes:
-        role: which matrix.
-        entries: moments of its entries.
         spectral: largest squared singular value over the expected (sqrt m + sqrt n)^2 variance.
         spectral_error: the Tracy-Widom scale of that ratio for independent entries.
         stable_rank: squared Frobenius norm over largest squared singular value.
@@ -126,18 +124,17 @@ def _matrix_notes(name: str, group: list[WeightStatistics]) -> Iterator[str]:
 
 def alignment_note(query: list[tuple[Role, Tensor]], key: list[tuple[Role, Tensor]]) -> list[str]:
     """Correlation of the entries of query and key matrices of the same layer and shape."""
-    found = []
+    off = []
     for (role, q), (_, k) in zip(query, key, strict=False):
         if q.shape != k.shape:
             continue
         q, k = q.detach().double(), k.detach().double()
-        size = float(q.norm() * k.norm())
-        if size:
-            found.append((float((q * k).sum()) / size, q.numel(), role.layer))
-    off = [row for row in found if abs(row[0]) * math.sqrt(row[1]) > DEVIATIONS]
+        share = float((q * k).sum()) / (float(q.norm() * k.norm()) or 1.0)
+        if abs(share) * math.sqrt(q.numel()) > DEVIATIONS:
+            off.append((share, role.layer))
     if not off:
         return []
-    value, _, layer = max(off, key=lambda row: abs(row[0]))
+    value, layer = max(off, key=lambda row: abs(row[0]))
     return [
         f"query and key are not independent: their entries correlate by {value:.3g} in layer "
         f"{layer}, in {len(off)} layers beyond chance"
@@ -146,13 +143,12 @@ def alignment_note(query: list[tuple[Role, Tensor]], key: list[tuple[Role, Tenso
 
 def gain_notes(gains: list[tuple[Role, Tensor]]) -> list[str]:
     """Norm gains that differ from feature to feature."""
-    spreads = []
+    wide = []
     for role, gain in gains:
         g = gain.detach().double()
         size = float(g.square().mean().sqrt())
-        if size:
-            spreads.append((float(g.std(correction=0)) / size, role.parameter))
-    wide = [row for row in spreads if row[0] > 0.01]
+        if size and float(g.std(correction=0)) > 0.01 * size:
+            wide.append((float(g.std(correction=0)) / size, role.parameter))
     if not wide:
         return []
     value, where = max(wide)
@@ -205,9 +201,7 @@ def copy_notes(found: Iterable[Copies]) -> Iterator[str]:
 
 
 def shuffle(module: nn.Module, found: Iterable[Copies], seed: int) -> nn.Module:
-    """The module, every copy's entries in another order, as if drawn on their own with the same
-    variance.
-    """
+    """The module, every copy's entries in another order, as if drawn on their own."""
     generator = torch.Generator().manual_seed(seed)
     for block in _copied(module, found):
         entries = block.reshape(-1).clone()

@@ -120,12 +120,10 @@ def audit(
 ) -> AuditReport:
     """Compare a freshly initialised module with a plan.
 
-    Every matrix's mean square is held against the plan's variance with its own sampling error (from
-    the kurtosis of its entries), every role once more over all layers together, entries' means
-    against zero, norms' gains and biases against what they are set to; no layer may hold another
-    one's entries. The module is then run once, in evaluation mode, and the multipliers of its
-    residual sums and norms are measured by regression, whatever code applies them. A right module
-    fails with probability 1e-5, all checks together.
+    Compared are mean squares, by matrix and by role over all layers, with their sampling errors,
+    means, norms' gains and biases; no layer may have another one's entries. The module is run once,
+    in evaluation mode, and the multipliers of its residual sums and norms are measured by
+    regression. A right module fails with probability 1e-5, all checks together.
 
     Args:
         module: any that can be read. It is left as it was. Compiled and
@@ -237,10 +235,8 @@ def audit_read(
 
 def _structure(row: Departure, module: nn.Module) -> Finding:
     """A field that no weight changes, as a check that failed."""
-    planned, present = (
-        float(value) if isinstance(value, int | float) else math.nan
-        for value in (row.planned, row.present)
-    )
+    both = row.planned, row.present
+    planned, present = (float(v) if isinstance(v, int | float) else math.nan for v in both)
     of = 0, row.name, type(module).__name__, "architecture"
     return Finding(*of, planned, present, False, str(row))
 
@@ -274,9 +270,7 @@ def weight_advice(
     described: Transformer | None,
     readings: Sequence[Convention] = (),
 ) -> Advice:
-    """Likely causes of what is wrong with a module's weights, without running it; arguments as of
-    `advise`.
-    """
+    """Likely causes of what is wrong with weights, without a run; arguments as of `advise`."""
     measured, findings = _weights(*entries_of(module, found), model)
     return advise(findings, measured, model, described, readings)
 
@@ -328,8 +322,9 @@ def text(report: AuditReport) -> str:
     good = [f for f in report.findings if f.passed]
     title = f"audit of {report.source} ({report.read}): {verdict}"
     lines = textwrap.wrap(title, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    folded = functools.partial(textwrap.wrap, width=WIDTH, subsequent_indent="  ")
     for sentence in report.advice:
-        lines += textwrap.wrap(f"- {sentence}", WIDTH, subsequent_indent="  ")
+        lines += folded(f"- {sentence}")
     shown = [*bad[:OFFENDERS], *open_checks[:GOOD], *good[:GOOD]]
     lines.append(render(_table(shown), TABLE_WIDTH))
     for rest, words in ((len(bad) - OFFENDERS, "more failed"), (len(good) - GOOD, "more passed")):
@@ -340,10 +335,9 @@ def text(report: AuditReport) -> str:
         (report.undeclared, "of which the plan says nothing"),
     ):
         if names:
-            listed = f"{len(names)} parameters {words}: {', '.join(names)}"
-            lines += textwrap.wrap(listed, WIDTH, subsequent_indent="  ")
+            lines += folded(f"{len(names)} parameters {words}: {', '.join(names)}")
     for phrase in report.unlike:
-        lines += textwrap.wrap(f"not as planned: {phrase}", WIDTH, subsequent_indent="  ")
+        lines += folded(f"not as planned: {phrase}")
     return "\n".join(lines)
 
 

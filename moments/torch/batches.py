@@ -24,8 +24,7 @@ def shifted_right(labels: np.ndarray, start: int = 0) -> np.ndarray:
 
 def shifted_left(labels: np.ndarray) -> np.ndarray:
     """Target of every token of a causal module that shifts its labels itself, (B, L)."""
-    none = np.full((len(labels), 1), NO_TARGET)
-    return np.concatenate([labels[:, 1:], none], axis=1)
+    return np.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TARGET)
 
 
 def inputs_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,8 +82,7 @@ with optional("torch", "torch"):
 
 
 TOKENS, OWN, SEQUENCES = 32, 1, 2
-"""Tokens of a batch of its own and of a user's text that are read, since the cost of a prediction
-by token grows with the cube of their number; and how many sequences of either."""
+"""Tokens that are read of a batch, and how many sequences of its own and of a user's."""
 
 FEW = 16
 """Tokens of the runs that look at sums, masks and dropout."""
@@ -92,12 +91,10 @@ FEW_ROWS = 64
 """Tokens up to which rows that are not alike are predicted one by one."""
 
 FAR = 6.0
-"""Standard deviations, beyond the band and the theory's tolerance together, from which a measured
-point is a finding and not chance: 2e-9 for one point."""
+"""Standard deviations, beyond band and tolerance, from which a point is a finding, not chance."""
 
 UNEVEN = 10.0
-"""Largest over least variance of what enters layer 1 up to which its tokens are taken as alike: one
-of 24 tokens that is this much shorter adds two fifths to the mean gradient."""
+"""Largest over least variance of what enters layer 1 up to which its tokens are taken as alike."""
 
 NEAR = 0.02
 """Relative difference below which the factor on q k, which is read without chance, is a slip's."""
@@ -119,8 +116,8 @@ ATTENTION_FIELDS = (
 """Fields of a declaration that name an attention's matrices."""
 
 TABLE = 0.1
-"""Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw; and
-the std of matrices below which that is named: released language models have at most .04."""
+"""Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw, and
+the std of matrices below which that is named."""
 
 PLACEMENTS = {"pre": "Pre-LN", "post": "Post-LN", "sandwich": "sandwich", "none": "without norms"}
 
@@ -149,9 +146,7 @@ def check_module(
 
 
 class _Inputs(NamedTuple):
-    """What a module is run on: `few` is `batch` of fewer tokens, `loss` the user's or the next
-    token's.
-    """
+    """What a module is run on; `few` is `batch` of fewer tokens."""
 
     batch: Any
     few: Any
@@ -203,7 +198,8 @@ class _Checking:
         mixed = bool(self._reading.unmasked)
         if self.ahead is not None and self.ahead == self.described.causal and not mixed:
             self.described = self.described.replace(causal=not self.ahead)
-        self.names = _names(self.found)
+        names = dict.fromkeys(role.full_name for role in self.found.roles)
+        self.names = {name: self._of(name) for name in names}
         self.comparison = self._compared()
 
     def _measured(self, random: bool) -> Measurement:
@@ -228,7 +224,13 @@ class _Checking:
                 found = described_as(self.architecture, self.tensors)
             except DomainError as error:
                 self.notes.append(f"its sums are taken as declared: {error}")
-                return _with_weights(self.architecture, self.tensors)
+                own, entries = self.architecture, self.tensors.entries
+                assert own.weights is not None
+                squares = {
+                    (role.layer, role.name): e.square for role, e in entries if not role.stack
+                }
+                values = in_every_layer(MATRICES, own.layers, squares)
+                return own.replace(weights=own.weights.replace(**values))
         self.notes += dict.fromkeys(str(w.message) for w in caught)
         return self.architecture if found.model is None else found.model
 
@@ -466,9 +468,8 @@ class _Checking:
     def _gives_tokens(self) -> bool:
         """Whether logits are over the tokens that are read, and nothing says what for."""
         head, embedding = self.described.head, self.described.embedding
-        if self.scheme is not None and not isinstance(self.scheme, str):
-            return False  # its mask is held against the module's
-        if self.loss is not None or self.promised is not None or self.given:
+        declared = self.scheme is not None and not isinstance(self.scheme, str)
+        if declared or self.loss is not None or self.promised is not None or self.given:
             return False
         if head is None or head.transform is not None or not isinstance(embedding, Embedding):
             return False
@@ -1174,9 +1175,7 @@ def _stated(
 def architecture_read(
     module: nn.Module, batch: Any, parts: Anatomy, promised: Transformer | None
 ) -> Transformer:
-    """What the module is, as one pass tells it; what it promises, where no Transformer says
-    that.
-    """
+    """What the module is, as one pass tells it, or else what it promises."""
     assert parts.reading is not None
     model = parts.reading.model or promised
     if model is None:
@@ -1187,19 +1186,6 @@ def architecture_read(
         why += [f"{len(names)} parameters of unknown role"] if names else []
         raise not_read(module, batch, f"{said}: {'; '.join(why)}")
     return model
-
-
-def _with_weights(model: Transformer, read: AuditedModule) -> Transformer:
-    """An architecture with the variances that a module's matrices have."""
-    assert model.weights is not None
-    squares = {(role.layer, role.name): e.square for role, e in read.entries if not role.stack}
-    values = in_every_layer(MATRICES, model.layers, squares)
-    return model.replace(weights=model.weights.replace(**values))
-
-
-def _names(found: ModuleRoles) -> dict[str, tuple[str, ...]]:
-    names = dict.fromkeys(role.full_name for role in found.roles)
-    return {name: gathered([r for r in found.roles if r.full_name == name]) for name in names}
 
 
 # --- what it is run on ----------------------------------------------------------------------------

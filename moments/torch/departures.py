@@ -66,12 +66,9 @@ EXACT = 1e-4
 
 @dataclass(frozen=True)
 class Departure:
-    """One field in which a plan is not what a module is.
+    """One field, "embedding.norm", "encoder.causal", ..., in which a plan is not what a module is.
 
-    Attributes:
-        name: the field, "embedding.norm", "encoder.causal", ...
-        planned, present: what the plan says, and what the module has.
-        remark: why it is no fault; "" where it is one.
+    `planned` is what the plan says, `present` what the module has, `remark` why it is no fault.
     """
 
     name: str
@@ -93,9 +90,7 @@ class Departure:
 def departures(
     model: Transformer, module: nn.Module, reading: ModuleReading, promised: Transformer | None
 ) -> tuple[Departure, ...]:
-    """Every field in which a model departs from a module; `promised` is what its config or class
-    says.
-    """
+    """Every field in which a model departs from a module, whose config or class says `promised`."""
     found, read = reading.roles, reading.model
     rows = list(_of_stack("", model, found, read or promised, promised))
     rows += _without_matrices(model, found, shared_by(module, reading))
@@ -333,9 +328,7 @@ def masked_by_caller(module: nn.Module) -> bool:
 def check_sizes(
     model: Transformer, found: ModuleRoles, has: Transformer | None, shared: Sequence[str] = ()
 ) -> None:
-    """Raise a DomainError where no tensor of a module would fit a model; `shared`: phrases of
-    `shared_by`.
-    """
+    """Raise a DomainError where no tensor would fit; `shared`: phrases of `shared_by`."""
     if model.layers != found.layers:
         own = f"the module's {found.layers}" + (f" ({'; '.join(shared)})" if shared else "")
         raise domain_error("layers of the plan", model.layers, own)

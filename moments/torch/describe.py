@@ -50,10 +50,8 @@ def describe(
 ) -> Description:
     """A module or checkpoint as a Transformer with its real variances, and its parameters by role.
 
-    A variance is the mean square of a matrix's entries, a norm's gain its root mean square;
-    residual multipliers and LayerNorm Scaling are measured by running the module once. Its parts
-    are read from that pass: what it computes is followed from the tables to the logits, whatever
-    they are called.
+    A variance is the mean square of a matrix's entries, a norm's gain its root mean square. The
+    module is run once: what it computes is followed from the tables to the logits.
 
     Args:
         module: any; or the path of a checkpoint's folder, or of a .safetensors file with
@@ -98,9 +96,7 @@ def describe(
 def described_as(
     model: Transformer, read: AuditedModule, sites: Sequence[HookPoint] | None = None
 ) -> Description:
-    """A module of a known architecture, of which everything was read already; warns as
-    `describe`.
-    """
+    """A module of known architecture that was read already; warns as `describe`."""
     check_sizes(model, read.found, None)
     held = _held(model, read)
     if model.encoder is not None:
@@ -181,9 +177,7 @@ class Description:
 
 
 def _of_reading(module: nn.Module, reading: ModuleReading, lost: tuple[str, ...]) -> Description:
-    """What one pass told, with broken assumptions; `lost`: what nothing in the module said, as
-    notes.
-    """
+    """What one pass told; `lost`: what nothing in the module said."""
     found = reading.roles
     entries, repeated = entries_of(module, found)
     for note in _broken(module, found, dict(entries), repeated):

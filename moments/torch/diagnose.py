@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -55,16 +56,13 @@ def diagnose(
     progress: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
-    """Measure a live module, hold it against its declaration, and find the likeliest causes.
+    """Measure a live module, compare it with its declaration, and find the likeliest causes.
 
-    The module is described as it is: the variances of its weights, its residual multipliers and
-    gains, its mask and dropout, layers that are copies, and what enters it. Every feature in which
-    that is not as declared is put into the declaration by itself (copies are drawn anew in the
-    module, which is measured once more); what removes most of the difference is the likeliest
-    cause. A text or pictures, and the module's own loss, are predicted from the model's embedding
-    and head where it declares them, whatever the module's arguments are called; else the measured
-    moments of the tensor entering layer 1, and of the gradient at the last layer, are where the
-    prediction begins, and the diagnosis says that these were not checked.
+    Every feature in which the module, described as it is, differs from the declaration is put into
+    the declaration by itself (copies are drawn anew in the module, which is measured once more);
+    what removes most of the difference is the likeliest cause. Text, pictures and loss are
+    predicted where the model declares embedding and head; else the prediction begins at the
+    measured moments, and the diagnosis says that these were not checked.
 
     Args:
         module, batch, loss, seeds, seed: as of `moments.torch.measure`. With a factory the
@@ -280,9 +278,8 @@ def at_length(model: Transformer | None, measurement: Measurement) -> Transforme
     assert model is not None
     if model.encoder is not None and measurement.encoder is not None:
         model = model.replace(encoder=at_length(model.encoder, measurement.encoder))
-    if model.seq_len == measurement.seq_len:
-        return model
-    return model.replace(seq_len=measurement.seq_len)
+    same = model.seq_len == measurement.seq_len
+    return model if same else model.replace(seq_len=measurement.seq_len)
 
 
 def _described(
@@ -370,9 +367,6 @@ def tokens_entering(
 
 def _with_mask(model: Transformer, ahead: bool | None) -> Transformer:
     """The model with the mask that was seen to act; None: not seen."""
-    if ahead is None or ahead is not model.causal:
-        return model
-    try:
-        return model.replace(causal=not ahead)
-    except DomainError:
-        return model
+    with contextlib.suppress(DomainError):
+        return model if ahead is None else model.replace(causal=not ahead)
+    return model

@@ -36,8 +36,8 @@ UNSEEN = 1e-6
 """Relative change below which a token has not noticed another; single precision rounds to 1e-7."""
 
 RANDOM = 0.03
-"""Relative difference from which two runs are two: kernels that differ in rounding stay below, and
-dropout with probability p changes a tensor by sqrt(2 p) of its size, .045 at p = .001."""
+"""Relative difference from which two runs are two: rounding stays below, and dropout with
+probability p changes a tensor by sqrt(2 p) of its size."""
 
 ENTRIES = 4096
 """Of every output, as many entries are compared."""
@@ -66,9 +66,7 @@ def sees_ahead(
 
 
 def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | None:
-    """The (B, L) token ids that a table of so many rows looks up; None where not exactly one
-    does.
-    """
+    """The (B, L) token ids that the one table of so many rows looks up, if there is one."""
     seen: list[Tensor] = []
     hooks = (
         watch_tensor(part, "input", seen.append)
@@ -144,14 +142,11 @@ def _another(tokens: Any, batch_first: bool) -> Tensor:
     rows = given if batch_first or given.ndim == 2 else given.transpose(0, 1)
     if rows.shape[1] > 2:
         # Another token stands in for the second, so that no id leaves the vocabulary.
-        rows[:, 1] = -rows[:, 1] if rows.is_floating_point() else _different(rows)
+        first, second, third = rows[:, 0], rows[:, 1].clone(), rows[:, 2]
+        other = torch.where(third != second, third, first)
+        other = torch.where(other != second, other, (second - 1).clamp(min=0))
+        rows[:, 1] = -second if rows.is_floating_point() else other
     return given
-
-
-def _different(ids: Tensor) -> Tensor:
-    second = ids[:, 1]
-    other = torch.where(ids[:, 2] != second, ids[:, 2], ids[:, 0])
-    return torch.where(other != second, other, (second - 1).clamp(min=0))
 
 
 def _stream(module: nn.Module, batch: Any, layer: int) -> np.ndarray | None:

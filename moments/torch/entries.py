@@ -142,8 +142,7 @@ FEWEST = 256
 
 FAR = NormalDist().inv_cdf(1 - MISTAKEN / 2)
 BIAS = 12.0
-"""Times 1/n, more than what the kurtosis of n entries lies below that of their distribution: 6 for
-normal entries, to leading order."""
+"""Times 1/n, more than the bias of the kurtosis of n entries: 6 if normal, to leading order."""
 
 SHAPES = (
     Shape("uniform", (1.0, 9 / 5, 27 / 7, 9.0), math.sqrt(3), lambda x: x / math.sqrt(3)),

@@ -127,9 +127,7 @@ def scales_of(model: Transformer) -> dict[str, Scales]:
 
 
 def expected_variance(model: Transformer, role: Role) -> float | None:
-    """Mean square of a role's entries; None where the model says nothing, 1 for gains, 0 for
-    biases.
-    """
+    """Mean square of a role's entries; None where the model says nothing."""
     matrix, _, kind = role.name.rpartition(".")
     model = model_of_stack(model, role.stack)
     if 1 <= role.layer <= model.layers:

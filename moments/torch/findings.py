@@ -94,20 +94,16 @@ class Measured:
         return Finding(*of, quantity, expected, measured, passed, note, **chance)
 
 
-def threshold(checks: int) -> float:
-    """Bonferroni: the probability below which one of so many checks fails."""
-    return FALSE_ALARM / max(1, checks)
-
-
 def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()) -> list[Finding]:
     """Mean square and mean of every tensor, and the mean square of a role over all layers, to which
     tensors that are copied add nothing.
     """
-    drawn = [m for m in measured if m.expected is not None and _is_drawn(m)]
+    norms = ("norm.gain", "norm.bias")
+    drawn = [m for m in measured if m.expected is not None and not m.role.name.endswith(norms)]
     alone = (m for m in drawn if m.role not in copied)
     groups = grouped(alone, lambda m: (m.role.full_name, m.role.layer > 0))
     several = [group for group in groups.values() if len(group) > 1]
-    limit = threshold(2 * len(drawn) + len(several))
+    limit = FALSE_ALARM / max(1, 2 * len(drawn) + len(several))  # Bonferroni
     findings = [_variance(m, limit) for m in drawn]
     findings += [f for m in drawn if (f := _mean(m, limit)) is not None]
     failed = {(f.role, f.quantity) for f in findings if f.passed is False}
@@ -116,10 +112,6 @@ def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()
         if pooled is not None and (pooled.role, "variance") not in failed:
             findings.append(pooled)
     return findings
-
-
-def _is_drawn(m: Measured) -> bool:
-    return not m.role.name.endswith(("norm.gain", "norm.bias"))
 
 
 def _variance(m: Measured, limit: float) -> Finding:
@@ -166,9 +158,7 @@ def _pooled(group: list[Measured], limit: float) -> Finding | None:
 def norm_findings(
     measured: Iterable[Measured], carried: dict[tuple[int, str], float]
 ) -> Iterator[Finding]:
-    """Gains and biases of norms; `carried`: factors that a gain may also hold, LayerNorm
-    Scaling's.
-    """
+    """Gains and biases of norms; `carried`: factors of LayerNorm Scaling that a gain may hold."""
     for m in measured:
         name = m.role.name
         if not name.endswith(("norm.gain", "norm.bias")):
@@ -248,9 +238,7 @@ def unchecked(
     why: str,
     findings: Iterable[Finding] = (),
 ) -> tuple[str, ...]:
-    """What of a model was not held against the module, a phrase each; `why`: there are no
-    probes.
-    """
+    """What of a model was not checked, a phrase each; `why`: there are no probes."""
     seen = {(p.block.stack, p.block.layer, p.block.name) for p in probes}
     words = list(_unprobed(model, seen, why))
     for stack, stack_model in stacks_in(model).items():

@@ -68,8 +68,7 @@ _EDGES = ((128, 192), (256, 384))
 """Rows and columns of the samples of a matrix, twice: what differs is drawn by its shape."""
 
 SAMPLED = 0.01
-"""Relative spread of a variance over all layers below which they are drawn alike: what is redrawn
-of a truncated normal is not spread evenly."""
+"""Relative spread of a variance over all layers below which they are drawn alike."""
 
 _BY_SHAPE = 0.03
 """Relative difference of two samples' mean squares from which it does."""
@@ -197,9 +196,7 @@ class _Copy:
 
     @classmethod
     def of(cls, made: Any, config: Any, number: int, squares: Mapping[str, float]) -> _Copy:
-        """Copy 0 or 1; `squares`: mean square of every parameter that the class's own rule
-        draws.
-        """
+        """Copy 0 or 1; `squares`: mean square of every parameter that is drawn."""
         narrow, window = copy.deepcopy(config), 4 + 2 * number
         true = _sizes(config)
         heads = 2 + number if true.heads > 1 else 1
@@ -249,7 +246,6 @@ def _rescale(module: nn.Module, squares: Mapping[str, float]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    layers: int
     d_model: int
     heads: int
     kv_heads: int
@@ -271,10 +267,10 @@ def _sizes(config: Any) -> _Sizes:
                 f"{nearest(config.model_type)}"
             )
         result.append(value)
-    layers, d_model, heads = result
+    _, d_model, heads = result
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     d_head = getattr(config, "head_dim", None) or d_model // heads
-    return _Sizes(layers, d_model, heads, int(kv_heads), int(d_head))
+    return _Sizes(d_model, heads, int(kv_heads), int(d_head))
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -304,9 +300,7 @@ def _sampled(
     shapes: Mapping[str, tuple[int, ...]],
     edges: Mapping[str, tuple[int, int] | None],
 ) -> dict[str, float]:
-    """Mean squares of samples of so many rows and columns, or of whole parameters; tied ones are
-    tied again.
-    """
+    """Mean squares of samples of so many rows and columns, or of whole parameters."""
     names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
     first = {alias: names[0] for names in aliases(whole).values() for alias in names}
     for name in (name for name in names if first[name] in shapes):

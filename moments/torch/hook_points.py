@@ -106,9 +106,7 @@ class ModuleBranch:
 def blocks_of(
     points: Iterable[HookPoint], read: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]]
 ) -> tuple[ModuleBranch, ...]:
-    """The residual branches in the order of the signal; `read`: placement and stream by layer and
-    block.
-    """
+    """Residual branches in order; `read`: placement and stream by layer and block."""
     stacks: dict[str, dict[int, dict[str, SubmoduleTensor]]] = {}
     for point in points:
         stack = ENCODER if point.site.startswith(ENCODER) else ""

@@ -79,12 +79,11 @@ def initialize(
 ) -> Initialization:
     """Write a plan's weights and scales into a module, in place.
 
-    Every matrix gets entries of mean zero and exactly the plan's variance, biases are zero (or as
-    the plan declares them), norms gain 1 and bias 0. Embedding tables, their padding rows kept at
-    zero, and an untied head are written where the plan declares them. Residual scales and LayerNorm
-    Scaling become forward hooks, held in `module.moments_scales`, unless the module has parameters
-    for them, and so does the head's output scale; a dropout that a layer applies inside a function
-    (OPT) moves into the hook. Attention temperatures go into the attention modules' `scaling`.
+    Matrices get entries of mean zero and the plan's variance, biases are zero (or as the plan
+    declares them), norms gain 1 and bias 0. Tables (padding rows stay zero) and an untied head are
+    written where the plan declares them. Residual scales, LayerNorm Scaling and the head's output
+    scale become forward hooks, in `module.moments_scales`, unless the module has parameters for
+    them; temperatures go into the attention modules' `scaling`.
 
     Args:
         module: any that can be read from one pass.
@@ -200,7 +199,10 @@ def _write(
     if variance == 0:
         block.zero_()
         return
-    generator = _generator(seed, role.label)
+    # One stream per seed and parameter, whatever else the module holds.
+    entropy = np.random.SeedSequence((seed, zlib.crc32(role.label.encode())))
+    state = int(entropy.generate_state(2, np.uint64)[0]) >> 1
+    generator = torch.Generator().manual_seed(state)
     if not role.is_matrix and distribution == "orthogonal":
         distribution = "normal"
     rows, columns = block.numel() // block.shape[-1], block.shape[-1]
@@ -227,31 +229,20 @@ def _check_scales(found: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
             held.setdefault((role.layer, column), set()).add(role.name.rpartition(".")[2])
     for layer, column in ((n + 1, c) for n in range(found.layers) for c in (0, 1)):
         there = held.get((layer, column))
-        wanted = {
-            name: float(values[layer - 1, column])
-            for name, values in (("skip_scale", scales.skip), ("branch_scale", scales.branch))
-        }
-        norms = (scales.norm_input[layer - 1, column], scales.norm_output[layer - 1, column])
-        lacking = [
-            name for name, value in wanted.items() if value != 1 and name not in (there or ())
-        ]
+        *wanted, before, after = scales.at(layer, column)
+        named = zip(("skip_scale", "branch_scale"), wanted, strict=True)
+        lacking = [name for name, value in named if value != 1 and name not in (there or ())]
         if there and lacking:
             raise DomainError(
                 f"layer {layer}: the module has a parameter for {', '.join(there)} but none for "
                 f"{', '.join(lacking)}"
             )
-        if not found.blocks and ((lacking and not there) or any(factor != 1 for factor in norms)):
+        if not found.blocks and ((lacking and not there) or (before, after) != (1, 1)):
             raise DomainError(
                 f"layer {layer}: the plan scales residual sums or norms, and no submodule of "
                 "this module takes or gives them, where a hook could act"
             )
     return set(held)
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    """One stream per seed and parameter, whatever else the module holds."""
-    state = np.random.SeedSequence((seed, zlib.crc32(name.encode()))).generate_state(2, np.uint64)
-    return torch.Generator().manual_seed(int(state[0]) >> 1)
 
 
 def _scalings(

@@ -40,10 +40,8 @@ class Slope:
 class BlockProbe:
     """Multipliers of one block; None where a part of it is zero or absent.
 
-    Attributes:
-        skip, branch: lambda and beta.
-        norm_input, norm_output: factors before and behind the norm, beside its own gain.
-        unseen: paths of submodules that no tensor passed.
+    `skip`, `branch` are lambda and beta, `norm_input` and `norm_output` factors around the norm,
+    without its own gain; no tensor passed the submodules `unseen`.
     """
 
     block: ModuleBranch
@@ -97,9 +95,7 @@ def drops_behind(
 def probe_or_why(
     module: nn.Module, found: ModuleRoles, batch: Any, *, epsilon: float = 0.0
 ) -> tuple[list[BlockProbe], str]:
-    """The probes of every block, or none and why; of random input (batch None) a failure is a
-    reason.
-    """
+    """The probes of every block, or none and why; random input (batch None) may fail."""
     if not found.blocks:
         return [], "no submodule takes or gives the sums inside its layers"
     given = example(module) if batch is None else batch
@@ -190,9 +186,7 @@ def _norm_slope(norm: nn.Module, x: Tensor, output: Tensor, epsilon: float) -> S
 
 
 def regress(target: Tensor, columns: list[Tensor]) -> list[Slope | None]:
-    """Least squares without intercept; None for a column that is 0, nan where entries are not
-    finite.
-    """
+    """Least squares without intercept; None for a column of zeros, nan if not finite."""
     if any(column.shape != target.shape for column in columns):
         columns = [column.reshape(target.shape) for column in columns]
     y = target.reshape(-1)

@@ -104,9 +104,7 @@ def eager() -> AbstractContextManager[object]:
 
 
 def first_tensor(value: Any) -> Tensor:
-    """The tensor itself, or the first one of a tuple, list or mapping; a MomentsError if there is
-    none.
-    """
+    """The tensor itself, or the first of a tuple, list or mapping; a MomentsError without one."""
     if isinstance(value, Tensor):
         return value
     entries = value.values() if isinstance(value, Mapping) else value
@@ -273,9 +271,7 @@ def thawed(module: nn.Module) -> Iterator[None]:
 def watch_tensor(
     part: nn.Module, side: str, keep: Callable[[Tensor], object], *, first: bool = False
 ) -> RemovableHandle:
-    """Show a submodule's "input" or "output" at every call, `first`: before hooks that may change
-    it.
-    """
+    """Show a submodule's "input" or "output" at every call; `first`: before other hooks."""
     if side == "input":
 
         def before(_: nn.Module, positional: Any, named: Any) -> None:

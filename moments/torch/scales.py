@@ -192,9 +192,7 @@ def _rows(
 def _dropouts(
     parts: dict[str, nn.Module], rows: Mapping[ModuleBranch, ScaleRow], drops: Drops
 ) -> dict[ModuleBranch, HeldDropout]:
-    """The dropouts that hooks must take over: behind a hook that adds x, only the sum may
-    follow.
-    """
+    """The dropouts that hooks must take over: behind a hook that adds x only the sum may follow."""
     adding = [
         block
         for block, row in rows.items()
@@ -346,9 +344,7 @@ class HeldDropout(NamedTuple):
 def held_dropouts(
     module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
 ) -> dict[ModuleBranch, HeldDropout]:
-    """Of blocks whose output is dropped behind every hook: the number that makes their sum exact
-    once it is 0, where there is one.
-    """
+    """Of blocks that are dropped behind every hook: the number that makes their sum exact at 0."""
     parts = dict(module.named_modules())
     found: dict[ModuleBranch, HeldDropout] = {}
     open_blocks = {block: list(_candidates(parts, block)) for block in blocks}

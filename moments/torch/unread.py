@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..errors import MomentsError, optional
 from ..show.health import Trouble, ranked
-from .dataflow.graph import VIEWS, Graph, Node, record
+from .dataflow.graph import VIEWS, Graph, record
 from .dataflow.reading import called
 from .entering import behaviour
 from .roles import gathered_names
@@ -63,19 +63,14 @@ def _bias(graph: Graph, value: int) -> int | None:
     node = graph.producer(value)
     while node is not None:
         for other in node.inputs:
-            held = graph.values[other]
-            leaf = _leaf(graph, other)
-            if not held.live and held.params and leaf is not None and _adds(node, other):
+            constant, leaf, name = graph.values[other], _leaf(graph, other), node.name.rstrip("_")
+            adds = name == "add" or (name == "addmm" and node.inputs[0] == other)
+            if not constant.live and constant.params and leaf is not None and adds:
                 return leaf
         if node.name not in _PASSING or not node.inputs:
             return None
         node = graph.producer(node.inputs[0])
     return None
-
-
-def _adds(node: Node, value: int) -> bool:
-    name = node.name.rstrip("_")
-    return name == "add" or (name == "addmm" and node.inputs[0] == value)
 
 
 def _leaf(graph: Graph, value: int) -> int | None:
@@ -108,8 +103,7 @@ def _decay(graph: Graph, steps: int) -> Tensor | None:
 # --- what is not read -----------------------------------------------------------------------------
 
 REMEMBERED = 4.0
-"""Tokens that a state has to remember to be more than the convolution before it, whose kernels have
-four entries."""
+"""Tokens that a state has to remember to be more than the convolution of four before it."""
 
 
 class NotRead(MomentsError):
