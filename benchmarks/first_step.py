@@ -25,7 +25,7 @@ import records
 import tables
 
 import moments
-from moments.step.parametrisation import parametrised
+from moments.step.search import parametrised
 
 NAME = "first_step"
 STREAM = ("relative_change", "variance")

@@ -507,13 +507,12 @@ def measure_cases(
     import torch
     import transformers
 
-    from moments.torch.running import accelerators
-
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", moments.ValidityWarning)
     exact_arithmetic()
     began, failed = time.perf_counter(), set()
-    print(machine(device), accelerators(), flush=True)
+    cards = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    print(machine(device), cards, flush=True)
     for share in ROUNDS:
         for case in chosen:
             wanted = math.ceil(share * (case.seeds if seeds is None else min(seeds, case.seeds)))

@@ -236,7 +236,7 @@ def errors(name: str, p: moments.Prediction | None = None) -> dict[str, tuple[fl
         if not k.endswith((".bias", ".gain", "LayerNorm.weight"))
     }
     factored = getattr(p.model.head, "factor_variance", None) is not None
-    matrices = {_ours(k, factored): v for k, v in matrices.items()}
+    matrices = {k if k in known else _ours(k, factored): v for k, v in matrices.items()}
     missing = [k for k in matrices if k not in known]
     if missing:
         result["missing"] = 1.0, 0.0, ", ".join(missing[:4])

@@ -1,4 +1,4 @@
-"""Is `Prediction.sharpness` right? Lanczos' method on real modules beside it.
+"""Is `studies.sharpness` right? Lanczos' method on real modules beside it.
 
     python benchmarks/sharpness.py run [NAME ...]   # what benchmarks/data/sharpness.json lacks
     python benchmarks/sharpness.py table            # measured, and predicted by the code as it is
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -20,6 +21,10 @@ import torch
 import transformers
 
 import moments
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from studies.sharpness import sharpness  # noqa: E402
+from studies.sharpness_of_modules import measure_sharpness  # noqa: E402
 
 DATA = Path(__file__).parent / "data" / "sharpness.json"
 WORDS, SEEDS = 256, 3
@@ -83,9 +88,7 @@ def module(config: dict[str, Any], seed: int) -> Any:
 def measured(name: str, optimizer: str) -> dict[str, float]:
     config, rows, tokens = CASES[name]
     batch = {"input_ids": torch.as_tensor(text(rows, tokens))}
-    seen = moments.torch.measure_sharpness(
-        lambda seed: module(config, seed), batch, optimizer, seeds=SEEDS
-    )
+    seen = measure_sharpness(lambda seed: module(config, seed), batch, optimizer, seeds=SEEDS)
     names = ("largest", "least", "largest_stderr", "least_stderr")
     return {key: float(f"{getattr(seen, key):.4g}") for key in names}
 
@@ -93,7 +96,7 @@ def measured(name: str, optimizer: str) -> dict[str, float]:
 def predicted(name: str, optimizer: str) -> Any:
     config, rows, tokens = CASES[name]
     model = moments.from_huggingface(config, seq_len=tokens)
-    return moments.predict(model, token_ids=text(rows, tokens)).sharpness(optimizer)
+    return sharpness(moments.predict(model, token_ids=text(rows, tokens)), optimizer)
 
 
 def stored() -> dict[str, Any]:

@@ -62,6 +62,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("llama", "rotary", None),
     ("llama", "rotary.fraction", 0.5),
     ("llama", "rotary.base", 500.0),
+    ("llama", "rotary.speeds", (1.0, 0.5, 0.3, 0.2, 0.1, 0.05)),
     ("gpt2", "alibi", True),
     ("gpt2", "relative_bias", RelativeBias(0.1)),
     ("t5", "relative_bias.variance", "x"),
@@ -96,6 +97,9 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("gpt2", "embedding.scale", 2.0),
     ("gpt2", "embedding.positions", "sinusoidal"),
     ("bert", "embedding.padding_id", 3),
+    ("gpt2", "embedding.factor_dim", 24),
+    ("gpt2", "embedding.factor_variance", 0.1),
+    ("bert", "embedding.factor_bias", True),
     ("vit", "embedding.image_size", 96),
     ("vit", "embedding.patch_size", 16),
     ("vit", "embedding.patch_variance", "x"),
@@ -126,6 +130,8 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("bert", "head.target_share", 0.3),
     ("gpt2", "head.label_smoothing", 0.1),
     ("gpt2", "head.norm_gain", 2.0),
+    ("gpt2", "head.factor_dim", 24),
+    ("gpt2", "head.factor_variance", 0.1),
 ]
 
 
@@ -158,6 +164,12 @@ def changed(plan: Any, name: str, value: Any) -> Any:
     if value == "x":
         old = getattr(plan.layer_weights(1) if part == "weights" else inside, field)
         value = 4 * old
+    if field.startswith("factor"):
+        table = {"factor_dim": 24, "factor_variance": 0.1} | {field: value}
+        if part == "head":
+            return plan.replace(head=inside.replace(tied=False, weight_variance=0.1, **table))
+        own = plan.head.replace(tied=False, weight_variance=0.1)
+        return plan.replace(embedding=inside.replace(**table), head=own)
     if name == "embedding.positions":
         return plan.replace(embedding=inside.replace(positions=value, position_variance=0.0))
     if name == "embedding.class_token":

@@ -543,3 +543,33 @@ def test_a_foreign_module_is_checked_and_diagnosed() -> None:
     diagnosis = moments.torch.diagnose(module, ids, model)
     assert not diagnosis.expected
     assert diagnosis.causes[0].feature == "ffn_out"
+
+
+@pytest.mark.parametrize("kind", ["electra", "opt"])
+def test_the_matrix_that_widens_narrower_tables(kind: str) -> None:
+    """Described as its config declares it, within the sampling error of its entries; one drawn too
+    large is named by the audit."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+    more = {
+        "electra": {"embedding_size": 32, "intermediate_size": 256},
+        "opt": {"word_embed_proj_dim": 32, "ffn_dim": 256, "do_layer_norm_before": False},
+    }[kind]
+    config = transformers.CONFIG_MAPPING[kind](**sizes, **more, max_position_embeddings=24)
+    name = {"electra": "ElectraForMaskedLM", "opt": "OPTForCausalLM"}[kind]
+    torch.manual_seed(0)
+    module = getattr(transformers, name)(config)
+    reading = read(module)
+    declared = moments.from_huggingface(config)
+    assert not reading.reasons + reading.doubts + reading.roles.unidentified
+    for part in ("embedding", "head"):
+        ours, theirs = getattr(reading.model, part), getattr(declared, part)
+        assert ours.factor_dim == theirs.factor_dim == 32
+        if theirs.factor_variance is not None:
+            assert ours.factor_variance == pytest.approx(theirs.factor_variance, rel=0.1)
+    assert reading.model.embedding.factor_bias == declared.embedding.factor_bias
+    assert moments.torch.audit(module, declared).passed
+    wide = {role.name: role.parameter for role in reading.roles.roles}["factor"]
+    with torch.no_grad():
+        module.get_parameter(wide).mul_(2)
+    assert wide in str(moments.torch.audit(module, declared))

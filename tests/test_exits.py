@@ -115,6 +115,7 @@ def check(question: dict[str, Any]) -> str:
             stored = json.loads(prediction.to_json())
             weights = prediction.weight_gradients().squared_norm
             typical = [prediction.grad_variance_typical] if prediction.theory == "refined" else []
+            prediction.to_frame()
         except MomentsError as error:
             return f"refused: {error}"
     least = -1 / (prediction.model.seq_len - 1) - 1e-9
@@ -131,7 +132,6 @@ def check(question: dict[str, Any]) -> str:
     assert stored["variance"] == prediction.variance.tolist()
     assert Transformer.from_dict(stored["model"]) == prediction.model
     repr(prediction)
-    prediction.to_frame()
     return "predicted"
 
 

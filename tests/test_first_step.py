@@ -20,17 +20,16 @@ from typer.testing import CliRunner
 import moments
 from moments.engine.composition import Leaf
 from moments.formulas.activation import activation_laws
+from moments.step import elementwise
 from moments.step.attention import Rows
 from moments.step.change import Change, Overlaps, behind_a_matrix, between, resolved, scattering
 from moments.step.change import correlated as related
 from moments.step.draws import Draws
-from moments.step.elementwise import Pairs, activated
+from moments.step.elementwise import activated
 from moments.step.ends import Words, entered
-from moments.step.first import named_optimizer
 from moments.step.heads import Heads
 from moments.step.neurons import Neurons, drawn_by
-from moments.step.parametrisation import PARAMETRISATIONS, parametrised
-from moments.step.result import Stepping
+from moments.step.result import Stepping, stepped
 from moments.step.rules import (
     MUON_SCALES,
     Drawn,
@@ -40,12 +39,13 @@ from moments.step.rules import (
     damping,
     effect,
     gain_effect,
+    named_optimizer,
     newton_schulz,
     sign_of_columns,
     sign_of_rows,
     vector_effect,
 )
-from moments.step.search import transfer, zipf_text
+from moments.step.search import PARAMETRISATIONS, parametrised, transfer, zipf_text
 from moments.step.several import Updates
 from moments.step.sites import Reading
 from moments.step.walk import Walk
@@ -161,9 +161,10 @@ def test_rows_and_columns_that_are_not_gaussian() -> None:
     same kernels is 6 % off."""
     tokens, n, draws = 4, 400, 3000
     kernel, inner, hidden = correlated(tokens, 3), correlated(tokens, 4), correlated(tokens, 6)
-    pairs, own = Pairs(activation_laws("relu")), np.diag(hidden)
-    gradient, behind = pairs.slope(own, own, hidden) * inner, pairs.moment(own, own, hidden)
-    units = Neurons.of(activation_laws("relu"), (hidden,), inner)
+    laws, own = activation_laws("relu"), np.diag(hidden)
+    gradient = elementwise.slope(laws, own, own, hidden) * inner
+    behind = elementwise.moment(laws, own, own, hidden)
+    units = Neurons.of(laws, (hidden,), inner)
     assert units is not None
     for drawn, of in ((units.sent(0, gradient), gradient), (units.given(behind), behind)):
         assert 0.3 < drawn.share < 0.8
@@ -622,16 +623,15 @@ def test_functions_are_those_of_the_laws(name: str) -> None:
     moment = np.mean(np.asarray(function(NUMPY, x), float) ** 2)
     slope = np.mean(np.asarray(derivative(NUMPY, x), float) ** 2)
     one = np.ones((1, 1))
-    pairs = Pairs(laws)
-    assert pairs.moment(one[0], one[0], one)[0, 0] == pytest.approx(moment, rel=0.02)
-    assert pairs.slope(one[0], one[0], one)[0, 0] == pytest.approx(slope, rel=0.02)
+    assert elementwise.moment(laws, one[0], one[0], one)[0, 0] == pytest.approx(moment, rel=0.02)
+    assert elementwise.slope(laws, one[0], one[0], one)[0, 0] == pytest.approx(slope, rel=0.02)
 
 
 def test_small_and_large_changes_join() -> None:
     """The slopes alone carry small changes; at the seam both ways agree."""
     laws, kernel = activation_laws("gelu"), correlated(4, 0)
     grown = correlated(4, 1)
-    output = Pairs(laws).moment(np.diag(kernel), np.diag(kernel), kernel)
+    output = elementwise.moment(laws, np.diag(kernel), np.diag(kernel), kernel)
     sizes = []
     for scale in (0.9e-5, 1.1e-5):
         factor = scale * np.diag(kernel).max() / np.diag(grown).max()
@@ -652,8 +652,6 @@ def test_what_reaches_a_tensor_is_what_lies_below(
     prediction: moments.Prediction, optimizer: str
 ) -> None:
     """width tr(P D) = sum of the slopes of all parameters before, at every point of the stream."""
-    from moments.step.first import named_optimizer, stepped
-
     reading = prediction._stepping.reading
     step = stepped(reading, named_optimizer(optimizer), 1e-9)
     below: dict[int, float] = {}

@@ -107,7 +107,11 @@ def test_one_text_of_the_decoder_is_repeated_for_every_encoder_text() -> None:
 
 
 def test_unknown_texts_of_an_encoder_are_texts_of_their_own() -> None:
-    """Against the mean over texts that are drawn by Zipf's law."""
+    """Against the mean over texts that are drawn by Zipf's law.
+
+    By token an unknown text has the mean kernel of all, which misses what gradients have by
+    products of what tokens share (a tenth).
+    """
     model, text = decoder(6, 4, embedding=Embedding(WORDS, 0.03, 0.01)), words(3, 4)
     found = predict(model, token_ids=text)
     rng, portions = np.random.default_rng(1), 1 / np.arange(1.0, WORDS + 1)
@@ -119,10 +123,10 @@ def test_unknown_texts_of_an_encoder_are_texts_of_their_own() -> None:
         )
         for _ in range(12)
     ]
-    for name in ("variance", "grad_variance"):
+    for name, allowed in {"variance": 0.0, "grad_variance": 0.12}.items():
         every = np.array([getattr(one.encoder, name) for one in drawn])
-        error = every.std(0) / len(drawn) ** 0.5
-        assert np.all(np.abs(getattr(found.encoder, name) - every.mean(0)) < 4 * error + 1e-9), name
+        error = 4 * every.std(0) / len(drawn) ** 0.5 + allowed * every.mean(0) + 1e-9
+        assert np.all(np.abs(getattr(found.encoder, name) - every.mean(0)) < error), name
 
 
 @pytest.mark.parametrize("tokens", [None, True])

@@ -11,9 +11,9 @@ import torch
 import moments
 from moments import DomainError, Embedding, Head, Rotary, Transformer, predict
 from moments.engine.layout import check_documents, places, restarted
+from moments.simulation.functions import generator
 from moments.simulation.network import LayerTwin
 from moments.simulation.parameters import draw_weights
-from moments.simulation.sampling import generator
 from moments.simulation.twin import run_embedding
 from moments.torch.batches import inputs_of
 

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import moments
-from moments.step.sharpness import Hessian
+from moments.step.result import Stepping
+from studies.sharpness import Hessian, sharpness
 
 torch = pytest.importorskip("torch")
+from studies.sharpness_of_modules import measure_sharpness  # noqa: E402
 
 TEXT = np.random.default_rng(7).choice(
     97, (2, 24), p=1 / np.arange(1, 98) / np.sum(1 / np.arange(1, 98))
@@ -43,15 +45,15 @@ def module(config: dict[str, Any], seed: int) -> Any:
 def test_real_modules(name: str, optimizer: str) -> None:
     """Within 15 % beyond twice the standard error of either side: of so small modules single draws
     of weights differ by a tenth."""
-    prediction = predicted(CONFIGS[name]).sharpness(optimizer, draws=3)
+    found = sharpness(predicted(CONFIGS[name]), optimizer, draws=3)
     ids = torch.as_tensor(TEXT)
-    seen = moments.torch.measure_sharpness(
+    seen = measure_sharpness(
         lambda seed: module(CONFIGS[name], seed), {"input_ids": ids}, optimizer, seeds=4
     )
-    error = math.hypot(prediction.largest_stderr, seen.largest_stderr)
-    assert abs(prediction.largest - seen.largest) < 0.15 * seen.largest + 2 * error
+    error = math.hypot(found.largest_stderr, seen.largest_stderr)
+    assert abs(found.largest - seen.largest) < 0.15 * seen.largest + 2 * error
     # the Hessian is indefinite, nearly symmetric
-    assert -1.4 < prediction.least / prediction.largest < -0.6
+    assert -1.4 < found.least / found.largest < -0.6
 
 
 @pytest.mark.parametrize("norm", ["pre", "post", "sandwich"])
@@ -69,7 +71,7 @@ def test_the_operator_is_symmetric(norm: str, fields: dict[str, Any]) -> None:
         head=moments.Head(tied=False, weight_variance=1e-3),
         **fields,
     )
-    reading = moments.predict(model, token_ids=TEXT[:, :8] % 20)._stepping.reading
+    reading = Stepping.of(moments.predict(model, token_ids=TEXT[:, :8] % 20)).reading
     hessian = Hessian(reading, None, 8, np.random.default_rng(0))
     rng = np.random.default_rng(1)
     one, two = (rng.standard_normal(hessian.size).astype(np.float32) for _ in range(2))
@@ -97,7 +99,7 @@ def test_lanczos_against_a_dense_hessian() -> None:
     made.config._attn_implementation = "eager"
     dense = torch.autograd.functional.hessian(loss, flat)
     values = np.linalg.eigvalsh(dense.double().numpy())
-    seen = moments.torch.measure_sharpness(made, {"input_ids": ids}, "sgd", steps=60)
+    seen = measure_sharpness(made, {"input_ids": ids}, "sgd", steps=60)
     assert seen.largest == pytest.approx(values[-1], rel=1e-3)
     assert seen.least == pytest.approx(values[0], rel=1e-3)
     assert sum(share for *_, share in seen.shares) == pytest.approx(1.0, rel=1e-3)
@@ -106,9 +108,9 @@ def test_lanczos_against_a_dense_hessian() -> None:
 def test_what_is_not_covered_is_refused_by_name() -> None:
     prediction = predicted(CONFIGS["gpt2"])
     with pytest.raises(moments.DomainError, match="optimizer = 'muon'"):
-        prediction.sharpness("muon")
+        sharpness(prediction, "muon")
     with pytest.raises(moments.DomainError, match="draws = 0"):
-        prediction.sharpness("adam", draws=0)
+        sharpness(prediction, "adam", draws=0)
     encoder = moments.preset("t5-small").replace(layers=1, seq_len=8)
     encoder = encoder.replace(encoder=encoder.encoder.replace(layers=1, seq_len=8))
     with warnings.catch_warnings():
@@ -117,7 +119,7 @@ def test_what_is_not_covered_is_refused_by_name() -> None:
             encoder, token_ids=TEXT[:, :8], encoder_inputs={"token_ids": TEXT[:, :8]}
         )
         with pytest.raises(moments.DomainError, match="models with an encoder"):
-            read.sharpness("adam")
+            sharpness(read, "adam")
 
 
 def test_strong_logits_carry_a_note() -> None:
@@ -128,13 +130,13 @@ def test_strong_logits_carry_a_note() -> None:
         prediction = predicted(config)
         prediction.weight_gradients()
     with pytest.warns(moments.ValidityWarning, match="logits have a variance"):
-        prediction.sharpness("adam", draws=1)
+        sharpness(prediction, "adam", draws=1)
 
 
 def test_table_and_json() -> None:
     import json
 
-    found = predicted(CONFIGS["gpt2"]).sharpness("adam", draws=1)
+    found = sharpness(predicted(CONFIGS["gpt2"]), "adam", draws=1)
     assert "largest eigenvalue" in found.table()
     assert found.by_matrix["share"].is_monotonic_decreasing
     assert found.by_matrix["share"].sum() == pytest.approx(1.0, rel=1e-3)

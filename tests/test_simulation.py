@@ -22,10 +22,10 @@ from moments.prediction.measurement import Measurement
 torch = pytest.importorskip("torch")
 
 from moments.simulation.collector import Collector, raw_moments, squared_norm  # noqa: E402
+from moments.simulation.functions import dropout, exchangeable_normal, generator  # noqa: E402
 from moments.simulation.network import LayerTwin  # noqa: E402
 from moments.simulation.parameters import draw_weights  # noqa: E402
 from moments.simulation.run import simulate  # noqa: E402
-from moments.simulation.sampling import dropout, exchangeable_normal, generator  # noqa: E402
 
 CPU = torch.device("cpu")
 

@@ -23,12 +23,15 @@ from moments.prediction.measurement import Measurement
 torch = pytest.importorskip("torch")
 
 from moments.simulation.attention import hidden_from, rotate  # noqa: E402
-from moments.simulation.functions import activation, normalise  # noqa: E402
+from moments.simulation.functions import (  # noqa: E402
+    activation,
+    generator,
+    normalise,
+)
 from moments.simulation.network import LayerTwin  # noqa: E402
 from moments.simulation.output import draw_final, draw_head, run_final, run_head  # noqa: E402
 from moments.simulation.parameters import draw, draw_shared, draw_weights  # noqa: E402
 from moments.simulation.run import simulate  # noqa: E402
-from moments.simulation.sampling import generator  # noqa: E402
 from moments.simulation.twin import draw_embedding, run_embedding, sinusoids  # noqa: E402
 
 CPU = torch.device("cpu")

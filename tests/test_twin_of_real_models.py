@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from moments.simulation.attention import alibi_slopes, buckets  # noqa: E402
+from moments.simulation.functions import generator  # noqa: E402
 from moments.simulation.network import LayerTwin  # noqa: E402
 from moments.simulation.output import run_final, run_head  # noqa: E402
-from moments.simulation.sampling import generator  # noqa: E402
 from moments.simulation.twin import run_embedding  # noqa: E402
 
 RANDOM = generator(torch.device("cpu"), 1)

@@ -33,18 +33,15 @@ PANELS = {
     "Predict and look": {
         "predict": "predict",
         "explain": "predict",
-        "compare-schemes": "sweep",
+        "compare-schemes": "predict",
         "report": "pages",
         "explore": "pages",
-        "sweep": "sweep",
+        "sweep": "predict",
         "first-step": "predict",
     },
     "Check what you have": {"check": "check", "compare": "check", "audit": "check"},
     "Initialise": {"solve": "predict", "schemes": "reference"},
-    "Formulas and their accuracy": {
-        "formulas": "reference",
-        "validate": "validate",
-    },
+    "Formulas and their accuracy": {"formulas": "reference", "validate": "reference"},
     "Files": {"model": "reference"},
 }
 """Commands as the help lists them, and the module here in which each stands."""
@@ -158,11 +155,8 @@ class Answer:
     """What a command found; each way to show it is made only where it is asked for.
 
     Attributes:
-        said: makes what is printed: a text, several rich tables and marked-up lines, or None where
-            it prints itself.
-        data: makes what --json prints: JSON as text, or what is to become it, tables among it.
-        frame: makes the rows that --csv writes.
-        figure: makes the picture that --plot writes.
+        said: makes what is printed: a text, tables and marked-up lines, or None (printed already).
+        data, frame, figure: make what --json, --csv and --plot write.
         passed: whether what was to be checked holds; else the exit status is 1.
     """
 
@@ -175,11 +169,7 @@ class Answer:
     def show(
         self, as_json: bool = False, csv: Path | None = None, plot: Path | None = None
     ) -> None:
-        """Write and print what was asked for.
-
-        Raises:
-            typer.Exit: it did not pass.
-        """
+        """Write and print what was asked for; typer.Exit where it did not pass."""
         if csv is not None:
             with replacing(csv) as partial:
                 self.frame().to_csv(partial, index=False)
@@ -199,7 +189,6 @@ class Answer:
 
 
 def _records(frame: Any) -> list[dict[str, Any]]:
-    """A table as JSON has it, a row each."""
     return [plain(row) for row in frame.to_dict("records")]
 
 
@@ -392,12 +381,8 @@ def escaped(text: str) -> str:
 
 @contextmanager
 def steps(title: str, total: float) -> Iterator[Callable[..., None]]:
-    """How far a long computation is, on standard error: a bar, or where none can be drawn a line
-    at its start and at every tenth of its work.
-
-    Yields:
-        What to call with the work of each step, and with what is done next.
-    """
+    """How far a long computation is, on standard error: a bar, or where none can be drawn a line at
+    every tenth of its work. Yields what to call with the work of each step, and what is next."""
     from ..prediction.predict import progress_bar
 
     if not total:
@@ -580,9 +565,9 @@ def write_plot(figure: Any, path: Path) -> None:
 
 def named(model: str | None) -> str | None:
     """What a picture calls the MODEL argument: a preset's name, or a file's without its ending."""
-    return (
-        None if model is None else Path(model).stem if model.endswith((".json", ".toml")) else model
-    )
+    if model is None or not model.endswith((".json", ".toml")):
+        return model
+    return Path(model).stem
 
 
 def pictures(model: Transformer, variance: float | None, correlation: float | None) -> Any:

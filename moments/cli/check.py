@@ -132,7 +132,6 @@ def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
 
 
 def _planned(plan: Path) -> Transformer:
-    """The model of a plan's JSON."""
     entries = read_object(plan, "--plan", "a plan or model as JSON")
     try:
         return stored_model(entries)[0]
@@ -141,13 +140,6 @@ def _planned(plan: Path) -> Transformer:
 
 
 # --- check ----------------------------------------------------------------------------------------
-
-HtmlOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--html", help="Write the report, with its pictures, to this file.", callback=writable
-    ),
-]
 
 
 @app.command(
@@ -177,7 +169,10 @@ def check(
         ),
     ] = None,
     seq_len: SeqLenOption = None,
-    html: HtmlOption = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write the report, with its pictures, to this file.", callback=writable),
+    ] = None,
     measured: Annotated[
         list[str] | None,
         typer.Option(
@@ -207,7 +202,6 @@ def check(
 
 
 def _with_measured(subject: str, seq_len: int | None, measured: list[str]) -> Answer:
-    """Numbers of the stream beside what a config predicts."""
     from ..prediction.predict import predict
     from ..show.expects import measurements
 
@@ -268,12 +262,8 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 def _of_user(argument: str, name: str) -> tuple[Any, Any] | None:
-    """What FILE.py:NAME makes, and its batch where it gives one; or the path of a checkpoint; None:
-    neither is named.
-
-    Raises:
-        DomainError: a file that may run code as it is read, or a FILE.py alone.
-    """
+    """What FILE.py:NAME makes, and its batch if any; or a checkpoint's path; None: neither is
+    named. DomainError for a pickle, which may run code as it is read, or a FILE.py alone."""
     path, (file, colon, inside) = Path(name), name.rpartition(":")
     if path.suffix in PICKLES:
         raise DomainError(
@@ -290,11 +280,7 @@ def _of_user(argument: str, name: str) -> tuple[Any, Any] | None:
 
 
 def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
-    """The module that a user's file makes, and its batch where it gives one.
-
-    Raises:
-        DomainError: no such file, or no such name in it.
-    """
+    """The module that a user's file makes, and its batch where it gives one."""
     path = Path(file)
     if not path.is_file():
         raise DomainError(f"{argument}: no file {brief(file)}")

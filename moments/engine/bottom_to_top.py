@@ -3,11 +3,8 @@
     s = k x + A(x),    y = s/|s|,    u = k' y + F(y),    out = u + x
 
 Of u, k' y is x with amplitude a = k k'/deviation of s, and what attention added. Derived to order
-1/width, for an x that a normalisation left (every layer's but the first): what the gradient g at
-`out` has along any two of its parts, a share 1 - radial of the component along `out` missing. A
-normalised s is orthogonal to what it returns, so that x.g_x = x.g.
-
-See docs/theory/gradients.md, A second connection (B2T).
+1/width, for an x that a normalisation left (every layer's but the first): what the gradient at
+`out` has along any two of its parts. See docs/theory/gradients.md, A second connection (B2T).
 """
 
 from __future__ import annotations
@@ -326,10 +323,7 @@ class Bypass:
         noise += self._added(
             sensitivity, sensitivity, self.sent - attended, attended, self.attention.back_kappa
         )
-        sizes = [
-            total(inner_one * kernel)
-            for inner_one, kernel in ((sensitivity, attended), (between.sensitivity, deep))
-        ]
+        sizes = total(sensitivity * attended), total(between.sensitivity * deep)
         met = sizes[0] * inner.coherence + sizes[1] * top.coherence
         exposure = (inner.exposure, between.exposure, top.exposure, sensitivity)
         return GradientAdjoint(
@@ -415,18 +409,5 @@ def bypassed(
     sizes[0] = sizes[0] * ratio(mean**2, np.asarray(attention.skip) ** 2)
     share = ratio(sizes[0], sizes[0] + sizes[1])
     kappa = 2 + (attention.kappa - 2) * share**2 + (ffn.kappa - 2) * (1 - share) ** 2
-    return _Bypassed(
-        answer,
-        True,
-        each,
-        1.0,
-        entering,
-        leaving,
-        sent,
-        received,
-        kappa,
-        kappa,
-        attention.width,
-        attention.inner,
-        share,
-    )
+    widths = attention.width, attention.inner
+    return _Bypassed(answer, True, each, 1.0, *kernels, kappa, kappa, *widths, share)

@@ -1,17 +1,9 @@
 """Classes of positions: a causal sequence of any length as a few nodes in log position.
 
-Under a causal mask, tokens that are alike but for their position have a kernel D(i) for a token and
-K(i, j) for two of them, both smooth in the logarithms of their positions. They are held at nodes
+Kernels of tokens that differ in position alone are smooth in its logarithm. They are held at nodes
 x_1 = 1 < ... < x_P = L; K at (p, p) is the value between two neighbours near x_p. Sums over tokens
-are sums over nodes with counts,
-
-    sum_{j <= x_p} f(j) = sum_q keys[p, q] f(x_q),
-
-those of the interpolant of f that is cubic in log j between its nearest nodes, all of them on the
-summed side of x_p; a sum over rows i >= x_q interpolates i^k f(i). A matrix over keys has a part of
-each key's own beside the smooth one, X = (a, B), and products close over the counts.
-
-See docs/theory/state.md, Classes of positions.
+are sums over nodes with counts, those of an interpolant. See docs/theory/state.md, Classes of
+positions.
 """
 
 from __future__ import annotations
@@ -81,7 +73,7 @@ class PositionClasses:
     @functools.cached_property
     def count(self) -> Array:
         """(P,) tokens that a node stands for."""
-        return np.asarray(self.seen().keys[-1])
+        return np.asarray(self.causal.seen().keys[-1])
 
     @property
     def inside(self) -> PositionClasses:
@@ -185,7 +177,7 @@ class PositionClasses:
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different tokens: as many as there are, so that what is the same
         for all pairs averages to itself."""
-        pairs = self.count[:, None] * (self.seen().keys - np.eye(len(self.nodes)))
+        pairs = self.count[:, None] * (self.causal.seen().keys - np.eye(len(self.nodes)))
         pairs = pairs + pairs.T
         return np.asarray(pairs * (self.length * (self.length - 1.0) / pairs.sum()))
 
@@ -236,30 +228,24 @@ class PositionClasses:
         )
         return np.asarray(sums[:-1] / sizes[:-1])
 
-    def pair_means(
-        self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
-    ) -> Array:
+    def pair_means(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> Array:
         """(P, P) shares of pairs of different tokens j and l of two cells with first[j] equal to
-        second[l], each counted by weights[j]; over all pairs of the sequence as many as there
-        are."""
-        return self.of_sums(*(as_many(*one) for one in self.pair_sums(first, second, weights)))
+        second[l]; over all pairs of the sequence as many as there are."""
+        return self.of_sums(*(as_many(*one) for one in self.pair_sums(first, second)))
 
     def of_sums(self, *means: Array) -> Array:
         """The matrix of means that are taken over each of `pair_sums`."""
         return means[0]
 
-    def pair_sums(
-        self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
-    ) -> list[PairSums]:
+    def pair_sums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[PairSums]:
         """Of the same, by what else tells pairs apart."""
         known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
-        weights = np.ones(len(first)) if weights is None else weights
         sums = [
-            np.array([np.bincount(one, hat, len(known)) for hat in hats])
-            for one, hats in zip(np.split(where, 2), (self.hats * weights, self.hats), strict=True)
+            np.array([np.bincount(one, hat, len(known)) for hat in self.hats])
+            for one in np.split(where, 2)
         ]
         size = self.hats.sum(1)
-        itself = (self.hats * (weights * (first == second))) @ self.hats.T
+        itself = (self.hats * (first == second)) @ self.hats.T
         found, count = sums[0] @ sums[1].T - itself, np.outer(size, size) - self.hats @ self.hats.T
         return [PairSums(found, count, self.pair_count)]
 
@@ -333,14 +319,6 @@ class BothSides(PositionClasses):
     @property
     def causal(self) -> PositionClasses:
         return _nodes(self.length, tuple(self.nodes.tolist()))
-
-    @property
-    def count(self) -> Array:
-        return self.causal.count
-
-    @functools.cached_property
-    def pair_count(self) -> Array:
-        return self.causal.pair_count
 
 
 @functools.lru_cache(maxsize=16)
@@ -561,13 +539,11 @@ class DocumentClasses(PositionClasses):
         inner, outer, own = means
         return np.asarray(self.joined((np.diagonal(inner), inner), (own, outer))[1])
 
-    def pair_sums(
-        self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
-    ) -> list[PairSums]:
+    def pair_sums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[PairSums]:
         """Of one document, of two, and at one place of two: of (documents, longest) values, of
         which those that are not there do not count."""
         hats, there = self.one.hats, self.there
-        weights = np.where(there, 1.0 if weights is None else weights, 0.0)
+        weights = there + 0.0
         known, where = np.unique(np.stack([first, second]), return_inverse=True)
         one, two = np.reshape(where, (2, *there.shape))
         size, values = len(hats), len(known)
@@ -581,7 +557,7 @@ class DocumentClasses(PositionClasses):
         every = [np.zeros((size, values)), np.zeros((size, values))]
         inside, places = np.zeros((size, size)), np.zeros((size, size))
         for number in range(len(there)):
-            both = sums(one[number], weights[number]), sums(two[number], there[number] + 0.0)
+            both = sums(one[number], weights[number]), sums(two[number], weights[number])
             inside += both[0] @ both[1].T
             every = [total + part for total, part in zip(every, both, strict=True)]
             cells = hats @ there[number]
@@ -591,7 +567,7 @@ class DocumentClasses(PositionClasses):
         codes, found = np.unique(np.stack([at_place + one, at_place + two]), return_inverse=True)
         left, right = np.reshape(found, (2, *there.shape))
         met = np.bincount(left.ravel(), weights.ravel(), len(codes))
-        met *= np.bincount(right.ravel(), there.ravel() + 0.0, len(codes))
+        met *= np.bincount(right.ravel(), weights.ravel(), len(codes))
         met = np.bincount(codes // values, met, there.shape[1]) - itself
         others = self._reaching * (self._reaching - 1.0)
         whole = np.outer(hats @ self._reaching, hats @ self._reaching)
@@ -611,58 +587,6 @@ class DocumentClasses(PositionClasses):
     def spread_out(self, values: Array) -> Array:
         """(..., longest) mean squares at every place."""
         return self.one.spread_out(values[..., : len(self.one.nodes)])
-
-
-@dataclass(frozen=True, eq=False)
-class TwiceClasses(PositionClasses):
-    """Of tokens two of which have more than one number in common: `nodes` are those of other
-    classes twice, and matrices of pairs have the other number beside that of most,
-    [[most, other], [other, .]]. Tokens are counted once.
-
-    Attributes:
-        one: those classes.
-    """
-
-    one: PositionClasses
-
-    @property
-    def inside(self) -> PositionClasses:
-        return self.one.inside
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        return self.one.ends
-
-    @property
-    def there(self) -> NDArray[np.bool_]:
-        return self.one.there
-
-    @functools.cached_property
-    def size(self) -> int:
-        """Nodes of `one`."""
-        return len(self.one.nodes)
-
-    @functools.cached_property
-    def count(self) -> Array:
-        return np.concatenate([self.one.count, np.zeros(self.size)])
-
-    def seen(self, window: int | None = None) -> Sight:
-        return self.one.seen(window)
-
-    def mean(self, values: Array) -> Array:
-        """Of (..., 2 P), or of the first (..., P) of them."""
-        found: Array = self.one.mean(np.asarray(values)[..., : self.size])
-        return found
-
-    def in_one(self, sums: Array) -> Array:
-        return self.one.in_one(sums[..., : self.size])
-
-    def within(self, pairs: Array) -> Array:
-        inside = self.one.within(pairs)
-        return np.block([[inside, inside], [inside, inside]])
-
-    def spread_out(self, values: Array) -> Array:
-        return self.one.spread_out(values[..., : self.size])
 
 
 LEAST_SHARED = 1e-9
@@ -776,8 +700,6 @@ class Sight:
         sending: (P, P, P) the same counts [q, r, p], of what may jump where rows begin or cease to
             see r.
         later: (P, P, P) counts [q, r, p] of those that see both, of what falls like 1/size^2.
-        later_own: (P, P) counts [q, p] of those that see q, of the same.
-        seen: (P, P) whether a row counts a key.
         begins: (P,) its first node that is a key.
     """
 
@@ -792,16 +714,17 @@ class Sight:
     rows: Array
     sending: Array
     later: Array
-    later_own: Array
-    seen: NDArray[np.bool_]
     begins: NDArray[np.intp]
 
+    @functools.cached_property
+    def later_own(self) -> Array:
+        """(P, P) counts [q, p] of the rows that see q, of what falls like 1/size^2."""
+        return diagonal(np.swapaxes(self.later, 0, 2)).T
 
-def _sight(
-    classes: PositionClasses, window: int, keys: Array, later: Array, **others: Any
-) -> Sight:
-    own = diagonal(np.swapaxes(later, 0, 2)).T
-    return Sight(classes, window, keys=keys, later=later, later_own=own, seen=keys != 0.0, **others)
+    @functools.cached_property
+    def seen(self) -> NDArray[np.bool_]:
+        """(P, P) whether a row counts a key."""
+        return np.asarray(self.keys != 0.0)
 
 
 @functools.lru_cache(maxsize=16)
@@ -836,19 +759,9 @@ def _seen(classes: PositionClasses, reach: int) -> Sight:
                     if last[s] < last[p]:  # else no node is among the rest
                         rest = sums(end, nodes[p] + reach - 1, last[s] + 1, last[p], 1)
                         sending[p, s] = together + rest
-    return _sight(
-        classes,
-        reach,
-        keys,
-        later,
-        starts=starts,
-        ends=nodes,
-        begins=first,
-        size=np.minimum(nodes, reach).astype(float),
-        shared=shared,
-        split=split,
-        rows=rows,
-        sending=sending,
+    size = np.minimum(nodes, reach).astype(float)
+    return Sight(
+        classes, reach, starts, nodes, size, keys, shared, split, rows, sending, later, first
     )
 
 
@@ -857,9 +770,9 @@ def _everything(classes: OneClass) -> Sight:
     """Of one class."""
     size, none = float(classes.length), np.zeros(1, np.intp)
     pairs, cubes = np.full((1, 1), size), np.full((1, 1, 1), size)
-    held = {"shared": cubes, "split": cubes, "sending": cubes, "rows": pairs}
-    held |= {"starts": none, "begins": none, "ends": classes.nodes, "size": np.array([size])}
-    return _sight(classes, classes.length, pairs, cubes, **held)
+    ends = none, classes.nodes, np.array([size])
+    counts = pairs, cubes, cubes, pairs, cubes, cubes
+    return Sight(classes, classes.length, *ends, *counts, none)
 
 
 @functools.lru_cache(maxsize=16)
@@ -881,19 +794,11 @@ def _seen_both(classes: BothSides, reach: int) -> Sight:
         low, high = max(spans[p][0], spans[s][0]), min(spans[p][1], spans[s][1])
         shared[p, s] = sums(low, high, 0, last)
         later[p, s] = sums(low, high, 0, last, 2)
-    return _sight(
-        classes,
-        reach,
-        keys,
-        later,
-        starts=starts,
-        ends=ends,
-        begins=np.zeros(total, np.intp),
-        size=size(nodes.astype(float)),
-        shared=shared,
-        split=np.broadcast_to(keys, (total, total, total)),
-        rows=rows,
-        sending=np.broadcast_to(rows[:, None], (total, total, total)),
+    cube, none = (total, total, total), np.zeros(total, np.intp)
+    split, sending = np.broadcast_to(keys, cube), np.broadcast_to(rows[:, None], cube)
+    sizes = size(nodes.astype(float))
+    return Sight(
+        classes, reach, starts, ends, sizes, keys, shared, split, rows, sending, later, none
     )
 
 
@@ -1002,7 +907,6 @@ class ClassMatrix:
     """
 
     __array_ufunc__ = None
-    __slots__ = ("_apart", "_counted", "_mean", "classes", "crowded", "own", "pairs")
 
     def __init__(
         self, own: Array, pairs: Array, classes: PositionClasses, crowded: Array | None = None
@@ -1012,11 +916,7 @@ class ClassMatrix:
             shape, size = np.broadcast_shapes(entries[:-1], matrix[:-2]), matrix[-1]
             own = np.broadcast_to(own, (*shape, size))
             pairs = np.broadcast_to(pairs, (*shape, size, size))
-        self.own, self.pairs, self.classes = own, pairs, classes
-        self._apart: Array | None = None
-        self._mean: Array | None = None
-        self.crowded = crowded
-        self._counted: Array | None = None
+        self.own, self.pairs, self.classes, self.crowded = own, pairs, classes, crowded
 
     @classmethod
     def of_rows(
@@ -1058,26 +958,20 @@ class ClassMatrix:
     def trace(self) -> Array:
         return np.asarray((self.own * self.classes.count).sum(-1))
 
-    @property
+    @functools.cached_property
     def mean(self) -> Array:
         """(..., P, P) over all pairs of two classes."""
-        if self._mean is None:
-            self._mean = self.classes.over_kinds(self.pairs)
-        return self._mean
+        return self.classes.over_kinds(self.pairs)
 
-    @property
+    @functools.cached_property
     def apart(self) -> Array:
         """(..., P) what a token has with itself beyond what it has with others of its class."""
-        if self._apart is None:
-            self._apart = self.own[..., : self.mean.shape[-1]] - diagonal(self.mean)
-        return self._apart
+        return np.asarray(self.own[..., : self.mean.shape[-1]] - diagonal(self.mean))
 
-    @property
+    @functools.cached_property
     def counted(self) -> Array:
         """(..., P, P) means times the tokens of the first one's class."""
-        if self._counted is None:
-            self._counted = self.classes.inside.count[:, None] * self.mean
-        return self._counted
+        return np.asarray(self.classes.inside.count[:, None] * self.mean)
 
     def __getitem__(self, index: Any) -> ClassMatrix:
         return ClassMatrix(self.own[index], self.pairs[index], self.classes)

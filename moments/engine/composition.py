@@ -1,12 +1,9 @@
 """How components compose, and what each does to a signal and to its gradient.
 
 A composition is a declaration: leaves, chains (`>>`), residual connections, parallel branches and
-numbered layers; it evaluates nothing until a signal is sent through it. Every component has one
-method for the way up, `propagate`, which leaves a `Record`, and one for the way back,
-`backpropagate`, which completes it. What a component is made of, and what a gradient through it
-depends on, it says itself, so that nothing outside has to know which kinds there are.
-
-See docs/theory/gradients.md, Lost directions.
+numbered layers. Every component has `propagate` for the way up, which leaves a `Record`, and
+`backpropagate` for the way back, which completes it. What a component is made of, and what a
+gradient through it depends on, it says itself. See docs/theory/gradients.md, Lost directions.
 """
 
 from __future__ import annotations
@@ -21,13 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import DomainError, MomentsError
-from .directions import (
-    at_tokens,
-    isotropic,
-    orthogonal_parts,
-    persistence,
-    shared_persistence,
-)
+from .directions import at_tokens, isotropic, orthogonal_parts, persistence, shared_persistence
 from .fluctuation import OverlapWalk, UnsharedOverlap, summed, unshared_variance
 from .layout import Padding
 from .response import Around, Elementwise, Response, Sequence, Sublayer, Sum, sum_of
@@ -522,8 +513,8 @@ class Residual(Component):
 
     def sum(self, signal: Signal, branch: Signal) -> Signal:
         """What the skip connection carries and what the branch gives, added."""
-        skip = square(self.skip_scale)
-        return added(signal, branch, skip, square(self.branch_scale), keeps_mean=True)
+        scales = square(self.skip_scale), square(self.branch_scale)
+        return added(signal, branch, *scales, keeps_mean=True)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         run.met(record, gradient)
@@ -579,8 +570,8 @@ class Residual(Component):
         return around.added(record, record.children[0], self.skip_scale**2, self.branch_scale**2)
 
     def addition(self, record: Record) -> Addition:
-        skip = square(self.skip_scale)
-        return Addition(record, record.children[0], skip, square(self.branch_scale))
+        scales = square(self.skip_scale), square(self.branch_scale)
+        return Addition(record, record.children[0], *scales)
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         return amplitude * self.skip_scale
@@ -689,11 +680,7 @@ def added(
         return Signal(kernel, signal.seq_len, width=signal.width)
     centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None
     return Signal(
-        kernel,
-        signal.seq_len,
-        width=signal.width,
-        fluctuation=fluctuation,
-        centred=centred,
+        kernel, signal.seq_len, width=signal.width, fluctuation=fluctuation, centred=centred
     )
 
 

@@ -1,16 +1,9 @@
 """What a gradient knows of its signal, to order 1/width: lost directions, and norms that persist.
 
-Everything below a normalisation ignores its input's scale: the gradient there has no component
-along the signal (`Gradient.radial` 0), and falls as the signal's squared norm rises
-(`Gradient.norm_response` 1). Both reach into the branches of a residual sum by the addend's share
-of its square (`Gradient.at_addend`), and down the stream (`composition.Residual`).
-
-Where features are normalised in groups or head by head, norms fluctuate too much to expand: the
-cosine of two Gaussian vectors of few features and the inverses of their norms are taken exactly.
-
-See docs/theory/gradients.md.
-
-See docs/theory/norms.md, Short vectors.
+Below a normalisation the gradient has no component along the signal (`Gradient.radial` 0), and
+falls as the signal's squared norm rises (`Gradient.norm_response` 1). Norms of few features, in
+groups or heads, fluctuate too much to expand: their cosines and inverses are taken exactly. See
+docs/theory/gradients.md and docs/theory/norms.md, Short vectors.
 """
 
 from __future__ import annotations

@@ -1,21 +1,13 @@
-"""What varies over draws: realised overlaps about their means, and what that does to means.
+"""What varies over draws: realised overlaps o_ij = x_i.x_j/width about their means C_ij.
 
-A `Fluctuation` travels with the signal; an `UnsharedOverlap` is what it does not know of.
-
-o_ij = x_i.x_j/width has mean C_ij and, over draws of the weights before, covariances of order
-1/width. Of a network's features these are not those of independent ones: a block's output is turned
-by matrices of its own, the residual sum adds fluctuations up, attention averages them. They are
-closed as those of a Wishart matrix,
+Covariances of order 1/width are closed as those of a Wishart matrix,
 
     Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2,    Y = y o y,
 
 with y = sqrt(2/width) C for Gaussian features. Where all tokens share a part whose size varies
-otherwise than what each has of its own, y is no multiple of C, and the closure still gives the
-variance of o_ij as it is; Cov(o_ij, |x_i|^2/width) = y_ii y_ij comes within 6 percent.
-
-See docs/theory/norms.md, Realised overlaps.
-
-See docs/theory/norms.md, Overlaps of what tokens have of their own.
+otherwise than what each has of its own, y is no multiple of C, and Cov(o_ij, |x_i|^2/width) =
+y_ii y_ij comes within 6 percent. An `UnsharedOverlap` is what a signal's `Fluctuation` does not
+know. See docs/theory/norms.md, Realised overlaps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """How tokens divide into sequences and documents, and averages that respect it.
 
-A row may hold several texts, and says which document each token belongs to. A token sees its own
-document alone, positions restart with every document, and no token predicts the first of the next.
-Positions in attention need no word: rotary embeddings, distance penalties and relative biases
-depend on the distance of two tokens of one document, which packing keeps.
+A row may hold several texts. A token sees its own document alone, positions restart with every
+document, and no token predicts the first of the next.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """What a part of a network does to sensitivities, by token: around a record of both passes.
 
-Leaves that act on every token alone have elementwise derivatives: taken here as differences of what
-the leaves themselves return at slightly changed kernels, so that no law is stated a second time.
-Chains and parallel branches pass sensitivities on to what they hold, and additions add noise
-(`moments.noise.network`).
-
 A number y is linear in the gradient's kernel, dy = sum(Lambda o dG), and smooth in the signal's,
 dy = sum(Gamma o dC), at every point. Through a part with signals C -> C' and gradients G' -> G,
 
     Lambda' = (dG/dG')^T Lambda,    Gamma = (dC'/dC)^T Gamma' + d<Lambda, G>/dC.
 
-See docs/theory/band.md, How it travels.
+Additions add noise (`moments.noise.network`). See docs/theory/band.md, How it travels.
 """
 
 from __future__ import annotations
@@ -298,10 +293,7 @@ class Elementwise:
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
         nearer = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
-        risen = base.replace(
-            kernel=kernel.scaled(1 + STEP),
-            fluctuation=_grown(signal.fluctuation),
-        )
+        risen = base.replace(kernel=kernel.scaled(1 + STEP), fluctuation=_grown(signal.fluctuation))
         ends = base, base.replace(kernel=nearer), risen
         groups = [_side_by_side(ends, received.shape[:-2])] if at_once else ends
         outs: list[Matrix] = []
@@ -380,14 +372,12 @@ class Sequence:
         return inner[0].shares
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        steps = []
+        noise, coherence, exposures = 0.0, 1.0, []
         for part in self.parts:
-            steps.append(part.gradient_adjoint(sensitivity))
-            sensitivity = steps[-1].sensitivity
-        noise, coherence = steps[0].noise, steps[0].coherence
-        for step in steps[1:]:
-            noise, coherence = noise + step.noise, coherence * step.coherence
-        return GradientAdjoint(sensitivity, [step.exposure for step in steps], noise, coherence)
+            sensitivity, exposure, more, share = part.gradient_adjoint(sensitivity)
+            noise, coherence = noise + more, coherence * share
+            exposures.append(exposure)
+        return GradientAdjoint(sensitivity, exposures, noise, coherence)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         noise = common = 0.0
@@ -411,24 +401,16 @@ class Sum:
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         steps = [part.gradient_adjoint(sensitivity) for part in self.parts]
-        shared = zip(self.shares, steps, strict=True)
-        return GradientAdjoint(
-            sum_of([step.sensitivity for step in steps]),
-            [step.exposure for step in steps],
-            np.sum([step.noise for step in steps], axis=0),
-            sum(share * step.coherence for share, step in shared),
-        )
+        onward, exposures, noises, coherences = zip(*steps, strict=True)
+        coherence = sum(share * one for share, one in zip(self.shares, coherences, strict=True))
+        return GradientAdjoint(sum_of(onward), list(exposures), sum_of(noises), coherence)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         steps = [
             part.signal_adjoint(sensitivity, exposed)
             for part, exposed in zip(self.parts, exposure, strict=True)
         ]
-        return SignalAdjoint(
-            sum_of([step.sensitivity for step in steps]),
-            np.sum([step.noise for step in steps], axis=0),
-            np.sum([step.common for step in steps], axis=0),
-        )
+        return SignalAdjoint(*map(sum_of, zip(*steps, strict=True)))
 
     @functools.cached_property
     def shares(self) -> list[Array]:
@@ -636,11 +618,8 @@ def _own_fluctuation(path: Several[Record], entering: Signal, reached: Signal) -
 
 
 def _grown(fluctuation: Fluctuation | None) -> Fluctuation | None:
-    """What varies over draws of tokens that grew by a step, correlated in every draw as they were.
-
-    Then overlaps vary in proportion, and what is of a degree in the tokens grows by that degree,
-    whatever is a mean over them. `docs/theory/band.md` measures it.
-    """
+    """What varies over draws of tokens that grew by a step, correlated in every draw as they were:
+    overlaps then vary in proportion (docs/theory/band.md)."""
     if fluctuation is None:
         return None
     square = (1 + STEP) ** 2

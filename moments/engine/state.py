@@ -1,19 +1,15 @@
 """What travels through a network: the moments of a signal and of its gradient.
 
-A `Kernel` holds one number per token and one per pair of tokens, in one of three resolutions:
+A `Kernel` has one number per token and one per pair of tokens, in one of three resolutions:
 
 exchangeable     all tokens alike: `diagonal` and `pairs` have shape (...,)
 by class         P classes of positions (`classes`): shapes (..., P) and (..., P, P), `pairs` having
                  two different tokens of one class on its diagonal
 token-resolved   `diagonal` has shape (..., L), `pairs` (..., L, L) with `diagonal` on its diagonal
 
-Leading axes are configurations. Without any, exchangeable entries are plain floats, which keeps a
-deep scalar prediction free of array overhead. All three classes are values: nothing changes one
-after it is made (they are not declared frozen, which would double the time to make them).
-
-Laws at work: what their symbols are bound to, and the one place where they are evaluated.
-
-See docs/theory/state.md, The kernel.
+Leading axes are configurations; without any, exchangeable entries are plain floats. All classes are
+values: nothing changes one after it is made (they are not declared frozen, which would double the
+time to make them). See docs/theory/state.md, The kernel.
 """
 
 from __future__ import annotations

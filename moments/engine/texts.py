@@ -1,16 +1,7 @@
 """Positions of a text on classes, where two tokens of two cells are the same word or two.
 
-Where logits are strong all keys of one word draw the same attention, and no mean over a cell tells
-the product of two. So what two tokens have in common takes two values,
-
-    [[K, S], [S, .]],    of two different words, and of one,
-
-where cells share a word in s of their pairs of tokens: sums over pairs count K by 1 - s and S by s.
-A matrix over tokens that does so has means over cells (1 - s) K + s S, which multiply as those of
-`classes` do, and beside them what tokens of one word have beyond others, which multiplies by itself
-and by the number n of that word's tokens in the cell. What frequent words have beyond rarer ones in
-these sums is left out.
-
+What two tokens have in common takes two values, [[K, S], [S, .]], of two different words and of
+one; cells share a word in s of their pairs, so that sums over pairs count K by 1 - s and S by s.
 See docs/theory/state.md, Words.
 """
 
@@ -29,7 +20,7 @@ from .classes import (
     Matrix,
     PairSums,
     PositionClasses,
-    TwiceClasses,
+    Sight,
     as_many,
     diagonal,
     few_points,
@@ -37,13 +28,10 @@ from .classes import (
 )
 
 WORDS = 1
-"""Frequencies that stand for those of the words that pairs of tokens are of. Of Llama's layers at
-512 and 1024 tokens of Zipf's law two move the mean gradient by 2.5 % where it enters, weights'
-gradients by 1.2 % and correlations by .001."""
+"""Frequencies that stand for those of the words that pairs of tokens are of."""
 
 LEAST = 1e-3
-"""Other tokens of a pair's word, where there are fewer: counts that nothing divides by. A tenth and
-ten times as many move no such prediction by 1e-4."""
+"""Other tokens of a pair's word, where there are fewer: counts that nothing divides by."""
 
 
 class Frequencies(NamedTuple):
@@ -75,10 +63,11 @@ class Frequencies(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TextClasses(TwiceClasses):
-    """Of one text, or of several.
+class TextClasses(PositionClasses):
+    """Of one text, or of several: `nodes` are those of other classes twice, tokens counted once.
 
     Attributes:
+        one: those classes.
         share: (P, P) of pairs of different tokens of two cells that are one word.
         frequencies: of its words.
         others: (T - 1,) of a document's tokens, those of a pair's word besides that pair, by its
@@ -87,6 +76,7 @@ class TextClasses(TwiceClasses):
         ids: (L,) the text, or (documents, longest); None: Zipf's law.
     """
 
+    one: PositionClasses
     share: Array
     frequencies: Frequencies
     others: Array
@@ -96,6 +86,43 @@ class TextClasses(TwiceClasses):
     @property
     def causal(self) -> PositionClasses:
         return self.one.causal
+
+    @property
+    def inside(self) -> PositionClasses:
+        return self.one.inside
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self.one.ends
+
+    @property
+    def there(self) -> NDArray[np.bool_]:
+        return self.one.there
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Nodes of `one`."""
+        return len(self.one.nodes)
+
+    @functools.cached_property
+    def count(self) -> Array:
+        return np.concatenate([self.one.count, np.zeros(self.size)])
+
+    def seen(self, window: int | None = None) -> Sight:
+        return self.one.seen(window)
+
+    def mean(self, values: Array) -> Array:
+        """Of (..., 2 P), or of the first (..., P) of them."""
+        return self.one.mean(np.asarray(values)[..., : self.size])
+
+    def in_one(self, sums: Array) -> Array:
+        return self.one.in_one(sums[..., : self.size])
+
+    def within(self, pairs: Array) -> Array:
+        return np.tile(self.one.within(pairs), (2, 2))
+
+    def spread_out(self, values: Array) -> Array:
+        return self.one.spread_out(values[..., : self.size])
 
     @property
     def documents(self) -> Matrix | None:
@@ -251,9 +278,7 @@ class TextClasses(TwiceClasses):
         found = self.one.pair_sums(self.ids, self.ids)
         return [(one, np.clip(as_many(*one), 0.0, 1.0)) for one in found]
 
-    def pair_means(
-        self, first: NDArray[np.int64], second: NDArray[np.int64], weights: Array | None = None
-    ) -> Array:
+    def pair_means(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> Array:
         assert self.ids is not None
         _, words = np.unique(self.ids, return_inverse=True)
         _, codes = np.unique(np.stack([first, second]), return_inverse=True)
@@ -261,8 +286,8 @@ class TextClasses(TwiceClasses):
         one, two = np.reshape(codes, (2, *first.shape)) * (int(words.max()) + 1)
         others, same = [], []
         for (found, pairs, expected), (alike, *_), (of_word, share) in zip(
-            self.one.pair_sums(first, second, weights),
-            self.one.pair_sums(one + words, two + words, weights),
+            self.one.pair_sums(first, second),
+            self.one.pair_sums(one + words, two + words),
             self._of_one_word,
             strict=True,
         ):

@@ -1,9 +1,7 @@
 """What a pass through a declaration leaves behind: a tree of records that mirrors it.
 
 Propagation makes one `Record` for every node, with what entered and what left; carrying a gradient
-back makes the same tree again with the gradients in it. Nothing is filled in afterwards: a record
-is a value. Whatever else is asked of a network (band, weight gradients, explanations, a solver's
-numbers) is read off the tree.
+back makes the same tree again with the gradients in it.
 """
 
 from __future__ import annotations
@@ -71,19 +69,9 @@ class Record:
         sent_to_memory: Gradient | None = None,
     ) -> Record:
         """The same with what came back."""
-        return Record(
-            self.component,
-            self.layer,
-            self.input,
-            self.output,
-            children,
-            self.pullback,
-            self.memory,
-            received,
-            sent,
-            pulled,
-            sent_to_memory,
-        )
+        entered = self.component, self.layer, self.input, self.output, children
+        passed = self.pullback, self.memory
+        return Record(*entered, *passed, received, sent, pulled, sent_to_memory)
 
     @property
     def gradient_sent(self) -> Gradient:
@@ -274,9 +262,7 @@ class Trace:
                 yield from record.walk_back()
 
 
-def weight_rows(
-    records: Iterator[tuple[Record, Array | None]],
-) -> list[tuple[int, str, Array]]:
+def weight_rows(records: Iterator[tuple[Record, Array | None]]) -> list[tuple[int, str, Array]]:
     """(layer, matrix, squared norm) of records, each with the overlap for `Record.weights`, from
     the first layer to the last."""
     rows = [

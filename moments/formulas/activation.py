@@ -3,19 +3,7 @@
 Each activation is two functions of a pair of tokens with variances v, v' and correlation r: the
 second moment E phi(x) phi(x') and the slope E phi'(x) phi'(x') (its derivative in the covariance,
 by Price's theorem). A token with itself is the pair at r = 1, so every law below follows from these
-two and from the mean. Closed forms where they exist, Gaussian expectations elsewhere.
-
-Smooth activations without closed forms are taken by quadrature. A function's Hermite coefficients
-fall like exp(-sqrt(2 n/v) times the distance of its nearest pole from the real axis), which sets
-the largest variance at which pairs are resolved: there the slope of a pair at correlations up to
-.9999 is right to 1e-8, everything else to 1e-10.
-
-A function that is known only by its values, any callable on numpy arrays: expectations by the
-midpoint rule on a grid fine enough for kinks (error of order step^2), whose nodes avoid the origin,
-where most kinks and jumps are; pairs by the Hermite (Mehler) expansion. Whoever asks such a law for
-an expression gets the function by name; for digits, doubles. By name at last: activations of the
-package, leaky ReLU at any slope, and the user's own.
-"""
+two and from the mean: closed forms where they exist, Gaussian expectations elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +18,7 @@ import numpy as np
 
 from ..errors import DomainError, domain_error
 from .algebra import FLOAT, NODES, NUMPY, LogSeries, midpoints
-from .checks import Interval
+from .checks import SHARE, Interval
 from .law import ComponentLaws, Law, Source, Substituted, derived, times
 from .references import CHO, kedia
 
@@ -161,7 +149,7 @@ RELU = activation(
             kedia("Table 1"),
             "fitted",
             note="the paper's polynomial fit to the exact law on r in [0, 1]",
-            limits={"x_correlation": Interval(0.0, 1.0)},
+            limits={"x_correlation": SHARE},
         )
     },
     entrywise=(lambda m, x: (x + abs(x)) / 2, lambda m, x: 1 * (x > 0)),
@@ -274,10 +262,11 @@ def by_quadrature(
     """An activation without closed forms: its laws are Gaussian expectations.
 
     `function` and `derivative` are written over a number system, f(m, x), like every formula.
-    Numerically: the trapezoidal rule; pairs by the Hermite (Mehler) expansion in r. Resolved for
-    variances up to `largest_variance`, beyond which the function is nearly a kink on its input's
-    scale; GeLU's tanh form to 1e-10. An `odd` function's mean is 0; of an `even_part`, a linear
-    function's rounding does not hide a small one. What may have `kinks` is averaged by midpoints.
+    Numerically: the trapezoidal rule; pairs by the Hermite (Mehler) expansion in r, whose
+    coefficients fall like exp(-sqrt(2 n/v) times the distance of the nearest pole from the real
+    axis). Resolved for variances up to `largest_variance`, beyond which the function is nearly a
+    kink on its input's scale. An `odd` function's mean is 0; of an `even_part`, a linear function's
+    rounding does not hide a small one. What may have `kinks` is averaged by midpoints.
     """
     averaged = even_part or function
     resolved = Interval(0.0, largest_variance, open_lower=True)

@@ -20,11 +20,7 @@ Formula = Callable[[Any, Any], Any]
 
 
 def _harmonic_float(count: Any, order: int) -> Any:
-    @np.vectorize
-    def single(n: float) -> float:
-        return _harmonic_sum(int(n), order)
-
-    return single(count)[()]
+    return np.vectorize(lambda n: _harmonic_sum(int(n), order))(count)[()]
 
 
 _SUMMED = 1000  # terms, behind which the Euler-Maclaurin formula gives the rest

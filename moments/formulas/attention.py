@@ -123,12 +123,7 @@ def value_variance(
 
 
 def value_covariance(
-    m: Any,
-    seq_len: Any,
-    row_square: Any,
-    overlap: Any,
-    grad_variance: Any,
-    grad_covariance: Any,
+    m: Any, seq_len: Any, row_square: Any, overlap: Any, grad_variance: Any, grad_covariance: Any
 ) -> Any:
     return (1 - row_square) / (seq_len - 1) * grad_variance + (1 - overlap) * grad_covariance
 
@@ -306,41 +301,29 @@ BACKWARD_NOTE = (
 )
 
 
-def _theta(d_model: Any, query: Any, key: Any, x_variance: Any) -> Any:
+def _theta(m: Any, d_model: Any, query: Any, key: Any, x_variance: Any) -> Any:
     return d_model * x_variance**2 * query * key
 
 
+_AS_PRINTED: dict[str, Any] = {"v": "x_variance", "r": "x_correlation", "theta": _theta}
+
+
 def _average_variance(
-    m: Any,
-    d_model: Any,
-    seq_len: Any,
-    query: Any,
-    key: Any,
-    drop_prob: Any,
-    x_variance: Any,
-    x_correlation: Any,
+    m: Any, d_model: Any, seq_len: Any, theta: Any, drop_prob: Any, v: Any, r: Any
 ) -> Any:
     """Variance of sum_j a_ij x_j."""
-    theta, unshared = _theta(d_model, query, key, x_variance), 1 - x_correlation
-    weights = m.exp(unshared * d_model * theta) / (1 - drop_prob)
-    scattered = unshared**2 * (seq_len - 1) * theta
-    return x_variance * (
-        (scattered + weights * (4 * unshared**2 * theta + unshared)) / seq_len + x_correlation
-    )
+    weights = m.exp((1 - r) * d_model * theta) / (1 - drop_prob)
+    scattered = (1 - r) ** 2 * (seq_len - 1) * theta
+    return v * ((scattered + weights * (4 * (1 - r) ** 2 * theta + (1 - r))) / seq_len + r)
 
 
-def _average_covariance(
-    m: Any,
-    d_model: Any,
-    seq_len: Any,
-    query: Any,
-    key: Any,
-    x_variance: Any,
-    x_correlation: Any,
-) -> Any:
+def _average_covariance(m: Any, seq_len: Any, theta: Any, v: Any, r: Any) -> Any:
     """Covariance of sum_j a_ij x_j and sum_j a_kj x_j."""
-    theta, unshared = _theta(d_model, query, key, x_variance), 1 - x_correlation
-    return x_variance * (x_correlation + (2 * unshared**2 * theta + unshared) / seq_len)
+    return v * (r + (2 * (1 - r) ** 2 * theta + (1 - r)) / seq_len)
+
+
+_AVERAGE_VARIANCE = Substituted(_average_variance, **_AS_PRINTED)
+_AVERAGE_COVARIANCE = Substituted(_average_covariance, **_AS_PRINTED)
 
 
 def value_path_variance(
@@ -374,12 +357,12 @@ ATTENTION_WITHOUT_VALUE = ComponentLaws(
     refined=AVERAGE,
     published={
         "variance": asymptotic(
-            _average_variance,
+            _AVERAGE_VARIANCE,
             kedia("A.8 and Table 16, SHA"),
             FORWARD_NOTE + "; the table's factor d_in is a misprint",
         ),
         "covariance": asymptotic(
-            _average_covariance,
+            _AVERAGE_COVARIANCE,
             kedia("A.8 and Table 18, SHA"),
             FORWARD_NOTE + "; the table's factor d_in is a misprint",
         ),
@@ -411,9 +394,8 @@ def _with_value(average: Any) -> Substituted:
     return Substituted(lambda m, value, d_model, of: d_model * value * of, of=average)
 
 
-attention_variance, attention_covariance = map(
-    _with_value, (_average_variance, _average_covariance)
-)
+attention_variance = _with_value(_AVERAGE_VARIANCE)
+attention_covariance = _with_value(_AVERAGE_COVARIANCE)
 
 
 def _returned(through_values: Any) -> Substituted:

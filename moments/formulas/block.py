@@ -17,7 +17,7 @@ from .attention import (
     value_path_covariance,
     value_path_variance,
 )
-from .checks import Interval
+from .checks import SHARE
 from .law import ComponentLaws, Law, Substituted, asymptotic
 from .references import kedia
 
@@ -29,9 +29,35 @@ _KEPT_CORRELATION = (
 )
 
 
+def _dropped(formula: Any) -> Substituted:
+    """Behind the block's dropout."""
+    return Substituted(lambda m, of, drop_prob: of / (1 - drop_prob), of=formula)
+
+
 def _one_dropout(through: Any) -> Substituted:
     """Of attention, whose dropout has a probability of its own."""
     return Substituted(through, drop_prob="attention_drop_prob")
+
+
+def _projected(heads: Any) -> Substituted:
+    """Behind the output projection."""
+    return Substituted(lambda m, output, heads, d_model: d_model * output * heads, heads=heads)
+
+
+def _sent(through: Any) -> Substituted:
+    """Through both projections, backward."""
+    return Substituted(
+        lambda m, output, value, d_model, sent: d_model**2 * output * value * sent, sent=through
+    )
+
+
+_UNIFORM_HEADS = _sent(lambda m, x_variance, x_correlation: x_variance * x_correlation)
+_UNIFORM_GRADIENT = _sent(lambda m, grad_covariance: grad_covariance)
+_SHARED = {"x_correlation": SHARE}
+
+
+def _uniform(formula: Any, place: str, limits: Any = None) -> Law:
+    return asymptotic(formula, kedia(place), _UNIFORM, limits=limits)
 
 
 ATTENTION_BLOCK = ComponentLaws(
@@ -43,73 +69,29 @@ ATTENTION_BLOCK = ComponentLaws(
     },
     published={
         "variance": asymptotic(
-            Substituted(
-                lambda m, output, heads, d_model, drop_prob: (
-                    d_model * output * heads / (1 - drop_prob)
-                ),
-                heads=_one_dropout(attention_variance),
-            ),
+            _dropped(_projected(_one_dropout(attention_variance))),
             kedia("B.1 and Table 16"),
             FORWARD_NOTE,
         ),
         "covariance": asymptotic(
-            Substituted(
-                lambda m, output, heads, d_model: d_model * output * heads,
-                heads=attention_covariance,
-            ),
-            kedia("B.1 and Table 18"),
-            FORWARD_NOTE,
+            _projected(attention_covariance), kedia("B.1 and Table 18"), FORWARD_NOTE
         ),
         "grad_variance": asymptotic(
-            Substituted(
-                lambda m, output, value, d_model, sent, drop_prob: (
-                    d_model**2 * output * value * sent / (1 - drop_prob)
-                ),
-                sent=_one_dropout(value_path_variance),
-            ),
+            _dropped(_sent(_one_dropout(value_path_variance))),
             kedia("B.1 and Table 17"),
             BACKWARD_NOTE + _KEPT_CORRELATION,
         ),
         "grad_covariance": asymptotic(
-            Substituted(
-                lambda m, output, value, d_model, sent: d_model**2 * output * value * sent,
-                sent=value_path_covariance,
-            ),
+            _sent(value_path_covariance),
             kedia("B.1 and Table 20"),
             BACKWARD_NOTE + _KEPT_CORRELATION,
         ),
     },
     simplified={
-        "variance": asymptotic(
-            lambda m, d_model, output, value, drop_prob, x_variance, x_correlation: (
-                d_model**2 * output * value * x_variance * x_correlation / (1 - drop_prob)
-            ),
-            kedia("Table 2"),
-            _UNIFORM,
-            limits={"x_correlation": Interval(0.0, 1.0)},
-        ),
-        "covariance": asymptotic(
-            lambda m, d_model, output, value, x_variance, x_correlation: (
-                d_model**2 * output * value * x_variance * x_correlation
-            ),
-            kedia("Table 2: output correlation 1 - p"),
-            _UNIFORM,
-            limits={"x_correlation": Interval(0.0, 1.0)},
-        ),
-        "grad_variance": asymptotic(
-            lambda m, d_model, output, value, drop_prob, grad_covariance: (
-                d_model**2 * output * value * grad_covariance / (1 - drop_prob)
-            ),
-            kedia("Table 2"),
-            _UNIFORM,
-        ),
-        "grad_covariance": asymptotic(
-            lambda m, d_model, output, value, grad_covariance: (
-                d_model**2 * output * value * grad_covariance
-            ),
-            kedia("Table 2: gradient correlation 1 - p"),
-            _UNIFORM,
-        ),
+        "variance": _uniform(_dropped(_UNIFORM_HEADS), "Table 2", _SHARED),
+        "covariance": _uniform(_UNIFORM_HEADS, "Table 2: output correlation 1 - p", _SHARED),
+        "grad_variance": _uniform(_dropped(_UNIFORM_GRADIENT), "Table 2"),
+        "grad_covariance": _uniform(_UNIFORM_GRADIENT, "Table 2: gradient correlation 1 - p"),
     },
 )
 
@@ -117,8 +99,7 @@ ATTENTION_BLOCK = ComponentLaws(
 def _ffn(formula: Any) -> Substituted:
     """Of both matrices' gain."""
     return Substituted(
-        formula,
-        gain=lambda m, d_model, d_ff, ffn_in, ffn_out: d_model * d_ff * ffn_in * ffn_out,
+        formula, gain=lambda m, d_model, d_ff, ffn_in, ffn_out: d_model * d_ff * ffn_in * ffn_out
     )
 
 
@@ -134,7 +115,7 @@ FFN_BLOCK = ComponentLaws(
         "mean": Law(lambda m: 0, kedia("B.2 and Table 15")),
         "hidden_covariance": Law(lambda m: 0, kedia("Table 19")),
         "variance": Law(
-            _ffn(lambda m, gain, drop_prob, x_variance: gain / 2 * x_variance / (1 - drop_prob)),
+            _dropped(_ffn(lambda m, gain, x_variance: gain / 2 * x_variance)),
             kedia("B.2 and Table 16, at d_ff = 4 d"),
         ),
         "covariance": Law(
@@ -143,9 +124,7 @@ FFN_BLOCK = ComponentLaws(
             note="the table prints 4 d for 4 d^2",
         ),
         "grad_variance": Law(
-            _ffn(
-                lambda m, gain, drop_prob, grad_variance: gain / 2 * grad_variance / (1 - drop_prob)
-            ),
+            _dropped(_ffn(lambda m, gain, grad_variance: gain / 2 * grad_variance)),
             kedia("B.2 and Table 17, at d_ff = 4 d"),
         ),
         "grad_covariance": Law(
@@ -170,7 +149,7 @@ FFN_BLOCK = ComponentLaws(
             kedia("Table 2: the polynomial times 1 - p"),
             "fitted",
             note="the paper's polynomial approximation of the exact law on r in [0, 1]",
-            limits={"x_correlation": Interval(0.0, 1.0)},
-        ),
+            limits=_SHARED,
+        )
     },
 )

@@ -49,6 +49,7 @@ POSITIVE = Interval(0.0, INFINITY, open_lower=True)
 NONNEGATIVE = Interval(0.0, INFINITY)
 CORRELATION = Interval(-1.0, 1.0)
 PROBABILITY = Interval(0.0, 1.0, open_upper=True)
+SHARE = Interval(0.0, 1.0)
 COUNT = Interval(1.0, INFINITY)
 
 

@@ -14,9 +14,7 @@ from .references import kedia
 _SHARED_ROW = {
     "mean": Law(lambda m: 0, kedia("A.1 and Table 15")),
     "variance": Law(
-        lambda m, table_variance: table_variance,
-        kedia("A.1"),
-        note="Table 16 prints 0",
+        lambda m, table_variance: table_variance, kedia("A.1"), note="Table 16 prints 0"
     ),
     "covariance": Law(
         lambda m, table_variance, pattern_correlation: table_variance * pattern_correlation,
@@ -37,7 +35,7 @@ TOKEN_EMBEDDING = ComponentLaws(
     {
         **_SHARED_ROW,
         "pattern_correlation": Law(
-            lambda m, vocab_size: _zipf_collision(m, vocab_size),
+            _zipf_collision,
             derived("E N_i (N_i - 1) = L (L - 1) p_i^2 for multinomial counts"),
         ),
     },

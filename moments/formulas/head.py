@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .law import ComponentLaws, asymptotic, derived
+from .law import ComponentLaws, Substituted, asymptotic, derived
 
 _NOTE = "large vocabulary: e^v small against it; the engine's softmax has no such limit"
 
@@ -17,29 +17,14 @@ def _shared(m: Any, x_variance: Any, x_other_variance: Any, x_correlation: Any) 
     return x_correlation * m.sqrt(x_variance * x_other_variance)
 
 
-def _loss_covariance(
-    m: Any,
-    vocab_size: Any,
-    x_variance: Any,
-    x_other_variance: Any,
-    x_correlation: Any,
-    pattern_correlation: Any,
-) -> Any:
-    shared = _shared(m, x_variance, x_other_variance, x_correlation)
+def _loss_covariance(m: Any, vocab_size: Any, shared: Any, pattern_correlation: Any) -> Any:
     return shared * (pattern_correlation - 2 / vocab_size) + m.expm1(shared) / vocab_size
 
 
 def _logit_grad_covariance(
-    m: Any,
-    vocab_size: Any,
-    x_variance: Any,
-    x_other_variance: Any,
-    x_correlation: Any,
-    pattern_correlation: Any,
-    grad_covariance: Any,
+    m: Any, vocab_size: Any, shared: Any, pattern_correlation: Any, grad_covariance: Any
 ) -> Any:
-    softmaxes = m.exp(_shared(m, x_variance, x_other_variance, x_correlation)) / vocab_size
-    overlap = pattern_correlation - 2 / vocab_size + softmaxes
+    overlap = pattern_correlation - 2 / vocab_size + m.exp(shared) / vocab_size
     return grad_covariance * overlap / vocab_size
 
 
@@ -63,7 +48,7 @@ CROSS_ENTROPY = ComponentLaws(
         ),
         # pattern_correlation: whether the two tokens have the same target.
         "covariance": asymptotic(
-            _loss_covariance,
+            Substituted(_loss_covariance, shared=_shared),
             derived("int_0^1 E (p - t).(p' - t') c ds, the logits sharing s of their covariance c"),
             _NOTE,
         ),
@@ -75,7 +60,9 @@ CROSS_ENTROPY = ComponentLaws(
             _NOTE,
         ),
         "grad_covariance": asymptotic(
-            _logit_grad_covariance, derived("E (p - t).(p' - t')/V, E p_v p'_v = e^c/V^2"), _NOTE
+            Substituted(_logit_grad_covariance, shared=_shared),
+            derived("E (p - t).(p' - t')/V, E p_v p'_v = e^c/V^2"),
+            _NOTE,
         ),
     },
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .checks import Interval
+from .checks import SHARE, Interval
 from .law import ComponentLaws, Law, Substituted, asymptotic, derived
 from .references import kedia
 
@@ -36,7 +36,7 @@ def _stable_grad_correlation(
     return kept * attention_gain / (attention_gain + ffn_gain * (1 - kept * slope))
 
 
-_POSITIVE_CORRELATION = {"x_correlation": Interval(0.0, 1.0)}
+_POSITIVE_CORRELATION = {"x_correlation": SHARE}
 
 PRE_LN_CHAIN = ComponentLaws(
     "pre_ln_chain",

@@ -85,10 +85,6 @@ BIASED_LINEAR = ComponentLaws(
 )
 
 
-def _kept(m: Any, drop_prob: Any) -> Any:
-    return 1 - drop_prob
-
-
 # Kept entries are scaled by 1/(1-p); masks of different tokens are independent.
 DROPOUT = ComponentLaws(
     "dropout",
@@ -97,21 +93,21 @@ DROPOUT = ComponentLaws(
         "mean": Law(lambda m, x_mean: x_mean, kedia("A.3 and Table 15, Dropout")),
         "variance": Law(
             lambda m, drop_prob, x_variance, x_mean: (
-                (x_variance + drop_prob * x_mean**2) / _kept(m, drop_prob)
+                (x_variance + drop_prob * x_mean**2) / (1 - drop_prob)
             ),
             kedia("A.3 and Table 16, Dropout"),
         ),
         "covariance": Law(_covariance, kedia("A.3 and Table 18, Dropout")),
         "hidden_covariance": Law(_hidden_covariance, kedia("A.3 and Table 19, Dropout")),
         "grad_variance": Law(
-            lambda m, drop_prob, grad_variance: grad_variance / _kept(m, drop_prob),
+            lambda m, drop_prob, grad_variance: grad_variance / (1 - drop_prob),
             kedia("A.3 and Table 17, Dropout"),
         ),
         "grad_covariance": Law(
             lambda m, grad_covariance: grad_covariance, kedia("A.3 and Table 20, Dropout")
         ),
         "kurtosis": Law(
-            lambda m, drop_prob: 3 / _kept(m, drop_prob),
+            lambda m, drop_prob: 3 / (1 - drop_prob),
             derived("zero-mean Gaussian input: E x^4 / (1-p)^3 over (E x^2 / (1-p))^2"),
         ),
     },

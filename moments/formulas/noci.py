@@ -20,14 +20,8 @@ def _value_norm(m: Any, d_model: Any, seq_len: Any, x_variance: Any, x_correlati
 
 
 def _query_norm(m: Any, d_model: Any, seq_len: Any, x_variance: Any, x_correlation: Any) -> Any:
-    return (
-        x_variance**3
-        * (seq_len - 1)
-        / seq_len
-        * (1 - x_correlation) ** 2
-        * d_model
-        * (seq_len + d_model)
-    )
+    unshared = (seq_len - 1) / seq_len * (1 - x_correlation) ** 2
+    return x_variance**3 * unshared * d_model * (seq_len + d_model)
 
 
 UNIFORM_ATTENTION_GRADIENTS = ComponentLaws(

@@ -9,46 +9,34 @@ from .checks import Interval
 from .law import ComponentLaws, Law, Substituted, asymptotic, derived
 from .references import kedia
 
-
-def _pair_pulled(
-    m: Any,
-    x_variance: Any,
-    x_other_variance: Any,
-    epsilon: Any,
-    norm_spread: Any,
-    other_norm_spread: Any,
-    pair_norm_spread: Any,
-    removed_pair_share: Any,
-    grad_covariance: Any,
-) -> Any:
-    scale = m.sqrt((x_variance + epsilon) * (x_other_variance + epsilon))
-    each = m.ratio(3, 8) * (norm_spread + other_norm_spread)
-    jensen = 1 + each + pair_norm_spread / 4
-    return grad_covariance * (1 - removed_pair_share) * jensen / scale
+_PAIR: dict[str, Any] = {
+    "v": "x_variance",
+    "other": "x_other_variance",
+    # E 1/(s_i s_j) to second order in the squared norms' fluctuation
+    "jensen": lambda m, norm_spread, other_norm_spread, pair_norm_spread: (
+        1 + m.ratio(3, 8) * (norm_spread + other_norm_spread) + pair_norm_spread / 4
+    ),
+}
 
 
 def _pair_rescaled(
-    m: Any,
-    x_variance: Any,
-    x_other_variance: Any,
-    x_correlation: Any,
-    epsilon: Any,
-    norm_spread: Any,
-    other_norm_spread: Any,
-    pair_norm_spread: Any,
-    overlap_norm_spread: Any,
+    m: Any, v: Any, other: Any, x_correlation: Any, epsilon: Any, jensen: Any, lost: Any
 ) -> Any:
-    shares = x_variance / (x_variance + epsilon) * (x_other_variance / (x_other_variance + epsilon))
-    each = m.ratio(3, 8) * (norm_spread + other_norm_spread)
-    jensen = 1 + each + pair_norm_spread / 4
-    return x_correlation * m.sqrt(shares) * jensen - overlap_norm_spread
+    shares = v / (v + epsilon) * (other / (other + epsilon))
+    return x_correlation * m.sqrt(shares) * jensen - lost
+
+
+def _pair_pulled(
+    m: Any, v: Any, other: Any, epsilon: Any, jensen: Any, removed: Any, grad_covariance: Any
+) -> Any:
+    scale = m.sqrt((v + epsilon) * (other + epsilon))
+    return grad_covariance * (1 - removed) * jensen / scale
 
 
 def _rescaling() -> dict[str, Law]:
     """Division by the root mean square of a token's features, epsilon under the root.
 
-    Jensen: E 1/(s_i s_j) to second order in the squared norms' fluctuation; the pullback projects
-    out the signal's direction n and, for LayerNorm, the mean over features:
+    The pullback projects out the signal's direction n and, for LayerNorm, the mean over features:
     tr P_i P_j = d - [mean] - 2 + (n_i.n_j)^2, and tr P_i = d - [mean] - 1.
     """
     return {
@@ -57,7 +45,7 @@ def _rescaling() -> dict[str, Law]:
             derived("definition, the squared norm at its mean"),
         ),
         "covariance": asymptotic(
-            _pair_rescaled,
+            Substituted(_pair_rescaled, **_PAIR, lost="overlap_norm_spread"),
             derived("second-order expansion of E o_ij/(|x_i| |x_j|)"),
             "large d_model: fourth order in the fluctuation of overlap and norms left out; "
             "of Gaussian tokens, r (1 - (1 - r^2)/(2 d))",
@@ -70,7 +58,7 @@ def _rescaling() -> dict[str, Law]:
             "large d_model; fourth order in the norm's fluctuation left out",
         ),
         "grad_covariance": asymptotic(
-            _pair_pulled,
+            Substituted(_pair_pulled, **_PAIR, removed="removed_pair_share"),
             derived("second-order expansion of E 1/(|x_i| |x_j|)"),
             "large d_model; fourth order in the norms' fluctuation left out",
         ),

@@ -178,25 +178,13 @@ def component_page(record: ComponentLaws, level: int = 2) -> str:
     names = [name for theory in THEORIES for name in record.under(theory)]
     meanings = QUANTITIES | {n: n.replace("_", " ") for n in names if n not in QUANTITIES}
     for quantity, meaning in meanings.items():
-        for law, theories in _variants(record, quantity):
-            lines.append(_law(quantity, meaning, law, theories))
+        variants: dict[int, tuple[Law, list[str]]] = {}  # the theories that use each law
+        for theory in THEORIES:
+            law = record.under(theory).get(quantity)
+            if law is not None:
+                variants.setdefault(id(law), (law, []))[1].append(theory)
+        lines += [_law(quantity, meaning, *each) for each in variants.values()]
     return "\n".join(lines)
-
-
-def _variants(record: ComponentLaws, quantity: str) -> list[tuple[Law, list[str]]]:
-    """The distinct laws of one quantity, each with the theories that use it."""
-    variants: list[tuple[Law, list[str]]] = []
-    for theory in THEORIES:
-        law = record.under(theory).get(quantity)
-        if law is None:
-            continue
-        for known, theories in variants:
-            if known is law:
-                theories.append(theory)
-                break
-        else:
-            variants.append((law, [theory]))
-    return variants
 
 
 def _law(quantity: str, meaning: str, law: Law, theories: list[str]) -> str:

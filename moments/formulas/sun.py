@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .checks import Interval
-from .law import ComponentLaws, Law, Source, asymptotic, derived
+from .checks import POSITIVE
+from .law import ComponentLaws, Law, Source, Substituted, asymptotic, derived
 from .references import SUN
 
 
 def _sun(place: str) -> Source:
     return Source(SUN, place)
-
-
-_POSITIVE_LINE = Interval(0.0, open_lower=True)
 
 
 def _attention_reach(m: Any, seq_len: Any) -> Any:
@@ -34,8 +31,15 @@ def _attention_linear(
     return 2 * d_model * heads * _attention_reach(m, seq_len) * weight_variance * width
 
 
-def _ffn_width(m: Any, d_model: Any, d_ff: Any) -> Any:
-    return (m.sqrt(d_model) + m.sqrt(d_ff)) ** 2
+def _ffn_linear(m: Any, weight_variance: Any, d_model: Any, d_ff: Any) -> Any:
+    """The same of the feed-forward block's factor."""
+    return weight_variance * (m.sqrt(d_model) + m.sqrt(d_ff)) ** 2
+
+
+_LINEAR: dict[str, Any] = {
+    "of_ffn": _ffn_linear,
+    "of_attention": Substituted(_attention_linear, inner="weight_variance"),
+}
 
 
 def _prefactor(
@@ -90,17 +94,12 @@ CURSE_OF_DEPTH = ComponentLaws(
             note="logarithmic: Lemma 4.1's linear lower bound needs correlated branches",
         ),
         "jacobian_linear": Law(
-            lambda m, weight_variance, d_model, d_ff, d_head, heads, seq_len: (
-                weight_variance * _ffn_width(m, d_model, d_ff)
-                + _attention_linear(
-                    m, weight_variance, weight_variance, d_model, d_head, heads, seq_len
-                )
-            ),
+            Substituted(lambda m, of_ffn, of_attention: of_ffn + of_attention, **_LINEAR),
             _sun("equation 36 multiplied out, its first factor as equation 40 has it"),
         ),
         "jacobian_linear_printed": Law(
             lambda m, weight_variance, d_model, d_ff, d_head, heads, seq_len: (
-                weight_variance / _ffn_width(m, d_model, d_ff)
+                weight_variance / _ffn_linear(m, 1, d_model, d_ff)
                 + _attention_linear(m, weight_variance, 1, d_model, d_head, heads, seq_len)
             ),
             _sun("equation 47"),
@@ -108,23 +107,15 @@ CURSE_OF_DEPTH = ComponentLaws(
             "weight variance of equation 36 is lost in the second",
         ),
         "jacobian_quadratic": Law(
-            lambda m, weight_variance, d_model, d_ff, d_head, heads, seq_len: (
-                weight_variance
-                * _ffn_width(m, d_model, d_ff)
-                * _attention_linear(
-                    m, weight_variance, weight_variance, d_model, d_head, heads, seq_len
-                )
-            ),
+            Substituted(lambda m, of_ffn, of_attention: of_ffn * of_attention, **_LINEAR),
             _sun("equation 36 multiplied out, its first factor as equation 40 has it"),
         ),
         "jacobian_quadratic_printed": Law(
             lambda m, weight_variance, d_model, d_head, heads, seq_len: (
                 2
-                * d_model
+                * (d_model * weight_variance) ** 2
                 * heads
                 * _attention_reach(m, seq_len)
-                * weight_variance**2
-                * d_model
                 * m.sqrt(d_head)
             ),
             _sun("equation 48"),
@@ -159,9 +150,7 @@ CURSE_OF_DEPTH = ComponentLaws(
             "many layers, up to a power of their number; the theorem prints Theta(L)",
         ),
         "query_prefactor": Law(
-            _prefactor,
-            _sun("Theorem 4.3, equations 79 and 80"),
-            limits={"x_variance": _POSITIVE_LINE},
+            _prefactor, _sun("Theorem 4.3, equations 79 and 80"), limits={"x_variance": POSITIVE}
         ),
     },
 )

@@ -50,9 +50,8 @@ class Axes:
     """Names and values of what varies, and the model that it varies.
 
     Attributes:
-        model: a declaration, or a function of some of the axes that makes one.
+        model: a declaration, or a function of the axes in `made` that makes one.
         values: of every axis, in the order given; the last varies fastest.
-        made: the axes that the function takes.
     """
 
     model: Transformer | Maker
@@ -61,12 +60,8 @@ class Axes:
 
     @classmethod
     def of(cls, model: Any, axes: Mapping[str, Any]) -> Axes:
-        """Validate names and values; a declaration is made with the first of each.
-
-        Raises:
-            DomainError: no such field or argument, values that are no list of single ones, or the
-                same twice; no model.
-        """
+        """Validate names and values, which are lists of single ones, and that a declaration can be
+        made of the first of each."""
         if not isinstance(model, Transformer) and not callable(model):
             raise DomainError(
                 "model must be a moments.Transformer or a function that makes one, not "
@@ -106,22 +101,11 @@ class Axes:
         return itertools.product(*self.values.values())
 
     def base(self) -> Transformer:
-        """The model at the first value of what makes it.
-
-        Raises:
-            DomainError: as the function does, or it makes something else.
-        """
+        """The model at the first value of what makes it."""
         return self._made({name: self.values[name][0] for name in self.made})
 
     def configure(self, values: Sequence[Value]) -> tuple[Transformer, dict[str, Value]]:
-        """The declaration and the arguments of `predict` at one configuration.
-
-        Fields of the model are set before those of its parts, which what is left to a default
-        follows, and schemes come last, which set what they set.
-
-        Raises:
-            DomainError: a value outside what is allowed.
-        """
+        """`declared` and `arguments` at one configuration."""
         return self.declared(values), self.arguments(values)
 
     def arguments(self, values: Sequence[Value]) -> dict[str, Value]:
@@ -135,11 +119,9 @@ class Axes:
         return tuple(repr(value) for name, value in both if name not in ARGUMENTS)
 
     def declared(self, values: Sequence[Value]) -> Transformer:
-        """The declaration at one configuration.
-
-        Raises:
-            DomainError: as `configure`.
-        """
+        """The declaration at one configuration: fields of the model before those of its parts,
+        which what is left to a default follows, and schemes last. DomainError for a value outside
+        what is allowed."""
         both = zip(self.values, values, strict=True)
         given = {name: value for name, value in both if name not in ARGUMENTS}
         model = self._made({name: given.pop(name) for name in self.made})
@@ -219,8 +201,7 @@ def _name(name: Any) -> str:
 
 
 def _values(name: str, given: Any) -> tuple[Value, ...]:
-    """Single values, each once."""
-    if isinstance(given, str | bytes | Mapping) or (np.ndim(given) == 0 and not _iterable(given)):
+    if isinstance(given, str | bytes | Mapping) or (np.ndim(given) == 0 and not np.iterable(given)):
         raise domain_error(f"axes[{name!r}]", given, "a list of values")
     found = tuple(v.item() if isinstance(v, np.generic) else v for v in given)
     if not found:
@@ -236,17 +217,8 @@ def _values(name: str, given: Any) -> tuple[Value, ...]:
     return found
 
 
-def _iterable(given: Any) -> bool:
-    try:
-        iter(given)
-    except TypeError:
-        return False
-    return True
-
-
 def _taken(model: Maker, values: Mapping[str, Any]) -> tuple[str, ...]:
     """The axes that are parameters of a function."""
-
     try:
         parameters = inspect.signature(model).parameters.values()
     except (TypeError, ValueError):

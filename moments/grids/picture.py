@@ -49,13 +49,8 @@ BOUNDARIES = (
 
 
 class LevelLine(NamedTuple):
-    """A line over a map: where a quantity of the same two axes crosses a level.
-
-    Attributes:
-        label: of the legend.
-        values: shape (number of x, number of y) of the map it is drawn on.
-        level: at which the line runs.
-    """
+    """A line over a map, named `label` in the legend: where `values`, of the shape (number of x,
+    number of y) of the map, cross a level."""
 
     label: str
     values: np.ndarray
@@ -334,7 +329,6 @@ def _colors(quantity: str, values: np.ndarray) -> dict[str, Any]:
 
 
 def _levels(quantity: str, values: np.ndarray) -> list[float]:
-    """Round levels inside the range of values."""
     low, high = _range(values)
     if not high > low:
         return []
@@ -353,7 +347,6 @@ def _flags(sweep: Sweep, notes: Mapping[int, Any], order: Iterable[str | None]) 
 
 
 def _title(sweep: Sweep, name: str | None, varied: set[str | None]) -> str:
-    """Which model, without what varies, and the axes that are fixed."""
     base, axes = sweep.model(), sweep.axes.values
     fixed = {a: values[0] for a, values in axes.items() if len(values) == 1 and a not in varied}
     fixed |= {axis: value for axis, value in sweep.inputs.items() if numeric([value])}
@@ -365,7 +358,6 @@ def _title(sweep: Sweep, name: str | None, varied: set[str | None]) -> str:
 
 
 def _note(sweep: Sweep) -> str:
-    """What the marks mean, and what is missing."""
     parts = []
     if sweep.warnings:
         parts.append(f"dots: {len(sweep.warnings)} outside a formula's validity")

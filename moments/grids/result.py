@@ -130,7 +130,6 @@ class Sweep(Shown):
         return self.axes.shape
 
     def __getitem__(self, quantity: str) -> np.ndarray:
-        """A quantity's array, of the axes' shape."""
         if quantity not in self.values:
             raise unknown_name("quantity", quantity, self.values)
         return self.values[quantity]
@@ -149,11 +148,7 @@ class Sweep(Shown):
         return given | {name: value for name, value in varied.items() if value is not None}
 
     def prediction(self, **values: Any) -> Prediction:
-        """The whole prediction at values of the axes; the first of those not named.
-
-        Raises:
-            DomainError: no such axis; or as `predict`.
-        """
+        """The whole prediction at values of the axes; the first of those not named."""
         return predict(self.model(**values), **self.arguments(**values))
 
     def _chosen(self, values: Mapping[str, Any]) -> tuple[Any, ...]:

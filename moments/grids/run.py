@@ -157,7 +157,6 @@ class _Work:
         }
 
     def _made(self) -> Iterator[tuple[Value, ...]]:
-
         return itertools.product(*(self.axes.values[name] for name in self.axes.made))
 
     def pieces(self, missing: Sequence[int], spread: bool) -> Iterator[Piece]:
@@ -192,7 +191,6 @@ class _Work:
         return self.inputs | {k: v for k, v in arguments.items() if k != "theory"}
 
     def rows(self, piece: Piece) -> Iterator[list[Row]]:
-        """Every configuration's result, as they come."""
         groups: dict[Any, list[_Point]] = {}
         known: dict[tuple[str, ...], Transformer] = {}
         for index, values in piece:
@@ -270,7 +268,6 @@ class _Work:
         return self._row(point, p)
 
     def _row(self, point: _Point, p: Prediction, place: Any = ()) -> Row:
-        """What is kept of a prediction, of several configurations of the one at a place."""
         depth = point.model.layers + 1
         stream = [getattr(p, name)[place][:depth] for name in STREAM]
         variance, correlation, grad_variance, grad_correlation = stream
@@ -356,12 +353,8 @@ def _first_done(waiting: set[Any]) -> tuple[set[Any], set[Any]]:
 
 
 def _check_inputs(grid: Axes, inputs: Mapping[str, Any]) -> None:
-
-    known = [
-        name
-        for name in inspect.signature(predict).parameters
-        if name not in ("model", "theory", "progress")
-    ]
+    own = ("model", "theory", "progress")
+    known = [name for name in inspect.signature(predict).parameters if name not in own]
     for name in inputs:
         if name not in known:
             raise unknown_name("argument", name, known)

@@ -1,8 +1,5 @@
-"""The file that a sweep appends to: one line of JSON that says which sweep, then one per result.
-
-A last line without its end is that of a process that died: it is ignored, and cut off before the
-next is written.
-"""
+"""The file that a sweep appends to: one line of JSON that says which sweep, then one per result. A
+last line without its end is a dead process's: it is ignored, and cut off before the next."""
 
 from __future__ import annotations
 
@@ -39,16 +36,8 @@ LONGEST = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of one configuration.
-
-    Attributes:
-        index: of the configuration, the last axis varying fastest.
-        values: by quantity; empty where it was refused.
-        warnings: of validity.
-        refused: why there is nothing; None: there is.
-        stream: variance, correlation, gradient variance and correlation along the depth, where
-            profiles are kept.
-    """
+    """The result of the configuration `index` (the last axis varies fastest): values by quantity,
+    or why it was `refused`; and the four moments along the depth where profiles are kept."""
 
     index: int
     values: Mapping[str, float] = field(default_factory=dict)
@@ -71,11 +60,7 @@ class Row:
 
     @classmethod
     def of_line(cls, text: bytes) -> Row:
-        """Read what `line` wrote.
-
-        Raises:
-            ValueError: it did not.
-        """
+        """Read what `line` wrote; ValueError for anything else."""
         data = parse_json(text, "line")
         match data:
             case {"index": bool()}:
@@ -97,11 +82,7 @@ class Row:
 
 
 def _numbers(values: Any) -> list[float]:
-    """Finite numbers.
-
-    Raises:
-        ValueError: others.
-    """
+    """Finite numbers; ValueError for others."""
     if not isinstance(values, list) or not all(type(one) in (int, float) for one in values):
         raise ValueError("no numbers")
     try:
@@ -120,11 +101,7 @@ class Store:
         self.path, self._file = path, file
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Write results.
-
-        Raises:
-            DomainError: the disk is full, or the file can no longer be written.
-        """
+        """Write results."""
         self.write("".join(f"{row.line()}\n" for row in rows))
 
     def write(self, lines: str) -> None:
@@ -143,14 +120,8 @@ class Store:
 def opened(
     path: str | os.PathLike[str], header: Mapping[str, Any]
 ) -> Iterator[tuple[Store, list[Row]]]:
-    """A file to append to, begun with `header`, and the results that it holds already.
-
-    Args:
-        path: of the file, which may be new.
-        header: what says which sweep it is.
-
-    Raises:
-        DomainError: it cannot be written, is no regular file, is damaged, or holds something else.
+    """A file (which may be new) to append to, begun with a `header` that says which sweep it is,
+    and the results that it holds; DomainError where it holds something else or cannot be written.
     """
     place = Path(path)
     wanted = json.loads(json.dumps({**_written(), **header}, allow_nan=False))
@@ -170,11 +141,8 @@ def opened(
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Row]]:
-    """The header and the results of a file, of a sweep that may still run.
-
-    Raises:
-        DomainError: no such file, no regular one, a damaged one, or no sweep's.
-    """
+    """The header and the results of a file, of a sweep that may still run; DomainError where it has
+    none."""
     header, rows, _ = _read(Path(path))
     if header is None:
         raise DomainError(f"path = {str(path)!r}: no sweep: the file is empty")
@@ -233,7 +201,6 @@ def _header(place: Path, first: bytes) -> dict[str, Any] | None:
 
 
 def _written() -> dict[str, Any]:
-    """What a header says of who writes it."""
     from .. import __version__
 
     return {"format": FORMAT, "version": __version__}

@@ -1,9 +1,7 @@
 """Many configurations in one pass: declarations alike but for their numbers, as one with arrays.
 
-Laws broadcast over leading axes, so a declaration whose numbers are arrays carries as many
-configurations as these have entries. Its leaves are those of the single declarations, stacked. A
-stack of fewer layers is one whose further layers add nothing: a residual connection that keeps the
-stream and scales its branch by 0 changes neither signal nor gradient, so that stacks of different
+Laws broadcast over leading axes, so that leaves hold an array of the configurations' numbers. A
+further layer that keeps the stream and scales its branch by 0 changes nothing, so that different
 depths go together where every part of a layer is such a connection (Pre-LN, but not Post-LN).
 """
 
@@ -34,11 +32,8 @@ OUTPUTS = ("loss", "loss_stderr", "logit_variance")
 def kind(
     model: Transformer, theory: Theory, arguments: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:
-    """What configurations must share to go together; None for one that goes alone.
-
-    Of tokens alike: classes of positions, and tokens one by one, are arrays already, which gain
-    nothing from more.
-    """
+    """What configurations must share to go together; None for one that goes alone, as do classes of
+    positions and tokens one by one, which are arrays already."""
     if model.encoder is not None or resolution_of(model, theory, arguments.get("tokens")):
         return None
     fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
@@ -63,20 +58,11 @@ def predict_together(
     moments: Mapping[str, np.ndarray],
     batch: int = 1,
 ) -> Prediction:
-    """`predict` of several configurations of one `kind` at once, tokens alike.
+    """`predict` of models of one `kind` at once, tokens alike, on one number each of its `moments`.
 
     The stream's arrays are (B, N + 1), N of the deepest, and what a head gives (B,); of a shallower
-    one what is beyond its depth says nothing.
-
-    Args:
-        models: one each.
-        theory: as of `predict`.
-        moments: those of `predict`'s arguments that are given, one number each.
-        batch: as of `predict`.
-
-    Raises:
-        Unlike: the declarations differ in more than numbers.
-        DomainError: as `predict`, for any of them.
+    one what is beyond its depth says nothing. Raises Unlike where declarations differ in more than
+    numbers.
     """
     deepest = max(models, key=lambda model: model.layers)
     declaration = stacked_layers(models, theory)
@@ -119,12 +105,7 @@ class _Together(Stack):
 
 
 def stacked_layers(models: Sequence[Transformer], theory: Theory) -> Chain:
-    """The layers of all models as one stack, as deep as the deepest.
-
-    Raises:
-        Unlike: the declarations differ in more than numbers, or in depth where layers cannot be
-            added.
-    """
+    """The layers of all models as one stack, as deep as the deepest; or Unlike."""
     depth = max(model.layers for model in models)
     known = {
         id(m): (declare_layer(m, theory, 1),) if _uniform(m) else declare(m, theory).children
@@ -166,7 +147,7 @@ def _uniform(model: Transformer) -> bool:
 
 
 def _adding_nothing(body: Component) -> Component:
-    """The body of a layer whose residual connections keep the stream and add none of a branch."""
+    """The body of a layer that keeps the stream and adds nothing."""
     parts = body.children if isinstance(body, Chain) else (body,)
     found = []
     for part in parts:
@@ -192,6 +173,5 @@ def _without_logits(part: Component) -> Any:
 
 
 def _side_by_side(_field: str, numbers: tuple[Any, ...]) -> Any:
-    """The number that all share, or an array of them."""
     first = numbers[0]
     return first if all(one == first for one in numbers) else np.array(numbers)

@@ -60,11 +60,7 @@ GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": 
 
 
 def check(model: Transformer) -> None:
-    """Resolve the defaults of a model under construction and check it.
-
-    Raises:
-        DomainError: a value outside what is allowed, named with the remedy.
-    """
+    """Resolve the defaults of a model under construction and check it."""
     settle(model, ["layers"], check_count, most=MOST_LAYERS)
     said = model.name
     if said is not None and not (isinstance(said, str) and said.strip() and said.isprintable()):

@@ -46,11 +46,7 @@ def check_fields(name: str, given: Any, declaration: type[Any]) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """A part of a declaration: changed by copy, stored as a JSON object of its fields.
-
-    Attributes:
-        part: what it is called in an error.
-    """
+    """A part of a declaration, `_part` in errors: changed by copy, stored as a JSON object."""
 
     _part: ClassVar[str]
 

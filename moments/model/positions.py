@@ -57,11 +57,7 @@ class Rotary(Stored):
             set_field(self, "speeds", tuple(given.tolist()))
 
     def check_width(self, d_head: int) -> None:
-        """Whether `speeds` are as many as a head has pairs of turned features.
-
-        Raises:
-            DomainError: they are not.
-        """
+        """Raise unless `speeds` are as many as a head has pairs of turned features."""
         pairs = int(self.fraction * d_head) // 2
         if self.speeds is not None and len(self.speeds) != pairs:
             raise domain_error("speeds", f"{len(self.speeds)} numbers", f"{pairs}, one per pair")

@@ -140,11 +140,7 @@ class _Presets:
         return tuple(_CONFIGS)
 
     def config(self, name: str) -> Config:
-        """The Hugging Face config entries behind a preset.
-
-        Raises:
-            DomainError: no preset of that name.
-        """
+        """The Hugging Face config entries behind a preset."""
         if not isinstance(name, str) or name not in _CONFIGS:
             raise unknown_name("preset", name, _CONFIGS)
         return dict(_CONFIGS[name])

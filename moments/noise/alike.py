@@ -91,12 +91,8 @@ def across_sequences(
     """Covariance of two tokens of different sequences before every part and after the last.
 
     Independent inputs start at 0, texts read by one embedding as two tokens of one sequence. What
-    grows from there is the mean of the activations, which all tokens share.
-
-    Args:
-        layers: the stack of layers.
-        trace: what both passes through them saw.
-        variances: of a token, before every part.
+    grows from there is the mean of the activations, which all tokens share. `variances` are those
+    of a token, before every part.
     """
     embedded = trace.embedding is not None
     entering = averaged_tokens(trace.entering.kernel, trace.entering.seq_len)

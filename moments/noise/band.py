@@ -5,17 +5,7 @@ fluctuations propagate linearly, so that what one number owes to each of them fo
 sensitivities (`network`), by token, on classes of positions or for tokens alike, one class of all.
 One draw is close to lognormal: sigma^2 = Var log g, typical = mean exp(-sigma^2/2).
 
-The gradient at the last layer is a fresh Gaussian tensor of the predicted moments, unless a head's
-loss sends it (`loss_noise`), which responds to the stream's realised sizes and overlaps, or a
-decoder (`encoder_noise`). A decoder meets its memory at the mean.
-
-How right it is on simulated draws stands in `benchmarks/band_coverage.py`. Missing is what heads'
-realised weights do to the signal: its own deviation comes out right where attention is uniform and
-up to 12 % low where logits vary by 2.6 within a row, averaged over tokens; few tokens with a
-gradient show more of it.
-
-See docs/theory/band.md, How it travels.
-"""
+See docs/theory/band.md, How it travels."""
 
 from __future__ import annotations
 
@@ -99,7 +89,7 @@ def log_variance(
         across: of two sequences, what their tokens share before every part and behind all, where
             that is known (`between_documents`); None: what two texts do.
     """
-    layers, first = _layers(declaration), trace.entering
+    layers = _layers(declaration)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         alone = _alone(trace, batch)
         end = Fresh.of(trace) if top is None else top.met(trace, alone)
@@ -109,7 +99,7 @@ def log_variance(
         def variance(points: Sequence[int]) -> Array:
             return network.variance([starts[n] for n in points])
 
-        found = _at_points(network, variance, len(layers), bool(first.resolved))
+        found = _at_points(network, variance, len(layers))
     return _where_it_arrives(found, trace)
 
 
@@ -152,7 +142,7 @@ def signal_log_variance(
         declaration, trace, batch, across: as in `log_variance`.
         real: (n,) by token, 1 for tokens that count and 0 for padding; None: all count.
     """
-    layers, first = _layers(declaration), trace.entering
+    layers = _layers(declaration)
     kernels = [
         matrix_of(point.signal.second_moment(), point.signal.seq_len) for point in trace.stream()
     ]
@@ -164,7 +154,7 @@ def signal_log_variance(
             own = [_averaging(kernels[n], real) for n in points[::-1]]
             return network.signal_variance([starts[n] for n in points[::-1]], own)[::-1]
 
-        return _at_points(network, variance, len(layers), bool(first.resolved), False)
+        return _at_points(network, variance, len(layers), False)
 
 
 def _averaging(kernel: Matrix, real: Array | None) -> Matrix:
@@ -244,18 +234,11 @@ def _at_points(
     network: Network,
     variance: Callable[[Sequence[int]], Array],
     layers: int,
-    resolved: bool,
     from_above: bool = True,
 ) -> Array:
-    """(..., N + 1) variance at the points of the stream.
-
-    Args:
-        network: whose kernels say how many points are followed at once.
-        variance: of these points, in order.
-        layers: how many.
-        resolved: whether tokens are.
-        from_above: whether it grows from the last point down; else from the first up.
-    """
+    """(..., N + 1) variance at the points of the stream, as many at once as the network's kernels
+    leave room for. `from_above`: it grows from the last point down, else from the first up."""
+    resolved = bool(network.first.resolved)
     most = TARGETS if resolved else ALIKE_TARGETS
     # The last points are their own: above the topmost layer there is no randomness but the loss's.
     below = np.linspace(0, layers - 1, min(most - 1, layers)).round()
@@ -289,11 +272,7 @@ def _where_it_arrives(variance: Array, trace: Trace) -> Array:
 
 
 def first_order(variance: Array, what: str = "gradient") -> tuple[Array, tuple[str, ...]]:
-    """`log_variance` as far as it holds, at most `LARGEST`, and notes on what is beyond.
-
-    In the causal norm-less network of the note (d = 96, skip .9, branch .43; 17 tokens), simulated
-    draws had .31, .91 and 1.6 after 12, 16 and 20 layers, and first order 1.9, 28 and 1700.
-    """
+    """`log_variance` as far as it holds, at most `LARGEST`, and notes on what is beyond."""
     worst = float(np.max(variance))
     if worst <= LARGEST:
         return variance, ()

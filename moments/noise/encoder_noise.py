@@ -2,22 +2,11 @@
 
 Every layer's cross-attention sends the memory a gradient M_k R_k: R_k the modes of the gradient
 that the layer's part receives, M_k a map that depends on the modes of the memory and of the tokens
-that ask. Their sum over layers is a number y as any other: of sensitivity M_k to the gradient that
-each part receives, and dM_k/dx R_k to the signal that enters it (`network.Inflow`), so that it
-shares the fluctuations of the decoder's gradient with every layer. Noise besides is that of the
-matrices in between: W_o, 2 over the heads' features for each mode received; W_v, 2/d for each mode
-sent, and 4/d of what other layers have sent, independent in direction; and what the decoder's mean
-sends into the memory's differences, in every head one vector over tokens.
+that ask. Their sum over layers is a number y as any other (`network.Inflow`), with noise of the
+matrices in between (`_noise`). The memory's own fluctuations are the response of the encoder's last
+gradient to its last signal. By token, the decoder is followed with moments averaged over tokens.
 
-The memory's own fluctuations enter through dM_k/d(memory) and its last normalisation: they are the
-response of the encoder's last gradient to its last signal. That a decoder's tokens move with the
-memory they have read is left out, and so is the overlap between sequences.
-
-Resolved by token the decoder is followed with moments averaged over tokens, as if all attended to
-all.
-
-See docs/theory/band.md, Where gradients come from.
-"""
+See docs/theory/band.md, Where gradients come from."""
 
 from __future__ import annotations
 
@@ -256,8 +245,10 @@ def _noise(
     of_memory: _Reading,
     modes: Modes,
 ) -> Array:
-    """Of the output projection, of the value projection and of the heads' realised weights, of
-    one sequence."""
+    """Of one sequence: of W_o, 2 over the heads' features for each mode received; of W_v, 2/d for
+    each mode sent (and 4/d of what other layers have sent, independent in direction); and of what
+    the decoder's mean sends into the memory's differences, in every head one vector over tokens.
+    """
     inner, width = attention.heads * attention.d_head, attention.memory_width
     stage = returned * (2 / inner * received**2 / modes.count)[..., None, :]
     noise = stage @ transposed(returned)

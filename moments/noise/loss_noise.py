@@ -1,31 +1,14 @@
 """What one draw of the weights makes of the gradient that a head's loss sends to the last layer.
 
-Given the targets, sum_v d_i(v) E_v of Gaussian rows E_v is a Gaussian tensor of the kernel D, but
-for what the softmax knows of the draw: the realised kernel is a Wishart matrix of width degrees of
-freedom, 2 tr(D D)/width, as any fresh Gaussian gradient's. A hidden layer's matrix and activation
-add their own. Two things depend on more than that:
+Given the targets, sum_v d_i(v) E_v of Gaussian rows E_v is a Gaussian tensor of the kernel D, with
+D_ij = sum_v d_i(v) d_j(v) of the gradients d at two tokens' logits (`readout`): a Wishart matrix of
+width degrees of freedom, 2 tr(D D)/width. A hidden layer's matrix and activation add their own.
+Besides, the final normalisation divides by the stream's realised sizes and the softmax depends on
+its realised overlaps (the response of the last gradient to the last signal); and where logits are
+few D_ii itself varies with the target's logit: given here is Var E(D_ii | target's logit), without
+what logits do together.
 
-* the final normalisation divides by the realised size of the stream, token by token, and the
-  softmax sees its realised overlaps: the response of the last gradient to the last signal, from
-  where the signal's fluctuations enter all gradients below;
-* D_ii itself varies with the draw, where logits are few (below).
-
-See docs/theory/band.md, Where gradients come from.
-
-How far one draw's gradient at the logits is from its mean, with D_ij = sum_v d_i(v) d_j(v) of the
-gradients d at two tokens' logits (`readout`):
-
-* D_ii varies with the target's logit, by the share it has in few logits: given here is
-  Var E(D_ii | target's logit). Of a shift of all logits D knows nothing, so that the others' mean
-  effects add 1/(V - 1) of it, and two tokens' vary together by the correlation of their logits,
-  -1/(V - 1) of that where they have different targets. What logits do together is left out: of 3
-  to 8 classes the deviation of log D_ii comes out 3 to 9 % low at a logit variance of .5 and below,
-  13 to 17 % at 1;
-* where the text is not known, kernels hold probabilities of coincidence q, and E D_ij^2 exceeds
-  their square by q (1 - q) times the square of what a common target adds.
-
-See docs/theory/loss.md.
-"""
+See docs/theory/band.md, Where gradients come from, and docs/theory/loss.md."""
 
 from __future__ import annotations
 
@@ -88,7 +71,8 @@ def across(readout: Readout) -> Array:
 
 
 def mean_square(readout: Readout) -> Kernel:
-    """E (D_ij/T^2)^2 over texts; the square itself where the text is known."""
+    """E (D_ij/T^2)^2 over texts, of probabilities of coincidence q: the square, and q (1 - q) times
+    the square of what a common target adds."""
     targets, overlap = readout.targets, readout.overlap
     common = _common(readout)
     same = targets.same_target
@@ -107,7 +91,12 @@ def _common(readout: Readout) -> Array:
 
 
 def logit_agreement(readout: Readout) -> Matrix:
-    """How far log D_ii and log D_jj vary together, 1 + 1/(V - 1) where they are one."""
+    """How far log D_ii and log D_jj vary together, 1 + 1/(V - 1) where they are one.
+
+    Of a shift of all logits D knows nothing, so that the others' mean effects add 1/(V - 1) of that
+    of the target's, and two tokens' are correlated as their logits, by -1/(V - 1) of that where
+    they have different targets.
+    """
     same, kernel = readout.targets.same_target, readout.kernel
     other = readout.vocab_size - 1
     first, second = kernel.over_tokens(kernel.diagonal)
@@ -233,9 +222,7 @@ class _Ending:
         width: features that the matrix multiplies.
         agreement, effect: how far tokens' D_ii vary together, and how much, over draws.
         batch: sequences that share the weights.
-        unknown: (..., L, L) variance of `received` over texts, that of D_ij. (Relative to a pair's
-            own mean it would be without bound where a tied head finds what it reads, whose pairs
-            share next to nothing.)
+        unknown: (..., L, L) variance of `received` over texts, that of D_ij.
         shared: E of the squares of what a token's gradient shares with those of other sequences,
             summed over them, relative to that of all its own.
     """

@@ -5,15 +5,10 @@ realised gradient kernels above, with sensitivities Lambda, and to first order i
 realised signal kernels, with sensitivities Gamma (`response`). All parts above a point add what
 their matrices make of the first, all parts of the network of the second; and where directions share
 nothing on average, their random overlap q is the floor under what tokens and sequences that share
-the weights can average out.
+the weights can average out. Tokens alike are one class of all (`classes.ClassMatrix`), whose parts
+of one structure are met at once (`alike`).
 
-Tokens alike are one class of all (`classes.ClassMatrix`): a sensitivity is then two numbers, what a
-part does to it a matrix of two by two, and parts of one structure are met at once (`alike`).
-
-See docs/theory/band.md, What fluctuates.
-
-See docs/theory/band.md, The floor.
-"""
+See docs/theory/band.md, What fluctuates. See docs/theory/band.md, The floor."""
 
 from __future__ import annotations
 

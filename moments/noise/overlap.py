@@ -1,26 +1,15 @@
 """How much two tokens' overlap x_a.x_b/d varies over draws, beyond independent features.
 
 The gradients of queries and keys sum o_ab^2 over L^2 pairs of tokens, whose mean overlap may be 0,
-beside L terms C_aa: there 1/d is followed as one number nu, the relative variance of the overlap of
-what two tokens have of their own. What a component does to it says its `unshared_overlap`.
-
-Three Post-LN layers of width 64 on 32 tokens have, behind each block, nu = .0196, .0235, .0255,
-.0304, .0314, .0371 (standard error .0003); here .0193, .0236, .0257, .0304, .0313, .0365, and
-without what attention's queries add .0162, .0208, .0202, .0252, .0246, .0301.
-
-nu is one number for all pairs of tokens. In six layers of width 128 on a text of 2 x 64 tokens,
-overlaps vary by 1, 1.3, 1.6, 1.8, 2.0, 2.1 over d in GPT-2 (here 1, 1.4, 1.7, 1.9, 2.1, 2.3) and
-by 1 to 2.8 in Llama at deviation .02 (2.6). There causal averages fill the stream, what tokens have
-of their own lies in few directions whose sizes vary by more (up to 6/d), and squared query and key
-norms stay 2 to 6 percent low (standard error 4 a layer); docs/accuracy.md has every family.
+beside L terms C_aa: there 1/d is followed as one number nu for all pairs, the relative variance of
+the overlap of what two tokens have of their own (a component's `unshared_overlap`).
 
 Around a unit of realised overlap o, hidden units have the covariance F(o) and send the gradient
 G b(o) back. The gradients of the matrices before and behind, and of the gain of a norm before, sum
 o b(o) and F(o) over pairs: the mean is taken of the two values at E o +- sqrt(Var o), exact to
 third order in o. Var o_ab is what the forward pass found (`fluctuation`).
 
-See docs/theory/norms.md, Overlaps of what tokens have of their own.
-"""
+See docs/theory/norms.md, Overlaps of what tokens have of their own."""
 
 from __future__ import annotations
 
@@ -30,12 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..engine.composition import Chain, forward
-from ..engine.fluctuation import (
-    OverlapWalk,
-    UnsharedOverlap,
-    overlap_variance,
-    step_within,
-)
+from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, overlap_variance, step_within
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Trace, weight_rows
 from ..transfer.attention.projections import real_tokens

@@ -37,14 +37,9 @@ OUTPUT_SITES = frozenset(
 
 @dataclass(frozen=True)
 class RawMoments:
-    """Moments about zero of a (batch, L, features) tensor, some tokens of which may be padding.
-
-    Attributes:
-        mean: of all entries.
-        square: mean of the squared entries.
-        pair: mean of x_i x_j over ordered pairs i != j of one sequence and over features.
-        token_square: (L,) mean of the squared entries by position; 0 where all is padding.
-    """
+    """Moments about zero of a (batch, L, features) tensor, some tokens of which may be padding: of
+    all entries, of their squares, of x_i x_j over ordered pairs i != j of one sequence and over
+    features, and (L,) of the squares by position, 0 where all is padding."""
 
     mean: float
     square: float
@@ -62,14 +57,9 @@ class WeightGradient(NamedTuple):
 
 @dataclass(frozen=True)
 class Draw:
-    """Everything seen in one forward and backward pass through one draw of the weights.
-
-    Attributes:
-        signal, gradient: raw moments of the activations and of dLoss/dx at each place.
-        weight_gradients: squared Frobenius norm of the gradient of each matrix.
-        loss, logit_variance: None where there is no loss, no head.
-        encoder: of the model whose output cross-attention read; None: there is none.
-    """
+    """Everything seen in one forward and backward pass through one draw of the weights: raw moments
+    of activations and of dLoss/dx by place, the squared Frobenius norm of every matrix's gradient,
+    loss and logits where there are any, and the same of the encoder that cross-attention read."""
 
     signal: Mapping[Place, RawMoments]
     gradient: Mapping[Place, RawMoments]
@@ -92,11 +82,7 @@ class Statistic(NamedTuple):
 
 
 def common_places(draws: Sequence[Mapping[Place, Any]]) -> list[Place]:
-    """The places that every draw saw, by layer.
-
-    Raises:
-        MomentsError: not all saw the same.
-    """
+    """The places that every draw saw, by layer; MomentsError where not all saw the same."""
     if any(set(draw) != set(draws[0]) for draw in draws):
         raise MomentsError("the draws passed different sites: each must run the same network")
     return sorted(draws[0], key=lambda place: place[0])

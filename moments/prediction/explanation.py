@@ -49,14 +49,11 @@ class Step:
     """One law at work, or one component that works by token.
 
     Attributes:
-        site: of the network.
-        way: "forward" or "backward".
+        site, way: of the network, and "forward" or "backward".
         component, quantity: names under which `moments.component(...).law(...)` finds the law.
-        law: the formula with its source; None for an "attention kernel", whose moments are sums
-            over all pairs of tokens instead of one formula, for a norm's "gain", and for
-            "directions" that a gradient lacks (`directions`).
-        values: what its symbols were, averaged over tokens where resolved by token.
-        result: what it gave, likewise.
+        law: the formula; None for an "attention kernel", whose moments are sums over all pairs of
+            tokens, a norm's "gain", and "directions" that a gradient lacks (`directions`).
+        values, result: what its symbols were and what it gave, averaged over tokens.
     """
 
     site: str
@@ -79,12 +76,8 @@ class Step:
 
 
 class Log:
-    """Every law of a layer, at the site and on the way where it is evaluated.
-
-    Args:
-        layout: of the tokens.
-        names: where the registry has each law (`names_of_laws`).
-    """
+    """Every law of a layer, at the site and on the way where it is evaluated, under the name that
+    the registry has for it (`names_of_laws`)."""
 
     def __init__(self, layout: SequenceLayout, names: dict[Formula, tuple[str, str]]) -> None:
         self.layout, self.names = layout, names
@@ -213,13 +206,7 @@ def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The laws of one layer in the order in which they were used.
-
-    Attributes:
-        model: the declaration.
-        layer: its number.
-        steps: every law that was evaluated, residual additions included.
-    """
+    """The laws of one layer in the order in which they were used, residual additions included."""
 
     model: Transformer
     layer: int

@@ -2,13 +2,9 @@
 
 Variances are finite and not negative, correlations within what so many tokens can have. What lies
 beyond by rounding is cut off; what lies further beyond is cut off with a note where the rest can
-stand without it, and refused where not.
-
-And how they are computed: with one BLAS thread where matrices are small, since more of them wait
-for each other longer than they work. Measured on two cores that others used too, 1 thread against
-2: a model by token at length 256 takes a sixth of the time and a fifth of the processor's (1.3 s
-and 0.7 s for 8.1 s and 3.2 s), by classes of positions three quarters of the time. Needs
-threadpoolctl (the extra "threads"); without it nothing is changed.
+stand without it, and refused where not. Small matrices are computed on one BLAS thread, where
+threadpoolctl (the extra "threads") is installed: more would wait for each other longer than they
+work.
 """
 
 from __future__ import annotations
@@ -34,34 +30,21 @@ ROUNDING = 1e-9
 
 
 class Gate:
-    """What one prediction may say.
-
-    Args:
-        theory: whose numbers they are.
-        notes: where its formulas left their validity, which explains what is impossible.
-        tokens: the fewest real tokens of a sequence.
-    """
+    """What one prediction may say, after notes on where its formulas left their validity, which
+    explain what is impossible; `tokens` are the fewest real ones of a sequence."""
 
     def __init__(self, theory: Theory, notes: Sequence[str], tokens: int) -> None:
         self.theory, self.before, self.least = theory, tuple(notes), -1.0 / max(tokens - 1, 1)
         self.notes: list[str] = []
 
     def finite(self, what: str, values: Array) -> Array:
-        """Numbers, all of them finite.
-
-        Raises:
-            DomainError: NaN or infinity.
-        """
+        """Numbers, or a DomainError where one is NaN or infinity."""
         if not np.all(np.isfinite(values)):
             raise self._refused(f"{what} is not a finite number")
         return values
 
     def variance(self, what: str, values: Array) -> Array:
-        """Mean squares, not negative.
-
-        Raises:
-            DomainError: a negative one, NaN or infinity.
-        """
+        """Mean squares, or a DomainError where one is negative, NaN or infinity."""
         self.finite(what, values)
         least = np.min(values)
         if least >= 0:
@@ -77,16 +60,8 @@ class Gate:
         rounding: float = ROUNDING,
         places: Sequence[str] | None = None,
     ) -> Array:
-        """Mean squares of parts (tokens, matrices): 0 for negative ones, noted.
-
-        Args:
-            what: is said of them.
-            values: of any shape.
-            rounding: share of the largest that goes without a note.
-            places: in words, along the last axis; None: of the stream, by layer and token.
-
-        Raises:
-            DomainError: NaN or infinity.
+        """Mean squares of parts (tokens, matrices): 0 for negative ones, noted beyond a share of
+        the largest. `places` are words along the last axis; None: the stream's, by layer and token.
         """
         self.finite(what, values)
         least = np.min(values, initial=0.0)
@@ -104,16 +79,8 @@ class Gate:
         return np.maximum(values, 0.0)
 
     def correlation(self, what: str, values: Array, places: Sequence[str] | None = None) -> Array:
-        """Correlations that so many tokens can have with each other, -1/(tokens - 1) to 1.
-
-        Args:
-            what: is said of them.
-            values: of any shape.
-            places: in words, along the last axis; None: the stream's layers.
-
-        Raises:
-            DomainError: NaN or infinity.
-        """
+        """Correlations that so many tokens can have with each other, -1/(tokens - 1) to 1, noted
+        where cut off. `places` are words along the last axis; None: the stream's layers."""
         self.finite(what, values)
         inside = np.clip(values, self.least, 1.0)
         off = np.abs(values - inside)
@@ -161,6 +128,8 @@ def _place(values: Array, flat: int, places: Sequence[str] | None) -> str:
     index = np.unravel_index(flat, np.shape(values))
     if places is not None:
         return places[int(index[-1])]
+    if len(index) < 2:
+        return f"entry {index[-1] + 1}"
     token = f", token {index[-1] + 1}" if np.shape(values)[-1] > 1 else ""
     return f"behind layer {index[-2]}{token}" if index[-2] else f"what enters layer 1{token}"
 
@@ -176,16 +145,8 @@ _SAID = {
 
 @contextlib.contextmanager
 def computing(theory: Theory, traces: Sequence[Run | Trace], rows: int = 1) -> Iterator[None]:
-    """Turn what breaks inside formulas into one error that says where and why.
-
-    Args:
-        theory: of the prediction.
-        traces: of the stacks, or their passes under way, in that order.
-        rows: of the matrices that are worked on: where they are small, by one BLAS thread.
-
-    Raises:
-        DomainError: numbers that overflow, or a division by a variance of zero.
-    """
+    """Turn what breaks inside formulas into one DomainError that says where and why, by the stacks'
+    `traces` in order; `rows` are those of the matrices, few of which go on one BLAS thread."""
     try:
         quiet = np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore")
         with few_threads(rows), quiet:
@@ -264,13 +225,7 @@ LOOSE = 0.4
 
 
 def _unnormalised(model: Transformer, trace: Trace) -> tuple[str, ...]:
-    """Where logits are formed of tokens whose norms differ much from draw to draw.
-
-    Simulated means over predicted ones at the input (causal, d = 96, gelu, skip .9, branch .43; 50
-    to 60 draws): 1.01 (.09) where the product reaches .49 after 12 layers, 1.5 (.3) at 1.2 after
-    16, 2.8 (.7) at 2.7 after 20. Their log gradients varied by .31 (.06), .91 (.18) and 1.6 (.3),
-    where first order says 1.9, 28 and 1700.
-    """
+    """Where logits are formed of tokens whose norms differ much from draw to draw."""
     if model.norm != "none" or model.qk_norm is not None:
         return ()
     stream = trace.stream()
@@ -304,7 +259,7 @@ def _collected(trace: Trace) -> tuple[str, ...]:
 
 def _of_sizes(model: Transformer, trace: Trace) -> tuple[str, ...]:
     """What a stream without norms leaves out: query and key gradients hold products of realised
-    sizes. Measured at width 64, relative variances .2 to .5: 10 to 25 % (standard errors 8, 14)."""
+    sizes."""
     if model.norm != "none" or (last := trace.stream()[-1].signal).fluctuation is None:
         return ()
     size = np.asarray(last.second_moment().mean_diagonal())
@@ -324,11 +279,9 @@ GATED_SPREAD = 0.04
 
 
 def _behind_gates(model: Transformer, trace: Trace) -> tuple[str, ...]:
-    """Gated units without norms: a token that is larger in one draw grows faster.
-
-    Squared norms vary by 2/d_model where they enter; the stack raises that by the square of its
-    elasticity, which the gradient's growth over the signal's is.
-    """
+    """Gated units without norms: a token that is larger in one draw grows faster. Its squared norm
+    varies by 2/d_model on entering, which the stack raises by the square of its elasticity, the
+    growth of the gradient over that of the signal."""
     stream = trace.stream()
     ends = [point.gradient for point in (stream[0], stream[-1])]
     if model.norm != "none" or not model.gated or ends[0] is None or ends[1] is None:
@@ -382,10 +335,8 @@ a product, some ten milliseconds, which threads share well."""
 
 @contextlib.contextmanager
 def few_threads(rows: int) -> Iterator[None]:
-    """One BLAS thread while matrices of so many rows are worked on; then as many as before.
-
-    In the main thread alone: set from another, OpenBLAS's limit was seen not to hold there.
-    """
+    """One BLAS thread while matrices of so many rows are worked on, in the main thread alone: set
+    from another, OpenBLAS's limit was seen not to hold there."""
     main = threading.current_thread() is threading.main_thread()
     asked = 1 < rows <= SMALL and main
     controller = _controller("scipy.linalg" in sys.modules) if asked else None
@@ -398,8 +349,7 @@ def few_threads(rows: int) -> Iterator[None]:
 
 @functools.cache
 def _controller(_also_scipy: bool) -> Any:
-    """Of the libraries that are loaded by then: numpy's, and scipy's own once that is there, which
-    comes later. None without threadpoolctl."""
+    """Of the libraries loaded by then, scipy's own among them if so; None without threadpoolctl."""
     try:
         from threadpoolctl import ThreadpoolController
     except ImportError:

@@ -90,11 +90,8 @@ class Measurement:
 
     @classmethod
     def from_draws(cls, draws: Sequence[Draw], *, batch: int, source: str) -> Measurement:
-        """Assemble the statistics of one or more draws.
-
-        Raises:
-            MomentsError: the draws hold different places, or the stream of some layer is missing.
-        """
+        """Assemble the statistics of one or more draws, which hold the same places and a whole
+        stream."""
         places = common_places([draw.signal for draw in draws])
         layers = max(layer for layer, site in places if site not in OUTPUT_SITES)
         if missing := [n for n in range(layers + 1) if (n, STREAM) not in draws[0].signal]:
@@ -254,10 +251,8 @@ def _with_error(value: float, stderr: float) -> str:
 
 
 def last_grad_kernel(measurement: Measurement) -> np.ndarray:
-    """The measured gradient at the last layer as an (L, L) kernel, for `predict(grad_kernel)`.
-
-    Variances by token, and the mean covariance shared in proportion to the tokens' deviations.
-    """
+    """The measured gradient at the last layer as an (L, L) kernel, for `predict(grad_kernel)`:
+    variances by token, the mean covariance shared in proportion to their deviations."""
     variance = measurement.token_grad_variance[-1]
     deviation = np.sqrt(variance)
     kernel = np.outer(deviation, deviation)

@@ -125,16 +125,7 @@ def predict(
         raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
     check_choice("theory", theory, THEORIES)
     check_count("batch", batch)
-    inputs = Inputs(
-        variance,
-        correlation,
-        token_ids,
-        segment_ids,
-        pixels,
-        kernel,
-        attention_mask,
-        document_ids,
-    )
+    inputs = Inputs(**{name: asked[name] for name in INPUTS})
     other = _encoder_inputs(model, encoder_inputs)
     if model.encoder is not None:
         inputs, other = as_many(inputs, other)
@@ -190,8 +181,7 @@ def predict(
 def _of_one_document(
     stack: Stack, lengths: tuple[int, ...], given: tuple[Any, Any], batch: int
 ) -> tuple[Prediction, float]:
-    """The prediction of the longest document of a stack, and how many of those have as many tokens
-    as all have."""
+    """The prediction of a stack's longest document, and how many such have all the tokens."""
     one = stack.alone()
     with computing(stack.theory, [one.run], one.rows):
         signal = one.forward()
@@ -217,11 +207,7 @@ def _read_by(
 
 def stack_of(model: Transformer, inputs: Inputs, tokens: bool | None = None) -> Stack:
     """A model's stack of layers on what enters it, under the refined theory; `tokens` as in
-    `predict`.
-
-    Raises:
-        DomainError: as `predict`.
-    """
+    `predict`."""
     resolved = resolution(model, "refined", tokens, inputs, Inputs())
     return Stack(model, "refined", inputs, resolved, inputs.shape)
 
@@ -264,11 +250,7 @@ def _followed(stacks: list[Stack], progress: bool | Callable[[SoFar], None]) -> 
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
-    """A bar on standard error.
-
-    Yields:
-        What to call with the work of each step, and with what is done next.
-    """
+    """A bar on standard error; yields what to call with the work of each step, and what is next."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
 

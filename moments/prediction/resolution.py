@@ -55,15 +55,9 @@ def resolution(
     grad_kernel: Any = None,
     targets: Any = None,
 ) -> bool | PositionClasses:
-    """That of a prediction: False, True or classes.
-
-    Args:
-        model, theory, tokens, grad_kernel, targets: as `predict` takes them.
-        inputs, other: of the model, and of its encoder.
-
-    Raises:
-        DomainError: what is asked for is not what the theory, the mask or the input allow.
-    """
+    """That of a prediction: False, True or classes; `inputs` and `other` are those of the model and
+    of its encoder, the rest is as `predict` takes it. DomainError where the theory, the mask or the
+    input do not allow it."""
     if tokens is not None:
         check_flag("tokens", tokens)
     encoder = model.encoder
@@ -141,11 +135,8 @@ def _classes(model: Transformer, inputs: Inputs) -> PositionClasses | None:
 
 
 def _alike_but_for_length(model: Transformer, inputs: Inputs, where: np.ndarray) -> bool:
-    """Whether classes serve sequences or documents of a batch, and are fewer than tokens.
-
-    Args:
-        where: as from `layout.spans`.
-    """
+    """Whether classes serve sequences or documents of a batch (from `layout.spans`), and are fewer
+    than tokens."""
     lengths, text = where[:, 2], inputs.token_ids is not None
     if lengths.max() < 2 or (model.encoder is not None and inputs.sequences > 1):
         return False
@@ -216,10 +207,7 @@ def by_position(model: Transformer, text: bool = False) -> bool:
 
 
 def repeating(model: Transformer, inputs: Inputs) -> bool:
-    """Whether what is read repeats tokens as a text does: it is one, or Zipf's law of some length.
-
-    At 256 tokens of Zipf's law in Llama's widths correlations are .02 high.
-    """
+    """Whether what is read repeats tokens as a text does: it is one, or by Zipf's law."""
     if inputs.token_ids is not None:
         return True
     return isinstance(model.embedding, Embedding) and not inputs.moments
@@ -267,29 +255,21 @@ def _least_window(model: Transformer) -> int:
 
 DEEPEST_POST, DENSE_PER_OCTAVE = 4, 4.0
 """Norms on the stream beyond which classes are twice as many: gradients there fall by orders of
-magnitude from one position to the next. Of 12 such layers at 128 positions, against every token,
-the mean gradient is off by 3e-3 and by 1.5e-2 with as many classes as elsewhere; of 96 under
-doubled logits, at 40 positions, against every token with a row of its own, those of single tokens
-are off by 9 % at most, and by a factor of 3.7 with as many as elsewhere."""
+magnitude from one position to the next. Of 12 such layers the mean gradient is off by 3e-3 against
+every token, and by 1.5e-2 with as many classes as elsewhere."""
 
 WORDS_PER_OCTAVE, UNKNOWN_PER_OCTAVE = 1.5, 1.0
-"""Nodes for every doubling of the position where words are told apart, at three times the cost of
-each: of a text, and in windows where Zipf's law stands for an unknown one. Llama-3-8B at 8192
-tokens, 4 layers, against 4 nodes: with 1 variance 2e-4, correlation 5e-4, mean gradient 7e-3, those
-of weights 1 % and of queries and keys 9 %; with 1.5: 1e-4, 3e-4, 4e-3, 1 %, 5 %; with 2: 1e-4,
-3e-4, 3e-3, .7 %, 3 %."""
+"""Nodes for every doubling of the position where words count, at three times the cost of each: of a
+text, and in windows where Zipf's law stands for an unknown one. Against 4 nodes the mean gradient
+of 4 layers of Llama-3-8B at 8192 tokens is off by 4e-3 with 1.5, and by 7e-3 with 1."""
 
 LAST_PER_OCTAVE, WIDENING = 1.25, 0.05
 """Nodes for the last doubling of the position where Zipf's law stands for an unknown text and rows
-see all before them, and by what part every step before it is longer than the next. Llama-3-8B, 4
-layers, against 3 nodes, at 8192 tokens (14 nodes, and 16 with 1 throughout): variance 1e-4,
-correlation 3e-4, mean gradient 2e-3, those of weights 1.2 % at most and of queries and keys 6 %,
-with 1 throughout 1.5e-4, 3e-4, 2e-3, 1.7 and 8 %. At 2048 (13, and 14): 8e-5, 1e-4, 1.3e-3, .6 and
-1.2 %, with 1 throughout 9e-5, 2e-4, 1.7e-3, 1 and 1.5 %."""
+see all before them, and by what part every step before it is longer than the next. The same mean
+gradient is off by 2e-3, gradients of queries and keys by 6 % at most."""
 
 
 def _density(model: Transformer, words: bool, text: bool) -> dict[str, Any]:
-    """What `PositionClasses.of` takes."""
     on_stream = sum(placement in ("post", "b2t") for placement in model.placements)
     if _waves(model) or (model.causal and on_stream > DEEPEST_POST):
         return {"per_octave": DENSE_PER_OCTAVE}
@@ -306,13 +286,10 @@ def _density(model: Transformer, words: bool, text: bool) -> dict[str, Any]:
 
 MOST_CROWDED = 0.01
 """Pairs of a row's keys that are of one word beyond what its frequency in the text allows, up to
-which cells hold what it does. Of Llama's layers on 560 tokens of Zipf's law of which the first 4
-are one word, .007: variance is off by .8 %, gradients by 1.5 % and the embedding's by 4 %, a matrix
-by 9 %; the first 10, .021: by 2, 4, 10 and 22 %."""
+which cells hold what it does."""
 
 COPIES = 0.5
-"""Share of the places of two texts that hold one word in both, from which these are as good as
-copies."""
+"""Share of the places of two texts that hold one word in both, from which they count as copies."""
 
 OF_COPIES = (
     "texts of this batch are mostly copies of each other: what their tokens share beside those at "
@@ -323,10 +300,7 @@ OF_COPIES = (
 
 OFTEN = 0.2
 """Share of a text that one word is, from which it carries a note: what words as frequent have
-beyond others is left out of sums over keys. Of 264 words in two layers of Llama, at a logit
-variance of 2.7, gradients of queries and keys are 2 to 4 % low where the commonest word is a tenth
-of them, 6 to 9 % at a sixth, 16 to 19 % at a quarter and 29 to 34 % at .4, those of other weights
-up to 11 %. GPT-2's are within 2 % at each."""
+beyond others is left out of sums over keys."""
 
 OF_ONE_WORD = (
     "more than a fifth of this text is one word, and classes of positions hold words by one "

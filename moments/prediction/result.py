@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ..noise.overlap import StackOverlaps
     from ..show.expects import Expects
     from ..step.result import FirstStep
-    from ..step.sharpness import Sharpness
     from .stack import OuterWeights
 
 
@@ -117,7 +116,8 @@ class Prediction:
         Raises:
             DomainError: the theory is not "refined".
         """
-        return self._spread_of_draws()[0]
+        self._check_draws()
+        return self._draws[0]
 
     @property
     def grad_variance_band(self) -> np.ndarray:
@@ -134,7 +134,8 @@ class Prediction:
         Raises:
             DomainError: the theory is not "refined".
         """
-        return self._spread_of_draws()[1]
+        self._check_draws()
+        return self._draws[1]
 
     @property
     def variance_band(self) -> np.ndarray:
@@ -170,7 +171,7 @@ class Prediction:
         return self._gate().variance("the variance of one draw", ends), spread
 
     def _drawn_from(self) -> tuple[Prediction, Any, float]:
-        """The prediction of one document, what two of them share, and how many there are."""
+        """One document's prediction, what two of them share, and how many there are."""
         from ..noise.band import between_documents
 
         if self.alone is None:
@@ -184,10 +185,6 @@ class Prediction:
                 f"theory {self.theory!r} gives means over draws only; "
                 'use theory="refined" for what one draw does'
             )
-
-    def _spread_of_draws(self) -> tuple[np.ndarray, np.ndarray]:
-        self._check_draws()
-        return self._draws[:2]
 
     @functools.cached_property
     def _draws(self) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
@@ -219,7 +216,11 @@ class Prediction:
         frames = []
         for index in np.ndindex(shape):
             rows = [
-                (point.layer, point.site, *(_at(v, shape, index) for v in moments(point)))
+                (
+                    point.layer,
+                    point.site,
+                    *(float(np.broadcast_to(v, shape)[index]) for v in moments(point)),
+                )
                 for point in self.trace.points
             ]
             frame = pd.DataFrame(rows, columns=["layer", "site", *POINT_COLUMNS])
@@ -334,48 +335,13 @@ class Prediction:
         Warns:
             ValidityWarning: where the step is too large for the theory.
         """
-        from ..step.first import check_step
+        from ..step.rules import check_step
 
         check_step(optimizer, learning_rate, **options)
         found: FirstStep = self._stepping.after(optimizer, learning_rate, **options)
         for note in found.warnings:
             warnings.warn(note, ValidityWarning, stacklevel=2)
         return found
-
-    def sharpness(self, optimizer: str, **options: Any) -> Sharpness:
-        """The largest and the least eigenvalue of the (preconditioned) Hessian of the batch's loss.
-
-        Gradient descent oscillates from a learning rate of 2/largest on; Adam at a constant rate
-        becomes unstable from about 38/largest (Cohen et al. 2022, for beta_1 = .9).
-        docs/theory/sharpness.md has the formula and what it was held against.
-
-        Args:
-            optimizer: "sgd" (the Hessian itself), "adam" or "adamw" (divided by the root mean
-                square of an entry of every parameter's gradient).
-            options: draws of the network that are averaged (3), their least number of features
-                (64), and seed (0).
-
-        Raises:
-            DomainError: as `after`, or the model has an encoder, reads images, or has a component
-                without a known step (the message names it).
-
-        Warns:
-            ValidityWarning: where logits vary so much that their softmax is not uniform.
-        """
-        from ..step.sharpness import sharpness
-
-        stepping = self._stepping
-        frame = stepping.prediction.weight_gradients()
-        names = zip(frame["layer"], frame["weight"], frame["squared_norm"], strict=True)
-        squares = {(int(layer), str(name)): float(square) for layer, name, square in names}
-        if float(np.max(stepping.reading.logit_variance)) > _WIDE_LOGITS:
-            warnings.warn(
-                f"the logits have a variance of {stepping.reading.logit_variance:.2g}: sharpness "
-                f"takes their softmax for uniform, which holds below {_WIDE_LOGITS:g}",
-                ValidityWarning,
-                stacklevel=2,
-            )
-        return sharpness(stepping.reading, squares, optimizer, **options)
 
     def attention(self) -> pd.DataFrame:
         """What attention does in every layer, averaged over rows (refined theory).
@@ -436,10 +402,7 @@ class Prediction:
         return render(prediction_table(self))
 
     def plot(self, name: str | None = None) -> Figure:
-        """Four panels: variance and correlation of signal and gradient along the depth.
-
-        `name`, the model's, heads the title.
-        """
+        """Variance and correlation of signal and gradient along the depth, `name` in the title."""
         from ..show.plot import plot_prediction
 
         return plot_prediction(self, name)
@@ -480,11 +443,3 @@ class Prediction:
         from html import escape
 
         return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
-
-
-_WIDE_LOGITS = 0.5
-"""Variance of the logits up to which a mean of e^z differs from 1 by less than a third."""
-
-
-def _at(value: Any, shape: tuple[int, ...], index: tuple[int, ...]) -> float:
-    return float(np.broadcast_to(value, shape)[index])

@@ -45,11 +45,8 @@ from .result import Prediction
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What the user says of the tensor that enters layer 1.
-
-    Attributes:
-        texts: how many sequences there are, where they are not given one by one.
-    """
+    """What the user says of the tensor that enters layer 1; `texts` are the sequences where they
+    are not given one by one."""
 
     variance: Any = None
     correlation: Any = None
@@ -123,11 +120,7 @@ def repeated(value: Any, rank: int, count: int) -> Any:
 
 
 def as_many(inputs: Inputs, other: Inputs) -> tuple[Inputs, Inputs]:
-    """Inputs of a decoder and of its encoder, with as many texts: one of either is repeated.
-
-    Raises:
-        DomainError: neither gives one, and they differ.
-    """
+    """Inputs of a decoder and of its encoder, with as many texts: one of either is repeated."""
     mine, theirs = inputs.sequences, other.sequences
     if mine != theirs and 1 not in (mine, theirs):
         raise DomainError(
@@ -157,10 +150,8 @@ class Stack:
         resolved: bool | PositionClasses,
         shape: tuple[int, ...] = (),
     ) -> None:
-        """Args:
-        model, theory, inputs, resolved: as `predict` finds them.
-        shape: of configurations that the tensor entering layer 1 is to broadcast to.
-        """
+        """As `predict` finds them; `shape` of configurations that the tensor entering layer 1 is to
+        broadcast to."""
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
         self.shape = shape
         self.run = Run()
@@ -239,7 +230,6 @@ class Stack:
         return Kernel.of_matrix(pairs)
 
     def enter(self) -> Signal:
-        """What enters layer 1."""
         model, theory = self.model, self.theory
         fixed = None
         read = model.embedding is not None and not self.inputs.moments
@@ -374,12 +364,7 @@ class Stack:
             logit_variance=logit_variance,
             encoder=encoder,
             outer_weights=OuterWeights(
-                model,
-                self.inputs,
-                embedded,
-                output,
-                self.documents,
-                outcome.targets,
+                model, self.inputs, embedded, output, self.documents, outcome.targets
             ),
             top=top if output is None else functools.partial(head_top, output),
             alone=alone,
@@ -388,16 +373,9 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class OuterWeights:
-    """What lies outside the layers: the embedding and the head.
-
-    Attributes:
-        model: the declaration.
-        inputs: what was said of the tensor that enters.
-        received: the gradient at the sum of the embedding's tables; None without one.
-        output: of the head; None without one.
-        documents: of every token; None where each row is one.
-        targets: of the loss, as they were given.
-    """
+    """What lies outside the layers, the embedding and the head: the gradient `received` at the sum
+    of the tables, the head's output, every token's document (None where each row is one), and the
+    loss's targets as given."""
 
     model: Transformer
     inputs: Inputs
@@ -491,11 +469,7 @@ def head_top(output: OutputMoments | None) -> Any:
 
 
 def document_spans(model: Transformer, inputs: Inputs) -> np.ndarray | None:
-    """Row, first token and length of every sequence or document; None where one is in pieces.
-
-    Raises:
-        DomainError: a mask, documents or ids of the wrong shape.
-    """
+    """Row, first token and length of every sequence or document; None where one is in pieces."""
     mask = inputs.attention_mask
     real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
     documents = _documents(model, inputs, real)
@@ -527,12 +501,7 @@ def _documents(model: Transformer, inputs: Inputs, real: np.ndarray | None) -> n
 def check_moments(
     prefix: str, variance: Any, correlation: Any, seq_len: int
 ) -> tuple[Array, Array]:
-    """Validate a variance and a token correlation, shape (...,); floats where both are scalars.
-
-    Raises:
-        DomainError: a variance that is not positive (or, for a gradient, negative), a correlation
-            below -1/(L-1), which no L tokens can share, or above 1.
-    """
+    """Validate a variance and a token correlation, shape (...,); floats where both are scalars."""
     interval = NONNEGATIVE if prefix else POSITIVE
     check_in(f"{prefix}variance", variance, interval, "pass a variance, not a deviation")
     if seq_len == 1 and np.any(np.asarray(correlation) != 0):
@@ -591,11 +560,8 @@ def gaussian(
 
 
 def check_kernel(name: str, kernel: Any, seq_len: int) -> Kernel:
-    """Token-resolved second moments given by the user.
-
-    Raises:
-        DomainError: not a finite symmetric (..., L, L) array, or not positive on the diagonal.
-    """
+    """Token-resolved second moments given by the user, as a positive semidefinite (..., L, L)
+    array."""
     matrix = check_array(name, kernel, f"of shape (..., {seq_len}, {seq_len})")
     if matrix.ndim < 2 or matrix.shape[-2:] != (seq_len, seq_len):
         raise domain_error(name, f"shape {matrix.shape}", f"of shape (..., {seq_len}, {seq_len})")
@@ -613,13 +579,8 @@ def check_kernel(name: str, kernel: Any, seq_len: int) -> Kernel:
 
 
 def _unseen_filled(kernel: Kernel, real: np.ndarray) -> Kernel:
-    """With variance at padding whose row of the table is zero: nobody sees it, so that it may be
-    any token, and one of no size would be divided by.
-
-    Args:
-        kernel: (..., n, n) of the tokens.
-        real: (L,) or (B, L), 1 for a real token.
-    """
+    """With variance at padding whose row of the table is zero (`real` is (L,) or (B, L), 0 there):
+    nobody sees it, so that it may be any token, and one of no size would be divided by."""
     there = np.broadcast_to(real.reshape(-1) > 0, kernel.diagonal.shape)
     empty = ~there & (kernel.diagonal == 0)
     if not empty.any():
@@ -638,14 +599,7 @@ def given_shape(value: Any) -> tuple[int, ...]:
 
 
 def configurations(**arrays: Any) -> tuple[int, ...]:
-    """Shape that the configurations of several arguments share.
-
-    Args:
-        arrays: shapes by name.
-
-    Raises:
-        DomainError: they do not broadcast.
-    """
+    """Shape that the configurations of several arguments, given as shapes, share."""
     try:
         return np.broadcast_shapes(*arrays.values())
     except ValueError:
@@ -668,17 +622,9 @@ measured, 8 at 1e6 and 1e7 of them."""
 def check_memory(
     model: Transformer, resolved: bool, configurations: int, tokens: int, positions: int = 0
 ) -> None:
-    """Refuse what this machine's memory cannot hold, before anything is made.
-
-    Args:
-        model, configurations: what is predicted.
-        resolved: whether tokens are told apart, one by one or by classes.
-        tokens: of those.
-        positions: of a sequence on classes, of which variances are kept one by one.
-
-    Raises:
-        DomainError: says how much it would be.
-    """
+    """Raise a DomainError that says how much it would be where this machine's memory cannot hold a
+    prediction, before anything is made; `positions` are those of a sequence on classes, of which
+    variances are kept one by one."""
     alone, each = NUMBERS[resolved]
     pairs = float(tokens) ** 2 if resolved else 1.0
     needed = 8.0 * model.layers * (alone + each * configurations * pairs)
@@ -707,11 +653,8 @@ def memory() -> float:
 
 
 def check_mask(mask: Any, seq_len: int, token_ids: Any) -> np.ndarray:
-    """Which tokens are real, as 0.0 and 1.0: (B, L) beside token_ids of that shape, else (L,).
-
-    Raises:
-        DomainError: another shape, other values, or a sequence with fewer than two real tokens.
-    """
+    """Which tokens are real, two of a sequence at least, as 0.0 and 1.0: (B, L) beside token_ids of
+    that shape, else (L,)."""
     real = check_array("attention_mask", mask, "0 or 1, of shape (L,) or (B, L)")
     shape = (seq_len,) if token_ids is None else check_ids(token_ids, seq_len, "token_ids").shape
     if real.shape == (seq_len,):
@@ -734,9 +677,6 @@ def first_kernel(
     """What the user, a text, an image or the embedding says of the tensor that enters layer 1.
 
     A text resolved by token is one kernel (B L, B L); `token_ids` as classes of positions take it.
-
-    Raises:
-        DomainError: more than one of them, or a bad value.
     """
     variance, correlation, segment_ids = inputs.variance, inputs.correlation, inputs.segment_ids
     moments_given = variance is not None or correlation is not None
@@ -821,9 +761,6 @@ def last_kernel(
 
     Several sequences receive independent gradients, of the same moments or of a kernel each, unless
     the kernel given is that of all their tokens.
-
-    Raises:
-        DomainError: a kernel and moments together, or a bad value.
     """
     if kernel is None:
         v, r = check_moments(
@@ -869,7 +806,6 @@ def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
 
 
 def _each(value: Array) -> Any:
-    """A number, or one per configuration."""
     return float(value) if np.ndim(value) == 0 else np.asarray(value, dtype=float)
 
 

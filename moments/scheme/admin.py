@@ -18,16 +18,8 @@ def _admin(
     """x <- LayerNorm(omega_i x + f_i(x)), omega_i^2 the variance of all that came before block i.
 
     omega_1 = 1; then the input's variance and those of the blocks' outputs add up, as in the
-    authors' code. Their profiling pass, with omega = 1 and Xavier weights, is our prediction.
-
-    Args:
-        model: becomes Post-LN with Xavier weights.
-        correlation: of the input's tokens; None: that of the embedding, else 0.
-        per_head: whether Xavier takes each head's matrix by itself.
-
-    Raises:
-        DomainError: a decoder with cross-attention, whose three skip connections have one omega
-            each, where a Transformer has two scales per layer.
+    authors' code. Their profiling pass, with omega = 1 and Xavier weights, is our prediction, whose
+    tokens correlate as the embedding's, else by 0, unless `correlation` is given.
     """
     if model.encoder is not None:
         raise DomainError("admin needs a scale for every cross-attention: use a single stack")

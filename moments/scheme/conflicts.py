@@ -23,14 +23,8 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Conflict:
-    """One clash.
-
-    Attributes:
-        schemes: names of the schemes that bring it about.
-        present: whether it is there, from the model before, the model after and the options.
-        note: what is wrong.
-        source: who says so.
-    """
+    """A clash that `schemes` bring about: whether it is `present`, from the model before and after
+    and the options; a note on what is wrong; and who says so."""
 
     schemes: tuple[str, ...]
     present: Callable[[Transformer, Transformer, Options], bool]

@@ -17,18 +17,12 @@ def _deepnorm(
     embedding: bool = False,
     per_head: bool = True,
 ) -> Transformer:
-    """x <- LayerNorm(alpha x + f(x)), Xavier with gain beta.
+    """x <- LayerNorm(alpha x + f(x)), Xavier with gain beta on `matrices`, and on the token table
+    where `embedding`.
 
     A stack alone has alpha = (2 N)^(1/4) and beta = (8 N)^(-1/4); a decoder of M layers beside an
-    encoder of N has (3 M)^(1/4) and (12 M)^(-1/4), and its encoder .81 (N^4 M)^(1/16) and
-    .87 (N^4 M)^(-1/16).
-
-    Args:
-        model: becomes Post-LN.
-        matrices: which of them have the gain; the authors' four.
-        embedding: whether the token table has it too, which the authors' does not.
-        per_head: whether Xavier takes each head's matrix by itself; the authors' code takes the
-            heads together (False).
+    encoder of N has (3 M)^(1/4) and (12 M)^(-1/4), and its encoder .81 (N^4 M)^(1/16) and .87 (N^4
+    M)^(-1/16). The authors' code takes the heads together (`per_head` False).
     """
     for name in matrices:
         check_choice("matrices", name, SCALED)

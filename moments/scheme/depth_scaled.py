@@ -19,14 +19,8 @@ VARIANTS = ("gpt2", "megatron", "olmo", "sun")
 def _ds_init(
     model: Transformer, alpha: float = 1.0, variant: str = "authors", per_head: bool = True
 ) -> Transformer:
-    """Xavier, every matrix of layer l with its deviation times alpha / sqrt(l).
-
-    Args:
-        model: its placement stays; the authors' is "post".
-        alpha: the authors' 1.
-        variant: "authors", or "sun": alpha / sqrt(2 l), which Sun et al. call depth-scaled.
-        per_head: whether Xavier takes each head's matrix by itself.
-    """
+    """Xavier, every matrix of layer l with its deviation times alpha / sqrt(l), the authors' alpha
+    being 1; "sun": alpha / sqrt(2 l), which Sun et al. call depth-scaled."""
     check_in("alpha", alpha, POSITIVE)
     check_choice("variant", variant, ("authors", "sun"))
     plain = xavier(model, per_head)

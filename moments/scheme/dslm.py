@@ -180,11 +180,7 @@ def _input_correlation(model: Transformer, given: float | None) -> float:
 
 
 def _unit_embedding(model: Transformer) -> Any:
-    """Tables of equal variance whose sum, after dropout, has variance 1; pixels of mean square 1.
-
-    Raises:
-        DomainError: fixed sinusoidal positions alone bring more than that.
-    """
+    """Tables of equal variance whose sum has variance 1 after dropout; pixels of mean square 1."""
     embedding, kept = model.embedding, left_by_dropout(model)
     if not hasattr(embedding, "token_variance"):
         share = kept / (1 + (embedding.position_variance > 0))
@@ -219,19 +215,17 @@ ROUNDS = 50
 
 
 def solved(model: Transformer, simplified: bool, inputs: Mapping[str, Any]) -> Transformer:
-    """The model with every block's output at variance 1, averaged over tokens.
-
-    Within a block all matrices keep one common variance, apart from query and key.
+    """The model with every block's output at variance 1, averaged over tokens; all matrices of a
+    block but query and key keep one common variance.
 
     Args:
         model: with DeepScaleLM's scales, and matrices of one variance in every block.
-        simplified: whether value and output matrices have the feed-forward block's variances
-            instead of their own.
+        simplified: whether value and output matrices have the feed-forward block's variances.
         inputs: what `predict` takes to describe the input.
 
     Raises:
-        DomainError: a block whose output does not depend on its weights, or, with `simplified`,
-            a walk that does not settle.
+        DomainError: a block whose output does not depend on its weights, or a walk that does not
+            settle.
     """
     if not simplified:
         return _once(model, inputs, solvable(model))

@@ -25,9 +25,7 @@ def _mup(
     Args:
         model: its placement stays.
         variance: that of a matrix's output for unit input.
-        base_width: d_model at which the output is not scaled.
-        base_d_head: d_head at which the logits are not; None: base_width/heads, as where width
-            grows with d_head.
+        base_width, base_d_head: where output and logits are not scaled; None: base_width/heads.
         scale_logits: whether the logits are scaled at all.
         zero_query: whether query weights start at zero, which the authors recommend in Appendix D.
     """

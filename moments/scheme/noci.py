@@ -53,15 +53,9 @@ def _printed(model: Transformer, correlation: float | None) -> list[float]:
     else:
         entering = zip(found.variance[:-1], found.correlation[:-1], strict=True)
     law = UNIFORM_ATTENTION_GRADIENTS.law("inverse_temperature_square")
-    return [
-        1
-        / float(
-            np.sqrt(
-                law(d_model=model.d_model, seq_len=model.seq_len, x_variance=v, x_correlation=r)
-            )
-        )
-        for v, r in entering
-    ]
+    shape = {"d_model": model.d_model, "seq_len": model.seq_len}
+    squares = [law(**shape, x_variance=v, x_correlation=r) for v, r in entering]
+    return [1 / float(np.sqrt(square)) for square in squares]
 
 
 NOCI_SCALING = Scheme(

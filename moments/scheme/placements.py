@@ -21,12 +21,8 @@ def _to(placement: str) -> Callable[[Transformer], Transformer]:
 
 
 def _mix(model: Transformer, fraction: float = 0.25) -> Transformer:
-    """The first layers Post-LN, the others Pre-LN.
-
-    Args:
-        model: any.
-        fraction: of the layers, rounded down, that are Post-LN; the authors' .25.
-    """
+    """The first layers Post-LN, the others Pre-LN: a `fraction` of them, rounded down; the authors'
+    .25."""
     check_in("fraction", fraction, Interval(0.0, 1.0))
     return model.replace(norm="mix", post_layers=math.floor(fraction * model.layers))
 
@@ -42,12 +38,7 @@ def _peri(model: Transformer) -> Transformer:
 
 
 def _group(model: Transformer, groups: int = 32) -> Transformer:
-    """Features normalised in groups, Pre-LN.
-
-    Args:
-        model: any whose d_model the groups divide.
-        groups: how many; the authors' 32.
-    """
+    """Features normalised in groups, Pre-LN; the authors have 32."""
     check_count("groups", groups)
     return placed(model, "pre", norm_groups=groups)
 
@@ -65,12 +56,7 @@ def _dyt(model: Transformer, alpha: float = 0.5) -> Transformer:
 
 
 def _qk_norm(model: Transformer, normalization: str = "layernorm") -> Transformer:
-    """Queries and keys normalised head by head.
-
-    Args:
-        model: its placement stays.
-        normalization: "layernorm" or "rmsnorm".
-    """
+    """Queries and keys normalised head by head, by "layernorm" or "rmsnorm"."""
     check_choice("normalization", normalization, ("layernorm", "rmsnorm"))
     return model.replace(qk_norm=normalization)
 

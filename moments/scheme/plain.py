@@ -12,12 +12,7 @@ from .shared import placed, xavier
 
 
 def _xavier(model: Transformer, per_head: bool = True) -> Transformer:
-    """Glorot variances.
-
-    Args:
-        model: its scales and placement stay.
-        per_head: whether each head of query, key and value is a matrix of its own.
-    """
+    """Glorot variances, of each head of query, key and value by itself where `per_head`."""
     return model.replace(weights=xavier(model, per_head))
 
 

@@ -105,14 +105,8 @@ def solve(
 def _from_scheme(
     model: Transformer, name: str, options: Mapping[str, Any], inputs: Mapping[str, Any]
 ) -> Plan:
-    """What `model.with_scheme` makes of a model, on the input that is described.
-
-    Options that the inputs stand for need not be given twice: a scheme's `correlation`, and of
-    "dslm" `input_correlation`, which is the input's before its dropout, or `inputs`.
-
-    Warns:
-        ValidityWarning: constants of "dslm" that leave the forward variance far from 1.
-    """
+    """What `model.with_scheme` makes of a model, on the input that is described; options that the
+    inputs stand for need not be given twice."""
     known, given = scheme(name).options, dict(options)
     if name == "dslm":
         return _dslm(model, given, inputs)

@@ -21,14 +21,11 @@ class Scheme:
     """One published scheme.
 
     Attributes:
-        name: what `with_scheme` takes.
-        title: what it is, in one line.
-        sets: which fields of the Transformer it sets.
-        source: the paper and place.
+        name, title: what `with_scheme` takes, and what it is, in one line.
+        sets, source: which fields of the Transformer it sets, and the paper and place.
         transform: the model it makes of a model; keyword arguments are its options.
         placements: where its authors put the norm, theirs first; empty: anywhere.
-        both_stacks: whether the transform takes care of a model's encoder itself; else the scheme
-            is applied to the encoder as to the model.
+        both_stacks: whether the transform takes care of a model's encoder itself.
         predictions: how many applying it takes, about.
     """
 
@@ -83,7 +80,6 @@ MODULES = (
     "deepnorm",
     "depth_scaled",
     "residual_gain",
-    "value_skipinit",
     "noci",
     "admin",
     "tfixup",
@@ -108,11 +104,7 @@ def schemes() -> tuple[Scheme, ...]:
 
 
 def scheme(name: str) -> Scheme:
-    """A scheme by its name.
-
-    Raises:
-        DomainError: there is none of that name.
-    """
+    """A scheme by its name; DomainError where there is none."""
     known = {found.name: found for found in schemes()}
     if not isinstance(name, str) or name not in known:
         raise unknown_name("scheme", name, known)
@@ -120,14 +112,7 @@ def scheme(name: str) -> Scheme:
 
 
 def apply(model: Transformer, name: str, **options: Any) -> Transformer:
-    """The model as the scheme sets it.
-
-    Raises:
-        DomainError: no such scheme or option, or an option outside what is allowed.
-
-    Warns:
-        ValidityWarning: the scheme clashes with what the model has.
-    """
+    """The model as the scheme sets it; a ValidityWarning says where the two clash."""
     from .conflicts import warn
 
     found = scheme(name)

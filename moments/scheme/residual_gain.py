@@ -1,4 +1,5 @@
-"""Schemes that set one gain on every block's output: SkipInit, ReZero, LayerScale, depth-muP."""
+"""Schemes that set where blocks start: one gain on every output (SkipInit, ReZero, LayerScale,
+depth-muP), or attention that starts as the identity (Value-SkipInit)."""
 
 from __future__ import annotations
 
@@ -14,13 +15,11 @@ from .shared import blocks, placed
 def _skipinit(
     model: Transformer, alpha: float | None = None, variant: str = "authors"
 ) -> Transformer:
-    """Every block's output times a learnable gain that starts at alpha.
+    """Every block's output times a learnable gain that starts at alpha; the authors have no
+    normalisation and also try 0, Sun et al. have Pre-LN.
 
-    Args:
-        model: its placement stays; the authors have no normalisation, Sun et al. Pre-LN.
-        alpha: None: that of the variant; the authors also try 0.
-        variant: "authors": 1/sqrt(number of residual blocks), 2 N without cross-attention; "sun":
-            1/sqrt(N), as Sun et al. have it.
+    The variant's own alpha is "authors": 1/sqrt(number of residual blocks), 2 N without
+    cross-attention; "sun": 1/sqrt(N), as Sun et al. have it.
     """
     check_choice("variant", variant, ("authors", "sun"))
     count = blocks(model) if variant == "authors" else model.layers
@@ -36,12 +35,8 @@ def _rezero(model: Transformer, alpha: float = 0.0) -> Transformer:
 
 
 def _layerscale(model: Transformer, epsilon: float | None = None) -> Transformer:
-    """Pre-LN, every block's output times a learnable gain per feature that starts at epsilon.
-
-    Args:
-        model: becomes Pre-LN.
-        epsilon: None: the authors' .1 up to 18 layers, 1e-5 up to 24, 1e-6 beyond.
-    """
+    """Pre-LN, every block's output times a learnable gain per feature that starts at epsilon; None:
+    the authors' .1 up to 18 layers, 1e-5 up to 24, 1e-6 beyond."""
     by_depth = 0.1 if model.layers <= 18 else 1e-5 if model.layers <= 24 else 1e-6
     gain = by_depth if epsilon is None else epsilon
     check_in("epsilon", gain, POSITIVE)
@@ -49,14 +44,14 @@ def _layerscale(model: Transformer, epsilon: float | None = None) -> Transformer
 
 
 def _depth_mup(model: Transformer, a: float = 1.0) -> Transformer:
-    """Blocks' outputs times a / sqrt(N), N layers.
-
-    Args:
-        model: becomes Pre-LN.
-        a: the base gain, which the authors tune.
-    """
+    """Pre-LN, blocks' outputs times a / sqrt(N), N layers; the authors tune the base gain a."""
     check_in("a", a, POSITIVE)
     return placed(model, "pre", branch_scale=a / math.sqrt(model.layers), skip_scale=1.0)
+
+
+def _value_skipinit(model: Transformer) -> Transformer:
+    """Attention weights alpha I + beta softmax(...), learned, that start at alpha 1 and beta 0."""
+    return model.replace(identity_attention=True)
 
 
 RESIDUAL_GAIN = (
@@ -91,5 +86,12 @@ RESIDUAL_GAIN = (
         Source("Yang et al. 2023, Tensor Programs VI", "Table 1"),
         _depth_mup,
         ("pre",),
+    ),
+    Scheme(
+        "value-skipinit",
+        "Value-SkipInit: attention starts as the identity",
+        ("identity_attention",),
+        Source("He et al. 2023, Deep Transformers without Shortcuts", "section 3"),
+        _value_skipinit,
     ),
 )

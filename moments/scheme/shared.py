@@ -13,13 +13,9 @@ SCALED = ("value", "output", "ffn_in", "ffn_out")
 
 
 def xavier(model: Transformer, per_head: bool = True) -> Weights:
-    """2 / (fan_in + fan_out) for every matrix.
-
-    Args:
-        model: gives the shapes.
-        per_head: whether each head of query, key and value is a matrix of its own, as in Kedia et
-            al., or the heads together are one, as `xavier_normal_` of a projection's weight has it.
-    """
+    """2 / (fan_in + fan_out) for every matrix: each head of query, key and value by itself, as in
+    Kedia et al., or (not `per_head`) the heads together, as `xavier_normal_` of a projection's
+    weight."""
     check_flag("per_head", per_head)
     d_model, d_head = model.d_model, model.d_head or 0
     weights = Weights.xavier(d_model, model.heads, model.d_ff, d_head)

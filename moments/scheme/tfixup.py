@@ -14,13 +14,9 @@ from .shared import SCALED, placed, xavier
 def _tfixup(model: Transformer, role: str | None = None, per_head: bool = True) -> Transformer:
     """Xavier without norms, value, output and ffn matrices times a power of the depth.
 
-    .67 N^(-1/4) in an encoder and (9 N)^(-1/4) in a decoder; token tables have variance 1/d_model
-    times (9 N)^(-1/2).
-
-    Args:
-        model: loses its norms, the embedding's too.
-        role: "encoder" or "decoder"; None: a decoder where it is causal or has an encoder.
-        per_head: whether Xavier takes each head's matrix by itself.
+    .67 N^(-1/4) in an encoder and (9 N)^(-1/4) in a decoder, which a model of no given `role` is
+    where it is causal or has an encoder; token tables have variance 1/d_model times (9 N)^(-1/2),
+    and no norm.
     """
     check_choice("role", role, ("encoder", "decoder", None))
     if model.encoder is not None:

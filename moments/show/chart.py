@@ -1,8 +1,7 @@
 """Small line charts as SVG text that takes its colours from the page around it.
 
-matplotlib, which draws every other picture, needs some 200 ms for four panels, and its colours are
-fixed when it draws; what moves under a slider or is read by day and by night is drawn here, in
-about a millisecond. Ticks are matplotlib's.
+matplotlib, which draws every other picture, is too slow under a slider, and fixes its colours when
+it draws. Ticks are matplotlib's.
 """
 
 from __future__ import annotations
@@ -38,15 +37,9 @@ STYLE = """.chart { max-width: 100%; height: auto; overflow: visible }
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """One line.
-
-    Attributes:
-        label: in the legend; "": it stands in none.
-        y: values, (P,).
-        x: places, (P,).
-        role: which colour and dash: one of ROLES, or "held" or "before".
-        band: lower and upper end of a shaded range, (2, P).
-    """
+    """One line: its `label` in the legend ("": none), values `y` at the places `x`, (P,) each, the
+    `role` that gives colour and dash (of ROLES, or "held" or "before"), and the ends of a shaded
+    range, `band`, (2, P)."""
 
     label: str
     y: np.ndarray
@@ -57,14 +50,8 @@ class Curve:
 
 @dataclass(frozen=True, eq=False)
 class Chart:
-    """A panel of lines over one axis.
-
-    Attributes:
-        title: stands above it.
-        curves: later ones are drawn over earlier ones, "held" and "before" behind all.
-        x_label: below it.
-        bounded: whether the values are correlations or shares, drawn from 0 to 1.
-    """
+    """A panel of lines over one axis, later curves over earlier ones and "held" and "before" behind
+    all; correlations and shares are `bounded`, drawn from 0 to 1."""
 
     title: str
     curves: Sequence[Curve]
@@ -72,17 +59,13 @@ class Chart:
     bounded: bool = False
 
     def svg(self) -> str:
-        """The panel; the page of `html` that holds it needs STYLE."""
+        """The panel, for a page of `html` that has STYLE."""
         return _svg(self)
 
 
 def limits(parts: Iterable[np.ndarray], bounded: bool) -> tuple[float, float, bool]:
-    """Ends of an axis, and whether it is logarithmic: where values span a factor of five.
-
-    Args:
-        parts: what is drawn on it.
-        bounded: whether these are correlations or shares, drawn from 0.
-    """
+    """Ends of an axis for what is drawn on it, and whether it is logarithmic: where values span a
+    factor of five. `bounded`: correlations or shares, drawn from 0."""
     values = np.concatenate([np.ravel(part) for part in parts])
     values = values[np.isfinite(values)]
     low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))

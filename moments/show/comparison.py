@@ -61,11 +61,9 @@ class Comparison:
         )
         blocks = []
         for quantity in QUANTITIES:
-            block = both[["layer", "site"]].copy()
-            block["quantity"] = quantity
-            block["predicted"] = both[f"{quantity}_predicted"].to_numpy(float)
-            block["measured"] = both[f"{quantity}_measured"].to_numpy(float)
-            block["stderr"] = both[f"{quantity}_stderr"].to_numpy(float)
+            block = both[["layer", "site"]].assign(quantity=quantity)
+            for kind in ("predicted", "measured", "stderr"):
+                block[kind] = both[f"{quantity}_{kind}"].to_numpy(float)
             blocks.append(block[block["predicted"].notna() & block["measured"].notna()])
         frame = pd.concat(blocks, ignore_index=True)
         scale = np.where(

@@ -52,10 +52,8 @@ class Cause:
     """One feature in which the module is not as declared.
 
     Attributes:
-        feature: its name.
-        words: what was found, beside what was declared.
-        ratio: found over declared, nan where they are no numbers.
-        layers: where they differ; empty where the feature has no layers.
+        feature, words: its name, and what was found beside what was declared.
+        ratio, layers: as of `moments.show.differences.Feature`.
         explains: share of the whole discrepancy that it explains (see the module's text). Below 0
             it makes up for another one.
         by_point: (P,) the same at every point out of its band.
@@ -137,10 +135,7 @@ class Diagnosis(Shown):
         return as_frame(rows, columns=columns)
 
     def plot(self, name: str | None = None) -> Figure:
-        """Prediction, measurement and what the module as it was found should do, with the causes.
-
-        `name`, the model's, heads the title.
-        """
+        """Prediction, measurement and what the module as found should do, `name` in the title."""
         from .plot import plot_diagnosis
 
         return plot_diagnosis(self, name)
@@ -174,15 +169,10 @@ def diagnose_case(
     Args:
         case: the declared model and its input.
         measurement: of the network.
-        features: candidates, as `moments.show.differences.differences` finds them. Each costs two
-            predictions, where any point is out of its band.
+        features: candidates, two predictions each where any point is out of its band.
         same_weights, tolerance: as of `compare`.
         notes, advice, unchecked: put into the diagnosis as they are.
-        progress: write the verdict to standard error as soon as it is known, how long the search
-            for causes will take, and a line for each.
-
-    Raises:
-        DomainError: as `predict` and `compare`.
+        progress: write the verdict, the length of the search and every cause to standard error.
     """
     with without_warnings():
         began = time.perf_counter()
@@ -287,16 +277,9 @@ def _ranked(
             if without is not None:
                 gains.append(distance(without, rest.measurement) - end)
         gain = np.mean(gains, axis=0) if gains else np.zeros_like(start)
-        causes.append(
-            Cause(
-                feature.name,
-                feature.words,
-                feature.ratio,
-                feature.layers,
-                float(gain.sum()) / total,
-                gain / np.where(start > 0, start, 1.0),
-            )
-        )
+        f, by_point = feature, gain / np.where(start > 0, start, 1.0)
+        share = float(gain.sum()) / total
+        causes.append(Cause(f.name, f.words, f.ratio, f.layers, share, by_point))
         if progress:
             say(f"{number} of {len(features)}: {causes[-1]}")
     return sorted(causes, key=lambda cause: -cause.explains)

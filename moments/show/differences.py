@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,14 +35,8 @@ _TRAINABLE = {"norm_affine", "norm_bias"}  # say what has a gradient, and leave 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what `predict` is told of its input and gradient, and a network to hold it against.
-
-    Attributes:
-        model: the declaration.
-        inputs: arguments of `predict`.
-        measurement: of the network with something taken out of it that no declaration can say;
-            None: of the network as it is.
-    """
+    """A model, the arguments of `predict` that describe its input and gradient, and the measurement
+    of a network changed in what no declaration can say (None: of the network as it is)."""
 
     model: Transformer
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -51,15 +45,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Feature:
-    """One difference.
-
-    Attributes:
-        name: of what differs: "ffn_out", "branch_scale attention", "causal", "input", ...
-        words: with the numbers of both sides.
-        ratio: found over declared where they are numbers (of a list the geometric mean), else nan.
-        layers: the layers where they differ; empty where the feature has no layers.
-        apply: gives a case this one feature of the other.
-    """
+    """One difference: its `name` ("ffn_out", "branch_scale attention", "causal", ...), `words` with
+    the numbers of both sides, the `ratio` of found over declared (of a list the geometric mean; nan
+    where they are no numbers), the `layers` where they differ (empty where it has none), and a
+    function that gives a case this one feature of the other."""
 
     name: str
     words: str
@@ -68,14 +57,8 @@ class Feature:
     apply: Callable[[Case], Case]
 
 
-class _Change(NamedTuple):
-    """A `Feature` of one stack, as a change of its model."""
-
-    name: str
-    words: str
-    ratio: float
-    layers: tuple[int, ...]
-    change: Callable[[Transformer], Transformer]
+_Change = tuple[str, str, float, tuple[int, ...], Callable[[Transformer], Transformer]]
+"""A `Feature` of one stack, as a change of its model."""
 
 
 def differences(declared: Transformer, found: Transformer) -> list[Feature]:
@@ -129,7 +112,7 @@ def _weights(declared: Transformer, found: Transformer) -> Iterator[_Change]:
 
         numbers, ratio = _numbers(one, other, different)
         words = f"{matrix}{_where(different, declared.layers)}: variance {numbers}"
-        yield _Change(matrix, words, ratio, different, change)
+        yield matrix, words, ratio, different, change
 
 
 def _apart(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
@@ -162,7 +145,7 @@ def _biases(declared: Transformer, found: Transformer) -> Iterator[_Change]:
         return model.replace(biases=Biases(**of))
 
     words = f"biases: variance of {', '.join(rows.values())}"
-    yield _Change("biases", words, math.nan, (), change)
+    yield "biases", words, math.nan, (), change
 
 
 def _bias(model: Transformer, matrix: str, absent: Any = 0.0) -> Any:
@@ -204,11 +187,10 @@ def _multiplier(
 
     numbers, ratio = _numbers(first, second, different)
     words = f"{_SCALES[field]}{block}{_where(different, one.shape[0])}: {numbers}"
-    return _Change(name, f"missing {words}" if gone else words, ratio, different, change)
+    return name, f"missing {words}" if gone else words, ratio, different, change
 
 
 def _parts(declared: Transformer, found: Transformer) -> Iterator[_Change]:
-    """Fields of the embedding and of the head."""
     for part in _PARTS:
         one, other = getattr(declared, part), getattr(found, part)
         if one is None or other is None or type(one) is not type(other):
@@ -231,7 +213,7 @@ def _parts(declared: Transformer, found: Transformer) -> Iterator[_Change]:
 
             numbers, ratio = _pair(*values)
             words = f"{part}, {field.name.replace('_', ' ')}: {numbers}"
-            yield _Change(f"{part}.{field.name}", words, ratio, (), change)
+            yield f"{part}.{field.name}", words, ratio, (), change
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -241,7 +223,6 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _fields(declared: Transformer, found: Transformer) -> Iterator[_Change]:
-    """Every other field."""
     for field in dataclasses.fields(Transformer):
         name = field.name
         if not field.init or name in _ALONE | _TRAINABLE:
@@ -260,7 +241,7 @@ def _fields(declared: Transformer, found: Transformer) -> Iterator[_Change]:
         def change(model: Transformer, name: str = name, value: Any = other) -> Transformer:
             return model.replace(**{name: value})
 
-        yield _Change(name, words, ratio, (), change)
+        yield name, words, ratio, (), change
 
 
 def applied(case: Case, features: list[Feature]) -> tuple[Case, list[Feature]]:
@@ -286,8 +267,7 @@ def _positions(layers: tuple[int, ...]) -> list[int]:
 
 
 def _numbers(one: np.ndarray, other: np.ndarray, layers: tuple[int, ...]) -> tuple[str, float]:
-    """Found and declared in words, ranges where layers differ; and the geometric mean of found over
-    declared, nan where one of them is 0."""
+    """Found and declared in words, and the geometric mean of their ratio, nan where one is 0."""
     one, other = one[_positions(layers)], other[_positions(layers)]
     words = f"{_span(other)}, declared {_span(one)}"
     if np.any(one <= 0) or np.any(other <= 0):

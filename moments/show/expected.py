@@ -36,18 +36,13 @@ CLEAR = 3.0
 BEYOND_CLEAR = math.erfc(CLEAR / math.sqrt(2))
 
 TOLERANCE = 0.02
-"""Relative error of the theory itself, one standard deviation. On real modules the mean over layers
-is 0.4 to 0.8 % of the forward variance and 1 to 4 % of the gradient variance."""
+"""Relative error of the theory itself, one standard deviation."""
 
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """A lognormal range, by point.
-
-    Attributes:
-        mean: predicted, (N + 1,).
-        deviation: standard deviation of the logarithm, (N + 1,); nan where none is known.
-    """
+    """A lognormal range by point, (N + 1,): its predicted mean, and the standard deviation of its
+    logarithm, nan where none is known."""
 
     mean: np.ndarray
     deviation: np.ndarray
@@ -78,10 +73,8 @@ def allowed_outside(points: int) -> int:
     """Of so many points of a right network, how many may lie out of their 95 % bands.
 
     The fewest that are exceeded with less probability than a single point lies three standard
-    deviations out (1 in 370), were the points independent: K is binomial(points, 1/20). Points of
-    neighbouring layers move together, so that a right network exceeds it more often: of 450
-    simulated draws (4 and 12 layers Pre-LN, 6 Post-LN, d_model 64, 12 tokens) 14 did, 3.1 +- 0.8 %,
-    with no point beyond three standard deviations; 11 others had one.
+    deviations out, were the points independent: K is binomial(points, 1/20). Points of neighbouring
+    layers move together, so that a right network exceeds it more often.
     """
     from scipy.special import bdtrc
 
@@ -89,14 +82,11 @@ def allowed_outside(points: int) -> int:
 
 
 def tail_probability(ratio: float, spread: float) -> float:
-    """Two-sided probability of a mean square this far from its expectation.
+    """Two-sided probability of a mean square, measured over expected, at a relative standard error
+    `spread` = sqrt((k - 1) / n).
 
-    A mean square of n entries of kurtosis k is close to chi-square over its degrees of freedom
-    2 n / (k - 1), exactly so for normal entries.
-
-    Args:
-        ratio: measured over expected.
-        spread: relative standard error of the measured one, sqrt((k - 1) / n).
+    A mean square of n entries of kurtosis k is close to chi-square over its degrees of freedom 2 n
+    / (k - 1), exactly so for normal entries.
     """
     from scipy.special import gammainc, gammaincc
 
@@ -114,9 +104,8 @@ def point_log_variance(prediction: Prediction, point: Point) -> float:
     """Variance of the logarithm of one draw's signal variance at one point inside the network; nan
     where not tracked.
 
-    It follows from the covariance U of the tokens' squared norms that the prediction carries: the
-    token average of x^2 fluctuates by sum_ij U_ij / L^2. Averaged over the `batch` sequences of the
-    prediction, whose fluctuations count as independent.
+    The token average of x^2 fluctuates by sum_ij U_ij / L^2, U the covariance of the tokens'
+    squared norms; over the `batch` sequences, which count as independent.
     """
     signal, layout, batch = point.signal, prediction.layout, max(1, prediction.batch)
     length = prediction.model.seq_len
@@ -153,40 +142,29 @@ def expected(
     same_weights: bool = False,
     tolerance: float = TOLERANCE,
 ) -> dict[str, Expected]:
-    """The ranges of "variance" and "grad_variance" at every point of the stream.
-
-    Args:
-        same_weights: the draws of the measurement differ in dropout alone.
-        tolerance: relative error of the theory, one standard deviation.
-    """
+    """The ranges of "variance" and "grad_variance" at every point of the stream; arguments as of
+    `compare`."""
     if prediction.batch < measurement.batch and prediction.layout.sequences == 1:
         prediction = dataclasses.replace(prediction, batch=measurement.batch)
     draws = 1 if same_weights else measurement.seeds
-    unknown = np.full(prediction.variance.shape, np.nan)
-    known = {"variance": unknown, "grad_variance": unknown}
-    if prediction.theory == "refined":
-        known = {
-            "variance": log_variance(prediction.variance_band),
-            "grad_variance": log_variance(prediction.grad_variance_band),
-        }
+    unknown = dict.fromkeys(NAMES, np.full(prediction.variance.shape, np.nan))
     ranges = {}
-    for name, one in known.items():
+    for name, one in (_spreads(prediction) or unknown).items():
         measured, stderr = (np.asarray(getattr(measurement, name + s)) for s in ("", "_stderr"))
         scatter = np.divide(stderr, measured, out=np.zeros_like(measured), where=measured > 0) ** 2
-        if np.all(np.isnan(scatter)):
-            chance = over_draws(one, draws)
-        else:
-            chance = np.fmax(over_draws(one, draws), scatter)
+        chance = np.fmax(over_draws(one, draws), scatter)  # nan where one of them is unknown
         ranges[name] = Expected(getattr(prediction, name), np.sqrt(chance + tolerance**2))
     return ranges
 
 
 def one_draw(prediction: Prediction) -> dict[str, Expected]:
     """Where one draw of the weights falls 95 % of the time, as far as that is known."""
-    if prediction.variance.ndim > 1 or prediction.theory != "refined":
+    spreads = {} if prediction.variance.ndim > 1 else _spreads(prediction)
+    return {n: Expected(getattr(prediction, n), np.sqrt(spread)) for n, spread in spreads.items()}
+
+
+def _spreads(prediction: Prediction) -> dict[str, np.ndarray]:
+    """Variances of the logarithm of one draw; none under theories that state no band."""
+    if prediction.theory != "refined":
         return {}
-    spreads = {name: log_variance(getattr(prediction, f"{name}_band")) for name in NAMES}
-    return {
-        name: Expected(getattr(prediction, name), np.sqrt(spread))
-        for name, spread in spreads.items()
-    }
+    return {name: log_variance(getattr(prediction, f"{name}_band")) for name in NAMES}

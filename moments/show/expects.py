@@ -1,8 +1,5 @@
-"""Is a number that was measured expected: its band, a verdict, and what else would give it.
-
-A cause is a variant of the declaration: every published scheme, and simple slips. It is named where
-all that was measured lies in the variant's own band.
-"""
+"""Is a number that was measured expected: its band, a verdict, and what else would give it:
+published schemes and simple slips in whose own bands all that was measured lies."""
 
 from __future__ import annotations
 
@@ -52,15 +49,9 @@ SHOWN = 5
 
 
 class Point(NamedTuple):
-    """One number that was measured.
-
-    Attributes:
-        quantity: "variance" or "grad_variance".
-        layer: point of the stream.
-        measured, predicted: the number, and its mean over draws.
-        low, high: ends of the band.
-        deviations: how many standard deviations of its logarithm the number lies from the middle.
-    """
+    """A measured number (`quantity` "variance" or "grad_variance" at a `layer` of the stream), its
+    predicted mean over draws, the ends of its band, and how many standard deviations of its
+    logarithm it lies from the middle."""
 
     quantity: str
     layer: int
@@ -77,13 +68,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Likely:
-    """A variant of the declaration that gives what was measured.
-
-    Attributes:
-        words: what it is.
-        model: the declaration.
-        points: what was measured, beside what the variant predicts.
-    """
+    """A variant of the declaration that gives what was measured: in words, as a model, and with
+    what it predicts at every measured point."""
 
     words: str
     model: Transformer
@@ -100,13 +86,8 @@ class Likely:
 
 @dataclass(frozen=True, eq=False)
 class Expects(Shown):
-    """Whether numbers of the stream are expected; as a truth value, `expected`.
-
-    Attributes:
-        prediction: what they are judged by.
-        points: what was measured, beside what is predicted.
-        draws: over how many draws of the weights it is a mean.
-    """
+    """Whether numbers of the stream, means over so many draws of the weights, are expected; as a
+    truth value, `expected`. Its `points` are the numbers beside what is predicted."""
 
     prediction: Prediction
     points: tuple[Point, ...]
@@ -150,8 +131,7 @@ class Expects(Shown):
         return tuple(sorted(found, key=lambda one: one.off))
 
     def _nearest(self) -> list[tuple[str, Transformer]]:
-        """Variants that are worth a prediction, by what each does to a stream of tokens alike, in
-        milliseconds."""
+        """Variants that are worth a prediction, by what each does to tokens alike."""
         every = list(variants(self.prediction.model))
         if len(every) <= TRIED:
             return every
@@ -294,11 +274,8 @@ WRITTEN = re.compile(r"(?:(?P<name>\w+)@(?P<layer>\d+)=(?P<value>\S+)|(?P<only>\
 
 
 def measurements(texts: Sequence[str], argument: str) -> dict[str, dict[int, float]]:
-    """Arguments of `Prediction.expects` as they are written on a command line.
-
-    Raises:
-        DomainError: none of these, or two numbers for one place.
-    """
+    """Arguments of `Prediction.expects` as they are written on a command line; DomainError for
+    others."""
     found: dict[str, dict[int, float]] = {}
     for text in texts:
         parts = WRITTEN.fullmatch(text.strip())

@@ -1,8 +1,7 @@
 """What the explorer shows: controls over one model, and the view of a state of them.
 
-A state is a few names with values; it is what stands in a link after the question mark, and gives
-one line of Python that any session can run. The page (`explorer_page`) and the widgets of Jupyter
-(`explorer_widgets`) both show `Explorer.view`.
+A state stands in a link's query, and is one line of Python. The page (`explorer_page`) and the
+widgets of Jupyter (`explorer_widgets`) both show `Explorer.view`.
 """
 
 from __future__ import annotations
@@ -41,16 +40,9 @@ HELD = "held"
 
 @dataclass(frozen=True)
 class Control:
-    """One thing to turn.
-
-    Attributes:
-        name: in links, and for what is a field of `Transformer` the field's.
-        title: beside it.
-        values: stops of a slider, or the choices.
-        start: where it stands at first.
-        choice: whether one of `values` is picked; else any number between their ends is allowed.
-        whole: whether a number is a count.
-    """
+    """One thing to turn: any number between the ends of its `values` (a count where `whole`), or
+    one of them where it is a `choice`. Its `name` stands in links, and is the field of a
+    Transformer's."""
 
     name: str
     title: str
@@ -60,11 +52,7 @@ class Control:
     whole: bool = False
 
     def read(self, text: str) -> Value:
-        """The value that a link says.
-
-        Raises:
-            DomainError: none that it can have.
-        """
+        """The value that a link says; DomainError where it can have no such value."""
         if self.choice:
             found = {str(value).lower(): value for value in self.values}.get(text.lower())
             if found is None:
@@ -160,8 +148,7 @@ def _reaching(control: Control) -> Control:
     """With where the model stands among its stops."""
     if control.choice or control.start in control.values:
         return control
-    stops = tuple(sorted({*control.values, control.start}))
-    return Control(control.name, control.title, stops, control.start, whole=control.whole)
+    return dataclasses.replace(control, values=tuple(sorted({*control.values, control.start})))
 
 
 def _named_activation(model: Transformer) -> str:
@@ -174,19 +161,13 @@ class View:
     """What one state looks like.
 
     Attributes:
-        values: of every control, as they were settled.
-        settled: what was changed to fit, in words.
+        values, settled: of every control, and what was changed to fit, in words.
         by_scheme: controls that the scheme decides.
-        title: which model it is; "" before it is declared.
-        verdict: what the depth does to it, in a line.
-        python: one line that gives the same prediction.
-        link: the state as the query of an address.
-        charts: SVG panels.
-        warnings: where formulas left their validity.
+        title, verdict: which model it is, and what the depth does to it.
+        python, link: one line that gives the same prediction, and the query of an address.
+        charts, warnings: SVG panels, and where formulas left their validity.
         error: why there is nothing to see; "" where there is.
-        milliseconds: what predicting and drawing took.
-        complete: whether all is there; before, curves end where layers are still to come, and
-            bands follow.
+        complete: whether all is there; before, curves end where layers are still to come.
     """
 
     values: Mapping[str, Value]
@@ -270,11 +251,8 @@ class Explorer:
         self._viewers: dict[str, _Progress] = {}
 
     def read(self, query: str) -> tuple[dict[str, Value], dict[str, Value] | None]:
-        """The state that a link's query says, and the one it holds in grey.
-
-        Raises:
-            DomainError: no such control, or a value that it cannot have.
-        """
+        """The state that a link's query says, and the one drawn in grey, if any; DomainError for a
+        control or value that does not exist."""
         given = dict(parse_qsl(query.removeprefix("?"), keep_blank_values=True))
         held = given.pop(HELD, None)
         return self._state(given), None if held is None else self._state(dict(parse_qsl(held)))
@@ -304,10 +282,8 @@ class Explorer:
         return self._view(query, None)
 
     def views(self, query: str = "", viewer: str = "") -> Iterator[View]:
-        """A state as it becomes known: within `FRAME` what is by then, and at last all of it.
-
-        It ends early where the same viewer asks for another state.
-        """
+        """A state as it becomes known: what is known within `FRAME`, and at last all; it ends where
+        the same viewer asks for another state."""
         try:
             self.read(query)
         except MomentsError:
@@ -359,15 +335,10 @@ class Explorer:
                 return View(state, error=str(error), python=self.python(state), link=query)
             finally:
                 self._progress = None
-            return dataclasses.replace(
-                self._drawn(state, held, charts, found.model),
-                verdict=growth(found),
-                warnings=notes,
-                milliseconds=1e3 * (time.perf_counter() - began),
-            )
+            seen: dict[str, Any] = {"verdict": growth(found), "warnings": notes}
+            return self._drawn(state, held, charts, found.model, began, **seen)
 
     def _so_far(self, query: str, progress: _Progress) -> View:
-        """What is known of a state by now."""
         known = progress.prediction
         charts: list[Chart] = []
         state, held = self.read(query)
@@ -375,13 +346,9 @@ class Explorer:
             charts = stream_charts(known, progress.held, bands=False)
         elif progress.so_far is not None:
             charts = stream_charts(progress.so_far(), progress.held, before=progress.last)
-        found = self._drawn(state, held, charts, progress.model)
-        return dataclasses.replace(
-            found,
-            verdict="" if known is None else growth(known),
-            milliseconds=1e3 * (time.perf_counter() - progress.began),
-            complete=False,
-        )
+        seen: dict[str, Any] = {"verdict": "" if known is None else growth(known)}
+        model, began = progress.model, progress.began
+        return self._drawn(state, held, charts, model, began, **seen, complete=False)
 
     def _drawn(
         self,
@@ -389,6 +356,8 @@ class Explorer:
         held: dict[str, Value] | None,
         charts: Sequence[Chart],
         model: Transformer | None,
+        began: float,
+        **seen: Any,
     ) -> View:
         values, settled = _settle(state)
         return View(
@@ -399,6 +368,8 @@ class Explorer:
             python=self.python(values),
             link=self.link(values, held),
             charts=tuple(chart.svg() for chart in charts),
+            milliseconds=1e3 * (time.perf_counter() - began),
+            **seen,
         )
 
     def _at(self, state: Mapping[str, Value]) -> Prediction:

@@ -1,9 +1,7 @@
 """The explorer as a page of this machine: `moments explore`.
 
-The standard library's server and one page without a framework. Candidates were measured by what a
-user must install: panel, nicegui, dash and marimo bring 9 to 40 packages and 20 to 120 MB for a
-dozen sliders, and all but the drawing is the browser's own. The page asks for nothing but this
-server, which listens on this machine alone and answers two addresses.
+The standard library's server and one page without a framework, which asks for nothing but this
+server; that listens on this machine alone and answers two addresses.
 """
 
 from __future__ import annotations
@@ -45,11 +43,8 @@ def page(explorer: Explorer, query: str = "") -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """The explorer on a port of this machine; `serve_forever` runs it, `shutdown` ends it.
-
-    Args:
-        explorer: what it shows.
-        port: 0: any that is free.
+    """The explorer on a port of this machine, 0 for any that is free; `serve_forever` runs it,
+    `shutdown` ends it.
 
     Raises:
         DomainError: the port is taken or not allowed.
@@ -81,7 +76,6 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """The page, or the view of a state."""
         try:
             where = urlsplit(self.path)
         except ValueError:  # such as a bracket that opens an address and does not close

@@ -17,13 +17,8 @@ if TYPE_CHECKING:
 
 
 class Widgets:
-    """Controls beside live charts, as a notebook shows them.
-
-    Attributes:
-        explorer: what they show.
-        inputs: the widget of every control, by its name.
-        box: all of it, as one widget.
-    """
+    """Controls beside live charts as a notebook shows them: `inputs` are the widgets by the name of
+    their control, `box` all as one."""
 
     def __init__(self, explorer: Explorer) -> None:
         with optional("notebook", "ipywidgets"):
@@ -54,7 +49,6 @@ class Widgets:
 
     @property
     def _state(self) -> str:
-        """That the controls say, as a link does."""
         state: dict[str, Value] = {name: w.value for name, w in self.inputs.items()}
         return self.explorer.link(state)
 

@@ -95,13 +95,10 @@ class Trouble:
     """One thing that is not in order.
 
     Attributes:
-        severity: "error", "warning" or "note".
-        kind: a short name, such as "wrong variance" or "initial loss".
-        parameters: tensors or submodules, under the user's own names.
-        layers: where, from 1; empty where it has no layers.
+        severity, kind: "error", "warning" or "note", and a short name such as "wrong variance".
+        parameters, layers: tensors or submodules under the user's own names, and where, from 1.
         measured, expected: numbers, nan where there are none.
-        reason: what was found and what it comes from.
-        mend: what to do.
+        reason, mend: what it comes from, and what to do.
     """
 
     severity: str
@@ -119,15 +116,8 @@ class Trouble:
 
 
 class Number(NamedTuple):
-    """A measured number beside the expected one.
-
-    Attributes:
-        quantity: in words.
-        parameter: a tensor's name, or "".
-        measured: nan where nothing was measured.
-        expected, low, high: and where 95 % of right networks are; nan where no band is known.
-        state: "ok", "out", or "" where it is not judged.
-    """
+    """A measured number (nan where nothing was measured) beside the expected one and its 95 % band
+    (nan where none is known); `state` is "ok", "out", or "" where it is not judged."""
 
     quantity: str
     parameter: str
@@ -182,11 +172,7 @@ class CheckReport:
         return not self.findings
 
     def assert_healthy(self) -> None:
-        """For test suites.
-
-        Raises:
-            Unhealthy: there are findings; it is an AssertionError.
-        """
+        """For test suites: raise Unhealthy, an AssertionError, where there are findings."""
         if self.findings:
             raise Unhealthy(str(self))
 
@@ -439,15 +425,9 @@ def _outputs(prediction: Prediction, measured: Any) -> Iterator[Number]:
 
 
 class Seen(NamedTuple):
-    """What the rules read.
-
-    Attributes:
-        prediction: for the network with its own weights.
-        comparison: with the measurement; None: nothing was measured.
-        names: role -> the user's own names of its tensors.
-        intended: the network as it is meant to be; None: not known.
-        dtype: of the parameters.
-    """
+    """What the rules read: the prediction for the network's own weights, its comparison with a
+    measurement if any, the user's names of tensors by role, the network as it is meant to be if
+    known, and the parameters' dtype."""
 
     prediction: Prediction
     comparison: Comparison | None
@@ -509,12 +489,8 @@ def _loss(seen: Seen) -> Found:
 
 
 def settled(seen: Seen, measured: Any, expected: Any, deviation: Any) -> np.ndarray:
-    """What a rule judges: expected numbers where one draw does not contradict them, else its own.
-
-    Args:
-        measured, expected: any shape.
-        deviation: of one draw's number from the expected one; nan where it is not known.
-    """
+    """What a rule judges: expected numbers where one draw does not contradict them, else its own;
+    `deviation` is that of one draw from the expected number, nan where it is not known."""
     from scipy.special import ndtri
 
     numbers = 1 + seen.prediction.model.layers  # the loss, and what every layer adds
@@ -837,11 +813,7 @@ def declared(subject: Any) -> tuple[Transformer, str] | None:
 def check_declared(
     model: Transformer, name: str, *, batch: Any = None, scheme: Any = None, loss: Any = None
 ) -> CheckReport:
-    """A declaration by its predictions.
-
-    Raises:
-        DomainError: a batch or a loss, which need a module.
-    """
+    """A declaration by its predictions; DomainError for a batch or a loss, which need a module."""
     for argument, value in (("batch", batch), ("loss", loss)):
         if value is not None:
             raise domain_error(argument, type(value).__name__, "None without a module to run")
@@ -906,7 +878,6 @@ def _slipped(reading: WeightRule, weights: Sequence[Weight]) -> Trouble:
 
 
 def _otherwise(weights: Sequence[Weight], meant: Transformer | None) -> Iterator[Trouble]:
-    """Matrices that are not as the scheme says."""
     groups: dict[str, list[tuple[Weight, float]]] = {}
     for w, wanted in () if meant is None else _off(weights, meant):
         groups.setdefault(w.name, []).append((w, wanted))

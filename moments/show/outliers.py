@@ -1,8 +1,7 @@
 """One layer that is unlike the others of its stack, without any scheme to hold it against.
 
-Published rules let a variance be the same in every layer or change smoothly with the layer's
-number. A layer is odd where the others follow such a rule within their sampling error and it does
-not: where the others follow none, nothing is said.
+Published rules keep a variance or change it smoothly with the layer's number. A layer is odd where
+the others follow such a rule within their sampling error and it does not.
 """
 
 from __future__ import annotations
@@ -33,16 +32,12 @@ SHIFTS = (0.0, 1.0, 2.0)
 def odd_layers(
     variances: Sequence[float] | np.ndarray, spreads: Sequence[float], values: int = 1
 ) -> tuple[int, ...]:
-    """Places of layers whose variance is unlike that of the others.
+    """Places (from 0) of layers whose variance is unlike that of the others, who follow a rule.
 
     Args:
         variances: one per layer; positive, or 0.
         spreads: relative standard error of each.
         values: how many such rows are asked about together, for Bonferroni's bound.
-
-    Returns:
-        From 0; empty where there are fewer than three layers, or where no rule is followed by the
-        others.
     """
     square = np.asarray(variances, dtype=float)
     zero = square == 0
@@ -91,8 +86,8 @@ def _follows(
     logs: np.ndarray, error: np.ndarray, basis: np.ndarray, of: np.ndarray
 ) -> float | None:
     """The sum of squares of some layers' deviations from a rule fitted to them, in standard errors,
-    over its degrees of freedom; None where it is not chi-square's, or where so few layers follow
-    any rule."""
+    over its degrees of freedom; None where chi-square makes it unlikely, or too few layers are
+    left."""
     from scipy.special import chdtrc
 
     free = int(of.sum()) - basis.shape[1]

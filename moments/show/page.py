@@ -1,8 +1,5 @@
-"""`moments.report`: everything about one model as a single HTML page that needs nothing else.
-
-Its pictures are SVG inside the page and take the reader's light or dark colours; nothing is loaded
-from anywhere.
-"""
+"""`moments.report`: everything about one model as a single HTML page that needs nothing else; its
+pictures are SVG inside it and take the reader's light or dark colours."""
 
 from __future__ import annotations
 
@@ -42,15 +39,9 @@ SHOWN_LAYERS = 400
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What is known of one model at initialisation, as a page.
-
-    Attributes:
-        name: of the model, for titles.
-        prediction: of it.
-        schemes: what the published schemes would make of it; None where that was not asked for.
-        explanation: the laws at work in its first layer; None where the theory resolves it in a
-            way that `moments.explain` does not follow.
-    """
+    """What is known of one model at initialisation, as a page: its prediction, what the published
+    schemes would make of it (None: not asked for), and the laws at work in its first layer (None
+    where `moments.explain` does not follow the theory)."""
 
     name: str
     prediction: Prediction
@@ -62,11 +53,7 @@ class Report:
         return _page(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page, whole or not at all.
-
-        Raises:
-            DomainError: the file's name does not end in .html, or it cannot be written.
-        """
+        """Write the page, whole or not at all; DomainError where its name does not end in .html."""
         check_html(path)
         with replacing(path) as partial, open(partial, "w", encoding="utf-8") as file:
             file.write(self.to_html())
@@ -81,11 +68,7 @@ class Report:
 
 
 def check_html(path: str | os.PathLike[str]) -> None:
-    """Refuse a name that no browser takes for a page.
-
-    Raises:
-        DomainError: it does not end in .html.
-    """
+    """Raise a DomainError for a file name that no browser takes for a page."""
     if not os.fspath(path).lower().endswith((".html", ".htm")):
         raise domain_error("report", os.fspath(path), "a file name that ends in .html")
 
@@ -138,12 +121,13 @@ def _page(report: Report) -> str:
     from .. import __version__
 
     prediction, model = report.prediction, report.prediction.model
-    title = escape(report.name)
+    title, words = escape(report.name), growth(prediction)
+    stored = json.dumps(model.to_dict(), indent=1, allow_nan=False)
     body = [
         f"<h1>{title} at initialisation</h1>",
         f'<p class="soft">{in_brief(model)}; theory {prediction.theory}, '
         f"{escape(prediction.resolution)}; moments {__version__}</p>",
-        f'<p class="card">{escape(_sentence(growth(prediction)))}</p>',
+        f'<p class="card">{escape(words[:1].upper() + words[1:])}.</p>',
         _warnings(prediction),
         "<h2>What it is</h2>",
         table([], [(name, text) for name, text in rows(model)], text={0, 1}),
@@ -163,7 +147,7 @@ def _page(report: Report) -> str:
         "<p>As <code>model.json</code>: <code>moments report model.json -o report.html</code>, "
         "or in Python:</p>",
         f"<pre>{escape(_SNIPPET)}</pre>",
-        details("model.json", f"<pre>{escape(_json(model))}</pre>"),
+        details("model.json", f"<pre>{escape(stored)}</pre>"),
     ]
     return document(f"{report.name} at initialisation", "".join(body), STYLE)
 
@@ -172,14 +156,6 @@ _SNIPPET = """import json, pathlib, moments
 
 model = moments.Transformer.from_dict(json.loads(pathlib.Path("model.json").read_text()))
 moments.report(model).save("report.html")"""
-
-
-def _json(model: Transformer) -> str:
-    return json.dumps(model.to_dict(), indent=1, allow_nan=False)
-
-
-def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:] + "."
 
 
 def _of_what(prediction: Prediction) -> str:
@@ -223,8 +199,7 @@ def stream_charts(
 
     Args:
         shown: a prediction of one configuration, or as much of one as is known, (4, layers + 1).
-        held: another one, drawn in grey behind it.
-        before: what stood there, drawn faintly as far as the layers go.
+        held, before: others, drawn in grey behind it, the second as far as the layers go.
         bands: whether to shade where one draw falls.
     """
     if isinstance(shown, Prediction):

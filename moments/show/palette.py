@@ -1,8 +1,6 @@
-"""The colours of every picture, in one place.
-
-Those of Okabe and Ito (2008, "Color Universal Design"), which people with any of the common colour
-vision deficiencies tell apart. Yellow is left out: a thin line of it cannot be seen on white.
-Lines that share a panel differ in their dashes too, so that a grey print is read as well.
+"""The colours of every picture: those of Okabe and Ito (2008, "Color Universal Design"), which
+people with any of the common colour vision deficiencies tell apart, without yellow, of which a thin
+line cannot be seen on white. Lines that share a panel differ in their dashes too, for a grey print.
 """
 
 from __future__ import annotations

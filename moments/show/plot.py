@@ -62,22 +62,15 @@ class Picture(Figure):
 
 
 def save(figure: Figure, path: str | os.PathLike[str], dpi: float = 150) -> None:
-    """Write a picture, whole or not at all; the file's ending gives the format.
-
-    Raises:
-        DomainError: an ending that no picture is written as, or a file that cannot be written.
-    """
+    """Write a picture, whole or not at all; the file's ending gives the format."""
     ending = check_ending(path)
     with replacing(path) as partial:
         figure.savefig(partial, dpi=dpi, format=ending[1:])
 
 
 def check_ending(path: str | os.PathLike[str]) -> str:
-    """The ending of a picture's file, in small letters.
-
-    Raises:
-        DomainError: no picture is written as that.
-    """
+    """The ending of a picture's file in small letters; DomainError where no picture is written as
+    that."""
     ending = Path(path).suffix.lower()
     if ending not in ENDINGS:
         allowed = f"a file name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
@@ -173,11 +166,10 @@ def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
 def plot_comparison(
     comparison: Comparison, name: str | None = None, found: Prediction | None = None
 ) -> Picture:
-    """Prediction as lines, measurement as points with bars of two standard errors.
+    """Prediction as lines, measurement as points with bars of two standard errors, out of their
+    band as rings, the verdict below; `found`, another prediction, is drawn beside it.
 
-    The variances' bands are where 95 % of measurements of as many draws are expected, or what the
-    tolerance alone grants where draws scatter less; points out of them are rings. The verdict
-    stands below. `found`, another prediction, is drawn beside it.
+    Bands are where 95 % of measurements of as many draws are expected, the tolerance included.
     """
     prediction, measurement = comparison.prediction, comparison.measurement
     figure, axes = _panels(_describe(prediction, name) + _losses(comparison))
@@ -212,15 +204,8 @@ def plot_comparison(
             label="measured ± 2 s.e.",
         )
         if np.any(outside):
-            ax.plot(
-                layers[outside],
-                points[outside],
-                "o",
-                markersize=10,
-                markerfacecolor="none",
-                markeredgecolor=OUTSIDE,
-                label="out of its band",
-            )
+            (rings,) = ax.plot(layers[outside], points[outside], "o", label="out of its band")
+            rings.set(markersize=10, markerfacecolor="none", markeredgecolor=OUTSIDE)
         scale(ax, quantity, *drawn)
     _legend_beside(figure)
     return figure

@@ -28,15 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """A floating-point format.
-
-    Attributes:
-        name: as torch's dtype is called.
-        title: as people write it.
-        mantissa: stored bits p.
-        lowest: exponent e of the smallest normal number.
-        largest: finite number M.
-    """
+    """A floating-point format: torch's `name` and the usual `title`, stored bits of `mantissa` p,
+    exponent e of the smallest normal number (`lowest`), and the `largest` finite number M."""
 
     name: str
     title: str
@@ -87,15 +80,8 @@ def precision(prediction: Prediction) -> pd.DataFrame:
     for way, column in (("forward", "variance"), ("gradient", "grad_variance")):
         rows = frame[frame[column] > 0]
         for form in FORMATS:
-            zero, subnormal, overflow = form.shares(rows[column].to_numpy(float))
-            parts.append(
-                rows[["layer", "site"]].assign(
-                    way=way,
-                    format=form.title,
-                    variance=rows[column],
-                    zero=zero,
-                    subnormal=subnormal,
-                    overflow=overflow,
-                )
-            )
+            part = rows[["layer", "site"]].assign(way=way, format=form.title, variance=rows[column])
+            shares = form.shares(rows[column].to_numpy(float))
+            lost = dict(zip(("zero", "subnormal", "overflow"), shares, strict=True))
+            parts.append(part.assign(**lost))
     return pd.concat(parts, ignore_index=True)

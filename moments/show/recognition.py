@@ -1,10 +1,8 @@
 """Which initialisation a network's weights seem to be of: every published one, and frameworks' own.
 
-A reading is a rule that gives every matrix a variance. It explains a matrix whose mean square lies
-within its own sampling error of that; the reading that explains most is what the weights seem to
-be, and what it leaves over are the matrices to look at. Rules whose one variance is free (a normal
-distribution of any deviation, with or without GPT-2's division) take it from the weights: from the
-matrix that suits them best, then anew from all that they explain.
+A rule gives every matrix a variance, and explains those whose mean square lies within its sampling
+error of that; the weights seem to be of the rule that explains most. A variance that a rule leaves
+free is taken from the matrix that suits it best, then anew from all that it explains.
 """
 
 from __future__ import annotations
@@ -37,16 +35,8 @@ Owner = tuple[int, str]
 
 @dataclass(frozen=True)
 class Weight:
-    """The entries of one matrix of one layer.
-
-    Attributes:
-        layer: from 1.
-        name: a field of moments.Weights.
-        variance: mean square of the entries.
-        spread: its relative standard error as an estimate.
-        count: entries.
-        fan_in, fan_out: features summed over, and made.
-    """
+    """The entries of one matrix of one layer (from 1): their mean square, its relative standard
+    error as an estimate, their count, and the features summed over and made."""
 
     layer: int
     name: str
@@ -68,13 +58,11 @@ class WeightRule:
     """One rule for the weights.
 
     Attributes:
-        title: what it is, in words.
-        model: the network whose weights, and scales where the rule sets them, follow the rule.
+        title, model: what it is, and the network that follows it.
         meant: where the rule is a known slip, the network without it; else None.
         published: whether it is a scheme of `moments.schemes`.
         by_depth: whether outward matrices are divided by a number that grows with depth.
-        explained: matrices that it explains.
-        left: matrices that it does not.
+        explained, left: matrices that it explains, and the others.
     """
 
     title: str
@@ -112,17 +100,9 @@ def recognise(
     promised: Transformer | None = None,
     by: str = "config",
 ) -> WeightRule:
-    """The reading that explains most matrices; of several the first, the promised one foremost.
-
-    Known slips are read too, last: a slip is what the weights are of where it explains more than
-    every rule does.
-
-    Args:
-        weights: of all layers.
-        model: the architecture.
-        promised: what the network itself says of its initialisation.
-        by: what of it says so.
-    """
+    """The reading that explains most matrices; of several the first, what the network itself
+    promises (`by` its config or its code) foremost. Known slips come last, and win where they
+    explain more."""
     best: WeightRule | None = None
     for reading in _readings(weights, model, promised, by):
         read = _held(reading, weights)
@@ -192,13 +172,8 @@ OUTWARD = ("output", "ffn_out")
 
 @dataclass(frozen=True)
 class _Rule:
-    """One free variance, that of some matrices divided by a number.
-
-    Attributes:
-        words: with {std} and {blocks}, the number of residual blocks.
-        divided: matrices.
-        divisor: from the number of blocks, the layer and d_model.
-    """
+    """One free variance, that of the `divided` matrices over `divisor`(blocks, layer, d_model);
+    `words` may hold {std} and {blocks}."""
 
     words: str
     divided: tuple[str, ...]

@@ -42,15 +42,8 @@ def tabled(
     text: int = 0,
     whole: bool = True,
 ) -> Table:
-    """Rows under their heads, the first `text` columns read from the left.
-
-    Args:
-        title, caption: above and below it.
-        heads: of the columns.
-        rows: cells.
-        text: columns that hold no numbers.
-        whole: whether cells stay on one line, whatever the width.
-    """
+    """Rows of cells under their heads, the first `text` columns read from the left; cells stay
+    `whole` on one line whatever the width."""
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD, pad_edge=False)
     table.title_justify = table.caption_justify = "left"
     for place, head in enumerate(heads):
@@ -113,9 +106,10 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     for name, part in (("encoder, ", comparison.encoder), ("", comparison)):
         if part is not None:
             frame = part.to_frame()
-            frame = frame[frame["site"] == "stream"].merge(
-                _inside(part), on=["layer", "quantity"], how="left"
-            )
+            points = part.points()
+            inside = points[points["stack"] == ""][["layer", "quantity", "inside"]]
+            stream = frame[frame["site"] == "stream"]
+            frame = stream.merge(inside, on=["layer", "quantity"], how="left")
             title = "{}{} along the residual stream"
             signal, gradient = QUANTITIES[:2], QUANTITIES[2:]
             tables.append(_side_by_side(frame, signal, title.format(name, "signal")))
@@ -124,12 +118,6 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     if len(outputs):
         tables.append(_outputs_table(outputs))
     return tuple(tables)
-
-
-def _inside(comparison: Comparison) -> Any:
-    """Whether the stream's points lie in their band."""
-    points = comparison.points()
-    return points[points["stack"] == ""][["layer", "quantity", "inside"]]
 
 
 def _outputs_table(outputs: Any) -> Table:

@@ -56,13 +56,8 @@ class SchemeComparison(Shown):
         return as_frame(rows, columns=list(COLUMNS))
 
     def plot(self, name: str | None = None) -> Figure:
-        """Variance, correlation and gradient along the depth, one row of panels per family.
-
-        `name`, the model's, heads the title.
-
-        Raises:
-            DomainError: no scheme could be applied to the model.
-        """
+        """Variance, correlation and gradient along the depth, one row of panels per family, the
+        model's `name` in the title; DomainError where no scheme could be applied."""
         from .scheme_plot import plot_schemes
 
         if not self.predictions:
@@ -99,10 +94,9 @@ def _numbers(found: Prediction) -> tuple[str, float, float, float, float]:
 
 
 def block_sensitivity(found: Prediction) -> np.ndarray:
-    """N sigma_block^2 / sigma_skip^2 of every residual sum in order, scales included.
-
-    What enters a sum is its last block's output, the point before it in the trace, times the branch
-    scale; the rest came by the skip connection. Averaged over tokens and configurations.
+    """N sigma_block^2 / sigma_skip^2 of every residual sum in order, scales included, averaged over
+    tokens and configurations. What enters a sum is the point before it in the trace times the
+    branch scale; the rest came by the skip connection.
 
     Source: Davis et al. 2021 in the form of Kedia et al. 4.6, who take its median, which first
     blocks do not dominate.
@@ -175,10 +169,8 @@ def scheme_model(
     inputs: Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
 ) -> Transformer:
-    """The model with a scheme at its authors' placement, for an input as `predict` takes it.
-
-    Options that the scheme does not have are left out.
-    """
+    """The model with a scheme at its authors' placement, for an input as `predict` takes it;
+    options that it does not have are left out."""
     if scheme.placements and model.norm not in scheme.placements:
         model = model.replace(
             norm=scheme.placements[0],

@@ -12,7 +12,6 @@ from ..errors import DomainError
 from ..files import as_frame
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
-from ..step.sharpness import Sharpness
 from .report import number, render, tabled
 
 if TYPE_CHECKING:
@@ -37,23 +36,6 @@ def first_step_table(step: FirstStep) -> Table:
         f"slope {step.slope:.4g}: the loss would fall by "
         f"{-step.slope * step.learning_rate:.4g} if it were linear",
         whole=False,
-    )
-
-
-def sharpness_text(sharpness: Sharpness) -> str:
-    """Both eigenvalues and what carries the largest one, as plain text."""
-    rows = sharpness.by_matrix.head(8).itertuples(index=False)
-    of = "the Hessian" if sharpness.optimizer == "sgd" else "the Hessian over root gradients"
-    return render(
-        tabled(
-            f"sharpness under {sharpness.optimizer}: largest eigenvalue of {of} "
-            f"{sharpness.largest:.4g} (± {sharpness.largest_stderr:.2g}), least "
-            f"{sharpness.least:.4g} (± {sharpness.least_stderr:.2g})",
-            ("layer", "parameter", "share of the largest"),
-            ((str(layer), name, f"{100 * share:.1f} %") for layer, name, share in rows),
-            "± is the standard error over draws of the network",
-            whole=False,
-        )
     )
 
 
@@ -159,11 +141,7 @@ def _beside(both: pd.DataFrame, names: tuple[str, ...], keys: list[str]) -> pd.D
 
 
 def compare_steps(step: FirstStep, measurement: StepMeasurement) -> StepComparison:
-    """Put a measured step beside a predicted one.
-
-    Raises:
-        DomainError: of different depths, optimizers' rates, or not both of a step.
-    """
+    """A measured step beside a predicted one; DomainError where their depths or rates differ."""
     if not isinstance(measurement, StepMeasurement):
         raise DomainError(
             "a FirstStep is compared with what moments.torch.measure_step gives, not "

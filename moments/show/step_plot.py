@@ -43,13 +43,7 @@ def plot_first_step(
     step: FirstStep, name: str | None = None, measured: StepMeasurement | None = None
 ) -> Figure:
     """Three panels along the depth: relative change of sites, size of steps against weights, and
-    alignment; hollow marks are measured, with twice their standard error.
-
-    Args:
-        step: the prediction.
-        name: the model's, for the title.
-        measured: a module's step at the same rate.
-    """
+    alignment; hollow marks are a step measured at the same rate, with twice its standard error."""
     figure = Picture(12.5, 4.4)
     axes = figure.subplots(1, 3)
     for ax, (quantity, styles, title) in zip(axes, PANELS, strict=True):
@@ -89,8 +83,7 @@ def plot_first_step(
 
 
 def _known(step: FirstStep | StepMeasurement, quantity: str) -> Any:
-    """Where a panel's quantity can be drawn: layer, key (of its style), value and, of what was
-    measured, stderr."""
+    """Where a panel's quantity can be drawn: layer, key (of its style), value, measured stderr."""
     if quantity == "relative_change":
         frame: Any = step.to_frame().rename(columns={"site": "key"})
     else:

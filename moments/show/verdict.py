@@ -42,14 +42,8 @@ def growth(prediction: Prediction) -> str:
 
 
 class Judgement(NamedTuple):
-    """The points of a comparison by how far they lie out.
-
-    Attributes:
-        points: those that are predicted and have a band; what a prediction was given is none.
-        beyond: those of them further out than `CLEAR` standard deviations.
-        outside: how many lie out of their 95 % band.
-        allowed: how many chance allows.
-    """
+    """The points of a comparison that have a band and were not given: all, those `beyond` CLEAR
+    standard deviations, how many lie out of their 95 % band, and how many chance allows to."""
 
     points: pd.DataFrame
     beyond: pd.DataFrame

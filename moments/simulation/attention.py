@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..model.positions import RelativeBias, Rotary
 from ..model.transformer import Transformer
-from .functions import normalise
+from .functions import dropout, normalise
 from .parameters import ALL
-from .sampling import dropout
 
 MOST_LOGITS = 1 << 28
 """Logits computed at once, 1 GiB of float32; more are computed by groups of heads."""
@@ -35,17 +34,10 @@ def self_attention(
     documents: Tensor | None = None,
     gains: Gains | None = None,
 ) -> Tensor:
-    """Concatenated heads (batch, L, heads * d_head) of layer `number`.
+    """Concatenated heads (batch, L, heads * d_head) of layer `number`, counted from 1.
 
-    Args:
-        model: the declaration.
-        number: of the layer, counted from 1.
-        x: (batch, L, d_model).
-        project: "query", "key" and "value".
-        table: of relative biases, (buckets, heads); None: there is none.
-        generator: draws the dropout mask.
-        documents: (batch, L) of packed rows: a token sees its own document alone.
-        gains: of the norms of queries and keys; None: they learn none.
+    `project` knows "query", "key" and "value"; `table` is (buckets, heads) of relative biases;
+    `documents` (batch, L) are those of packed rows, of which a token reads its own alone.
     """
     if model.identity_attention:
         value = _split(project(x, "value"), model.d_head or 0)
@@ -56,14 +48,16 @@ def self_attention(
     )
     query, key = _normalised(model, query, "query", gains), _normalised(model, key, "key", gains)
     if model.placements[number - 1] == "hybrid":
-        query, key, value = (_hybrid_norm(model, part) for part in (query, key, value))
+        query, key, value = (
+            normalise(part, model.normalization, model.norm_epsilon, dyt_alpha=model.dyt_alpha)
+            for part in (query, key, value)
+        )
     rotary = model.rotaries[number - 1]
     if rotary is not None:
         query, key = rotate(query, rotary), rotate(key, rotary)
     seq_len = x.shape[1]
-    offset = (
-        torch.arange(seq_len, device=x.device) - torch.arange(seq_len, device=x.device)[:, None]
-    )
+    place = torch.arange(seq_len, device=x.device)
+    offset = place - place[:, None]
     bias: Tensor | None = None
     if model.alibi:
         slopes = torch.tensor(alibi_slopes(model.heads), device=x.device, dtype=x.dtype)
@@ -159,10 +153,6 @@ def _normalised(model: Transformer, x: Tensor, side: str, gains: Gains | None) -
     z = normalise(z, model.qk_norm.removesuffix(ALL), model.norm_epsilon)
     z = z if gain is None else z * gain
     return _split(z, model.d_head or 0) if together else z
-
-
-def _hybrid_norm(model: Transformer, x: Tensor) -> Tensor:
-    return normalise(x, model.normalization, model.norm_epsilon, dyt_alpha=model.dyt_alpha)
 
 
 # --- positions ------------------------------------------------------------------------------------

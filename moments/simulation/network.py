@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..model.transformer import Transformer
 from .attention import cross_attention, self_attention
-from .functions import activation, affine_norm
-from .sampling import dropout
+from .functions import activation, affine_norm, dropout
 
 Watch = Callable[[Tensor, str], Tensor]
 """Takes a tensor and the site it is at; returns the same tensor."""

@@ -14,10 +14,9 @@ from ..model.head import Head
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..transfer.head.targets import NO_TARGET
-from .functions import activation, affine_norm
+from .functions import activation, affine_norm, dropout
 from .network import Watch
 from .parameters import affine, draw
-from .sampling import dropout
 
 
 class Output(NamedTuple):
@@ -114,16 +113,11 @@ def run_head(
     generator: torch.Generator,
     watch: Watch,
 ) -> Output:
-    """Logits and loss.
+    """Logits and loss of the last layer's output x, (batch, L, d_model).
 
-    Args:
-        model: the declaration, with a head.
-        x: (batch, L, d_model), the last layer's output.
-        targets: (batch, L) of what each token is to predict, or (batch,) classes; -100 where there
-            is none. None: no loss.
-        weights: what `draw_head` drew, and the token table as "token" where the head is tied.
-        generator: draws the dropout mask.
-        watch: is shown every site.
+    `targets` are what each token is to predict, (batch, L), or classes (batch,), -100 where there
+    is none; None: no loss. `weights` are those of `draw_head`, and the token table as "token" where
+    the head is tied.
     """
     head: Head = model.head
     pool = head.pool if head.loss == "classification" else None

@@ -42,10 +42,10 @@ def draw_weights(
                 continue
             variance = of[name.removeprefix(CROSS)]
             drawn[f"{name}.bias"] = draw((width,), variance, generator, dtype, vector)
-    if _learns_gains_of_heads(model, number):
+    hybrid = model.placements[number - 1] == "hybrid"  # whose norms of heads learn no gains
+    if model.norm_affine and model.qk_norm is not None and not hybrid:
         for name in shapes:
             if name.removeprefix(CROSS) in ("query", "key"):
-                assert model.qk_norm is not None
                 width = shapes[name][1] if model.qk_norm.endswith(ALL) else model.d_head or 0
                 ones = torch.ones(width, device=generator.device, dtype=dtype)
                 drawn[f"{name}.norm.gain"] = ones.requires_grad_()
@@ -53,12 +53,6 @@ def draw_weights(
         gain = model.norm_gains[number - 1][1 if site.startswith("ffn") else 0]
         drawn |= affine(model, site, float(gain), generator.device, dtype)
     return drawn
-
-
-def _learns_gains_of_heads(model: Transformer, number: int) -> bool:
-    """Whether norms of queries and keys have gains, one head's for all; not HybridNorm's."""
-    hybrid = model.placements[number - 1] == "hybrid"
-    return model.norm_affine and model.qk_norm is not None and not hybrid
 
 
 def draw_shared(
@@ -119,14 +113,9 @@ def draw(
     dtype: torch.dtype,
     kind: str = "normal",
 ) -> Tensor:
-    """Entries of mean 0 and the given variance that require gradients.
+    """Entries of mean 0 and the given variance that require gradients, on the generator's device.
 
-    Args:
-        shape: (rows, columns); two axes where `kind` is "orthogonal".
-        variance: of an entry.
-        generator: also says on which device.
-        dtype: of the entries.
-        kind: one of `moments.model.weights.DISTRIBUTIONS`.
+    `kind` is one of `moments.model.weights.DISTRIBUTIONS`; "orthogonal" takes two axes.
     """
     entries = torch.empty(shape, device=generator.device, dtype=dtype)
     if kind == "uniform":

@@ -15,11 +15,10 @@ from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..prediction.draws import Draw, WeightGradient
 from .collector import Collector, squared_norm
-from .functions import affine_norm
+from .functions import affine_norm, dropout, exchangeable_normal, generator
 from .network import LayerTwin, Watch
 from .output import draw_final, draw_head, run_final, run_head
 from .parameters import affine, draw, draw_shared, draw_weights
-from .sampling import dropout, exchangeable_normal, generator
 
 _KEPT = 1 << 24
 """Numbers that the graphs of a draw hold, below which they are kept: 64 MB in float32."""
@@ -282,14 +281,8 @@ def _watcher(seen: Collector | None, layer: int) -> Watch:
 def draw_embedding(
     model: Transformer, segments: int, generator: torch.Generator, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Parameters of the model's embedding that require gradients; tables are (rows, d_model).
-
-    Args:
-        model: the declaration.
-        segments: rows of the segment table.
-        generator: of the entries; also says on which device.
-        dtype: of the entries.
-    """
+    """Parameters of the model's embedding that require gradients, on the generator's device; tables
+    are (rows, d_model), the segment table's `segments`."""
     embedding, d_model = model.embedding, model.d_model
     drawn: dict[str, Tensor] = {}
     if isinstance(embedding, PatchEmbedding):
@@ -334,16 +327,9 @@ def run_embedding(
     watch: Watch,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """The tensor that enters layer 1, (batch, L, d_model).
+    """The tensor that enters layer 1, (batch, L, d_model), by the weights of `draw_embedding`.
 
-    Args:
-        model: the declaration.
-        read: token ids (batch, L), or images (batch, channels, height, width).
-        segment_ids: (batch, L); None: all of one segment.
-        weights: what `draw_embedding` drew.
-        generator: draws the dropout mask.
-        watch: is shown every site.
-        documents: (batch, L) of packed rows, with each of which positions restart.
+    `read`, `segment_ids` and `documents` are as in `Input`; positions restart with each document.
     """
     place = None if documents is None else within(documents)
     embedding = model.embedding

@@ -1,8 +1,7 @@
 """One block as a function of a factor on its free matrices' variances.
 
-Everything before the first free matrix is propagated once. Behind it only means and variances are
-needed to find the factor at which its output has its target; the accepted one is propagated in
-full, once.
+What stands before the first of them is propagated once; behind it means and variances suffice to
+find the factor. The accepted one is propagated in full, once.
 """
 
 from __future__ import annotations
@@ -39,17 +38,9 @@ def factor_for(
     """The factor on `count` variances at which `output` is `aim`, and the output there.
 
     In one step where the output is the factor to the power `count`; elsewhere by secants in
-    logarithms, and a bracketed root where they stray. Where there is none, the end of the range
-    that comes nearest.
-
-    Args:
-        output: of a factor.
-        aim: positive.
-        count: matrices that the factor is on.
-        ends: logarithms of the smallest and the largest factor.
-
-    Raises:
-        DomainError: the output does not depend on the factor.
+    logarithms, and a bracketed root where they stray. Where there is none, the end of the range,
+    `ends` as logarithms of the factor, that comes nearest. DomainError where the output does not
+    depend on it.
     """
 
     def distance(log: float) -> float:
@@ -126,16 +117,9 @@ def _no_way_back(_: Any) -> Any:
 
 
 class FreeBlock:
-    """A chain of components with free matrices, entered by a signal.
-
-    Args:
-        name: "attention", "cross" or "ffn".
-        parts: its components, norms before and scales behind included.
-        free: free matrices, of which its own share one factor.
-        signal: what enters.
-        layout: of the tokens.
-        memory: what cross-attention reads.
-    """
+    """A chain of components ("attention", "cross" or "ffn", norms before and scales behind
+    included), whose free matrices share one factor, entered by a signal; `memory` is what
+    cross-attention reads."""
 
     def __init__(
         self,

@@ -19,11 +19,7 @@ NOT_INPUTS = ("model", "theory", "progress", "batch")
 
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:
-    """Only what describes the input and the gradient of one configuration.
-
-    Raises:
-        DomainError: another name, or several configurations at once.
-    """
+    """Raise unless these describe the input and the gradient of one configuration."""
     known = [name for name in inspect.signature(predict).parameters if name not in NOT_INPUTS]
     for name, value in inputs.items():
         if name not in known:
@@ -34,11 +30,7 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
 
 
 def stacks(model: Transformer, inputs: Mapping[str, Any]) -> tuple[Stack, Stack | None]:
-    """The stack of layers and its encoder's, if it has one, before anything passes through them.
-
-    Raises:
-        DomainError: as `predict`.
-    """
+    """The stack of layers and its encoder's, if it has one, before anything passes through them."""
     own = Inputs(**{name: value for name, value in inputs.items() if name in INPUTS})
     tokens = inputs.get("tokens")
     if model.encoder is None:
@@ -52,11 +44,7 @@ def stacks(model: Transformer, inputs: Mapping[str, Any]) -> tuple[Stack, Stack 
 
 
 def entered(model: Transformer, inputs: Mapping[str, Any]) -> tuple[Stack, Signal | None]:
-    """The stack of layers, and what a decoder's cross-attention reads.
-
-    Raises:
-        DomainError: as `predict`.
-    """
+    """The stack of layers, and what a decoder's cross-attention reads."""
     stack, other = stacks(model, inputs)
     if other is not None:
         other.forward()

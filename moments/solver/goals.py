@@ -1,8 +1,5 @@
-"""What can be asked of a model, and what a solver may change for it.
-
-Asked are numbers read off a prediction, one of all or one per layer; changed are weight variances,
-scales, temperature, and DSLM's k.
-"""
+"""What can be asked of a model, one number or one per layer read off a prediction, and what a
+solver may change for it: weight variances, scales, temperature, and DSLM's k."""
 
 from __future__ import annotations
 
@@ -27,11 +24,10 @@ class Goal:
     """A number of a prediction that a solver can steer, or one per layer.
 
     Attributes:
-        name: what `solve` takes.
-        title: what it is.
+        name, title: what `solve` takes, and what it is.
         value: reads it off a prediction; shape () or (N,).
-        allowed: what targets make sense.
-        free: what is solved for unless the user says otherwise.
+        allowed, free: what targets make sense, and what is solved for unless the user says
+            otherwise.
         at_most: whether a target is the most that is allowed, and not what must be met.
     """
 
@@ -133,11 +129,7 @@ NAMES = (*MATRICES, *AMPLITUDES, "k")
 
 
 def names_of(free: Any) -> tuple[str, ...] | None:
-    """A name, or several, as a tuple.
-
-    Raises:
-        DomainError: neither.
-    """
+    """A name, or several, as a tuple."""
     if free is None or isinstance(free, str):
         return None if free is None else (free,)
     try:
@@ -153,11 +145,8 @@ def matrices_of(model: Transformer) -> tuple[str, ...]:
 
 
 def check_free(model: Transformer, free: tuple[str, ...]) -> None:
-    """Names that the model has, each once; k beside no other scale.
-
-    Raises:
-        DomainError: otherwise.
-    """
+    """Raise unless these are names that the model has, each once, and k stands beside no other
+    scale."""
     for name in free:
         if name not in NAMES:
             raise domain_error("free", name, f"one of {', '.join(NAMES)}")

@@ -37,11 +37,7 @@ def largest(
     inputs: Mapping[str, Any],
     progress: bool = False,
 ) -> Plan:
-    """The plan of the largest k or depth; a bound once broken is taken to stay so.
-
-    Raises:
-        DomainError: no such bound, or a model whose depth is written into its fields.
-    """
+    """The plan of the largest k or depth; a bound once broken is taken to stay so."""
     if not isinstance(bound, list | tuple) or len(bound) != 2 or bound[0] not in tuple(GOALS):
         raise domain_error("bound", bound, f"(goal, most), goal one of {', '.join(GOALS)}")
     goal = GOALS[bound[0]]
@@ -91,10 +87,8 @@ def largest(
 def _bisected(
     kept: Callable[[float], bool], tried: list[float], close: float
 ) -> tuple[float | None, float]:
-    """The largest number that is kept, and the width of the interval that is left above it.
-
-    None: the first of those `tried`, which grow, is not kept. Of whole numbers `close` is 1.
-    """
+    """The largest number that is kept (None: not even the first of those `tried`, which grow), and
+    the width of the interval left above it, at most `close`; 1 for whole numbers."""
     if not kept(tried[0]):
         return None, 0.0
     low = tried[0]

@@ -1,9 +1,7 @@
 """Inversion block by block: weight variances that give every block's output a chosen variance.
 
-One walk solves all: at every residual addition the block's weights are scaled until its output (or
-the sum) has its target, and the walk goes on with what they give.
-
-See docs/theory/inversion.md, Why one walk is enough.
+At every residual addition of one walk the block's weights are scaled until its output (or the sum)
+has its target; docs/theory/inversion.md says why one walk is enough.
 """
 
 from __future__ import annotations
@@ -44,14 +42,8 @@ NOTHING = 1e-12
 
 @dataclass(frozen=True)
 class Found:
-    """What the walk found.
-
-    Attributes:
-        factors: for every matrix, what its variance is multiplied with in each layer.
-        shortfall: largest relative distance between a target and what is reached, where no factor
-            reaches it.
-        nearest: the variance reached there.
-        missed: (layer, block) whose targets no factor reaches.
+    """What the walk gives: factors on every matrix's variance by layer; where no factor reaches a
+    target, the largest relative distance to one, the variance there, and every such (layer, block).
     """
 
     factors: Mapping[str, tuple[float, ...]]
@@ -79,13 +71,12 @@ def solve_blocks(
     of_sum: bool,
     memory: Signal | None = None,
 ) -> Found:
-    """Scale the free matrices until every block meets its target.
+    """Scale the free matrices, those of one block by the same factor, until every block meets its
+    target.
 
     Args:
-        model: the declaration.
-        signal: what enters layer 1.
-        layout: of its tokens.
-        free: matrices to scale; those of one block by the same factor.
+        model, signal, layout: the declaration, what enters layer 1, and how its tokens lie.
+        free: matrices to scale.
         target: variance wanted at (layer, "attention", "cross" or "ffn"), averaged over tokens.
         of_sum: whether it is that of the residual sum, or of the block's output as it comes from
             its dropout, before any scale.
@@ -120,7 +111,6 @@ class _Walk:
         self.missed: list[tuple[int, str]] = []
 
     def layer_above(self, number: int, body: Component, signal: Signal) -> Signal:
-        """Pass one layer, with its matrices scaled."""
         self.layer, self.met = number, set()
         for part in flat(body):
             signal = self.step(part, signal)
@@ -129,7 +119,6 @@ class _Walk:
         return signal
 
     def step(self, part: Component, signal: Signal) -> Signal:
-        """Pass one part of a layer, with its matrices scaled."""
         return self._forward(part.with_residuals(signal, self._solved, self._forward), signal)
 
     def _forward(self, part: Component, signal: Signal) -> Signal:

@@ -88,13 +88,8 @@ class Plan(Shown):
         return as_frame(rows)
 
     def plot(self, name: str | None = None) -> Figure:
-        """Weight variances and scales layer by layer, and what they make of signal and gradient.
-
-        `name`, the model's, heads the title.
-
-        Raises:
-            DomainError: as `predict`, which is asked about the plan's model.
-        """
+        """Weight variances and scales layer by layer, and what they make of signal and gradient,
+        the model's `name` in the title."""
         from ..show.plot import plot_plan
 
         return plot_plan(self, name)

@@ -23,12 +23,8 @@ FEW = 64
 
 
 class Search(NamedTuple):
-    """Where a search ended.
-
-    Attributes:
-        at: the logarithm of the factor, or several.
-        met: whether the target is met there, inside the range and not merely in its limit.
-    """
+    """Where a search ended: the logarithm of the factor, or several, and whether the target is met
+    there, inside the range and not merely in its limit."""
 
     at: Any
     met: bool
@@ -43,16 +39,8 @@ def or_nan(value: Callable[[], float]) -> float:
 
 
 def root(distance: Callable[[float], float], ends: Ends, tolerance: float) -> Search:
-    """Where `distance` is 0, nearest to 0 first and where it falls; or where it is least.
-
-    Args:
-        distance: signed; NaN where there is no number.
-        ends: of the range.
-        tolerance: a root to well within it is a root.
-
-    Raises:
-        DomainError: no number in the whole range.
-    """
+    """Where the signed `distance` (NaN where there is none) is 0, nearest to 0 first and where it
+    falls; or where it is least. DomainError where there is no number in the whole range."""
     from scipy.optimize import brentq, minimize_scalar
 
     seen: dict[float, float] = {}
@@ -129,15 +117,8 @@ Distances = Callable[[np.ndarray], np.ndarray]
 def least_squares(
     distances: Distances, ends: list[Ends], tolerance: float, start: Any = 0.0, most: int = 100
 ) -> Search:
-    """Where several distances are 0 together, or their squares' sum is least.
-
-    Args:
-        distances: signed, one or more; not a number where a model's numbers overflow.
-        ends: of every number's range.
-        tolerance: of the largest distance.
-        start: where the search starts.
-        most: derivatives that are taken at most, by differences.
-    """
+    """Where several signed distances are 0 together, or their squares' sum is least, from `start`
+    by at most so many derivatives; `ends` are those of every number's range."""
     from scipy import optimize
 
     low, high = np.array(ends).T
@@ -175,11 +156,8 @@ def _inside(x: np.ndarray, low: Any, high: Any) -> bool:
 
 
 def per_layer(distances: Distances, layers: int, ends: Ends, tolerance: float) -> Search:
-    """One number per layer, each mostly felt by its own layer's distance.
-
-    Every layer takes a secant step of its own at once, with slopes that start from a step common to
-    all. Where that stalls, which layers that feel each other do, least squares with a full
-    derivative go on, or Newton's method in Krylov spaces where layers are many.
+    """One number per layer, each mostly felt by its own layer's distance, by secant steps at once;
+    where that stalls, by least squares, or Newton's method in Krylov spaces where layers are many.
     """
     x, far = np.zeros(layers), distances(np.zeros(layers))
     step = np.full(layers, 0.05)

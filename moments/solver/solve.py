@@ -35,12 +35,8 @@ def by_block(
     tolerance: float,
     inputs: Mapping[str, Any],
 ) -> Plan:
-    """The plan of "stream_variance" or "block_variance", with the residual of a pass through it.
-
-    Raises:
-        DomainError: a free variable or target that the objective has not, or a model in which
-            something else fixes the variance.
-    """
+    """The plan of "stream_variance" or "block_variance", with the residual of a pass through it;
+    DomainError where something else fixes the variance."""
     names = solvable(model) if free is None else free
     for name in names:
         if name not in SOLVABLE:
@@ -137,11 +133,7 @@ def _ramp(targets: np.ndarray, entering: float, model: Transformer) -> Target:
 
 
 def per_layer_targets(model: Transformer, target: Any, allowed: Interval) -> np.ndarray:
-    """A target per layer, (N,), from one number or N.
-
-    Raises:
-        DomainError: neither, or outside what is allowed.
-    """
+    """A target per layer, (N,), from one number or N."""
     check_in("target", target, allowed)
     if np.shape(target) not in ((), (model.layers,)):
         raise domain_error("target", target, f"one number, or one per layer ({model.layers})")
@@ -256,10 +248,8 @@ class _Task:
         return self._plan(pairs, title, names, at(found.at), found.met)
 
     def profile(self, goal: Goal, target: Any, free: tuple[str, ...] | None) -> Plan:
-        targets, names = (
-            per_layer_targets(self.model, target, goal.allowed),
-            goal.free if free is None else free,
-        )
+        targets = per_layer_targets(self.model, target, goal.allowed)
+        names = goal.free if free is None else free
         if "k" in names:
             raise domain_error("free", "k", "what each layer can have of its own")
         low, high = bounds(self.model, names)
@@ -305,14 +295,10 @@ class _Task:
     ) -> Plan:
         found = self.predicted(solved)
         values = [float(goal.value(found)) for goal, _ in pairs]
-        far = [
-            max(value - wanted, 0.0) if goal.at_most else abs(value - wanted)
-            for value, (goal, wanted) in zip(values, pairs, strict=True)
-        ]
-        residual = max(
-            far_one / max(abs(wanted), 1e-12)
-            for far_one, (_, wanted) in zip(far, pairs, strict=True)
-        )
+        residual = 0.0
+        for value, (goal, wanted) in zip(values, pairs, strict=True):
+            far = max(value - wanted, 0.0) if goal.at_most else abs(value - wanted)
+            residual = max(residual, far / max(abs(wanted), 1e-12))
         met = met and residual <= self.tolerance
         words = (
             f"{goal.title} {'at most' if goal.at_most else '='} {wanted:g}"

@@ -166,10 +166,8 @@ class Rows:
     ) -> Change:
         """The heads' change, from those of queries, keys and values on the scale of the tokens.
 
-        Args:
-            changes: of the three.
-            gradient: E delta delta at the heads.
-            received: draws of E delta delta at values and at the heads, less it.
+        `gradient` is E delta delta at the heads, `received` draws of it at values and heads, less
+        it.
         """
         (query, key, value), gain, old = changes, self.gain, self._old
         # what multiplies J of changed keys or values, and changes of queries
@@ -239,7 +237,7 @@ class Rows:
 
 _DRAWN = 3e-4
 """Share of the heads' change, by the means of pairs, from which coherent changes of queries and
-keys are drawn: drawn, they came out 12 to 15 times that."""
+keys are drawn."""
 
 _SMALL = 1e-9
 """Relative change below which differences of products would lose digits."""

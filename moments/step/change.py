@@ -78,17 +78,11 @@ def scattering(
 
 
 def conserved(
-    before: Change,
-    after: Change,
-    gradients: tuple[Array, Array],
-    received: Sequence[Array | None],
+    before: Change, after: Change, gradients: tuple[Array, Array], received: Sequence[Array | None]
 ) -> Change:
     """Behind a map that is followed by its mean, with every draw's P on the scale at which
-    tr(P D), the step's meeting with the loss, stays that draw's.
-
-    Args:
-        gradients, received: D on both sides, and draws less it.
-    """
+    tr(P D), the step's meeting with the loss, stays that draw's; `gradients` and `received` are D
+    on both sides, and draws less it."""
     if after.drawn is None or not before.coherent.any():
         return after
     met = []
@@ -114,11 +108,8 @@ def behind_a_matrix(
     W u along delta_y has the kernel Z D_y^+ Z^T, Z = (n/m) P D_x, in every draw; and W is as if
     drawn anew only across delta_y, in m less its rank of m directions.
 
-    Args:
-        before, after: the change of x; and that of y, as if W were independent.
-        gradients: D of both.
-        received: (N, T, T) draws of these.
-        shape: n and m.
+    `after` is the change of y as if W were independent; `gradients` are D of both sides, `received`
+    (N, T, T) draws of these, and `shape` n and m.
     """
     if before.drawn is None or not before.coherent.any():
         return after
@@ -223,10 +214,7 @@ def correlated(linear: float, r: float) -> float:
     A step in one direction a/|a| of an n-dimensional Gaussian a, of which m is linear, has with
     another whose a is correlated by r beside m r the rest asin(r) - r at n = 1, of signs, where m
     is 2/pi, and r^3 at large n, where m is 1. Between, a mean by m: of E cos, .004 off at n = 3.
-
-    Args:
-        linear: m.
-        r: of the two a.
+    `linear` is m.
     """
     r = min(max(r, 0.0), 1.0)
     many = min(max((linear - 2 / math.pi) / (1 - 2 / math.pi), 0.0), 1.0)
@@ -289,9 +277,7 @@ class Change:
         return dataclasses.replace(self, total=self.total - square)
 
     def each(
-        self,
-        function: Callable[[Array], Array],
-        coherent: Callable[[Array], Array] | None = None,
+        self, function: Callable[[Array], Array], coherent: Callable[[Array], Array] | None = None
     ) -> Change:
         """What a linear map makes of all; `coherent`: of P and what goes with it, if that is
         another."""

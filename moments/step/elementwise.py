@@ -26,20 +26,14 @@ _SMALL = 1e-5
 """Relative change of a tensor below which slopes carry it."""
 
 
-@dataclass(frozen=True, eq=False)
-class Pairs:
-    """Pair laws of an activation: second moments and slopes."""
+def moment(laws: ComponentLaws, first: Array, second: Array, kernel: Array) -> Array:
+    """E phi(y_t) phi(z_s), of variances `first` and `second` and covariance `kernel`."""
+    return _of_pairs(gated_laws(laws).law("grad_factor_covariance"), first, second, kernel)
 
-    laws: ComponentLaws
 
-    def moment(self, first: Array, second: Array, kernel: Array) -> Array:
-        """E phi(y_t) phi(z_s), of variances `first` and `second` and covariance `kernel`."""
-        law = gated_laws(self.laws).law("grad_factor_covariance")
-        return _of_pairs(law, first, second, kernel)
-
-    def slope(self, first: Array, second: Array, kernel: Array) -> Array:
-        """E phi'(y_t) phi'(z_s)."""
-        return _of_pairs(self.laws.law("grad_covariance"), first, second, kernel)
+def slope(laws: ComponentLaws, first: Array, second: Array, kernel: Array) -> Array:
+    """E phi'(y_t) phi'(z_s)."""
+    return _of_pairs(laws.law("grad_covariance"), first, second, kernel)
 
 
 def _of_pairs(law: Law, first: Array, second: Array, kernel: Array) -> Array:
@@ -57,25 +51,22 @@ def _of_pairs(law: Law, first: Array, second: Array, kernel: Array) -> Array:
 
 
 def activated(
-    laws: ComponentLaws,
-    change: Change,
-    kernel: Array,
-    output: Array,
+    laws: ComponentLaws, change: Change, kernel: Array, output: Array
 ) -> tuple[Change, Array]:
     """Behind an activation of Gaussian preactivations, whose kernel there is `output`; and the
     slopes E phi' phi' by which pairs follow."""
-    pairs, old = Pairs(laws), np.diag(kernel)
+    old = np.diag(kernel)
     if change.share(kernel) < _SMALL:
-        slope = pairs.slope(old, old, kernel)
-        return change.times(slope), slope
+        slopes = slope(laws, old, old, kernel)
+        return change.times(slopes), slopes
     met, new = change.met(kernel), change.new(kernel)
     grown = np.diag(new)
-    between = pairs.moment(grown, old, met)
+    between = moment(laws, grown, old, met)
     overlap = between - output
-    total = pairs.moment(grown, grown, new) - between - overlap.T
-    slope = pairs.slope(grown, old, met)
-    found = dataclasses.replace(change.times(slope), overlap=overlap, total=total, beyond=None)
-    return found, slope
+    total = moment(laws, grown, grown, new) - between - overlap.T
+    slopes = slope(laws, grown, old, met)
+    result = dataclasses.replace(change.times(slopes), overlap=overlap, total=total, beyond=None)
+    return result, slopes
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,12 +74,12 @@ class Unit:
     """phi(a) u, of independent maps a and u of one input.
 
     Attributes:
-        pairs: of phi.
+        laws: of phi.
         gate, factor: kernels of a and u.
         slopes: what multiplies the product's gradient kernel to give those at a and at u.
     """
 
-    pairs: Pairs
+    laws: ComponentLaws
     gate: Array
     factor: Array
     slopes: tuple[Array, Array]
@@ -97,25 +88,20 @@ class Unit:
         self, gate: Change, factor: Change, gradient: Array, received: Array | None = None
     ) -> Change:
         """The product's change, from those of a and u; see `Change.plus`."""
-        pairs, old = self.pairs, np.diag(self.gate)
-        slope, moment = self.slopes
-        small = max(gate.share(self.gate), factor.share(self.factor)) < _SMALL
-        if small:
-            found = gate.times(slope), factor.times(moment)
-            return found[0].plus(found[1], gradient, received)
+        laws, old = self.laws, np.diag(self.gate)
+        if max(gate.share(self.gate), factor.share(self.factor)) < _SMALL:
+            of_gate, of_factor = self.slopes
+            return gate.times(of_gate).plus(factor.times(of_factor), gradient, received)
         met, new = gate.met(self.gate), gate.new(self.gate)
         grown = np.diag(new)
-        between = pairs.moment(grown, old, met)
+        between = moment(laws, grown, old, met)
         met_factor = factor.met(self.factor)
-        overlap = between * met_factor - moment * self.factor
-        total = pairs.moment(grown, grown, new) * factor.new(self.factor)
+        overlap = between * met_factor - self.slopes[1] * self.factor
+        total = moment(laws, grown, grown, new) * factor.new(self.factor)
         total = total - between * met_factor - overlap.T
         first, second = (
             dataclasses.replace(one.times(way), overlap=0 * total, total=0 * total, beyond=None)
-            for one, way in (
-                (gate, pairs.slope(grown, old, met) * met_factor),
-                (factor, between),
-            )
+            for one, way in ((gate, slope(laws, grown, old, met) * met_factor), (factor, between))
         )
         both = first.plus(second, gradient, received)
         return dataclasses.replace(both, overlap=overlap, total=total + both.total)
@@ -123,6 +109,6 @@ class Unit:
 
 def gated(laws: ComponentLaws, gate: Array, factor: Array) -> Unit:
     """A gated unit at the kernels of its two maps."""
-    pairs, old = Pairs(laws), np.diag(gate)
-    slopes = pairs.slope(old, old, gate) * factor, pairs.moment(old, old, gate)
-    return Unit(pairs, gate, factor, slopes)
+    old = np.diag(gate)
+    slopes = slope(laws, old, old, gate) * factor, moment(laws, old, old, gate)
+    return Unit(laws, gate, factor, slopes)

@@ -178,10 +178,8 @@ class _RowSteps(NamedTuple):
     ) -> _RowSteps:
         """Of rows whose gradients' variance has these blocks by pairs of steps, (rows, k, k).
 
-        Args:
-            weights: how many rows each stands for.
-            tokens: T.
-            met: what each weighs in how far Adam's epsilon lowers one step: that of their mean.
+        Each stands for `weights` rows, and weighs `met` in the mean of variances by which Adam's
+        epsilon lowers one step.
         """
         variances = np.maximum(blocks.sum((1, 2)), 0.0)
         pulled, noise = np.ones((len(blocks), 1)), variances
@@ -203,12 +201,7 @@ class _RowSteps(NamedTuple):
 
 
 def entered(
-    reading: Reading,
-    words: Words,
-    optimizer: Optimizer,
-    rate: float,
-    stream: Stream,
-    tied: Array,
+    reading: Reading, words: Words, optimizer: Optimizer, rate: float, stream: Stream, tied: Array
 ) -> Entered:
     """The step of the tables, at their sum. A table of both streams is the main one's.
 
@@ -347,16 +340,12 @@ class Ending:
 
     Attributes:
         loss: expected mean cross-entropy by this module's own reading of the logits' law.
-        mean: (T, V') of the logits.
-        variance: (T,) of a logit about that.
         change: mean square of the change of a logit, over tokens and rows.
         after: mean square of a logit.
         effects: steps of the head's own parameters at learning rate 1, by name.
     """
 
     loss: float
-    mean: Array
-    variance: Array
     change: float
     after: float
     effects: tuple[tuple[str, Told], ...]
@@ -425,7 +414,7 @@ def ending(
         mean[every, words.read] += scale * d * variance * decay * words.carried * kept
     loss = _loss(mean, spread, words)
     after = float(np.mean((mean**2 @ words.rows) / total_rows + spread))
-    return Ending(loss, mean, spread, changed, after, tuple(effects))
+    return Ending(loss, changed, after, tuple(effects))
 
 
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(24)

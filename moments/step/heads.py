@@ -84,12 +84,8 @@ class Heads:
         return Attended(self, np.float32(amplitude), q, k, v, a, seen)
 
     def moved(self, query: Array, key: Array, gradient: Array) -> Array:
-        """Kernel of what coherent changes of queries and keys do to the heads.
-
-        Args:
-            query, key: P of the two, on the scale of the tokens.
-            gradient: E delta delta at heads on that scale.
-        """
+        """Kernel of what coherent changes P of queries and keys do to the heads, whose gradient is
+        E delta delta there; all on the scale of the tokens."""
         rng, every = np.random.default_rng(5), self.shared * self.sharing
         count = -(-max(4, _TOKENS // len(self.query_kernel)) // self.shared)
 

@@ -72,6 +72,19 @@ class StepMeasurement:
         cls, draws: Sequence[StepDraw], *, source: str, optimizer: str, learning_rate: float
     ) -> StepMeasurement:
         """Means and standard errors over draws."""
+
+        def rows(
+            labels: tuple[str, str], keys: Sequence[Place], columns: Mapping[str, np.ndarray]
+        ) -> list[dict[str, Any]]:
+            """One per key, of columns (draws, keys)."""
+            result = []
+            for k, key in enumerate(keys):
+                row: dict[str, Any] = dict(zip(labels, key, strict=True))
+                for name, values in columns.items():
+                    row |= mean_over_draws(values[:, k]).row(name)
+                result.append(row)
+            return result
+
         places = common_places([draw.sites for draw in draws])
         numbers = np.array([[draw.sites[place] for place in places] for draw in draws])
         before, after, change = np.moveaxis(numbers, -1, 0)
@@ -80,21 +93,13 @@ class StepMeasurement:
             "variance": after,
             "relative_change": change / before.mean(0),
         }
-        rows: list[dict[str, Any]] = []
-        for k, (layer, site) in enumerate(places):
-            row: dict[str, Any] = {"layer": layer, "site": site}
-            for name, values in columns.items():
-                row |= mean_over_draws(values[:, k]).row(name)
-            rows.append(row)
-        stream = [row for row in rows if row["site"] == STREAM]
-        weights: list[dict[str, Any]] = []
-        for key in draws[0].weights:
-            row = {"layer": key[0], "weight": key[1]}
-            found = np.array([draw.weights[key] for draw in draws])
-            names = ("update_variance", "weight_variance", "alignment", "slope")
-            for name, values in zip(names, found.T, strict=True):
-                row |= mean_over_draws(values).row(name)
-            weights.append(row)
+        sites = rows(("layer", "site"), places, columns)
+        keys = sorted(draws[0].weights, key=lambda key: key[0])
+        names = ("update_variance", "weight_variance", "alignment", "slope")
+        numbers = np.array([[draw.weights[key] for key in keys] for draw in draws])
+        columns = dict(zip(names, np.moveaxis(numbers, -1, 0), strict=True))
+        weights = rows(("layer", "weight"), keys, columns)
+        stream = [row for row in sites if row["site"] == STREAM]
 
         def along(name: str) -> np.ndarray:
             return np.array([row[name] for row in stream])
@@ -115,8 +120,8 @@ class StepMeasurement:
             along("variance_stderr"),
             along("relative_change"),
             along("relative_change_stderr"),
-            tuple(rows),
-            tuple(sorted(weights, key=lambda row: row["layer"])),
+            tuple(sites),
+            tuple(weights),
         )
 
     def to_frame(self) -> pd.DataFrame:

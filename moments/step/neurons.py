@@ -1,10 +1,9 @@
 """Hidden units as they are: averages over draws of one neuron's preactivations at all tokens.
 
 Pair laws know two tokens at a time. Where the slope of an activation varies, the gradient behind it
-is not Gaussian across tokens, which the sign rule sees, and a coherent change meets one neuron's
-slopes at all tokens at once. Both are averages over a T-dimensional Gaussian without closed form;
-they are taken over draws with a fixed seed, in ratios whose noise is small (E rho/sqrt(E rho^2)
-over 2000 draws: 0.3 %).
+is not Gaussian across tokens, on which the sign rule depends, and a coherent change meets one
+neuron's slopes at all tokens at once. Both are averages over a T-dimensional Gaussian without
+closed form, taken over draws with a fixed seed.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from ..errors import domain_error
 from ..files import as_frame, plain
 from ..prediction.gate import computing
 from ..prediction.predict import predict
-from .change import between_trace
+from .change import Change, between_trace
 from .draws import Draws
-from .first import check_step, named_optimizer, stepped, still
-from .rules import Optimizer
+from .ends import Words, ending, entered, tied_overlap
+from .rules import Optimizer, check_step, named_optimizer
 from .several import Updates
-from .sites import Reading
+from .sites import ENCODER, Reading, Site
 from .walk import SiteStep, Walk, WeightStep
 
 if TYPE_CHECKING:
@@ -301,14 +301,51 @@ def _by_token(prediction: Prediction) -> Prediction:
     return predict(prediction.model, **{**prediction.asked, "tokens": True})
 
 
-def _stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Walk:
-    """Raises:
-    DomainError: what the step does is beyond what numbers hold.
+def still(reading: Reading, optimizer: Optimizer) -> float:
+    """The loss at learning rate 0, as `ending` has it."""
+    words = Words.of(reading)
+    kernel = np.asarray(reading.readout.kernel.pairs)
+    nothing = Change.none(len(kernel))
+    tied = tied_overlap(reading, words)
+    ones, zeros = np.ones(len(kernel)), np.zeros_like(kernel)
+    return ending(reading, words, optimizer, 0.0, nothing, zeros, tied, ones).loss
+
+
+@np.errstate(all="ignore")
+def stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Walk:
+    """One step at one learning rate: the walk, from the tables to the loss.
+
+    Raises:
+        DomainError: what the step does is beyond what numbers hold.
     """
-    with np.errstate(all="ignore"):
-        found = stepped(reading, optimizer, rate)
-    if np.all(np.isfinite([found.end.loss, found.end.change, found.sites[-1].changed])):
-        return found
+    model, words = reading.model, Words.of(reading)
+    tied, width = tied_overlap(reading, words), float(model.d_model)
+    walk = Walk(optimizer, rate, tied, reading)
+    points = iter(reading.points)
+    sizes = {"head": reading.readout.weight_variance}
+    sizes["patch"] = getattr(model.embedding, "patch_variance", np.nan)
+    for stream in reading.streams:
+        main = stream is reading.main
+        prefix, here = ("", tied) if main else (ENCODER, 0 * stream.before)
+        first = entered(reading, words, optimizer, rate, stream, here)
+        walk.prefix, walk.tied, walk.along = prefix, here, first.along
+        site = Site(-1, 0, "tables", None, stream.before, stream.received, width)
+        change, site = walk.through(stream.embedding, first.change, site, points)
+        change, site = walk.noted(change, next(points))
+        last = walk.through(stream.layers, change, site, points)
+        change, site = walk.memory = walk.through(stream.ending, *last, points)
+        sizes |= {prefix + table.name: table.variance for table in stream.tables}
+        for name, found in first.effects:
+            full = prefix + name
+            walk.entry(0, full, optimizer.factor(full), found, sizes[full], 1.0)
+    kept = np.sqrt(np.diag(last[1].kernel) / np.diag(last[0].new(last[1].kernel)))
+    end = ending(reading, words, optimizer, rate, change, site.gradient, tied, kept)
+    for name, found in end.effects:
+        variance = sizes.get(name, np.nan)
+        walk.entry(model.layers + 1, name, optimizer.factor(name), found, variance, 1.0)
+    walk.end = end
+    if np.all(np.isfinite([end.loss, end.change, walk.sites[-1].changed])):
+        return walk
     raise domain_error("learning_rate", rate, "small enough for what it changes to stay finite")
 
 
@@ -338,11 +375,11 @@ class Stepping:
             else:
                 reading, before = self._at(chosen, chosen.updates)
                 chosen = dataclasses.replace(chosen, batches=reading.batches)
-            moved = _stepped(reading, chosen, rate)
+            moved = stepped(reading, chosen, rate)
             slope = -sum(one.slope for one in moved.weights)
             if chosen.updates is not None:
                 small = rate * _SLIGHT
-                slope = (_stepped(reading, chosen, small).end.loss - before) / small
+                slope = (stepped(reading, chosen, small).end.loss - before) / small
         return FirstStep.of(reading, chosen, rate, before, moved, slope)
 
     @functools.cached_property

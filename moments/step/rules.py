@@ -28,6 +28,17 @@ import numpy as np
 from scipy.linalg import eigh, solve_triangular
 from scipy.linalg.lapack import dpstrf
 
+from ..errors import domain_error
+from ..formulas.checks import (
+    NONNEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    check_array,
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+)
 from .change import Array, between, precision, product, resolved
 from .several import Batches, Updates
 
@@ -92,7 +103,7 @@ class Root:
         factor, pivots, rank, _ = dpstrf(kernel, tol=least, lower=1)
         order = pivots - 1
         found = np.zeros((len(kernel), rank))
-        found[order] = factor[:, :rank] * _below(len(kernel))[:, :rank]
+        found[order] = np.tril(factor)[:, :rank]
         return cls(found, order[:rank])
 
     @functools.cached_property
@@ -125,12 +136,6 @@ def spread(kernel: Array) -> Array:
     values, vectors = np.linalg.eigh(kernel)
     roots = np.sqrt(np.maximum(values, 0.0))[..., None, :]
     return np.asarray((vectors * roots) @ np.swapaxes(vectors, -1, -2))
-
-
-@functools.lru_cache(maxsize=8)
-def _below(count: int) -> Array:
-    """1 on the diagonal and below."""
-    return np.tri(count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -495,6 +500,77 @@ MUON_SCALES = {
     "spectral": lambda n, m: (m / n) ** 0.5,
 }
 
+OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "sign", "muon")
+
+
+def named_optimizer(
+    name: str,
+    *,
+    betas: tuple[float, float] | None = None,
+    eps: float | None = None,
+    weight_decay: float = 0.0,
+    momentum: float | None = None,
+    nesterov: bool | None = None,
+    adjust: str = "original",
+    multipliers: Mapping[str, float] | None = None,
+    steps: int = 1,
+) -> Optimizer:
+    """The first step of an optimizer by name, or its first steps.
+
+    Raises:
+        DomainError: another name, or an option that it does not have.
+    """
+    check_choice("optimizer", name, OPTIMIZERS)
+    check_choice("adjust", adjust, tuple(MUON_SCALES))
+    if adjust != "original" and name != "muon":
+        raise domain_error("adjust", adjust, 'left out but for "muon"')
+    usual = (0.9, 0.99) if name == "lion" else (0.9, 0.999)
+    pair = check_array("betas", usual if betas is None else betas, "two numbers in [0, 1)", None)
+    if pair.shape != (2,) or not np.all((pair >= 0) & (pair < 1)):
+        raise domain_error("betas", betas, "two numbers in [0, 1)")
+    decay = check_number("weight_decay", weight_decay, NONNEGATIVE)
+    by_muon = name == "muon"  # whose author's are .95, by Nesterov
+    push = check_number(
+        "momentum", (0.95 if by_muon else 0.0) if momentum is None else momentum, PROBABILITY
+    )
+    ahead = check_flag("nesterov", (by_muon and push > 0) if nesterov is None else nesterov)
+    if decay and name == "adam":
+        raise domain_error(
+            "weight_decay", decay, "0 for adam, which adds it to the gradient", 'use "adamw"'
+        )
+    if (push or ahead) and name not in ("sgd", "muon"):
+        raise domain_error("momentum", push, 'left out but for "sgd" and "muon"')
+    if ahead and not push:
+        raise domain_error("nesterov", nesterov, "False without momentum")
+    by_adam = name in ("adam", "adamw", "muon")
+    if eps is not None and not by_adam:
+        raise domain_error("eps", eps, "left out but for adam, adamw and muon")
+    epsilon = check_number("eps", 1e-8 if eps is None else eps, NONNEGATIVE) if by_adam else 0.0
+    given = dict(multipliers or {})
+    for key, factor in given.items():
+        given[key] = check_number(f"multipliers[{key!r}]", factor, NONNEGATIVE)
+    rule = {"sgd": "sgd", "muon": "muon"}.get(name, "sign")
+    others = "sgd" if name == "sgd" else "sign"
+    gain = 1.0 + push if ahead and not by_muon else 1.0
+    updates = None
+    if check_count("steps", steps) > 1:
+        gain = 1.0  # the sum of all steps has it
+        # of Muon, what is no hidden matrix steps by Adam
+        kind = "adam" if by_adam else name
+        updates = Updates(kind, steps, (pair[0], pair[1]), epsilon, push, ahead)
+    return Optimizer(name, rule, others, epsilon, decay, gain, adjust, given, updates)
+
+
+def check_step(optimizer: str, learning_rate: float, **options: Any) -> float:
+    """The learning rate, before anything is computed.
+
+    Raises:
+        DomainError: as `named_optimizer`, or a rate that is not positive and finite.
+    """
+    named_optimizer(optimizer, **options)
+    return check_number("learning_rate", learning_rate, POSITIVE)
+
+
 GROUPS = ("matrices", "embedding", "head", "vectors")
 """Hidden matrices; tables and patches; the matrix to the logits; norms' gains and all biases."""
 
@@ -510,10 +586,10 @@ def group_of(name: str) -> str:
     return "head" if name == "head" else "matrices"
 
 
-def newton_schulz(values: Array, steps: int = 5) -> Array:
+def newton_schulz(values: Array) -> Array:
     """What five steps of Muon's quintic make of singular values."""
     a, b, c = NEWTON_SCHULZ
-    for _ in range(steps):
+    for _ in range(5):
         square = values * values
         values = values * (a + b * square + c * square * square)
     return values

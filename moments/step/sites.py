@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from .several import Batches, Updates
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
+
+Made = TypeVar("Made")
 
 ENCODER = "encoder."
 """Stands before the names of an encoder's sites and parameters beside a decoder's."""
@@ -112,11 +114,8 @@ class Site:
         self, leaf: Any, leaving: Site, memory: Site, norm: Callable[[str], float | None]
     ) -> Rows:
         """The attention that reads this site and the tokens of `memory`, whose heads are
-        `leaving`.
-
-        Args:
-            norm: squared, of the gradient of queries or keys; None: of the mean overlaps.
-        """
+        `leaving`. `norm` gives that of the gradient of queries or keys, squared; None: that of the
+        mean overlaps."""
         for name, there in {
             "qk_norm": leaf.qk_norm is not None,
             "logit_softcap": leaf.logit_softcap is not None,
@@ -135,19 +134,15 @@ class Site:
             raise DomainError(f"the first step resolves attention by token ({leaf.label})")
         way, paths = self.attended.way, self.attended.sides
         layer, tokens = way.layer, len(self.kernel)
-        sent = Three(
-            *(np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)),
-        )
-        found = Three(
-            *(
-                pairs * (1.0 if at.weights is None else np.outer(at.weights, at.weights))
-                for pairs, at in zip(sent, (self, memory, memory), strict=True)
-            )
+        sent = [np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)]
+        by_query, by_key, by_value = (
+            pairs * (1.0 if at.weights is None else np.outer(at.weights, at.weights))
+            for pairs, at in zip(sent, (self, memory, memory), strict=True)
         )
         # of the mean overlaps alone
         bare = {
-            "query": d * float((sent.query * self.kernel).sum()) / query,
-            "key": d * float((sent.key * memory.kernel).sum()) / key,
+            "query": d * float((sent[0] * self.kernel).sum()) / query,
+            "key": d * float((sent[1] * memory.kernel).sum()) / key,
         }
 
         def grown(name: str) -> float:
@@ -175,12 +170,12 @@ class Site:
             np.asarray(layer.response().pairs),
             d * value,
             np.asarray(received.pairs),
-            found.key,
+            by_key,
             Three(
                 # the paths are on the scale of the tokens attended to
-                found.query * d / (float(leaf.d_model) * heads * query),
-                found.key / (shared * key),
-                found.value / (shared * value),
+                by_query * d / (float(leaf.d_model) * heads * query),
+                by_key / (shared * key),
+                by_value / (shared * value),
             ),
             Three(float(leaf.d_model) * query, d * key, d * value),
             grown,
@@ -396,11 +391,12 @@ class Reading:
         """What steps of all learning rates share, by what it is and of what."""
         return {}
 
-    def once(self, *key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, *key: Any, make: Callable[[], Made]) -> Made:
         """What is `made` under a key, and made where it is not."""
         if key not in self.made:
             self.made[key] = make()
-        return self.made[key]
+        result: Made = self.made[key]
+        return result
 
     def attention(self, leaf: Any, entering: Site, leaving: Site, memory: Site) -> Rows:
         """The attention that reads a site."""
@@ -411,10 +407,9 @@ class Reading:
         def norm(name: str) -> float | None:
             return norms().get((leaving.layer, before + leaf.prefix + name))
 
-        found: Rows = self.once(
+        return self.once(
             Rows, entering.index, make=lambda: entering.attention_rows(leaf, leaving, memory, norm)
         )
-        return found
 
     @property
     def last(self) -> Site:

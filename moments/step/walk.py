@@ -251,10 +251,9 @@ class Walk:
         self, laws: ComponentLaws, kernels: tuple[Array, ...], leaving: Site
     ) -> Neurons | None:
         """Of the hidden units whose output is that site."""
-        found: Neurons | None = self.reading.once(
+        return self.reading.once(
             Neurons, leaving.index, make=lambda: Neurons.of(laws, kernels, leaving.gradient)
         )
-        return found
 
     def kept(self, name: str) -> float:
         """What weight decay leaves of a parameter."""
@@ -274,15 +273,9 @@ class Walk:
     ) -> Change:
         """Behind an (m, n) matrix of random entries, its own step included.
 
-        Args:
-            name: of the parameter.
-            change: of its input, at the site `entering`.
-            gradient: E delta delta at its output.
-            layer: that it is counted in.
-            shape: n and m.
-            variance: of its entries.
-            signs: gives what is not Gaussian across tokens at it; None: nothing.
-            writes: whether a residual sum is next.
+        `change` is that of its input, at the site `entering`, and `gradient` E delta delta at its
+        output; `shape` is n and m. `signs` gives what is not Gaussian across tokens at it; `writes`
+        says that a residual sum is next.
         """
         n, m = shape
         kernel, gain = entering.kernel, n * variance
@@ -437,11 +430,7 @@ class Walk:
     @leaf.register(SelfAttention)
     @leaf.register(CrossAttention)
     def attention(
-        self,
-        leaf: SelfAttention | CrossAttention,
-        change: Change,
-        entering: Site,
-        leaving: Site,
+        self, leaf: SelfAttention | CrossAttention, change: Change, entering: Site, leaving: Site
     ) -> Change:
         own = change, entering
         memory = own if isinstance(leaf, SelfAttention) else self.memory

@@ -24,7 +24,6 @@ with optional("torch", "torch"):
     from .measure import measure
     from .scales import AppliedScales
     from .snippet import snippet, tensor_table
-    from .sharpness import measure_sharpness
     from .step import measure_step
 
 __all__ = [
@@ -40,7 +39,6 @@ __all__ = [
     "hook_points",
     "initialize",
     "measure",
-    "measure_sharpness",
     "measure_step",
     "snippet",
     "tensor_table",

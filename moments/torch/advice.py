@@ -41,12 +41,7 @@ class RoleCause:
 
 @dataclass(frozen=True)
 class Convention:
-    """The same plan by another reading of its words.
-
-    Attributes:
-        model: the plan so read.
-        words: both readings.
-    """
+    """The same plan by another reading of its words, which `words` gives both."""
 
     model: Transformer
     words: str
@@ -61,22 +56,14 @@ _PER_HEAD = {
 def conventions(
     plan: Any, options: Mapping[str, Any] | None, model: Transformer
 ) -> tuple[Convention, ...]:
-    """Plans that go by the same name: Glorot's rule by head and by matrix.
-
-    Args:
-        plan, options: what the user passed.
-        model: what it means.
-    """
+    """Plans that go by the same name: Glorot's rule by head or matrix; the plan means `model`."""
     remedy = ""
     if isinstance(plan, str):
-        given = {**scheme(plan).options, **(options or {})}
-        if not isinstance(given.get("per_head"), bool):
+        by_head = {**scheme(plan).options, **(options or {})}.get("per_head")
+        if not isinstance(by_head, bool):
             return ()
-        by_head = given["per_head"]
-        remedy = (
-            f"; pass options={{'per_head': {not by_head}}} (--option per_head="
-            f"{str(not by_head).lower()}) for the module's"
-        )
+        remedy = f"; pass options={{'per_head': {not by_head}}} (--option per_head="
+        remedy += f"{str(not by_head).lower()}) for the module's"
     else:
         readings = [by for by in (True, False) if _is_xavier(model, by)]
         if len(readings) != 1:  # not drawn by Glorot's rule, or one head, where both agree
@@ -132,11 +119,7 @@ def causes(
     described: Transformer | None,
     readings: Sequence[Convention] = (),
 ) -> Iterator[RoleCause]:
-    """Hypotheses about one role, the more specific ones first.
-
-    Args:
-        readings: other ones of the plan.
-    """
+    """Hypotheses about one role, specific ones first; `readings`: other ones of the plan."""
     name, layers = group[0].role.name, [m.role.layer for m in group]
     stack = group[0].role.stack
     model = model_of_stack(model, stack)
@@ -248,9 +231,8 @@ def advise(
 ) -> Advice:
     """One sentence per role or scale that failed.
 
-    Args:
-        described: the module's architecture with its framework's own initialisation.
-        readings: other ones of the plan.
+    `described` is the module's architecture as its framework draws it, `readings` are others of the
+    plan.
     """
     known = [m for m in measured if m.expected is not None]
     drawn = [m for m in known if m.role.is_matrix or m.role.name in TABLES]
@@ -281,13 +263,10 @@ def advise(
 
 
 class Advice(NamedTuple):
-    """Likely causes.
+    """Likely causes of everything that failed, a sentence each.
 
-    Attributes:
-        sentences: of everything that failed.
-        crossed: those of them that find a factor on the wrong matrix.
-        reasons: of a role's variance, where they are known, the likeliest first.
-        scales: what is wrong with a multiplier, by its quantity and block.
+    Of these `crossed` find a factor on the wrong matrix; `reasons` are of a role's variance, the
+    likeliest first, and `scales` of a multiplier, by its quantity and block.
     """
 
     sentences: tuple[str, ...]
@@ -304,14 +283,6 @@ class RoleDiagnosis(NamedTuple):
     ratio: float
     causes: tuple[str, ...]
     instead: str = ""
-
-    def __str__(self) -> str:
-        if self.instead:
-            return f"{self.name} {self.instead}"
-        text = f"{self.name}{self.where} has {self.ratio:.3g} times the plan's variance"
-        return text + (
-            ": " + "; or ".join(self.causes[:SHOWN]) if self.causes else "; no common cause fits"
-        )
 
 
 def _with_common_cause(found: list[RoleDiagnosis]) -> list[RoleDiagnosis]:
@@ -330,13 +301,16 @@ def _role_sentences(found: list[RoleDiagnosis]) -> Iterator[str]:
         return diagnosis.name if alone else (diagnosis.where, diagnosis.causes[:SHOWN])
 
     for group in grouped(found, shared).values():
-        if len(group) == 1:
-            yield str(group[0])
-            continue
+        first, have = group[0], "has" if len(group) == 1 else "have"
         names = ", ".join(diagnosis.name for diagnosis in group)
         ratios = ", ".join(f"{diagnosis.ratio:.3g}" for diagnosis in group)
-        causes = "; or ".join(group[0].causes[:SHOWN])
-        yield f"{names}{group[0].where} have {ratios} times the plan's variance: {causes}"
+        likely = "; or ".join(first.causes[:SHOWN])
+        why = f": {likely}" if likely else "; no common cause fits"
+        yield (
+            f"{names} {first.instead}"
+            if first.instead
+            else f"{names}{first.where} {have} {ratios} times the plan's variance{why}"
+        )
 
 
 def _diagnosis(
@@ -355,7 +329,7 @@ def _diagnosis(
         more = " ..." if len(zeros) > 4 else ""
         why = "a zero initialisation, or storage that was never filled"
         return RoleDiagnosis(name, where, 0.0, (), f"is zero{where} ({labels}{more}): {why}")
-    bad = [m for m in group if m.expected and not _within(m, m.expected)] or group
+    bad = [m for m in group if m.expected and not _chance(m, m.expected) > 1e-4] or group
     where = in_layers([m.role.layer for m in bad], layers)
     hypotheses = [(group, cause) for cause in causes_by_layer(group, model)]
     hypotheses += [(bad, cause) for cause in causes(bad, groups, model, described, readings)]
@@ -369,18 +343,16 @@ def _diagnosis(
     return RoleDiagnosis(name, where, _ratio(bad), words)
 
 
-def _within(m: Measured, variance: float) -> bool:
-    return tail_probability(m.entries.square / variance, m.entries.spread) > 1e-4
-
-
 def _score(group: list[Measured], cause: RoleCause) -> float:
     """Probability of the worst layer under the cause."""
-    worst = 1.0
-    for m, variance in zip(group, cause.variances, strict=True):
-        if not variance > 0 or not math.isfinite(variance):
-            return 0.0
-        worst = min(worst, tail_probability(m.entries.square / variance, m.entries.spread))
-    return worst
+    return min(_chance(m, v) for m, v in zip(group, cause.variances, strict=True))
+
+
+def _chance(m: Measured, variance: float) -> float:
+    """Probability of a mean square as far from a variance as the measured one."""
+    if not 0 < variance < math.inf:
+        return 0.0
+    return tail_probability(m.entries.square / variance, m.entries.spread)
 
 
 def _ratio(group: list[Measured]) -> float:
@@ -412,9 +384,9 @@ def _crossing(
     """The sentence; empty where it does not hold."""
     if not set(wrong + right) <= set(roles):
         return ""
-    ratios = {n: _ratio(groups[n]) for n in wrong + right if _nonzero(groups[n])}
-    if len(ratios) < len(wrong + right):
+    if not all(m.entries.square > 0 and m.expected for n in wrong + right for m in groups[n]):
         return ""
+    ratios = {n: _ratio(groups[n]) for n in wrong + right}
     factor = ratios[wrong[0]]
     tolerance = 6 * max(m.entries.spread for n in wrong + right for m in groups[n])
     same = all(abs(math.log(ratios[n] / factor)) < tolerance for n in wrong)
@@ -426,10 +398,6 @@ def _crossing(
         f"{' and '.join(wrong)} carr{'ies' if carry else 'y'} the factor {factor:.3g} that "
         f"{' and '.join(right)} lack{lack}: the scale was put on the wrong matrix"
     )
-
-
-def _nonzero(group: list[Measured]) -> bool:
-    return all(m.entries.square > 0 and m.expected for m in group)
 
 
 SCALE_WORDS = {
@@ -514,8 +482,7 @@ def _other_sentences(failed: list[Finding]) -> Iterator[str]:
             f"not by {f.expected:.4g} sqrt(d_head)"
         )
     vectors = [f for f in failed if f.quantity in variances and f.role.endswith("bias")]
-    if any(f.expected != 0 for f in vectors):
-        vectors = []
+    vectors = [] if any(f.expected != 0 for f in vectors) else vectors
     gains = [f for f in failed if f.quantity in ("gain", "mean square")]
     means = [f for f in failed if f.quantity == "mean"]
     for found, one, several in (

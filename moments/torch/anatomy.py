@@ -21,15 +21,12 @@ from .roles import ModuleRoles
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
+    from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A module's parts.
-
-    Attributes:
-        reading: what one pass gave.
-    """
+    """A module's parts, as one pass gave them."""
 
     reading: ModuleReading
 
@@ -64,11 +61,8 @@ class Anatomy:
         return self.reading.example
 
     def architecture(self) -> Transformer | None:
-        """The module's shape, with matrices and biases as nn.Linear draws them; None where no
-        Transformer describes it.
-
-        Of its tables and its head nothing is said, since nothing in it says how they are meant to
-        be drawn.
+        """The module's shape, its matrices and biases as nn.Linear draws them, without tables and
+        head, whose draw nothing in it says; None where no Transformer describes it.
         """
         model = self.reading.model
         crossing = any(block.name == "cross" for block in self.found.blocks)
@@ -96,11 +90,7 @@ def hook_points(module: nn.Module, batch: Any = None) -> tuple[HookPoint, ...]:
 
 
 def measured_parts(module: nn.Module, batch: Any) -> Measured:
-    """Where a module is watched, and its parameters by role.
-
-    Raises:
-        MomentsError: it cannot be read, or no submodule gives the stream.
-    """
+    """Where a module is watched, and its parameters by role."""
     parts = _anatomy(module, batch, values=False)
     if why := parts.reading.unlayered:
         reasons = "; ".join((*why, *(r for r in parts.reading.reasons if r not in why)))
@@ -131,11 +121,7 @@ def _as_drawn(model: Transformer) -> Transformer:
 
 
 def anatomy_of(module: nn.Module, batch: Any = None) -> Anatomy:
-    """A module's parts, read from one pass, or from an earlier one of the same module with the same
-    entries.
-
-    Args:
-        batch: what it reads, as in `moments.torch.measure`.
+    """A module's parts, read from one pass, or from an earlier one with the same entries.
 
     Raises:
         DomainError: a module on the meta device.
@@ -175,12 +161,11 @@ def _anatomy(module: nn.Module, batch: Any, *, values: bool) -> Anatomy:
 
 @contextmanager
 def _readable(module: nn.Module) -> Iterator[None]:
-    """With entries that a signal passes, where a module's own would end what is followed.
-
-    Entries that are not finite are zero meanwhile; norms whose weights are all zero, and tables, as
-    storage may be that was never drawn, have ones and normal entries.
+    """With a finite signal: entries that are not finite are zero meanwhile; norms whose weights are
+    all zero, and tables, as storage may be that was never drawn, have ones and normal entries.
     """
-    broken = {p: p.detach().clone() for p in module.parameters() if not bool(_finite(p))}
+    infinite = (p for p in module.parameters() if not bool(torch.isfinite(p).all()))
+    broken = {p: p.detach().clone() for p in infinite}
     with torch.no_grad():
         for parameter in broken:
             parameter.nan_to_num_(0.0, 0.0, 0.0)
@@ -198,10 +183,6 @@ def _readable(module: nn.Module) -> Iterator[None]:
         finally:
             for parameter, entries in broken.items():
                 parameter.copy_(entries)
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    return torch.isfinite(tensor).all()
 
 
 def _says_its_input(module: nn.Module) -> bool:
@@ -229,19 +210,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def _entries(module: nn.Module) -> tuple[Any, ...]:
     """What changes with the entries of a module's tensors, registered or not."""
-    tensors = [*module.parameters(), *module.buffers()]
-    for part in module.modules():
-        for value in vars(part).values():
-            tensors += _tensors_in(value)
-    return tuple(_summary(tensor) for tensor in tensors)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors_in(entry)
+    values = (value for part in module.modules() for value in vars(part).values())
+    own = [value for value in values if isinstance(value, Tensor | list | tuple)]
+    loose = (leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor))
+    return tuple(_summary(tensor) for tensor in (*module.parameters(), *module.buffers(), *loose))
 
 
 def _summary(tensor: Tensor) -> tuple[Any, ...]:

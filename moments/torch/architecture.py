@@ -23,15 +23,7 @@ _ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 
 
 class Fitted(NamedTuple):
-    """A module, and a plan that fits it.
-
-    Attributes:
-        module: unwrapped.
-        parts: of it.
-        model: what the plan means for it.
-        described: its own architecture, where known.
-        departures: fields in which the plan is not what the module is.
-    """
+    """A module, unwrapped, and a plan's model; `described` is its own architecture, if known."""
 
     module: nn.Module
     parts: Anatomy
@@ -112,13 +104,9 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
     if not main:
         return _of_torch(encoder, seq_len, together=False)
     both = any(isinstance(part, nn.Transformer) for part in module.modules())
-    normed = any(
-        part.norm is not None
-        for part in module.modules()
-        if isinstance(part, nn.TransformerEncoder)
-    )
-    read = _of_torch(encoder, seq_len, together=both)
-    read = read.replace(head=Head(norm=normed, loss=None))
+    stacks = (part for part in module.modules() if isinstance(part, nn.TransformerEncoder))
+    head = Head(norm=any(part.norm is not None for part in stacks), loss=None)
+    read = _of_torch(encoder, seq_len, together=both).replace(head=head)
     return _of_torch(main, seq_len, together=both).replace(encoder=read, causal=True)
 
 
@@ -133,10 +121,7 @@ def promised_by(module: nn.Module, seq_len: int | None = None) -> Transformer | 
 def _of_torch(layers: list[Any], seq_len: int | None, *, together: bool) -> Transformer:
     """A stack of torch's own encoder or decoder layers, which are alike.
 
-    Args:
-        layers: of the stack.
-        seq_len: tokens per sequence.
-        together: whether nn.Transformer drew the weights, every matrix by Xavier's rule.
+    `together`: nn.Transformer drew the weights, every matrix by Xavier's rule.
     """
     layer = layers[0]
     d_model, d_ff = layer.self_attn.embed_dim, layer.linear1.out_features

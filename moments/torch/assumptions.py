@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,8 +37,6 @@ class WeightStatistics:
     """One matrix against independent entries.
 
     Attributes:
-        role: which matrix.
-        entries: moments of its entries.
         spectral: largest squared singular value over the expected (sqrt m + sqrt n)^2 variance.
         spectral_error: the Tracy-Widom scale of that ratio for independent entries.
         stable_rank: squared Frobenius norm over largest squared singular value.
@@ -61,13 +59,8 @@ class WeightStatistics:
         # Johnstone 2001: scale (sqrt m + sqrt n)(1/sqrt m + 1/sqrt n)^(1/3) of the top eigenvalue.
         error = (1 / rows + 1 / columns) ** (1 / 3) / (rows + columns)
         total = entries.square * entries.count
-        return cls(
-            role,
-            entries,
-            top / edge if edge else 0.0,
-            error,
-            total / top if top else 0.0,
-        )
+        spectral, rank = top / edge if edge else 0.0, total / top if top else 0.0
+        return cls(role, entries, spectral, error, rank)
 
 
 def _largest_square(matrix: Tensor) -> float:
@@ -131,18 +124,17 @@ def _matrix_notes(name: str, group: list[WeightStatistics]) -> Iterator[str]:
 
 def alignment_note(query: list[tuple[Role, Tensor]], key: list[tuple[Role, Tensor]]) -> list[str]:
     """Correlation of the entries of query and key matrices of the same layer and shape."""
-    found = []
+    off = []
     for (role, q), (_, k) in zip(query, key, strict=False):
         if q.shape != k.shape:
             continue
         q, k = q.detach().double(), k.detach().double()
-        size = float(q.norm() * k.norm())
-        if size:
-            found.append((float((q * k).sum()) / size, q.numel(), role.layer))
-    off = [row for row in found if abs(row[0]) * math.sqrt(row[1]) > DEVIATIONS]
+        share = float((q * k).sum()) / (float(q.norm() * k.norm()) or 1.0)
+        if abs(share) * math.sqrt(q.numel()) > DEVIATIONS:
+            off.append((share, role.layer))
     if not off:
         return []
-    value, _, layer = max(off, key=lambda row: abs(row[0]))
+    value, layer = max(off, key=lambda row: abs(row[0]))
     return [
         f"query and key are not independent: their entries correlate by {value:.3g} in layer "
         f"{layer}, in {len(off)} layers beyond chance"
@@ -151,13 +143,12 @@ def alignment_note(query: list[tuple[Role, Tensor]], key: list[tuple[Role, Tenso
 
 def gain_notes(gains: list[tuple[Role, Tensor]]) -> list[str]:
     """Norm gains that differ from feature to feature."""
-    spreads = []
+    wide = []
     for role, gain in gains:
         g = gain.detach().double()
         size = float(g.square().mean().sqrt())
-        if size:
-            spreads.append((float(g.std(correction=0)) / size, role.parameter))
-    wide = [row for row in spreads if row[0] > 0.01]
+        if size and float(g.std(correction=0)) > 0.01 * size:
+            wide.append((float(g.std(correction=0)) / size, role.parameter))
     if not wide:
         return []
     value, where = max(wide)
@@ -171,15 +162,8 @@ def gain_notes(gains: list[tuple[Role, Tensor]]) -> list[str]:
 # --- layers that are copies of each other ---------------------------------------------------------
 
 
-class Copies(NamedTuple):
-    """One role whose blocks are equal, entry by entry, in several layers."""
-
-    roles: tuple[Role, ...]
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Where, from 1."""
-        return tuple(role.layer for role in self.roles)
+Copies = tuple[Role, ...]
+"""One role whose blocks are equal, entry by entry, in several layers."""
 
 
 def copies(blocks: Iterable[tuple[Role, Tensor]]) -> list[Copies]:
@@ -200,18 +184,14 @@ def copies(blocks: Iterable[tuple[Role, Tensor]]) -> list[Copies]:
             groups.append([(role, block)])
         else:
             group.append((role, block))
-    return [
-        Copies(tuple(role for role, _ in group))
-        for groups in alike.values()
-        for group in groups
-        if len(group) > 1
-    ]
+    several = (group for groups in alike.values() for group in groups if len(group) > 1)
+    return [tuple(role for role, _ in group) for group in several]
 
 
 def copy_notes(found: Iterable[Copies]) -> Iterator[str]:
     """One sentence for all roles that are equal in the same layers."""
-    for layers, groups in grouped(found, lambda group: group.layers).items():
-        names = [group.roles[0].full_name for group in groups]
+    for layers, groups in grouped(found, lambda roles: tuple(r.layer for r in roles)).items():
+        names = [roles[0].full_name for roles in groups]
         names.sort(key=lambda name: name.endswith(".bias"))  # matrices first
         yield (
             f"{', '.join(names)} hold the same entries in layers {', '.join(map(str, layers))}: "
@@ -221,17 +201,12 @@ def copy_notes(found: Iterable[Copies]) -> Iterator[str]:
 
 
 def shuffle(module: nn.Module, found: Iterable[Copies], seed: int) -> nn.Module:
-    """The module, every copy's entries in another order, as if drawn on their own.
-
-    What a tensor holds, its variance and any tail of it, stays the same.
-    """
+    """The module, every copy's entries in another order, as if drawn on their own."""
     generator = torch.Generator().manual_seed(seed)
     for block in _copied(module, found):
         entries = block.reshape(-1).clone()
-        order = torch.randperm(entries.numel(), generator=generator, device="cpu").to(
-            entries.device
-        )
-        block.copy_(entries[order].reshape(block.shape))
+        order = torch.randperm(entries.numel(), generator=generator, device="cpu")
+        block.copy_(entries[order.to(entries.device)].reshape(block.shape))
     return module
 
 
@@ -251,14 +226,13 @@ def shuffled(module: nn.Module, found: Iterable[Copies], seed: int) -> Iterator[
 def _copied(module: nn.Module, found: Iterable[Copies]) -> list[Tensor]:
     """Blocks that are another layer's, as views."""
     tensors = tensors_of(module)
-    return [block_of(tensors, role) for group in found for role in group.roles[1:]]
+    return [block_of(tensors, role) for roles in found for role in roles[1:]]
 
 
 def copy_findings(found: Iterable[Copies]) -> Iterator[Finding]:
     """A failed check for every tensor that is an earlier layer's."""
-    for group in found:
-        first = group.roles[0]
-        for role in group.roles[1:]:
+    for first, *others in found:
+        for role in others:
             note = f"equal, entry by entry, to {first.label}"
             base = (role.layer, role.full_name, role.label, "correlation with another layer")
             yield Finding(*base, 0.0, 1.0, False, note)

@@ -33,6 +33,7 @@ from .findings import (
     norm_findings,
     scale_findings,
     slope_finding,
+    temperature_findings,
     unchecked,
     unprobed_findings,
     variance_findings,
@@ -41,7 +42,6 @@ from .probe import BlockProbe, Slope, logits_path, measured_scale, probe_or_why
 from .roles import ModuleRoles, Role, block_of, gain_of, tensors_of
 from .running import padding_rows
 from .scales import FOLDED
-from .temperature import temperature_findings
 
 with optional("torch", "torch"):
     from torch import nn
@@ -52,17 +52,8 @@ if TYPE_CHECKING:
 _FOLDED = "the module was folded: its weights carry the plan's scales; audit it before folding"
 
 _COLUMNS = (
-    "layer",
-    "role",
-    "parameter",
-    "quantity",
-    "expected",
-    "measured",
-    "ratio",
-    "stderr",
-    "probability",
-    "passed",
-    "note",
+    *("layer", "role", "parameter", "quantity", "expected", "measured", "ratio", "stderr"),
+    *("probability", "passed", "note"),
 )
 
 
@@ -129,12 +120,10 @@ def audit(
 ) -> AuditReport:
     """Compare a freshly initialised module with a plan.
 
-    Every matrix's mean square is held against the plan's variance with its own sampling error (from
-    the kurtosis of its entries), every role once more over all layers together, entries' means
-    against zero, norms' gains and biases against what they are set to; no layer may hold another
-    one's entries. The module is then run once, in evaluation mode, and the multipliers of its
-    residual sums and norms are measured by regression, whatever code applies them. A right module
-    fails with probability 1e-5, all checks together.
+    Compared are mean squares, by matrix and by role over all layers, with their sampling errors,
+    means, norms' gains and biases; no layer may have another one's entries. The module is run once,
+    in evaluation mode, and the multipliers of its residual sums and norms are measured by
+    regression. A right module fails with probability 1e-5, all checks together.
 
     Args:
         module: any that can be read. It is left as it was. Compiled and
@@ -166,12 +155,8 @@ class AuditedModule:
     """What an audit sees of a module, whatever it is held against.
 
     Attributes:
-        module: unwrapped.
-        found: its parameters' roles.
-        entries: of every role.
         repeated: tensors that are another layer's.
-        probes: of its residual branches.
-        why: there are none.
+        why: there are no probes.
         batch: what it was run on; None where it was not.
     """
 
@@ -200,12 +185,7 @@ class AuditedModule:
     def of(
         cls, module: nn.Module, found: ModuleRoles, batch: Any, model: Transformer
     ) -> AuditedModule:
-        """Read the tensors, and run the module once.
-
-        Args:
-            batch: as of `audit`.
-            model: any of its shape.
-        """
+        """Read the tensors, and run the module once; `model`: any of its shape."""
         entries, repeated = entries_of(module, found)
         probes, why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
         reads = example(module) if batch is None and probes else batch
@@ -218,12 +198,7 @@ def audit_read(
     described: Transformer | None,
     readings: Sequence[Convention] = (),
 ) -> AuditReport:
-    """Hold what was read of a module against a model.
-
-    Args:
-        described: the module's own architecture, with its framework's initialisation.
-        readings: other ones of the plan.
-    """
+    """Hold what was read of a module against a model; further arguments as of `advise`."""
     module, found, why = read.module, read.found, read.why
     measured, findings = _weights(read.entries, read.repeated, model)
     repeated, probes = read.repeated, read.probes
@@ -260,10 +235,8 @@ def audit_read(
 
 def _structure(row: Departure, module: nn.Module) -> Finding:
     """A field that no weight changes, as a check that failed."""
-    planned, present = (
-        float(value) if isinstance(value, int | float) else math.nan
-        for value in (row.planned, row.present)
-    )
+    both = row.planned, row.present
+    planned, present = (float(v) if isinstance(v, int | float) else math.nan for v in both)
     of = 0, row.name, type(module).__name__, "architecture"
     return Finding(*of, planned, present, False, str(row))
 
@@ -284,7 +257,7 @@ def _weights(
 ) -> tuple[list[Measured], list[Finding]]:
     """Every tensor beside its expectation, and what is wrong with them."""
     measured = measure_roles(model, entries)
-    findings = variance_findings(measured, {role for c in repeated for role in c.roles[1:]})
+    findings = variance_findings(measured, {role for roles in repeated for role in roles[1:]})
     findings += copy_findings(repeated)
     findings += norm_findings(measured, _carried(model))
     return measured, findings
@@ -297,20 +270,12 @@ def weight_advice(
     described: Transformer | None,
     readings: Sequence[Convention] = (),
 ) -> Advice:
-    """Likely causes of what is wrong with a module's weights, without running it.
-
-    Args:
-        found: the module's roles.
-        model: what it is meant to be.
-        described: its own architecture, with its framework's initialisation.
-        readings: other ones of the plan.
-    """
+    """Likely causes of what is wrong with weights, without a run; arguments as of `advise`."""
     measured, findings = _weights(*entries_of(module, found), model)
     return advise(findings, measured, model, described, readings)
 
 
 def _logits(read: AuditedModule, model: Transformer) -> list[Finding]:
-    """What multiplies the logits against the head's output scale."""
     path = logits_path(read.found)
     if path is None or model.head is None:
         return []
@@ -357,14 +322,12 @@ def text(report: AuditReport) -> str:
     good = [f for f in report.findings if f.passed]
     title = f"audit of {report.source} ({report.read}): {verdict}"
     lines = textwrap.wrap(title, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    folded = functools.partial(textwrap.wrap, width=WIDTH, subsequent_indent="  ")
     for sentence in report.advice:
-        lines += textwrap.wrap(f"- {sentence}", WIDTH, subsequent_indent="  ")
+        lines += folded(f"- {sentence}")
     shown = [*bad[:OFFENDERS], *open_checks[:GOOD], *good[:GOOD]]
     lines.append(render(_table(shown), TABLE_WIDTH))
-    for rest, words in (
-        (len(bad) - OFFENDERS, "more failed"),
-        (len(good) - GOOD, "more passed"),
-    ):
+    for rest, words in ((len(bad) - OFFENDERS, "more failed"), (len(good) - GOOD, "more passed")):
         if rest > 0:
             lines.append(f"... {rest} {words}; to_frame() has every check")
     for names, words in (
@@ -372,10 +335,9 @@ def text(report: AuditReport) -> str:
         (report.undeclared, "of which the plan says nothing"),
     ):
         if names:
-            listed = f"{len(names)} parameters {words}: {', '.join(names)}"
-            lines += textwrap.wrap(listed, WIDTH, subsequent_indent="  ")
+            lines += folded(f"{len(names)} parameters {words}: {', '.join(names)}")
     for phrase in report.unlike:
-        lines += textwrap.wrap(f"not as planned: {phrase}", WIDTH, subsequent_indent="  ")
+        lines += folded(f"not as planned: {phrase}")
     return "\n".join(lines)
 
 

@@ -24,19 +24,14 @@ def shifted_right(labels: np.ndarray, start: int = 0) -> np.ndarray:
 
 def shifted_left(labels: np.ndarray) -> np.ndarray:
     """Target of every token of a causal module that shifts its labels itself, (B, L)."""
-    none = np.full((len(labels), 1), NO_TARGET)
-    return np.concatenate([labels[:, 1:], none], axis=1)
+    return np.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TARGET)
 
 
 def inputs_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a text or a batch of pictures is to the model, as keyword arguments of `predict`.
 
-    Args:
-        model: with the embedding that reads it.
-        batch: keyword arguments of a Hugging Face module, as numpy arrays.
-
-    Returns:
-        Empty where the model has no embedding for what the batch holds.
+    `batch` holds a Hugging Face module's arguments as numpy arrays; empty where the model has no
+    embedding for them.
     """
     labels = batch.get("labels")
     head = model.head is not None and model.head.loss is not None

@@ -15,13 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import (
-    DomainError,
-    MomentsError,
-    listed,
-    optional,
-    without_warnings,
-)
+from ..errors import DomainError, MomentsError, listed, optional, without_warnings
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
@@ -48,12 +42,11 @@ from .anatomy import Anatomy, anatomy_of, forget
 from .architecture import promised_by
 from .audit import AuditedModule, audit_read
 from .batches import measured_gradient, measured_moments
-from .behaviour import behaviour
 from .checkpoints import opened
 from .dataflow.reading import in_every_layer
 from .describe import NO_ROLE, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, tokens_entering
-from .entering import first_stream, ids_read, sees_ahead
+from .entering import behaviour, first_stream, ids_read, sees_ahead
 from .entries import EntryMoments
 from .expectation import model_of
 from .findings import Finding, measure_roles
@@ -89,8 +82,7 @@ with optional("torch", "torch"):
 
 
 TOKENS, OWN, SEQUENCES = 32, 1, 2
-"""Tokens of a batch of its own and of a user's text that are read, since the cost of a prediction
-by token grows with the cube of their number; and how many sequences of either."""
+"""Tokens that are read of a batch, and how many sequences of its own and of a user's."""
 
 FEW = 16
 """Tokens of the runs that look at sums, masks and dropout."""
@@ -99,12 +91,10 @@ FEW_ROWS = 64
 """Tokens up to which rows that are not alike are predicted one by one."""
 
 FAR = 6.0
-"""Standard deviations, beyond the band and the theory's tolerance together, from which a measured
-point is a finding and not chance: 2e-9 for one point."""
+"""Standard deviations, beyond band and tolerance, from which a point is a finding, not chance."""
 
 UNEVEN = 10.0
-"""Largest over least variance of what enters layer 1 up to which its tokens are taken as alike: one
-of 24 tokens that is this much shorter adds two fifths to the mean gradient."""
+"""Largest over least variance of what enters layer 1 up to which its tokens are taken as alike."""
 
 NEAR = 0.02
 """Relative difference below which the factor on q k, which is read without chance, is a slip's."""
@@ -120,21 +110,14 @@ BIDIRECTIONAL = re.compile(r"(?i:bert|mask|encoder|electra|denois|diffusion|bidi
 """In the names of classes that predict tokens which are hidden, not the next one."""
 
 ATTENTION_FIELDS = (
-    "causal",
-    "window",
-    "rotary",
-    "alibi",
-    "qk_norm",
-    "logit_softcap",
-    "heads",
-    "kv_heads",
-    "d_head",
+    *("causal", "window", "rotary", "alibi", "qk_norm", "logit_softcap"),
+    *("heads", "kv_heads", "d_head"),
 )
 """Fields of a declaration that name an attention's matrices."""
 
 TABLE = 0.1
-"""Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw; and
-the std of matrices below which that is named: released language models have at most .04."""
+"""Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw, and
+the std of matrices below which that is named."""
 
 PLACEMENTS = {"pre": "Pre-LN", "post": "Post-LN", "sandwich": "sandwich", "none": "without norms"}
 
@@ -163,14 +146,7 @@ def check_module(
 
 
 class _Inputs(NamedTuple):
-    """What a module is run on.
-
-    Attributes:
-        batch: as `measure` takes it.
-        few: the same, of fewer tokens.
-        loss: the user's, or the cross-entropy of the next token where the module has none.
-        words: what it is.
-    """
+    """What a module is run on; `few` is `batch` of fewer tokens."""
 
     batch: Any
     few: Any
@@ -222,7 +198,8 @@ class _Checking:
         mixed = bool(self._reading.unmasked)
         if self.ahead is not None and self.ahead == self.described.causal and not mixed:
             self.described = self.described.replace(causal=not self.ahead)
-        self.names = _names(self.found)
+        names = dict.fromkeys(role.full_name for role in self.found.roles)
+        self.names = {name: self._of(name) for name in names}
         self.comparison = self._compared()
 
     def _measured(self, random: bool) -> Measurement:
@@ -247,7 +224,13 @@ class _Checking:
                 found = described_as(self.architecture, self.tensors)
             except DomainError as error:
                 self.notes.append(f"its sums are taken as declared: {error}")
-                return _with_weights(self.architecture, self.tensors)
+                own, entries = self.architecture, self.tensors.entries
+                assert own.weights is not None
+                squares = {
+                    (role.layer, role.name): e.square for role, e in entries if not role.stack
+                }
+                values = in_every_layer(MATRICES, own.layers, squares)
+                return own.replace(weights=own.weights.replace(**values))
         self.notes += dict.fromkeys(str(w.message) for w in caught)
         return self.architecture if found.model is None else found.model
 
@@ -364,20 +347,13 @@ class _Checking:
 
     def _meant(self) -> tuple[WeightRule, Transformer, list[str]]:
         """What the weights seem to be, what they are held against, and remarks."""
-        weights = [
-            Weight(
-                role.layer,
-                role.name,
-                entries.square,
-                entries.spread if math.isfinite(entries.spread) else 1.0,
-                entries.count,
-                role.fan_in,
-                role.fan_out,
-            )
-            for role, entries in self.tensors.entries
-            if role.name in MATRICES and not role.stack and role.layer > 0
-            if role.full_name not in self.zero
-        ]
+        weights = []
+        for role, entries in self.tensors.entries:
+            inside = role.name in MATRICES and not role.stack and role.layer > 0
+            if inside and role.full_name not in self.zero:
+                spread = entries.spread if math.isfinite(entries.spread) else 1.0
+                of = entries.square, spread, entries.count, role.fan_in, role.fan_out
+                weights.append(Weight(role.layer, role.name, *of))
         reading = recognise(weights, self.architecture, self.promised, self.promised_by)
         if self.promised_by == "class" and self.promised is not None:
             # Its user may draw it anew, which a config would say.
@@ -385,9 +361,10 @@ class _Checking:
             if reading.share >= 0.5 and own is not self.promised:
                 self.promised = None
         if self.scheme is not None:
-            target = at_length(model_of(self.scheme, self.architecture), self.measurement)
-            target = _outside(target, self.architecture)
-            return reading, target, []
+            own = self.architecture
+            target = at_length(model_of(self.scheme, own), self.measurement)
+            outside = {name: getattr(target, name) or getattr(own, name) for name in _AROUND}
+            return reading, target.replace(**outside), []
         if self.promised is not None:
             if reading.left or not reading.published or reading.model == self.promised:
                 return reading, self.promised, []
@@ -411,35 +388,25 @@ class _Checking:
         """What runs show that weights do not."""
         idle = () if self._other_inputs() else self._idle_parts()
         for pattern, paths in grouped(idle, gathered_pattern).items():
+            parts = [(path, self.module.get_submodule(path)) for path in paths]
             named = [
-                f"{path}.{name}"
-                for path in paths
-                for name, _ in self.module.get_submodule(path).named_parameters()
+                f"{path}.{name}" for path, part in parts for name, _ in part.named_parameters()
             ]
-            yield Trouble(
-                "warning",
-                "never used",
-                gathered_names(named),
-                measured=0.0,
-                reason=f"{pattern if len(paths) > 1 else paths[0]} is declared and never run: its "
-                "parameters get no gradient",
-                mend="call it in forward, or delete it",
-            )
+            which = pattern if len(paths) > 1 else paths[0]
+            why = f"{which} is declared and never run: its parameters get no gradient"
+            mend, names = "call it in forward, or delete it", gathered_names(named)
+            yield Trouble("warning", "never used", names, (), 0.0, reason=why, mend=mend)
         yield from random_outcome(self.random)
         yield from self._mask()
         yield from self._odd()
         yield from self._zero_heads()
         shared = self._reading.shared
         if shared and self._reading.model is not None and self._shared_alone():
-            yield Trouble(
-                "warning",
-                "shared matrix",
-                gathered_names(list(shared)),
-                layers := tuple(sorted({layer for row in shared.values() for layer in row})),
-                reason=f"{', '.join(shared)} is used by layers {listed(layers)}, where the others "
-                "have matrices of their own: these layers give the same map and move together",
-                mend="build every layer anew",
-            )
+            layers = tuple(sorted({layer for row in shared.values() for layer in row}))
+            why = f"{', '.join(shared)} is used by layers {listed(layers)}, where the others have "
+            why += "matrices of their own: these layers give the same map and move together"
+            of = "shared matrix", gathered_names(list(shared)), layers
+            yield Trouble("warning", *of, reason=why, mend="build every layer anew")
         head = self.described.head
         promised = None if self.promised is None else self.promised.head
         known = self.scheme is None and self.described.embedding is not None
@@ -448,7 +415,6 @@ class _Checking:
             yield _untied(head.tied, said, self._of("head") or self._of("token"))
 
     def _zero_heads(self) -> Iterator[Trouble]:
-        """Heads of which every entry of a matrix is 0, where those of other heads are not."""
         tensors = tensors_of(self.module)
         d_head = self.described.d_head or 0
         rows = ("query", "key", "value")
@@ -466,37 +432,26 @@ class _Checking:
             by_head = size.reshape(wanted // d_head, -1).any(1)
             if bool(by_head.any()) and not bool(by_head.all()):
                 heads = [n + 1 for n, there in enumerate(by_head.tolist()) if not there]
-                yield Trouble(
-                    "warning",
-                    "zero head",
-                    gathered([role]),
-                    (role.layer,),
-                    0.0,
-                    math.nan,
-                    f"{role.name} of head{'s' * (len(heads) > 1)} {listed(heads)} of layer "
-                    f"{role.layer} is zero, where that of the other heads is not",
-                    "draw every head alike",
-                )
+                where = f"head{'s' * (len(heads) > 1)} {listed(heads)} of layer {role.layer}"
+                why = f"{role.name} of {where} is zero, where that of the other heads is not"
+                of = gathered([role]), (role.layer,), 0.0, math.nan, why
+                yield Trouble("warning", "zero head", *of, "draw every head alike")
 
     def _mask(self) -> Iterator[Trouble]:
         """Tokens that see what they are to predict."""
         layers = self._reading.unmasked
         promised = self.promised is not None and self.promised.causal
+        severity, why = "error", "a token's output changes with a later token, and "
         if layers:
-            severity, one = "error", len(layers) == 1
-            why = (
-                f"layer{'s' * (not one)} {listed(layers)} do{'es' * one} not mask later tokens, "
-                "where the other layers do: what follows is of the whole sequence"
-            )
+            one = len(layers) == 1
+            why = f"layer{'s' * (not one)} {listed(layers)} do{'es' * one} not mask later tokens, "
+            why += "where the other layers do: what follows is of the whole sequence"
         elif not self.ahead:
             return
         elif self._predicts_the_next():
-            severity = "error"
-            why = "a token's output changes with a later token, and the loss is the next token's"
+            why += "the loss is the next token's"
         elif promised:
-            severity = "error"
-            why = f"a token's output changes with a later token, and its {self.promised_by} "
-            why += "promises a causal mask"
+            why += f"its {self.promised_by} promises a causal mask"
         elif self._gives_tokens():
             severity = "warning"
             why = (
@@ -506,33 +461,23 @@ class _Checking:
             )
         else:
             return
-        yield Trouble(
-            severity,
-            "tokens see later ones",
-            self._of("query", "key", layers=layers)[:2],
-            layers,
-            reason=why,
-            mend="mask attention: is_causal=True, or -inf above the diagonal before the softmax",
-        )
+        names = self._of("query", "key", layers=layers)[:2]
+        mend = "mask attention: is_causal=True, or -inf above the diagonal before the softmax"
+        yield Trouble(severity, "tokens see later ones", names, layers, reason=why, mend=mend)
 
     def _gives_tokens(self) -> bool:
         """Whether logits are over the tokens that are read, and nothing says what for."""
         head, embedding = self.described.head, self.described.embedding
-        if self.scheme is not None and not isinstance(self.scheme, str):
-            return False  # its mask is held against the module's
-        if self.loss is not None or self.promised is not None or self.given:
+        declared = self.scheme is not None and not isinstance(self.scheme, str)
+        if declared or self.loss is not None or self.promised is not None or self.given:
             return False
         if head is None or head.transform is not None or not isinstance(embedding, Embedding):
             return False
         if head.loss != "masked" or embedding.segment_variance > 0:
             return False
-        names = {type(part).__name__ for part in self.module.modules()}
-        own = {
-            type(part).__name__
-            for part in self.module.modules()
-            if not type(part).__module__.startswith("torch.")
-        }
-        return not any(BIDIRECTIONAL.search(name) for name in names & own)
+        kinds = {type(part) for part in self.module.modules()}
+        own = (kind.__name__ for kind in kinds if not kind.__module__.startswith("torch."))
+        return not any(map(BIDIRECTIONAL.search, own))
 
     def _odd_layers(self, told: Sequence[Trouble], strict: bool) -> Iterator[Trouble]:
         """Layers whose entries or multipliers are unlike those of all others."""
@@ -581,20 +526,12 @@ class _Checking:
             for column, block in enumerate(("attention", "ffn")):
                 for place in odd_layers(values[:, column], [1e-3] * layers, count):
                     rest = float(np.median(np.delete(values[:, column], place)) ** 0.5)
-                    here = float(values[place, column] ** 0.5)
-                    yield Trouble(
-                        "warning",
-                        field.replace("_", " "),
-                        self._of(
-                            *(("output",) if column == 0 else ("ffn_out",)), layers=(place + 1,)
-                        ),
-                        (place + 1,),
-                        here,
-                        rest,
-                        f"{words} of the {block} sum in layer {place + 1} is {here:.4g}, where the "
-                        f"other layers have {rest:.4g}",
-                        "multiply every layer's branch alike",
-                    )
+                    here, layer = float(values[place, column] ** 0.5), (place + 1,)
+                    names = self._of(("output", "ffn_out")[column], layers=layer)
+                    why = f"{words} of the {block} sum in layer {place + 1} is {here:.4g}, where "
+                    why += f"the other layers have {rest:.4g}"
+                    of = field.replace("_", " "), names, layer, here, rest, why
+                    yield Trouble("warning", *of, "multiply every layer's branch alike")
 
     def _odd_layer(
         self, name: str, layer: int, names: tuple[str, ...], squares: Sequence[float]
@@ -610,17 +547,10 @@ class _Checking:
                 f"entries have {here / rest:.3g} times the mean square of the other layers' "
                 f"({math.sqrt(here):.3g} for {math.sqrt(rest):.3g}, root mean square)"
             )
-        return Trouble(
-            "warning",
-            "odd layer",
-            names,
-            (layer,),
-            here,
-            rest,
-            f"{name} of layer {layer}: {words}",
-            "initialise every layer by the same code"
-            + (f": std {math.sqrt(rest):.3g}" * (rest > 0)),
-        )
+        why = f"{name} of layer {layer}: {words}"
+        mend = "initialise every layer by the same code"
+        mend += f": std {math.sqrt(rest):.3g}" * (rest > 0)
+        return Trouble("warning", "odd layer", names, (layer,), here, rest, why, mend)
 
     def _not_declared(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
         """Fields in which the module does not compute what its plan, scheme or config says."""
@@ -633,16 +563,11 @@ class _Checking:
             if field in ("causal", "tied") and (not planned or self._reading.unmasked):
                 continue  # named by themselves
             kind = "attention mask" if field in ("causal", "window") else "not as declared"
-            yield Trouble(
-                "error",
-                "tied head" if field == "tied" else kind,
-                self._of("query", "key")[:2] if field in ATTENTION_FIELDS else (),
-                (),
-                f.measured,
-                f.expected,
-                f"{f.role}: {f.note}",
-                "build the module as it is declared, or declare what it is",
-            )
+            kind = "tied head" if field == "tied" else kind
+            names = self._of("query", "key")[:2] if field in ATTENTION_FIELDS else ()
+            mend = "build the module as it is declared, or declare what it is"
+            why = f"{f.role}: {f.note}"
+            yield Trouble("error", kind, names, (), f.measured, f.expected, why, mend)
 
     def _remarks(self, reading: WeightRule) -> Iterator[str]:
         """What was seen that may be meant."""
@@ -720,16 +645,8 @@ class _Checking:
         before = [r.parameter for r in named("embedding.norm.gain", "embedding.norm.bias")]
         first = {parted(role.parameter)[:2] for role in named("query") if role.layer == 1}
         if before and {parted(name)[:2] for name in before} == first:
-            yield Trouble(
-                "warning",
-                "norm placement",
-                gathered_names(before),
-                (1,),
-                0.0,
-                1.0,
-                "a norm of layer 1 normalises the stream itself, beside what its block reads",
-                _PRE_OR_POST,
-            )
+            why = "a norm of layer 1 normalises the stream itself, beside what its block reads"
+            yield _misplaced(gathered_names(before), 1, why)
         odd = self._reading.odd
         tensors = tensors_of(self.module)
         zero = [
@@ -739,56 +656,34 @@ class _Checking:
         ]
         gains = [n for n in zero if n.endswith(("weight", "gain", "scale", "g", "gamma"))]
         if odd and len(gains) == len(odd):  # a norm that gives nothing is none to one pass
-            yield Trouble(
-                "warning",
-                "norm gain",
-                gathered_names(gains),
-                tuple(layer for layer, _ in odd),
-                0.0,
-                1.0,
-                "every gain is 0: the block behind the norm reads nothing",
-                "start gains at 1: nn.init.ones_(norm.weight)",
-            )
+            of = gathered_names(gains), tuple(layer for layer, _ in odd), 0.0, 1.0
+            why = "every gain is 0: the block behind the norm reads nothing"
+            mend = "start gains at 1: nn.init.ones_(norm.weight)"
+            yield Trouble("warning", "norm gain", *of, why, mend)
             return
         for layer, kind in self._reading.misplaced:
             usual = PLACEMENTS.get(self.described.placements[layer - 1], "another form")
-            yield Trouble(
-                "warning",
-                "norm placement",
-                self._of("attention.norm.gain", "ffn.norm.gain", layers=(layer,)),
-                (layer,),
-                0.0,
-                1.0,
-                f"layer {layer} is {PLACEMENTS.get(kind, kind)}, where the others are {usual}",
-                _PRE_OR_POST,
-            )
+            names = self._of("attention.norm.gain", "ffn.norm.gain", layers=(layer,))
+            why = f"layer {layer} is {PLACEMENTS.get(kind, kind)}, where the others are {usual}"
+            yield _misplaced(names, layer, why)
         for layer, name in odd:
             inward = ("query", "key", "value") if name == "attention" else ("ffn_in", "gate")
-            yield Trouble(
-                "warning",
-                "norm placement",
-                self._of(*inward, layers=(layer,)),
-                (layer,),
-                0.0,
-                1.0,
-                f"the {name} block of layer {layer} has no norm, where the other blocks have one",
-                _PRE_OR_POST,
-            )
+            why = f"the {name} block of layer {layer} has no norm, where the other blocks have one"
+            yield _misplaced(self._of(*inward, layers=(layer,)), layer, why)
 
     def _idle_parts(self) -> list[str]:
         """The largest submodules in which nothing that has parameters was run."""
         parts = dict(self.module.named_modules())
-        held = [p for p, m in parts.items() if next(m.parameters(recurse=False), None) is not None]
-        run = set(held) - set(self.idle)
-        whole: dict[str, None] = {}
+        own = (p for p, m in parts.items() if next(m.parameters(recurse=False), None) is not None)
+        run = set(own) - set(self.idle)
+        whole = []
         for path in self.idle:
             names = path.split(".")
-            for end in range(1, len(names) + 1):
-                above = ".".join(names[:end])
-                if not any(p == above or p.startswith(f"{above}.") for p in run):
-                    whole[above] = None
-                    break
-        return list(whole)
+            above = (".".join(names[: end + 1]) for end in range(len(names)))
+            whole += [
+                part for part in above if not any(f"{p}.".startswith(f"{part}.") for p in run)
+            ][:1]
+        return list(dict.fromkeys(whole))
 
     def _other_inputs(self) -> tuple[str, ...]:
         """Inputs that were not given and that whole parts of the module may be waiting for."""
@@ -802,17 +697,11 @@ class _Checking:
         return tuple(n for n in names if n not in given and OTHER_INPUTS.fullmatch(n))
 
     def _attention(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
-        """What multiplies q k, and over which axis the weights sum to one."""
         if wrong := self._reading.over_queries:
-            yield Trouble(
-                "error",
-                "softmax over the wrong axis",
-                self._of("query", "key", layers=wrong),
-                wrong,
-                reason="attention weights are normalised over queries, not over keys: rows do not "
-                "sum to 1, and a mask does not hide what it should",
-                mend="softmax(..., dim=-1)",
-            )
+            of = "softmax over the wrong axis", self._of("query", "key", layers=wrong), wrong
+            why = "attention weights are normalised over queries, not over keys: rows do not sum "
+            why += "to 1, and a mask does not hide what it should"
+            yield Trouble("error", *of, reason=why, mend="softmax(..., dim=-1)")
         groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for stack, layer, factor in self._factors(audited):
             words = next((w for by, w in self._slips() if abs(factor / by - 1) < NEAR), "")
@@ -820,13 +709,11 @@ class _Checking:
                 groups.setdefault((stack, words), []).append((layer, factor))
         for (stack, words), rows in groups.items():
             layers, factor = tuple(layer for layer, _ in rows), rows[0][1]
+            names = self._of(f"{stack}query", f"{stack}key", layers=layers)
             yield Trouble(
                 "warning",
                 "attention scale",
-                self._of(f"{stack}query", f"{stack}key", layers=layers),
-                layers,
-                factor,
-                1.0,
+                *(names, layers, factor, 1.0),
                 f"q k is multiplied by {factor:.3g} times what it should be, so that logits have "
                 f"{factor**2:.3g} times the variance (d_head = {self.described.d_head}): "
                 f"{words or 'something else than 1/sqrt(d_head) multiplies q k'}",
@@ -882,14 +769,12 @@ class _Checking:
             f"module's own weights, sums and norms give ({row['deviations']:+.1f} standard "
             f"deviations)"
         )
+        reason += "" if explained else "; nothing that was read of it explains that"
+        numbers = float(row["measured"]), float(row["predicted"])
         yield Trouble(
             "note" if explained else "warning",
             "not what its weights give",
-            (path,) if path else (),
-            (layer,) if layer else (),
-            float(row["measured"]),
-            float(row["predicted"]),
-            reason + ("" if explained else "; nothing that was read of it explains that"),
+            *((path,) if path else (), (layer,) if layer else (), *numbers, reason),
             "look at the code of that layer: a scale, dropout, mask or norm that hooks do not see",
         )
 
@@ -897,9 +782,8 @@ class _Checking:
     def uneven(self) -> str:
         """Why gradients are not held against the weights; empty where they are.
 
-        What enters is known by its mean variance and correlation alone. Behind a norm a gradient
-        grows by 1/s^2 at every token, whose mean over L tokens is R/L where one has 1/R of the
-        others' variance.
+        Behind a norm a gradient grows by 1/s^2 at every token, whose mean over L tokens is R/L
+        where one has 1/R of the others' variance.
         """
         entering = self.measurement.token_variance[0]
         least, most = float(np.min(entering)), float(np.max(entering))
@@ -977,21 +861,17 @@ class _Weights:
             count = sum(m.entries.count for m in group)
             seen = sum(m.entries.count * m.entries.square for m in group) / count
             known = [m.expected for m in group if m.expected is not None]
-            alone = not self.strict and name not in MATRICES  # held against nothing
+            alone = not self.strict and (name not in MATRICES or not seen)  # compared with nothing
+            of = f"weight variance, {name}", ", ".join(gathered([m.role for m in group])), seen
             if alone or len(known) < len(group) or not all(known):
-                yield Number(f"weight variance, {name}", _shown(group), seen, math.nan)
+                yield Number(*of, math.nan)
                 continue
             wanted = sum(m.entries.count * m.expected for m in group) / count
-            spread = (
-                math.sqrt(sum((m.entries.count * m.entries.spread) ** 2 for m in group)) / count
-            )
+            errors = (m.entries.count * m.entries.spread for m in group)
+            spread = math.hypot(*errors) / count
             low, high = wanted * math.exp(-1.96 * spread), wanted * math.exp(1.96 * spread)
             near = seen > 0 and abs(math.log(seen / wanted)) < 4.5 * spread + 1e-9
-            words = f"weight variance, {name}"
-            if not seen and not self.strict:
-                yield Number(words, _shown(group), seen, math.nan)
-                continue
-            yield Number(words, _shown(group), seen, wanted, low, high, "ok" if near else "out")
+            yield Number(*of, wanted, low, high, "ok" if near else "out")
 
     def troubles(self, offenders: Sequence[Finding]) -> Iterator[Trouble]:
         """One per role and kind of check that failed."""
@@ -1016,14 +896,12 @@ class _Weights:
             return
         names = tuple(dict.fromkeys(f.role for group in groups for f in group))
         layers = tuple(sorted({f.layer for group in groups for f in group}))
+        tensors = gathered_names([f.parameter for group in groups for f in group])
         yield Trouble(
             # nn.Transformer draws its copies' matrices again, and leaves them their biases.
             "note" if all(name.endswith(".bias") for name in names) else "warning",
             "copied layers",
-            gathered_names([f.parameter for group in groups for f in group]),
-            layers,
-            1.0,
-            0.0,
+            *(tensors, layers, 1.0, 0.0),
             f"{', '.join(names)} of layers {listed(layers)} hold the same entries as an earlier "
             "layer's: what such layers add is not independent and grows faster",
             "build every layer anew instead of copy.deepcopy (nn.TransformerEncoder copies one "
@@ -1092,27 +970,17 @@ class _Weights:
 
     def _zero_trouble(self, names: tuple[str, ...], severity: str, words: str) -> Trouble:
         roles = [r for r in self.checking.zero if r.split(".")[-1] in names]
-        alike = " and ".join(names)
-        return Trouble(
-            severity,
-            "zero matrix",
-            self.checking._of(*roles),
-            tuple(range(1, self.target.layers + 1)),
-            0.0,
-            math.nan,
-            f"{alike} {'are' if len(names) > 1 else 'is'} zero in every layer: {words}",
-            "draw them, or zero the outward matrices (output, ffn_out) alone",
-        )
+        layers = tuple(range(1, self.target.layers + 1))
+        of = "zero matrix", self.checking._of(*roles), layers, 0.0, math.nan
+        are = "are" if len(names) > 1 else "is"
+        why = f"{' and '.join(names)} {are} zero in every layer: {words}"
+        mend = "draw them, or zero the outward matrices (output, ffn_out) alone"
+        return Trouble(severity, *of, why, mend)
 
     def _together(self, sentence: str, offenders: list[Finding]) -> Trouble:
-        worst = offenders[0]
-        return Trouble(
-            "warning",
-            "wrong variance",
-            *_stated(offenders, worst),
-            sentence,
-            f"draw them as {in_words(self.target)}, or mend the names that your init matches",
-        )
+        of = _stated(offenders, offenders[0])
+        mend = f"draw them as {in_words(self.target)}, or mend the names that your init matches"
+        return Trouble("warning", "wrong variance", *of, sentence, mend)
 
     def _variance(self, roles: list[str], group: list[Finding]) -> Trouble:
         """Roles that differ in the same layers and for the same reason."""
@@ -1134,16 +1002,11 @@ class _Weights:
             said = ": every entry is 0" if all(f.measured == 0 for f in group) else said
         unlike = worst.note and worst.note not in ("normal", "") and "together" not in worst.note
         kind = f" (entries look {worst.note})" if unlike else ""
-        return Trouble(
-            severity,
-            "wrong variance",
-            *_stated(group, worst),
-            f"{', '.join(roles)}{where}: {ratio:.3g} times the variance of "
-            f"{self._target_words()}{said}{kind}",
-            f"draw with std {math.sqrt(worst.expected):.3g}"
-            if worst.expected > 0
-            else "set to zero",
-        )
+        why = f"{', '.join(roles)}{where}: {ratio:.3g} times the variance of "
+        why += f"{self._target_words()}{said}{kind}"
+        drawn = f"draw with std {math.sqrt(max(worst.expected, 0.0)):.3g}"
+        mend = drawn if worst.expected > 0 else "set to zero"
+        return Trouble(severity, "wrong variance", *_stated(group, worst), why, mend)
 
     def _target_words(self) -> str:
         if self.checking.scheme is not None:
@@ -1186,14 +1049,9 @@ class _Weights:
             return
         offenders = [f for group in groups for f in group]
         worst = max(offenders, key=lambda f: f.severity)
-        yield Trouble(
-            "warning",
-            "norm gain",
-            *_stated(offenders, worst),
-            f"{worst.quantity} of {worst.role} is {worst.measured:.3g} instead of "
-            f"{worst.expected:.3g} (root mean square): {_GAINS}",
-            _LEAVE_NORMS,
-        )
+        why = f"{worst.quantity} of {worst.role} is {worst.measured:.3g} instead of "
+        why += f"{worst.expected:.3g} (root mean square): {_GAINS}"
+        yield Trouble("warning", "norm gain", *_stated(offenders, worst), why, _LEAVE_NORMS)
 
     def _drawn_gains(self) -> Iterator[Trouble]:
         """Gains about zero, of a module whose gains are held against nothing."""
@@ -1208,51 +1066,33 @@ class _Weights:
         ]
         if not drawn:
             return
-        _, entries = drawn[0]
-        yield Trouble(
-            "warning",
-            "norm gain",
-            gathered([role for role, _ in drawn]),
-            tuple(sorted({role.layer for role, _ in drawn if role.layer <= self.target.layers})),
-            math.sqrt(entries.square),
-            1.0,
-            f"gains of norms are entries about 0 with a root mean square of "
-            f"{math.sqrt(entries.square):.3g}, not about 1: {_GAINS}",
-            _LEAVE_NORMS,
-        )
+        size, roles = math.sqrt(drawn[0][1].square), [role for role, _ in drawn]
+        layers = tuple(sorted({role.layer for role in roles if role.layer <= self.target.layers}))
+        why = f"gains of norms are entries about 0 with a root mean square of {size:.3g}, not "
+        why += f"about 1: {_GAINS}"
+        of = gathered(roles), layers, size, 1.0, why, _LEAVE_NORMS
+        yield Trouble("warning", "norm gain", *of)
 
     def _scale(self, kind: str, role: str, group: list[Finding]) -> Trouble:
         worst = max(group, key=lambda f: f.severity)
-        layers = tuple(sorted({f.layer for f in group}))
-        layers = tuple(n for n in layers if 1 <= n <= self.target.layers)
+        layers = tuple(sorted({f.layer for f in group if 1 <= f.layer <= self.target.layers}))
+        numbers = f"is {worst.measured:.4g} instead of {worst.expected:.4g}"
         if kind in STRUCTURE:
             reason = f"{role}: {worst.note}"
         elif kind == "skip_scale":
-            reason = (
-                f"lambda of x in {role}'s sum is {worst.measured:.4g} instead of "
-                f"{worst.expected:.4g}"
-            )
+            reason = f"lambda of x in {role}'s sum {numbers}"
         else:
-            reason = self.advice.scales.get((kind, role)) or (
-                f"{SCALE_WORDS[kind]} of {role} is {worst.measured:.4g} instead of "
-                f"{worst.expected:.4g}"
-            )
+            own = f"{SCALE_WORDS[kind]} of {role} {numbers}"
+            reason = self.advice.scales.get((kind, role)) or own
         if kind == "skip_scale" and abs(worst.measured) < 0.01:
             reason = f"{role} drops the residual connection: lambda is {worst.measured:.2g}"
         elif kind == "skip_scale" and abs(worst.measured - worst.expected) > 0.5:
             reason += ": the stream itself is rescaled or normalised before the sum"
-        return Trouble(
-            "warning",
-            "norm placement" if kind in STRUCTURE else kind.replace("_", " "),
-            gathered_names([f.parameter for f in group]),
-            layers,
-            worst.measured,
-            worst.expected,
-            reason,
-            _PRE_OR_POST
-            if kind in (*STRUCTURE, "skip_scale")
-            else "let the code multiply by the scheme's factor once",
-        )
+        of = gathered_names([f.parameter for f in group]), layers, worst.measured, worst.expected
+        once = "let the code multiply by the scheme's factor once"
+        mend = _PRE_OR_POST if kind in (*STRUCTURE, "skip_scale") else once
+        words = "norm placement" if kind in STRUCTURE else kind.replace("_", " ")
+        return Trouble("warning", words, *of, reason, mend)
 
     def _fixed(self, name: str) -> bool:
         """Whether a table was written, not drawn: every row has the same norm, as sines have."""
@@ -1265,16 +1105,11 @@ class _Weights:
 
     def _mean(self, role: str, group: list[Finding]) -> Trouble:
         worst = max(group, key=lambda f: abs(f.measured))
-        return Trouble(
-            "warning",
-            "mean not zero",
-            *_stated(group, worst),
-            f"entries of {role} have a mean of {worst.measured:.3g}, which no draw about zero has",
-            "draw entries symmetric about 0 (uniform from -a to a)",
-        )
+        of = "mean not zero", *_stated(group, worst)
+        why = f"entries of {role} have a mean of {worst.measured:.3g}, which no draw about zero has"
+        return Trouble("warning", *of, why, "draw entries symmetric about 0 (uniform from -a to a)")
 
     def verdict(self) -> str:
-        """What the scheme seems to be, and where it is not."""
         reading = self.reading
         if reading.meant is None and reading.share < 0.5:
             title = "its weights are of no published scheme and no framework's default"
@@ -1296,13 +1131,14 @@ _GAINS = "an initialiser that runs over all parameters draws gains and biases of
 _LEAVE_NORMS = "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)"
 _PRE_OR_POST = "x = x + block(norm(x)) is Pre-LN, x = norm(x + block(x)) Post-LN: every layer alike"
 _VECTORS = ("gain", "mean square")
+_AROUND = ("embedding", "head")
+"""What a module's own stands for where a plan says nothing."""
 
 
 # --- the module as it stands ----------------------------------------------------------------------
 
 
 def _finite(module: nn.Module) -> None:
-    """Raises a NotRead that names the parameters of which an entry is not finite."""
     bad = [
         name
         for name, p in module.named_parameters()
@@ -1316,16 +1152,15 @@ def _finite(module: nn.Module) -> None:
         raise NotRead(f"{names} of {type(module).__name__}: {reason}", (found,))
 
 
+def _misplaced(names: tuple[str, ...], layer: int, why: str) -> Trouble:
+    return Trouble("warning", "norm placement", names, (layer,), 0.0, 1.0, why, _PRE_OR_POST)
+
+
 def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Trouble:
     said = "the token table itself" if tied else "a matrix of its own"
-    return Trouble(
-        "error",
-        "tied head" if tied else "untied head",
-        names,
-        (),
-        reason=f"the head is {said}, which {source} not to be",
-        mend="head.weight = tokens.weight ties them",
-    )
+    why, kind = f"the head is {said}, which {source} not to be", "tied" if tied else "untied"
+    mend = "head.weight = tokens.weight ties them"
+    return Trouble("error", f"{kind} head", names, reason=why, mend=mend)
 
 
 def _stated(
@@ -1340,11 +1175,7 @@ def _stated(
 def architecture_read(
     module: nn.Module, batch: Any, parts: Anatomy, promised: Transformer | None
 ) -> Transformer:
-    """What the module is, as one pass tells it; what it promises, where no Transformer says that.
-
-    Raises:
-        MomentsError: neither.
-    """
+    """What the module is, as one pass tells it, or else what it promises."""
     assert parts.reading is not None
     model = parts.reading.model or promised
     if model is None:
@@ -1355,31 +1186,6 @@ def architecture_read(
         why += [f"{len(names)} parameters of unknown role"] if names else []
         raise not_read(module, batch, f"{said}: {'; '.join(why)}")
     return model
-
-
-def _with_weights(model: Transformer, read: AuditedModule) -> Transformer:
-    """An architecture with the variances that a module's matrices have."""
-    assert model.weights is not None
-    squares = {(role.layer, role.name): e.square for role, e in read.entries if not role.stack}
-    values = in_every_layer(MATRICES, model.layers, squares)
-    return model.replace(weights=model.weights.replace(**values))
-
-
-def _names(found: ModuleRoles) -> dict[str, tuple[str, ...]]:
-    """Role -> names of its tensors, layers gathered."""
-    names = dict.fromkeys(role.full_name for role in found.roles)
-    return {name: gathered([r for r in found.roles if r.full_name == name]) for name in names}
-
-
-def _shown(group: Sequence[Any]) -> str:
-    return ", ".join(gathered([m.role for m in group]))
-
-
-def _outside(target: Transformer, read: Transformer) -> Transformer:
-    """A plan that is silent on embedding and head, with those that the module has."""
-    return target.replace(
-        embedding=target.embedding or read.embedding, head=target.head or read.head
-    )
 
 
 # --- what it is run on ----------------------------------------------------------------------------
@@ -1393,28 +1199,17 @@ def inputs_for(
     loss: Loss | None,
     example: Any,
 ) -> _Inputs:
-    """A batch of one's own, or the user's.
-
-    Args:
-        example: what a module was run on to be read.
-    """
+    """A batch of one's own, or the user's; `example` is what the module was run on to be read."""
     random = batch is None
     given = _cropped(batch, SEQUENCES, TOKENS)
     if random:
         given = _own_batch(module, found, model, example)
-        if _limited(module, given, example):
+        if given is not example and not _configured(module):  # nothing says how much it reads
             given = _that_runs(module, given, example)
     given = _with_labels(module, _with_targets(module, given))
     loss = loss or _next_token(module, given, found)
-    few = _cropped(given, 1, FEW)
-    shapes = _shape(given)
-    words = f"measured on {shapes}" + (" of random input" if random else "")
-    return _Inputs(given, few, loss, words)
-
-
-def _limited(module: nn.Module, given: Any, example: Any) -> bool:
-    """Whether nothing says that a module reads so many tokens: no config, and a longer run."""
-    return given is not example and not _configured(module)
+    words = f"measured on {_shape(given)}" + (" of random input" if random else "")
+    return _Inputs(given, _cropped(given, 1, FEW), loss, words)
 
 
 def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
@@ -1468,7 +1263,6 @@ def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer, given:
 
 
 def _classified(batch: Mapping[str, Any], classes: int, generator: torch.Generator) -> Any:
-    """Pictures with random labels."""
     count = len(batch["pixel_values"])
     return {**batch, "labels": torch.randint(classes, (count,), generator=generator)}
 
@@ -1517,8 +1311,8 @@ def _with_targets(module: nn.Module, batch: Any) -> Any:
     name = next((n for n in TARGETS if n in arguments[1:]), None)
     if name is None or _configured(module) or not _ids_alone(batch):
         return batch
-    given = batch if isinstance(batch, Mapping) else {arguments[0]: batch}
-    ((first, ids),) = ((first, torch.as_tensor(ids)) for first, ids in given.items())
+    ((first, ids),) = (batch if isinstance(batch, Mapping) else {arguments[0]: batch}).items()
+    ids = torch.as_tensor(ids)
     return {first: ids[:, :-1], name: ids[:, 1:]}
 
 

@@ -37,7 +37,7 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
     with optional("hf", "transformers", "safetensors"):
         import transformers
 
-        from .huggingface_modules import settings_of
+        from .huggingface_modules import named_class, settings_of
     if not os.path.exists(path):
         raise domain_error("path", str(path), "a checkpoint's folder or .safetensors file")
     given = Path(path)
@@ -46,14 +46,15 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
     found, config = settings_of(entries)
     if not given.is_dir() and given.suffix != ".safetensors":
         raise domain_error("path", str(path), "a folder or a .safetensors file")
-    tensors = _tensors(given)
+    tensors, names = _tensors(given), entries.get("architectures")
+    made = named_class(config, *(names if isinstance(names, list) else ()))
     with (
         torch.random.fork_rng(devices=[]),
         _quiet(transformers.utils.logging),
         refused(f"checkpoint {brief(str(path))}"),
     ):
         torch.manual_seed(0)
-        module, info = _class(entries, found.module, config).from_pretrained(
+        module, info = (made or getattr(transformers, found.module)).from_pretrained(
             None, state_dict=tensors, config=config, local_files_only=True, output_loading_info=True
         )
     if missing := sorted(info["missing_keys"]):
@@ -71,19 +72,6 @@ def opened(module: nn.Module | str | os.PathLike[str]) -> nn.Module:
     """A module, `unwrapped`, or that of a checkpoint's path."""
     given = load(module) if isinstance(module, str | os.PathLike) else module
     return own_module(given, "an nn.Module or a checkpoint's path")
-
-
-def _class(entries: dict[str, Any], usual: str, config: Any) -> Any:
-    """The model class of transformers that a config names, if it is one of its own family's."""
-    import transformers
-
-    names = entries.get("architectures")
-    for name in names if isinstance(names, list) else ():
-        kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-        model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-        if model and kind.config_class is type(config):
-            return kind
-    return getattr(transformers, usual)
 
 
 def _tensors(path: Path) -> dict[str, Any]:

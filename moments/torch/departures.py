@@ -1,9 +1,8 @@
 """In which fields a plan departs from a module that weights and hooks cannot change.
 
-Every field of a declaration is one of four kinds. What `initialize` writes is held against the
-tensors and hooks themselves (`_WRITTEN`). What says nothing about a signal at initialisation, or
-lies outside of the module, is named and no fault (`_GRADIENTS`, `_OUTSIDE`). Sizes must fit, or no
-tensor does (`SIZES`). Whatever is left has to be what the module computes.
+What `initialize` writes is compared with tensors and hooks (`_WRITTEN`); what says nothing about a
+signal at initialisation is no fault (`_GRADIENTS`, `_OUTSIDE`); sizes must fit (`SIZES`). All else
+has to be what the module computes.
 """
 
 from __future__ import annotations
@@ -67,12 +66,9 @@ EXACT = 1e-4
 
 @dataclass(frozen=True)
 class Departure:
-    """One field in which a plan is not what a module is.
+    """One field, "embedding.norm", "encoder.causal", ..., in which a plan is not what a module is.
 
-    Attributes:
-        name: the field, "embedding.norm", "encoder.causal", ...
-        planned, present: what the plan says, and what the module has.
-        remark: why it is no fault; "" where it is one.
+    `planned` is what the plan says, `present` what the module has, `remark` why it is no fault.
     """
 
     name: str
@@ -92,16 +88,9 @@ class Departure:
 
 
 def departures(
-    model: Transformer,
-    module: nn.Module,
-    reading: ModuleReading,
-    promised: Transformer | None,
+    model: Transformer, module: nn.Module, reading: ModuleReading, promised: Transformer | None
 ) -> tuple[Departure, ...]:
-    """Every field in which a model departs from a module, beside what is written into it.
-
-    Args:
-        promised: what the module's config or class says.
-    """
+    """Every field in which a model departs from a module, whose config or class says `promised`."""
     found, read = reading.roles, reading.model
     rows = list(_of_stack("", model, found, read or promised, promised))
     rows += _without_matrices(model, found, shared_by(module, reading))
@@ -240,7 +229,6 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _placements(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[Departure]:
-    """Where the norms of every layer stand, once per kind of difference."""
     seen = set()
     for block in found.blocks:
         if block.stack != stack or block.layer > model.layers:
@@ -302,7 +290,7 @@ def in_words(reading: ModuleReading) -> str:
 def shared_by(module: nn.Module, reading: ModuleReading) -> tuple[str, ...]:
     """Parameters with several uses, a phrase each, but for a head that is the token table."""
     tables = {role.parameter for role in reading.roles.named("token")}
-    phrases = [f"{name} is used by several layers" for name in gathered_names(tuple(reading.shared))]
+    phrases = [f"{name} is used by several layers" for name in gathered_names(list(reading.shared))]
     rows = [
         (names[0], other)
         for parameter, names in aliases(module).items()
@@ -338,16 +326,9 @@ def masked_by_caller(module: nn.Module) -> bool:
 
 
 def check_sizes(
-    model: Transformer,
-    found: ModuleRoles,
-    has: Transformer | None,
-    shared: Sequence[str] = (),
+    model: Transformer, found: ModuleRoles, has: Transformer | None, shared: Sequence[str] = ()
 ) -> None:
-    """Raise a DomainError where no tensor of a module would fit a model.
-
-    Args:
-        shared: parameters with several uses, a phrase each.
-    """
+    """Raise a DomainError where no tensor would fit; `shared`: phrases of `shared_by`."""
     if model.layers != found.layers:
         own = f"the module's {found.layers}" + (f" ({'; '.join(shared)})" if shared else "")
         raise domain_error("layers of the plan", model.layers, own)
@@ -381,6 +362,3 @@ def refuse(rows: tuple[Departure, ...]) -> None:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) and " " in value else repr(value)
-
-
-__all__ = ["SIZES", "Departure", "check_sizes", "departures", "refuse"]

@@ -50,10 +50,8 @@ def describe(
 ) -> Description:
     """A module or checkpoint as a Transformer with its real variances, and its parameters by role.
 
-    A variance is the mean square of a matrix's entries, a norm's gain its root mean square;
-    residual multipliers and LayerNorm Scaling are measured by running the module once. Its parts
-    are read from that pass: what it computes is followed from the tables to the logits, whatever
-    they are called.
+    A variance is the mean square of a matrix's entries, a norm's gain its root mean square. The
+    module is run once: what it computes is followed from the tables to the logits.
 
     Args:
         module: any; or the path of a checkpoint's folder, or of a .safetensors file with
@@ -98,11 +96,7 @@ def describe(
 def described_as(
     model: Transformer, read: AuditedModule, sites: Sequence[HookPoint] | None = None
 ) -> Description:
-    """A module of a known architecture, of which everything was read already.
-
-    Raises, warns:
-        As `describe`.
-    """
+    """A module of known architecture that was read already; warns as `describe`."""
     check_sizes(model, read.found, None)
     held = _held(model, read)
     if model.encoder is not None:
@@ -183,11 +177,7 @@ class Description:
 
 
 def _of_reading(module: nn.Module, reading: ModuleReading, lost: tuple[str, ...]) -> Description:
-    """What one pass told, with the assumptions of the theory that the weights break.
-
-    Args:
-        lost: what nothing in the module said, as a note each.
-    """
+    """What one pass told; `lost`: what nothing in the module said."""
     found = reading.roles
     entries, repeated = entries_of(module, found)
     for note in _broken(module, found, dict(entries), repeated):
@@ -222,19 +212,11 @@ def weight_statistics(module: nn.Module) -> pandas.DataFrame:
         if role.is_matrix:
             block = block_of(tensors, role)
             s = WeightStatistics.of(role, block, EntryMoments.of(block))
-            rows.append(
-                {
-                    "layer": role.layer,
-                    "role": role.full_name,
-                    "parameter": role.label,
-                    "variance": s.entries.square,
-                    "mean": s.entries.mean,
-                    "kurtosis": s.entries.kurtosis,
-                    "spectral": s.spectral,
-                    "stable_rank": s.stable_rank,
-                }
-            )
-    return as_frame(rows)
+            moments = s.entries.square, s.entries.mean, s.entries.kurtosis
+            of = role.layer, role.full_name, role.label
+            rows.append((*of, *moments, s.spectral, s.stable_rank))
+    columns = ["layer", "role", "parameter", "variance", "mean", "kurtosis", "spectral"]
+    return as_frame(rows, columns=[*columns, "stable_rank"])
 
 
 Held = Mapping[tuple[int, str], EntryMoments]
@@ -262,7 +244,6 @@ def _gain(entries: Held, layer: int, block: str) -> EntryMoments | None:
 
 
 def _scales(model: Transformer, entries: Held, probes: Sequence[BlockProbe]) -> dict[str, Any]:
-    """Residual scales, LayerNorm Scaling and gains."""
     gains, skip, branch, output = np.ones((4, model.layers, 2))
     for (row, column), _ in np.ndenumerate(gains):
         block = ("attention", "ffn")[column]
@@ -283,11 +264,7 @@ def _scales(model: Transformer, entries: Held, probes: Sequence[BlockProbe]) -> 
 
 
 def _outside(model: Transformer, entries: Held, read: AuditedModule | None) -> dict[str, Any]:
-    """Tables and head.
-
-    Args:
-        read: what tells the factor on the logits; None where nothing does.
-    """
+    """Tables and head; `read` tells the factor on the logits, if given."""
     changes: dict[str, Any] = {}
     for field, layer in (("embedding", 0), ("head", model.layers + 1)):
         part = getattr(model, field)
@@ -314,7 +291,6 @@ def _broken(
     entries: Mapping[Role, EntryMoments],
     repeated: Sequence[Copies],
 ) -> list[str]:
-    """Assumptions of the theory that a module's entries break, in words."""
     tensors = tensors_of(module)
     blocks = {role: block_of(tensors, role) for role in found.roles}
     matrices = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -55,16 +56,13 @@ def diagnose(
     progress: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
-    """Measure a live module, hold it against its declaration, and find the likeliest causes.
+    """Measure a live module, compare it with its declaration, and find the likeliest causes.
 
-    The module is described as it is: the variances of its weights, its residual multipliers and
-    gains, its mask and dropout, layers that are copies, and what enters it. Every feature in which
-    that is not as declared is put into the declaration by itself (copies are drawn anew in the
-    module, which is measured once more); what removes most of the difference is the likeliest
-    cause. A text or pictures, and the module's own loss, are predicted from the model's embedding
-    and head where it declares them, whatever the module's arguments are called; else the measured
-    moments of the tensor entering layer 1, and of the gradient at the last layer, are where the
-    prediction begins, and the diagnosis says that these were not checked.
+    Every feature in which the module, described as it is, differs from the declaration is put into
+    the declaration by itself (copies are drawn anew in the module, which is measured once more);
+    what removes most of the difference is the likeliest cause. Text, pictures and loss are
+    predicted where the model declares embedding and head; else the prediction begins at the
+    measured moments, and the diagnosis says that these were not checked.
 
     Args:
         module, batch, loss, seeds, seed: as of `moments.torch.measure`. With a factory the
@@ -119,7 +117,9 @@ def diagnose(
         roles = parts.found
         ahead = sees_ahead(target, batch, declared.layers, text.ids)
         changed = _with_mask(found, ahead)
-        changed = _with_dropout(changed, parts.reading.model)
+        if (one_pass := parts.reading.model) is not None:
+            names = "dropout", "attention_dropout", "activation_dropout", "ffn_dropout"
+            changed = changed.replace(**{name: getattr(one_pass, name) for name in names})
         likely = weight_advice(target, roles, declared, read, conventions(plan, options, declared))
         own_features = _reasoned(differences(declared, changed), likely.reasons)
         advice = likely.crossed
@@ -158,7 +158,6 @@ def diagnose(
 
 
 def _large(module: nn.Module, batch: Any, seeds: int) -> bool:
-    """Whether a diagnosis is likely to take more than a few seconds."""
     given = batch.values() if isinstance(batch, Mapping) else [batch]
     tokens = max((int(np.prod(np.shape(v)[:2])) for v in given if np.ndim(v) >= 2), default=1)
     return seeds * tokens * sum(int(p.numel()) for p in module.parameters()) > float(LARGE)
@@ -200,8 +199,7 @@ class Text:
     Attributes:
         arrays: the batch, its token ids as "input_ids" where they could be found.
         ids: (B, L) of a text, None where there is none or two stacks read one.
-        targets: what the loss holds every token against, where its value shows it; of a module
-            whose arguments are Hugging Face's, its labels say so.
+        targets: what the loss holds every token against, where its value shows it.
         predicted: whether the loss can be predicted from the head.
     """
 
@@ -233,22 +231,18 @@ def _unseen(
     module: nn.Module, case: Case, measurement: Measurement, inputs: Mapping[str, Any] | None
 ) -> list[str]:
     """What stands before the first layer and behind the last, where no prediction begins there."""
-    found, declared = [], case.model
+    found, declared, none = [], case.model, "the model declares none"
     tables = any(isinstance(part, nn.Embedding) for part in module.modules())
     if inputs is None and tables and not {"token_ids", "pixels"} & set(case.inputs):
-        why = "the model declares none"
-        if declared.embedding is not None:
-            why = "what it reads could not be found"
+        why = none if declared.embedding is None else "what it reads could not be found"
         found.append(f"the embedding (what enters layer 1 was measured, not predicted: {why})")
     given = () if inputs is None else inputs
     measured = [n for n in case.inputs if n.startswith("grad_") and n not in given]
     if measured and measurement.loss is not None:
-        why = "the model declares none"
         if declared.head is not None and declared.head.loss is not None:
-            why = "the loss is not the declared one of any targets in the batch"
-        found.append(
-            f"head and loss (the last layer's gradient was measured, not predicted: {why})"
-        )
+            none = "the loss is not the declared one of any targets in the batch"
+        said = "head and loss (the last layer's gradient was measured, not predicted"
+        found.append(f"{said}: {none})")
     return found
 
 
@@ -275,7 +269,7 @@ def _copied(
         return dataclasses.replace(case, inputs=given, measurement=seen())
 
     words = "; ".join(sentence.partition(":")[0] for sentence in copy_notes(repeated))
-    layers = tuple(sorted({layer for group in repeated for layer in group.layers}))
+    layers = tuple(sorted({layer for roles in repeated for layer in (r.layer for r in roles)}))
     return Feature("copied layers", f"{words}, declared independent", math.nan, layers, apply)
 
 
@@ -284,26 +278,18 @@ def at_length(model: Transformer | None, measurement: Measurement) -> Transforme
     assert model is not None
     if model.encoder is not None and measurement.encoder is not None:
         model = model.replace(encoder=at_length(model.encoder, measurement.encoder))
-    if model.seq_len == measurement.seq_len:
-        return model
-    return model.replace(seq_len=measurement.seq_len)
+    same = model.seq_len == measurement.seq_len
+    return model if same else model.replace(seq_len=measurement.seq_len)
 
 
 def _described(
-    module: nn.Module,
-    batch: Any,
-    measurement: Measurement,
-    architecture: Transformer,
+    module: nn.Module, batch: Any, measurement: Measurement, architecture: Transformer
 ) -> tuple[Transformer | None, list[str]]:
     """The module as it is, and what was said about it; None where it cannot be read."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found = describe(
-                module,
-                batch=batch,
-                architecture=at_length(architecture, measurement),
-            )
+            found = describe(module, batch=batch, architecture=at_length(architecture, measurement))
         except MomentsError as error:
             return None, [f"weights and scales of the module could not be read: {error}"]
     return found.model, list(dict.fromkeys(str(w.message) for w in caught))
@@ -322,10 +308,7 @@ def _arrays(batch: Any) -> dict[str, Any]:
 
 
 def case_of(
-    declared: Transformer,
-    text: Text,
-    measurement: Measurement,
-    inputs: Mapping[str, Any] | None,
+    declared: Transformer, text: Text, measurement: Measurement, inputs: Mapping[str, Any] | None
 ) -> tuple[Case, list[Feature]]:
     """The declared model on the batch, and how its input differs from what the user says."""
     measured = measured_moments(measurement)
@@ -384,17 +367,6 @@ def tokens_entering(
 
 def _with_mask(model: Transformer, ahead: bool | None) -> Transformer:
     """The model with the mask that was seen to act; None: not seen."""
-    if ahead is None or ahead is not model.causal:
-        return model
-    try:
-        return model.replace(causal=not ahead)
-    except DomainError:
-        return model
-
-
-def _with_dropout(model: Transformer, seen: Transformer | None) -> Transformer:
-    """The model with the dropout that one pass saw; None: not seen."""
-    if seen is None:
-        return model
-    names = ("dropout", "attention_dropout", "activation_dropout", "ffn_dropout")
-    return model.replace(**{name: getattr(seen, name) for name in names})
+    with contextlib.suppress(DomainError):
+        return model if ahead is None else model.replace(causal=not ahead)
+    return model

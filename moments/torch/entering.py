@@ -1,9 +1,10 @@
-"""What enters a module's first layer, and whether its tokens see later ones."""
+"""What a few runs of a module show: what enters layer 1, its mask, chance, and parts that idle."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,10 +29,18 @@ from .running import (
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
+    from torch.overrides import TorchFunctionMode
     from torch.utils.hooks import RemovableHandle
 
 UNSEEN = 1e-6
 """Relative change below which a token has not noticed another; single precision rounds to 1e-7."""
+
+RANDOM = 0.03
+"""Relative difference from which two runs are two: rounding stays below, and dropout with
+probability p changes a tensor by sqrt(2 p) of its size."""
+
+ENTRIES = 4096
+"""Of every output, as many entries are compared."""
 
 
 def first_stream(module: nn.Module, batch: Any) -> np.ndarray | None:
@@ -40,14 +49,9 @@ def first_stream(module: nn.Module, batch: Any) -> np.ndarray | None:
 
 
 def sees_ahead(
-    module: nn.Module,
-    batch: Any,
-    layers: int,
-    ids: np.ndarray | None = None,
+    module: nn.Module, batch: Any, layers: int, ids: np.ndarray | None = None
 ) -> bool | None:
     """Whether a token's output depends on a later token: the second is changed, the first read.
-
-    `ids` are the token ids in the batch, where they are known.
 
     None where that cannot be told: a module of pictures, two stacks, one token.
     """
@@ -62,10 +66,7 @@ def sees_ahead(
 
 
 def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | None:
-    """The token ids that a table of so many rows looks up, (B, L), whatever they are called.
-
-    None where no table of that size is read, or more than once.
-    """
+    """The (B, L) token ids that the one table of so many rows looks up, if there is one."""
     seen: list[Tensor] = []
     hooks = (
         watch_tensor(part, "input", seen.append)
@@ -78,10 +79,7 @@ def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | Non
 
 
 def targets_read(
-    module: nn.Module,
-    batch: Any,
-    ids: np.ndarray,
-    loss: Callable[[Any, Any], Tensor] | None = None,
+    module: nn.Module, batch: Any, ids: np.ndarray, loss: Callable[[Any, Any], Tensor] | None = None
 ) -> np.ndarray | None:
     """What every token's logits are held against, (B, L), -100 where nothing.
 
@@ -144,14 +142,11 @@ def _another(tokens: Any, batch_first: bool) -> Tensor:
     rows = given if batch_first or given.ndim == 2 else given.transpose(0, 1)
     if rows.shape[1] > 2:
         # Another token stands in for the second, so that no id leaves the vocabulary.
-        rows[:, 1] = -rows[:, 1] if rows.is_floating_point() else _different(rows)
+        first, second, third = rows[:, 0], rows[:, 1].clone(), rows[:, 2]
+        other = torch.where(third != second, third, first)
+        other = torch.where(other != second, other, (second - 1).clamp(min=0))
+        rows[:, 1] = -second if rows.is_floating_point() else other
     return given
-
-
-def _different(ids: Tensor) -> Tensor:
-    second = ids[:, 1]
-    other = torch.where(ids[:, 2] != second, ids[:, 2], ids[:, 0])
-    return torch.where(other != second, other, (second - 1).clamp(min=0))
 
 
 def _stream(module: nn.Module, batch: Any, layer: int) -> np.ndarray | None:
@@ -168,3 +163,83 @@ def _stream(module: nn.Module, batch: Any, layer: int) -> np.ndarray | None:
         return None
     tensor = seen[0] if batch_first(module) else seen[0].transpose(0, 1)
     return np.asarray(tensor.detach().double().cpu().numpy())
+
+
+# --- chance in evaluation mode, and parts that are never run --------------------------------------
+
+
+class Behaviour(NamedTuple):
+    """What two runs of a module in evaluation mode show.
+
+    `random` is the first submodule whose output differs between the runs, if any; `never_run` are
+    those that were not called and whose own parameters nothing else took.
+    """
+
+    random: str | None
+    never_run: tuple[str, ...]
+
+
+def behaviour(module: nn.Module, batch: Any) -> Behaviour:
+    """Run a module twice on one batch, without dropout."""
+    runs: list[list[tuple[str, Tensor | None]]] = []
+    watch = _Watch()
+
+    def keep(path: str, seen: list[tuple[str, Tensor | None]]) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            try:
+                tensor = first_tensor(output).detach().flatten()[:ENTRIES].clone()
+            except MomentsError:
+                tensor = None
+            seen.append((path, tensor))
+
+        return hook
+
+    with in_mode(module, False):
+        for mode in (watch, nullcontext()):
+            seen: list[tuple[str, Tensor | None]] = []
+            parts = module.named_modules()
+            hooks = (part.register_forward_hook(keep(path, seen)) for path, part in parts)
+            with hooked(hooks), mode:
+                run(module, batch)
+            runs.append(seen)
+    called = {path for path, _ in runs[0]}
+    idle = (
+        path
+        for path, part in module.named_modules()
+        if path not in called
+        and (parameters := list(part.parameters(recurse=False)))
+        and not any(id(one) in watch.met for one in parameters)
+    )
+    return Behaviour(_first_apart(*runs), tuple(idle))
+
+
+def _first_apart(
+    one: list[tuple[str, Tensor | None]], other: list[tuple[str, Tensor | None]]
+) -> str | None:
+    for (path, first), (_, second) in zip(one, other, strict=False):
+        if first is None or second is None:
+            continue
+        if first.shape != second.shape:
+            return path or "the module itself"
+        if not first.is_floating_point():
+            continue
+        size, apart = first.double().norm(), (first.double() - second.double()).norm()
+        if float(apart) > RANDOM * float(size):
+            return path or "the module itself"
+    return None
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.met: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = func(*args, **kwargs)
+        if not isinstance(given, bool | int | torch.dtype | torch.device | torch.Size):
+            # A table's weight may be added, and a projection's given to a fused kernel.
+            self.met.update(
+                id(one) for one in (*args, *kwargs.values()) if isinstance(one, nn.Parameter)
+            )
+        return given

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from ..errors import optional
 
 with optional("torch", "torch"):
-    import torch
     from torch import Tensor
 
 TRUNCATION = 2.0
@@ -38,7 +37,6 @@ class EntryMoments:
         square: their mean square.
         kurtosis: E w^4 / (E w^2)^2, nan where all are 0.
         peak: largest magnitude over the root mean square.
-        zeros: share that is exactly 0.
     """
 
     count: int
@@ -46,14 +44,12 @@ class EntryMoments:
     square: float
     kurtosis: float
     peak: float
-    zeros: float
 
     @classmethod
     def of(cls, tensor: Tensor) -> EntryMoments:
         """Of a tensor with at least one entry, in double precision."""
         flat = tensor.detach().reshape(-1)
         total = second = fourth = peak = 0.0
-        nonzero = 0
         for block in flat.split(BLOCK):  # a double copy of the whole would leave the cache
             w = block.double()
             squares = w.square()
@@ -61,17 +57,11 @@ class EntryMoments:
             second += float(squares.sum())
             fourth += float(squares @ squares)
             peak = max(peak, float(squares.max()))
-            nonzero += int(torch.count_nonzero(block))
         count = flat.numel()
         square = second / count
-        return cls(
-            count=count,
-            mean=total / count,
-            square=square,
-            kurtosis=fourth / count / square**2 if square > 0 else math.nan,
-            peak=math.sqrt(peak / square) if square > 0 else math.nan,
-            zeros=1 - nonzero / count,
-        )
+        kurtosis = fourth / count / square**2 if square > 0 else math.nan
+        peak = math.sqrt(peak / square) if square > 0 else math.nan
+        return cls(count, total / count, square, kurtosis, peak)
 
     @property
     def spread(self) -> float:
@@ -101,12 +91,8 @@ class EntryMoments:
 
 
 class Shape(NamedTuple):
-    """A distribution of variance 1.
-
-    Attributes:
-        moments: E x^2, x^4, x^6 and x^8.
-        end: magnitude that no entry exceeds.
-        within: probability of a magnitude below its argument.
+    """A distribution of variance 1: E x^2, x^4, x^6 and x^8, the largest magnitude, and the
+    probability of one below its argument.
     """
 
     name: str
@@ -156,8 +142,7 @@ FEWEST = 256
 
 FAR = NormalDist().inv_cdf(1 - MISTAKEN / 2)
 BIAS = 12.0
-"""Times 1/n, more than what the kurtosis of n entries lies below that of their distribution: 6 for
-normal entries, to leading order."""
+"""Times 1/n, more than the bias of the kurtosis of n entries: 6 if normal, to leading order."""
 
 SHAPES = (
     Shape("uniform", (1.0, 9 / 5, 27 / 7, 9.0), math.sqrt(3), lambda x: x / math.sqrt(3)),

@@ -22,8 +22,10 @@ OUTSIDE = {
     "segment": ("embedding", "segment_variance"),
     "patch": ("embedding", "patch_variance"),
     "class": ("embedding", "class_variance"),
+    "factor": ("embedding", "factor_variance"),
     "relative_bias": ("relative_bias", "variance"),
     "head": ("head", "weight_variance"),
+    "head.factor": ("head", "factor_variance"),
     "head.transform": ("head", "transform_variance"),
     "patch.bias": ("embedding", "bias_variance"),
     "head.transform.bias": ("head", "transform_bias_variance"),
@@ -85,10 +87,7 @@ def with_zero_biases(model: Transformer) -> Transformer:
 
 @dataclass(frozen=True)
 class Scales:
-    """Multipliers by layer and block, each (N, 2): attention and cross-attention, feed-forward.
-
-    LayerNorm Scaling's factor is resolved into where it acts.
-    """
+    """Multipliers by layer and block, each (N, 2), LayerNorm Scaling's factor where it acts."""
 
     skip: Array
     branch: Array
@@ -128,10 +127,7 @@ def scales_of(model: Transformer) -> dict[str, Scales]:
 
 
 def expected_variance(model: Transformer, role: Role) -> float | None:
-    """Mean square of the entries that a role shall have; None where the model says nothing.
-
-    Gains are 1 and biases 0 unless the model says otherwise.
-    """
+    """Mean square of a role's entries; None where the model says nothing."""
     matrix, _, kind = role.name.rpartition(".")
     model = model_of_stack(model, role.stack)
     if 1 <= role.layer <= model.layers:

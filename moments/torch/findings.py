@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ..model.transformer import Transformer
-from ..model.weights import MATRICES
 from ..show.expected import tail_probability
 from .entries import EntryMoments
 from .expectation import expected_variance, model_of_stack, scales_of, stacks_in
@@ -95,22 +94,16 @@ class Measured:
         return Finding(*of, quantity, expected, measured, passed, note, **chance)
 
 
-def threshold(checks: int) -> float:
-    """Bonferroni: the probability below which one of so many checks fails."""
-    return FALSE_ALARM / max(1, checks)
-
-
 def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()) -> list[Finding]:
-    """Mean square and mean of every tensor, and the mean square of a role over all layers.
-
-    Args:
-        copied: tensors that are another one's, which add nothing to what all layers say together.
+    """Mean square and mean of every tensor, and the mean square of a role over all layers, to which
+    tensors that are copied add nothing.
     """
-    drawn = [m for m in measured if m.expected is not None and _is_drawn(m)]
+    norms = ("norm.gain", "norm.bias")
+    drawn = [m for m in measured if m.expected is not None and not m.role.name.endswith(norms)]
     alone = (m for m in drawn if m.role not in copied)
     groups = grouped(alone, lambda m: (m.role.full_name, m.role.layer > 0))
     several = [group for group in groups.values() if len(group) > 1]
-    limit = threshold(2 * len(drawn) + len(several))
+    limit = FALSE_ALARM / max(1, 2 * len(drawn) + len(several))  # Bonferroni
     findings = [_variance(m, limit) for m in drawn]
     findings += [f for m in drawn if (f := _mean(m, limit)) is not None]
     failed = {(f.role, f.quantity) for f in findings if f.passed is False}
@@ -119,10 +112,6 @@ def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()
         if pooled is not None and (pooled.role, "variance") not in failed:
             findings.append(pooled)
     return findings
-
-
-def _is_drawn(m: Measured) -> bool:
-    return not m.role.name.endswith(("norm.gain", "norm.bias"))
 
 
 def _variance(m: Measured, limit: float) -> Finding:
@@ -169,11 +158,7 @@ def _pooled(group: list[Measured], limit: float) -> Finding | None:
 def norm_findings(
     measured: Iterable[Measured], carried: dict[tuple[int, str], float]
 ) -> Iterator[Finding]:
-    """Gains and biases of norms, which are set, not drawn.
-
-    Args:
-        carried: factors that a norm's gain may also hold, LayerNorm Scaling's, by layer and site.
-    """
+    """Gains and biases of norms; `carried`: factors of LayerNorm Scaling that a gain may hold."""
     for m in measured:
         name = m.role.name
         if not name.endswith(("norm.gain", "norm.bias")):
@@ -253,22 +238,12 @@ def unchecked(
     why: str,
     findings: Iterable[Finding] = (),
 ) -> tuple[str, ...]:
-    """What of a model was not held against the module, a phrase each.
-
-    Args:
-        found: the module's parameters and branches.
-        probes: of its branches.
-        why: there are none.
-        findings: checks, some of which could not be made.
-    """
+    """What of a model was not checked, a phrase each; `why`: there are no probes."""
     seen = {(p.block.stack, p.block.layer, p.block.name) for p in probes}
     words = list(_unprobed(model, seen, why))
     for stack, stack_model in stacks_in(model).items():
         there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
-        for name in MATRICES:
-            cross, gate = name.startswith("cross_"), name == "gate"
-            if (cross and stack_model.encoder is None) or (gate and not stack_model.gated):
-                continue
+        for name in stack_model.matrix_shapes:
             lacking = [n for n in range(1, stack_model.layers + 1) if (n, name) not in there]
             if lacking:
                 where = in_layers(lacking, stack_model.layers)
@@ -288,7 +263,6 @@ def unchecked(
 def _unprobed(
     model: Transformer, probed: Container[tuple[str, int, str]], why: str
 ) -> Iterator[str]:
-    """Blocks whose sums and norms were not measured."""
     for stack, stack_model in stacks_in(model).items():
         names = (
             ("attention", "ffn") if stack_model.encoder is None else ("attention", "cross", "ffn")
@@ -320,3 +294,30 @@ def measure_roles(
 ) -> list[Measured]:
     """Every role beside its expectation."""
     return [Measured(role, entries, expected_variance(model, role)) for role, entries in tensors]
+
+
+def temperature_findings(found: ModuleRoles, model: Transformer) -> Iterator[Finding]:
+    """Every layer's temperature against the model's."""
+    for role, wanted, present in temperatures(found, model):
+        base = role.layer, role.stack + attention_of(role), role.label, "temperature", wanted
+        if present is None:
+            yield Finding(*base, math.nan, None, "what multiplies q k was not seen", math.nan)
+        else:
+            yield Finding(*base, present, bool(np.isclose(present, wanted, rtol=SLACK)))
+
+
+def temperatures(
+    found: ModuleRoles, model: Transformer
+) -> Iterator[tuple[Role, float, float | None]]:
+    """Every query matrix with its temperature in the model and in the module."""
+    seen = {tuple(place): factor for *place, factor in found.multipliers}
+    for stack, wanted in stacks_in(model).items():
+        width = math.sqrt(model_of_stack(model, stack).d_head or 1)
+        for role in found.named("query", "cross_query", stack=stack):
+            factor = seen.get((stack, role.layer, attention_of(role)))
+            present = None if factor is None else 1 / (width * factor)
+            yield role, float(wanted.temperatures[role.layer - 1]), present
+
+
+def attention_of(role: Role) -> str:
+    return "cross" if role.name.startswith("cross") else "attention"

@@ -103,8 +103,6 @@ def _check_hooks(module: nn.Module, model: Transformer, logits: LogitFactor | No
 
 
 class _Plan:
-    """The changes, decided before the first is made."""
-
     def __init__(self, module: nn.Module, found: ModuleRoles, stack: str, scales: Scales) -> None:
         self.module, self.scales = module, scales
         self.blocks = [block for block in found.blocks if block.stack == stack]

@@ -1,11 +1,8 @@
 """A config of any type that transformers builds, read from the module that it describes.
 
-The module is built three times from one config. On the meta device at its own size it gives the
-true shapes, and its own `_init_weights`, run over samples of every parameter, the variances:
-entries are spread evenly over their distribution, so that a sample has the moments of the whole.
-Two narrow copies of the true depth are run and read as `describe` reads a module; what changes with
-the width (factors of the embedding and of the logits) or with a window differs between the two, and
-follows from both.
+On the meta device the module gives the true shapes, and its own `_init_weights`, run over evenly
+spread samples of every parameter, the variances. Two narrow copies of the true depth are read as
+`describe` reads a module: what follows the width or a window differs between them.
 """
 
 from __future__ import annotations
@@ -23,13 +20,13 @@ from typing import Any
 from ..errors import DomainError, MomentsError, domain_error, optional, refused
 from ..formulas.checks import check_count
 from ..model.embedding import Embedding
-from ..model.huggingface import NEAREST
-from ..model.huggingface.config import family
+from ..model.huggingface.config import family, nearest
 from ..model.huggingface.entries import IRRELEVANT, USUAL
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from .dataflow import ModuleReading, read
 from .dataflow.reading import biases_of, in_every_layer, one_or_all
+from .huggingface_modules import named_class
 from .roles import block_of, tensors_of
 from .running import aliases, padding_rows
 
@@ -71,8 +68,7 @@ _EDGES = ((128, 192), (256, 384))
 """Rows and columns of the samples of a matrix, twice: what differs is drawn by its shape."""
 
 SAMPLED = 0.01
-"""Relative spread of a variance over all layers below which they are drawn alike: what is redrawn
-of a truncated normal is not spread evenly."""
+"""Relative spread of a variance over all layers below which they are drawn alike."""
 
 _BY_SHAPE = 0.03
 """Relative difference of two samples' mean squares from which it does."""
@@ -179,27 +175,18 @@ def module_class(entries: Mapping[str, Any], config: Any) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise DomainError(
             f"model_type = {kind!r}: an encoder and a decoder are not read from a config alone; "
-            f"describe a module of them with moments.torch.describe{_nearest(kind)}"
+            f"describe a module of them with moments.torch.describe{nearest(kind)}"
         )
     names = entries.get("architectures")
     usual = [getattr(modeling_auto, task).get(kind) for task in _TASKS]
-    for name in [*(names if isinstance(names, list) else ()), *usual]:
-        result: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-        is_model = isinstance(result, type) and issubclass(result, transformers.PreTrainedModel)
-        if is_model and result.config_class is type(config):
-            return result
-    raise DomainError(f"model_type = {kind!r}: no model of text or of images{_nearest(kind)}")
+    if result := named_class(config, *(names if isinstance(names, list) else ()), *usual):
+        return result
+    raise DomainError(f"model_type = {kind!r}: no model of text or of images{nearest(kind)}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """A narrow module of the true depth, with the true variances.
-
-    Attributes:
-        width: of its stream.
-        windows: what its windows were set to.
-        module: on the processor.
-    """
+    """A narrow module of the true depth, with the true variances."""
 
     width: int
     window: int
@@ -209,11 +196,7 @@ class _Copy:
 
     @classmethod
     def of(cls, made: Any, config: Any, number: int, squares: Mapping[str, float]) -> _Copy:
-        """Copy 0 or 1.
-
-        Args:
-            squares: mean square of every parameter that the class's own rule draws.
-        """
+        """Copy 0 or 1; `squares`: mean square of every parameter that is drawn."""
         narrow, window = copy.deepcopy(config), 4 + 2 * number
         true = _sizes(config)
         heads = 2 + number if true.heads > 1 else 1
@@ -263,7 +246,6 @@ def _rescale(module: nn.Module, squares: Mapping[str, float]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    layers: int
     d_model: int
     heads: int
     kv_heads: int
@@ -271,16 +253,10 @@ class _Sizes:
 
 
 def _windows_of(config: Any) -> dict[str, int]:
-    """Entries for the reach of attention."""
     return {k: v for k, v in vars(config).items() if k in _WINDOWS and isinstance(v, int)}
 
 
 def _sizes(config: Any) -> _Sizes:
-    """What a config says of its depth, widths and heads.
-
-    Raises:
-        DomainError: an entry is missing.
-    """
     result = []
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         value = getattr(config, name, None)
@@ -288,13 +264,13 @@ def _sizes(config: Any) -> _Sizes:
             raise DomainError(
                 f"model_type = {config.model_type!r}: no stack of attention and feed-forward "
                 f"blocks ({type(config).__name__} has {name} = {value!r})"
-                f"{_nearest(config.model_type)}"
+                f"{nearest(config.model_type)}"
             )
         result.append(value)
-    layers, d_model, heads = result
+    _, d_model, heads = result
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     d_head = getattr(config, "head_dim", None) or d_model // heads
-    return _Sizes(layers, d_model, heads, int(kv_heads), int(d_head))
+    return _Sizes(d_model, heads, int(kv_heads), int(d_head))
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -305,11 +281,8 @@ def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _squares(whole: nn.Module) -> dict[str, float]:
-    """Mean square of the entries that the module's own rule draws, by parameter; a padding row is
-    left out, and so are parameters that the rule does not touch.
-
-    Args:
-        whole: on the meta device; its parameters are replaced by samples.
+    """Mean square of the entries that the module's own rule draws, by parameter, without padding
+    rows; the parameters of `whole`, on the meta device, are replaced by samples.
     """
     shapes = {name: tuple(p.shape) for name, p in _named(whole)}
     first, second = (_sampled(whole, shapes, dict.fromkeys(shapes, e)) for e in _EDGES)
@@ -327,10 +300,7 @@ def _sampled(
     shapes: Mapping[str, tuple[int, ...]],
     edges: Mapping[str, tuple[int, int] | None],
 ) -> dict[str, float]:
-    """Mean squares of samples of so many rows and columns; None: of whole parameters.
-
-    Parameters that are one are drawn apart and tied afterwards, as the class itself does it.
-    """
+    """Mean squares of samples of so many rows and columns, or of whole parameters."""
     names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
     first = {alias: names[0] for names in aliases(whole).values() for alias in names}
     for name in (name for name in names if first[name] in shapes):
@@ -364,13 +334,13 @@ class _Evenly(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.normal_.default:
-            out, mean, std = (*args, 0.0, 1.0)[:3] if len(args) == 1 else (*args, 1.0)[:3]
-            return out.copy_(_quantiles(out, normal=True).mul_(std).add_(mean))
-        if func is torch.ops.aten.uniform_.default:
-            out, low, high = (*args, 0.0, 1.0)[:3] if len(args) == 1 else (*args, 1.0)[:3]
-            return out.copy_(_quantiles(out, normal=False).mul_(high - low).add_(low))
-        return func(*args, **(kwargs or {}))
+        normal = func is torch.ops.aten.normal_.default
+        if not normal and func is not torch.ops.aten.uniform_.default:
+            return func(*args, **(kwargs or {}))
+        # mean and deviation, or both ends
+        first, second = [*args[1:], *(0.0, 1.0)[len(args) - 1 :]][:2]
+        size = second if normal else second - first
+        return args[0].copy_(_quantiles(args[0], normal).mul_(size).add_(first))
 
 
 def _quantiles(like: Tensor, normal: bool) -> Tensor:
@@ -386,16 +356,16 @@ def _quantiles(like: Tensor, normal: bool) -> Tensor:
 # --- what is read ---------------------------------------------------------------------------------
 
 
-def _nearest(kind: str) -> str:
-    return f"; {NEAREST[kind]!r} is built most like it" if kind in NEAREST else ""
-
-
 def _reading(kind: str, one: _Copy) -> ModuleReading:
-    near = _nearest(kind)
+    near = nearest(kind)
     try:
         result = read(one.module)
     except MomentsError as error:
-        raise DomainError(f"model_type = {kind!r}: {error}{near}") from error
+        what = str(error).partition(": pass batch")[0]
+        raise DomainError(
+            f"model_type = {kind!r}: {what}; `moments check FILE.py:FACTORY` reads a module of it "
+            f"on a batch of yours{near}"
+        ) from error
     if result.model is None:
         raise DomainError(
             f"model_type = {kind!r}: {type(one.module).__name__} does what no Transformer says: "
@@ -419,12 +389,7 @@ def _at_true_width(
     copies: list[_Copy],
     readings: list[ModuleReading],
 ) -> Transformer:
-    """The narrow copies' model with the sizes of the config.
-
-    Raises:
-        DomainError: what differs between the copies does not follow from their widths and windows,
-            or the true parameters have other shapes than the model.
-    """
+    """The narrow copies' model with the sizes of the config."""
     true, (near, far) = _sizes(config), (r.model for r in readings)
     assert near is not None
     assert far is not None
@@ -533,7 +498,7 @@ def _windows(
     given = list(_windows_of(config).values())
     result: list[int | None] = []
     for one, two in zip(near.windows, far.windows, strict=True):
-        if one is None and two is None:
+        if one is two is None:
             result.append(None)
             continue
         if one is None or two is None or len(given) != 1:
@@ -541,6 +506,3 @@ def _windows(
         slope = (two - one) / (copies[1].window - copies[0].window)
         result.append(round(one + slope * (given[0] - copies[0].window)))
     return result
-
-
-__all__ = ["from_config"]

@@ -104,18 +104,9 @@ class ModuleBranch:
 
 
 def blocks_of(
-    points: Iterable[HookPoint],
-    read: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]],
+    points: Iterable[HookPoint], read: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]]
 ) -> tuple[ModuleBranch, ...]:
-    """The residual branches of a module in the order the signal passes them.
-
-    Args:
-        points: sites of the module.
-        read: placement and stream by layer and block.
-
-    Raises:
-        MomentsError: the points lack a site that places a branch.
-    """
+    """Residual branches in order; `read`: placement and stream by layer and block."""
     stacks: dict[str, dict[int, dict[str, SubmoduleTensor]]] = {}
     for point in points:
         stack = ENCODER if point.site.startswith(ENCODER) else ""
@@ -146,7 +137,8 @@ def _layer_blocks(
         norm = sites.get(f"{name}.norm") or (sites.get("attention.norm") if parallel else None)
         post_norm = sites.get(f"{name}.post_norm")
         placement, entering = read[layer, name]
-        branch = _first(layer, sites, (f"{name}.post_norm", f"{name}.dropout", *_raw(name)))
+        raw = ("ffn.out",) if name == "ffn" else (f"{name}.projection",)
+        branch = _first(layer, sites, (f"{name}.post_norm", f"{name}.dropout", *raw))
         blocks.append(
             ModuleBranch(
                 stack=stack,
@@ -157,17 +149,13 @@ def _layer_blocks(
                 norm=None if norm is None else norm.path,
                 post_norm=None if post_norm is None else post_norm.path,
                 stream=entering,
-                raw=branch if post_norm is not None else _first(layer, sites, _raw(name)),
+                raw=branch if post_norm is not None else _first(layer, sites, raw),
                 branch=branch,
                 total=sites.get(f"{name}.sum", sites[STREAM]),
                 parallel=parallel,
             )
         )
     return blocks
-
-
-def _raw(name: str) -> tuple[str, ...]:
-    return ("ffn.out",) if name == "ffn" else (f"{name}.projection",)
 
 
 def _first(layer: int, sites: dict[str, SubmoduleTensor], names: Iterable[str]) -> SubmoduleTensor:

@@ -63,13 +63,23 @@ def settings_of(config: Any) -> tuple[Family, Any]:
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
+def named_class(config: Any, *names: Any) -> Any:
+    """The first of these model classes of transformers that is one of the config's own type."""
+    for name in names:
+        kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+        model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+        if model and kind.config_class is type(config):
+            return kind
+    return None
+
+
 def build_module(config: Any, seed: int = 0, *, layers: int | None = None) -> nn.Module:
     """A module with fresh weights, drawn by transformers' own initialisation of that family.
 
     Args:
         config: a path to config.json (or its folder), a dict, or a PretrainedConfig, of one of
-            `moments.model.huggingface.config.supported_model_types()`; the module is the one with
-            the head of the family's own task.
+            `moments.model.huggingface.FAMILIES`; the module is the one with the head of the
+            family's own task.
         seed: of the weights; torch's random state is left as it was.
         layers: replaces the config's depth (GPT-2's output projections follow it), of both stacks
             where there are two.

@@ -12,15 +12,16 @@ import numpy as np
 from ..errors import DomainError, optional
 from ..files import as_frame
 from ..formulas.checks import check_choice, check_count
+from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
 from .architecture import Fitted, fitted
 from .expectation import Scales, expected_variance, scales_of
+from .findings import SLACK, attention_of, temperatures
 from .hook_points import ModuleBranch
 from .probe import drops_behind, logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_rows
 from .scales import FOLDED, AppliedScales, HeldDropout, applied_scales, apply_scales, held_dropouts
-from .temperature import factors
 
 with optional("torch", "torch"):
     import torch
@@ -30,6 +31,9 @@ with optional("torch", "torch"):
 
 if TYPE_CHECKING:
     import pandas
+
+READ = 1e-6
+"""Relative error with which a factor is read off a run, whose sums are in double precision."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,11 @@ def initialize(
 ) -> Initialization:
     """Write a plan's weights and scales into a module, in place.
 
-    Every matrix gets entries of mean zero and exactly the plan's variance, biases are zero (or as
-    the plan declares them), norms gain 1 and bias 0. Embedding tables, their padding rows kept at
-    zero, and an untied head are written where the plan declares them. Residual scales and LayerNorm
-    Scaling become forward hooks, held in `module.moments_scales`, unless the module has parameters
-    for them, and so does the head's output scale; a dropout that a layer applies inside a function
-    (OPT) moves into the hook. Attention temperatures go into the attention modules' `scaling`.
+    Matrices get entries of mean zero and the plan's variance, biases are zero (or as the plan
+    declares them), norms gain 1 and bias 0. Tables (padding rows stay zero) and an untied head are
+    written where the plan declares them. Residual scales, LayerNorm Scaling and the head's output
+    scale become forward hooks, in `module.moments_scales`, unless the module has parameters for
+    them; temperatures go into the attention modules' `scaling`.
 
     Args:
         module: any that can be read from one pass.
@@ -132,11 +135,7 @@ def initialize(
 
 
 def attach(
-    module: nn.Module,
-    plan: Any,
-    *,
-    batch: Any = None,
-    options: Mapping[str, Any] | None = None,
+    module: nn.Module, plan: Any, *, batch: Any = None, options: Mapping[str, Any] | None = None
 ) -> AppliedScales | None:
     """Put a plan's scales onto a module whose weights are there already, and leave these alone.
 
@@ -164,7 +163,7 @@ def _attached(of: Fitted, batch: Any) -> AppliedScales | None:
     found, batch = parts.found, of.parts.example if batch is None else batch
     stacks = scales_of(model)
     held = _check_scales(found, stacks[""])
-    scalings = factors(module, found, model)
+    scalings = _scalings(module, found, model)
     dropped = (model if described is None else described).dropout > 0
 
     def drops() -> dict[ModuleBranch, HeldDropout | None]:
@@ -200,7 +199,10 @@ def _write(
     if variance == 0:
         block.zero_()
         return
-    generator = _generator(seed, role.label)
+    # One stream per seed and parameter, whatever else the module holds.
+    entropy = np.random.SeedSequence((seed, zlib.crc32(role.label.encode())))
+    state = int(entropy.generate_state(2, np.uint64)[0]) >> 1
+    generator = torch.Generator().manual_seed(state)
     if not role.is_matrix and distribution == "orthogonal":
         distribution = "normal"
     rows, columns = block.numel() // block.shape[-1], block.shape[-1]
@@ -227,20 +229,15 @@ def _check_scales(found: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
             held.setdefault((role.layer, column), set()).add(role.name.rpartition(".")[2])
     for layer, column in ((n + 1, c) for n in range(found.layers) for c in (0, 1)):
         there = held.get((layer, column))
-        wanted = {
-            name: float(values[layer - 1, column])
-            for name, values in (("skip_scale", scales.skip), ("branch_scale", scales.branch))
-        }
-        norms = (scales.norm_input[layer - 1, column], scales.norm_output[layer - 1, column])
-        lacking = [
-            name for name, value in wanted.items() if value != 1 and name not in (there or ())
-        ]
+        *wanted, before, after = scales.at(layer, column)
+        named = zip(("skip_scale", "branch_scale"), wanted, strict=True)
+        lacking = [name for name, value in named if value != 1 and name not in (there or ())]
         if there and lacking:
             raise DomainError(
                 f"layer {layer}: the module has a parameter for {', '.join(there)} but none for "
                 f"{', '.join(lacking)}"
             )
-        if not found.blocks and ((lacking and not there) or any(factor != 1 for factor in norms)):
+        if not found.blocks and ((lacking and not there) or (before, after) != (1, 1)):
             raise DomainError(
                 f"layer {layer}: the plan scales residual sums or norms, and no submodule of "
                 "this module takes or gives them, where a hook could act"
@@ -248,7 +245,36 @@ def _check_scales(found: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
     return set(held)
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
-    """One stream per seed and parameter, whatever else the module holds."""
-    state = np.random.SeedSequence((seed, zlib.crc32(name.encode()))).generate_state(2, np.uint64)
-    return torch.Generator().manual_seed(int(state[0]) >> 1)
+def _scalings(
+    module: nn.Module, found: ModuleRoles, model: Transformer
+) -> list[tuple[nn.Module, float]]:
+    """Attention modules whose `scaling` must change, and to what: logits are q k / (sqrt(d_head)
+    temperature).
+
+    Raises:
+        DomainError: the temperatures differ from the module's own and cannot be set.
+    """
+    changes = []
+    for role, wanted, present in temperatures(found, model):
+        holder = _holder(module, role)
+        same = READ if holder is not None else SLACK
+        if np.isclose(1.0 if present is None else present, wanted, rtol=same):
+            continue
+        if holder is None or present is None:
+            raise DomainError(
+                f"{role.stack}layer {role.layer}, {attention_of(role)}: the plan's temperature "
+                f"{wanted:g} has no place in this module, whose attention has no attribute "
+                "'scaling'; divide the query weights' variance by its square instead"
+            )
+        changes.append((holder, holder.scaling * present / wanted))
+    return changes
+
+
+def _holder(module: nn.Module, role: Role) -> nn.Module | None:
+    """The module nearest to a matrix that has a numeric `scaling`."""
+    path = role.parameter
+    while path := path.rpartition(".")[0]:
+        part = module.get_submodule(path)
+        if isinstance(getattr(part, "scaling", None), float):
+            return part
+    return None

@@ -64,9 +64,8 @@ def measure(
 ) -> Measurement:
     """Run a real module in training mode and measure every site, forward and backward.
 
-    The module is left as it was: its mode, its gradients, what of it is frozen and torch's random
-    state are restored. Gradients pass frozen parameters, which have no weight gradients of their
-    own.
+    The module and torch's random state are left as they were. Gradients pass frozen parameters,
+    which have no weight gradients of their own.
 
     Args:
         module: any that can be read from one pass; compiled and data-parallel modules are
@@ -188,8 +187,6 @@ def _of_encoder(norms: Mapping[WeightGradient, float], wanted: bool) -> dict[Wei
 
 @dataclass
 class _Inputs:
-    """The arguments of a module's forward."""
-
     positional: list[Tensor]
     named: dict[str, Any]
 
@@ -270,11 +267,8 @@ def _objective(output: Any, inputs: _Inputs, loss: Loss | None) -> tuple[Tensor,
 def _norms(
     weights: list[tuple[WeightGradient, WeightPart]], gradients: Mapping[str, Tensor | None]
 ) -> dict[WeightGradient, float]:
-    norms = {}
-    for row, part in weights:
-        gradient = gradients[row.parameter]
-        norms[row] = 0.0 if gradient is None else squared_norm(part.of(gradient))
-    return norms
+    given = ((row, part, gradients[row.parameter]) for row, part in weights)
+    return {row: 0.0 if g is None else squared_norm(part.of(g)) for row, part, g in given}
 
 
 def _documents(inputs: _Inputs) -> Tensor | None:

@@ -40,10 +40,8 @@ class Slope:
 class BlockProbe:
     """Multipliers of one block; None where a part of it is zero or absent.
 
-    Attributes:
-        skip, branch: lambda and beta.
-        norm_input, norm_output: factors before and behind the norm, beside its own gain.
-        unseen: paths of submodules that no tensor passed.
+    `skip`, `branch` are lambda and beta, `norm_input` and `norm_output` factors around the norm,
+    without its own gain; no tensor passed the submodules `unseen`.
     """
 
     block: ModuleBranch
@@ -64,10 +62,7 @@ def probe(
 ) -> list[BlockProbe]:
     """Run a module once and measure every block's multipliers.
 
-    Args:
-        batch: as of `moments.torch.measure`.
-        epsilon: of norms that have no attribute for it.
-        training: whether dropout acts.
+    `epsilon` is of norms that have no attribute for it; with `training` dropout acts.
     """
     seen: Seen = {}
     parts = dict(module.named_modules())
@@ -80,10 +75,10 @@ def probe(
 def drops_behind(
     module: nn.Module, blocks: tuple[ModuleBranch, ...], batch: Any = None
 ) -> set[ModuleBranch]:
-    """Blocks whose output passes dropout between its last hook and the sum.
+    """Blocks whose output passes dropout between its last hook and the sum, or that cannot be
+    measured.
 
-    In training mode their sum is not lambda x + beta f. A block that cannot be run, or whose
-    output is 0 throughout, counts as one.
+    In training mode their sum is not lambda x + beta f.
     """
     parts = dict(module.named_modules())
     doubtful = tuple(b for b in blocks if not isinstance(parts[b.branch.path], nn.Dropout))
@@ -100,12 +95,7 @@ def drops_behind(
 def probe_or_why(
     module: nn.Module, found: ModuleRoles, batch: Any, *, epsilon: float = 0.0
 ) -> tuple[list[BlockProbe], str]:
-    """The probes of every block whose sites are known; else none, and why, in words.
-
-    Args:
-        batch: as of `moments.torch.measure`; None: random input, whose failure is a reason, not an
-            error.
-    """
+    """The probes of every block, or none and why; random input (batch None) may fail."""
     if not found.blocks:
         return [], "no submodule takes or gives the sums inside its layers"
     given = example(module) if batch is None else batch
@@ -126,10 +116,8 @@ Seen = dict[tuple[ModuleBranch, str], Tensor]
 def _watch(
     parts: dict[str, nn.Module], block: ModuleBranch, seen: Seen
 ) -> Iterator[RemovableHandle]:
-    """Hooks at every tensor that the regression needs.
-
-    Own outputs are seen before other hooks change them (prepended), inputs of sums and of norms
-    as they arrive.
+    """Hooks at every tensor of the regression: own outputs before other hooks change them
+    (prepended), inputs of sums and of norms as they arrive.
     """
 
     def keep(name: str, tensor: Tensor) -> None:
@@ -144,7 +132,6 @@ def _watch(
 
 
 def _points(block: ModuleBranch) -> dict[str, SubmoduleTensor]:
-    """Every tensor of a block by its name."""
     points = {"stream": block.stream, "raw": block.raw, "total": block.total}
     if block.norm is not None:
         points |= {
@@ -175,14 +162,8 @@ def _measured(
         if output is not None:
             norm_output = _norm_slope(parts[block.norm], entering, output, epsilon)
     unseen = (p.path for name, p in _points(block).items() if seen.get((block, name)) is None)
-    return BlockProbe(
-        block,
-        slopes[0],
-        slopes[1 + together.index(block)],
-        norm_input,
-        norm_output,
-        tuple(dict.fromkeys(unseen)),
-    )
+    of = slopes[0], slopes[1 + together.index(block)], norm_input, norm_output
+    return BlockProbe(block, *of, tuple(dict.fromkeys(unseen)))
 
 
 def _as(total: Tensor, branch: Tensor) -> Tensor:
@@ -205,10 +186,7 @@ def _norm_slope(norm: nn.Module, x: Tensor, output: Tensor, epsilon: float) -> S
 
 
 def regress(target: Tensor, columns: list[Tensor]) -> list[Slope | None]:
-    """Least squares without intercept; None for a column that is 0 throughout.
-
-    Entries that are not finite leave every slope nan.
-    """
+    """Least squares without intercept; None for a column of zeros, nan if not finite."""
     if any(column.shape != target.shape for column in columns):
         columns = [column.reshape(target.shape) for column in columns]
     y = target.reshape(-1)

@@ -30,7 +30,6 @@ class Role:
         stack: "", or "encoder." of an encoder beside the main stack.
         layer: from 1; 0 before the first layer, N + 1 behind the last.
         name: "query", "query.bias", "attention.norm.gain", "token", "final.norm.gain", ...
-        part: the parameter, and the block of it.
         fan_in, fan_out: features summed over, and features made; 0 for vectors.
         transposed: whether the matrix is stored (fan_in, fan_out), as Conv1D stores it.
         label: the parameter's name, with the block's where it is fused.
@@ -73,8 +72,6 @@ class ModuleRoles:
     """A module's parameters by role, and its residual branches.
 
     Attributes:
-        layers: N.
-        roles: one per matrix or vector.
         unidentified: names of parameters that no rule knows.
         blocks: the residual branches; empty where the module's sites are not known.
         scales: parameters and buffers that hold a residual scale.
@@ -102,11 +99,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def block_of(tensors: Mapping[str, Tensor], role: Role) -> Tensor:
-    """The role's block of its parameter, as a view.
-
-    Raises:
-        DomainError: the parameter has no storage (meta device) or no real entries.
-    """
+    """The role's block of its parameter, a view; a DomainError without storage or real entries."""
     tensor = tensors[role.parameter]
     if tensor.is_meta:
         raise DomainError(

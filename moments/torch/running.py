@@ -43,11 +43,7 @@ _WRAPPERS = (
 
 
 def own_module(module: Any, allowed: str = "an nn.Module") -> nn.Module:
-    """A module, `unwrapped`.
-
-    Raises:
-        DomainError: it is none, or its parameters are shards.
-    """
+    """A module, `unwrapped`; a DomainError where it is none."""
     module = unwrapped(module)
     if not isinstance(module, nn.Module):
         raise domain_error("module", type(module).__name__, allowed)
@@ -64,9 +60,8 @@ def built(module: Any, seed: int) -> nn.Module:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile, DataParallel, DistributedDataParallel, FSDP.
-
-    Anything else, also what is no module, is returned as it is.
+    """The module inside torch.compile, DataParallel, DistributedDataParallel, FSDP; else what is
+    given.
 
     Raises:
         DomainError: its parameters are shards of their tensors.
@@ -96,9 +91,8 @@ def _shards(module: nn.Module) -> Iterator[str]:
 
 
 def eager() -> AbstractContextManager[object]:
-    """Compiled parts run as they are written, so that hooks see what passes (torch 2.6 on).
-
-    Where the compiler was never loaded nothing is compiled, and loading it takes seconds.
+    """Compiled parts run as written, so that hooks see what passes (torch 2.6 on); nothing is
+    compiled where the compiler was never loaded.
     """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
@@ -110,11 +104,7 @@ def eager() -> AbstractContextManager[object]:
 
 
 def first_tensor(value: Any) -> Tensor:
-    """The tensor itself, or the first one of a tuple, list or mapping.
-
-    Raises:
-        MomentsError: there is none.
-    """
+    """The tensor itself, or the first of a tuple, list or mapping; a MomentsError without one."""
     if isinstance(value, Tensor):
         return value
     entries = value.values() if isinstance(value, Mapping) else value
@@ -281,11 +271,7 @@ def thawed(module: nn.Module) -> Iterator[None]:
 def watch_tensor(
     part: nn.Module, side: str, keep: Callable[[Tensor], object], *, first: bool = False
 ) -> RemovableHandle:
-    """Show a submodule's first tensor, "input" or "output", at every call of it.
-
-    Args:
-        first: before the hooks that are there already, which may change what it gives.
-    """
+    """Show a submodule's "input" or "output" at every call; `first`: before other hooks."""
     if side == "input":
 
         def before(_: nn.Module, positional: Any, named: Any) -> None:
@@ -311,13 +297,3 @@ def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 def batch_first(module: nn.Module) -> bool:
     """Whether sequences come before their tokens."""
     return all(p.batch_first for p in module.modules() if isinstance(p, nn.MultiheadAttention))
-
-
-# --- where it runs --------------------------------------------------------------------------------
-
-
-def accelerators() -> list[str]:
-    """What torch can use beside the CPU, with its name."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = [f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(count)]
-    return found + ["mps"] * torch.backends.mps.is_available()

@@ -1,9 +1,8 @@
 """Residual and norm scales in a module whose code has none: hooks that add exactly what is missing.
 
-A framework's layer computes x + f. With f replaced, where it leaves its block, by
-beta f + (lambda - 1) x, the same code computes lambda x + beta f: in Pre-LN and in Post-LN, behind
-the block's dropout, which therefore never touches the stream. A dropout that the layer applies
-inside a function is moved in front, into the hook.
+Code that computes x + f computes lambda x + beta f once f, as it leaves its block, is replaced by
+beta f + (lambda - 1) x, behind the block's dropout, which therefore never touches the stream. A
+dropout that the layer applies inside a function is moved in front, into the hook.
 """
 
 from __future__ import annotations
@@ -87,7 +86,6 @@ class AppliedScales:
 
 
 def _where(rows: list[ScaleRow]) -> str:
-    """Layers and blocks of rows of one stack that are scaled alike."""
     layers = list(dict.fromkeys(row.layer for row in rows))
     blocks = list(dict.fromkeys(row.block for row in rows))
     stack, names = rows[0].stack, ", ".join(blocks)
@@ -124,12 +122,9 @@ def apply_scales(
     """Hook a model's scales onto a module; None where there is nothing to scale.
 
     Args:
-        blocks: the module's residual branches.
-        scales: by stack, of every layer and block.
         drops: finds the blocks whose output passes a dropout behind every hook, and what holds its
             probability; None where that is not known.
         held: (layer, column) of blocks whose scales the module holds in parameters of its own.
-        logits: what the logits must be multiplied by, and where.
 
     Raises:
         DomainError: a scale that no hook can apply to this module, with the reason.
@@ -181,7 +176,11 @@ def _rows(
         if not block.stack and (block.layer, block.column) in held:
             skip, branch = 1.0, native_branch(parts[block.path])
         if block.parallel:  # one sum, and perhaps one norm, for both blocks
-            _check_one_skip(scales[block.stack], block.layer)
+            if len(set(scales[block.stack].skip[block.layer - 1])) > 1:
+                raise DomainError(
+                    f"layer {block.layer}: attention and feed-forward block share one residual "
+                    "sum, which has one skip scale, not two"
+                )
             skip = 1.0 if block.path in summed else skip
             before, after = (1.0, 1.0) if block.norm in normed else (before, after)
         summed.add(block.path)
@@ -193,11 +192,7 @@ def _rows(
 def _dropouts(
     parts: dict[str, nn.Module], rows: Mapping[ModuleBranch, ScaleRow], drops: Drops
 ) -> dict[ModuleBranch, HeldDropout]:
-    """The dropouts that hooks must take over: behind a hook that adds x, only the sum may follow.
-
-    Raises:
-        DomainError: such a dropout whose probability was not found.
-    """
+    """The dropouts that hooks must take over: behind a hook that adds x only the sum may follow."""
     adding = [
         block
         for block, row in rows.items()
@@ -222,10 +217,8 @@ def _dropouts(
 def _hooks(
     parts: dict[str, nn.Module], block: ModuleBranch, row: ScaleRow, dropout: HeldDropout | None
 ) -> list[tuple[SubmoduleTensor, Any]]:
-    """Of one block, in the order in which they must be placed.
-
-    Hooks of one module run in that order: a norm's output is scaled before a Post-LN layer's
-    stream is remembered, a norm's input behind a Pre-LN layer's.
+    """Of one block, in the order in which they act: a norm's output is scaled before a Post-LN
+    layer's stream is remembered, a norm's input behind a Pre-LN layer's.
     """
     hooks: list[tuple[SubmoduleTensor, Any]] = []
     if row.norm_output != 1:
@@ -251,15 +244,6 @@ def _norm(block: ModuleBranch) -> str:
     if block.norm is None:
         raise DomainError(f"layer {block.layer}, {block.name}: no norm that could be scaled")
     return block.norm
-
-
-def _check_one_skip(scales: Scales, layer: int) -> None:
-    columns = scales.skip[layer - 1]
-    if columns[0] != columns[1]:
-        raise DomainError(
-            f"layer {layer}: attention and feed-forward block share one residual sum, which has "
-            "one skip scale, not two"
-        )
 
 
 # --- the hooks themselves -------------------------------------------------------------------------
@@ -303,8 +287,8 @@ class Remember:
 class ScaleBranch:
     """Hook: f becomes (beta f + (lambda - 1) x) / native; `carried` is None where lambda is 1.
 
-    `native` is what the module's own code multiplies f by behind the hook (Granite), `drop_prob`
-    that of a dropout that its code applied there and the hook now applies to f.
+    `native` is what the module's code multiplies f by behind the hook (Granite), `drop_prob` of its
+    dropout.
     """
 
     skip: float
@@ -346,11 +330,7 @@ class ScaleInput:
         return given, named | {name: self.factor * named[name]}
 
 
-# --- a dropout inside a function, where no hook reaches -------------------------------------------
-#
-# Its probability is a number that the layer holds. With that number at 0 and the same dropout in
-# the hook that scales the block, the layer's code drops what it dropped, and the stream that the
-# hook adds passes beside it.
+# --- a dropout inside a function, where no hook reaches: its number is 0 while the hook drops -----
 
 
 class HeldDropout(NamedTuple):
@@ -364,11 +344,7 @@ class HeldDropout(NamedTuple):
 def held_dropouts(
     module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
 ) -> dict[ModuleBranch, HeldDropout]:
-    """Of blocks whose output is dropped behind every hook: the number at which that happens.
-
-    A number is the right one where the block's sum is exact once it is 0. Blocks for which none is
-    found are left out; the module is left as it was.
-    """
+    """Of blocks that are dropped behind every hook: the number that makes their sum exact at 0."""
     parts = dict(module.named_modules())
     found: dict[ModuleBranch, HeldDropout] = {}
     open_blocks = {block: list(_candidates(parts, block)) for block in blocks}

@@ -146,18 +146,15 @@ def snippet(
             "name them, or pass the model with biases=None, which is zero biases",
         )
     variances = {role: _variance(model, role) for role in roles}
+    factor = 1.0 if model.head is None else model.head.output_scale
+    on_logits = "" if factor == 1 else _OUTPUT_SCALE.format(value=_literal(factor))
     return _CODE.format(
         title=f"a transformer: {model.layers} layers, d_model {model.d_model}, norm {model.norm!r}",
         variances=_literal(variances),
         names=_literal(given),
         layers=model.layers,
-        scales=_scales(model) + _output_scale(model) + _left_out(model, roles),
+        scales=_scales(model) + on_logits + _left_out(model, roles),
     )
-
-
-def _output_scale(model: Transformer) -> str:
-    factor = 1.0 if model.head is None else model.head.output_scale
-    return "" if factor == 1 else _OUTPUT_SCALE.format(value=_literal(factor))
 
 
 def _left_out(model: Transformer, roles: list[str]) -> str:
@@ -168,7 +165,6 @@ def _left_out(model: Transformer, roles: list[str]) -> str:
 
 
 def _tables(model: Transformer) -> dict[str, float]:
-    """Variances of the tables that the plan draws."""
     found = {table: getattr(model.embedding, f"{table}_variance", None) for table in TABLES}
     return {table: float(variance) for table, variance in found.items() if variance}
 
@@ -181,7 +177,6 @@ def _model(plan: Any) -> Transformer:
 
 
 def _biases(model: Transformer) -> dict[str, Any]:
-    """Variances by matrix: one number, a list of one per layer, or None."""
     return {} if model.biases is None else model.biases.to_dict()
 
 
@@ -212,8 +207,7 @@ def _scales(model: Transformer) -> str:
         return ""
     scaled = "NORM_SCALE[l] * norm({x})" if "NORM_SCALE" in used else "norm({x})"
     line = _LINES.get(model.norm, "SKIP[l] multiplies x, BRANCH[l] a block's output").format(
-        norm=scaled.format(x="x"),
-        norm_of_sum=scaled.format(x="SKIP[l] * x + BRANCH[l] * f(x)"),
+        norm=scaled.format(x="x"), norm_of_sum=scaled.format(x="SKIP[l] * x + BRANCH[l] * f(x)")
     )
     for name in ("SKIP", "BRANCH"):
         if name not in used:

@@ -18,9 +18,8 @@ import numpy as np
 from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
 from ..prediction.draws import STREAM, Place
-from ..step.first import OPTIMIZERS, named_optimizer
 from ..step.measured import StepDraw, StepMeasurement
-from ..step.rules import group_of
+from ..step.rules import OPTIMIZERS, group_of, named_optimizer
 from .anatomy import measured_parts
 from .measure import Loss, _add_labels, _objective, _tensors
 from .running import built, hooked, in_mode, module_logits, watch_tensor
@@ -320,7 +319,8 @@ def _named(
     if kind == "muon":
         optimizer = _Muon(module, parameters, rate, **own)
     else:
-        kinds = {"sgd": torch.optim.SGD, "lion": Lion, "sign": _Sign}
+        sign = functools.partial(Lion, betas=(0.0, 0.0))
+        kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "lion": Lion, "sign": sign}
         optimizer = kinds.get(kind, torch.optim.Adam)(parameters, lr=rate, **own)
 
     def step() -> None:
@@ -333,21 +333,8 @@ def _named(
     return step
 
 
-class _Sign(torch.optim.Optimizer):
-    """The sign of the gradient, times the rate."""
-
-    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.sub_(group["lr"] * p.grad.sign())
-
-
 class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023, Algorithm 2, without its decay."""
+    """Chen et al. 2023, Algorithm 2, without its decay; the sign of the gradient at betas of 0."""
 
     def __init__(
         self, parameters: list[nn.Parameter], lr: float, betas: tuple[float, float] = (0.9, 0.99)

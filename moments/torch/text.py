@@ -85,7 +85,6 @@ def mask_tokens(
 
 @functools.cache
 def _encoded(vocab_size: int) -> Ids:
-    """The whole text under an encoder of its own of that many tokens."""
     from pydoc_data.topics import topics
 
     with optional("hf", "tokenizers"):

@@ -1,10 +1,8 @@
 """What can be said of a module that no Transformer describes: faults that show without a model.
 
-One is how far back the states of a recurrence remember, from the decay per token. State-space
-layers and gated linear attention multiply a state by exp(-step A) at every token, with step =
-softplus(x + b) and A > 0 a parameter. Drawn as their authors draw it, steps lie between .001 and .1
-(Gu and Dao 2023, arXiv:2312.00752, section 3.6), so that states remember tens to thousands of
-tokens; a bias b of ones or zeros gives steps near 1 and a state that is gone at the next token.
+State-space layers and gated linear attention multiply a state by exp(-step A) at every token, with
+step = softplus(x + b) and A > 0 a parameter. Steps are drawn between .001 and .1 (Gu and Dao 2023,
+arXiv:2312.00752, section 3.6); a bias b of ones or zeros forgets the state at the next token.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ from typing import Any, NamedTuple
 
 from ..errors import MomentsError, optional
 from ..show.health import Trouble, ranked
-from .behaviour import behaviour
-from .dataflow.graph import VIEWS, Graph, Node, record
+from .dataflow.graph import VIEWS, Graph, record
 from .dataflow.reading import called
+from .entering import behaviour
 from .roles import gathered_names
 
 with optional("torch", "torch"):
@@ -28,13 +26,9 @@ _PASSING = (*VIEWS, "clamp", "clamp_min", "clamp_max", "repeat", "repeat_interle
 
 
 class Recurrence(NamedTuple):
-    """One recurrence.
-
-    Attributes:
-        bias: parameter that is added to the step's input.
-        alike: the number that all its entries are; None where they differ.
-        steps: smallest and largest step.
-        memory: tokens after which the state that remembers longest is down to 1/e.
+    """One recurrence: the bias of its step, the number that all its entries are (None where they
+    differ), the smallest and largest step, and the tokens after which the longest memory is down to
+    1/e.
     """
 
     bias: str
@@ -43,12 +37,9 @@ class Recurrence(NamedTuple):
     memory: float
 
 
-def recurrences(module: nn.Module, call: Any, batch: dict[str, Tensor]) -> list[Recurrence]:
+def recurrences(module: nn.Module, call: Any, batch: dict[str, Tensor]) -> Iterator[Recurrence]:
     """Of one call of a module."""
-    return list(_found(record(module, call, batch)))
-
-
-def _found(graph: Graph) -> Iterator[Recurrence]:
+    graph = record(module, call, batch)
     for node in graph.nodes:
         if node.name != "softplus" or not graph.values[node.outputs[0]].live:
             continue
@@ -72,19 +63,14 @@ def _bias(graph: Graph, value: int) -> int | None:
     node = graph.producer(value)
     while node is not None:
         for other in node.inputs:
-            held = graph.values[other]
-            leaf = _leaf(graph, other)
-            if not held.live and held.params and leaf is not None and _adds(node, other):
+            constant, leaf, name = graph.values[other], _leaf(graph, other), node.name.rstrip("_")
+            adds = name == "add" or (name == "addmm" and node.inputs[0] == other)
+            if not constant.live and constant.params and leaf is not None and adds:
                 return leaf
         if node.name not in _PASSING or not node.inputs:
             return None
         node = graph.producer(node.inputs[0])
     return None
-
-
-def _adds(node: Node, value: int) -> bool:
-    name = node.name.rstrip("_")
-    return name == "add" or (name == "addmm" and node.inputs[0] == value)
 
 
 def _leaf(graph: Graph, value: int) -> int | None:
@@ -117,8 +103,7 @@ def _decay(graph: Graph, steps: int) -> Tensor | None:
 # --- what is not read -----------------------------------------------------------------------------
 
 REMEMBERED = 4.0
-"""Tokens that a state has to remember to be more than the convolution before it, whose kernels have
-four entries."""
+"""Tokens that a state has to remember to be more than the convolution of four before it."""
 
 
 class NotRead(MomentsError):
@@ -138,9 +123,9 @@ class NotRead(MomentsError):
 def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
     """The refusal of a module, with what is found in it all the same."""
     try:
-        run = called(module, batch)
-        found = [*_forgetting(recurrences(run.module, run.call, run.tensors))]
-        found += random_outcome(behaviour(module, run.given).random)
+        *parts, given = called(module, batch)
+        found = [*_forgetting(recurrences(*parts))]
+        found += random_outcome(behaviour(module, given).random)
     except Exception:  # a refusal does not fail over what it could add
         found = []
     return NotRead(why, ranked(found))
@@ -154,18 +139,15 @@ def _forgetting(found: list[Recurrence]) -> Iterator[Trouble]:
     low, high = min(r.steps[0] for r in short), max(r.steps[1] for r in short)
     same = {r.alike for r in short}
     alike = f"all entries are {worst.alike:g}: " if len(same) == 1 and None not in same else ""
-    names = gathered_names([r.bias for r in short])
-    yield Trouble(
-        "warning",
-        "forgetting",
-        names,
-        (),
-        max(r.memory for r in short),
-        REMEMBERED,
+    names, longest = gathered_names([r.bias for r in short]), max(r.memory for r in short)
+    why = (
         f"{alike}steps of the recurrence lie between {low:.2g} and {high:.2g}, and the state that "
-        f"remembers longest is down to 1/e after {max(r.memory for r in short):.2g} tokens",
-        "draw steps log-uniformly between .001 and .1 and set the bias to the inverse of softplus",
     )
+    why += f"remembers longest is down to 1/e after {longest:.2g} tokens"
+    mend = (
+        "draw steps log-uniformly between .001 and .1 and set the bias to the inverse of softplus"
+    )
+    yield Trouble("warning", "forgetting", names, (), longest, REMEMBERED, why, mend)
 
 
 def random_outcome(path: str | None) -> Iterator[Trouble]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,16 +57,9 @@ def declare(
     return Chain(tuple(layers))
 
 
-def declare_layer(
-    model: Transformer,
-    theory: Theory,
-    number: int,
-    padding: Padding | None = None,
-    sequences: int = 1,
-    memory_padding: Padding | None = None,
-) -> Layer:
+def declare_layer(model: Transformer, theory: Theory, number: int) -> Layer:
     """One layer of `declare`, for a walk that does not hold them all."""
-    return _Stack(model, theory, padding, sequences, memory_padding).layer(number)
+    return _Stack(model, theory).layer(number)
 
 
 def declare_embedding(embedding: Embedding, model: Transformer, theory: Theory) -> Chain:
@@ -114,9 +107,9 @@ class _Stack:
         self,
         model: Transformer,
         theory: Theory,
-        padding: Padding | None,
-        sequences: int,
-        memory_padding: Padding | None,
+        padding: Padding | None = None,
+        sequences: int = 1,
+        memory_padding: Padding | None = None,
     ) -> None:
         self.model, self.theory = model, theory
         self.places = padding, sequences, memory_padding
@@ -179,10 +172,8 @@ class _Stack:
             return (found,)
         if where == "before-norm":
             return self._lns(f"{label}_scale", number), found
-        spared = {"attention-only": ("ffn",), "ffn-only": ("attention", "cross")}.get(
-            str(where), ()
-        )
-        if where in (True, "after-norm") or (spared and name not in spared):
+        scaled = {"attention-only": ("attention", "cross"), "ffn-only": ("ffn",)}
+        if where in (True, "after-norm") or name in scaled.get(str(where), ()):
             return found, self._lns(f"{label}_scale", number)
         return (found,)
 
@@ -232,53 +223,49 @@ Kind = Callable[[Parts], Component]
 """Puts a layer together."""
 
 
+def _each(layer: Parts, parts: Callable[[str, Chain], Iterable[Component]]) -> Component:
+    """Of every block, by its name, the parts that follow one another."""
+    return Chain(tuple(part for block in layer.blocks.items() for part in parts(*block)))
+
+
 def pre(layer: Parts) -> Component:
     """Norms before every block."""
-    found: tuple[Component, ...] = ()
-    for name, block in layer.blocks.items():
-        found += layer.sum(name, Chain((*layer.norm(name), *block.children)))
-    return Chain(found)
+    return _each(layer, lambda name, block: layer.sum(name, Chain(layer.norm(name)) >> block))
 
 
 def bare(layer: Parts) -> Component:
     """No norms."""
-    sums = (layer.sum(name, block) for name, block in layer.blocks.items())
-    return Chain(tuple(part for total in sums for part in total))
+    return _each(layer, layer.sum)
 
 
 def post(layer: Parts) -> Component:
     """Norms behind every sum."""
-    found: tuple[Component, ...] = ()
-    for name, block in layer.blocks.items():
-        found += (*layer.sum(name, block), *layer.norm(name))
-    return Chain(found)
+    return _each(layer, lambda name, block: (*layer.sum(name, block), *layer.norm(name)))
 
 
 def sandwich(layer: Parts) -> Component:
     """Norms before every block and at its output."""
-    found: tuple[Component, ...] = ()
-    for name, block in layer.blocks.items():
-        branch = Chain((*layer.norm(name), *block.children, layer.output_norm(name)))
-        found += layer.sum(name, branch)
-    return Chain(found)
+
+    def normed(name: str, block: Chain) -> Chain:
+        return Chain(layer.norm(name)) >> block >> layer.output_norm(name)
+
+    return _each(layer, lambda name, block: layer.sum(name, normed(name, block)))
 
 
 def output(layer: Parts) -> Component:
     """Norms at every block's output, and none before it."""
-    found: tuple[Component, ...] = ()
-    for name, block in layer.blocks.items():
-        found += layer.sum(name, Chain((*block.children, layer.output_norm(name))))
-    return Chain(found)
+    return _each(layer, lambda name, block: layer.sum(name, block >> layer.output_norm(name)))
 
 
 def hybrid(layer: Parts) -> Component:
     """Queries, keys and values normalised inside attention (`Blocks.attention`), and the stream
     before the feed-forward block."""
-    found: tuple[Component, ...] = ()
-    for name, block in layer.blocks.items():
+
+    def parts(name: str, block: Chain) -> tuple[Component, ...]:
         before = () if name == "attention" else layer.norm(name)
-        found += (*before, *layer.sum(name, block))
-    return Chain(found)
+        return *before, *layer.sum(name, block)
+
+    return _each(layer, parts)
 
 
 def bottom_to_top(layer: Parts) -> Component:
@@ -350,16 +337,7 @@ def norm(model: Transformer, theory: Theory, label: str, gain: float = 1.0) -> C
 
 @dataclass(frozen=True)
 class Blocks:
-    """Makes the blocks of one layer.
-
-    Attributes:
-        model: the declaration.
-        theory: whose laws they hold.
-        number: of the layer, from 1.
-        padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
-        sequences: of one joint kernel.
-        memory_padding: as `padding`, of what cross-attention reads.
-    """
+    """Makes the blocks of one layer, of that `number` from 1; fields else as of `declare`."""
 
     model: Transformer
     theory: Theory
@@ -469,13 +447,8 @@ class Blocks:
     def _projected(self, name: str, weight: str, heads: Component) -> Chain:
         model = self.model
         inner = model.heads * (model.d_head or 0)
-        return Chain(
-            (
-                heads,
-                self._linear(f"{name}.projection", weight, inner, model.d_model),
-                dropout(self.theory, f"{name}.dropout", model.dropout),
-            )
-        )
+        projection = self._linear(f"{name}.projection", weight, inner, model.d_model)
+        return Chain((heads, projection, dropout(self.theory, f"{name}.dropout", model.dropout)))
 
     def ffn(self) -> Chain:
         """The feed-forward block and its dropout."""
@@ -494,32 +467,18 @@ class Blocks:
         parts: tuple[Component, ...] = self._hidden()
         if model.activation_dropout:
             parts += (dropout(theory, "ffn.activation_dropout", model.activation_dropout),)
-        return Chain(
-            (
-                *parts,
-                self._linear("ffn.out", "ffn_out", d_ff, d_model),
-                dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0),
-            )
-        )
+        out = self._linear("ffn.out", "ffn_out", d_ff, d_model)
+        return Chain((*parts, out, dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0)))
 
     def _hidden(self) -> tuple[Component, ...]:
         model, theory = self.model, self.theory
         d_model, d_ff = model.d_model, model.d_ff or 0
         if model.gated:
             weights, biases = model.layer_weights(self.number), self._biases
-            return (
-                GatedLinear(
-                    "ffn.activation",
-                    activation_laws(model.activation),
-                    d_model,
-                    d_ff,
-                    weights.gate,
-                    weights.ffn_in,
-                    gate_bias=biases.get("gate", 0.0),
-                    bias=biases.get("ffn_in", 0.0),
-                    has_bias="ffn_in" in biases,
-                ),
-            )
+            laws, widths = activation_laws(model.activation), (d_model, d_ff)
+            given = weights.gate, weights.ffn_in, biases.get("gate", 0.0), biases.get("ffn_in", 0.0)
+            has_bias = "ffn_in" in biases
+            return (GatedLinear("ffn.activation", laws, *widths, *given, has_bias=has_bias),)
         # The papers' GeLU is the erf form; they state no other.
         published = (theory, model.activation) == ("published", "gelu_tanh")
         laws = activation_laws("gelu" if published else model.activation)

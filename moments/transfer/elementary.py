@@ -83,11 +83,8 @@ class Lawful(Leaf):
         )
         more: dict[str, Any] = {}
         limit = laws["variance"].domain.get("x_variance")
-        if (
-            limit is not None
-            and limit.upper < np.inf
-            and not limit.contains(kernel.mean_diagonal())
-        ):
+        bounded = limit is not None and limit.upper < np.inf
+        if limit is not None and bounded and not limit.contains(kernel.mean_diagonal()):
             note = f"the input's variance is outside {limit}, where the laws are resolved"
             more["notes"] = (note,)
         if signal.fluctuation is not None:
@@ -107,15 +104,7 @@ class Lawful(Leaf):
             two = {name: two[name] for name in back_pairs.arguments if name in two}
         return output, LawfulPullback(self, signal, output, one, two)
 
-    def _sent(
-        self,
-        signal: Signal,
-        output: Signal,
-        gradient: Gradient,
-        kernel: Kernel,
-        algebra: Any,
-        values: Values,
-    ) -> Gradient:
+    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
         """The gradient at the input, of second moments `kernel`."""
         return gradient.with_kernel(kernel)
 
@@ -156,8 +145,7 @@ class LawfulPullback:
         variance = evaluate(laws["grad_variance"], algebra, single)
         pairs = evaluate(laws["grad_covariance"], algebra, pair)
         kernel = Kernel.joined(variance, pairs, gradient.resolved)
-        sent = leaf._sent(self.signal, self.output, gradient, kernel, algebra, self.one)
-        return leaf._pulled(sent, self.signal, gradient)
+        return leaf._pulled(leaf._sent(self, gradient, kernel), self.signal, gradient)
 
 
 @dataclass(frozen=True)
@@ -192,12 +180,10 @@ class Linear(Lawful):
         gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
         return {"fluctuation": mapped(signal, output, gain)}
 
-    def _sent(
-        self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
-    ) -> Gradient:
+    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
         # x.W^T g = (W x).g: what g lacks along W x, W^T g lacks along x.
         if not isotropic(gradient.radial):
-            kernel = without(kernel, signal, (1 - gradient.radial) / self.parameters["fan_in"])
+            kernel = without(kernel, way.signal, (1 - gradient.radial) / self.parameters["fan_in"])
         return gradient.along(kernel)
 
     def _pulled(self, sent: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
@@ -266,20 +252,13 @@ class Activation(Lawful):
         given["grad_covariance"] = 1.0
         return evaluate(law, signal.algebra, given)
 
-    def _sent(
-        self,
-        signal: Signal,
-        output: Signal,
-        gradient: Gradient,
-        kernel: Kernel,
-        algebra: Any,
-        values: Values,
-    ) -> Gradient:
-        if output.fluctuation is not None and knows_directions(gradient):
-            alignment = faintly(self.laws.under(self.theory)["alignment"], algebra, values)
-            kernel = realigned(kernel, output, gradient, alignment)
-        if not np.all(signal.kernel.diagonal):
-            kernel = self._at_rest(kernel, signal.kernel, algebra)
+    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
+        algebra, entering = way.signal.algebra, way.signal.kernel
+        if way.output.fluctuation is not None and knows_directions(gradient):
+            alignment = faintly(self.laws.under(self.theory)["alignment"], algebra, way.one)
+            kernel = realigned(kernel, way.output, gradient, alignment)
+        if not np.all(entering.diagonal):
+            kernel = self._at_rest(kernel, entering, algebra)
         return gradient.with_kernel(kernel)
 
     def _at_rest(self, kernel: Kernel, entering: Kernel, algebra: Any) -> Kernel:
@@ -346,9 +325,7 @@ class Dropout(Lawful):
             "kurtosis": signal.kurtosis / (1 - drop_prob),
         }
 
-    def _sent(
-        self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
-    ) -> Gradient:
+    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
         # The masks of a signal are those of its gradient: x'.g' is what it was.
         return gradient.along(kernel)
 
@@ -369,7 +346,5 @@ class Scale(Lawful):
             "kurtosis": signal.kurtosis,
         }
 
-    def _sent(
-        self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
-    ) -> Gradient:
+    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
         return replace(gradient, kernel=kernel)

@@ -13,7 +13,7 @@ from ..engine.state import Array, Kernel
 from ..engine.texts import TextClasses
 from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
-from ..formulas.law import ComponentLaws, Theory
+from ..formulas.law import Theory
 from ..model.embedding import Embedding
 from .attention.kernels.relative_positions import hats_of, of_pairs, turned_means
 
@@ -43,12 +43,9 @@ def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
     if not whole or matrix.min() < 0:
         raise DomainError(allowed)
     if matrix.shape[1] != seq_len:
-        raise domain_error(
-            name,
-            f"sequences of {matrix.shape[1]} tokens",
-            f"sequences of seq_len = {seq_len}",
-            f"use model.replace(seq_len={matrix.shape[1]})",
-        )
+        given, remedy = matrix.shape[1], f"use model.replace(seq_len={matrix.shape[1]})"
+        allowed = f"sequences of seq_len = {seq_len}"
+        raise domain_error(name, f"sequences of {given} tokens", allowed, remedy)
     return matrix
 
 
@@ -87,10 +84,8 @@ def drawn_alike(
     total = Kernel(0.0, 0.0)
     for laws, variance, pattern in tables:
         values = {"table_variance": variance, "pattern_correlation": pattern}
-        total = total + Kernel(
-            float(laws.law("variance", theory).of(values)),
-            float(laws.law("covariance", theory).of(values)),
-        )
+        own, pairs = (float(laws.law(n, theory).of(values)) for n in ("variance", "covariance"))
+        total = total + Kernel(own, pairs)
     return total
 
 
@@ -341,11 +336,12 @@ def _patterns(
     if seq_len == 1:
         return 0.0, 0.0
     if token_ids is None:
-        vocab_size = embedding.vocab_size
-        return (
-            _pattern(TOKEN_EMBEDDING, theory, vocab_size=vocab_size, seq_len=seq_len),
-            _pattern(SEGMENT_EMBEDDING, theory, seq_len=seq_len),
+        values = {"vocab_size": embedding.vocab_size, "seq_len": seq_len}
+        token, segment = (
+            float(laws.law("pattern_correlation", theory).of(values))
+            for laws in (TOKEN_EMBEDDING, SEGMENT_EMBEDDING)
         )
+        return token, segment
     token = repeated_pairs(text_ids(embedding, seq_len, token_ids), seq_len, "token_ids")
     if segment_ids is None:
         return token, 1.0
@@ -364,7 +360,3 @@ def text_ids(embedding: Embedding, seq_len: int, token_ids: Any) -> np.ndarray:
             "token_ids", int(ids.max()), f"below vocab_size = {embedding.vocab_size}"
         )
     return ids
-
-
-def _pattern(laws: ComponentLaws, theory: Theory, **values: float) -> float:
-    return float(laws.law("pattern_correlation", theory).of(values))

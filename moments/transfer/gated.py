@@ -111,9 +111,8 @@ class GatedLinear(Leaf):
         else:
             ends = evaluate_sides(laws["covariance"], algebra, two, varied)
             covariance = 0.5 * (ends[0] + ends[1])
-        kernel = Kernel.joined(
-            evaluate(laws["variance"], algebra, one), covariance, signal.resolved
-        )
+        variance = evaluate(laws["variance"], algebra, one)
+        kernel = Kernel.joined(variance, covariance, signal.resolved)
         kurtosis = faintly(laws["kurtosis"], algebra, one)
         limit = laws["variance"].domain["x_variance"]
         notes: tuple[str, ...] = ()
@@ -123,10 +122,7 @@ class GatedLinear(Leaf):
         values = _Values(self.activation, signal, kept, one, two, varied)
         if signal.fluctuation is not None:
             of_gate = values.both(
-                "grad_factor",
-                {"grad_variance": 1.0},
-                {"grad_covariance": 1.0},
-                signal.resolved,
+                "grad_factor", {"grad_variance": 1.0}, {"grad_covariance": 1.0}, signal.resolved
             )
             kurtosis = kernel.average(kurtosis)
             norms = self._norms(signal, inner, factor, of_gate, kurtosis / 3)

@@ -171,11 +171,7 @@ def add(path: Path, name: str, entry: StoredSimulation) -> dict[str, StoredSimul
 
 
 def simulate_one(
-    configuration: Configuration,
-    *,
-    seeds: int | None = None,
-    seed: int = 0,
-    device: str = "cpu",
+    configuration: Configuration, *, seeds: int | None = None, seed: int = 0, device: str = "cpu"
 ) -> StoredSimulation:
     """Simulate one configuration, batch 1; None: its own number of seeds.
 

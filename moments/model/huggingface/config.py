@@ -18,23 +18,7 @@ from . import FAMILIES, NEAREST, REFUSED, Family
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
-    """The architecture and initialisation that a Hugging Face config describes.
-
-    Args:
-        config: a path to config.json (or its folder), a dict, or a PretrainedConfig.
-        seq_len: tokens per sequence; None: the most the config allows.
-
-    Returns:
-        A Transformer with the embedding and the head of the family's own training task; of an
-        encoder and a decoder the decoder, with the other as its `encoder`.
-
-    Raises:
-        DomainError: an unreadable file, an unknown model type, a missing or bad entry, or an entry
-            that switches on a feature that no Transformer can express, which it names.
-
-    Warns:
-        ValidityWarning: names each entry of the config that is not modelled.
-    """
+    """`moments.from_huggingface` for the families that have a reader; others are refused."""
     entries = read_config(config)
     model, notes = family(entries.get("model_type")).declare(entries, seq_len)
     for note in notes:
@@ -81,13 +65,17 @@ def _why_not(kind: str) -> str:
     """What is known of a type that is not read: its feature, or the family that is nearest, and
     what reads modules of any type."""
     if kind in REFUSED:
-        near = f"; {NEAREST[kind]!r} is built most like it" if kind in NEAREST else ""
-        return f"{REFUSED[kind]} is outside what moments models{near}"
+        return f"{REFUSED[kind]} is outside what moments models{nearest(kind)}"
     module = "a module of it is read by what it computes: `moments check FILE.py:FACTORY`"
     if kind in NEAREST:
-        return f"{NEAREST[kind]!r} is built most like it; {module}"
+        return f"{nearest(kind)[2:]}; {module}"
     similar = difflib.get_close_matches(kind, FAMILIES, n=1)
     return f"did you mean {similar[0]!r}?" if similar else module
+
+
+def nearest(kind: str) -> str:
+    """The end of a refusal: the family that is built most like a type, if one is."""
+    return f"; {NEAREST[kind]!r} is built most like it" if kind in NEAREST else ""
 
 
 def read_config(config: Any) -> dict[str, Any]:
@@ -118,8 +106,3 @@ def _named(config: str) -> str:
         return f"a family's defaults are {{'model_type': {config!r}}}"
     similar = difflib.get_close_matches(config, preset.names(), n=1)
     return f"did you mean moments.preset({similar[0]!r})?" if similar else ""
-
-
-def supported_model_types() -> tuple[str, ...]:
-    """The `model_type` entries that `from_huggingface` reads."""
-    return tuple(FAMILIES)

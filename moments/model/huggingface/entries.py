@@ -12,9 +12,6 @@ from ...formulas.checks import check_count
 from ..positions import Rotary
 from ..weights import Biases
 
-# --- names that every family uses -----------------------------------------------------------------
-
-
 # transformers' names of activation functions -> ours
 ACTIVATIONS = {
     "relu": "relu",
@@ -81,6 +78,9 @@ MOST_DEVIATION = 1e100
 class Entries:
     """Entries of one config, with errors that name the entry, and notes on what is left out.
 
+    Attributes:
+        read: names of the entries that were asked for so far.
+
     Args:
         given: the config.
         kind: its `model_type`.
@@ -92,7 +92,7 @@ class Entries:
         self.notes: list[str] = []
         self._given = given
         self._defaults = defaults
-        self._read = {"model_type"}
+        self.read = {"model_type"}
 
     def __call__(self, name: str, default: Any = ...) -> Any:
         """The entry, else the family's default, else `default`; of the same kind as they are.
@@ -100,7 +100,7 @@ class Entries:
         Raises:
             DomainError: there is none of them, or the entry is of another kind.
         """
-        self._read.add(name)
+        self.read.add(name)
         usual = self._defaults.get(name)
         if usual is None:
             usual = default
@@ -111,19 +111,14 @@ class Entries:
             raise DomainError(f"config of type {self.kind!r} lacks the entry {name!r}")
         return usual
 
-    @property
-    def read(self) -> frozenset[str]:
-        """Names of the entries that were asked for so far."""
-        return frozenset(self._read)
-
     def has(self, name: str) -> bool:
         """Whether the config itself has the entry."""
-        self._read.add(name)
+        self.read.add(name)
         return self._given.get(name) is not None
 
     def null(self, name: str) -> bool:
         """Whether the config gives the entry as null."""
-        self._read.add(name)
+        self.read.add(name)
         return name in self._given and self._given[name] is None
 
     def number(self, name: str, default: Any = ...) -> float:
@@ -194,11 +189,6 @@ class Entries:
         if table and seq_len > most:
             raise domain_error("seq_len", seq_len, f"at most {meaning} = {most}")
         return seq_len
-
-    def fixed_length(self, seq_len: int | None, length: int, meaning: str) -> None:
-        """Refuse another number of tokens than the one there is."""
-        if seq_len is not None and seq_len != length:
-            raise domain_error("seq_len", seq_len, f"{length}: {meaning}")
 
     def padding(self) -> int | None:
         """The token whose row is zero; None where there is none in the table.
@@ -287,14 +277,13 @@ class Entries:
 
     def leave_out(self, name: str, value: Any, meaning: str) -> None:
         """Note an entry that switches on something that is not modelled."""
-        self._read.add(name)
+        self.read.add(name)
         self.notes.append(f"{name} = {brief(value)} is not modelled: {meaning}")
 
     def expect(self, name: str, usual: Any, meaning: str) -> None:
         """Note an entry whose value is not the only one that is modelled."""
-        value = self._given.get(name, usual)
-        self._read.add(name)
-        if value != usual:
+        self.read.add(name)
+        if (value := self._given.get(name, usual)) != usual:
             self.leave_out(name, value, meaning)
 
     def same_as(self, other: str, name: str) -> None:
@@ -307,7 +296,7 @@ class Entries:
             raise domain_error(
                 other, self(other), f"{name} = {brief(self(name))}, which it repeats"
             )
-        self._read.add(other)
+        self.read.add(other)
 
     def refuse(self, name: str, usual: Any, feature: str) -> None:
         """Refuse an entry that switches on what no Transformer can express.
@@ -315,11 +304,9 @@ class Entries:
         Raises:
             DomainError: it does.
         """
-        value = self(name, usual)
-        if value != usual:
-            raise domain_error(
-                name, value, f"{usual!r}", f"{feature} is outside what moments models"
-            )
+        if (value := self(name, usual)) != usual:
+            remedy = f"{feature} is outside what moments models"
+            raise domain_error(name, value, f"{usual!r}", remedy)
 
     def finish(self, usual: Mapping[str, Any]) -> None:
         """Note every entry that nothing has read and that is not known to change nothing.
@@ -331,19 +318,15 @@ class Entries:
         Raises:
             DomainError: an entry of another kind than the family's default.
         """
+        known = {**USUAL, **usual}
         for name, value in self._given.items():
             if name in IRRELEVANT or value is None:
                 continue
             _of_kind(name, value, self._defaults.get(name))
-            if name in self._read:
-                continue
-            known = {**USUAL, **usual}
-            if name in known and (value == known[name] or known[name] is ...):
-                continue
-            self.notes.append(
-                f"{name} = {brief(value)} is not modelled: "
-                + ("it is left out" if name in known else f"no entry of {self.kind!r} known here")
-            )
+            silent = name in known and (value == known[name] or known[name] is ...)
+            if name not in self.read and not silent:
+                why = "it is left out" if name in known else f"no entry of {self.kind!r} known here"
+                self.notes.append(f"{name} = {brief(value)} is not modelled: {why}")
 
 
 # What an entry must be, by the kind of its default, and the same in words.

@@ -53,7 +53,7 @@ class Family:
         reader = Entries(given, str(given.get("model_type")), self.defaults)
         self.read(reader, None)
         elsewhere = {"model_type", "quantization_config"}
-        return (reader.read | set(self.defaults) | set(self.usual) | set(USUAL)) - elsewhere
+        return frozenset(reader.read.union(self.defaults, self.usual, USUAL)) - elsewhere
 
 
 # --- what most families have in common ------------------------------------------------------------

@@ -128,6 +128,10 @@ def _bloom(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
+_SILENT = (
+    "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi "
+    "skip_bias_add skip_bias_add_qkv unk_token_id"
+)
 FAMILIES = {
     "gpt2": Family(
         _gpt2, "GPT2LMHeadModel", "causal", {"reorder_and_upcast_attn": ..., "n_ctx": ...}
@@ -138,15 +142,6 @@ FAMILIES = {
         _bloom,
         "BloomForCausalLM",
         "causal",
-        {
-            "attention_softmax_in_fp32": ...,
-            "bias_dropout_fusion": ...,
-            "masked_softmax_fusion": ...,
-            "n_inner": None,
-            "offset_alibi": ...,
-            "skip_bias_add": ...,
-            "skip_bias_add_qkv": ...,
-            "unk_token_id": ...,
-        },
+        {"n_inner": None} | dict.fromkeys(_SILENT.split(), ...),
     ),
 }

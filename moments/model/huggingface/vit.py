@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...errors import domain_error
 from ..head import Head
 from ..patches import PatchEmbedding
 from ..transformer import Transformer
@@ -24,7 +25,9 @@ def _vit(read: Entries, seq_len: int | None) -> Transformer:
         bias_variance=0.0,
         dropout=dropout,
     )
-    read.fixed_length(seq_len, embedding.seq_len, "the image's patches and the class token")
+    if seq_len not in (None, embedding.seq_len):
+        allowed = f"{embedding.seq_len}: the image's patches and the class token"
+        raise domain_error("seq_len", seq_len, allowed)
     return Transformer(
         layers=read("num_hidden_layers"),
         d_model=read("hidden_size"),

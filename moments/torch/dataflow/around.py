@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import optional
-from .graph import Node, Ref
+from .graph import VIEWS, Node
 from .stream import StreamReader, SumChain
 from .units import LinearUnit, Norm, multiple, multiple_or_cap
 
@@ -26,6 +26,7 @@ class Before:
     Attributes:
         tables: role -> parameter ("token", "position", "segment", "class").
         patch: the map of image patches.
+        factor: the matrix that widens narrower tables: their normalised sum, or token rows.
         scale: multiplies the token's row; `factors` what else is added.
         total: the sum, before its norm and dropout.
         shape: of the picture; () for text.
@@ -33,6 +34,7 @@ class Before:
 
     tables: dict[str, str] = field(default_factory=dict)
     patch: LinearUnit | None = None
+    factor: LinearUnit | None = None
     patch_size: int = 0
     scale: float = 1.0
     factors: dict[str, float] = field(default_factory=dict)
@@ -48,9 +50,10 @@ class Before:
 
 @dataclass
 class After:
-    """What follows the last layer."""
+    """What follows the last layer; `factor` narrows what the matrix to the logits reads."""
 
     transform: LinearUnit | None = None
+    factor: LinearUnit | None = None
     activation: str | None = None
     norm: Norm | None = None
     matrix: LinearUnit | None = None
@@ -72,14 +75,28 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
         found.given = True
         return found
     nodes = graph.makers(start)
-    width = graph.tensor(start).shape[-1]
     looked = [row for node in nodes if (row := _lookup(stream, node)) is not None]
-    looked = [row for row in looked if graph.tensor(row[2]).shape[-1] == width or read.live(row[2])]
     linears = [read.linears[node.index] for node in nodes if node.index in read.linears]
+    if looked and len(linears) == 1 and _size(stream, linears[0].read) < _size(stream, start):
+        (linear,) = linears
+        if read.up(linear.made) == read.up(start):
+            found.factor, start = linear, linear.read
+            while (view := graph.producer(start)) is not None and view.name in VIEWS:
+                start = view.inputs[0]
+            found.total, linears, nodes = start, [], graph.makers(start)
+        elif read.up(linear.read) in [made for *_, made in looked] and not linear.biases:
+            found.factor = linear
+    width = _size(stream, start)
+    looked = [row for row in looked if graph.tensor(row[2]).shape[-1] == width or read.live(row[2])]
     _norm(stream, found, start, nodes)
+    if found.factor is not None and (start == chain.start) == (found.norm is not None):
+        found.doubts.append(
+            f"{_list(found.factor.params)}: neither behind the norm of all tables, "
+            "nor of token rows without one"
+        )
     zeros: dict[int, Tensor] = {}
     for name, index, made in looked:
-        role = _role_of_lookup(stream, index, name, found)
+        role = _role_of_lookup(stream, index)
         if role is None or role in found.tables:
             found.doubts.append(f"{name}: looked up before layer 1, as nothing known")
             continue
@@ -100,7 +117,7 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
         if found.patch is None and "convolution" in node.name and whole.name and len(kernel) == 4:
             found.patch, found.patch_size = linear, kernel[-1]
             found.shape = tuple(whole.tensor.shape)
-        else:
+        elif linear is not found.factor:
             found.doubts.append(f"{_list(linear.params)}: a matrix before layer 1")
         zeros[linear.made] = torch.zeros_like(graph.tensor(linear.made))
         used |= linear.params
@@ -122,8 +139,17 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
         else:
             found.tables[role] = name
         zeros[leaf] = torch.zeros_like(tensor)
-    _constant(stream, found, zeros, width)
+    _constant(stream, found, zeros)
+    if found.factor is not None and (found.sinusoidal if found.norm else "segment" in found.tables):
+        found.doubts.append(
+            f"{_list(found.factor.params)}: widens tables, with sines or segments added"
+        )
     return found
+
+
+def _size(stream: StreamReader, value: int) -> int:
+    """Features of a value."""
+    return int(stream.graph.tensor(value).shape[-1])
 
 
 def _list(names: Any) -> str:
@@ -136,31 +162,21 @@ def _lookup(stream: StreamReader, node: Node) -> tuple[str, int, int] | None:
     if node.name not in _LOOKUPS:
         return None
     table = graph.values[node.inputs[0]]
-    refs = [r.value for r in _refs(node.args[1:])]
-    if table.live or len(table.params) != 1 or not refs:
+    if table.live or len(table.params) != 1 or len(node.inputs) < 2:
         return None
-    return next(iter(table.params)), refs[-1], node.outputs[0]
+    return next(iter(table.params)), node.inputs[-1], node.outputs[0]
 
 
-def _refs(entry: Any) -> list[Ref]:
-    if isinstance(entry, Ref):
-        return [entry]
-    if isinstance(entry, list | tuple):
-        return [r for e in entry for r in _refs(e)]
-    return []
-
-
-def _role_of_lookup(stream: StreamReader, index: int, name: str, found: Before) -> str | None:
-    ids = stream.graph.tensor(index)
+def _role_of_lookup(stream: StreamReader, index: int) -> str | None:
+    ids, live = stream.graph.tensor(index), stream.read.live(index)
     if ids.ndim >= 1 and ids.shape[-1] > 1:
         steps = ids.reshape(-1, ids.shape[-1]).diff(dim=-1)
-        if bool(((steps == 0) | (steps == 1)).all()) and bool(steps.any()):
+        if not bool(steps.any()):
+            if not live or bool((ids == ids.flatten()[0]).all()):
+                return "segment"
+        elif bool(((steps == 0) | (steps == 1)).all()):
             return "position"
-        if not bool(steps.any()) and not stream.read.live(index):
-            return "segment"
-        if not bool(steps.any()) and bool((ids == ids.flatten()[0]).all()):
-            return "segment"
-    return "token" if stream.read.live(index) else None
+    return "token" if live else None
 
 
 def _factor(stream: StreamReader, start: int, end: int) -> float | None:
@@ -178,17 +194,14 @@ def _norm(stream: StreamReader, found: Before, start: int, nodes: list[Node]) ->
     """The norm of the sum, if there is one, and the dropout behind it."""
     graph, read = stream.graph, stream.read
     size = graph.tensor(start).shape
-    for node in reversed(nodes):
-        if node.name.rstrip("_") not in ("add", "mul", "cat", *_LOOKUPS):
+    sums = (n for n in reversed(nodes) if n.name.rstrip("_") in ("add", "mul", "cat", *_LOOKUPS))
+    for value in (node.outputs[0] for node in sums):
+        tensor = graph.tensor(value)
+        if value == start or not read.live(value) or tensor.shape != size:
             continue
-        for value in node.outputs[:1]:
-            if value == start or not read.live(value) or graph.tensor(value).shape != size:
-                continue
-            link = stream.norm(value, start) if read.dense(value) else None
-            if isinstance(link, tuple):
-                found.norm, found.total = link[0], value
-                break
-        if found.norm is not None:
+        link = stream.norm(value, start) if tensor.is_floating_point() else None
+        if isinstance(link, tuple):
+            found.norm, found.total = link[0], value
             break
     drops = [(node, p) for node in nodes if (p := read.dropout_of(node)) is not None]
     if drops:
@@ -197,7 +210,7 @@ def _norm(stream: StreamReader, found: Before, start: int, nodes: list[Node]) ->
             found.total = next(v for v in node.inputs if read.live(v))
 
 
-def _constant(stream: StreamReader, found: Before, zeros: dict[int, Tensor], width: int) -> None:
+def _constant(stream: StreamReader, found: Before, zeros: dict[int, Tensor]) -> None:
     """What is added that is no parameter."""
     if not zeros:
         return
@@ -217,39 +230,26 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
     graph, read = stream.graph, stream.read
     end, last = chain.end, chain.sums[-1].value
     found = After()
-    inside = {
-        node.index
-        for other in others
-        for one in other.sums
-        for tip in one.tips
-        for node in graph.path([one.stream], tip)
-    }
-    inside |= {
-        linear.node
-        for other in others
-        for block in other.blocks
-        if block.attention is not None
-        for rows in block.attention.projections.values()
-        for linear, _ in rows
-    }
+    sums = [one for other in others for one in other.sums]
+    inside = {n.index for one in sums for tip in one.tips for n in graph.path([one.stream], tip)}
+    attentions = [b.attention for other in others for b in other.blocks if b.attention is not None]
+    inside |= {m.node for a in attentions for rows in a.projections.values() for m, _ in rows}
     ends = (other.sums[-1].value for other in others if other is not chain)
     later = [value for value in ends if graph.rests_on(value, last)]
     behind = [
         linear
-        for index, linear in sorted(read.linears.items())
-        if index not in inside
+        for linear in read.linears.values()
+        if linear.node not in inside
         and graph.rests_on(linear.read, last)
         and not any(graph.rests_on(linear.read, value) for value in later)
     ]
-    if len(behind) > 2:
-        found.doubts += [
-            f"{_list(one.params)}: a matrix behind the last layer" for one in behind[:-2]
-        ]
-        behind = behind[-2:]
+    for one in behind[:-2]:
+        found.doubts.append(f"{_list(one.params)}: a matrix behind the last layer")
+    behind = behind[-2:]
     if not behind:
         crossing = [
             linear.read
-            for index, linear in sorted(read.linears.items())
+            for linear in read.linears.values()
             if graph.rests_on(linear.read, end) and not read.between(end, linear.read)
         ]
         drops = read.dropouts(end, crossing[0]) if crossing else []
@@ -260,7 +260,7 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
         _transform(stream, found, behind[0], matrix)
     elif len(behind) == 2:
         found.doubts.append(f"{_list(behind[0].params)}: a second matrix behind the last layer")
-    first = behind[0] if found.transform is not None else matrix
+    first = found.transform or found.factor or matrix
     found.scale = _factor(stream, end, first.read) or 1.0
     found.pool = _pool(stream, end, first.read)
     drops = read.dropouts(end, first.read)
@@ -287,8 +287,11 @@ def _transform(stream: StreamReader, found: After, linear: LinearUnit, matrix: L
             found.transform, found.activation = linear, name
             if name != "identity":
                 return
+    plain = found.activation == "identity" and found.norm is None and not linear.biases
     if found.transform is None:
         found.doubts.append(f"{_list(linear.params)}: a matrix behind the last layer")
+    elif plain and _size(stream, matrix.read) < _size(stream, linear.read):
+        found.factor, found.transform = linear, None
 
 
 def _pool(stream: StreamReader, end: int, read: int) -> str | None:

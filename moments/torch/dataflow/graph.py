@@ -7,7 +7,7 @@ graph computes is then found out by running it on values of one's choice, howeve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,33 +22,12 @@ with optional("torch", "torch"):
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_flatten, tree_map
 
-VIEWS = frozenset(
-    (
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "_reshape_alias",
-        "t",
-        "transpose",
-        "permute",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "clone",
-        "alias",
-        "detach",
-        "_to_copy",
-        "contiguous",
-        "movedim",
-        "unflatten",
-        "lift_fresh",
-    )
+_VIEWS = (
+    "view _unsafe_view reshape _reshape_alias t transpose permute expand unsqueeze squeeze slice "
+    "select split split_with_sizes unbind clone alias detach _to_copy contiguous movedim unflatten "
+    "lift_fresh"
 )
+VIEWS = frozenset(_VIEWS.split())
 """Operations that pass entries on as they are."""
 
 PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"))
@@ -183,20 +162,25 @@ class Graph:
             return bool(self.before(value) >> made & 1)
         return value == other or bool(self.path([other], value))
 
-    def path(self, starts: Iterable[int], end: int) -> list[Node]:
+    def path(self, starts: Collection[int], end: int) -> list[Node]:
         """The operations between some values and another one, in order."""
-        reached = set(starts)
-        bits, stop = self.before(end), self.values[end].producer
-        if stop is None or end in reached:
+        stop = self.values[end].producer
+        if stop is None or end in starts:
             return []
+        found, reached = self._onward(starts, self.before(end), stop)
+        return found if end in reached else []
+
+    def _onward(self, starts: Iterable[int], bits: int, stop: int) -> tuple[list[Node], set[int]]:
+        """Of the operations `bits` up to number `stop` those that read what comes of some values,
+        in order, and all that comes of these."""
+        reached, nodes = set(starts), []
         firsts = [index for v in reached for index in self.values[v].consumers[:1]]
-        found = []
         for index in range(min(firsts, default=stop + 1), stop + 1):
             node = self.nodes[index]
             if bits >> index & 1 and not reached.isdisjoint(node.inputs):
-                found.append(node)
-                reached.update(o for o in node.outputs if o not in starts)
-        return found if end in reached else []
+                nodes.append(node)
+                reached.update(node.outputs)
+        return nodes, reached
 
     def routed(self) -> str:
         """The innermost submodule in which the numbers of a batch choose entries; "" where none
@@ -223,13 +207,7 @@ class Graph:
             bits |= self.before(value)
             made = self.values[value].producer
             stop = max(stop, -1 if made is None else made)
-        firsts = [index for v in given for index in self.values[v].consumers[:1]]
-        reached, forward = set(given), []
-        for index in range(min(firsts, default=stop + 1), stop + 1):
-            node = self.nodes[index]
-            if bits >> index & 1 and not reached.isdisjoint(node.inputs):
-                forward.append(node)
-                reached.update(node.outputs)
+        forward, _ = self._onward(given, bits, stop)
         needed, plan = set(wanted) - set(given), []
         for node in reversed(forward):
             if not needed.isdisjoint(node.outputs):
@@ -279,16 +257,17 @@ class _Recorder(TorchDispatchMode):
         self.stale: dict[int, list[tuple[int, Callable[[Tensor, Tensor], Tensor]]]] = {}
         self.uniform: dict[int, float] = {}  # values that are a number and a uniform draw
         for name, parameter in module.named_parameters():
-            self._leaf(parameter, name=name, params=frozenset((name,)))
+            self.leaf(parameter, name=name, params=frozenset((name,)))
         for name, buffer in module.named_buffers():
-            self._leaf(buffer, name=name)
+            self.leaf(buffer, name=name)
         self.owners = {
             tensor.untyped_storage().data_ptr(): value
             for tensor in self.kept
             if (value := self.known[id(tensor)]) is not None and self.graph.values[value].params
         }
 
-    def _leaf(self, tensor: Tensor, **fields: Any) -> int:
+    def leaf(self, tensor: Tensor, **fields: Any) -> int:
+        """The value of what the module has or is given."""
         if id(tensor) in self.known:
             return self.known[id(tensor)]
         return self._bind(tensor, self.graph.add(tensor, **fields))
@@ -300,10 +279,6 @@ class _Recorder(TorchDispatchMode):
         self.known[id(tensor)] = value
         return value
 
-    def live(self, tensor: Tensor, name: str) -> None:
-        """A tensor of the batch."""
-        self._leaf(tensor, live=True, name=name)
-
     def value_of(self, tensor: Tensor) -> int:
         """The value that a tensor is now; a new leaf where nothing is known of it."""
         found = self.known.get(id(tensor))
@@ -311,18 +286,25 @@ class _Recorder(TorchDispatchMode):
             return self._refreshed(tensor, found)
         owner = self.owners.get(_storage(tensor))
         if owner is None or tensor is self.graph.tensor(owner):
-            return self._leaf(tensor)
+            return self.leaf(tensor)
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
         def seen(whole: Tensor) -> Tensor:
             return whole.as_strided(size, stride, offset)
 
-        made = self.graph.add(tensor, producer=len(self.graph.nodes))
-        self.graph.values[made].params = self.graph.values[owner].params
-        self.graph.nodes.append(
-            Node(len(self.graph.nodes), "view", seen, (Ref(owner),), {}, (owner,), (made,))
-        )
-        return self._bind(tensor, made)
+        return self._bind(tensor, self._derived(tensor, "view", seen, (owner,)))
+
+    def _derived(
+        self, tensor: Tensor, name: str, func: Callable[..., Tensor], inputs: tuple[int, ...]
+    ) -> int:
+        """A tensor as the value that an operation of the recorder's own makes of others."""
+        parts = [self.graph.values[v] for v in inputs]
+        live, index = any(v.live for v in parts), len(self.graph.nodes)
+        params = frozenset() if live else frozenset().union(*(v.params for v in parts))
+        made = self.graph.add(tensor, producer=index, live=live, params=params)
+        refs = tuple(map(Ref, inputs))
+        self.graph.nodes.append(Node(index, name, func, refs, {}, inputs, (made,)))
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -383,10 +365,9 @@ class _Recorder(TorchDispatchMode):
         for tensor in tree_flatten(made)[0]:
             if not isinstance(tensor, Tensor):
                 continue
-            fields = {"producer": index, "live": live, "drop_prob": drop_prob}
-            value = graph.add(tensor, **fields)
-            if not live:
-                graph.values[value].params = frozenset().union(*(v.params for v in ingredients))
+            params = frozenset() if live else frozenset().union(*(v.params for v in ingredients))
+            fields = {"live": live, "params": params, "drop_prob": drop_prob}
+            value = graph.add(tensor, producer=index, **fields)
             outputs.append(value)
             self._bind(tensor, value)
         graph.nodes.append(
@@ -406,15 +387,7 @@ class _Recorder(TorchDispatchMode):
     def _refreshed(self, tensor: Tensor, value: int) -> int:
         """The value of a tensor whose memory was written through another one."""
         for new, func in self.stale.pop(id(tensor), ()):
-            old, index = value, len(self.graph.nodes)
-            parts = [self.graph.values[v] for v in (old, new)]
-            live = any(v.live for v in parts)
-            value = self.graph.add(tensor, producer=index, live=live)
-            if not live:
-                self.graph.values[value].params = parts[0].params | parts[1].params
-            node = Node(index, "overlay", func, (Ref(old), Ref(new)), {}, (old, new), (value,))
-            self.graph.nodes.append(node)
-            self.known[id(tensor)] = value
+            value = self.known[id(tensor)] = self._derived(tensor, "overlay", func, (value, new))
         return value
 
 
@@ -471,7 +444,7 @@ def record(module: nn.Module, call: Callable[[], Any], batch: Mapping[str, Tenso
     """
     recorder = _Recorder(module)
     for name, tensor in batch.items():
-        recorder.live(tensor, name)
+        recorder.leaf(tensor, live=True, name=name)
     boundaries = recorder.graph.boundaries
 
     def keep(path: str, side: Side, value: Any) -> None:

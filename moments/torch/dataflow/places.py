@@ -82,7 +82,7 @@ class Roles:
         total = len(places)
         chosen = None if columns is None or len(columns) == total else places[columns]
         taken = total if chosen is None else len(chosen)
-        held = self._leaf(parameter)
+        held = self.graph.leaf(parameter)
         if chosen is None and held.numel() != fan_in * total:
             chosen = places
         claim = _Claim(stack, layer, name, axis, chosen, fan_in, taken, axis == 1)
@@ -92,7 +92,7 @@ class Roles:
             if row is not None:
                 owner, where = row[0], row[1].reshape(-1)[:total]
                 part = where if columns is None else where[columns]
-                if len(part) == self._leaf(owner).numel():
+                if len(part) == self.graph.leaf(owner).numel():
                     part = None
                 self._claim(owner, _Claim(stack, layer, f"{name}.bias", 0, part, 0, 0))
 
@@ -109,9 +109,6 @@ class Roles:
                     return
         rows.append(claim)
 
-    def _leaf(self, name: str) -> Tensor:
-        return self.graph.leaf(name)
-
     def _entries(self, linear: LinearUnit) -> tuple[str, int, Tensor, int] | None:
         """Parameter, its axis of features made, the place of every column there, features read."""
         graph = self.graph
@@ -119,7 +116,7 @@ class Roles:
         if len(linear.params) != 1:
             return self._traced(linear)
         (name,) = linear.params
-        held = self._leaf(name)
+        held = self.graph.leaf(name)
         turned = [n.name for n in graph.makers(linear.matrix) if n.name not in _SAME]
         if "convolution" in node.name:
             return None if turned else (name, 0, torch.arange(len(held)), held[0].numel())
@@ -134,7 +131,7 @@ class Roles:
         found = self._owner(linear.matrix)
         if found is None:
             return None
-        (name, places), held = found, self._leaf(found[0])
+        (name, places), held = found, self.graph.leaf(found[0])
         if self.graph.nodes[linear.node].inputs[-1] != linear.matrix:
             places = places.transpose(-1, -2)
         if places.ndim == 3 and bool((places == places[:1]).all()):  # one matrix for every row
@@ -178,24 +175,14 @@ class Roles:
         for parameter, claims in self.claims.items():
             if any(claim.places is None for claim in claims):
                 claims = [claim for claim in claims if claim.places is None][:1]
-            held = self._leaf(parameter)
+            held = self.graph.leaf(parameter)
             for claim in claims:
                 short = claim.name.removesuffix(".bias")
                 for part in self._parts(parameter, claims, claim, held):
                     label = f"{parameter} [{short}]" if part.split else parameter
-                    found.append(
-                        Role(
-                            claim.stack,
-                            claim.layer,
-                            claim.name,
-                            part,
-                            claim.fan_in,
-                            claim.fan_out,
-                            claim.transposed,
-                            label,
-                            claim.unit,
-                        )
-                    )
+                    fans = claim.fan_in, claim.fan_out, claim.transposed
+                    where = claim.stack, claim.layer, claim.name
+                    found.append(Role(*where, part, *fans, label, claim.unit))
         return found
 
     def _parts(
@@ -209,8 +196,8 @@ class Roles:
         for number, other in enumerate(claims):
             if other.axis == claim.axis and other.places is not None:
                 labels[other.places] = number
-        runs = _runs(labels)
-        period = _period(runs)
+        values, counts = torch.unique_consecutive(labels, return_counts=True)
+        period = _period(list(zip(values.tolist(), counts.tolist(), strict=True)))
         split = tuple(width for _, width in period)
         position = next(number for number, other in enumerate(claims) if other is claim)
         return [
@@ -218,11 +205,6 @@ class Roles:
             for place, (label, _) in enumerate(period)
             if label == position
         ]
-
-
-def _runs(labels: Tensor) -> list[tuple[int, int]]:
-    values, counts = torch.unique_consecutive(labels, return_counts=True)
-    return list(zip(values.tolist(), counts.tolist(), strict=True))
 
 
 def _period(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -233,11 +215,7 @@ def _period(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return runs
 
 
-def _followed(
-    graph: Graph,
-    given: dict[int, Tensor],
-    end: int,
-) -> Tensor | None:
+def _followed(graph: Graph, given: dict[int, Tensor], end: int) -> Tensor | None:
     """Places that views carry along; None where entries are changed on the way."""
     values = dict(given)
     for node in graph.makers(end):
@@ -299,7 +277,7 @@ class Sites:
 
     def output(self, value: int) -> SubmoduleTensor | None:
         """The innermost submodule that gives a value, else the first that takes it."""
-        return next(iter(sorted(self.of(value), key=lambda point: point.side == "input")), None)
+        return min(self.of(value), key=lambda point: point.side == "input", default=None)
 
     def dropped(self, unit: BranchUnit) -> SubmoduleTensor | None:
         """The submodule that drops what a block gives."""
@@ -310,7 +288,7 @@ class Sites:
 
     def input(self, value: int) -> SubmoduleTensor | None:
         """The first submodule that takes a value, else the innermost that gives it."""
-        return next(iter(sorted(self.of(value), key=lambda point: point.side == "output")), None)
+        return min(self.of(value), key=lambda point: point.side == "output", default=None)
 
     def norm(self, norm: Norm) -> str | None:
         """The submodule that is a norm."""
@@ -384,12 +362,9 @@ def _entering(
     sites: Sites, chain: SumChain, streams: list[SubmoduleTensor | None]
 ) -> SubmoduleTensor | None:
     """The first tensor of the stream: into the first layer where it is a submodule."""
-    points = sites.of(chain.start)
-    layer = streams[0].path if streams and streams[0] is not None else None
-    for point in points:
-        if point.path == layer and point.side == "input":
-            return point
-    return next((p for p in points if p.side == "output"), next(iter(points), None))
+    layer = streams[0].path if streams and streams[0] is not None else ""
+    entry = SubmoduleTensor(layer, "input")
+    return min(sites.of(chain.start), key=lambda p: (p != entry, p.side != "output"), default=None)
 
 
 def _alike(rows: list[list[SubmoduleTensor]]) -> list[SubmoduleTensor | None]:

@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from ..running import in_mode, made_at_hand, padding_row, run
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
-from .stream import BranchUnit, StreamReader, SumChain
+from .stream import ORDER, BranchUnit, StreamReader, SumChain
 from .units import RotationUnit, close
 
 with optional("torch", "torch"):
@@ -125,33 +125,20 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Mo
     return dataclasses.replace(found, example=_as_read(example, module))
 
 
-class Call(NamedTuple):
-    """A call of a module on what it is read from.
-
-    Attributes:
-        module: what is called.
-        call: calls it.
-        tensors: what it is passed, by number.
-        given: the same as the module that is meant takes it.
-    """
-
-    module: nn.Module
-    call: Callable[[], Any]
-    tensors: dict[str, Tensor]
-    given: Any
-
-
 @made_at_hand
-def called(module: nn.Module, batch: Any) -> Call:
-    """A call of a module on what it is read from.
+def called(
+    module: nn.Module, batch: Any
+) -> tuple[nn.Module, Callable[[], Any], dict[str, Tensor], Any]:
+    """The module that is read, or a copy, a call of it, the tensors that this passes by number, and
+    the same as the module itself takes it.
 
     Raises:
         MomentsError: the module cannot be run.
     """
     near = _near_copy(module)
     _, _, given = _recorded(near, batch)
-    tensors = {f"{i}": t for i, t in enumerate(_tensors(given))}
-    return Call(near, functools.partial(run, near, given), tensors, _as_read(given, module))
+    tensors = _tensors(given)
+    return near, functools.partial(run, near, given), tensors, _as_read(given, module)
 
 
 @made_at_hand
@@ -234,11 +221,10 @@ def _recorded(module: nn.Module, batch: Any) -> tuple[Graph, int | None, Any]:
     errors = []
     for given, length in _cuts(batch) if batch is not None else _examples(module):
         given = _near_batch(given)
-        tensors = {f"{i}": t for i, t in enumerate(_tensors(given))}
         buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
         try:
             with in_mode(module, True):
-                graph = record(module, functools.partial(run, module, given), tensors)
+                graph = record(module, functools.partial(run, module, given), _tensors(given))
             return graph, length, given
         except Exception as error:  # the module's own code, on input that may be none of its
             errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
@@ -257,10 +243,11 @@ def _recorded(module: nn.Module, batch: Any) -> tuple[Graph, int | None, Any]:
     raise MomentsError(f"{type(module).__name__} could not be run ({what}): {mend}")
 
 
-def _tensors(given: Any) -> list[Tensor]:
+def _tensors(given: Any) -> dict[str, Tensor]:
+    """What a module is passed, by number."""
     values = given.values() if isinstance(given, Mapping) else given
     values = [values] if isinstance(values, Tensor) else values
-    return [v for v in values if isinstance(v, Tensor)]
+    return {str(i): v for i, v in enumerate(v for v in values if isinstance(v, Tensor))}
 
 
 def _cuts(batch: Any, rows: int = 2) -> Iterator[tuple[Any, int | None]]:
@@ -301,12 +288,17 @@ def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
         names = [a.name for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
         return dict(zip(names, tensors, strict=False))
 
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(kind)
+
+    def picture(channels: int, side: Any) -> Tensor:
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        return drawn(2, channels, int(height), int(width))
+
     size = getattr(config, "image_size", None)
     kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     if size is not None and hasattr(config, "num_channels"):
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        shape = (2, config.num_channels, height, width)
-        yield {"pixel_values": torch.randn(shape, generator=generator).to(kind)}, None
+        yield {"pixel_values": picture(config.num_channels, size)}, None
     yield from _signals(module, config, generator, kind)
     text = _vocabulary(config)
     if text is not None:
@@ -323,20 +315,17 @@ def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
     widths = [p.embed_dim for p in module.modules() if isinstance(p, nn.MultiheadAttention)]
     widths += [p.in_features for p in module.modules() if isinstance(p, nn.Linear)]
     widths += [p.shape[-1] for p in module.parameters() if p.ndim == 1]
-    for width in dict.fromkeys(widths):
-        rows = torch.randn((2, TOKENS, width), generator=generator).to(kind)
+    for width in widths[:1]:
+        features = drawn(2, TOKENS, width)
         if isinstance(module, nn.Transformer | nn.TransformerDecoder):
-            yield both(rows, torch.randn(rows.shape, generator=generator).to(kind)), None
-        yield rows, None
-        break
+            yield both(features, drawn(2, TOKENS, width)), None
+        yield features, None
     convolution = next((p for p in module.modules() if isinstance(p, nn.Conv2d)), None)
     if convolution is not None:
         sizes = [getattr(p, "img_size", None) for p in module.modules()]
         sizes += [getattr(p, "image_size", None) for p in module.modules()]
         for side in [s for s in sizes if s is not None] + [224, 32]:
-            height, width = side if isinstance(side, list | tuple) else (side, side)
-            shape = (2, convolution.in_channels, int(height), int(width))
-            yield torch.randn(shape, generator=generator).to(kind), None
+            yield picture(convolution.in_channels, side), None
 
 
 def _vocabulary(config: Any) -> int | None:
@@ -382,8 +371,6 @@ def _far(module: nn.Module, batch: Any) -> list[int | None]:
 
 
 # --- a declaration --------------------------------------------------------------------------------
-
-_SUB = ("attention", "cross", "ffn")
 
 
 @dataclass
@@ -480,8 +467,15 @@ class _Reading:
             logits=logits.path if logits is not None and logits.side == "output" else "",
         )
         self.squares = _squares(self.tensors, found)
-        self._share(roles, stacks)
+        self._share(roles)
         model = self._model(stacks)
+
+        def layers_of(what: Callable[[BranchUnit], bool]) -> tuple[int, ...]:
+            rows = enumerate(main.layers, start=1)
+            return tuple(
+                n for n, units in rows if any(u.name == "attention" and what(u) for u in units)
+            )
+
         return ModuleReading(
             model,
             module_roles,
@@ -489,24 +483,16 @@ class _Reading:
             tuple(dict.fromkeys(self.reasons)),
             tuple(dict.fromkeys(self.doubts)),
             odd=tuple(self.odd),
-            over_queries=tuple(
-                number
-                for number, units in enumerate(main.layers, start=1)
-                if any(u.name == "attention" and u.core and not u.core.over_keys for u in units)
-            ),
+            over_queries=layers_of(lambda u: u.core is not None and not u.core.over_keys),
             unmasked=self.unmasked,
             misplaced=self.misplaced,
             dropped=tuple(self.dropped),
             shared=self.shared,
             unlayered=tuple(dict.fromkeys(self.unlayered)),
-            turned=tuple(
-                number
-                for number, units in enumerate(main.layers, start=1)
-                if any(u.name == "attention" and u.attention and u.attention.turned for u in units)
-            ),
+            turned=layers_of(lambda u: u.attention is not None and u.attention.turned),
         )
 
-    def _share(self, roles: Roles, stacks: list[_Stack]) -> None:
+    def _share(self, roles: Roles) -> None:
         """Matrices that several layers use: each has their variance, and few may be."""
         rows = [row for row in roles.again if row[2] in MATRICES]
         for _, layer, _, parameter in rows:
@@ -538,17 +524,9 @@ class _Reading:
             prefix = ENCODER if len(chains) == 2 and chain is chains[0] else ""
             layers = self._layers(chain)
             read = before(self.stream, chain)
-            found.append(
-                _Stack(
-                    prefix,
-                    chain,
-                    layers,
-                    self._placements(layers, read),
-                    read,
-                    after(self.stream, chain, chains),
-                )
-            )
-            self.doubts += found[-1].after.doubts
+            placements, behind = self._placements(layers, read), after(self.stream, chain, chains)
+            found.append(_Stack(prefix, chain, layers, placements, read, behind))
+            self.doubts += behind.doubts
         return found
 
     def _matrices(self, chain: SumChain) -> list[set[str]]:
@@ -557,9 +535,9 @@ class _Reading:
         What follows is the same again, however often the module goes round.
         """
         found: list[set[str]] = []
+        between = self.stream.read.between
         for one in chain.sums:
-            matrices = [m for tip in one.tips for m in self.stream.read.between(one.stream, tip)]
-            names = {name for matrix in matrices for name in matrix.params}
+            names = {n for tip in one.tips for m in between(one.stream, tip) for n in m.params}
             if names and names <= set().union(*found):
                 break
             found.append(names)
@@ -588,7 +566,7 @@ class _Reading:
         """Blocks by layer: attention, perhaps cross-attention, a feed-forward block."""
         layers: list[list[BranchUnit]] = []
         for block in chain.blocks:
-            if not layers or _SUB.index(block.name) <= _SUB.index(layers[-1][-1].name):
+            if not layers or ORDER.index(block.name) <= ORDER.index(layers[-1][-1].name):
                 layers.append([])
             layers[-1].append(block)
         kinds = {tuple(b.name for b in units) for units in layers}
@@ -663,11 +641,8 @@ class _Reading:
                             roles.linear(s, number, cross + role, linear, columns)
                     for linear in unit.attention.output[-1:]:
                         roles.linear(s, number, f"{cross}output", linear)
-                    for role, norm in (
-                        ("query", unit.attention.qk_norm),
-                        ("key", unit.attention.key_norm),
-                    ):
-                        roles.norm(s, number, f"{cross}{role}.norm", norm)
+                    roles.norm(s, number, f"{cross}query.norm", unit.attention.qk_norm)
+                    roles.norm(s, number, f"{cross}key.norm", unit.attention.key_norm)
                     if unit.attention.relative is not None and number == 1:
                         roles.whole(s, 0, "relative_bias", unit.attention.relative)
                 if unit.feed is not None:
@@ -675,21 +650,23 @@ class _Reading:
                         for linear, columns in rows:
                             roles.linear(s, number, role, linear, columns)
                     roles.linear(s, number, "ffn_out", unit.feed.output)
-                roles.norm(s, number, f"{unit.name}.norm", unit.before)
-                roles.norm(s, number, f"{unit.name}.norm", unit.after)
+                for norm in (unit.before, unit.after):
+                    roles.norm(s, number, f"{unit.name}.norm", norm)
                 roles.norm(s, number, f"{unit.name}.post_norm", unit.behind)
                 for name in unit.scale_params:
                     roles.whole(s, number, f"{unit.name}.branch_scale", name)
         for role, name in stack.before.tables.items():
             if role != "token" or not s or name not in roles.claims:
                 roles.whole("" if role == "token" else s, 0, role, name)
-        if stack.before.patch is not None:
-            roles.linear(s, 0, "patch", stack.before.patch)
+        found = stack.after
+        for role, one in (("patch", stack.before.patch), ("factor", stack.before.factor)):
+            if one is not None:
+                roles.linear(s, 0, role, one)
         roles.norm(s, 0, "embedding.norm", stack.before.norm)
         roles.norm(s, last, "final.norm", stack.chain.final)
-        found = stack.after
-        if found.transform is not None:
-            roles.linear(s, last, "head.transform", found.transform)
+        for role, one in (("head.transform", found.transform), ("head.factor", found.factor)):
+            if one is not None:
+                roles.linear(s, last, role, one)
         roles.norm(s, last, "head.norm", found.norm)
         if found.matrix is not None:
             tied = found.matrix.params & set(stack.before.tables.values())
@@ -709,7 +686,11 @@ class _Reading:
         if found.norm is not None:
             rows.append((0, "embedding.norm", sites.output(found.norm.end)))
         if not found.given:
-            rows.append((0, "embedding", sites.output(stack.chain.start)))
+            widened = found.factor is not None and found.norm is not None
+            end = found.factor.read if found.factor and widened else stack.chain.start
+            rows.append((0, "embedding", sites.output(end)))
+            if widened:
+                rows.append((0, "embedding.factor", sites.output(stack.chain.start)))
         if stack.chain.final is not None:
             rows.append((last, "final.norm", sites.output(stack.chain.final.end)))
         if stack.after.norm is not None:
@@ -756,12 +737,6 @@ class _Reading:
             self.doubts.append(f"{name} that differs between layers: taken for {most:g} in all")
         return most
 
-    def _causal(self, masked: list[bool]) -> bool:
-        """Whether tokens see none that follow them; layers that do not mask them are named."""
-        if any(masked):
-            self.unmasked = tuple(n for n, causal in enumerate(masked, start=1) if not causal)
-        return any(masked)
-
     def _fields(self, stack: _Stack) -> dict[str, Any]:
         units = [unit for layer in stack.layers for unit in layer]
         attentions = [u.attention for u in units if u.name == "attention" and u.attention]
@@ -773,6 +748,9 @@ class _Reading:
         for u in units:
             if u.attention is not None:
                 self.reasons += u.attention.doubts
+        causal = any(a.causal for a in attentions)
+        if causal:
+            self.unmasked = tuple(n for n, a in enumerate(attentions, start=1) if not a.causal)
         one = self._one
         width = self.graph.tensor(stack.chain.start).shape[-1]
         outer = [n for n in (stack.chain.final, stack.before.norm) if n is not None]
@@ -800,7 +778,7 @@ class _Reading:
                 [u.dropout for u in units if u.name == "ffn"],
             ),
             "activation_dropout": self._most("activation dropout", [f.dropout for f in feeds]),
-            "causal": self._causal([a.causal for a in attentions]),
+            "causal": causal,
             "d_head": one("a head's width", [a.d_head for a in attentions]),
             "kv_heads": one("a number of key heads", [a.kv_heads for a in attentions]),
             "norm_epsilon": max(set(epsilons), key=epsilons.count) if epsilons else 0.0,
@@ -879,24 +857,21 @@ class _Reading:
             else:
                 words = ", ".join(dict.fromkeys(kinds))
                 self.reasons.append(f"norms that sit differently in different layers ({words})")
-        gains, factors = np.ones((n, 2)), np.ones((n, 2))
+        gains, factors = np.ones((2, n, 2))
         for number, units in enumerate(stack.layers):
             for unit in units:
                 norm = unit.before or unit.after or unit.behind
                 column = int(unit.name == "ffn")
                 if norm is not None:
-                    gains[number, column] = norm.gain
-                    factors[number, column] = (
-                        unit.factor if unit.before is not None else unit.after_factor
-                    )
+                    factor = unit.after_factor if unit.before is None else unit.factor
+                    gains[number, column], factors[number, column] = norm.gain, factor
                 second = None if unit.behind is norm else unit.behind
                 if second is not None and abs(second.gain - 1) > 1e-3:
                     self.doubts.append("gains of second norms are taken as 1")
         return fields | gain_fields(gains, factors)
 
     def _scales(self, stack: _Stack) -> dict[str, Any]:
-        n = len(stack.layers)
-        skip, branch = np.ones((n, 2)), np.ones((n, 2))
+        skip, branch = np.ones((2, len(stack.layers), 2))
         for number, units in enumerate(stack.layers):
             for unit in units:
                 column = int(unit.name == "ffn")
@@ -969,11 +944,15 @@ class _Reading:
             return None
         self.doubts += found.doubts
         tables = found.tables
+        common: dict[str, Any] = {
+            "norm": found.norm is not None,
+            "dropout": found.dropout,
+            "norm_epsilon": 0.0 if found.norm is None else found.norm.epsilon,
+        }
         if found.patch is not None:
             if found.doubts:
                 self.doubts.append("what enters layer 1 is not declared")
                 return None
-            bias = self.squares.get((stack.prefix, 0, "patch.bias"))
             try:
                 return PatchEmbedding(
                     image_size=found.shape[-1],
@@ -983,10 +962,8 @@ class _Reading:
                     channels=found.shape[1],
                     class_token="class" in tables,
                     class_variance=self._table(tables.get("class")),
-                    bias_variance=bias,
-                    norm=found.norm is not None,
-                    dropout=found.dropout,
-                    norm_epsilon=0.0 if found.norm is None else found.norm.epsilon,
+                    bias_variance=self.squares.get((stack.prefix, 0, "patch.bias")),
+                    **common,
                 )
             except DomainError as error:
                 self.doubts.append(f"what enters layer 1 is not declared: {error}")
@@ -1007,17 +984,19 @@ class _Reading:
             for role, factor in found.factors.items()
         ]
         padding = padding_row(self.module, self.tensors[tables["token"]])
+        factor = found.factor
         return Embedding(
             vocab_size=len(self.tensors[tables["token"]]),
             token_variance=self._table(tables["token"]),
             position_variance=0.0 if sines else added["position"],
             segment_variance=added["segment"],
-            norm=found.norm is not None,
-            dropout=found.dropout,
-            norm_epsilon=0.0 if found.norm is None else found.norm.epsilon,
             scale=_near(found.scale),
             positions="sinusoidal" if sines else "learned",
             padding_id=padding,
+            factor_dim=None if factor is None else self.graph.tensor(factor.read).shape[-1],
+            factor_variance=self.squares.get((stack.prefix, 0, "factor")),
+            factor_bias=factor is not None and bool(factor.biases),
+            **common,
         )
 
     def _head(self, stack: _Stack, fields: Mapping[str, Any]) -> Head | None:
@@ -1028,7 +1007,8 @@ class _Reading:
         if found.matrix is None or found.doubts:
             return None
         read = self.graph.tensor(found.matrix.read).shape[-1]
-        if read != fields["d_model"]:
+        narrow = None if read == fields["d_model"] else read
+        if narrow not in (None, getattr(fields["embedding"], "factor_dim", None)):
             self.doubts.append(f"the head reads {read} features, not d_model: it is not declared")
             return None
         if found.pool == "other" and not fields["causal"]:
@@ -1049,14 +1029,9 @@ class _Reading:
         if not classes and token_rows != found.labels and not tied:
             loss = "causal" if fields["causal"] else None
             self.doubts.append("labels that are no tokens: no loss is declared")
-        changes: dict[str, Any] = {}
-        if found.transform is not None:
-            changes |= {
-                "transform": found.activation,
-                "transform_variance": self.squares.get(("", last, "head.transform")),
-                "transform_bias_variance": self.squares.get(("", last, "head.transform.bias")),
-                "transform_norm": found.norm is not None,
-            }
+        variance = {
+            name: value for (of, n, name), value in self.squares.items() if (of, n) == ("", last)
+        }
         rows = token_rows if fields["embedding"] is not None else 0
         return Head(
             vocab_size=None if tied or classes or rows == found.labels else found.labels,
@@ -1071,7 +1046,12 @@ class _Reading:
             loss=loss,
             classes=found.labels if classes else None,
             pool=found.pool if found.pool in ("first", "mean") else "first",
-            **changes,
+            factor_dim=narrow,
+            factor_variance=variance.get("head.factor"),
+            transform=None if found.transform is None else found.activation,
+            transform_variance=variance.get("head.transform"),
+            transform_bias_variance=variance.get("head.transform.bias"),
+            transform_norm=found.transform is None or found.norm is not None,
         )
 
 

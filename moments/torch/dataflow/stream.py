@@ -29,6 +29,9 @@ with optional("torch", "torch"):
 HIDDEN = -5e3
 """What is added to a logit that is meant to vanish is below this."""
 
+ORDER = ("attention", "cross", "ffn")
+"""Blocks of a layer."""
+
 _SUMS = ("add", "addcmul", "lerp", "sub")
 
 
@@ -63,7 +66,6 @@ class BranchUnit:
     name: str
     sum: StreamSum
     raw: int
-    read: int
     before: Norm | None = None
     factor: float = 1.0
     behind: Norm | None = None
@@ -228,8 +230,7 @@ class StreamReader:
             for block in blocks:
                 block.parallel = len(blocks) > 1
             self._scales(one, blocks)
-            order = {"attention": 0, "cross": 1, "ffn": 2}
-            blocks.sort(key=lambda block: order[block.name])
+            blocks.sort(key=lambda block: ORDER.index(block.name))
             if place:
                 link = self.norm(previous, one.stream)
                 last = chain.blocks[-1]
@@ -283,10 +284,11 @@ class StreamReader:
                 waiting.append(output)
                 if self.graph.tensor(output).numel() == self.graph.tensor(value).numel():
                     found.append(output)
-        norm = self.read.norm_within(value, found)
-        width = self.graph.tensor(value).shape[-1]
-        if norm is None or not self.read.vectors(norm, width):
-            return []
+        norm, width = self.read.norm_within(value, found), self.graph.tensor(value).shape[-1]
+        if norm is None or any(
+            self.graph.leaf(name).numel() > width for name in (*norm.gains, *norm.biases)
+        ):
+            return []  # gains and biases have one entry per feature
         # A norm of a norm is a norm of what went in.
         fits = [v for v in sorted(found) if isinstance(self.read.fit(value, v), Fit)]
         between = [v for v in fits[:-1] if isinstance(self.read.fit(v, fits[-1]), Fit)]
@@ -306,20 +308,13 @@ class StreamReader:
 
     def _before(self, block: BranchUnit, reads: list[int]) -> None:
         """The norm between the stream and what a block's matrices read."""
-        links = {}
-        for read in reads:
-            root = self.read.up(read, scaled=False)
-            links[root] = self.norm(block.sum.stream, root)
-        kinds = list(links.values())
-        block.read = next(iter(links))
-        if any(kind is None for kind in kinds):
+        roots = dict.fromkeys(self.read.up(read, scaled=False) for read in reads)
+        first, *others = [self.norm(block.sum.stream, root) for root in roots]
+        if first is None or None in others:
             self.doubts.append("what stands before a block's matrices is no norm")
-            return
-        first = kinds[0]
-        if isinstance(first, tuple):
+        elif isinstance(first, tuple):
             block.before, block.factor = first
-            block.read = block.before.end
-        elif isinstance(first, float):
+        else:
             block.factor = first
 
     def _scales(self, one: StreamSum, blocks: list[BranchUnit]) -> None:
@@ -361,7 +356,7 @@ class StreamReader:
         matrices = read.between(one.stream, tip)
         ins, outs = self._ends(matrices)
         output = outs[-1]
-        block = BranchUnit("ffn", one, output.made, ins[0].read)
+        block = BranchUnit("ffn", one, output.made)
         self._before(block, [linear.read for linear in ins])
         if len(outs) != 1 or len(ins) > 2 or len(ins) + 1 != len(matrices) or output in ins:
             names = sorted({name for linear in matrices for name in linear.params})
@@ -408,20 +403,20 @@ class StreamReader:
         names = {node.name.rstrip("_") for node in self.graph.path([start], end)}
         if names & {"topk", "sort"}:
             return "a mixture of experts, of routing and shared"
-        if names & {"softplus", "cumsum", "logcumsumexp"} or "cumprod" in names:
+        if names & {"softplus", "cumsum", "logcumsumexp", "cumprod"}:
             return "a recurrence (state space or linear attention), of"
         return ""
 
     def _ends(self, matrices: list[LinearUnit]) -> tuple[list[LinearUnit], list[LinearUnit]]:
         """Of some products those that no other one feeds, and those that feed no other one."""
-        rests = self.graph.rests_on
-        ins = [
-            m for m in matrices if not any(o is not m and rests(m.read, o.made) for o in matrices)
-        ]
-        outs = [
-            m for m in matrices if not any(o is not m and rests(o.read, m.made) for o in matrices)
-        ]
-        return ins, outs
+        fed, feeding = set(), set()
+        for one in matrices:
+            for other in matrices:
+                if one is not other and self.graph.rests_on(one.read, other.made):
+                    fed.add(one.node)
+                    feeding.add(other.node)
+        outs = [m for m in matrices if m.node not in feeding]
+        return [m for m in matrices if m.node not in fed], outs
 
     # --- attention ---------------------------------------------------------------------------
 
@@ -431,7 +426,7 @@ class StreamReader:
         output = read.between(cores[0].mixed, tip)
         name = "attention" if graph.rests_on(cores[0].key, stream) else "cross"
         raw = output[-1].made if output else tip
-        block = BranchUnit(name, one, raw, stream, core=cores[0])
+        block = BranchUnit(name, one, raw, core=cores[0])
         sides: dict[str, list[tuple[LinearUnit, Tensor]]] = {}
         reads: list[int] = []
         for core in cores:
@@ -548,8 +543,7 @@ class StreamReader:
 
     def _source(self, side: list[tuple[LinearUnit, Tensor]], end: int) -> tuple[LinearUnit, Tensor]:
         """Of some matrices the one that makes a value, and its columns."""
-        made = (row for row in side if self.graph.rests_on(end, self._first(row[0])))
-        return next(made)
+        return next(row for row in side if self.graph.rests_on(end, self._first(row[0])))
 
     def _doubled(self, start: int, end: int) -> tuple[Tensor, Tensor, int | None]:
         """A draw of a value, what is made of it, and what that is multiplied by (2 or 1, else None)
@@ -656,26 +650,18 @@ class StreamReader:
         rows = weights.reshape(-1, length, keys)
         seen = (rows > 0).any(0)
         if length == keys and length > 1:
-            ahead = bool(torch.triu(seen, 1).any())
-            found.causal = not ahead
+            found.causal = not bool(torch.triu(seen, 1).any())
             found.window = reach_of(rows)
         flat = logits.reshape(-1, length, keys).double()
         flat = torch.where(flat < HIDDEN, torch.full_like(flat, math.nan), flat)
         finite = flat[torch.isfinite(flat)]
         if finite.numel() and float(finite.abs().max()) > 1e-6:
-            params = self._bias_params(core)
-            if params:
-                found.relative, found.buckets = params
+            path = graph.path([graph.nodes[core.product].outputs[0]], core.logits)
+            if tables := self.read.leaves(path):
+                table = graph.values[tables[0]]
+                found.relative, found.buckets = str(table.name), len(table.tensor)
             elif length == keys:
                 found.alibi = self._alibi(flat[: found.heads], found)
-
-    def _bias_params(self, core: Core) -> tuple[str, int] | None:
-        path = self.graph.path([self.graph.nodes[core.product].outputs[0]], core.logits)
-        leaves = list(self.read.leaves(path))
-        names = [self.graph.values[v].name for v in leaves]
-        if not names:
-            return None
-        return str(names[0]), len(self.graph.tensor(leaves[0]))
 
     def _alibi(self, bias: Tensor, found: AttentionUnit) -> bool | float:
         length = bias.shape[-1]

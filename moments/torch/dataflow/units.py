@@ -157,10 +157,6 @@ class GraphReader:
     def live(self, value: int) -> bool:
         return self.graph.values[value].live
 
-    def dense(self, value: int) -> bool:
-        """Whether a value is of numbers."""
-        return bool(self.graph.tensor(value).is_floating_point())
-
     def dropout_of(self, node: Node) -> float | None:
         """The probability, where a node applies a dropout's mask."""
         found = self._mask_of(node)
@@ -441,11 +437,6 @@ class GraphReader:
             biases,
             unit=self._unit(gains, fit.gains),
         )
-
-    def vectors(self, norm: Norm, width: int) -> bool:
-        """Whether all that acts in a norm is of one entry per feature, as gains and biases are."""
-        held = [self.graph.leaf(name) for name in (*norm.gains, *norm.biases)]
-        return all(tensor.numel() <= width for tensor in held)
 
     def _unit(self, gains: tuple[str, ...], fitted: Tensor) -> bool | None:
         """Whether a gain is its parameter, not 1 + it; None where it is neither."""

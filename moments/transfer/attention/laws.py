@@ -1,12 +1,8 @@
 """Self-attention with tokens alike, by the refined laws.
 
-Softmax statistics are averaged over the norms of queries and keys. After a normalisation, layers
-with equal weights differ only in their tokens' correlation: one vectorised evaluation at Chebyshev
-nodes then serves all of them, and a deep model costs little more than a shallow one. At logit
-scales up to 5 the moments of 24-layer models move by 1e-10; a test compares the interpolation with
-the statistics it stands for.
-
-See docs/theory/softmax.md, Queries of finite width.
+Softmax statistics are averaged over the norms of queries and keys. Layers of equal weights differ
+only in their tokens' correlation: one evaluation at Chebyshev nodes then serves all of them. See
+docs/theory/softmax.md, Queries of finite width.
 """
 
 from __future__ import annotations
@@ -154,56 +150,12 @@ def _statistics(
     most = THETA_PEAKED / np.maximum(1 - correlation, 1e-12)
     spread, widths = norm_variance(signal), (signal.seq_len, leaf.d_model, leaf.d_head)
     scale = np.minimum(wanted, most)
-    profiled = not np.any(spread) and float(np.max(scale)) <= PROFILED_SCALE
-    if signal.algebra.scalar:
-        return _from_flat(*_one(float(scale), correlation, spread, profiled, *widths))
-    if np.ndim(scale) == 1 and not signal.resolved:
-        return _from_flat(*_many(scale, correlation, spread, profiled, *widths))
+    alike = not signal.resolved and np.ndim(scale) == (0 if signal.algebra.scalar else 1)
+    if alike and not np.any(spread) and np.min(correlation) >= 0:
+        scales = np.unique(scale).tolist() if np.ndim(scale) else [float(scale)]
+        if len(scales) <= MOST_PROFILES and scales[-1] <= PROFILED_SCALE:
+            return _profiled(scale, correlation, scales, *widths)
     return attention_statistics(scale, correlation, *widths, spread)
-
-
-def _one(
-    scale: float,
-    correlation: float,
-    spread: float,
-    profiled: bool,
-    seq_len: int,
-    d_model: Any,
-    d_head: Any,
-) -> tuple[Any, ...]:
-    """Statistics of one configuration, in the order of `STATISTICS`, and what else there is."""
-    widths = seq_len, d_model, d_head
-    if profiled and correlation >= 0:
-        *numbers, entropy = profiled_numbers(scale, correlation, *widths)
-        return (*numbers, (1 - correlation) * scale, entropy)
-    found = attention_statistics(scale, correlation, *widths, spread)
-    return (*found.values.values(), found.logit_variance, found.entropy)
-
-
-def _many(
-    scale: Array,
-    correlation: Array,
-    spread: Array,
-    profiled: bool,
-    seq_len: int,
-    d_model: Any,
-    d_head: Any,
-) -> tuple[Any, ...]:
-    """Those of many configurations, (B,): by profiles where they are few."""
-    widths = seq_len, d_model, d_head
-    scale, correlation, spread = np.broadcast_arrays(scale, correlation, spread)
-    scales = scale[:1] if scale.min() == scale.max() else np.unique(scale)
-    if not profiled or scales.size > MOST_PROFILES or np.min(correlation) < 0:
-        found = attention_statistics(scale, correlation, *widths, spread)
-        return (*found.values.values(), found.logit_variance, found.entropy)
-    if scales.size == 1:
-        columns = profiled_columns(float(scales[0]), correlation, *widths)
-    else:
-        columns = np.empty((len(STATISTICS) + 1, scale.size))
-        for one in scales:
-            at = scale == one
-            columns[:, at] = profiled_columns(float(one), correlation[at], *widths)
-    return (*columns[:-1], (1 - correlation) * scale, columns[-1])
 
 
 MOST_PROFILES = 16
@@ -211,9 +163,23 @@ MOST_PROFILES = 16
 640 evaluations, once for all layers."""
 
 
-def _from_flat(*values: Any) -> AttentionStatistics:
-    *numbers, logit_variance, entropy = values
-    return AttentionStatistics(dict(zip(STATISTICS, numbers, strict=True)), logit_variance, entropy)
+def _profiled(
+    scale: Array, correlation: Array, scales: list[float], *widths: Any
+) -> AttentionStatistics:
+    """Statistics of one configuration or of (B,), at so many different scales."""
+    numbers: Any
+    if np.ndim(scale) == 0:
+        scale = scales[0]
+        numbers = profiled_numbers(scale, correlation, *widths)
+    else:
+        scale, correlation = np.broadcast_arrays(scale, correlation)
+        numbers = np.empty((len(STATISTICS) + 1, scale.size))
+        for one in scales:
+            at: Any = scale == one if len(scales) > 1 else slice(None)
+            numbers[:, at] = profiled_columns(one, correlation[at], *widths)
+    *values, entropy = numbers
+    named = dict(zip(STATISTICS, values, strict=True))
+    return AttentionStatistics(named, (1 - correlation) * scale, entropy)
 
 
 def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePullback]:
@@ -244,8 +210,7 @@ def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePull
     values["average_variance"] = evaluate(average["variance"], algebra, values)
     values["average_covariance"] = evaluate(average["covariance"], algebra, values)
     mixed = Kernel(
-        kernel.diagonal * values["average_variance"],
-        kernel.diagonal * values["average_covariance"],
+        kernel.diagonal * values["average_variance"], kernel.diagonal * values["average_covariance"]
     )
     heads = Kernel(
         evaluate(with_value["variance"], algebra, values),
@@ -298,10 +263,7 @@ class AlikePullback(NamedTuple):
         values = self.values
         average = ATTENTION_WITHOUT_VALUE.under("refined")
         with_value = ATTENTION.under("refined")
-        paths = values | {
-            "grad_variance": received.diagonal,
-            "grad_covariance": received.pairs,
-        }
+        paths = values | {"grad_variance": received.diagonal, "grad_covariance": received.pairs}
 
         def path(name: str) -> Array:
             return evaluate(average[name], algebra, paths)

@@ -1,18 +1,9 @@
 """Attention in every resolution of its tokens: what a leaf declares, made into rows of attention.
 
 `TokenLayer` is any kernel under any mask, `ClassLayer` classes of positions, `AlikeLayer` keys that
-are alike, met by queries of any resolution: in cross-attention, with biases on the queries and
-behind normalised queries and keys. (Tokens alike that attend to themselves, with none of these,
-have the laws of `laws`.)
-
-The latter is what the others are held to, not one of them: one class of all tokens meets it to
-single precision (1e-7 in every path, 4e-5 with biases on the queries), the closure by token to 5e-4
-and behind normalised queries and keys to .5 %. It stands for itself because its queries may be more
-or fewer than its keys and of another resolution, and because it takes any number of configurations
-at once, where a class costs three times as much for each. The laws differ from it by 1e-4 at most,
-in orders 1/d_model^2, and cost a seventieth.
-
-See docs/theory/attention.md, Tokens alike.
+are alike, met by queries of any resolution and in any number of configurations at once. (Tokens
+alike that attend to themselves, without biases or norms of queries, have the laws of `laws`.) See
+docs/theory/attention.md, Tokens alike.
 """
 
 from __future__ import annotations
@@ -31,25 +22,14 @@ from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...engine.texts import TextClasses
 from ...errors import DomainError
 from ...model.positions import RelativeBias, alibi_slopes
-from .kernels import (
-    HeadAverage,
-    KernelAttention,
-    Rotation,
-    exact_rows,
-)
+from .kernels import HeadAverage, KernelAttention, Paths, Rotation, exact_rows
 from .kernels.attention import FAINT
 from .kernels.finite_rows import FiniteRows, Widths, finite_rows
-from .kernels.position_attention import (
-    Across,
-    ClassLogits,
-    PositionAttention,
-    Words,
-)
+from .kernels.position_attention import Across, ClassLogits, PositionAttention, Words
 from .kernels.relative_positions import Turning, shifted_classes, shifted_together
 from .projections import (
     LOGIT_VARIANCE_MAX,
     LogitLaw,
-    Paths,
     attention_diagnostics,
     by_distance,
     positive,
@@ -67,8 +47,7 @@ BEYOND_TABLES = (
 
 
 ALIKE_NOTED, TURNED_NOTED = 0.7, 0.5
-"""Correlation of keys that rotary positions turn, and variance of their logits, from which both
-together a note says what that costs."""
+"""Correlation of keys that rotary positions turn, and variance of their logits, noted together."""
 
 TURNED_ALIKE = (
     "tokens that rotary positions turn correlate by more than .7, and logits differ mostly as keys "
@@ -121,8 +100,7 @@ def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
         inside &= np.abs(offset) < leaf.window
     if leaf.padding is None:
         return [_blocks([inside] * leaf.sequences)] * matrices
-    # A query that sees no real key keeps itself: padding before a causal text.
-    seen = [seeing_itself(inside & _visible(row)) for row in leaf.padding]
+    seen = [_visible(inside, np.asarray(row, dtype=np.int64)) for row in leaf.padding]
     if leaf.sequences > 1:
         if len(seen) != leaf.sequences:
             raise DomainError(
@@ -132,26 +110,19 @@ def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
     return seen if len(seen) == matrices else seen * matrices
 
 
-def _visible(documents: Any) -> Mask:
-    """(L, L) real keys of a query's own document; of a padding query, all that are real."""
-    numbers = np.asarray(documents, dtype=np.int64)
-    return np.asarray(one_document(numbers) | ((numbers[:, None] == 0) & (numbers > 0)))
-
-
-def seeing_itself(mask: Mask) -> Mask:
-    """The mask, with queries that see nothing seeing themselves."""
+def _visible(inside: Mask, documents: NDArray[np.int64]) -> Mask:
+    """(L, L) real keys of a query's own document; of a padding query, all that are real. One that
+    would see none sees itself: padding before a causal text."""
+    mask = inside & (one_document(documents) | ((documents[:, None] == 0) & (documents > 0)))
     return np.asarray(np.where(mask.any(-1, keepdims=True), mask, np.eye(len(mask), dtype=bool)))
 
 
 def _blocks(masks: list[Mask]) -> Mask:
-    if len(masks) == 1:
-        return masks[0]
-    whole = np.zeros((sum(len(one) for one in masks), sum(one.shape[1] for one in masks)), bool)
-    row = column = 0
-    for one in masks:
-        whole[row : row + len(one), column : column + one.shape[1]] = one
-        row, column = row + len(one), column + one.shape[1]
-    return whole
+    """(n L, n K) of masks (L, K) of one shape."""
+    count, (rows, columns) = len(masks), masks[0].shape
+    whole = np.zeros((count, rows, count, columns), bool)
+    whole[np.arange(count), :, np.arange(count)] = masks
+    return whole.reshape(count * rows, count * columns)
 
 
 def same_sequence(queries: int, keys: int, sequences: int) -> Mask:
@@ -164,11 +135,7 @@ def same_sequence(queries: int, keys: int, sequences: int) -> Mask:
 
 
 def build(
-    leaf: Any,
-    law: LogitLaw,
-    memory: Kernel,
-    allowed: list[Mask],
-    norm_spread: Array,
+    leaf: Any, law: LogitLaw, memory: Kernel, allowed: list[Mask], norm_spread: Array
 ) -> tuple[list[HeadAverage], Array]:
     """The layer on every kernel of a batch, and the variance its logits were to have in each.
 
@@ -201,16 +168,13 @@ def build(
             "norm_spread": float(spread),
             "query_kernel": None if plain and queries is memory else query_tokens,
             "key_kernel": None if plain else key_tokens,
-            "rotation": _rotation(leaf, where) if turned else None,
+            "rotation": Rotation.of(*leaf.rotary.frequencies(int(leaf.d_head)), *where)
+            if turned
+            else None,
             "value_bias": leaf.value_bias / value_gain,
         }
         heads.append(_heads(leaf, values, where, settings))
     return heads, wanted
-
-
-def _rotation(leaf: Any, where: list[Array]) -> Rotation:
-    frequencies, shares = leaf.rotary.frequencies(int(leaf.d_head))
-    return Rotation.of(frequencies, shares, *where)
 
 
 def head_slopes(leaf: Any) -> tuple[Array, Array]:
@@ -221,16 +185,11 @@ def head_slopes(leaf: Any) -> tuple[Array, Array]:
 
 
 def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any]) -> HeadAverage:
-    offset = np.subtract.outer(where[1], where[0]).T  # key's position minus query's
-    if leaf.alibi:
-        slopes, shares = head_slopes(leaf)
-        layers = [
-            KernelAttention(values, bias=-slope * np.abs(offset), **settings) for slope in slopes
-        ]
-    else:
-        shares = np.ones(1)
-        layers = [KernelAttention(values, **settings)]
-    return HeadAverage(layers, shares)
+    if not leaf.alibi:
+        return HeadAverage([KernelAttention(values, **settings)])
+    slopes, shares = head_slopes(leaf)
+    far = np.abs(np.subtract.outer(*where))
+    return HeadAverage([KernelAttention(values, bias=-s * far, **settings) for s in slopes], shares)
 
 
 def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
@@ -319,10 +278,8 @@ class TokenLayer(_Layer):
         if not self._leaf.alibi:
             return np.stack(nodes)
         # a node stands for several heads where these are many: by what each loses with the distance
-        every, few = (
-            self._leaf.alibi * alibi_slopes(int(self._leaf.heads)),
-            head_slopes(self._leaf)[0],
-        )
+        every = self._leaf.alibi * alibi_slopes(int(self._leaf.heads))
+        few, _ = head_slopes(self._leaf)
         where = positions(len(nodes[0]), self._leaf)
         distance = np.abs(np.subtract.outer(where, where))
         found = []
@@ -340,10 +297,10 @@ class TokenLayer(_Layer):
     def diagnostics(self) -> dict[str, Array]:
         """See `attention_diagnostics`."""
         keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
-        numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
-        return attention_diagnostics(numbers[0], numbers[1], numbers[2], keys)
+        theta, square, entropy = map(self._numbers, ("logit_variance", "sum_square", "entropy"))
+        return attention_diagnostics(theta, square, entropy, keys)
 
-    def backward(self, gained: Kernel) -> Paths:
+    def backward(self, gained: Kernel) -> Paths[Kernel]:
         """Of the gradient at sum_j a_ij x_j."""
         parts = [one.backward(matrix) for one, matrix in zip(self._rows, flat(gained), strict=True)]
         query = self._kernel([one.query for one in parts])
@@ -385,16 +342,15 @@ class ClassLayer(_Layer):
     def __init__(self, leaf: Any, law: LogitLaw, memory: Signal, tokens: Kernel) -> None:
         self._alike = tokens.classes is None
         self._classes = classes = tokens.classes or one_class(memory.seq_len)
-        self._lead = np.shape(tokens.pairs) if self._alike else tokens.pairs.shape[:-2]
+        self._lead = lead = np.shape(tokens.pairs) if self._alike else tokens.pairs.shape[:-2]
         self._sight = sight = classes.seen(leaf.window)
         scales, self.wanted = logit_scales(law)
-        lead = self._lead
         given = scales, norm_variance(memory)
         scales, spreads = (np.broadcast_to(one, lead).ravel() for one in given)
-        turning = None
+        self._turning = turning = None
         if leaf.rotary is not None:
             turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
-        self._turning = turning
+            self._turning = turning
         self._rows: list[PositionAttention] = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
         for query_tokens, key_tokens, values, scale, spread in zip(
@@ -410,12 +366,9 @@ class ClassLayer(_Layer):
                 half = len(told) // 2
                 words = self._words(classes, told[half:])
                 told = told[:half]
-            inside, *across = told
-            logits = ClassLogits(*inside, float(scale), sight, turning)
-            logits = logits._replace(words=words[0])
-            if across:
-                met = Across(*across[0], words[1])
-                logits = logits._replace(across=met)
+            inside, *other = told
+            across = Across(*other[0], words[1]) if other else None
+            logits = ClassLogits(*inside, float(scale), sight, turning, across, words[0])
             self._rows.append(
                 PositionAttention(
                     logits,
@@ -451,10 +404,7 @@ class ClassLayer(_Layer):
         size = len(self._classes.nodes)
         own, pairs = kernel.diagonal, kernel.pairs
         if self._alike:
-            own, pairs = (
-                np.asarray(own, float)[..., None],
-                np.asarray(pairs, float)[..., None, None],
-            )
+            own, pairs = np.asarray(own)[..., None], np.asarray(pairs)[..., None, None]
         shape = (*self._lead, size)
         if own.shape != shape or pairs.shape != (*shape, size):
             own, pairs = np.broadcast_to(own, shape), np.broadcast_to(pairs, (*shape, size))
@@ -507,10 +457,10 @@ class ClassLayer(_Layer):
 
     def diagnostics(self) -> dict[str, Array]:
         keys = self._of_tokens(self._sight.size)
-        numbers = [self._numbers(name) for name in ("logit_variance", "sum_square", "entropy")]
-        return attention_diagnostics(numbers[0], numbers[1], numbers[2], keys)
+        theta, square, entropy = map(self._numbers, ("logit_variance", "sum_square", "entropy"))
+        return attention_diagnostics(theta, square, entropy, keys)
 
-    def backward(self, gained: Kernel) -> Paths:
+    def backward(self, gained: Kernel) -> Paths[Kernel]:
         found: list[list[Matrix]] = [[] for _ in Paths._fields]
         counts = self._classes.documents
         totals = gained if counts is None else gained.weighted(*counts)
@@ -688,7 +638,7 @@ class AlikeLayer(_Layer):
         """What the query path is per unit of the gradient."""
         return self.backward(self._queries.with_ones()).query
 
-    def backward(self, gradient: Kernel) -> Paths:
+    def backward(self, gradient: Kernel) -> Paths[Kernel]:
         """Paths of a gradient at the averaged values, their weights' gain included."""
         queries, keys = self._counts
         rows, wide, others = self._rows, self._wide, max(keys - 1, 1)

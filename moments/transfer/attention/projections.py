@@ -22,6 +22,7 @@ from ...engine.classes import ClassRows
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...errors import domain_error
 from ...formulas.algebra import is_number
+from .kernels import Paths
 from .kernels.exact_rows import THETA_PEAKED, AlikeRows
 from .softmax import chi_square_rule
 from .softmax.table import LENGTH_MAX
@@ -101,20 +102,6 @@ class LogitLaw(NamedTuple):
     key_scale: Any
     head_freedom: Any
     notes: tuple[str, ...]
-
-
-class Paths(NamedTuple):
-    """Gradient kernels at the tokens by path, before what stands between tokens and logits.
-
-    Attributes:
-        value, query, key: through those.
-        cross: correlation of the value and key paths.
-    """
-
-    value: Kernel
-    query: Kernel
-    key: Kernel
-    cross: Kernel
 
 
 def attention_diagnostics(
@@ -443,14 +430,14 @@ def through(path: Kernel, side: Side, gradient_scale: Array) -> Kernel:
 
 
 def normalised_cross(
-    law: LogitLaw, rows: RowMoments, attention: Any, width: Any, received: Array, plain: Paths
+    law: LogitLaw, rows: RowMoments, weights: Any, width: Any, received: Array, plain: Paths[Kernel]
 ) -> Kernel:
     """Correlation of the value and key paths of normalised keys.
 
     Args:
         law: of the logits.
         rows: of the attention, in the shape of the queries.
-        attention: mean weights, an array or `ClassRows`; None: uniform.
+        weights: mean attention, an array or `ClassRows`; None: uniform.
         width: of the tokens attended to.
         received: variance of the gradient at every row.
         plain: the paths of keys that are not normalised.
@@ -461,10 +448,10 @@ def normalised_cross(
     several = np.maximum((1 - rows.squares) * (1 - 2 * rows.squares), 0.0)
     lost = 2 / width * rows.logit_variance * apart * several
     value = plain.value
-    if attention is None:
+    if weights is None:
         value = value.scaled(queries.average(lost))
     else:
-        one, two = (_of_keys(attention, received, lost, power, value) for power in (2, 1))
+        one, two = (_of_keys(weights, received, lost, power, value) for power in (2, 1))
         first, second = value.over_tokens(two)
         value = value.weighted(one, (first + second) / 2)
     return plain.cross.scaled(1 - queries.average(apart)) - value

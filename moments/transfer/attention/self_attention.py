@@ -24,6 +24,7 @@ from ...errors import domain_error
 from ...formulas.normalization import RMSNORM
 from ...model.positions import RelativeBias, Rotary
 from ..normalization import FiniteNormalization
+from .kernels import Paths
 from .laws import attend_by_laws
 from .layers import (
     BEYOND_TABLES,
@@ -37,7 +38,6 @@ from .layers import (
 )
 from .projections import (
     LogitLaw,
-    Paths,
     ProjectionPaths,
     by_distance,
     logit_law,
@@ -202,16 +202,8 @@ class SelfAttention(Attention, Leaf):
         return Signal(signal.kernel.scaled(self.d_model * self.value), 2, width=self._width)
 
     def unplaced(self) -> SelfAttention:
-        return dataclasses.replace(
-            self,
-            causal=False,
-            window=None,
-            rotary=None,
-            alibi=False,
-            relative_bias=None,
-            padding=None,
-            sequences=1,
-        )
+        free = dataclasses.replace(self, causal=False, window=None, padding=None, sequences=1)
+        return dataclasses.replace(free, rotary=None, alibi=False, relative_bias=None)
 
     def response(self, record: Record, around: Around) -> Response:
         return AttentionSublayer.of(self, record.input, around.received(record))
@@ -255,9 +247,9 @@ class AttentionPullback:
     def _pulled(self, sent: Kernel, gradient: Gradient, sides: Any) -> AttentionPulled:
         return AttentionPulled(Gradient(sent, gradient.seq_len), self, gradient.kernel, sides)
 
-    def _sent(self, received: Kernel) -> tuple[Kernel, Kernel, Paths]:
+    def _sent(self, received: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
         """Through the queries, through keys and values, and the paths."""
-        sides: Paths = self.layer.backward(received.scaled(self.gain))
+        sides: Paths[Kernel] = self.layer.backward(received.scaled(self.gain))
         if self.leaf.qk_norm is not None and not over_all_heads(self.leaf):
             queries, width = self.law.queries.kernel, self.leaf.memory_width
             rows = of_rows(self.output, np.shape(queries.diagonal) if queries.resolved else ())
@@ -422,7 +414,6 @@ def concatenated(
     width, gain = leaf.heads * leaf.d_head, leaf.memory_width * leaf.value
     kernel = _with_bias(leaf, mixed.scaled(gain), squares)
     found_heads = kernel if heads is None else _with_bias(leaf, heads, squares)
-    mean = 0.0 * kernel.diagonal
     fluctuation: Fluctuation | None = None
     if signal.fluctuation is not None:
         # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
@@ -443,8 +434,8 @@ def concatenated(
     return Signal(
         found_heads,
         signal.seq_len,
-        mean=mean,
-        width=width,
+        0.0 * kernel.diagonal,
+        width,
         fluctuation=fluctuation,
         diagnostics=diagnostics,
         notes=notes,
@@ -684,10 +675,8 @@ class _Pulled(Pulled):
         for name in ("value", "value.bias"):
             if name in found:
                 found[name] = found[name] * way.factor / way.gain
-        return {
-            name: norm / way.size if name.endswith(".bias") else norm
-            for name, norm in found.items()
-        }
+        biased = {name for name in found if name.endswith(".bias")}
+        return {name: norm / way.size if name in biased else norm for name, norm in found.items()}
 
     def overlaps(self) -> Mapping[str, Array]:
         return self.inner.overlaps()

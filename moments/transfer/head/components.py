@@ -25,7 +25,7 @@ from ...formulas.algebra import NUMPY
 from ...formulas.linear import DROPOUT, LINEAR
 from ...model.head import Head
 from ...model.transformer import Transformer
-from ..elementary import Activation, Dropout, Linear
+from ..elementary import Activation, Dropout, LawfulPullback, Linear
 from ..normalization import DynamicTanh, FiniteNormalization
 
 
@@ -84,12 +84,10 @@ class HiddenActivation(Activation):
     order 1/d that is E f'^2/E c^2 (1 - 2/d) times 1 + (kurtosis(c) - 1 - 2 (q - 1))/d, with
     q = E c^2 f'^2/(E c^2 E f'^2). The output's `kurtosis` is set to what stands for it there,
     kurtosis(c) - 2 (q - 1); for activations other than GELU's forms and registered ones it stays
-    that of f, by which the gradient comes out 3 % high at d = 128 where f is a GELU.
+    that of f.
     """
 
-    def _sent(
-        self, signal: Signal, output: Signal, gradient: Gradient, kernel: Kernel, *_: Any
-    ) -> Gradient:
+    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
         return gradient.with_kernel(kernel)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Any) -> dict[str, Any]:
@@ -132,16 +130,9 @@ class HiddenNormalization(FiniteNormalization):
         if not self.centres:
             return super().forward(signal)
         kernel = signal.kernel
-        norms = (kernel * kernel).scaled((signal.kurtosis - 1) / signal.width)
-        return super().forward(
-            Signal(
-                kernel,
-                signal.seq_len,
-                mean=0.0 * kernel.diagonal,
-                width=signal.width,
-                fluctuation=Fluctuation(norms),
-            )
-        )
+        norms = Fluctuation((kernel * kernel).scaled((signal.kurtosis - 1) / signal.width))
+        mean, width = 0.0 * kernel.diagonal, signal.width
+        return super().forward(Signal(kernel, signal.seq_len, mean, width, fluctuation=norms))
 
 
 @dataclass(frozen=True)
@@ -169,16 +160,13 @@ class Pool(Leaf):
             return self._on_classes(signal, signal.kernel.classes)
         weights = self.weights(signal.kernel.pairs.shape[-1])
         pooled = Kernel.of_matrix(weights @ signal.second_moment().pairs @ weights.T)
-        output = _gaussian(pooled, signal)
-        return output, functools.partial(self._sent, signal.seq_len, weights)
+        return _gaussian(pooled, signal), functools.partial(self._sent, signal.seq_len, weights)
 
     def _sent(self, seq_len: int, weights: np.ndarray, gradient: Gradient) -> Pulled:
         sent = Kernel.of_matrix(weights.T @ gradient.kernel.pairs @ weights)
         return Pulled(Gradient(sent, seq_len))
 
-    def _on_classes(
-        self, signal: Signal, classes: PositionClasses
-    ) -> tuple[Signal, Callable[[Gradient], Pulled]]:
+    def _on_classes(self, signal: Signal, classes: PositionClasses) -> tuple[Signal, Pullback]:
         """Of equally long documents, each of which has one vector."""
         tokens = signal.second_moment()
         inside, *across = classes.blocks(tokens.diagonal, tokens.pairs)
@@ -193,8 +181,8 @@ class Pool(Leaf):
         between = pooled(*across[0]) if across else 0.0 * alone
         number = classes.length // one.length
         matrix = np.where(np.eye(number) > 0.0, alone[..., None, None], between[..., None, None])
-        output = _gaussian(Kernel.of_matrix(matrix), signal)
-        return output, functools.partial(self._sent_on_classes, signal.seq_len, classes)
+        back = functools.partial(self._sent_on_classes, signal.seq_len, classes)
+        return _gaussian(Kernel.of_matrix(matrix), signal), back
 
     def _sent_on_classes(
         self, seq_len: int, classes: PositionClasses, gradient: Gradient
@@ -253,13 +241,8 @@ class Pool(Leaf):
 
 def _gaussian(pooled: Kernel, signal: Signal) -> Signal:
     """One token per sequence; squared norms vary as those of independent Gaussian features."""
-    return Signal(
-        pooled,
-        1,
-        mean=0.0 * pooled.diagonal,
-        width=signal.width,
-        fluctuation=Fluctuation.of_gaussian(pooled, signal.width),
-    )
+    mean, norms = 0.0 * pooled.diagonal, Fluctuation.of_gaussian(pooled, signal.width)
+    return Signal(pooled, 1, mean, signal.width, fluctuation=norms)
 
 
 @dataclass(frozen=True)
@@ -281,12 +264,8 @@ class _Pooled:
 
 @dataclass(frozen=True)
 class _PooledClasses:
-    """One vector of a sequence on classes, of which tokens alike are one.
-
-    Of those the first token's gradient is spread over all, whose fluctuations then average out: at
-    3 layers of width 64 and 16 tokens the band is 13 percent narrower in deviation than by token.
-    The mean's agrees to 2e-5.
-    """
+    """One vector of a sequence on classes, of which tokens alike are one: their first token's
+    gradient is spread over all, whose fluctuations then average out."""
 
     kind: str
     classes: PositionClasses

@@ -1,12 +1,9 @@
 """A softmax over a vocabulary of Gaussian logits: its expectations, exact for one token.
 
-Every one of them is an integral over y = -log t, t the argument of the Laplace transform of the
-softmax's sum. Integrands are analytic within |Im| < pi/2, so that equally spaced points converge
-exponentially. Where logits vary widely E exp(-exp(z - y)) is a normal distribution smoothed over a
-few units, by a Gumbel variable G: the integral is taken over G, which needs as many points at any
-variance, and those over y spread in proportion.
-
-See docs/theory/loss.md.
+Each is an integral over y = -log t, t the argument of the Laplace transform of the softmax's sum,
+by equally spaced points, which converge exponentially. Where logits vary widely E exp(-exp(z - y))
+is a normal distribution smoothed by a Gumbel variable, over which the integral is then taken. See
+docs/theory/loss.md.
 """
 
 from __future__ import annotations
@@ -169,18 +166,12 @@ class _Nodes:
         size *= once
         p, pp = once @ self.weights, size @ self.weights
         if self._uncapped:
-            return {"below": below, "above": above, "p": p, "pw": p, "pww": p, "ppww": pp, "pp": pp}
-        slope, square = self.weights * self._slope, self.weights * self._slope**2
-        pw, pww, ppww = once @ slope, once @ square, size @ square
-        return {
-            "below": below,
-            "above": above,
-            "p": p,
-            "pw": pw,
-            "pww": pww,
-            "ppww": ppww,
-            "pp": pp,
-        }
+            pw, pww, ppww = p, p, pp
+        else:
+            slope, square = self.weights * self._slope, self.weights * self._slope**2
+            pw, pww, ppww = once @ slope, once @ square, size @ square
+        found = {"p": p, "pw": pw, "pww": pww, "ppww": ppww, "pp": pp}
+        return {"below": below, "above": above, **found}
 
 
 @dataclass(frozen=True)
@@ -281,16 +272,9 @@ def _single(
         capped = min(2 * _saturated(softcap), 2 * _TAIL * max(variance, own_variance) ** 0.5)
         shrunk = capped / (_STEP * _CAPPED_POINTS)
     if shrunk > 1.0:
-        return _grown(
-            _single(
-                vocab_size,
-                variance / shrunk**2,
-                own_mean / shrunk,
-                own_variance / shrunk**2,
-                None if softcap is None else softcap / shrunk,
-            ),
-            shrunk,
-        )
+        cap = None if softcap is None else softcap / shrunk
+        less = variance / shrunk**2, own_mean / shrunk, own_variance / shrunk**2, cap
+        return _grown(_single(vocab_size, *less), shrunk)
     deviation, own_deviation = math.sqrt(variance), math.sqrt(own_variance)
     # Where log S is: of the mean of S, and of the largest of V normal deviates.
     size, extreme = math.log(vocab_size), math.sqrt(2 * math.log(vocab_size))
@@ -323,13 +307,8 @@ def _single(
     found = [log_sum]
     for one, kinds, rest in ((own, owns, without_own), (other, others, without_other)):
         share = weights * rest
-        found += [
-            float(one.value),
-            float(one.square),
-            float(one.slope),
-            float(one.slope_square),
-            *(float(kinds[name] @ share) for name in ("p", "pw", "pww", "ppww", "pp")),
-        ]
+        found += map(float, (one.value, one.square, one.slope, one.slope_square))
+        found += [float(kinds[name] @ share) for name in ("p", "pw", "pww", "ppww", "pp")]
     return found
 
 

@@ -194,20 +194,10 @@ def output_moments(
     elif not chain.children:
         radial = readout.radial()
     record = record.backward(Gradient(kernel, read.seq_len), run)
-    gradient = record.gradient_sent
-
-    return OutputMoments(
-        readout.loss,
-        np.sqrt(readout.loss_variance())[()],
-        gradient,
-        radial,
-        readout.logit_square,
-        record,
-        logits,
-        output_notes(head, readout, signal),
-        model,
-        readout,
-    )
+    loss = readout.loss, np.sqrt(readout.loss_variance())[()]
+    moments = *loss, record.gradient_sent, radial, readout.logit_square
+    notes = output_notes(head, readout, signal)
+    return OutputMoments(*moments, record, logits, notes, model, readout)
 
 
 def carried_amplitude(model: Transformer, stack: Record | None) -> Array:
@@ -250,21 +240,15 @@ def _normalised(model: Transformer, head: Head) -> bool:
         return False
     if head.transform is not None:
         return head.transform_norm
-    if head.factor_dim is not None:
-        return False
-    if head.loss == "classification" and head.pool == "mean":
-        return False
-    return head.norm or model.placements[-1] == "post"
+    return bool(_last_norm(head)) and (head.norm or model.placements[-1] == "post")
 
 
 def _last_norm(head: Head) -> str:
-    """The norm whose output the matrix multiplies."""
+    """The norm whose output the matrix multiplies; "": a mean or another matrix is between."""
     if head.transform is not None:
         return "head.norm"
-    if head.factor_dim is not None:
-        return ""
     mean = head.loss == "classification" and head.pool == "mean"
-    return "" if mean else "final.norm"
+    return "" if mean or head.factor_dim is not None else "final.norm"
 
 
 def _matrix(model: Transformer, head: Head) -> tuple[int, float]:
@@ -300,8 +284,7 @@ def _targets(
     if head.loss == "classification":
         if signal.resolved:
             return class_targets(vocab_size, sequences, targets, batch)
-        one = Kernel(1.0, 0.0)
-        return Targets(float(batch), one.diagonal, one.pairs, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return Targets(float(batch), 1.0, *[0.0] * 6)
     if signal.resolved is not True:
         if targets is not None:
             raise DomainError("targets are resolved by token: leave tokens=False out")
@@ -328,9 +311,7 @@ def _logits(readout: Readout) -> Signal:
     """Logits of different rows are independent given what is read."""
     gain = readout.scale**2 * readout.width * readout.weight_variance
     kernel = readout.kernel.scaled(gain)
-    return Signal(
-        kernel, readout.seq_len, mean=0.0 * kernel.diagonal, width=float(readout.vocab_size)
-    )
+    return Signal(kernel, readout.seq_len, 0.0 * kernel.diagonal, float(readout.vocab_size))
 
 
 # Beyond this E sum_v p_v^2, softmaxes are near one-hot and two tokens' overlap is an interpolation.
@@ -347,7 +328,7 @@ def output_notes(head: Head, readout: Readout, signal: Signal) -> tuple[str, ...
             f"head: the logits' variance {float(np.max(readout.variance)):.3g} makes the softmax "
             "nearly one-hot; how gradients correlate between tokens is interpolated there"
         )
-    own = float(np.max(readout.softmax.own.probability)) if np.any(readout.carried) else 0.0
+    own = float(np.max(softmax.own.probability)) if np.any(readout.carried) else 0.0
     if own > _PEAKED:
         notes.append(
             f"head: the tied table gives the token that is read a probability of {own:.2g}; then "

@@ -1,11 +1,9 @@
 """Logits of a random matrix and their cross-entropy: loss, gradient at the input, at the matrix.
 
-D_ij = E sum_v d_i(v) d_j(v) of d_i(v) = dloss_i/dz_i(v) is exact for logits of one token. A pair's
-expectations are exact where the two tokens' logits are independent or equal. Between, those over
-tokens that neither reads follow `softmax_agreement`; the others are geometric in the correlation,
-as exp(c) is in E exp(z + z').
-
-See docs/theory/loss.md, The gradient of random logits.
+D_ij = E sum_v d_i(v) d_j(v) of d_i(v) = dloss_i/dz_i(v) is exact for one token, and for a pair
+whose logits are independent or equal. Between, logits that neither token reads follow
+`softmax_agreement`, others are geometric in the correlation, as exp(c) is in E exp(z + z'). See
+docs/theory/loss.md, The gradient of random logits.
 """
 
 from __future__ import annotations

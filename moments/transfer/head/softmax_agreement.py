@@ -1,10 +1,7 @@
 """How much two softmaxes of correlated Gaussian logits agree: E sum_v p_v p'_v.
 
-That two softmaxes' choices, with Gumbel variables of their own, are one is an integral over the
-density and the distribution of two logits that these are added to. Both follow from their Fourier
-transform on equally spaced points, which spread with the logits' deviation.
-
-See docs/theory/loss.md.
+It is the chance that two choices by Gumbel variables are one, by the Fourier transform of the
+density of two logits with these added. See docs/theory/loss.md.
 """
 
 from __future__ import annotations

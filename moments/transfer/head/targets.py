@@ -144,8 +144,7 @@ def _random_text(
     vocab_size: int, same_token: Array, there: Array, follows: Array | None, share: float
 ) -> Targets:
     """Unknown targets: the next token where it `follows`, else drawn at random for a share."""
-    collision = zipf_collision(vocab_size)
-    count = len(there)
+    collision, count = zipf_collision(vocab_size), len(there)
     place = np.arange(count)
     alike = np.where(place[:, None] == place[None, :], 1.0, collision)
     hit = np.full((count, count), collision)
@@ -176,9 +175,8 @@ def _random_text(
 def alike_targets(head: Head, vocab_size: int, seq_len: int, batch: int = 1) -> Targets:
     """Targets of tokens alike, one sequence of a batch: a text that follows Zipf's law."""
     check_count("batch", batch)
-    collision = zipf_collision(vocab_size)
-    hit, triple = collision, zipf_collision(vocab_size, 3)
-    both_hit = triple
+    collision, triple = zipf_collision(vocab_size), zipf_collision(vocab_size, 3)
+    hit, both_hit = collision, triple
     if head.loss == "causal":
         active = (seq_len - 1) / seq_len
         both = (seq_len - 2) / seq_len
@@ -192,9 +190,7 @@ def alike_targets(head: Head, vocab_size: int, seq_len: int, batch: int = 1) -> 
     return Targets(count, active, both, collision, collision, hit, collision, both_hit)
 
 
-def position_targets(
-    head: Head, vocab_size: int, classes: PositionClasses, batch: int = 1
-) -> Targets:
+def position_targets(head: Head, vocab_size: int, classes: PositionClasses) -> Targets:
     """Targets of an unknown text on classes of positions, each token predicting the next one, or
     what is masked at random.
 
@@ -202,9 +198,8 @@ def position_targets(
     words are told apart a word that two tokens share is a frequent one, p^2 for p, so that targets
     meet it as often as three tokens of which two are alike.
     """
-    check_count("batch", batch)
     if head.loss != "causal":
-        return _chosen_at_random(head, vocab_size, classes, batch)
+        return _chosen_at_random(head, vocab_size, classes)
     collision, triple, four = (zipf_collision(vocab_size, tokens) for tokens in (2, 3, 4))
     size, active = len(classes.nodes), classes.cell_means(_followed(classes))
     even, one_more = np.full((size, size), collision), triple / collision
@@ -218,24 +213,17 @@ def position_targets(
     hit = follows + (1.0 - follows) * met
     either = follows + follows.T
     both_hit = follows.T * met + follows * read * one_more + (1.0 - either) * both_met
-    count = batch * float(_followed(classes).sum())
-    own = np.full(size, collision)
+    count, own = float(_followed(classes).sum()), np.full(size, collision)
     return Targets(count, active, np.outer(active, active), even, read, hit, own, both_hit)
 
 
-def _chosen_at_random(
-    head: Head, vocab_size: int, classes: PositionClasses, batch: int = 1
-) -> Targets:
+def _chosen_at_random(head: Head, vocab_size: int, classes: PositionClasses) -> Targets:
     """Of tokens that are masked at random, whose targets are drawn by Zipf's law."""
-    alike = alike_targets(head, vocab_size, classes.length, batch)
-    of_one, of_two = np.ones(len(classes.nodes)), np.ones((len(classes.nodes),) * 2)
-    one_token = {"active", "own"}
-    each = {
-        name: value * (of_one if name in one_token else of_two)
-        for name, value in vars(alike).items()
-        if name != "count"
-    }
-    return Targets(alike.count, **each)
+    each = dict(vars(alike_targets(head, vocab_size, classes.length)))
+    for name in each.keys() - {"count"}:
+        axes = 1 if name in ("active", "own") else 2
+        each[name] = np.full((len(classes.nodes),) * axes, each[name])
+    return Targets(**each)
 
 
 def _followed(classes: PositionClasses) -> Array:

@@ -9,12 +9,7 @@ exchangeable logits, which both are held to.
 Start with `attention`, then `closure`.
 """
 
-from .attention import AttentionGradient, HeadAverage, KernelAttention
+from .attention import HeadAverage, KernelAttention, Paths
 from .logits import Rotation
 
-__all__ = [
-    "AttentionGradient",
-    "HeadAverage",
-    "KernelAttention",
-    "Rotation",
-]
+__all__ = ["HeadAverage", "KernelAttention", "Paths", "Rotation"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,25 +31,28 @@ FAINT = 1e-5
 linear in them to five digits there, and what is linear is scaled on."""
 
 
-class AttentionGradient(NamedTuple):
-    """Per-feature second moments of the gradient at the attention's input, by path; (L, L) each.
+Moments = TypeVar("Moments")
+
+
+class Paths(NamedTuple, Generic[Moments]):
+    """Per-feature second moments of the gradient at the attention's input, by path: arrays (L, L),
+    kernels, or matrices on classes.
 
     Attributes:
-        value: through the values.
-        query: through the queries.
-        key: through the keys.
+        value, query, key: through those.
         cross: correlation of the value and key paths, of order 1/d_model.
     """
 
-    value: Array
-    query: Array
-    key: Array
-    cross: Array
+    value: Moments
+    query: Moments
+    key: Moments
+    cross: Moments
 
     @property
-    def total(self) -> Array:
+    def total(self) -> Any:
         """Their sum, where the tokens that ask are those attended to."""
-        return self.value + self.query + self.key + self.cross
+        parts: Any = self
+        return parts.value + parts.query + parts.key + parts.cross
 
 
 class KernelAttention:
@@ -58,41 +61,7 @@ class KernelAttention:
     Logits of query i and key j have covariance tau C_ii' C_jj' over draws of the query and key
     weights. The layer is the joint law of its attention rows (`closure.OverlapClosure`), for any
     kernel and any mask; for exchangeable kernels (one correlation between all tokens) that law is
-    exact, otherwise an approximation.
-
-    Error in % of the traces, measured by Monte Carlo at infinite width, L = 64, tau 1 / tau 3, the
-    worse of a full and a causal mask (benchmarks/kernel_attention_validation.py; sampling noise .1
-    to .6, and 1.3 for rank 6):
-
-    ==================  ===========  ===========  ============  ============
-    kernel              output       key path     query path    all paths
-    ==================  ===========  ===========  ============  ============
-    exchangeable        .1 / .2      .4 / .7      .3 / .4       .3 / .8
-    8 clusters at .5    .3 / .6      .7 / 2.9     .7 / 1.7      .3 / 1.2
-    8 clusters at .9    .2 / .5      .4 / 3.0     .4 / 1.9      .2 / 1.2
-    repeated tokens     .3 / 1.0     1.2 / 5.2    .8 / 4.3      .3 / 2.8
-    smooth positions    .4 / 1.0     1.8 / 7.5    2.1 / 5.6     .2 / 2.3
-    random, rank L/4    .9 / 2.6     3.2 / 2.9    3.0 / 2.2     .9 / 1.9
-    random, rank 6      1.8 / 2.7    1.1 / 3.7    2.4 / 6.5     .5 / 1.7
-    ==================  ===========  ===========  ============  ============
-
-    Sums off the diagonal err by as much, except the output's, which reach 5 % for random kernels at
-    tau = 3. What attention dropout adds is exact for exchangeable kernels; elsewhere its key and
-    query parts are within 4 % at tau = 1 and within 11 % at tau = 3.
-
-    At finite width the terms of order 1/d_model and 1/d_head are those of tokens alike
-    (`finite_rows`, `closure`). Against a real exchangeable layer of d_model 64 and d_head 16
-    the output and the value path are within .2 %, the traces of key and query paths within 1 %
-    (2.4 % under a causal mask), the query path between different rows within 3 % and all paths
-    within .6 %; at 256 and 32 key and query paths are within .6 %. For repeated tokens, smooth
-    positions and random ones, normalised at d_model 64, widths add at most 1.8 % to the errors of
-    key and query paths above (random ones off the diagonal: 4 %) and .8 % to that of the output.
-
-    Rotary positions (L = 32, d_head = 32, base 1e4, the worse of a full and a causal mask, tau 1 /
-    tau 3, noise .2 to 1): traces of the output within 1 / 2 %, of key and query paths within 1 %
-    for uncorrelated tokens, 3 / 7 % for repeated ones and 2 / 6 % where tokens share .8 of their
-    variance, where leaving rotation out errs by 30 to 65 %. Biases -slope |i - j| of
-    slopes .03 to .5: key and query paths within 2 % at tau = 1 and within 12 % at tau = 3.
+    exact, otherwise an approximation; docs/theory/attention.md has its measured errors.
 
     Attributes:
         kernel, allowed, drop_prob: as given.
@@ -161,11 +130,8 @@ class KernelAttention:
         for name, share in (("norm_spread", norm_spread), ("value_bias", value_bias)):
             if not 0.0 <= share < math.inf:
                 raise domain_error(name, share, "finite and at least 0")
-        shape = (len(queries), len(keys))
-        mask, offset = mask_of(allowed, shape), None
-        if bias is not None:
-            offset = bias_of(bias, mask)
-        self.allowed = mask
+        self.allowed = mask = mask_of(allowed, (len(queries), len(keys)))
+        offset = None if bias is None else bias_of(bias, mask)
         self.drop_prob = float(drop_prob)
         # Queries and keys without any size still receive gradients: the limit of small ones.
         of_queries = np.diag(queries)
@@ -255,7 +221,7 @@ class KernelAttention:
         """(Lq, Lq) second moments per feature of sum_j a_ij x_j, attention dropout included."""
         return self._forward[0].copy()
 
-    def backward(self, gradient: ArrayLike) -> AttentionGradient:
+    def backward(self, gradient: ArrayLike) -> Paths[Array]:
         """Second moments per feature of the gradient at the attention's input.
 
         The query weights' gradient follows from the query path: with the value gain in `gradient`,
@@ -282,7 +248,7 @@ class KernelAttention:
         query = gradient * self.response
         # an antisymmetric rounding error would be amplified through a deep network
         value, key, cross = (0.5 * (path + path.T) for path in (value, key, cross))
-        return AttentionGradient(value, query, key, cross)
+        return Paths(value, query, key, cross)
 
 
 def amplification(
@@ -349,31 +315,27 @@ class HeadAverage:
     def __init__(
         self, layers: Sequence[KernelAttention], shares: Sequence[float] | Array = (1.0,)
     ) -> None:
-        self._layers, self._shares = list(layers), list(shares)
-
-    @property
-    def layers(self) -> list[KernelAttention]:
-        return self._layers
+        self.layers, self._shares = list(layers), list(shares)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or name == "layers":
             raise AttributeError(name)
-        return self._mean([getattr(layer, name) for layer in self._layers])
+        return self._mean([getattr(layer, name) for layer in self.layers])
 
     def _mean(self, values: Sequence[Any]) -> Any:
         return sum(share * value for share, value in zip(self._shares, values, strict=True))
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
-        return np.asarray(np.any([layer.beyond_tables for layer in self._layers], axis=0))
+        return np.asarray(np.any([layer.beyond_tables for layer in self.layers], axis=0))
 
     @property
     def kernel(self) -> Array:
-        return np.asarray(self._layers[0].kernel)
+        return np.asarray(self.layers[0].kernel)
 
     def forward(self) -> Array:
         """(Lq, Lq) second moments per feature of sum_j a_ij x_j."""
-        return np.asarray(self._mean([layer.forward() for layer in self._layers]))
+        return np.asarray(self._mean([layer.forward() for layer in self.layers]))
 
     def mean_output(self) -> Array:
         """Overlap of the outputs of two heads that share keys and values: their queries are
@@ -381,7 +343,7 @@ class HeadAverage:
         mean = self.mean_attention
         return np.asarray(mean @ self.kernel @ mean.T)
 
-    def backward(self, gradient: ArrayLike) -> AttentionGradient:
+    def backward(self, gradient: ArrayLike) -> Paths[Array]:
         """Second moments per feature of the gradient at the attention's input, by path."""
-        paths = zip(*(layer.backward(gradient) for layer in self._layers), strict=True)
-        return AttentionGradient(*map(self._mean, paths))
+        paths = zip(*(layer.backward(gradient) for layer in self.layers), strict=True)
+        return Paths(*map(self._mean, paths))

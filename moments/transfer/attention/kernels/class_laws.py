@@ -1,12 +1,9 @@
 """Joint laws of pairs of rows over classes of keys: kinds of pairs, and the scaling of a law.
 
-A law of two rows has a number for every two keys, j of one row and l of the other, and for a key of
-both with itself. In a text two keys may be of one word: of each class of frequency that words are
-put in there is a kind of pairs beside that of two words (`Mixture`). A law is scaled to have given
-means over either key, 1 or how much more than others words get that are as frequent, by factors of
-its keys (Sinkhorn), and so are its derivatives (`Sums`).
-
-See docs/theory/state.md, Classes of positions.
+In a text two keys may be of one word: each class of frequency of words has a kind of pairs beside
+that of two words (`Mixture`). A law is scaled to given means over either key, by factors of its
+keys (Sinkhorn), and so are its derivatives (`Sums`). See docs/theory/state.md, Classes of
+positions.
 """
 
 from __future__ import annotations
@@ -86,16 +83,6 @@ class Mixture(NamedTuple):
         pairs = sum(rest, first)
         alone: Any = sum(self.of_tokens([own + diagonal(one) for own, one in kinds]))
         return alone - diagonal(pairs), pairs
-
-    def by_kind(self, kinds: Sequence[Array]) -> list[Array]:
-        """(..., n, k) over all pairs of a token of every kind: of a word that is read once, and of
-        words as frequent as some are."""
-        if self.share is None:
-            return list(kinds)
-        found = [kinds[0]]
-        for level, same in zip(self.frequencies.level[1:].tolist(), kinds[1:], strict=True):
-            found.append(self.mean([kinds[0], same], level))
-        return found
 
     def of_tokens(self, wholes: Sequence[Array]) -> list[Array]:
         """(..., o) what sums over tokens, or over pairs at one place, count of each kind."""
@@ -558,8 +545,7 @@ class Sums(NamedTuple):
 
 
 LEAST_OTHERS = 0.05
-"""Share of pairs of two words below which they count no more: there are hardly any. Chosen; .01 and
-.2 move Llama's layers on 512 and 1024 tokens of Zipf's law, and GPT-2's on 384, by no 1e-4."""
+"""Share of pairs of two words below which they count no more: there are hardly any. Chosen."""
 
 
 def _shifts(

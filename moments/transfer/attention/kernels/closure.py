@@ -1,29 +1,18 @@
 """The joint law of two attention rows on an arbitrary token kernel.
 
-`OverlapClosure` makes the laws of all rows, which are exact to first order in the logits given mean
-attention w and A_jl = E[a_j a_l]/E a_j, exact in everything for exchangeable kernels, and otherwise
-an approximation whose errors are measured in `attention.KernelAttention`.
-
-Attention dropout multiplies a_j by independent factors of mean 1 and variance p/(1-p). Besides
-E a_j^2, the paths through the logits need E[J D J], D = diag(C_jj), the derivative of a row's law
-with itself along D instead of along C:
+`OverlapClosure` makes the laws of all rows: exact to first order in the logits given mean attention
+w and A_jl = E[a_j a_l]/E a_j, exact in everything for exchangeable kernels, an approximation
+otherwise. `DroppedAttention` is what attention dropout adds, E[J D J] with D = diag(C_jj):
 
     E[J D J] = P_i N P_i,    N = (F/(w w^T)) o [(dbeta/drho)/tau (1-A) D (1-A)^T + u 1^T + 1 u^T]
 
-at rho = 1, where u keeps the marginals of F. Its shape is used; its trace is known better from
-E a_j^2: that of the exchangeable row with the same number of keys and the same E sum a^2.
+at rho = 1, where u keeps the marginals of F, and the trace is that of the exchangeable row with the
+same number of keys and E sum a^2. `width_terms` is what finite widths add at order 1/d_model. Where
+delta is the deficit of the norms' fluctuation and u the fraction of a key that it does not share,
 
-What finite widths do to the outputs, at order 1/d_model, is derived for tokens alike in
-`formulas.attention`; here per pair of rows. Given the direction w_i that row i looks in, token j
-has a component along it, and the values of the attended tokens share that component: E tr(J C) for
-either row. Tokens of fixed norm pay for it. With delta the deficit of their norm's fluctuation and
-u the fraction of a key that it does not share with the others,
-
-    a token's overlap with itself does not fluctuate: of what rows hold in common of the same token
-    remains the fraction e^{-x (1 + rho)}, x = u^2 delta theta (2 P2 - 5 P3 + 3 P4)/P2;
-    the overlap of different tokens falls where both are attended to, by the fraction
-    u (1 + u) delta theta (1 - 3 P2 + 2 P3) of what the rows' tokens share;
-    and with the keys' own variance, which gives back 2 (1 - u)^2 delta dO/dlog theta.
+    the same token's overlap keeps e^{-x (1 + rho)}, x = u^2 delta theta (2 P2 - 5 P3 + 3 P4)/P2;
+    that of different tokens that both attend to falls by u (1 + u) delta theta (1 - 3 P2 + 2 P3);
+    the keys' own variance gives back 2 (1 - u)^2 delta dO/dlog theta.
 
 See docs/theory/attention.md, The closure.
 """
@@ -77,7 +66,7 @@ class RowLayout(NamedTuple):
         pattern_temperature = _means(temperature, pattern)
         ends = np.cumsum([len(group) for group in groups])
         spans = [
-            slice(int(end) - len(group), int(end)) for end, group in zip(ends, groups, strict=True)
+            slice(int(end) - len(one), int(end)) for end, one in zip(ends, groups, strict=True)
         ]
         shared = [_shared(patterns[span], logits.biased) for span in spans]
         extended = np.vstack([patterns, *shared])
@@ -85,10 +74,8 @@ class RowLayout(NamedTuple):
         statistics = rows_of_kernel(
             kernel, extended, np.concatenate([pattern_temperature, means]), logits.scale
         )
-        classes = [
-            _make_class(span, len(patterns) + index, extended, statistics, kernel, logits.scale)
-            for index, span in enumerate(spans)
-        ]
+        given = extended, statistics, kernel, logits.scale
+        classes = [_make_class(s, len(patterns) + k, *given) for k, s in enumerate(spans)]
         compact = np.zeros(patterns.shape)
         group = np.empty(len(patterns), dtype=np.intp)
         for index, one in enumerate(classes):
@@ -141,9 +128,8 @@ class OverlapClosure:
     def __init__(self, logits: Logits, widths: Widths) -> None:
         self.logits = logits
         layout = RowLayout.of(logits)
-        self.rows = stats = layout.statistics
-        self.pattern, self.group, self.classes = layout.pattern, layout.group, layout.classes
-        self.weights = layout.weights
+        self.rows, self.pattern, self.group, self.classes, self.weights, norm = layout
+        stats = self.rows
         correlation = logits.correlation()
         if logits.rotation is not None:
             correlation = np.minimum(correlation * logits.rotation.queries, 0.0)
@@ -168,7 +154,7 @@ class OverlapClosure:
             stats,
             self.pattern,
             self.group,
-            self._row_scale[:, self.pattern] * layout.norm,
+            self._row_scale[:, self.pattern] * norm,
             nodes,
             self.calibration,
             widths,
@@ -399,25 +385,15 @@ def width_terms(
     if widths.deficit <= 0.0:
         return output, overlap_path
     unshared = unshared_part(
-        rows.keys[pattern],
-        weights @ variance - np.diagonal(mean),
-        (weights * weights).sum(1),
+        rows.keys[pattern], weights @ variance - np.diagonal(mean), (weights * weights).sum(1)
     )
     rooted = weights * np.sqrt(unshared)[:, None]
     every = np.arange(len(weights))
-    output += fixed_norms(
-        widths,
-        (every[:, None], every[None, :]),
-        pairs.correlation,
-        pairs.growth,
-        calibration.stiffness[leader_class],
-        calibration.against[leader_class],
-        rows.unshared_by_mean[pattern],
-        mean,
-        excess,
-        slope,
-        rooted @ rooted.T,
-    )
+    of_pairs = (every[:, None], every[None, :]), pairs.correlation, pairs.growth
+    stiff, against = calibration.stiffness[leader_class], calibration.against[leader_class]
+    of_rows = stiff, against, rows.unshared_by_mean[pattern]
+    held = rooted @ rooted.T
+    output += fixed_norms(widths, *of_pairs, *of_rows, mean, excess, slope, held)
     return output, overlap_path
 
 

@@ -1,8 +1,5 @@
-"""Exact statistics of exchangeable softmax rows, many rows at a time.
-
-`moments.transfer.attention.softmax` tabulates them; here its tables are read, for arrays of rows of
-different variances and lengths and for rows of one length, and continued where the variance lies
-beyond (`softmax.peaked`).
+"""Exact statistics of exchangeable softmax rows, many rows at a time: the tables of `softmax`, for
+rows of different lengths and of one, continued where the variance lies beyond (`softmax.peaked`).
 """
 
 from __future__ import annotations

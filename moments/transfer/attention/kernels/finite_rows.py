@@ -1,14 +1,9 @@
 """Exchangeable softmax rows of finite width, path by path, and what ties the closure to them.
 
-The realised query products q_i.q_i'/d_head fluctuate: in distribution the sum and the difference of
-two queries have independent chi-square norms (`Widths.variance`), less what tokens of fixed norm
-take away (`softmax.norms`). Every exact statistic is averaged over two such rules. The terms of
-order 1/d_model and 1/d_head are those that `formulas.attention` derives for tokens alike, whose
-queries and keys share one fraction r of their second moment: here the queries correlate by rho, and
-of a key's second moment the fraction u = 1 - r is its own. The gradient paths carry these terms,
-divided by the closure's own derivative dC2/drho, as factors.
-
-See docs/theory/softmax.md, Queries of finite width, and docs/theory/attention.md, The closure.
+The sum and the difference of two queries have independent chi-square norms (`Widths.variance`),
+less what tokens of fixed norm take away; every exact statistic is averaged over both. Terms of
+order 1/d_model and 1/d_head are those of `formulas.attention`, and enter the closure as factors
+over its own derivative dC2/drho. See docs/theory/softmax.md, Queries of finite width.
 """
 
 from __future__ import annotations
@@ -23,12 +18,7 @@ from numpy.typing import NDArray
 
 from ....engine.state import ratio_or_zero
 from ..softmax import PairStatistics, RowStatistics, chi_square_rule
-from ..softmax.norms import (
-    CORRECTED_MAX,
-    STIFFNESS_LEAST,
-    key_corrections,
-    pair_spreads,
-)
+from ..softmax.norms import CORRECTED_MAX, STIFFNESS_LEAST, key_corrections, pair_spreads
 from ..softmax.table import chebyshev_basis
 from . import exact_rows
 
@@ -360,7 +350,6 @@ def nodes_for(correlation: Array, theta: float) -> Nodes:
 
     Its Chebyshev coefficients on a half width h decay like (theta h/2)^m/m!; the derivative, which
     the gradient needs, multiplies that by m. The interval ends at 1, where every row meets itself.
-    The error of the paths that is left was measured: .1 % at most, a tenth of the closure's own.
     """
     low = float(min(correlation.min(), NEAREST_END))
     half = 0.25 * theta * (1.0 - low)

@@ -1,17 +1,10 @@
 """What the logits of one attention layer look like, for one pattern of weights.
 
-Rotary positions: of rho(delta - D) = rho(D) rho(delta) + sum_t U_t(D) V_t(delta), offsets D of the
-rows and delta of the keys, the sum vanishes where either is 0. Sums over rows or over keys meet it
-through smooth weights, which average fast frequencies out: those that turn by more than `TURNS`
-full circles over the tokens are kept at delta = 0 and at D = 0 only.
-
-Which rows of a mask are alike has two levels. Rows with the same keys and nearly the same query
-norm are one *pattern*: full attention has one pattern, a causal mask one per row. Patterns with
-nearly the same keys form a *class*, which stands for the row that attends to every key its members
-attend to. A class shares that row's self-consistent overlaps; the mean attention of its patterns
-stays their own.
-
-See docs/theory/attention.md, The closure.
+Rows with the same keys and nearly the same query norm are one *pattern*; patterns with nearly the
+same keys form a *class*, which stands for the row that attends to every key its members attend to,
+and shares that row's self-consistent overlaps. Rotary positions are split as rho(delta - D) =
+rho(D) rho(delta) + sum_t U_t(D) V_t(delta), offsets D of the rows and delta of the keys. See
+docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from ....engine.state import ratio_or_zero
 from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
 from . import exact_rows
-from .attention import amplification
+from .attention import Paths, amplification
 from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import MARGINAL_SWEEPS, fixed_norms, of_shift, toward_keys, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
@@ -413,16 +413,6 @@ class ClassLogits(NamedTuple):
         """(P,) and (P, P) or (P, P, P): of an entry of the keys' kernel within a row."""
         several = [function(pairs) for pairs in self.within]
         return function(self.keys[0]), self.mixture().mean(several)
-
-
-class Paths(NamedTuple):
-    """Gradient at the attention's input by path, each (own (P,), pairs (P, P)), or (2, P, P) of two
-    words and of one; see `attention.AttentionGradient`."""
-
-    value: Matrix
-    query: Matrix
-    key: Matrix
-    cross: Matrix
 
 
 class PositionAttention:
@@ -1102,8 +1092,9 @@ class PositionAttention:
             _in_single(beside, mixture.alike(still), both),
         ]
 
-    def backward(self, own: Array, pairs: Any) -> Paths:
-        """Second moments per feature of the gradient at the attention's input, by path.
+    def backward(self, own: Array, pairs: Any) -> Paths[Matrix]:
+        """Second moments per feature of the gradient at the attention's input, by path: each
+        (own (P,), pairs (P, P)), or (2, P, P) of two words and of one.
 
         Args:
             own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
@@ -1192,14 +1183,9 @@ def _crowd(logits: ClassLogits, rows: AttentionRows, level: float = 1.0) -> tupl
     return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
 
 
-def mean_attention(logits: ClassLogits, rows: AttentionRows) -> Array:
-    """(P, P) mean attention [row, key] to one token of a class; see `row_statistics`."""
-    several = attention_by_frequency(logits, rows)
-    return np.asarray(several @ logits.mixture().frequencies.portion)
-
-
 def attention_by_frequency(logits: ClassLogits, rows: AttentionRows) -> Array:
-    """(P, P, T) the same to tokens of words that are as frequent as some are."""
+    """(P, P, T) mean attention [row, key] to one token of a class, of words that are as frequent as
+    some are; see `row_statistics`."""
     keys, own, scale, prior = logits.sight.keys, logits.keys[0], logits.scale, logits.prior
     seen, held = keys * prior, logits.sight.seen
     relative, every = own - (seen @ own)[:, None], np.arange(len(keys))

@@ -1,15 +1,9 @@
 """Softmax rows of logit variances beyond the tables, from the law of rows that all but pick a key.
 
-Lines of equal C2 run along d log rho/d log theta = -kappa/theta; with kappa = pi^2/6 + c/theta, c
-from the edge of the tables, they are followed back to there. Beyond the line through equal rows at
-the edge (1 - C2)^2, nearly linear in 1 - rho, is Hermite's cubic up to equal rows. Of single rows
-1 - P2 is f/sigma, f less a part in 1/theta, which the edge gives; their other moments are those of
-Poisson's and Dirichlet's law of this P2, from the chances of its partitions (Pitman 1995), beside
-which the edge's own ratio wanes as 1/theta. Derived on the page.
-
-Error of C2, of 1 - C2 and of dC2/drho beside the exact integrals: `tests/test_peaked.py`.
-
-See docs/theory/softmax.md, Beyond the tables.
+Lines of equal C2 run along d log rho/d log theta = -kappa/theta, kappa = pi^2/6 + c/theta, back to
+the edge of the tables. Of single rows 1 - P2 is f/sigma, less a part in 1/theta that the edge
+gives; other moments are those of Poisson's and Dirichlet's law of this P2 (Pitman 1995). See
+docs/theory/softmax.md, Beyond the tables.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Statistics of softmax rows by interpolation: microseconds, where the integrals take milliseconds.
 
-Tables interpolate bounded, smooth functions of theta, log n and rho rather than the statistics,
-which span many decades. Each is a statistic over its behaviour in the limits theta -> 0, n -> 1 and
-n -> infinity (or the logarithm of that, where it is positive and varies a lot): errors are
-relative, and those limits are exact. `benchmarks/build_softmax_tables.py` makes the tables.
-
-See docs/theory/softmax.md, The integrals.
+Tables interpolate bounded, smooth functions of theta, log n and rho: a statistic over its behaviour
+in the limits theta -> 0, n -> 1 and n -> infinity, so that errors are relative and those limits
+exact. `benchmarks/build_softmax_tables.py` makes them. See docs/theory/softmax.md, The integrals.
 """
 
 from __future__ import annotations
@@ -257,8 +254,7 @@ class SquareTable(NamedTuple):
     def single(self, theta: ArrayLike, n: ArrayLike) -> RowStatistics:
         """Statistics of single rows, over broadcasting arrays of variances and numbers of keys.
 
-        Arguments beyond the table are moved to its edge. 1000 distinct points take about 2 ms, and
-        a thousand lengths at one theta a fifth of that.
+        Arguments beyond the table are moved to its edge.
 
         Raises:
             DomainError: theta negative or not finite; n < 1 or not finite.
@@ -271,10 +267,7 @@ class SquareTable(NamedTuple):
         return RowStatistics(*[np.reshape(field, shape) for field in found])
 
     def row_functions(self, theta: Array, n: Array, count: int) -> Array:
-        """(count, points) of the first functions of `decode_row`, at the broadcast points.
-
-        Arguments beyond the table are moved to its edge.
-        """
+        """(count, points) of the first functions of `decode_row`, likewise."""
         shape = np.broadcast_shapes(theta.shape, n.shape)
         one_theta = theta.size == 1
         variance = theta.reshape(-1) if one_theta else _flat(theta, shape)

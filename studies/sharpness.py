@@ -29,27 +29,31 @@ import functools
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ..engine.composition import Chain, Component, Layer, Parallel, Residual
-from ..engine.response import sum_of
-from ..errors import DomainError
-from ..files import as_frame
-from ..formulas.algebra import NUMPY
-from ..formulas.checks import check_choice, check_count
-from ..transfer.attention.self_attention import SelfAttention
-from ..transfer.elementary import Activation, Dropout, Linear, Scale
-from ..transfer.gated import GatedLinear
-from ..transfer.head.components import Pool
-from ..transfer.normalization import FiniteNormalization
-from .change import Array
-from .ends import Words
-from .rules import spread
-from .sites import Reading, Site
+from moments.engine.composition import Chain, Component, Layer, Parallel, Residual
+from moments.engine.response import sum_of
+from moments.errors import DomainError, ValidityWarning
+from moments.files import as_frame
+from moments.formulas.algebra import NUMPY
+from moments.formulas.checks import check_choice, check_count
+from moments.prediction.result import Prediction
+from moments.show.report import render, tabled
+from moments.step.change import Array
+from moments.step.ends import Words
+from moments.step.result import Stepping
+from moments.step.rules import spread
+from moments.step.sites import Reading, Site
+from moments.transfer.attention.self_attention import SelfAttention
+from moments.transfer.elementary import Activation, Dropout, Linear, Scale
+from moments.transfer.gated import GatedLinear
+from moments.transfer.head.components import Pool
+from moments.transfer.normalization import FiniteNormalization
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -94,6 +98,15 @@ class Sharpness:
     least_stderr: float
     shares: tuple[tuple[int, str, float], ...]
 
+    @classmethod
+    def of(
+        cls, optimizer: str, ends: list[Any], shares: tuple[tuple[int, str, float], ...]
+    ) -> Self:
+        """Of draws, each its largest and its least."""
+        (largest, least), count = np.mean(ends, axis=0), len(ends)
+        spreads = np.std(ends, axis=0, ddof=1) / math.sqrt(count) if count > 1 else np.zeros(2)
+        return cls(optimizer, *map(float, (largest, least, *spreads)), shares)
+
     @property
     def by_matrix(self) -> pd.DataFrame:
         """Columns layer, weight and share, the largest first: what carries the largest one."""
@@ -103,9 +116,19 @@ class Sharpness:
 
     def table(self) -> str:
         """Both, and the matrices that carry the largest one, as text."""
-        from ..show.step import sharpness_text
-
-        return sharpness_text(self)
+        rows = self.by_matrix.head(8).itertuples(index=False)
+        of = "the Hessian" if self.optimizer == "sgd" else "the Hessian over root gradients"
+        return render(
+            tabled(
+                f"sharpness under {self.optimizer}: largest eigenvalue of {of} "
+                f"{self.largest:.4g} (± {self.largest_stderr:.2g}), least "
+                f"{self.least:.4g} (± {self.least_stderr:.2g})",
+                ("layer", "parameter", "share of the largest"),
+                ((str(layer), name, f"{100 * share:.1f} %") for layer, name, share in rows),
+                "± is the standard error over draws of the network",
+                whole=False,
+            )
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, with a format version."""
@@ -121,19 +144,48 @@ class Sharpness:
 
 
 def sharpness(
-    reading: Reading,
-    squares: Mapping[Key, float],
+    prediction: Prediction,
     optimizer: str,
     *,
     draws: int = DRAWS,
     features: int = FEATURES,
     seed: int = 0,
 ) -> Sharpness:
-    """See `Prediction.sharpness`; `squares` are E |dLoss/dW|^2 of every parameter."""
+    """The largest and the least eigenvalue of the (preconditioned) Hessian of a batch's loss.
+
+    Gradient descent oscillates from a learning rate of 2/largest on; Adam at a constant rate
+    becomes unstable from about 38/largest (Cohen et al. 2022, for beta_1 = .9).
+
+    Args:
+        prediction: of a text with a loss.
+        optimizer: "sgd" (the Hessian itself), "adam" or "adamw" (divided by the root mean square
+            of an entry of every parameter's gradient).
+        draws: of the network that are averaged.
+        features: of a drawn network, at least.
+        seed: of the draws.
+
+    Raises:
+        DomainError: as `Prediction.after`, or the model has an encoder, reads images, or has a
+            component without a known step (the message names it).
+
+    Warns:
+        ValidityWarning: where logits vary so much that their softmax is not uniform.
+    """
     check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
     check_count("draws", draws)
     check_count("features", features)
     check_count("seed", seed, least=0)
+    stepping = Stepping.of(prediction)
+    reading, frame = stepping.reading, stepping.prediction.weight_gradients()
+    names = zip(frame["layer"], frame["weight"], frame["squared_norm"], strict=True)
+    squares = {(int(layer), str(name)): float(square) for layer, name, square in names}
+    if float(np.max(reading.logit_variance)) > WIDE_LOGITS:
+        warnings.warn(
+            f"the logits have a variance of {reading.logit_variance:.2g}: sharpness takes their "
+            f"softmax for uniform, which holds below {WIDE_LOGITS:g}",
+            ValidityWarning,
+            stacklevel=2,
+        )
     sizes = squares if OPTIMIZERS[optimizer] else None
     ends, shares = [], dict.fromkeys(squares, 0.0)
     for draw in range(draws):
@@ -142,12 +194,12 @@ def sharpness(
         ends.append(both)
         for (_, key), part in hessian.split(vector):
             shares[key] = shares.get(key, 0.0) + float(np.vdot(part, part)) / draws
-    largest, least = np.mean(ends, axis=0)
-    spreads = np.std(ends, axis=0, ddof=1) / math.sqrt(draws) if draws > 1 else np.zeros(2)
     carried = tuple((layer, name, share) for (layer, name), share in shares.items())
-    return Sharpness(
-        optimizer, float(largest), float(least), float(spreads[0]), float(spreads[1]), carried
-    )
+    return Sharpness.of(optimizer, ends, carried)
+
+
+WIDE_LOGITS = 0.5
+"""Variance of the logits up to which a mean of e^z differs from 1 by less than a third."""
 
 
 class Hessian:

@@ -1,4 +1,4 @@
-"""The sharpness of a real module, measured: the referee of `Prediction.sharpness`.
+"""The sharpness of a real module, measured: the referee of `studies.sharpness`.
 
 Shares no formula with the theory: products with the Hessian are autograd's second pass, its extreme
 eigenvalues those of Lanczos' method.
@@ -6,18 +6,18 @@ eigenvalues those of Lanczos' method.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, MomentsError, optional
-from ..formulas.checks import check_choice, check_count
-from ..step.sharpness import OPTIMIZERS, Sharpness
-from .anatomy import measured_parts
-from .measure import Loss, _add_labels, _objective, _tensors
-from .running import built, in_mode
+from moments.errors import DomainError, MomentsError, optional
+from moments.formulas.checks import check_choice, check_count
+from moments.torch.anatomy import measured_parts
+from moments.torch.measure import Loss, _add_labels, _objective, _tensors
+from moments.torch.running import built, in_mode
+
+from .sharpness import OPTIMIZERS, Sharpness
 
 with optional("torch", "torch"):
     import torch
@@ -76,12 +76,8 @@ def measure_sharpness(
         ends.append((values[-1], values[0]))
         for key, share in found.shares(vector).items():
             shares[key] = shares.get(key, 0.0) + share / seeds
-    largest, least = np.mean(ends, axis=0)
-    spreads = np.std(ends, axis=0, ddof=1) / math.sqrt(seeds) if seeds > 1 else np.zeros(2)
     carried = tuple((layer, name, share) for (layer, name), share in sorted(shares.items()))
-    return Sharpness(
-        optimizer, float(largest), float(least), float(spreads[0]), float(spreads[1]), carried
-    )
+    return Sharpness.of(optimizer, ends, carried)
 
 
 class _Hessian:
