@@ -175,10 +175,11 @@ def test_the_gate_cuts_off_rounding_and_says_the_rest() -> None:
     assert gate.parts("p", np.array([1.0, -1e-12])).tolist() == [1.0, 0.0]
     assert not gate.notes
     assert gate.correlation("r", np.array([0.0, -1.8])).tolist() == [0.0, -0.5]
-    assert gate.parts("p", np.array([1.0, -0.1])).tolist() == [1.0, 0.0]
-    assert "r: -1.8 is impossible" in gate.notes[0]
+    named = gate.parts("p", np.array([1.0, -0.1]), places=("here", "there"))
+    assert named.tolist() == [1.0, 0.0]
+    assert "r, behind layer 1: -1.8 is impossible" in gate.notes[0]
     assert "layer 1: far out" in gate.notes[0]
-    assert "p: down to -0.1" in gate.notes[1]
+    assert "p, there: down to -0.1" in gate.notes[1]
     for read in (gate.variance, gate.parts, gate.correlation):
         with pytest.raises(DomainError, match="what is not a finite number"):
             read("what", np.array([1.0, np.nan]))

@@ -48,7 +48,7 @@ SMALLER = {
         "[:256]": "[:128]",
     },
     "design-a-200-layer-model": {
-        "layers=200": "layers=6",
+        '"layers": 200': '"layers": 6',
         "layer, 200": "layer, 6",
         "arange(201)": "arange(7)",
     },

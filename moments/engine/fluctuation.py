@@ -121,9 +121,8 @@ def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
     norms = norms.mixed(square, squared, added)
     if overlaps is None:
         return Fluctuation(norms)
-    return Fluctuation(
-        norms, overlaps.mixed(square, squared, added), shared=scaled_shared(signal, gain)
-    )
+    overlaps = overlaps.mixed(square, squared, added)
+    return Fluctuation(norms, overlaps, shared=scaled_shared(signal, gain))
 
 
 def summed(

@@ -156,10 +156,9 @@ class SequenceLayout:
     @property
     def padding(self) -> Padding | None:
         """For every sequence, the document of each token, 0 where it pads; None: one of all."""
-        numbers = self.numbers
-        if numbers is None:
+        if self.numbers is None:
             return None
-        return tuple(tuple(int(v) for v in row) for row in np.atleast_2d(numbers))
+        return tuple(tuple(int(v) for v in row) for row in np.atleast_2d(self.numbers))
 
     @property
     def numbers(self) -> np.ndarray | None:
@@ -203,11 +202,9 @@ class SequenceLayout:
     def _of_documents(self, kernel: Kernel, documents: np.ndarray) -> tuple[Array, Array]:
         """Averages over all tokens, and over all pairs of one document; 0 without any."""
         documents = documents.reshape(-1, kernel.pairs.shape[-1])
-        axes: tuple[int, ...] = (-2, -1)
+        axes: tuple[int, ...] = (-3, -2, -1)
         if self.sequences == 1:
-            documents = documents[0]
-        else:
-            axes = (-3, -2, -1)
+            documents, axes = documents[0], axes[1:]
         real, pairs = (documents > 0) + 0.0, one_document(documents) + 0.0
         pairs -= np.eye(pairs.shape[-1]) * real[..., None]
         variance = (kernel.diagonal * real).sum(axes[1:]) / real.sum()

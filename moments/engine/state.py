@@ -64,10 +64,9 @@ class Kernel:
         """The same pairs with another diagonal."""
         if self.resolved is not True:
             return Kernel(diagonal, self.pairs, self.resolved)
-        matrix = np.array(
-            np.broadcast_to(self.pairs, (*np.shape(diagonal), np.shape(diagonal)[-1]))
-        )
-        index = np.arange(matrix.shape[-1])
+        shape = np.shape(diagonal)
+        matrix = np.array(np.broadcast_to(self.pairs, (*shape, shape[-1])))
+        index = np.arange(shape[-1])
         matrix[..., index, index] = diagonal
         return Kernel(diagonal, matrix, True)
 
@@ -176,12 +175,12 @@ class Kernel:
             return self.pairs
         if self.classes is not None:
             return self.classes.mean_of_pairs(self.pairs)
-        if real is not None:
+        if real is None:
+            length = self.pairs.shape[-1]
+            total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
+        else:
             length = real.sum()
             total = self.pairs @ real @ real - self.diagonal @ real
-            return total / max(length * (length - 1), 1)
-        length = self.pairs.shape[-1]
-        total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
         return total / max(length * (length - 1), 1)
 
     def total(self, seq_len: int) -> Array:
@@ -411,9 +410,8 @@ def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Value
         values["x_variance"] = values["x_other_variance"] = kernel.diagonal
         values["x_correlation"] = signal.correlation()
         if signal.fluctuation is None:
-            values["x_hidden_correlation"] = ratio_or_zero(
-                signal.hidden_covariance, kernel.diagonal
-            )
+            hidden = ratio_or_zero(signal.hidden_covariance, kernel.diagonal)
+            values["x_hidden_correlation"] = hidden
         return values, values
     lifted = {name: kernel.lift(value) for name, value in parameters.items()}
     single = {name: one for name, (one, _) in lifted.items()}

@@ -128,8 +128,6 @@ def _place(values: Array, flat: int, places: Sequence[str] | None) -> str:
     index = np.unravel_index(flat, np.shape(values))
     if places is not None:
         return places[int(index[-1])]
-    if len(index) < 2:
-        return f"entry {index[-1] + 1}"
     token = f", token {index[-1] + 1}" if np.shape(values)[-1] > 1 else ""
     return f"behind layer {index[-2]}{token}" if index[-2] else f"what enters layer 1{token}"
 

@@ -124,7 +124,7 @@ def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
     """The refusal of a module, with what is found in it all the same."""
     try:
         *parts, given = called(module, batch)
-        found = [*_forgetting(recurrences(*parts))]
+        found = [*_forgetting(list(recurrences(*parts)))]
         found += random_outcome(behaviour(module, given).random)
     except Exception:  # a refusal does not fail over what it could add
         found = []

@@ -27,13 +27,7 @@ from .kernels.attention import FAINT
 from .kernels.finite_rows import FiniteRows, Widths, finite_rows
 from .kernels.position_attention import Across, ClassLogits, PositionAttention, Words
 from .kernels.relative_positions import Turning, shifted_classes, shifted_together
-from .projections import (
-    LOGIT_VARIANCE_MAX,
-    LogitLaw,
-    attention_diagnostics,
-    by_distance,
-    positive,
-)
+from .projections import LOGIT_VARIANCE_MAX, LogitLaw, attention_diagnostics, by_distance, positive
 
 Mask = NDArray[np.bool_]
 

@@ -1,13 +1,9 @@
 """Projections: from the kernels of tokens to the covariance of logits, and back to weights.
 
-Queries q = W_q x + b and keys k = W_k y + c are Gaussian given the tokens, with kernels
-d s_q C + b_q and d s_k C' + b_k, and logits q.k/(temperature sqrt(d_head)). Normalised queries and
-keys and a soft cap may stand between: the logits then are read as the Gaussian ones of `LogitLaw`.
-Back at the weights, dW = sum_i x_i (dq_i)^T and the query path's gradient is W dq_i, so that
-E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W); for the keys alike. Of a bias,
-db = sum_i dq_i.
-
-See docs/theory/attention.md, What stands between tokens and logits, and Weight gradients.
+Queries and keys are Gaussian given the tokens, with kernels d s_q C + b_q and d s_k C' + b_k; norms
+and a soft cap may stand between, and the logits then are read as the Gaussian ones of `LogitLaw`.
+Back at the weights, E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W). See
+docs/theory/attention.md, What stands between tokens and logits, and Weight gradients.
 """
 
 from __future__ import annotations
@@ -390,13 +386,7 @@ def logit_law(
             "up to 8 % and 55 %",
         )
     return LogitLaw(
-        queries,
-        keys,
-        scale,
-        gradient_scale,
-        key_scale,
-        np.inf if each else d_head,
-        notes,
+        queries, keys, scale, gradient_scale, key_scale, np.inf if each else d_head, notes
     )
 
 

@@ -54,14 +54,13 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
     name = "head.transform"
     matrix = Linear(LINEAR, "refined", f"{name}.in", parameters, width, name, has_bias=has_bias)
     laws = activation_laws(head.transform)
-    if head.transform_norm:
-        parts += [matrix, HiddenActivation(laws, "refined", name)]
-        if model.normalization == "dyt":
-            parts.append(DynamicTanh("head.norm", model.dyt_alpha, affine=model.norm_affine))
-        else:
-            parts.append(HiddenNormalization.of(model, "head.norm"))
+    if not head.transform_norm:
+        return Chain((*parts, matrix, Activation(laws, "refined", name)))
+    parts += [matrix, HiddenActivation(laws, "refined", name)]
+    if model.normalization == "dyt":
+        parts.append(DynamicTanh("head.norm", model.dyt_alpha, affine=model.norm_affine))
     else:
-        parts += [matrix, Activation(laws, "refined", name)]
+        parts.append(HiddenNormalization.of(model, "head.norm"))
     return Chain(tuple(parts))
 
 

@@ -1,24 +1,13 @@
 """Joint laws of all pairs of rows of one layer, summed over rows or over keys.
 
-Many pairs of classes of one shape are treated at a time. Classes of few keys cost more to address
-than to compute. Those whose numbers of keys share their next power of two are brought to the
-largest of them, by keys of weight 0 and rows of weight 0: a joint law between such keys is 1, and
-neither they nor the rows contribute to any sum.
-
-Sums over pairs of attention rows of P_i g P_i', with P_i = diag(w_i) - w_i w_i^T.
-
-P_i removes a row's mean, so that every joint law w_i w_i'^T + P_i g P_i' has the marginals w_i and
-w_i' whatever g is. The two maps below are each other's transpose:
+Joint laws are w_i w_i'^T + P_i g P_i', where P_i = diag(w_i) - w_i w_i^T removes a row's mean, so
+that the marginals are w_i and w_i' whatever g is. The two maps are each other's transpose:
 
     spread: H -> sum_{r i i'} H_r,ii' P_i g_r P_i'        gather: X -> tr(P_i g_r P_i' X^T)
 
-g is stored, and its sums are formed, in single precision, which halves their time and memory: its
-rounding is four orders of magnitude below the error of any g that is not exact. What the maps are
-given is on the scale of its largest entry (`single`), so that sums neither overflow nor underflow.
-
-The leading axis c of every array counts pairs of row groups of one shape, treated together.
-
-See docs/theory/attention.md, The closure.
+g is stored, and its sums are formed, in single precision. The leading axis c of every array counts
+pairs of classes of one shape, treated together: classes of few keys are brought to one shape by
+keys and rows of weight 0. See docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations
@@ -105,8 +94,7 @@ TOLERANCE = 2e-4
 """Largest change of an overlap at which its iteration ends."""
 
 ITERATIONS = 30
-"""Most steps to a self-consistent overlap: rows of a text need six to `TOLERANCE`, and only those
-of logit variances beyond 30 use all."""
+"""Most steps to a self-consistent overlap."""
 
 SELF_SWEEPS = 4
 """Sinkhorn sweeps within a step of that iteration, which itself goes on balancing."""
@@ -492,30 +480,24 @@ STACK_ENTRIES = 1 << 18
 """Entries of the joint laws treated at a time, at all nodes: a megabyte, which stays in cache."""
 
 
-class ProjectedKernels(NamedTuple):
-    """(1 - A) C (1 - A')^T of kernels C and of every two classes.
+Mixed = dict[int, Single]
+"""By a class's row, (t, n, Lk): (1 - A) C of t kernels C."""
 
-    Attributes:
-        mixed: by a class's row, (t, n, Lk): (1 - A) C.
-    """
 
-    mixed: dict[int, Single]
+def _mixed(classes: Iterable[PaddedClass], kernels: Array) -> Mixed:
+    whole: Single = kernels.astype(np.float32)
+    return {one.source.row: one.response @ whole[..., one.keys, :] for one in classes}
 
-    @classmethod
-    def of_classes(cls, classes: Iterable[PaddedClass], kernels: Array) -> ProjectedKernels:
-        """Of (t, Lk, Lk) kernels."""
-        whole: Single = kernels.astype(np.float32)
-        return cls({one.source.row: one.response @ whole[..., one.keys, :] for one in classes})
 
-    def of(self, pairs: list[Pair]) -> Single:
-        """(c, t, n, k)."""
-        mixed = [self.mixed[one.source.row][..., two.keys] for one, two in pairs]
-        projected: Single = stacked(mixed) @ stacked([two.response.T for _, two in pairs])[:, None]
-        return projected
+def _projected(mixed: Mixed, pairs: list[Pair]) -> Single:
+    """(c, t, n, k): (1 - A) C (1 - A')^T of every two classes."""
+    left = stacked([mixed[one.source.row][..., two.keys] for one, two in pairs])
+    projected: Single = left @ stacked([two.response.T for _, two in pairs])[:, None]
+    return projected
 
 
 class Projected(NamedTuple):
-    """Projected kernels of one layer.
+    """Kernels of one layer, projected for every class.
 
     Attributes:
         within: of the keys within a row.
@@ -523,21 +505,20 @@ class Projected(NamedTuple):
         turned: of each of `Rotation.kernels`; None without rotation.
     """
 
-    within: ProjectedKernels
-    values: ProjectedKernels | None
-    turned: ProjectedKernels | None
+    within: Mixed
+    values: Mixed | None
+    turned: Mixed | None
 
     @classmethod
     def of_layer(cls, classes: Iterable[PaddedClass], logits: Logits) -> Projected:
         """Form the products that all pairs share."""
-        within = ProjectedKernels.of_classes(classes, logits.within[None])
+        within = _mixed(classes, logits.within[None])
         if logits.aligned:
             return cls(within, None, None)
-        values = ProjectedKernels.of_classes(classes, logits.values[None])
+        values = _mixed(classes, logits.values[None])
         if logits.rotation is None:
             return cls(within, values, None)
-        kernels = logits.rotation.kernels(logits.keys)
-        return cls(within, values, ProjectedKernels.of_classes(classes, kernels))
+        return cls(within, values, _mixed(classes, logits.rotation.kernels(logits.keys)))
 
 
 class Block(NamedTuple):
@@ -576,16 +557,16 @@ class Block(NamedTuple):
             stacked([one.leader_weights for one, _ in pairs])[:, None],
             stacked([two.leader_weights for _, two in pairs])[:, None],
         )
-        joint = exponents[..., None, None].astype(np.float32) * projected.within.of(pairs)
+        joint = exponents[..., None, None].astype(np.float32) * _projected(projected.within, pairs)
         np.minimum(joint, EXPONENT_MAX, out=joint)
         joint = joint_excess(joint, shares[0], shares[1], JOINT_SWEEPS)
         response = turned = plain = None
         if projected.values is not None:
-            along = projected.values.of(pairs)
+            along = _projected(projected.values, pairs)
             step = slopes[..., None, None].astype(np.float32) * along
             response = PairSum.of(tangent(1.0 + joint, step, shares[0], shares[1]), rows, rows2)
             if projected.turned is not None:
-                turned = PairSum.of(projected.turned.of(pairs), rows, rows2)
+                turned = PairSum.of(_projected(projected.turned, pairs), rows, rows2)
                 plain = PairSum.of(along, rows, rows2)
         with_itself = pairs[0][0] is pairs[0][1]
         return cls(pairs, with_itself, PairSum.of(joint, rows, rows2), response, turned, plain)

@@ -1,20 +1,11 @@
 """Causal softmax attention on classes of positions: the closure of `closure` in their algebra.
 
 Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (own, pairs); its
-products close, so that each step of the closure keeps its form: reference rows, mean attention, the
-self overlap of a row, joint laws of two rows, dropped attention. Masks and windows are the counts
-of a `Sight`, rotary positions the means of a `Turning`; all tokens may be one class. Every node is
-a row class of its own, exact on its own reference, and every two of them have a law at the
-correlation of their queries and its derivative there; between nodes everything is interpolated.
-With every position a node, a layer meets `KernelAttention` as closely as that one's single
-precision and its nodes in the correlation allow, where it gives every row a class of its own:
-`tests/test_position_classes.py` holds that.
-
-The laws of two rows are arrays over the keys of either. A tile of rows sees a range of classes, and
-pairs of two tiles are treated together, over those two ranges: half of what a causal mask would
-fill with zeros is left out, and beyond a window nearly all.
-
-See docs/theory/state.md, Classes of positions.
+products close, so that each step of the closure keeps its form. Masks and windows are the counts of
+a `Sight`, rotary positions the means of a `Turning`. The laws of two rows are arrays over the keys
+of either; pairs of two tiles of rows are treated together, over the ranges of keys that these see.
+With every position a node it is `KernelAttention` with a class for every row. See
+docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations
@@ -38,21 +29,9 @@ from .attention import Paths, amplification
 from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import MARGINAL_SWEEPS, fixed_norms, of_shift, toward_keys, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
-from .joint_laws import (
-    ITERATIONS,
-    JOINT_SWEEPS,
-    RHO_MIN,
-    geometric_mean,
-    sharpening,
-    single,
-)
+from .joint_laws import ITERATIONS, JOINT_SWEEPS, RHO_MIN, geometric_mean, sharpening, single
 from .relative_positions import Turning
-from .row_statistics import (
-    AttentionRows,
-    attention_rows,
-    dropped_by_own,
-    log_weights,
-)
+from .row_statistics import AttentionRows, attention_rows, dropped_by_own, log_weights
 
 # --- pairs of rows --------------------------------------------------------------------------------
 
@@ -60,13 +39,11 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 TILE = 12
-"""Rows of a tile: fewer leave out more zeros, more take fewer calls. With 9 two layers of Llama, of
-14 nodes, take a fifth longer."""
+"""Rows of a tile: fewer leave out more zeros, more take fewer calls."""
 
 
 MOST_ROWS = 24
-"""Rows whose laws with themselves are found together: fewer calls than by tiles. All go on until
-the last one settles, which moves correlations by 3e-7 at most."""
+"""Rows whose laws with themselves are iterated together, until the last one settles."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,8 +286,7 @@ TOLERANCE = 2e-5
 
 
 WARM_SWEEPS = 2
-"""Sinkhorn sweeps within a step of a row's law with itself, from the last step's factors on: what
-they leave goes with what the step leaves. 4 move correlations by 1e-7."""
+"""Sinkhorn sweeps within a step of a row's law with itself, from the last step's factors on."""
 
 
 class Words(NamedTuple):
@@ -899,19 +875,9 @@ class PositionAttention:
                 shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
                 held = pairs.joined((self.counted * weights).sum(1), shared)
                 held = held * np.sqrt(unshared[long] * unshared[short])
-            output += fixed_norms(
-                self._widths,
-                (long, short),
-                self._correlation,
-                self._growth,
-                calibration.stiffness,
-                calibration.against,
-                rows.unshared_by_mean,
-                mean,
-                excess,
-                slope,
-                held,
-            )
+            of_pairs = (long, short), self._correlation, self._growth
+            of_rows = calibration.stiffness, calibration.against, rows.unshared_by_mean
+            output += fixed_norms(self._widths, *of_pairs, *of_rows, mean, excess, slope, held)
         path = looking * of_query
         norm = np.sqrt(temperature)
 

@@ -2,12 +2,7 @@
 
 Rotation multiplies the kernel of two keys of one row by rho(j' - j), and the covariance of two
 rows' logits by rho(j' - j - (i' - i)), with rho(x) = sum_m s_m cos(w_m x): cells hold its mean, a
-token with itself left out.
-
-Tokens of one class are one row and one key here whose numbers are means over all rows and pairs of
-rows: sums over classes then vanish, and a key takes back from all others what it sends itself.
-
-See docs/theory/state.md, Classes of positions.
+token with itself left out. See docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations
@@ -21,14 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import (
-    BothSides,
-    Matrix,
-    OneClass,
-    PositionClasses,
-    Sight,
-    diagonal,
-)
+from ....engine.classes import BothSides, Matrix, OneClass, PositionClasses, Sight, diagonal
 from ....model.positions import RelativeBias
 
 # --- rotary positions -----------------------------------------------------------------------------

@@ -1,13 +1,10 @@
 """How much the logits of an attention row vary over draws, and what fixed norms take from that.
 
-A row's logits are w.x_j with w = W_k^T W_q x_i. The average over |w|^2 is taken by Gaussian
-quadrature (`chi_square_rule`). Tokens whose norm is fixed, by a normalisation, lack the fluctuation
-2/d of |x_j|^2, or the part 2 delta of it: delta = 1/d - Var|x|^2 / (2 E^2|x|^2). To first order in
-delta, from the covariance of sample correlations (Isserlis' theorem for the inner products, the
-delta method for the norms), the overlaps of two queries fluctuate less (`pair_spreads`), and keys'
-logits are those of Gaussian ones at another covariance (`KeyCorrections`).
-
-See docs/theory/softmax.md, Queries of finite width and Tokens of fixed norm.
+A row's logits are w.x_j with w = W_k^T W_q x_i; averages over |w|^2 are by Gaussian quadrature.
+Tokens of fixed norm lack 2 delta of the fluctuation of |x_j|^2, delta = 1/d - Var|x|^2 / (2
+E^2|x|^2): overlaps of two queries fluctuate less (`pair_spreads`), and keys' logits are those of
+Gaussian ones at another covariance (`KeyCorrections`). See docs/theory/softmax.md, Tokens of fixed
+norm.
 """
 
 from __future__ import annotations
