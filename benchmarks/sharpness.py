@@ -23,8 +23,8 @@ import transformers
 import moments
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from studies.sharpness import sharpness  # noqa: E402
-from studies.sharpness_of_modules import measure_sharpness  # noqa: E402
+from studies.sharpness import sharpness
+from studies.sharpness_of_modules import measure_sharpness
 
 DATA = Path(__file__).parent / "data" / "sharpness.json"
 WORDS, SEEDS = 256, 3

@@ -44,7 +44,6 @@ from moments.formulas.algebra import NUMPY
 from moments.formulas.checks import check_choice, check_count
 from moments.prediction.result import Prediction
 from moments.show.report import render, tabled
-from moments.step.change import Array
 from moments.step.ends import Words
 from moments.step.result import Stepping
 from moments.step.rules import spread
@@ -57,6 +56,8 @@ from moments.transfer.normalization import FiniteNormalization
 
 if TYPE_CHECKING:
     import pandas as pd
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 Key = tuple[int, str]
 """A parameter: its layer and its name."""
@@ -105,7 +106,8 @@ class Sharpness:
         """Of draws, each its largest and its least."""
         (largest, least), count = np.mean(ends, axis=0), len(ends)
         spreads = np.std(ends, axis=0, ddof=1) / math.sqrt(count) if count > 1 else np.zeros(2)
-        return cls(optimizer, *map(float, (largest, least, *spreads)), shares)
+        errors = float(spreads[0]), float(spreads[1])
+        return cls(optimizer, float(largest), float(least), *errors, shares)
 
     @property
     def by_matrix(self) -> pd.DataFrame:
@@ -230,7 +232,7 @@ class Hessian:
         self.reading, self.squares, self.rng = reading, squares, rng
         shared = int(model.kv_heads or model.heads)
         self.heads = min(shared, max(1, math.ceil(features * shared / model.d_model)))
-        self.share = self.heads / shared
+        self.share: float = self.heads / shared
         self.shapes: dict[Space, tuple[int, ...]] = {}
         self._given: dict[Space, Array] = {}
         self._made: dict[Space, Array] = {}
@@ -253,7 +255,7 @@ class Hessian:
     def __call__(self, vector: Array) -> Array:
         self._given = dict(self.split(vector))
         forward, back = self._network
-        back(forward(np.float32(0.0)))
+        back(forward(np.zeros((), np.float32)))
         return np.concatenate([self._made[space].ravel() for space in self.shapes])
 
     def extremes(self) -> tuple[float, float, Array]:
@@ -541,7 +543,8 @@ class Hessian:
             to, back_from = self._matrix(key, at.kernel, gradient, shape, size / width, biased)
             maps.append((to, back_from, np.float32(size**0.5)))
             drawn.append(_split(self._drawn(at.kernel, widths[k]), d_head))
-        passed, gain = heads.attended(*drawn, self.rng), np.float32(rows.gain**0.5)
+        passed = heads.attended(drawn[0], drawn[1], drawn[2], self.rng)
+        gain = np.float32(rows.gain**0.5)
 
         def forward(x: Array) -> Array:
             # heads are drawn on the scale of the tokens
@@ -552,7 +555,9 @@ class Hessian:
         def back(delta: Array) -> Array:
             sent = passed.back(gain * _split(delta, d_head))
             three = zip(sent, maps, strict=True)
-            return sum_of([back_from(_joined(one) / size) for one, (_, back_from, size) in three])
+            return np.asarray(
+                sum_of([back_from(_joined(one) / size) for one, (_, back_from, size) in three])
+            )
 
         return forward, back
 
