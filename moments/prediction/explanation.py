@@ -206,7 +206,12 @@ def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The laws of one layer in the order in which they were used, residual additions included."""
+    """The laws of one layer in the order in which they were used, residual additions included.
+
+    Attributes:
+        model, layer: of which.
+        steps: in that order.
+    """
 
     model: Transformer
     layer: int
