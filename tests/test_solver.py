@@ -526,6 +526,18 @@ def test_one_layer_of_many_that_cannot_reach_its_target_is_named() -> None:
     assert plan.nearest == pytest.approx(other.nearest, rel=0.05)
 
 
+def test_a_root_next_to_numbers_that_overflow_is_the_least_distance() -> None:
+    from moments.solver.search import root
+
+    def distance(log: float) -> float:
+        return math.nan if -0.6 < log < 0.4 else log + 0.1
+
+    found = root(distance, (-8.0, 8.0), 1e-6)
+    assert not found.met
+    assert found.at <= -0.6 or found.at >= 0.4
+    assert abs(distance(found.at)) < 0.7
+
+
 # --- bad input -----------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -62,7 +63,8 @@ def root(distance: Callable[[float], float], ends: Ends, tolerance: float) -> Se
         inside = sorted(log for log, far in seen.items() if math.isfinite(far))
         for low, high in itertools.pairwise(inside):
             if seen[low] * seen[high] < 0:
-                return Search(float(brentq(at, low, high, xtol=1e-14, rtol=1e-14)), True)
+                with contextlib.suppress(ValueError):  # there is no number somewhere between
+                    return Search(float(brentq(at, low, high, xtol=1e-14, rtol=1e-14)), True)
     finite = {log: abs(far) for log, far in seen.items() if math.isfinite(far)}
     if not finite:
         raise DomainError("the numbers overflow whatever the free variables are")
