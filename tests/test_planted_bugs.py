@@ -88,6 +88,21 @@ def test_blocks_that_start_as_the_identity_are_by_design(style: str) -> None:
     assert "blocks are the identity at step 0, by design" in str(report)
 
 
+def test_outward_matrices_of_zeros_break_no_promise_of_a_config() -> None:
+    """Of a scheme that is asked for they do."""
+    pytest.importorskip("transformers")
+    from small_modules import family_module
+
+    module = family_module("gpt2", 2, 48)
+    for block in module.transformer.h:
+        torch.nn.init.zeros_(block.attn.c_proj.weight)
+        torch.nn.init.zeros_(block.mlp.c_proj.weight)
+    report = moments.check(module)
+    assert report.healthy, str(report)
+    assert "blocks are the identity at step 0, by design" in str(report)
+    assert not moments.check(module, scheme="scaled-init").healthy
+
+
 @pytest.mark.parametrize(
     ("roles", "kind"),
     [(("value",), "zero matrix"), (("value", "output"), "zero matrix"), (("query",), "")],

@@ -911,7 +911,7 @@ class _Weights:
     def _variances(self, groups: dict[str, list[Finding]]) -> Iterator[Trouble]:
         biases = {r: g for r, g in groups.items() if r.endswith(".bias")}
         rest = {r: g for r, g in groups.items() if r not in biases}
-        if not self.strict:
+        if self.checking.scheme is None:  # a config's usual draw does not forbid blocks of zeros
             rest = {r: g for r, g in rest.items() if r not in self.checking.zero}
             yield from self._zero(self.checking.zero)
         crossed = next(iter(self.advice.crossed), "")
