@@ -20,7 +20,7 @@ from ...engine.fluctuation import norm_variance
 from ...engine.layout import one_document, places
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...engine.texts import TextClasses
-from ...errors import DomainError
+from ...errors import DomainError, MomentsError
 from ...model.positions import RelativeBias, alibi_slopes
 from .kernels import HeadAverage, KernelAttention, Paths, Rotation, exact_rows
 from .kernels.attention import FAINT
@@ -230,7 +230,7 @@ class _Layer:
     _length: int
 
     def _shifted(self, table: RelativeBias) -> Kernel:
-        raise NotImplementedError
+        raise MomentsError(f"no table of relative biases on a {type(self).__name__}")
 
 
 class TokenLayer(_Layer):
