@@ -756,12 +756,15 @@ def band_rows(kept: Mapping[str, Any]) -> list[tuple[int, float, float]]:
 
 
 def rows(chosen: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Measured cases, and today's predictions of them."""
+    """Measured cases, and today's predictions of them; of a refused one, the reason alone."""
     kept = stored()["cases"]
     for case in chosen:
         if kept.get(case.name, {}).get("seeds"):
             found = kept[case.name]
-            yield case, found | {"predicted": predict_case(case, found["names"])}
+            try:
+                yield case, found | {"predicted": predict_case(case, found["names"])}
+            except moments.MomentsError as error:
+                yield case, {"refused": str(error)}
 
 
 def cells(case: Case, kept: Mapping[str, Any]) -> tuple[str, ...]:
@@ -803,7 +806,9 @@ def step_cells(case: Case, kept: Mapping[str, Any]) -> Iterator[tuple[str, ...]]
 
 def table() -> None:
     """Every case on one line, and every first step."""
-    found = list(rows(CASES))
+    every = list(rows(CASES))
+    refused = [case.name for case, kept in every if "refused" in kept]
+    found = [(case, kept) for case, kept in every if "refused" not in kept]
     plain = [(case, kept) for case, kept in found if case.kind != "step"]
     steps = [line for case, kept in found if case.kind == "step" for line in step_cells(case, kept)]
     said = [set(verdicts(case.name, kept).values()) for case, kept in plain]
@@ -815,7 +820,8 @@ def table() -> None:
     tables.put(
         "accuracy",
         "full-size",
-        f"{passed} of {len(plain)} cases are inside all bounds, {failed} outside, the others open.",
+        f"{passed} of {len(plain)} cases are inside all bounds, {failed} outside, the others open."
+        + (f" Refused: {'; '.join(refused)}." if refused else ""),
         tables.markdown(("model", "draws", *TITLES.values()), (cells(*row) for row in plain)),
         f"Of the draws of GPT-2, {min(shares):.1f} to {max(shares):.1f} % lie inside the predicted "
         "95 % band of one draw, over the places of the stream.",

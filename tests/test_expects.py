@@ -265,3 +265,11 @@ def test_a_check_takes_what_was_measured() -> None:
     of_gradient = {"grad_variance": {4: 1.0}}
     fine = moments.check(DEEP, measured=of_gradient)
     assert any(note.startswith("expected: gradient variance") for note in fine.notes)
+
+
+@pytest.mark.parametrize("placed", [True, "after-block"])
+def test_a_slip_that_a_model_cannot_have_is_left_out(placed: Any) -> None:
+    """LayerNorm Scaling at a norm's output has no place without norms."""
+    p = predict(moments.preset("gpt2").replace(layers=2, layernorm_scaling=placed))
+    judged = str(p.expects(variance={2: 1e6}))
+    assert judged.startswith("not expected: variance 1e+06 at layer 2")

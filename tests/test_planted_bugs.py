@@ -114,6 +114,7 @@ def test_a_projection_that_is_zero_in_every_layer(roles: tuple[str, ...], kind: 
             block.zero_()
     report = moments.check(module)
     assert [f.kind for f in report.findings] == [kind] * bool(kind), str(report)
+    assert not kind or not any("by design" in note for note in report.notes)
     if not kind:
         assert any("query is zero in every layer" in note for note in report.notes)
 

@@ -18,6 +18,7 @@ import pytest
 
 import moments
 from moments.grids import run, together
+from moments.grids.store import Row
 from moments.prediction.draws import QUANTITIES as STREAM
 
 PRE = moments.Transformer(6, 64, 4, 32, dropout=0.1)
@@ -556,3 +557,9 @@ def test_counts_have_whole_ticks() -> None:
     found = moments.sweep(PRE, {"layers": [2, 3, 5], "weights.query": [0.001, 0.01, 0.02]})
     ax = found.plot(x="layers", y="weights.query").axes[0]
     assert all(tick == round(tick) for tick in ax.get_xticks())
+
+
+@pytest.mark.parametrize("stream", ["[]", "[[1],[1],[1]]", "[[1],[1],[1],[1,2]]"])
+def test_a_row_without_four_profiles_is_damage(stream: str) -> None:
+    with pytest.raises(ValueError, match="four profiles"):
+        Row.of_line(f'{{"index":0,"values":{{}},"stream":{stream}}}'.encode())

@@ -317,6 +317,7 @@ def first_step(
 # --- grids ----------------------------------------------------------------------------------------
 
 MOST_VALUES = 100_000
+"""Of one progression; more are a slip of the pen."""
 
 
 @app.command(

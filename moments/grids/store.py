@@ -72,7 +72,7 @@ class Row:
                 if not (isinstance(notes, list) and all(isinstance(n, str) for n in notes)):
                     raise ValueError("warnings that are no texts")
                 kept = None if stream is None else tuple(map(_numbers, stream))
-                if kept is not None and [len(one) for one in kept] != [len(kept[0])] * 4:
+                if kept is not None and (len(kept) != 4 or len(set(map(len, kept))) != 1):
                     raise ValueError("no four profiles of one length")
                 if not set(values) <= set(QUANTITIES):
                     raise ValueError("a quantity that no sweep has")
@@ -129,7 +129,7 @@ def opened(
     if there is not None:
         _check_same(place, there, wanted)
     try:
-        file = open(place, "ab", buffering=0)  # noqa: SIM115
+        file = open(place, "ab", buffering=0)  # noqa: SIM115 (`with` below)
         file.truncate(whole)
     except OSError as error:
         raise DomainError(f"path: cannot write {place}: {error.strerror or error}") from None
@@ -178,6 +178,7 @@ def _read(place: Path) -> tuple[dict[str, Any] | None, list[Row], int]:
 
 def _header(place: Path, first: bytes) -> dict[str, Any] | None:
     if not first.endswith(b"\n"):
+        # A first line cut short is a sweep's of any version as far as this.
         begun = json.dumps(_written()).encode()[: len('{"format": "moments sw')]
         if begun.startswith(first[: len(begun)]) and len(first) < LONGEST:
             return None

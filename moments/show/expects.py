@@ -7,6 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -281,13 +282,13 @@ def measurements(texts: Sequence[str], argument: str) -> dict[str, dict[int, flo
         parts = WRITTEN.fullmatch(text.strip())
         name = "" if parts is None else parts["name"] or "variance"
         try:
-            assert parts is not None
-            assert name in NAMES
+            if parts is None or name not in NAMES:
+                raise ValueError(text)
             layer, value = (
                 int(parts["layer"] or parts["at"]),
                 float(parts["value"] or parts["only"]),
             )
-        except (AssertionError, ValueError):
+        except ValueError:
             allowed = f"QUANTITY@LAYER=NUMBER, such as variance@24=20; {' or '.join(NAMES)}"
             raise domain_error(argument, text, allowed) from None
         if layer in found.setdefault(name, {}):
@@ -332,25 +333,26 @@ def variants(model: Transformer) -> Iterator[tuple[str, Transformer]]:
 
 
 def _all(model: Transformer) -> Iterator[tuple[str, Transformer]]:
-    yield from _slips(model)
+    for words, changes in _slips(model):
+        with suppress(DomainError):  # a slip that this declaration cannot have
+            yield words, model.replace(**changes)
     for one in schemes():
         # A temperature that is solved for takes many predictions, and hardly moves a variance.
         options = {"temperature": None} if one.predictions else {}
-        try:
+        with suppress(DomainError):  # nor every scheme
             yield f"scheme {one.name} ({one.title})", one.apply(model, **options)
-        except DomainError:
-            continue
 
 
-def _slips(model: Transformer) -> Iterator[tuple[str, Transformer]]:
+def _slips(model: Transformer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """In words, and as the fields that change."""
     weights = model.weights
     assert weights is not None
     there = [name for name in MATRICES if weights.of(name) is not None]
     values = {name: np.asarray(weights.of(name), dtype=float) for name in there}
 
-    def drawn(**changed: Any) -> Transformer:
+    def drawn(**changed: Any) -> dict[str, Any]:
         several = {name: value.tolist() for name, value in changed.items()}
-        return model.replace(weights=weights.replace(**several))
+        return {"weights": weights.replace(**several)}
 
     yield "weights of twice the variance", drawn(**{n: 2 * v for n, v in values.items()})
     yield "weights of half the variance", drawn(**{n: v / 2 for n, v in values.items()})
@@ -360,7 +362,7 @@ def _slips(model: Transformer) -> Iterator[tuple[str, Transformer]]:
     yield "variances taken for deviations", drawn(**{n: v**2 for n, v in values.items()})
     yield (
         "weights as torch draws a Linear",
-        model.replace(weights=Weights.torch_default(model.d_model, model.d_ff)),
+        {"weights": Weights.torch_default(model.d_model, model.d_ff)},
     )
     for name in there:
         plain = name.replace("_", " ")
@@ -381,16 +383,16 @@ def _slips(model: Transformer) -> Iterator[tuple[str, Transformer]]:
         )
     for name, words in (("branch_scale", "branch scale"), ("skip_scale", "skip scale")):
         scale = np.asarray(getattr(model, name), dtype=float)
-        yield f"no {words}", model.replace(**{name: 1.0})
-        yield f"the {words} applied twice", model.replace(**{name: (scale * scale).tolist()})
-    yield "no norms", model.replace(norm="none")
-    yield "no LayerNorm Scaling", model.replace(layernorm_scaling=False)
-    yield "no causal mask", model.replace(causal=False)
-    yield "no dropout", model.replace(dropout=0.0, attention_dropout=0.0, ffn_dropout=0.0)
+        yield f"no {words}", {name: 1.0}
+        yield f"the {words} applied twice", {name: (scale * scale).tolist()}
+    yield "no norms", {"norm": "none"}
+    yield "no LayerNorm Scaling", {"layernorm_scaling": False}
+    yield "no causal mask", {"causal": False}
+    yield "no dropout", {"dropout": 0.0, "attention_dropout": 0.0, "ffn_dropout": 0.0}
     table = model.embedding
     if isinstance(table, Embedding):
         one, root = "a token table of variance 1", "token rows times sqrt(d_model)"
-        yield one, model.replace(embedding=table.replace(token_variance=1.0))
-        yield "token rows not multiplied", model.replace(embedding=table.replace(scale=1.0))
+        yield one, {"embedding": table.replace(token_variance=1.0)}
+        yield "token rows not multiplied", {"embedding": table.replace(scale=1.0)}
         times = table.scale * math.sqrt(model.d_model)
-        yield root, model.replace(embedding=table.replace(scale=times))
+        yield root, {"embedding": table.replace(scale=times)}

@@ -91,7 +91,6 @@ def _bisected(
     the width of the interval left above it, at most `close`; 1 for whole numbers."""
     if not kept(tried[0]):
         return None, 0.0
-    low = tried[0]
     high = next((one for one in tried[1:] if not kept(one)), None)
     if high is None:
         return tried[-1], 0.0

@@ -258,6 +258,7 @@ def parametrised(
     if any(model.layer_weights(n) != own for n in range(2, model.layers + 1)):
         raise domain_error("weights", "by layer", "alike in all layers, to be scaled")
     hidden = 1.0 if name == "fixed" else 1 / m
+    # A Transformer's weights are never None once it is made.
     changes["weights"] = type(model.weights)(  # type: ignore[misc]
         **{matrix: getattr(own, matrix) * hidden for matrix in MATRICES},
         distribution=model.weights.distribution,  # type: ignore[union-attr]

@@ -203,6 +203,9 @@ def causes(
             yield RoleCause(scaled(factor), "fan_in and fan_out are swapped")
 
 
+CHANCE = 1e-4
+"""Probability under the plan from which a layer is not counted among the wrong ones."""
+
 FIT = 1e-3
 """A cause is named where its worst layer is at least this probable (Bonferroni over the layers)."""
 
@@ -329,7 +332,7 @@ def _diagnosis(
         more = " ..." if len(zeros) > 4 else ""
         why = "a zero initialisation, or storage that was never filled"
         return RoleDiagnosis(name, where, 0.0, (), f"is zero{where} ({labels}{more}): {why}")
-    bad = [m for m in group if m.expected and not _chance(m, m.expected) > 1e-4] or group
+    bad = [m for m in group if m.expected and not _chance(m, m.expected) > CHANCE] or group
     where = in_layers([m.role.layer for m in bad], layers)
     hypotheses = [(group, cause) for cause in causes_by_layer(group, model)]
     hypotheses += [(bad, cause) for cause in causes(bad, groups, model, described, readings)]

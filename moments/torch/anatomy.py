@@ -217,7 +217,7 @@ def _entries(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _summary(tensor: Tensor) -> tuple[Any, ...]:
-    """Sums that no change of an entry leaves as they are, but for a permutation."""
+    """Sum and norm: they tell a redraw or a rescaling, not a permutation or what rounding hides."""
     entries = tensor.detach()
     if tensor.is_meta or not entries.is_floating_point():
         return tuple(tensor.shape), str(tensor.dtype), tensor._version

@@ -99,6 +99,12 @@ UNEVEN = 10.0
 NEAR = 0.02
 """Relative difference below which the factor on q k, which is read without chance, is a slip's."""
 
+WRITTEN = 1e-3
+"""Relative error taken for entries and multipliers that were written, not drawn."""
+
+CONSTANT = 1.01
+"""Kurtosis below which entries have one magnitude, as written ones have (1)."""
+
 OTHER_INPUTS = re.compile(
     r"(?!past_)(.*(pixel|image|video|audio|speech|wave|feature|spectrogram|bbox|entity).*"
     r"|.*protein.*|input_values"
@@ -508,8 +514,8 @@ class _Checking:
                 / size
                 for part, size in zip(by_layer, sizes, strict=True)
             ]
-            if all(max(e.kurtosis for e in part) < 1.01 for part in by_layer if part[0].square):
-                spreads = [1e-3] * layers  # written, not drawn
+            if all(max(e.kurtosis for e in part) < CONSTANT for part in by_layer if part[0].square):
+                spreads = [WRITTEN] * layers
             odd = {n + 1 for n in odd_layers(squares, spreads, count)}
             if not strict and name in MATRICES and 0.0 in squares and any(squares):
                 odd |= {n for n, square in enumerate(squares, start=1) if square == 0}
@@ -524,7 +530,7 @@ class _Checking:
                 continue
             values = self._reading.model.by_block(field) ** 2
             for column, block in enumerate(("attention", "ffn")):
-                for place in odd_layers(values[:, column], [1e-3] * layers, count):
+                for place in odd_layers(values[:, column], [WRITTEN] * layers, count):
                     rest = float(np.median(np.delete(values[:, column], place)) ** 0.5)
                     here, layer = float(values[place, column] ** 0.5), (place + 1,)
                     names = self._of(("output", "ffn_out")[column], layers=layer)
@@ -945,6 +951,7 @@ class _Weights:
                 yield self._zero_trouble(
                     (one, other), "error", "neither of them gets a gradient: zero one alone"
                 )
+                short -= {one, other}
         if {"output", "ffn_out"} <= short:
             self.notes.append(BY_DESIGN)
             short -= {"output", "ffn_out"}
@@ -1160,6 +1167,8 @@ def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Trouble:
     said = "the token table itself" if tied else "a matrix of its own"
     why, kind = f"the head is {said}, which {source} not to be", "tied" if tied else "untied"
     mend = "head.weight = tokens.weight ties them"
+    if tied:
+        mend = "give the head a matrix: head.weight = nn.Parameter(tokens.weight.detach().clone())"
     return Trouble("error", f"{kind} head", names, reason=why, mend=mend)
 
 
@@ -1176,7 +1185,6 @@ def architecture_read(
     module: nn.Module, batch: Any, parts: Anatomy, promised: Transformer | None
 ) -> Transformer:
     """What the module is, as one pass tells it, or else what it promises."""
-    assert parts.reading is not None
     model = parts.reading.model or promised
     if model is None:
         said = f"no Transformer says what {type(module).__name__} does"
