@@ -95,7 +95,8 @@ def departures(
     rows = list(_of_stack("", model, found, read or promised, promised))
     rows += _without_matrices(model, found, shared_by(module, reading))
     if model.encoder is not None:
-        inside = (read or promised) and (read or promised).encoder
+        known = read or promised
+        inside = None if known is None else known.encoder
         outside = promised and promised.encoder
         if inside is not None:
             rows += _of_stack(ENCODER, model.encoder, found, inside, outside)
