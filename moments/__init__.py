@@ -22,8 +22,11 @@ _PUBLIC = {
     "Embedding": "model.embedding",
     "Explanation": "prediction.explanation",
     "FirstStep": "step.result",
+    "GatedDeltaNet": "model.mixers",
     "Head": "model.head",
     "Law": "formulas.law",
+    "LinearAttention": "model.mixers",
+    "Mamba2": "model.mixers",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
     "PatchEmbedding": "model.patches",
@@ -31,6 +34,7 @@ _PUBLIC = {
     "Prediction": "prediction.result",
     "RelativeBias": "model.positions",
     "Rotary": "model.positions",
+    "ShortConvolution": "model.mixers",
     "Sweep": "grids.result",
     "StepMeasurement": "step.measured",
     "Transformer": "model.transformer",
@@ -67,8 +71,11 @@ __all__ = [
     "Embedding",
     "Explanation",
     "FirstStep",
+    "GatedDeltaNet",
     "Head",
     "Law",
+    "LinearAttention",
+    "Mamba2",
     "Measurement",
     "MomentsError",
     "PatchEmbedding",
@@ -76,6 +83,7 @@ __all__ = [
     "Prediction",
     "RelativeBias",
     "Rotary",
+    "ShortConvolution",
     "StepMeasurement",
     "Sweep",
     "Transformer",
@@ -109,6 +117,7 @@ if TYPE_CHECKING:
     from .formulas.registry import component, components
     from .model.embedding import Embedding
     from .model.head import Head
+    from .model.mixers import GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
     from .model.patches import PatchEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset

@@ -15,6 +15,7 @@ from ..model.block import Block
 from ..model.transformer import Transformer
 from .attention import cross_attention, self_attention
 from .functions import activation, affine_norm, dropout
+from .recurrent import TWINS as RECURRENT
 
 Watch = Callable[[Tensor, str], Tensor]
 """Takes a tensor and the site it is at; returns the same tensor."""
@@ -24,7 +25,7 @@ TWINS: dict[str, Callable[[LayerTwin, Tensor], Tensor]] = {}
 """What kinds of layers that are registered do, by name (`moments.model.placement`)."""
 
 
-BLOCK_TWINS: dict[type[Block], Callable[[Any, LayerTwin, Tensor], Tensor]] = {}
+BLOCK_TWINS: dict[type[Block], Callable[[Any, LayerTwin, Tensor], Tensor]] = {**RECURRENT}
 """By its class, what a block does (`moments.model.block`), its dropout excluded: of the block, the
 layer that it stands in and (batch, L, d_model)."""
 

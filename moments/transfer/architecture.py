@@ -25,6 +25,7 @@ from .attention.self_attention import CrossAttention, NormalizedAttention, SelfA
 from .elementary import Activation, Dropout, Lawful, Linear, Scale
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
+from .recurrent import RECURRENT, recurrent_parts
 
 
 @functools.lru_cache(maxsize=32)
@@ -502,7 +503,7 @@ class Blocks:
 BlockParts = Callable[[Blocks, Any], Iterable[Component]]
 """Makes the components of a block, up to what it adds to the stream, its dropout excluded."""
 
-BLOCKS: dict[type[Block], BlockParts] = {}
+BLOCKS: dict[type[Block], BlockParts] = {**dict.fromkeys(RECURRENT, recurrent_parts)}
 """By the class of a block (`moments.model.block`). Register another by its class."""
 
 
