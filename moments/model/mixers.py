@@ -277,6 +277,7 @@ class GatedDeltaNet(_Mixer):
     """
 
     kind: ClassVar[str] = "gated_delta_net"
+    norm: ClassVar[bool] = True
 
     key_heads: int
     value_heads: int

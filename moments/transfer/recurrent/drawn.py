@@ -20,12 +20,19 @@ from ...engine.derivative import pullback
 
 Array = Any
 
-FEATURES, LEAST_DRAWS, MOST_DRAWS = 1 << 20, 4, 256
+FEATURES, LEAST_DRAWS, MOST_DRAWS = 1 << 20, 4, 512
 """Features drawn, times tokens, and between how many draws: entries of a kernel scatter by one over
 the root of the features, 1 % of a token's own at 128 tokens."""
 
 AT_ONCE = 1 << 21
 """Entries of matrices over pairs of tokens that are worked on at once."""
+
+
+FORGOTTEN = 0.1
+"""Part of a state that is left a token later, below which it is forgotten."""
+
+RARE = 0.3
+"""Share of the norm's mean gain that one draw in a hundred may have without a note."""
 
 
 class Section(NamedTuple):
@@ -52,10 +59,14 @@ class Head(Protocol):
     """What is drawn: one head, or several that share a norm or keys.
 
     Attributes:
+        block: the declaration.
         sections: by the name of their matrix.
         features: that one draw gives.
         pairs: matrices over pairs of tokens in one draw.
     """
+
+    @property
+    def block(self) -> Any: ...
 
     @property
     def sections(self) -> Mapping[str, Section]: ...
@@ -69,6 +80,12 @@ class Head(Protocol):
     def own(self, random: np.random.Generator, draws: int) -> dict[str, Array]:
         """Parameters that multiply no input, each with draws first; as many for a row as the
         section before the dot in their name, or `OF_SECTION`, has."""
+
+    def kept(self, entering: dict[str, Array], own: dict[str, Array]) -> Array:
+        """(draws, heads, ...) of a head's state, the part that is left a token later."""
+
+    def before_norm(self, entering: dict[str, Array], own: dict[str, Array]) -> Array:
+        """(..., features) of what a norm divides by its root mean square."""
 
     def __call__(self, entering: dict[str, Array], own: dict[str, Array]) -> Array:
         """(draws, L, features) of (draws, L, rows) by section."""
@@ -124,6 +141,41 @@ class DrawnHeads:
             run = _on_lists(self.head, list(entering), list(own), {}, self.sequences)
             total = total + _gram(run(*entering.values(), *own.values()))
         return total / (self.draws * self.head.features)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the draws say about the mixer's health, and about means over draws."""
+        block = self.head.block
+        given = self._given(self.parts[0]) if self.sequences == 1 else None
+        if given is None:
+            return ()
+        found = []
+        gone = float(np.mean(self.head.kept(*given) < FORGOTTEN))
+        if gone > 0.5:
+            found.append(
+                f"{100 * gone:.0f} % of the heads' states keep less than {FORGOTTEN:g} of "
+                "themselves from one token to the next: these heads see little but their own token"
+            )
+        if not block.norm:
+            return tuple(found)
+        sizes = np.mean(self.head.before_norm(*given) ** 2, -1)
+        epsilon = block.norm_epsilon
+        share = float(np.mean(sizes / (sizes + epsilon)))
+        if share < 0.5:
+            found.append(
+                f"the norm's epsilon {epsilon:.2g} is larger than most of what it normalises, of "
+                f"mean square {float(np.mean(sizes)):.2g}: the branch gives {share:.2g} of what "
+                "the norm would make of it, and is nearly dead"
+            )
+        gains = np.sort((1.0 / (sizes + epsilon)).ravel())
+        rare = float(gains[-max(len(gains) // 100, 1) :].sum() / gains.sum())
+        if rare > RARE:
+            found.append(
+                f"{100 * rare:.0f} % of what the norm multiplies gradients by comes from one draw "
+                "in a hundred, in which a head gives almost nothing: means over draws are not "
+                "what one draw shows"
+            )
+        return tuple(found)
 
     def backward(self, received: Array) -> Back:
         """Of the (L, L) gradient per feature of what leaves."""

@@ -127,25 +127,35 @@ class Mamba2Heads:
         x = convolved(x, own[f"{name}.taps"])
         return x + np.expand_dims(own[f"{name}.taps.bias"], 1) if self.block.tap_bias else x
 
-    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+    def kept(self, entering: Arrays, own: Arrays) -> Array:
+        return np.exp(self._steps(entering, own)[1])
+
+    def _steps(self, entering: Arrays, own: Arrays) -> tuple[Array, Array]:
+        """(draws, heads, L) steps, and logarithms of the decays."""
+        steps = np.swapaxes(entering["mixer_step"], 1, 2)
+        steps = softplus(steps + np.expand_dims(own["mixer_step.bias"], -1))
+        return steps, -steps * np.expand_dims(np.exp(own["rate"]), -1)
+
+    def before_norm(self, entering: Arrays, own: Arrays) -> Array:
         block, drawn = self.block, self._drawn
         value, key, query = (
             silu(self._convolved(entering[name], own, name)) for name in ("value", "key", "query")
         )
-        steps = np.swapaxes(entering["mixer_step"], 1, 2)
-        steps = softplus(steps + np.expand_dims(own["mixer_step.bias"], -1))
-        logs = -steps * np.expand_dims(np.exp(own["rate"]), -1)
+        steps, logs = self._steps(entering, own)
         values = by_heads(value, drawn)
         key, query = np.expand_dims(key, 1), np.expand_dims(query, 1)
         mixed = scan(query, key, values, logs, steps)
         mixed = joined(mixed + np.expand_dims(own["skip"], (-1, -2)) * values)
-        gate = silu(entering["mixer_gate"])
-        if not block.norm:
-            return mixed * gate
-        gain = np.expand_dims(own["mixer_norm.gain"], 1)
-        if block.norm_before_gate:
-            return normalised(mixed, block.norm_epsilon) * gain * gate
-        return normalised(mixed * gate, block.norm_epsilon) * gain
+        gated = block.norm and not block.norm_before_gate
+        return mixed * silu(entering["mixer_gate"]) if gated else mixed
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+        block, mixed = self.block, self.before_norm(entering, own)
+        if block.norm:
+            gain = np.expand_dims(own["mixer_norm.gain"], 1)
+            mixed = normalised(mixed, block.norm_epsilon) * gain
+        gated = block.norm and not block.norm_before_gate
+        return mixed if gated else mixed * silu(entering["mixer_gate"])
 
 
 @dataclass(frozen=True)
@@ -184,19 +194,26 @@ class DeltaHead:
         found["mixer_norm.gain"] = np.ones((draws, block.d_value))
         return found
 
-    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+    def kept(self, entering: Arrays, own: Arrays) -> Array:
+        return np.exp(self._logs(entering, own))
+
+    def _logs(self, entering: Arrays, own: Arrays) -> Array:
+        step = softplus(entering["mixer_step"] + np.expand_dims(own["mixer_step.bias"], 1))
+        return (-step * np.expand_dims(np.exp(own["rate"]), 1))[..., 0]
+
+    def before_norm(self, entering: Arrays, own: Arrays) -> Array:
         block = self.block
         query, key, value = (
             silu(convolved(entering[name], own[f"{name}.taps"]))
             for name in ("query", "key", "value")
         )
         query, key = (_unit(one) for one in (query, key))
-        step = softplus(entering["mixer_step"] + np.expand_dims(own["mixer_step.bias"], 1))
-        logs = -step * np.expand_dims(np.exp(own["rate"]), 1)
         rate = sigmoid(entering["mixer_rate"]) * (2.0 if block.twice else 1.0)
-        logs, rate = logs[..., 0], rate[..., 0]
         query = query * block.d_key**-0.5
-        output = normalised(delta_rule(query, key, value, logs, rate), block.norm_epsilon)
+        return delta_rule(query, key, value, self._logs(entering, own), rate[..., 0])
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+        output = normalised(self.before_norm(entering, own), self.block.norm_epsilon)
         return output * np.expand_dims(own["mixer_norm.gain"], 1) * silu(entering["mixer_gate"])
 
 
@@ -246,18 +263,28 @@ class DrawnLinearHeads:
             found["mixer_norm.gain"] = np.ones((draws, self.features))
         return found
 
-    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+    def kept(self, entering: Arrays, own: Arrays) -> Array:
+        if self.block.decay_gate is None:
+            return own.get("decay", np.ones((1, 1)))
+        return np.exp(self._logs(entering))
+
+    def _logs(self, entering: Arrays) -> Array:
+        x = np.swapaxes(entering["mixer_step"], 1, 2) + self.block.decay_bias
+        return -softplus(-x) / self.block.decay_power
+
+    def before_norm(self, entering: Arrays, own: Arrays) -> Array:
         block, function = self.block, FUNCTIONS[self.block.feature_map]
         query, key, value = (
             by_heads(function(entering[name]), self._drawn) for name in ("query", "key", "value")
         )
         mixed = self._mixing(entering, own, query * block.scale, key) @ value
-        if block.norm == "head":
-            mixed = normalised(mixed, block.norm_epsilon)
-        mixed = joined(mixed)
-        if block.norm == "all":
-            mixed = normalised(mixed, block.norm_epsilon)
+        return mixed if block.norm == "head" else joined(mixed)
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+        block, mixed = self.block, self.before_norm(entering, own)
         if block.norm is not None:
+            mixed = normalised(mixed, block.norm_epsilon)
+            mixed = joined(mixed) if block.norm == "head" else mixed
             mixed = mixed * np.expand_dims(own["mixer_norm.gain"], 1)
         if block.gate is not None:
             mixed = mixed * FUNCTIONS[block.gate](entering["mixer_gate"])
@@ -267,8 +294,7 @@ class DrawnLinearHeads:
         """(draws, heads, L, L) from values to what is mixed."""
         block, tokens = self.block, query.shape[-2]
         if block.decay_gate is not None:
-            x = np.swapaxes(entering["mixer_step"], 1, 2) + block.decay_bias
-            logs = -softplus(-x) / block.decay_power
+            logs = self._logs(entering)
             if block.decay_gate == "channel":
                 channels = transposed(query), transposed(key)  # (draws, heads, d_key, L)
                 logs = np.reshape(logs, (len(logs), self._drawn, block.d_key, tokens))
