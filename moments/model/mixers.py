@@ -174,13 +174,13 @@ def retnet_decays(heads: int) -> tuple[float, ...]:
 
 
 def lightning_decays(heads: int, layer: int, layers: int) -> tuple[float, ...]:
-    """exp(-2^(-8 h/heads) (1 - layer/(layers - 1) + 1e-5)) of head h from 1, layer from 0 (Qin et
-    al. 2024; as MiniMax-01 has it).
+    """exp(-2^(-8 h/heads) (1 - layer/(layers - 1 + 1e-5) + 1e-5)) of head h from 1, layer from 0
+    (Qin et al. 2024, section 3, as MiniMax-01 has it).
 
     >>> [round(one, 4) for one in lightning_decays(2, 0, 4)]
     [0.9394, 0.9961]
     """
-    left = 1 - layer / (max(layers - 1, 1) + 1e-5 * (layers == 1)) + 1e-5
+    left = 1 - layer / (layers - 1 + 1e-5) + 1e-5
     return tuple(math.exp(-(2.0 ** (-8 * head / heads)) * left) for head in range(1, heads + 1))
 
 

@@ -20,9 +20,9 @@ from ...engine.derivative import pullback
 
 Array = Any
 
-FEATURES, LEAST_DRAWS, MOST_DRAWS = 1 << 20, 4, 512
-"""Features drawn, times tokens, and between how many draws: entries of a kernel scatter by one over
-the root of the features, 1 % of a token's own at 128 tokens."""
+ENTRIES, LEAST_DRAWS, MOST_DRAWS = 1 << 24, 8, 2048
+"""Numbers that draws hold, of matrices over pairs of tokens and of rows; and how many draws there
+are at least and at most, over which means scatter."""
 
 AT_ONCE = 1 << 21
 """Entries of matrices over pairs of tokens that are worked on at once."""
@@ -111,16 +111,24 @@ class DrawnHeads:
         kernel: (L, L) of the input.
         gains: variance of pre-activations per unit of it, by section.
         sequences: equally long ones that the kernel holds one after the other.
+        draws: how many; None: by the number of features.
     """
 
     def __init__(
-        self, head: Head, kernel: Array, gains: Mapping[str, float], sequences: int = 1
+        self,
+        head: Head,
+        kernel: Array,
+        gains: Mapping[str, float],
+        sequences: int = 1,
+        draws: int | None = None,
     ) -> None:
         self.head, self.sequences, tokens = head, sequences, len(kernel)
         root = _root(kernel)
-        self.draws = draws = int(
-            np.clip(FEATURES // (tokens * head.features), LEAST_DRAWS, MOST_DRAWS)
-        )
+        if draws is None:
+            rows = sum(one.drawn for one in head.sections.values())
+            many = ENTRIES // (tokens * (head.pairs * tokens + 4 * rows))
+            draws = min(max(many, LEAST_DRAWS), MOST_DRAWS)
+        self.draws = draws
         self.entering = {
             name: np.sqrt(gains[name]) * _rows(draws, one.drawn, tokens, name) @ root
             for name, one in head.sections.items()
