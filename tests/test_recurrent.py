@@ -42,7 +42,7 @@ MIXERS: dict[str, Any] = {
     "norm first": Mamba2(4, 8, 6, VARIANCE, VARIANCE, norm_before_gate=True, tap_bias=False),
     "no norm": Mamba2(4, 8, 6, VARIANCE, VARIANCE, norm=False, rates=(1.0, 4.0)),
     "delta": GatedDeltaNet(
-        2, 4, 8, 8, VARIANCE, VARIANCE, VARIANCE, rates=(0.1, 2.0), norm_epsilon=5e-5
+        2, 4, 8, 8, VARIANCE, VARIANCE, VARIANCE, rates=(0.1, 2.0), norm_epsilon=2e-4
     ),
 }
 EACH = pytest.mark.parametrize("name", MIXERS)
@@ -285,6 +285,7 @@ def laws_of(block: Any, kernel: Any, gains: dict[str, float], sequences: int) ->
 # --- whole models ---------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
 @pytest.mark.parametrize("name", ["convolution", "lightning", "mamba2", "delta"])
 def test_predictions_hold_in_the_twin(name: str) -> None:
     """Two layers of width 48: variances within 5 %, gradients within 10 %, beyond two errors."""
