@@ -1,7 +1,8 @@
 """Every operation of a module: predicted, and measured on fresh draws of it.
 
     python benchmarks/operations.py run [NAME ...]   # prints and stores a row for each
-    python benchmarks/operations.py table            # writes the stored rows into the page
+    python benchmarks/operations.py cover [--types N]    # which types of transformers are followed
+    python benchmarks/operations.py table            # writes what is stored into the page
 
 What is measured replays the recorded pass on the parameters of other draws of the same module: the
 mean square of every tensor, the mean correlation of two of its places, the mean square of its
@@ -17,9 +18,13 @@ import contextlib
 import json
 import logging
 import math
+import multiprocessing
+import random
+import resource
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import open_modules
 import tables
 
+from moments.errors import MomentsError
 from moments.torch.dataflow.graph import Graph
 from moments.torch.operations.laws import F64
 from moments.torch.operations.lowering import Lowering
@@ -60,7 +66,14 @@ SMALL = {
 }
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_intermediate_size": 64, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
-LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+LATENT = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+}
 LATENT |= {"v_head_dim": 32, "first_k_dense_replace": 1, "n_shared_experts": 1}
 TYPES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 64},
@@ -234,17 +247,75 @@ def run(names: list[str]) -> None:
         DATA.write_text(json.dumps(stored, indent=1) + "\n")
 
 
+# --- which types are followed whole --------------------------------------------------------------
+
+COVERED = Path(__file__).parent / "data" / "operations_cover.json"
+SECONDS, MEMORY = 40, 4 << 30
+
+
+def _followed(kind: str, sink: Any) -> None:
+    """What becomes of one type, in a process of its own."""
+    import board
+
+    used = math.ceil(time.process_time())
+    resource.setrlimit(resource.RLIMIT_CPU, (used + SECONDS, used + SECONDS))
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.ERROR)
+    try:
+        module = board.built(kind)
+    except Exception:
+        return sink.send({"outcome": "not built"})
+    try:
+        done = lowered(module, None)
+    except MomentsError as error:
+        ran = "could not be run" not in str(error)
+        return sink.send({"outcome": "refused" if ran else "not run", "why": str(error)[:120]})
+    low = done.lowering
+    why = "; ".join(f"{name}: {reason}" for name, reason in low.unread)[:120]
+    return sink.send({"outcome": "in part" if low.unread else "whole", "why": why})
+
+
+def cover(types: int) -> None:
+    import board
+
+    kinds = sorted(board.module_classes())
+    random.Random(0).shuffle(kinds)
+    board.built("gpt2")
+    context = multiprocessing.get_context("fork")
+    rows = {}
+    for kind in kinds[:types]:
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=_followed, args=(kind, sender))
+        child.start()
+        sender.close()
+        row = {"outcome": "no end"}
+        with contextlib.suppress(EOFError):
+            row = receiver.recv() if receiver.poll(3 * SECONDS) else row
+        child.kill()
+        child.join()
+        rows[kind] = row
+        print(kind, row, flush=True)
+        COVERED.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    print(Counter(row["outcome"] for row in rows.values()))
+
+
 def table() -> None:
     stored = json.loads(DATA.read_text())
     columns = list(next(iter(stored.values())))
     body = [(name, *[row[c] for c in columns]) for name, row in stored.items()]
-    tables.put("accuracy", "operations", tables.markdown(("module", *columns), body))
+    tables.put("theory/any-module", "operations", tables.markdown(("module", *columns), body))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run").add_argument("names", nargs="*")
+    commands.add_parser("cover").add_argument("--types", type=int, default=150)
     commands.add_parser("table")
     arguments = parser.parse_args()
-    run(arguments.names) if arguments.command == "run" else table()
+    if arguments.command == "run":
+        run(arguments.names)
+    elif arguments.command == "cover":
+        cover(arguments.types)
+    else:
+        table()

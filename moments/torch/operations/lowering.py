@@ -302,7 +302,7 @@ class Lowering:
         used = torch.unique(feature)
         if len(used) < variable.features:
             variable = self.parts.of(variable, used)
-            feature = torch.searchsorted(used, feature)
+            feature = torch.searchsorted(used, feature.contiguous())
         return Field(variable, site, feature)
 
     def _copied(self, node: Node, name: str, x: Field) -> Sequence[State]:
@@ -779,7 +779,7 @@ class Lowering:
             piece = self.parts.of(state.variable, used)
             piece = combination(count, piece.features, [Term(piece, number(1), gather)])
             pieces.append((piece, width))
-            at = at.index_copy(axis, columns, width + torch.searchsorted(used, chosen))
+            at = at.index_copy(axis, columns, width + torch.searchsorted(used, chosen.contiguous()))
             width += piece.features
         blanks = (column == 0).nonzero()[:, 0]
         if len(blanks):
@@ -934,7 +934,7 @@ class Lowering:
         for p, q, turned in ((x, y, False), (flipped(y), flipped(x), True)):
             along_sites = not varies(q.feature, [q.feature.ndim - 2])
             along_weights = not turned or not varies(p.feature, [p.feature.ndim - 1])
-            apart = not p.variable.roots & q.variable.roots
+            apart = self._apart(p.variable, q.variable)
             if isinstance(p.variable, Sampled) and along_sites and along_weights and apart:
                 made = self._mix(p, q, flipped_shape(shape) if turned else shape)
                 return flipped(made) if turned else made
@@ -945,6 +945,32 @@ class Lowering:
             both = [rows.unsqueeze(-1).expand(shape), columns.unsqueeze(-2).expand(shape)]
             labels.append(joined(both, [_count(rows), _count(columns)])[0])
         return self._opaque(node, node.outputs[0], *labels)
+
+    def _apart(self, a: Variable, b: Variable) -> bool:
+        """Whether two variables share no weights, or other columns of them only."""
+        if not a.roots & b.roots:
+            return True
+        one, other = self._columns(a), self._columns(b)
+        return all(
+            one[root] is not None and other[root] is not None and not one[root] & other[root]
+            for root in one.keys() & other.keys()
+        )
+
+    def _columns(self, v: Variable) -> dict[object, Any]:
+        """Of every root of a variable, the features of it that it rests on; None: all."""
+        if isinstance(v, Part) and isinstance(v.whole, Product | Entries):
+            return dict.fromkeys(v.roots, frozenset(v.chosen.tolist()))
+        below = v.parents
+        if isinstance(v, Sampled):
+            below = tuple(field.variable for field in self.sampler.plan(v).cuts.values())
+        if isinstance(v, Product) or not below:
+            return dict.fromkeys(v.roots)
+        total: dict[object, Any] = {}
+        for parent in below:
+            for root, columns in self._columns(parent).items():
+                both = root not in total or (total[root] is not None and columns is not None)
+                total[root] = columns | total.get(root, frozenset()) if both and columns else None
+        return total
 
     def _mix(self, a: Field, x: Field, shape: Sequence[int]) -> Field:
         """Sampled weights times an independent field, along the latter's sites."""
@@ -979,8 +1005,10 @@ class Lowering:
         x, w, bias, stride, padding, dilation, transposed, _, groups = (
             self._state(a) for a in node.args[:9]
         )
-        if transposed or not isinstance(w, Weights):
-            raise Unlowered("a transposed convolution, or one whose weights depend on the batch")
+        if transposed:
+            raise Unlowered("a transposed convolution")
+        if not isinstance(w, Weights):
+            raise Unlowered("a convolution whose weights depend on the batch")
         labels = x.site if isinstance(x, Field) else x.tensor
         taps = tuple(w.tensor.shape[2:])
         if len(taps) > 2:

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from rich.table import Table
 
 from ...errors import MomentsError, domain_error, optional
 from ...files import as_frame, plain
 from ...formulas.checks import NONNEGATIVE, check_count, check_number
+from ...show.report import render
+from ...transfer.head.cross_entropy import softmax_expectations
+from ...transfer.head.softmax_agreement import agreement_share
 from ..dataflow.graph import Graph
 from ..dataflow.reading import recorded
 from ..running import built, made_at_hand
@@ -30,6 +34,21 @@ if TYPE_CHECKING:
 
 ROWS, TOKENS = 1, 24
 """Sequences and tokens of a batch that are followed: pairs of tokens have a law each."""
+
+_WORDS = {
+    "Product": "a matrix product",
+    "Entries": "a parameter",
+    "Fixed": "known numbers",
+    "Combination": "a sum",
+    "Joined": "joined features",
+    "Part": "some features",
+    "Curve": "an activation",
+    "Square": "a square",
+    "Times": "a product",
+    "Mix": "an average over keys",
+    "Sampled": "a sampled operation",
+}
+"""What kinds of variables are called in notes."""
 
 MOST_SITES = 1200
 """Sites of a value beyond which it has no row of its own: its covariances would not fit."""
@@ -112,10 +131,6 @@ class ModulePrediction:
 
     def table(self, depth: int = 3) -> str:
         """Submodules down to a depth of their paths, as text."""
-        from rich.table import Table
-
-        from ...show.report import render
-
         shown = [row for row in self.outputs if row.module.count(".") < depth]
         table = Table(title=f"by submodule, {self.tokens} tokens")
         for name in ("module", "variance", "correlation", "grad variance", "grad correlation"):
@@ -159,6 +174,10 @@ def predict(
         grad_variance: of that gradient.
         draws: of what has no law.
         seed: of these draws.
+
+    Returns:
+        A ModulePrediction: `table()`, `to_frame()` by submodule, `operations_frame()`,
+        `weight_gradients()`, `to_json()`, and what was sampled or could not be followed.
 
     Raises:
         DomainError: an argument out of range, or a loss that its output does not have.
@@ -274,9 +293,6 @@ def _cotangent(
 
 def _agreement(vocabulary: int, logits: Tensor) -> Tensor:
     """E sum_v p_v p'_v of two tokens' softmaxes, from the covariance of their logits."""
-    from ...transfer.head.cross_entropy import softmax_expectations
-    from ...transfer.head.softmax_agreement import agreement_share
-
     variance = float(logits.diagonal().mean())
     square = float(softmax_expectations(vocabulary, variance).other.probability_square)
     scale = logits.diagonal().sqrt()
@@ -308,7 +324,7 @@ def _summary(done: Lowered, draws: int) -> ModulePrediction:
             outputs.append(rows[value]._replace(module=path))
     weights = done.weights
     notes = [
-        f"{one} and {other} share weights in a way that no law covers: taken as uncorrelated"
+        f"covariances of {_WORDS[one]} and {_WORDS[other]} of the same weights are taken as 0"
         for one, other in sorted(lowering.laws.left_out)
     ]
     if skipped:

@@ -369,8 +369,7 @@ class Sampler:
         before = softmaxes[0].inputs[0]
         origins = {f.variable.number: _origin(f.variable) for f in plan.cuts.values()}
         ends = {o.number: o for o in origins.values() if o is not None and self._reading(o)}
-        readings = {n: self._reading(o) for n, o in ends.items()}
-        if len(ends) != 2 or not any(r and r.source is of_values.source for r in readings.values()):
+        if not ends:
             return None
         state = self.states[soft.value]
         assert isinstance(state, Field)
@@ -402,44 +401,52 @@ class Sampler:
                 for n, g in zip(at, got, strict=True)
             ]
 
-        numbers = list(ends)
         ones = {
             n: torch.ones(o.sites, o.features, dtype=F64, requires_grad=True)
             for n, o in ends.items()
         }
-        mark = torch.zeros(soft.sites, dtype=F64)
-        mark[mix.weights_at[-1]] = 1.0
-        reached = [int((g.abs().sum(1) > 0).sum()) for g in pull(mark[state.site], ones, numbers)]
-        query, key = numbers if reached[0] <= reached[1] else numbers[::-1]
-        of_keys = readings[key]
-        if of_keys is None or of_keys.source is not of_values.source or min(reached) != 1:
+
+        def marked(row: int, at: list[int]) -> list[Tensor]:
+            mark = torch.zeros(soft.sites, dtype=F64)
+            mark[mix.weights_at[row]] = 1.0
+            return [g != 0 for g in pull(mark[state.site], ones, at)]
+
+        # Features of queries are those of which a row's scores read one site.
+        reached = dict(zip(ends, (hit.sum(0) for hit in marked(-1, list(ends))), strict=True))
+        queries = [n for n, sites in reached.items() if bool((sites == 1).any())]
+        keys = [n for n, sites in reached.items() if bool((sites > 1).any())]
+        if len(queries) != 1 or len(keys) != 1:
+            return None
+        (query,), (key,) = queries, keys
+        chosen, of_keys = reached[query] == 1, self._reading(ends[key])
+        if of_keys is None or of_keys.source is not of_values.source:
             return None
         row = torch.full((ends[query].sites,), -1, dtype=torch.long)
         for i in range(mix.sites):
-            mark = torch.zeros(soft.sites, dtype=F64)
-            mark[mix.weights_at[i]] = 1.0
-            (g,) = pull(mark[state.site], ones, [query])
-            row[g.abs().sum(1) > 0] = i
+            (hit,) = marked(i, [query])
+            row[hit[:, chosen].any(1)] = i
         kernel = self._keys_by_values(mix, of_keys, of_values)
+        width_of = int(chosen.sum())
         gram = torch.zeros(ends[query].sites, ends[query].sites, dtype=F64)
-        random, draws, received = self._random(soft), 4 * self.draws, None
+        random, draws = self._random(soft), 4 * self.draws
+        sent = torch.zeros(soft.sites, soft.features, dtype=F64)
         for n in range(draws):
-            if received is None or n % 4 == 0:
+            if n % 4 == 0:
                 weights = self.field(soft, self.run(soft, random)[0])[mix.weights_at]
                 mixed = torch.einsum("ikl,ilh->ikh", kernel, weights)
                 own = kernel.diagonal(dim1=1, dim2=2)[..., None]
-                sent = torch.zeros(soft.sites, soft.features, dtype=F64)
-                sent[mix.weights_at.reshape(-1)] = (weights * (own - mixed)).reshape(
-                    -1, soft.features
-                )
-                received = sent[state.site, state.feature]
+                back = weights * (own - mixed)
+                sent[mix.weights_at.reshape(-1)] = back.reshape(-1, soft.features)
             signs = torch.randn(ends[key].features, dtype=F64, generator=random).sign()
+            signs = torch.where(reached[key] > 1, signs, 0.0)
+            fields = {key: signs.expand(ends[key].sites, -1)}
             zeros = torch.zeros(ends[query].sites, ends[query].features, dtype=F64)
-            both = {query: zeros.requires_grad_(True), key: signs.expand(ends[key].sites, -1)}
-            (g,) = pull(received, both, [query])
-            gram = gram + g @ g.T / ends[query].features / draws
-        gram = gram * (ends[query].features / soft.features / of_values.count)
-        return _SharedSource(ends[query], row, gram, of_keys.root, of_keys.variance)
+            fields[query] = zeros.requires_grad_(True) + fields.get(query, 0.0)
+            (g,) = pull(sent[state.site, state.feature], fields, [query])
+            gram = gram + g[:, chosen] @ g[:, chosen].T / width_of / draws
+        gram = gram * (width_of / soft.features / of_values.count)
+        of_queries = self.laws.parts.of(ends[query], chosen.nonzero()[:, 0])
+        return _SharedSource(of_queries, row, gram, of_keys.root, of_keys.variance)
 
     def _keys_by_values(self, mix: Mix, keys: _Reading, values: _Reading) -> Tensor:
         """(rows, keys, keys) of every row, width times the covariance of what keys and values
@@ -520,6 +527,7 @@ def _origin(v: Variable) -> Product | None:
 
 def by_label(x: Tensor, site: Tensor, feature: Tensor, sites: int, features: int) -> Tensor:
     """Entries of a recorded tensor as (sites, features); where none is, 0."""
+    x = x.real if x.is_complex() else x
     flat = torch.zeros(sites * features, dtype=F64)
     at = (site * features + feature).reshape(-1)
     return flat.index_put((at,), x.reshape(-1).to(F64)).reshape(sites, features)
