@@ -1,13 +1,13 @@
 """What laws of second moments are written with: `moments.laws` to a user.
 
-Two replicas of a network have one architecture and Gaussian weights, of variance s in either and of
-covariance s + c across. A block's law takes the array X of E x_i . x'_j per feature, x and x' of one
-replica each, to that of its output. At c = 0 both are the same network: the law is the signal's, its
+Two replicas of a network have one architecture and Gaussian weights, of variance s in either and
+of covariance s + c across. A block's law takes the array X of E x_i . x'_j per feature, x and x' of
+one replica each, to that of its output. At c = 0 both are the same network: the law is the signal's, its
 derivative in X, what each replica has by itself being held, gives the gradient's second moments
-(Price's theorem), that in c the squared gradients of the weights. See docs/theory/own-blocks.md.
+(Price's theorem), that in c the squared gradients of the weights.
 
-Where a block mixes tokens, X is (..., L, L). Where it does not, it may also be (..., P + 1, P): pairs
-of different tokens of P classes, and in the last row every class' token with itself.
+Where a block mixes tokens, X is (..., L, L). Where it does not, it may also be (..., P + 1, P):
+pairs of different tokens of P classes, and in the last row every class' token with itself.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def _held(x: Array, level: float) -> Array:
 
 
 def selves(x: Array) -> tuple[Array, Array]:
-    """(..., L, L) second moments of the first replica by itself, and of the second, at a tensor whose
-    moments across are `x`; constants to a derivative in `x`.
+    """(..., L, L) second moments of the first replica by itself, and of the second, at a tensor
+    whose moments across are `x`; constants to a derivative in `x`.
 
     Raises:
         DomainError: the block does not mix tokens, and knows no more than `variances`.
@@ -213,14 +213,16 @@ _STEP = 1e-4
 
 
 def _in_variance(order: int, v: Array, w: Array, x: Array, own: Array, pair: _Pair) -> Array:
-    """Derivative in v of moment (order 0) or slope (1). Own entries are a function f(q, q, q) of one
-    number, whose derivative is finite where those of f are not; half of what is not that in the
-    covariance falls to either variance."""
+    """Derivative in v of moment (order 0) or slope (1).
+
+    Own entries are a function f(q, q, q) of one number, whose derivative is finite where those of f
+    are not; half of what is not that in the covariance falls to either variance.
+    """
     h, law = _STEP, pair[order]
     of_pairs = (_at(law, v * (1 + h), w, x) - _at(law, v * (1 - h), w, x)) / (2 * h)
-    whole = (_at(law, *(x * (1 + h),) * 3) - _at(law, *(x * (1 - h),) * 3)) / (2 * h)
+    whole = (_at(law, *(v * (1 + h),) * 3) - _at(law, *(v * (1 - h),) * 3)) / (2 * h)
     if order == 0:
-        whole = whole - x * _at(pair.slope, v, w, x)
+        whole = whole - v * _at(pair.slope, v, v, v)
     return ratio_or_zero(np.where(own, whole / 2, of_pairs), v + 0.0 * x)
 
 
@@ -239,7 +241,9 @@ def _times(slope: Callable[..., Array], argument: int) -> Callable[..., Any]:
 
         def pull(g: Array) -> Array:
             sent = g * slope(*given)
-            axes = tuple(k for k, n in enumerate(shape, -len(shape)) if n < np.shape(plain(sent))[k])
+            axes = tuple(
+                k for k, n in enumerate(shape, -len(shape)) if n < np.shape(plain(sent))[k]
+            )
             lead = tuple(range(np.ndim(sent) - len(shape)))
             total = np.sum(np.sum(sent, axis=axes, keepdims=True), axis=lead)
             return np.reshape(total, shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -75,8 +74,8 @@ def block(
     mixes_tokens: bool = True,
     name: str | None = None,
 ) -> LawBlock:
-    """A block of your own: `Transformer(mixer=...)` in attention's place, or `ffn=...` in that of the
-    feed-forward block.
+    """A block of your own, for `Transformer(mixer=...)` in attention's place or `ffn=...` in that of
+    the feed-forward block.
 
     Its law is one function of second moments; gradients, those of its weights, the band, `explain`
     and pictures are derivatives of it. Here, averages over the tokens before, behind a gate:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..engine.bottom_to_top import BottomToTop
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
+from ..engine.laws import LawMatrix
 from ..engine.layout import Padding
 from ..errors import DomainError
 from ..formulas.activation import activation_laws
@@ -17,7 +18,6 @@ from ..formulas.block import ATTENTION_BLOCK, FFN_BLOCK
 from ..formulas.law import Theory
 from ..formulas.linear import DROPOUT, LINEAR, SCALE
 from ..formulas.normalization import LAYERNORM
-from ..engine.laws import LawMatrix
 from ..model.block import Block
 from ..model.embedding import Embedding
 from ..model.law_block import LawBlock
@@ -511,7 +511,7 @@ def by_law(parts: Blocks, block: LawBlock) -> tuple[LawLeaf]:
     model, number = parts.model, parts.number
     if parts.padding is not None and block.mixes_tokens:
         raise DomainError(
-            f"attention_mask and document_ids: the law of block {block.name!r} knows of no padding; "
+            f"attention_mask and document_ids: the law of block {block.name!r} knows no padding: "
             "leave them out, or give one text of full length"
         )
     variances, biases = model.variances_of(number), parts._biases

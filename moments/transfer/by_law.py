@@ -1,8 +1,8 @@
 """A component given by one law of second moments across two replicas (`moments.laws`).
 
-What the engine asks of it is a derivative of that law: the gradient and the weights' in what differs
-across replicas, the band's sensitivities in what each replica has by itself as well. Corrections of
-order 1/width are those of its output alone: independent Gaussian features.
+What the engine asks of it is a derivative of that law: the gradient and the weights' in what
+differs across replicas, the band's sensitivities in what each replica has by itself as well. Of
+order 1/width are corrections of its output alone, as of independent Gaussian features.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LawLeaf(Leaf):
     weights: tuple[LawMatrix, ...]
     width: int
     seq_len: int
-    mixes_tokens: bool  # type: ignore[assignment]
+    mixes_tokens: bool
 
     def evaluated(
         self, layout: Layout, x: Array, extra: tuple[Array, ...] = (), follow: bool = False
@@ -68,9 +68,7 @@ class LawLeaf(Leaf):
             DomainError: the law cannot take such moments, or leaves a weight out.
         """
         level = x.level if type(x) is Traced and not follow else math.inf
-        matrices = Applied(
-            self.label, self.weights, dict(zip(self.names, extra, strict=False))
-        )
+        matrices = Applied(self.label, self.weights, dict(zip(self.names, extra, strict=False)))
         with evaluating(layout, level):
             try:
                 found = self.law(x, matrices)
@@ -98,9 +96,7 @@ class LawLeaf(Leaf):
         layout = Layout.of(moments, self.seq_len)
         x = layout.array(moments)
         kernel = layout.kernel(self._checked(layout, x))
-        output = Signal(
-            kernel, signal.seq_len, mean=0.0 * kernel.diagonal, width=float(self.width)
-        )
+        output = Signal(kernel, signal.seq_len, mean=0.0 * kernel.diagonal, width=float(self.width))
         if signal.fluctuation is not None:
             drawn = Fluctuation.of_gaussian(kernel, output.width)
             overlaps = None if followed(signal) is None else drawn.norms
@@ -154,8 +150,8 @@ class LawLeaf(Leaf):
         return LawResponse(self, layout, moments.pairs, ratio * around.received(record), ratio)
 
 
-def _both(kernel: Kernel) -> tuple[Array, Array]:
-    return np.broadcast_arrays(kernel.diagonal, kernel.pairs)
+def _both(kernel: Kernel) -> tuple[Array, ...]:
+    return tuple(np.broadcast_arrays(kernel.diagonal, kernel.pairs))
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +169,9 @@ class LawPullback:
         shape = np.broadcast_shapes(received.shape, self.x.shape)
         none = [np.zeros(shape) for _ in leaf.names]
         _, pull = pullback(
-            lambda x, *extra: leaf.evaluated(layout, x, extra), np.broadcast_to(self.x, shape), *none
+            lambda x, *extra: leaf.evaluated(layout, x, extra),
+            np.broadcast_to(self.x, shape),
+            *none,
         )
         sent, *weights = (layout.kernel(one) for one in pull(np.broadcast_to(received, shape)))
         by_name = dict(zip(leaf.names, weights, strict=True))
