@@ -154,6 +154,33 @@ def test_explain_names_the_block() -> None:
     assert {step.source for step in found} == {"a block's own law of second moments"}
 
 
+LINEAR = moments.block(
+    name="values and outputs",
+    law=lambda x, w: w.output(w.value(x)),
+    weights={"value": SQUARE, "output": SQUARE},
+)
+
+
+@pytest.mark.parametrize(("rule", "rate"), [("sgd", 1e-2), ("adam", 1e-4)])
+def test_the_first_step_is_that_of_the_matrices(rule: Any, rate: float) -> None:
+    """Values and outputs alone, as attention that sees only itself has them in components; they
+    part in what of order 1/width is left out inside a block."""
+    ids = np.random.default_rng(0).integers(0, 50, (2, 12))
+    tables = {"embedding": moments.Embedding(50, 0.02), "head": moments.Head()}
+    model = moments.Transformer(
+        3, 64, 4, 12, causal=True, weights=moments.Weights(*[1 / 64] * 6), **tables
+    )
+    own, usual = (
+        moments.predict(model.replace(**mixer), token_ids=ids).after(rule, rate)
+        for mixer in ({"mixer": LINEAR}, {"identity_attention": True})
+    )
+    assert own.loss_change == pytest.approx(usual.loss_change, rel=0.04)
+    assert own.relative_change == pytest.approx(usual.relative_change, rel=0.03)
+    for one, other in zip(own.weights().itertuples(), usual.weights().itertuples(), strict=True):
+        assert one[1:3] == other[1:3]
+        assert one.slope == pytest.approx(other.slope, rel=0.03)
+
+
 # --- what laws are written with -------------------------------------------------------------------
 
 

@@ -2,9 +2,9 @@
 
 Two replicas of a network have one architecture and Gaussian weights, of variance s in either and
 of covariance s + c across. A block's law takes the array X of E x_i . x'_j per feature, x and x' of
-one replica each, to that of its output. At c = 0 both are the same network: the law is the signal's, its
-derivative in X, what each replica has by itself being held, gives the gradient's second moments
-(Price's theorem), that in c the squared gradients of the weights.
+one replica each, to that of its output. At c = 0 both are the same network: the law is the
+signal's, its derivative in X, what each replica has by itself being held, gives the gradient's
+second moments (Price's theorem), that in c the squared gradients of the weights.
 
 Where a block mixes tokens, X is (..., L, L). Where it does not, it may also be (..., P + 1, P):
 pairs of different tokens of P classes, and in the last row every class' token with itself.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -293,29 +294,56 @@ class LawMatrix(NamedTuple):
 
 
 class Applied:
-    """A block's weights as its law has them: `w.gate(x)` are moments behind the matrix "gate"."""
+    """A block's weights as its law has them: `w.gate(x)` are moments behind the matrix "gate".
+
+    Its own names are the matrices', and all else is private.
+    """
 
     def __init__(
-        self, block: str, matrices: tuple[LawMatrix, ...], extra: Mapping[str, Array]
+        self,
+        block: str,
+        matrices: tuple[LawMatrix, ...],
+        extra: Mapping[str, Array] = MappingProxyType({}),
     ) -> None:
+        """`extra`: by name, by how much the covariance of a weight across replicas exceeds its
+        variance; what is added behind the matrix "gate" is called "gate.bias"."""
         self._block, self._extra = block, extra
         self._matrices = {one.name: one for one in matrices}
-        self.used: set[str] = set()
+        self._passed: dict[str, tuple[Array, Array]] = {}
 
     def __getitem__(self, name: str) -> Callable[[Array], Array]:
         if name not in self._matrices:
             raise unknown_name(f"weight of block {self._block!r}", name, self._matrices)
-        return functools.partial(self._behind, self._matrices[name])
+        return functools.partial(self._applied, self._matrices[name])
 
     def __getattr__(self, name: str) -> Callable[[Array], Array]:
         if name.startswith("_"):
             raise AttributeError(name)
         return self[name]
 
+    def _applied(self, matrix: LawMatrix, x: Array) -> Array:
+        found = self._behind(matrix, x)
+        self._passed[matrix.name] = x, found
+        return found
+
     def _behind(self, matrix: LawMatrix, x: Array) -> Array:
-        self.used.add(matrix.name)
         variance = matrix.variance + self._extra.get(matrix.name, 0.0)
-        found = variance * (matrix.fan_in * x)
-        if matrix.bias is None:
-            return found
-        return found + (matrix.bias + self._extra.get(f"{matrix.name}.bias", 0.0))
+        added = self._extra.get(f"{matrix.name}.bias", 0.0)
+        return variance * (matrix.fan_in * x) + ((matrix.bias or 0.0) + added)
+
+
+class Cut(Applied):
+    """The same with moments of one's own behind every matrix, in place of what its input gives."""
+
+    def _behind(self, matrix: LawMatrix, x: Array) -> Array:
+        if matrix.name in self._passed:
+            raise DomainError(
+                f"the first step follows matrices that a law applies once: block {self._block!r} "
+                f"applies {matrix.name!r} again"
+            )
+        return self._extra[matrix.name]
+
+
+def passed(weights: Applied) -> dict[str, tuple[Array, Array]]:
+    """Moments before and behind each matrix, in the order in which a law has applied them."""
+    return weights._passed

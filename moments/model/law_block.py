@@ -74,8 +74,8 @@ def block(
     mixes_tokens: bool = True,
     name: str | None = None,
 ) -> LawBlock:
-    """A block of your own, for `Transformer(mixer=...)` in attention's place or `ffn=...` in that of
-    the feed-forward block.
+    """A block of your own, for `Transformer(mixer=...)` in attention's place, or `ffn=...` in that
+    of the feed-forward block.
 
     Its law is one function of second moments; gradients, those of its weights, the band, `explain`
     and pictures are derivatives of it. Here, averages over the tokens before, behind a gate:
@@ -133,7 +133,7 @@ def block(
 
 def _row(name: Any, shape: Any) -> tuple[str, Fan, Fan, float | None]:
     """A matrix as `LawBlock` holds it."""
-    if not isinstance(name, str) or not name.isidentifier() or name == "used":
+    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
         raise domain_error("weights", name, "names that Python can call: w.gate(x)")
     needed = 2 if name in MATRICES else 3
     if not isinstance(shape, Sequence) or len(shape) != needed:

@@ -17,7 +17,7 @@ import numpy as np
 from ..engine.composition import Leaf, Pullback, Pulled
 from ..engine.derivative import Traced, pullback, tangent
 from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, followed
-from ..engine.laws import Applied, LawMatrix, Layout, evaluating
+from ..engine.laws import Applied, LawMatrix, Layout, evaluating, passed
 from ..engine.response import (
     SINGLE,
     Around,
@@ -54,24 +54,24 @@ class LawLeaf(Leaf):
     mixes_tokens: bool
 
     def evaluated(
-        self, layout: Layout, x: Array, extra: tuple[Array, ...] = (), follow: bool = False
+        self, layout: Layout, x: Array, weights: Applied | None = None, follow: bool = False
     ) -> Array:
         """The law.
 
         Args:
             layout: of `x`.
             x: moments across replicas, perhaps traced.
-            extra: by how much covariances of the weights exceed their variances, as `names`.
+            weights: None: of one network twice.
             follow: whether what each replica has by itself is traced with what they share.
 
         Raises:
             DomainError: the law cannot take such moments, or leaves a weight out.
         """
         level = x.level if type(x) is Traced and not follow else math.inf
-        matrices = Applied(self.label, self.weights, dict(zip(self.names, extra, strict=False)))
+        given = self.applied() if weights is None else weights
         with evaluating(layout, level):
             try:
-                found = self.law(x, matrices)
+                found = self.law(x, given)
             except (ValueError, TypeError, IndexError) as error:
                 if isinstance(error, DomainError):
                     raise
@@ -79,12 +79,16 @@ class LawLeaf(Leaf):
                     f"the law of block {self.label!r} fails on moments of shape {np.shape(x)}: "
                     f"{error}; it takes an array of second moments and block weights, as w.gate(x)"
                 ) from error
-        if unused := sorted({one.name for one in self.weights} - matrices.used):
+        if unused := sorted({one.name for one in self.weights} - passed(given).keys()):
             raise DomainError(
                 f"the law of block {self.label!r} never applies its weight {unused[0]!r}: write "
                 f"w.{unused[0]}(x) where the twin does, or leave it out of weights"
             )
         return found
+
+    def applied(self, *extra: Array) -> Applied:
+        """Its weights across replicas, with `extra` covariances of those in `names`."""
+        return Applied(self.label, self.weights, dict(zip(self.names, extra, strict=False)))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -169,7 +173,7 @@ class LawPullback:
         shape = np.broadcast_shapes(received.shape, self.x.shape)
         none = [np.zeros(shape) for _ in leaf.names]
         _, pull = pullback(
-            lambda x, *extra: leaf.evaluated(layout, x, extra),
+            lambda x, *extra: leaf.evaluated(layout, x, leaf.applied(*extra)),
             np.broadcast_to(self.x, shape),
             *none,
         )
