@@ -40,6 +40,7 @@ _PUBLIC = {
     "Transformer": "model.transformer",
     "ValidityWarning": "errors",
     "Weights": "model.weights",
+    "block": "model.law_block",
     "compare": "show.comparison",
     "compare_schemes": "show.scheme_table",
     "component": "formulas.registry",
@@ -58,8 +59,8 @@ _PUBLIC = {
     "sweep": "grids.run",
 }
 
-# Packages that are public as wholes.
-_PACKAGES = {"torch": "torch"}
+# Modules and packages that are public as wholes.
+_PACKAGES = {"laws": "engine.laws", "torch": "torch"}
 
 __all__ = [
     "Biases",
@@ -90,6 +91,7 @@ __all__ = [
     "ValidityWarning",
     "Weights",
     "__version__",
+    "block",
     "check",
     "compare",
     "compare_schemes",
@@ -117,6 +119,7 @@ if TYPE_CHECKING:
     from .formulas.registry import component, components
     from .model.embedding import Embedding
     from .model.head import Head
+    from .model.law_block import block
     from .model.mixers import GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
     from .model.patches import PatchEmbedding
     from .model.positions import RelativeBias, Rotary

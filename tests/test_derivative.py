@@ -68,7 +68,9 @@ def test_high_orders_are_those_of_mpmath() -> None:
     found = f
     for order in range(1, 5):
         found = gradient(found)
-        seen = mpmath.diff(lambda x: mpmath.exp(-x) * mpmath.tanh(x) / mpmath.sqrt(1 + x), 0.7, order)
+        seen = mpmath.diff(
+            lambda x: mpmath.exp(-x) * mpmath.tanh(x) / mpmath.sqrt(1 + x), 0.7, order
+        )
         assert float(found(0.7)) == pytest.approx(float(seen), rel=1e-9)
 
 

@@ -130,6 +130,9 @@ class Traced:
     def mean(self, axis: Any = None, keepdims: bool = False) -> Array:
         return np.mean(self, axis, keepdims=keepdims)
 
+    def swapaxes(self, first: int, second: int) -> Array:
+        return np.swapaxes(self, first, second)
+
     def reshape(self, *shape: Any) -> Array:
         return np.reshape(self, shape[0] if len(shape) == 1 else shape)
 
@@ -230,9 +233,7 @@ def pullback(function: Callable[..., Array], *arguments: Array) -> tuple[Array, 
             for parent, rule in node.parents:
                 sent, known = rule(received), sums.get(parent.order)
                 sums[parent.order] = sent if known is None else known + sent
-        return tuple(
-            sums.get(one.order, np.zeros(np.shape(plain(one)))) for one in starts
-        )
+        return tuple(sums.get(one.order, np.zeros(np.shape(plain(one)))) for one in starts)
 
     return (values if several else values[0]), pull
 
@@ -381,10 +382,6 @@ total = primitive(
     lambda x, axis=None, keepdims=False: np.sum(x, axis=axis, keepdims=keepdims),
     lambda r, x, axis=None, keepdims=False: lambda g: _spread(g, x, axis, keepdims),
 )
-taken = primitive(
-    lambda x, index: x[index],
-    lambda r, x, index: lambda g: _placed(g, np.shape(plain(x)), index),
-)
 
 
 def _scattered(g: Array, shape: tuple[int, ...], index: Any) -> Array:
@@ -393,7 +390,11 @@ def _scattered(g: Array, shape: tuple[int, ...], index: Any) -> Array:
     return found
 
 
-_placed = primitive(_scattered, lambda r, g, shape, index: lambda h: h[index])
+_placed: Callable[..., Array] = primitive(_scattered, lambda r, g, shape, index: lambda h: h[index])
+taken = primitive(
+    lambda x, index: x[index],
+    lambda r, x, index: lambda g: _placed(g, np.shape(plain(x)), index),
+)
 
 
 def _linear(function: Any, transpose: Callable[..., Array]) -> None:
@@ -415,15 +416,13 @@ _linear(
     lambda g, x, axes=None: np.transpose(g, None if axes is None else np.argsort(axes)),
 )
 _linear(np.flip, lambda g, x, axis=None: np.flip(g, axis))
-_linear(
-    np.cumsum, lambda g, x, axis=None: np.flip(np.cumsum(np.flip(g, axis), axis=axis), axis)
-)
+_linear(np.cumsum, lambda g, x, axis=None: np.flip(np.cumsum(np.flip(g, axis), axis=axis), axis))
 _einsum = primitive(
     lambda subscripts, *operands, **_: np.einsum(subscripts, *operands, optimize=True),
     None,
     *(
-        lambda r, subscripts, *operands, k=k, **_: lambda g: _einsum_back(
-            g, subscripts, operands, k
+        lambda r, subscripts, *operands, k=k, **_: (
+            lambda g: _einsum_back(g, subscripts, operands, k)
         )
         for k in range(6)
     ),

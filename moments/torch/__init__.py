@@ -22,6 +22,7 @@ with optional("torch", "torch"):
     from .hook_points import HookPoint
     from .initialize import Initialization, attach, initialize
     from .measure import measure
+    from .operations import ModulePrediction, predict
     from .scales import AppliedScales
     from .snippet import snippet, tensor_table
     from .step import measure_step
@@ -31,6 +32,7 @@ __all__ = [
     "AuditReport",
     "HookPoint",
     "Initialization",
+    "ModulePrediction",
     "attach",
     "audit",
     "describe",
@@ -40,6 +42,7 @@ __all__ = [
     "initialize",
     "measure",
     "measure_step",
+    "predict",
     "snippet",
     "tensor_table",
     "weight_statistics",
