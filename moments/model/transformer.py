@@ -85,6 +85,8 @@ class Transformer:
         qk_norm: "rmsnorm" or "layernorm" of every head's queries and keys; "rmsnorm-all" or
             "layernorm-all": of all heads' together (OLMo 2); None: neither.
         logit_softcap: c in c tanh(logit/c); None: no cap.
+        attention_sink: variance over heads of a logit that every head has for a key of value 0, a
+            parameter (GPT-OSS; 0: it starts at logit 0); one value or one per layer; None: none.
         window: how many tokens back attention reaches (and ahead, unless causal), itself included;
             None: all; one value or one per layer.
         encoder: the model whose output a decoder's cross-attention reads; None: there is none.
@@ -134,6 +136,7 @@ class Transformer:
     relative_bias: RelativeBias | None = field(default=None, kw_only=True)
     qk_norm: str | None = field(default=None, kw_only=True)
     logit_softcap: float | None = field(default=None, kw_only=True)
+    attention_sink: float | Sequence[float | None] | None = field(default=None, kw_only=True)
     window: int | Sequence[int | None] | None = field(default=None, kw_only=True)
     encoder: Transformer | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, repr=False, compare=False, kw_only=True)
@@ -179,6 +182,13 @@ class Transformer:
         if isinstance(self.window, Sequence):
             return tuple(self.window)
         return (self.window,) * self.layers
+
+    @property
+    def attention_sinks(self) -> tuple[float | None, ...]:
+        """Variance of the sinks' logits in every layer; None where there are none."""
+        if isinstance(self.attention_sink, Sequence):
+            return tuple(self.attention_sink)
+        return (self.attention_sink,) * self.layers
 
     @property
     def rotaries(self) -> tuple[Rotary | None, ...]:

@@ -70,7 +70,8 @@ def self_attention(
     if documents is not None:
         other = (documents[:, :, None] != documents[:, None, :])[:, None]
         hidden = other if hidden is None else hidden | other
-    return _attend(model, number, query, key, value, bias, hidden, generator)
+    sink = None if gains is None else gains.get("attention_sink")
+    return _attend(model, number, query, key, value, bias, hidden, generator, sink)
 
 
 def cross_attention(
@@ -102,13 +103,19 @@ def _attend(
     bias: Tensor | None,
     hidden: Tensor | None,
     generator: torch.Generator,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """softmax(logits) value, concatenated; each is (batch, its heads, its tokens, d_head)."""
+    """softmax(logits) value, concatenated; each is (batch, its heads, its tokens, d_head).
+
+    `sink`: (heads,) logits of a key without a value.
+    """
     sharing = query.shape[1] // key.shape[1]
     if sharing > 1:
         key, value = key.repeat_interleave(sharing, 1), value.repeat_interleave(sharing, 1)
 
-    def mix(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    def mix(
+        query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sink: Tensor | None
+    ) -> Tensor:
         """softmax(logits) value of some heads, (batch, heads, L, d_head)."""
         logits = query @ key.transpose(-1, -2)
         logits = logits / (math.sqrt(query.shape[-1]) * float(model.temperatures[number - 1]))
@@ -118,18 +125,23 @@ def _attend(
             logits = logits + bias
         if hidden is not None:
             logits = logits.masked_fill(hidden, -math.inf)
-        return dropout(logits.softmax(-1), model.attention_dropout or 0.0, generator) @ value
+        if sink is not None:
+            beside = sink[:, None, None].expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, beside], -1)
+        weights = logits.softmax(-1)[..., : key.shape[-2]]
+        return dropout(weights, model.attention_dropout or 0.0, generator) @ value
 
     heads, logits = query.shape[1], query.shape[0] * query.shape[2] * key.shape[2]
     group = max(1, MOST_LOGITS // logits)
     if group >= heads:
-        return mix(query, key, value, bias).transpose(1, 2).flatten(-2)
+        return mix(query, key, value, bias, sink).transpose(1, 2).flatten(-2)
     # What a group's backward pass needs is computed again there, but for masks drawn once.
     again = torch.is_grad_enabled() and not model.attention_dropout
     groups = []
     for first in range(0, heads, group):
         of = slice(first, first + group)
-        given = query[:, of], key[:, of], value[:, of], None if bias is None else bias[of]
+        beside = (None if one is None else one[of] for one in (bias, sink))
+        given = query[:, of], key[:, of], value[:, of], *beside
         mixed = (
             checkpoint(mix, *given, use_reentrant=False, preserve_rng_state=False)
             if again

@@ -129,6 +129,7 @@ class _Stack:
             model.temperatures.tolist(),
             model.windows,
             model.rotaries,
+            model.attention_sinks,
             model.placements,
         )
         return zip(*columns, strict=True)
@@ -413,6 +414,7 @@ class Blocks:
             alibi=model.alibi,
             relative_bias=model.relative_bias,
             window=model.windows[self.number - 1],
+            sink=model.attention_sinks[self.number - 1],
             **self._projections(),
         )
         if model.placements[self.number - 1] == "hybrid":
@@ -529,6 +531,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "qk_norm": model.qk_norm,
         "logit_softcap": model.logit_softcap,
         "windows": any(model.windows),
+        "attention_sink": any(one is not None for one in model.attention_sinks),
         "identity_attention": model.identity_attention,
         "ffn_dropout": model.ffn_dropout != model.dropout,
         "an encoder": model.encoder is not None,
