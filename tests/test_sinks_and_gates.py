@@ -84,6 +84,70 @@ def test_weight_gradients_behind_a_sink(causal: bool, rotary: bool, correlation:
             assert abs(found[name] / mean - 1) < bound + 2 * error, (name, tokens)
 
 
+GATES = {
+    ("elementwise", True, 0.6): {
+        "query": (1565.6, 0.015),
+        "key": (2577.1, 0.016),
+        "value": (90796.7, 0.009),
+        "output": (90962.4, 0.009),
+        "attention_gate": (10582.4, 0.011),
+    },
+    ("elementwise", False, 0.1): {
+        "query": (4864.7, 0.008),
+        "key": (8273.7, 0.009),
+        "value": (27215.6, 0.007),
+        "output": (27346.1, 0.008),
+        "attention_gate": (2290.1, 0.007),
+    },
+    ("headwise", True, 0.1): {
+        "query": (4942.7, 0.011),
+        "key": (8266.5, 0.012),
+        "value": (38193.1, 0.009),
+        "output": (38119.6, 0.009),
+        "attention_gate": (3473.8, 0.011),
+    },
+    ("headwise", False, 0.6): {
+        "query": (1628.7, 0.018),
+        "key": (2734.5, 0.020),
+        "value": (85556.7, 0.012),
+        "output": (85929.7, 0.012),
+        "attention_gate": (9757.6, 0.021),
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "causal", "correlation"), GATES)
+def test_weight_gradients_behind_a_gate(kind: str, causal: bool, correlation: float) -> None:
+    weights = dataclasses.replace(WEIGHTS, attention_gate=1 / WIDTH)
+    declared = model(causal=causal, attention_gate=kind, weights=weights)
+    for tokens in (True, None):
+        found = predicted(declared, correlation, tokens)
+        for name, (mean, error) in GATES[kind, causal, correlation].items():
+            assert abs(found[name] / mean - 1) < 0.025 + 2 * error, (name, tokens)
+
+
+def test_a_gate_at_zero_halves_what_it_multiplies() -> None:
+    plain = model(causal=True)
+    weights = dataclasses.replace(WEIGHTS, attention_gate=1e-12)
+    gated = plain.replace(attention_gate="elementwise", weights=weights)
+    halved = plain.replace(branch_scale=[(0.5, 1.0)])
+    one, other = (moments.predict(m, variance=1.0, correlation=0.3) for m in (gated, halved))
+    assert one.variance == pytest.approx(other.variance, rel=1e-9)
+    # what goes through the gate, whose matrix is next to nothing, adds nothing
+    assert one.grad_variance == pytest.approx(other.grad_variance, rel=1e-6)
+    assert one.grad_variance_band == pytest.approx(other.grad_variance_band, rel=0.02)
+
+
+def test_the_first_step_refuses_what_it_does_not_cover() -> None:
+    ids = np.arange(24).reshape(2, 12) % 7
+    gpt2 = moments.preset("gpt2").replace(layers=1, seq_len=12)
+    for name, value in {"attention_gate": "headwise", "attention_sink": 0.0}.items():
+        gpt2_with = gpt2.replace(weights=moments.Weights.normal(4e-4), **{name: value})
+        p = moments.predict(gpt2_with, token_ids=ids, tokens=True)
+        with pytest.raises(moments.DomainError, match=r"attention_sink|GatedHeads"):
+            p.after("adam", learning_rate=1e-3)
+
+
 def test_one_key_beside_a_sink_is_a_sigmoid() -> None:
     # one token: its weight is sigmoid(logit - sink), and the branch its value
     declared = model(attention_sink=2.0)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 NORMALIZATIONS = ("layernorm", "rmsnorm", "dyt")
 QK_NORMS = (None, "rmsnorm", "layernorm", "rmsnorm-all", "layernorm-all")
+ATTENTION_GATES = (None, "elementwise", "headwise")
 LAYERNORM_SCALINGS = (
     False,
     True,
@@ -82,6 +83,7 @@ def check(model: Transformer) -> None:
         activation_laws(model.activation)
     except DomainError as error:
         raise DomainError(f"{error}; gated units: {', '.join(GATED)}") from None
+    check_choice("attention_gate", model.attention_gate, ATTENTION_GATES)
     check_choice("layernorm_scaling", model.layernorm_scaling, LAYERNORM_SCALINGS)
     check_choice("qk_norm", model.qk_norm, QK_NORMS)
     settle(model, ["dropout"], check_number, PROBABILITY, "pass 0.1 for ten percent")
@@ -236,6 +238,8 @@ def _check_together(model: Transformer) -> None:
         raise domain_error("parallel_norms", model.parallel_norms, "1 or 2")
     if model.identity_attention and any(one is not None for one in model.attention_sinks):
         raise domain_error("attention_sink", model.attention_sink, "None without logits")
+    if model.attention_gate is not None and model.norm == "hybrid":
+        raise domain_error("attention_gate", model.attention_gate, "None beside norm='hybrid'")
     if model.encoder is not None and model.parallel:
         raise DomainError("encoder and parallel: cross-attention has no place in a parallel layer")
     if model.encoder is not None and model.norm not in ("pre", "post", "none"):

@@ -88,6 +88,8 @@ class Transformer:
         logit_softcap: c in c tanh(logit/c); None: no cap.
         attention_sink: variance over heads of a logit that every head has for a key of value 0, a
             parameter (GPT-OSS; 0: it starts at logit 0); one value or one per layer; None: none.
+        attention_gate: "elementwise": attention's concatenated heads times sigmoid(x W), a number
+            for every feature (Qwen3-Next); "headwise": one for every head; None: no gate.
         window: how many tokens back attention reaches (and ahead, unless causal), itself included;
             None: all; one value or one per layer.
         mixer: a block in attention's place (`moments.model.block`): one for all layers, or one per
@@ -141,6 +143,7 @@ class Transformer:
     qk_norm: str | None = field(default=None, kw_only=True)
     logit_softcap: float | None = field(default=None, kw_only=True)
     attention_sink: float | Sequence[float | None] | None = field(default=None, kw_only=True)
+    attention_gate: str | None = field(default=None, kw_only=True)
     window: int | Sequence[int | None] | None = field(default=None, kw_only=True)
     mixer: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
     ffn: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
@@ -257,6 +260,9 @@ class Transformer:
             "value": (d_model, shared),
             "output": (heads, d_model),
         }
+        if self.attention_gate is not None:
+            wide = self.attention_gate == "elementwise"
+            attention["attention_gate"] = (d_model, heads if wide else self.heads)
         dense = {"ffn_in": (d_model, d_ff), "ffn_out": (d_ff, d_model)}
         if self.gated:
             dense["gate"] = (d_model, d_ff)

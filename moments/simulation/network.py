@@ -122,6 +122,11 @@ class LayerTwin:
             self.weights,
         )
         heads = self.watch(heads, "attention.heads")
+        if self.model.attention_gate is not None:
+            gates = self.watch(self.linear(z, "attention_gate"), "attention.gate")
+            gates = self.watch(torch.sigmoid(gates), "attention.gates")
+            each = heads.shape[-1] // gates.shape[-1]
+            heads = self.watch(heads * gates.repeat_interleave(each, -1), "attention.gated")
         return self.watch(self.linear(heads, "output"), "attention.projection")
 
     def cross(self, z: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ..model.block import Block
 from ..model.embedding import Embedding
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
+from .attention.gates import GatedHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .elementary import Activation, Dropout, Lawful, Linear, Scale
 from .gated import GatedLinear
@@ -389,7 +390,7 @@ class Blocks:
         if model.identity_attention:
             width = model.heads * (model.d_head or 0)
             values = self._linear("attention.heads", "value", model.d_model, width)
-            return self._projected("attention", "output", values)
+            return self._projected("attention", "output", self._gated(values))
         temperature = float(model.temperatures[self.number - 1])
         if self.theory != "refined":
             # The papers treat the block as one unit.
@@ -430,7 +431,22 @@ class Blocks:
                 heads, qk_norm=kind, norm_epsilon=model.norm_epsilon, norm_affine=False
             )
             return self._projected("attention", "output", NormalizedAttention(normalised))
-        return self._projected("attention", "output", heads)
+        return self._projected("attention", "output", self._gated(heads))
+
+    def _gated(self, heads: Component) -> Component:
+        """The heads times their gates, where there are any."""
+        model = self.model
+        if model.attention_gate is None:
+            return heads
+        width = model.shapes_of(self.number)["attention_gate"][1]
+        gate = Chain(
+            (
+                self._linear("attention.gate", "attention_gate", model.d_model, width),
+                Activation(activation_laws("sigmoid"), self.theory, "attention.gates"),
+            )
+        )
+        each = 1.0 if model.attention_gate == "elementwise" else float(model.d_head or 0)
+        return GatedHeads(heads, gate, each)
 
     def cross(self) -> Chain:
         """Attention to the encoder's output, its projection and dropout."""
@@ -549,6 +565,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "qk_norm": model.qk_norm,
         "logit_softcap": model.logit_softcap,
         "windows": any(model.windows),
+        "attention_gate": model.attention_gate is not None,
         "attention_sink": any(one is not None for one in model.attention_sinks),
         "identity_attention": model.identity_attention,
         "ffn_dropout": model.ffn_dropout != model.dropout,
