@@ -26,6 +26,7 @@ _PUBLIC = {
     "Law": "formulas.law",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
+    "LatentAttention": "model.latent_attention",
     "PatchEmbedding": "model.patches",
     "Plan": "solver.plan",
     "Prediction": "prediction.result",
@@ -68,6 +69,7 @@ __all__ = [
     "Explanation",
     "FirstStep",
     "Head",
+    "LatentAttention",
     "Law",
     "Measurement",
     "MomentsError",
@@ -109,6 +111,7 @@ if TYPE_CHECKING:
     from .formulas.registry import component, components
     from .model.embedding import Embedding
     from .model.head import Head
+    from .model.latent_attention import LatentAttention
     from .model.patches import PatchEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset

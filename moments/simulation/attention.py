@@ -55,8 +55,7 @@ def self_attention(
     rotary = model.rotaries[number - 1]
     if rotary is not None:
         query, key = rotate(query, rotary), rotate(key, rotary)
-    seq_len = x.shape[1]
-    place = torch.arange(seq_len, device=x.device)
+    place = torch.arange(x.shape[1], device=x.device)
     offset = place - place[:, None]
     bias: Tensor | None = None
     if model.alibi:
@@ -66,12 +65,34 @@ def self_attention(
         assert model.relative_bias is not None
         learned = table[buckets(offset, model.relative_bias, model.causal)].permute(2, 0, 1)
         bias = learned if bias is None else bias + learned
-    hidden = hidden_from(offset, model.causal, model.windows[number - 1])
-    if documents is not None:
-        other = (documents[:, :, None] != documents[:, None, :])[:, None]
-        hidden = other if hidden is None else hidden | other
+    hidden = _hidden(model, number, offset, documents)
     sink = None if gains is None else gains.get("attention_sink")
     return _attend(model, number, query, key, value, bias, hidden, generator, sink)
+
+
+def latent_attention(
+    model: Transformer,
+    number: int,
+    query: Tensor,
+    key: Tensor,
+    shared: Tensor,
+    value: Tensor,
+    generator: torch.Generator,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Concatenated heads of queries, keys and values (batch, L, heads * features), of which every
+    head's keys end with `shared` (batch, L, features), turned by their positions."""
+    heads = model.heads
+    query, key, value = (_split(one, one.shape[-1] // heads) for one in (query, key, value))
+    own, asked = query.split([key.shape[-1], shared.shape[-1]], -1)
+    part, rotary = shared[:, None], model.rotaries[number - 1]
+    if rotary is not None:
+        asked, part = rotate(asked, rotary), rotate(part, rotary)
+    query = torch.cat([own, asked], -1)
+    key = torch.cat([key, part.expand(-1, heads, -1, -1)], -1)
+    place = torch.arange(query.shape[2], device=query.device)
+    hidden = _hidden(model, number, place - place[:, None], documents)
+    return _attend(model, number, query, key, value, None, hidden, generator)
 
 
 def cross_attention(
@@ -92,6 +113,17 @@ def cross_attention(
     query = _normalised(model, query, "cross_query", gains)
     key = _normalised(model, key, "cross_key", gains)
     return _attend(model, number, query, key, value, None, None, generator)
+
+
+def _hidden(
+    model: Transformer, number: int, offset: Tensor, documents: Tensor | None
+) -> Tensor | None:
+    """Which key (column) a query (row) may not see, by key minus query position; None: sees all."""
+    hidden = hidden_from(offset, model.causal, model.windows[number - 1])
+    if documents is None:
+        return hidden
+    other = (documents[:, :, None] != documents[:, None, :])[:, None]
+    return other if hidden is None else hidden | other
 
 
 def _attend(

@@ -19,9 +19,11 @@ from ..formulas.linear import DROPOUT, LINEAR, SCALE
 from ..formulas.normalization import LAYERNORM
 from ..model.block import Block
 from ..model.embedding import Embedding
+from ..model.latent_attention import LatentAttention
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from .attention.gates import GatedHeads
+from .attention.latent import LatentHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .elementary import Activation, Dropout, Lawful, Linear, Scale
 from .gated import GatedLinear
@@ -522,6 +524,32 @@ BlockParts = Callable[[Blocks, Any], Iterable[Component]]
 
 BLOCKS: dict[type[Block], BlockParts] = {}
 """By the class of a block (`moments.model.block`). Register another by its class."""
+
+
+def _latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
+    model, number = blocks.model, blocks.number
+    weights, name = model.layer_weights(number), "attention.projection"
+    heads = SelfAttention(
+        "attention.heads",
+        model.d_model,
+        model.heads,
+        block.nope_dim + block.rope_dim,
+        weights.query,
+        weights.key,
+        weights.value,
+        model.attention_dropout,
+        float(model.temperatures[number - 1]),
+        model.causal,
+        blocks.padding,
+        rotary=model.rotaries[number - 1],
+        window=model.windows[number - 1],
+        sequences=blocks.sequences,
+    )
+    projection = blocks._linear(name, "output", model.heads * block.value_dim, model.d_model)
+    return LatentHeads(heads, block, model.norm_affine), projection
+
+
+BLOCKS[LatentAttention] = _latent
 
 
 def check_coverage(model: Transformer, theory: Theory) -> None:

@@ -503,7 +503,7 @@ def projection_gradients(
         paths: of it.
         rows: of the attention.
     """
-    width, length = leaf.heads * leaf.d_head, signal.seq_len
+    width, length = leaf.value_width, signal.seq_len
     grown = _overlap_gradients(leaf, law, signal, paths.overlap_path)
     found: dict[str, Array] = {}
     sides = (("query", signal, paths.query), ("key", memory, paths.key))

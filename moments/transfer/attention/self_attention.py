@@ -64,8 +64,15 @@ class Attention(Component):
     prefix: ClassVar[str]
     mixes_tokens: ClassVar[bool] = True
 
+    heads: Any
+    d_head: Any
     value: Any
     value_bias: Any
+
+    @property
+    def value_width(self) -> Any:
+        """Features of the values of all heads."""
+        return self.heads * self.d_head
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -264,7 +271,7 @@ class AttentionPullback:
     @property
     def gain(self) -> Any:
         """Of the values, on a gradient."""
-        return self.leaf.heads * self.leaf.d_head * self.leaf.value
+        return self.leaf.value_width * self.leaf.value
 
     def _at_queries(self, path: Kernel) -> Kernel:
         """At the tokens that ask, of a path counted on the scale of those attended to."""
@@ -425,7 +432,7 @@ def concatenated(
         diagnostics, notes: of the signal.
         rows: second moments of the sums of rows; None: they are 1.
     """
-    width, gain = leaf.heads * leaf.d_head, leaf.memory_width * leaf.value
+    width, gain = leaf.value_width, leaf.memory_width * leaf.value
     kernel = _with_bias(leaf, mixed.scaled(gain), squares, rows)
     found_heads = kernel if heads is None else _with_bias(leaf, heads, squares, rows)
     fluctuation: Fluctuation | None = None
