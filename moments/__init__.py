@@ -20,6 +20,7 @@ _PUBLIC = {
     "Diagnosis": "show.diagnosis",
     "DomainError": "errors",
     "Embedding": "model.embedding",
+    "Experts": "model.experts",
     "Explanation": "prediction.explanation",
     "FirstStep": "step.result",
     "Head": "model.head",
@@ -66,6 +67,7 @@ __all__ = [
     "Diagnosis",
     "DomainError",
     "Embedding",
+    "Experts",
     "Explanation",
     "FirstStep",
     "Head",
@@ -110,6 +112,7 @@ if TYPE_CHECKING:
     from .formulas.law import ComponentLaws, Law
     from .formulas.registry import component, components
     from .model.embedding import Embedding
+    from .model.experts import Experts
     from .model.head import Head
     from .model.latent_attention import LatentAttention
     from .model.patches import PatchEmbedding

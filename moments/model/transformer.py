@@ -14,6 +14,7 @@ from ..errors import domain_error
 from ..files import plain
 from .block import PLACES, Block, block_from_dict
 from .declaration import PARTS, check
+from .experts import SHARED
 from .fields import check_fields
 from .latent_attention import LatentAttention  # noqa: F401  (so that its kind is known)
 from .positions import RelativeBias, Rotary
@@ -291,7 +292,8 @@ class Transformer:
         variances: dict[str, float] = dataclasses.asdict(self.layer_weights(layer))
         for block in blocks:
             variances |= {} if block is None else block.variances(self)
-        return variances
+        shared = {name for name in self.shapes_of(layer) if name not in variances}
+        return variances | {name: variances[name.removeprefix(SHARED)] for name in shared}
 
     def layer_weights(self, layer: int) -> LayerWeights:
         """Weight variances of layer `layer`, counted from 1."""

@@ -19,6 +19,7 @@ from ..formulas.linear import DROPOUT, LINEAR, SCALE
 from ..formulas.normalization import LAYERNORM
 from ..model.block import Block
 from ..model.embedding import Embedding
+from ..model.experts import SHARED, Experts
 from ..model.latent_attention import LatentAttention
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
@@ -26,6 +27,7 @@ from .attention.gates import GatedHeads
 from .attention.latent import LatentHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .elementary import Activation, Dropout, Lawful, Linear, Scale
+from .experts.parts import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
 
@@ -373,10 +375,11 @@ class Blocks:
         }
 
     def _linear(self, label: str, weight: str, fan_in: int, fan_out: int) -> Linear:
-        variance = getattr(self.model.layer_weights(self.number), weight)
+        like = weight.removeprefix(SHARED)
+        variance = getattr(self.model.layer_weights(self.number), like)
         parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
         biases = self._biases
-        name = weight.removeprefix("cross_")
+        name = like.removeprefix("cross_")
         if name not in biases:
             return Linear(LINEAR, self.theory, label, parameters, fan_out, weight)
         parameters["bias_variance"] = biases[name]
@@ -495,27 +498,43 @@ class Blocks:
                 "drop_prob": model.dropout,
             }
             return Chain((Lawful(FFN_BLOCK, theory, "ffn.dropout", parameters),))
-        parts: tuple[Component, ...] = self._hidden()
+        parts: tuple[Component, ...] = self._hidden(d_ff)
         if model.activation_dropout:
             parts += (dropout(theory, "ffn.activation_dropout", model.activation_dropout),)
         out = self._linear("ffn.out", "ffn_out", d_ff, d_model)
         return Chain((*parts, out, dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0)))
 
-    def _hidden(self) -> tuple[Component, ...]:
+    def _hidden(
+        self,
+        d_ff: int,
+        prefix: str = "",
+        label: str = "ffn.",
+        shift: float = 0.0,
+        clamp: float | None = None,
+    ) -> tuple[Component, ...]:
+        """From the stream to hidden features.
+
+        Args:
+            d_ff: how many.
+            prefix: of the matrices' names.
+            label: of the sites' names; empty: there are none.
+            shift, clamp: of a gated unit (`GatedLinear`).
+        """
         model, theory = self.model, self.theory
-        d_model, d_ff = model.d_model, model.d_ff or 0
+        d_model, site = model.d_model, f"{label}activation" if label else ""
         if model.gated:
             weights, biases = model.layer_weights(self.number), self._biases
             laws, widths = activation_laws(model.activation), (d_model, d_ff)
             given = weights.gate, weights.ffn_in, biases.get("gate", 0.0), biases.get("ffn_in", 0.0)
             has_bias = "ffn_in" in biases
-            return (GatedLinear("ffn.activation", laws, *widths, *given, has_bias=has_bias),)
+            return (GatedLinear(site, laws, *widths, *given, has_bias, prefix, shift, clamp),)
         # The papers' GeLU is the erf form; they state no other.
         published = (theory, model.activation) == ("published", "gelu_tanh")
         laws = activation_laws("gelu" if published else model.activation)
+        entering = f"{label}in" if label else ""
         return (
-            self._linear("ffn.in", "ffn_in", d_model, d_ff),
-            Activation(laws, theory, "ffn.activation"),
+            self._linear(entering, f"{prefix}ffn_in", d_model, d_ff),
+            Activation(laws, theory, site),
         )
 
 
@@ -524,6 +543,7 @@ BlockParts = Callable[[Blocks, Any], Iterable[Component]]
 
 BLOCKS: dict[type[Block], BlockParts] = {}
 """By the class of a block (`moments.model.block`). Register another by its class."""
+BLOCKS[Experts] = experts
 
 
 def _latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
