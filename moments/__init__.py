@@ -27,6 +27,7 @@ _PUBLIC = {
     "Law": "formulas.law",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
+    "LatentAttention": "model.latent_attention",
     "PatchEmbedding": "model.patches",
     "Plan": "solver.plan",
     "Prediction": "prediction.result",
@@ -70,6 +71,7 @@ __all__ = [
     "Explanation",
     "FirstStep",
     "Head",
+    "LatentAttention",
     "Law",
     "Measurement",
     "MomentsError",
@@ -112,6 +114,7 @@ if TYPE_CHECKING:
     from .model.embedding import Embedding
     from .model.experts import Experts
     from .model.head import Head
+    from .model.latent_attention import LatentAttention
     from .model.patches import PatchEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset

@@ -20,8 +20,11 @@ from ..formulas.normalization import LAYERNORM
 from ..model.block import Block
 from ..model.embedding import Embedding
 from ..model.experts import SHARED, Experts
+from ..model.latent_attention import LatentAttention
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
+from .attention.gates import GatedHeads
+from .attention.latent import LatentHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .elementary import Activation, Dropout, Lawful, Linear, Scale
 from .experts.parts import experts
@@ -132,6 +135,7 @@ class _Stack:
             model.temperatures.tolist(),
             model.windows,
             model.rotaries,
+            model.attention_sinks,
             model.placements,
             model.mixers,
             model.ffns,
@@ -391,7 +395,7 @@ class Blocks:
         if model.identity_attention:
             width = model.heads * (model.d_head or 0)
             values = self._linear("attention.heads", "value", model.d_model, width)
-            return self._projected("attention", "output", values)
+            return self._projected("attention", "output", self._gated(values))
         temperature = float(model.temperatures[self.number - 1])
         if self.theory != "refined":
             # The papers treat the block as one unit.
@@ -423,6 +427,7 @@ class Blocks:
             alibi=model.alibi,
             relative_bias=model.relative_bias,
             window=model.windows[self.number - 1],
+            sink=model.attention_sinks[self.number - 1],
             **self._projections(),
         )
         if model.placements[self.number - 1] == "hybrid":
@@ -431,7 +436,22 @@ class Blocks:
                 heads, qk_norm=kind, norm_epsilon=model.norm_epsilon, norm_affine=False
             )
             return self._projected("attention", "output", NormalizedAttention(normalised))
-        return self._projected("attention", "output", heads)
+        return self._projected("attention", "output", self._gated(heads))
+
+    def _gated(self, heads: Component) -> Component:
+        """The heads times their gates, where there are any."""
+        model = self.model
+        if model.attention_gate is None:
+            return heads
+        width = model.shapes_of(self.number)["attention_gate"][1]
+        gate = Chain(
+            (
+                self._linear("attention.gate", "attention_gate", model.d_model, width),
+                Activation(activation_laws("sigmoid"), self.theory, "attention.gates"),
+            )
+        )
+        each = 1.0 if model.attention_gate == "elementwise" else float(model.d_head or 0)
+        return GatedHeads(heads, gate, each)
 
     def cross(self) -> Chain:
         """Attention to the encoder's output, its projection and dropout."""
@@ -526,6 +546,32 @@ BLOCKS: dict[type[Block], BlockParts] = {}
 BLOCKS[Experts] = experts
 
 
+def _latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
+    model, number = blocks.model, blocks.number
+    weights, name = model.layer_weights(number), "attention.projection"
+    heads = SelfAttention(
+        "attention.heads",
+        model.d_model,
+        model.heads,
+        block.nope_dim + block.rope_dim,
+        weights.query,
+        weights.key,
+        weights.value,
+        model.attention_dropout,
+        float(model.temperatures[number - 1]),
+        model.causal,
+        blocks.padding,
+        rotary=model.rotaries[number - 1],
+        window=model.windows[number - 1],
+        sequences=blocks.sequences,
+    )
+    projection = blocks._linear(name, "output", model.heads * block.value_dim, model.d_model)
+    return LatentHeads(heads, block, model.norm_affine), projection
+
+
+BLOCKS[LatentAttention] = _latent
+
+
 def check_coverage(model: Transformer, theory: Theory) -> None:
     """Whether the papers' theories know everything that a model declares.
 
@@ -567,6 +613,8 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "qk_norm": model.qk_norm,
         "logit_softcap": model.logit_softcap,
         "windows": any(model.windows),
+        "attention_gate": model.attention_gate is not None,
+        "attention_sink": any(one is not None for one in model.attention_sinks),
         "identity_attention": model.identity_attention,
         "ffn_dropout": model.ffn_dropout != model.dropout,
         "blocks in a mixer's place": any(model.mixers),

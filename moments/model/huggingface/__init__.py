@@ -4,29 +4,43 @@ entries          reading a config and naming what is left unread
 family, sizes    what a family is, with the heads that most share; its architecture at another size
 defaults.json    what entries that are left out mean, from the config classes themselves
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
-bert, gpt, parallel, llama, moe, t5, vit: one group of families each
+bert, gpt, parallel, llama, t5, vit: one group of families each
+latent, moe: families whose blocks `moments.torch` does not recognise in a module
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from . import bert, gpt, llama, moe, parallel, t5, vit
+from . import bert, gpt, latent, llama, moe, parallel, t5, vit
 from .family import Family
 
-__all__ = ["FAMILIES", "NEAREST", "REFUSED", "Family"]
+__all__ = ["FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
-_GROUPS = (bert, gpt, parallel, llama, moe, t5, vit)
+_GROUPS = (bert, gpt, parallel, llama, t5, vit)
+_OF_BLOCKS = (latent, moe)
 
 _DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
-FAMILIES: dict[str, Family] = {
-    kind: dataclasses.replace(family, defaults=_DEFAULTS.get(kind, {}))
-    for group in _GROUPS
-    for kind, family in group.FAMILIES.items()
-}
+
+
+def _of(groups: Iterable[Any]) -> dict[str, Family]:
+    return {
+        kind: dataclasses.replace(family, defaults=_DEFAULTS.get(kind, {}))
+        for group in groups
+        for kind, family in group.FAMILIES.items()
+    }
+
+
+FAMILIES = _of(_GROUPS)
 """`model_type` -> family."""
+OF_BLOCKS = _of(_OF_BLOCKS)
+"""The same of those that are read from their config alone: of a module of theirs `moments.torch`
+does not know every part."""
+READERS = FAMILIES | OF_BLOCKS
 
 _BEYOND = {
     "one layer's weights shared by all layers": "albert",

@@ -38,12 +38,12 @@ def _decoder(
         "dropout": 0.0,
         "biases": read.biases(_biased(read, biased)) if "biases" not in changes else None,
         "rotary": read.rotary() if "rotary" not in changes else None,
+        "kv_heads": read("num_key_value_heads", heads) if "kv_heads" not in changes else None,
+        "d_head": read.count("head_dim", d_model // heads) if "d_head" not in changes else None,
     } | changes
     return declared(
         read,
         epsilon if isinstance(epsilon, float) else read.number(epsilon),
-        kv_heads=read("num_key_value_heads", heads),
-        d_head=read.count("head_dim", d_model // heads),
         seq_len=_length(read, seq_len),
         d_ff=read("intermediate_size"),
         normalization=normalization,

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import domain_error, unknown_name
 from ...formulas.checks import check_count
-from . import FAMILIES
+from . import READERS
 
 # What families call the same thing
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers")
@@ -33,10 +33,10 @@ def at_depth(entries: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """
     check_count("layers", layers)
     kind = entries.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise unknown_name("model_type", kind, sorted(FAMILIES))
+    if not isinstance(kind, str) or kind not in READERS:
+        raise unknown_name("model_type", kind, sorted(READERS))
     changed = {name: value for name, value in entries.items() if name not in _PER_LAYER}
-    names = [name for name in _LAYERS if name in FAMILIES[kind].defaults or name in entries]
+    names = [name for name in _LAYERS if name in READERS[kind].defaults or name in entries]
     if not names:
         raise domain_error("model_type", kind, "a family with an entry for its depth")
     if "attention_types" in entries or kind == "gpt_neo":
@@ -71,12 +71,12 @@ def sized_config(
     Raises:
         DomainError: an argument out of range.
     """
-    if kind not in FAMILIES:
-        raise domain_error("kind", kind, f"one of {', '.join(sorted(FAMILIES))}")
+    if kind not in READERS:
+        raise domain_error("kind", kind, f"one of {', '.join(sorted(READERS))}")
     check_count("heads", heads, least=2)
     if d_model % heads:
         raise domain_error("heads", heads, f"a divisor of d_model = {d_model}")
-    defaults = FAMILIES[kind].defaults
+    defaults = READERS[kind].defaults
     width = d_model // heads
     sizes: dict[str, Any] = dict.fromkeys(_WIDTH, d_model)
     sizes |= dict.fromkeys(_HEADS, heads) | dict.fromkeys(_FFN, 4 * d_model)
