@@ -20,12 +20,14 @@ _PUBLIC = {
     "Diagnosis": "show.diagnosis",
     "DomainError": "errors",
     "Embedding": "model.embedding",
+    "Experts": "model.experts",
     "Explanation": "prediction.explanation",
     "FirstStep": "step.result",
     "Head": "model.head",
     "Law": "formulas.law",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
+    "LatentAttention": "model.latent_attention",
     "PatchEmbedding": "model.patches",
     "Plan": "solver.plan",
     "Prediction": "prediction.result",
@@ -66,9 +68,11 @@ __all__ = [
     "Diagnosis",
     "DomainError",
     "Embedding",
+    "Experts",
     "Explanation",
     "FirstStep",
     "Head",
+    "LatentAttention",
     "Law",
     "Measurement",
     "MomentsError",
@@ -110,7 +114,9 @@ if TYPE_CHECKING:
     from .formulas.law import ComponentLaws, Law
     from .formulas.registry import component, components
     from .model.embedding import Embedding
+    from .model.experts import Experts
     from .model.head import Head
+    from .model.latent_attention import LatentAttention
     from .model.law_block import block
     from .model.patches import PatchEmbedding
     from .model.positions import RelativeBias, Rotary
