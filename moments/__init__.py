@@ -20,6 +20,7 @@ _PUBLIC = {
     "Diagnosis": "show.diagnosis",
     "DomainError": "errors",
     "Embedding": "model.embedding",
+    "Experts": "model.experts",
     "Explanation": "prediction.explanation",
     "FirstStep": "step.result",
     "GatedDeltaNet": "model.mixers",
@@ -29,6 +30,7 @@ _PUBLIC = {
     "Mamba2": "model.mixers",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
+    "LatentAttention": "model.latent_attention",
     "PatchEmbedding": "model.patches",
     "Plan": "solver.plan",
     "Prediction": "prediction.result",
@@ -70,10 +72,12 @@ __all__ = [
     "Diagnosis",
     "DomainError",
     "Embedding",
+    "Experts",
     "Explanation",
     "FirstStep",
     "GatedDeltaNet",
     "Head",
+    "LatentAttention",
     "Law",
     "LinearAttention",
     "Mamba2",
@@ -118,7 +122,9 @@ if TYPE_CHECKING:
     from .formulas.law import ComponentLaws, Law
     from .formulas.registry import component, components
     from .model.embedding import Embedding
+    from .model.experts import Experts
     from .model.head import Head
+    from .model.latent_attention import LatentAttention
     from .model.law_block import block
     from .model.mixers import GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
     from .model.patches import PatchEmbedding

@@ -27,6 +27,9 @@ LAYERS, WIDTH = 2, 48
 NO_FIELD = {"name", "_defaulted"}
 """Of a declaration, what it is called and how it was written."""
 
+UNTRIED = {"weights.": {"attention_gate"}}
+"""By what stands before them: no module of these families has gates."""
+
 # Family, field and another value of it; "x": a number is multiplied by 4.
 CHANGES: list[tuple[str, str, Any]] = [
     ("gpt2", "layers", 3),
@@ -72,6 +75,8 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("gpt2", "qk_norm", "rmsnorm"),
     ("gpt2", "logit_softcap", 3.0),
     ("gpt2", "window", 4),
+    ("gpt2", "attention_sink", 0.0),
+    ("gpt2", "attention_gate", "elementwise"),
     ("gpt2", "mixer", Bottleneck(out="output")),
     ("gpt2", "ffn", Bottleneck()),
     ("mistral", "window", None),
@@ -257,6 +262,8 @@ def test_every_field_is_written_or_named(
     ],
 )
 def test_no_field_escapes(declaration: Any, prefix: str) -> None:
-    fields = {f.name for f in dataclasses.fields(declaration)} - NO_FIELD
+    fields = (
+        {f.name for f in dataclasses.fields(declaration)} - NO_FIELD - UNTRIED.get(prefix, set())
+    )
     tried = {name.removeprefix(prefix) for _, name, _ in CHANGES if name.startswith(prefix)}
     assert fields <= tried

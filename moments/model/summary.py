@@ -82,6 +82,12 @@ def _attention(model: Transformer) -> list[str]:
         found.append(f"queries and keys normalised ({model.qk_norm})")
     if model.logit_softcap:
         found.append(f"logits capped at {model.logit_softcap:g}")
+    if model.attention_gate:
+        found.append(f"output gated ({model.attention_gate})")
+    sinks = {one for one in model.attention_sinks if one is not None}
+    if sinks:
+        sizes = ", ".join(f"{one:.3g}" for one in sorted(sinks))
+        found.append(f"attention sinks of variance {sizes}")
     if any(model.windows):
         reach = sorted({w for w in model.windows if w})
         found.append(f"windows of {', '.join(map(str, reach))} tokens")

@@ -14,7 +14,9 @@ from ..errors import domain_error
 from ..files import plain
 from .block import PLACES, Block, block_from_dict
 from .declaration import PARTS, check
+from .experts import SHARED
 from .fields import check_fields
+from .latent_attention import LatentAttention  # noqa: F401  (so that its kind is known)
 from .positions import RelativeBias, Rotary
 from .summary import html, text
 from .weights import Biases, LayerWeights, Weights
@@ -86,6 +88,10 @@ class Transformer:
         qk_norm: "rmsnorm" or "layernorm" of every head's queries and keys; "rmsnorm-all" or
             "layernorm-all": of all heads' together (OLMo 2); None: neither.
         logit_softcap: c in c tanh(logit/c); None: no cap.
+        attention_sink: variance over heads of a logit that every head has for a key of value 0, a
+            parameter (GPT-OSS; 0: it starts at logit 0); one value or one per layer; None: none.
+        attention_gate: "elementwise": attention's concatenated heads times sigmoid(x W), a number
+            for every feature (Qwen3-Next); "headwise": one for every head; None: no gate.
         window: how many tokens back attention reaches (and ahead, unless causal), itself included;
             None: all; one value or one per layer.
         mixer: a block in attention's place (`moments.model.block`): one for all layers, or one per
@@ -138,6 +144,8 @@ class Transformer:
     relative_bias: RelativeBias | None = field(default=None, kw_only=True)
     qk_norm: str | None = field(default=None, kw_only=True)
     logit_softcap: float | None = field(default=None, kw_only=True)
+    attention_sink: float | Sequence[float | None] | None = field(default=None, kw_only=True)
+    attention_gate: str | None = field(default=None, kw_only=True)
     window: int | Sequence[int | None] | None = field(default=None, kw_only=True)
     mixer: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
     ffn: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
@@ -185,6 +193,13 @@ class Transformer:
         if isinstance(self.window, Sequence):
             return tuple(self.window)
         return (self.window,) * self.layers
+
+    @property
+    def attention_sinks(self) -> tuple[float | None, ...]:
+        """Variance of the sinks' logits in every layer; None where there are none."""
+        if isinstance(self.attention_sink, Sequence):
+            return tuple(self.attention_sink)
+        return (self.attention_sink,) * self.layers
 
     @property
     def rotaries(self) -> tuple[Rotary | None, ...]:
@@ -247,6 +262,9 @@ class Transformer:
             "value": (d_model, shared),
             "output": (heads, d_model),
         }
+        if self.attention_gate is not None:
+            wide = self.attention_gate == "elementwise"
+            attention["attention_gate"] = (d_model, heads if wide else self.heads)
         dense = {"ffn_in": (d_model, d_ff), "ffn_out": (d_ff, d_model)}
         if self.gated:
             dense["gate"] = (d_model, d_ff)
@@ -274,7 +292,8 @@ class Transformer:
         variances: dict[str, float] = dataclasses.asdict(self.layer_weights(layer))
         for block in blocks:
             variances |= {} if block is None else block.variances(self)
-        return variances
+        shared = {name for name in self.shapes_of(layer) if name not in variances}
+        return variances | {name: variances[name.removeprefix(SHARED)] for name in shared}
 
     def layer_weights(self, layer: int) -> LayerWeights:
         """Weight variances of layer `layer`, counted from 1."""

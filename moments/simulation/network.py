@@ -13,10 +13,12 @@ from torch import Tensor
 
 from ..errors import DomainError, domain_error, unknown_name
 from ..model.block import Block
+from ..model.latent_attention import LatentAttention
 from ..model.law_block import LawBlock
 from ..model.transformer import Transformer
-from .attention import cross_attention, self_attention
-from .functions import activation, affine_norm, dropout
+from .attention import cross_attention, latent_attention, self_attention
+from .functions import activation, affine_norm, dropout, normalise
+from .parameters import BLOCK_DRAWS
 from .recurrent import TWINS as RECURRENT
 
 Watch = Callable[[Tensor, str], Tensor]
@@ -158,6 +160,11 @@ class LayerTwin:
             self.weights,
         )
         heads = self.watch(heads, "attention.heads")
+        if self.model.attention_gate is not None:
+            gates = self.watch(self.linear(z, "attention_gate"), "attention.gate")
+            gates = self.watch(torch.sigmoid(gates), "attention.gates")
+            each = heads.shape[-1] // gates.shape[-1]
+            heads = self.watch(heads * gates.repeat_interleave(each, -1), "attention.gated")
         return self.watch(self.linear(heads, "output"), "attention.projection")
 
     def cross(self, z: Tensor) -> Tensor:
@@ -214,6 +221,49 @@ class LayerTwin:
         skip = self.model.by_block("skip_scale")[self.number - 1]
         branch = self.model.by_block("branch_scale")[self.number - 1]
         return _column(skip, block), _column(branch, block)
+
+
+def _latent(block: LatentAttention, layer: LayerTwin, z: Tensor) -> Tensor:
+    def normed(x: Tensor, site: str) -> Tensor:
+        x = normalise(x, "rmsnorm", block.norm_epsilon)
+        gain = layer.weights.get(f"{site}.gain")
+        return x if gain is None else x * gain
+
+    x = z
+    if block.query_rank is not None:
+        x = normed(layer.linear(z, "query_down"), "attention.query_latent")
+    latent, shared = layer.linear(z, "kv_down").split([block.kv_rank, block.rope_dim], -1)
+    latent = block.kv_factor * normed(latent, "attention.kv_latent")
+    heads = latent_attention(
+        layer.model,
+        layer.number,
+        block.query_factor * layer.linear(x, "query"),
+        layer.linear(latent, "key"),
+        shared,
+        layer.linear(latent, "value"),
+        layer.generator,
+        layer.documents,
+    )
+    heads = layer.watch(heads, "attention.heads")
+    return layer.watch(layer.linear(heads, "output"), "attention.projection")
+
+
+def _latent_gains(
+    block: LatentAttention,
+    model: Transformer,
+    number: int,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    ranks = {"attention.query_latent": block.query_rank, "attention.kv_latent": block.kv_rank}
+    there = {site: rank for site, rank in ranks.items() if rank and model.norm_affine}
+    return {
+        f"{site}.gain": torch.ones(rank, device=generator.device, dtype=dtype, requires_grad=True)
+        for site, rank in there.items()
+    }
+
+
+BLOCK_TWINS[LatentAttention], BLOCK_DRAWS[LatentAttention] = _latent, _latent_gains
 
 
 def _column(pair: np.ndarray, block: str) -> float:

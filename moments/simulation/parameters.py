@@ -66,6 +66,9 @@ def draw_weights(
                 width = shapes[name][1] if model.qk_norm.endswith(ALL) else model.d_head or 0
                 ones = torch.ones(width, device=generator.device, dtype=dtype)
                 drawn[f"{name}.norm.gain"] = ones.requires_grad_()
+    sink = model.attention_sinks[number - 1]
+    if sink is not None:
+        drawn["attention_sink"] = draw((model.heads,), sink, generator, dtype)
     for site in norm_sites(model, number):
         gain = model.norm_gains[number - 1][1 if site.startswith("ffn") else 0]
         drawn |= affine(model, site, float(gain), generator.device, dtype)

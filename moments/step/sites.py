@@ -123,6 +123,7 @@ class Site:
         for name, there in {
             "qk_norm": leaf.qk_norm is not None,
             "logit_softcap": leaf.logit_softcap is not None,
+            "attention_sink": getattr(leaf, "sink", None) is not None,
             "biases of queries": bool(leaf.query_bias),
             "biases of keys": bool(leaf.key_bias),
         }.items():
