@@ -11,10 +11,11 @@ import pytest
 
 import moments
 from moments.step.result import Stepping
-from studies.sharpness import Hessian, sharpness
+from moments.step.rules import named_optimizer
+from moments.step.sharpness import Hessian
 
 torch = pytest.importorskip("torch")
-from studies.sharpness_of_modules import measure_sharpness  # noqa: E402
+from moments.torch import measure_sharpness  # noqa: E402
 
 TEXT = np.random.default_rng(7).choice(
     97, (2, 24), p=1 / np.arange(1, 98) / np.sum(1 / np.arange(1, 98))
@@ -45,15 +46,15 @@ def module(config: dict[str, Any], seed: int) -> Any:
 def test_real_modules(name: str, optimizer: str) -> None:
     """Within 15 % beyond twice the standard error of either side: of so small modules single draws
     of weights differ by a tenth."""
-    found = sharpness(predicted(CONFIGS[name]), optimizer, draws=3)
+    value = predicted(CONFIGS[name]).sharpness(optimizer)
     ids = torch.as_tensor(TEXT)
     seen = measure_sharpness(
         lambda seed: module(CONFIGS[name], seed), {"input_ids": ids}, optimizer, seeds=4
     )
-    error = math.hypot(found.largest_stderr, seen.largest_stderr)
-    assert abs(found.largest - seen.largest) < 0.15 * seen.largest + 2 * error
+    error = math.hypot(value.largest_stderr, seen.largest_stderr)
+    assert abs(value.largest - seen.largest) < 0.15 * seen.largest + 2 * error
     # the Hessian is indefinite, nearly symmetric
-    assert -1.4 < found.least / found.largest < -0.6
+    assert -1.4 < value.least / value.largest < -0.6
 
 
 @pytest.mark.parametrize("norm", ["pre", "post", "sandwich"])
@@ -72,7 +73,7 @@ def test_the_operator_is_symmetric(norm: str, fields: dict[str, Any]) -> None:
         **fields,
     )
     reading = Stepping.of(moments.predict(model, token_ids=TEXT[:, :8] % 20)).reading
-    hessian = Hessian(reading, None, 8, np.random.default_rng(0))
+    hessian = Hessian(reading, {}, named_optimizer("sgd"), 8, np.random.default_rng(0))
     rng = np.random.default_rng(1)
     one, two = (rng.standard_normal(hessian.size).astype(np.float32) for _ in range(2))
     there, back = np.vdot(two, hessian(one).astype(float)), np.vdot(one, hessian(two).astype(float))
@@ -108,9 +109,9 @@ def test_lanczos_against_a_dense_hessian() -> None:
 def test_what_is_not_covered_is_refused_by_name() -> None:
     prediction = predicted(CONFIGS["gpt2"])
     with pytest.raises(moments.DomainError, match="optimizer = 'muon'"):
-        sharpness(prediction, "muon")
+        prediction.sharpness("muon")
     with pytest.raises(moments.DomainError, match="draws = 0"):
-        sharpness(prediction, "adam", draws=0)
+        prediction.sharpness("adam", draws=0)
     encoder = moments.preset("t5-small").replace(layers=1, seq_len=8)
     encoder = encoder.replace(encoder=encoder.encoder.replace(layers=1, seq_len=8))
     with warnings.catch_warnings():
@@ -119,7 +120,7 @@ def test_what_is_not_covered_is_refused_by_name() -> None:
             encoder, token_ids=TEXT[:, :8], encoder_inputs={"token_ids": TEXT[:, :8]}
         )
         with pytest.raises(moments.DomainError, match="models with an encoder"):
-            sharpness(read, "adam")
+            read.sharpness("adam")
 
 
 def test_strong_logits_carry_a_note() -> None:
@@ -130,14 +131,14 @@ def test_strong_logits_carry_a_note() -> None:
         prediction = predicted(config)
         prediction.weight_gradients()
     with pytest.warns(moments.ValidityWarning, match="logits have a variance"):
-        sharpness(prediction, "adam", draws=1)
+        prediction.sharpness("adam", draws=1)
 
 
 def test_table_and_json() -> None:
     import json
 
-    found = sharpness(predicted(CONFIGS["gpt2"]), "adam", draws=1)
-    assert "largest eigenvalue" in found.table()
-    assert found.by_matrix["share"].is_monotonic_decreasing
-    assert found.by_matrix["share"].sum() == pytest.approx(1.0, rel=1e-3)
-    assert json.loads(found.to_json())["largest"] == found.largest
+    value = predicted(CONFIGS["gpt2"]).sharpness("adam", draws=1)
+    assert "largest eigenvalue" in value.table()
+    assert value.by_matrix["share"].is_monotonic_decreasing
+    assert value.by_matrix["share"].sum() == pytest.approx(1.0, rel=1e-3)
+    assert json.loads(value.to_json())["largest"] == value.largest

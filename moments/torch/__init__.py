@@ -23,6 +23,7 @@ with optional("torch", "torch"):
     from .initialize import Initialization, attach, initialize
     from .measure import measure
     from .scales import AppliedScales
+    from .sharpness import measure_sharpness
     from .snippet import snippet, tensor_table
     from .step import measure_step
 
@@ -39,6 +40,7 @@ __all__ = [
     "hook_points",
     "initialize",
     "measure",
+    "measure_sharpness",
     "measure_step",
     "snippet",
     "tensor_table",
