@@ -116,11 +116,20 @@ def module(config: dict[str, Any], seed: int) -> Any:
 
 
 def losses(
-    config: dict[str, Any], rate: float, steps: int, *, rows: int, same: bool, warm: int, seed: int
+    config: dict[str, Any],
+    rate: float,
+    steps: int,
+    *,
+    rows: int,
+    same: bool,
+    warm: int,
+    seed: int,
+    sgd: bool = False,
 ) -> list[float]:
     """Of every step, on one batch or on fresh ones."""
     made, rng = module(config, seed), np.random.default_rng(seed)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=rate, weight_decay=0.0 if same else 0.01)
+    kind = torch.optim.SGD if sgd else torch.optim.AdamW
+    optimizer = kind(made.parameters(), lr=rate, weight_decay=0.0 if sgd or same else 0.01)
     seen, ids = [], batch(rng, rows)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -159,13 +168,15 @@ def at(k: int) -> float:
     return 1e-3 * ROOT**k
 
 
-def sweep(config: dict[str, Any], warm: int, start: int, stride: int = 1) -> dict[str, float]:
+def sweep(
+    config: dict[str, Any], warm: int, start: int, stride: int = 1, sgd: bool = False
+) -> dict[str, float]:
     """Final losses by k, outwards from a start until both sides are worse twice."""
     seen: dict[int, float] = {}
 
     def value(k: int) -> float:
         if k not in seen:
-            curve = losses(config, at(k), STEPS, rows=BATCH, same=False, warm=warm, seed=0)
+            curve = losses(config, at(k), STEPS, rows=BATCH, same=False, warm=warm, seed=0, sgd=sgd)
             seen[k] = round(float(np.mean(curve[-30:])), 4)
         return seen[k]
 
@@ -178,6 +189,25 @@ def sweep(config: dict[str, Any], warm: int, start: int, stride: int = 1) -> dic
         value(wanted[0])
 
 
+def warmups(config: dict[str, Any], k: int) -> dict[str, float]:
+    """Final losses at one rate by the length of its warm-up."""
+    return {
+        str(warm): round(float(np.mean(curve[-30:])), 4)
+        for warm in (0, 3, 10, 30, 100)
+        for curve in [losses(config, at(k), STEPS, rows=BATCH, same=False, warm=warm, seed=0)]
+    }
+
+
+BY_SGD = ("GPT-2, 4 x 64, untied", "GPT-2, 4 x 128", "Llama, 4 x 128", "GPT-2, 2 x 64, untied")
+BY_SGD += ("Llama, 4 x 64, untied", "OPT, 3 x 96", "GPT-NeoX, 4 x 64", "GPT-2, 2 x 128")
+WARMED = ("GPT-2, 4 x 64, untied", "GPT-2, 4 x 128", "GPT-2, 2 x 64, untied")
+WARMED += ("Llama, 4 x 64, untied", "OPT, 3 x 96", "GPT-2, 2 x 128")
+
+
+def best_of(losses: dict[str, float]) -> str:
+    return min(losses, key=lambda k: losses[k])
+
+
 def stored() -> dict[str, Any]:
     return json.loads(DATA.read_text()) if DATA.exists() else {}
 
@@ -185,15 +215,19 @@ def stored() -> dict[str, Any]:
 def run(names: list[str]) -> None:
     for name in names or (CASES | FIXED):
         kept = stored()
-        if name in kept and not names:
-            continue
         start, config = time.perf_counter(), (CASES | FIXED)[name]
-        row: dict[str, Any] = {"onset": onset(config)}
-        row["best"] = sweep(config, 0, row["onset"][0] - 4)
-        best = min(row["best"], key=lambda k: row["best"][k])
-        row["warm"] = sweep(config, WARM, int(best) + 2, 2)
-        kept = stored() | {name: row}
-        DATA.write_text(json.dumps(kept, indent=1) + "\n")
+        row: dict[str, Any] = {} if names else dict(kept.get(name, {}))
+        if "onset" not in row:
+            row["onset"] = onset(config)
+            row["best"] = sweep(config, 0, row["onset"][0] - 4)
+        best = int(best_of(row["best"]))
+        if "warm" not in row:
+            row["warm"] = sweep(config, WARM, best + 2, 2)
+        if name in BY_SGD and "sgd" not in row:
+            row["sgd"] = sweep(config, 0, 10, sgd=True)
+        if name in WARMED and "warmups" not in row:
+            row["warmups"] = warmups(config, best + 2)
+        DATA.write_text(json.dumps(stored() | {name: row}, indent=1) + "\n")
         print(name, row, f"{time.perf_counter() - start:.0f} s", flush=True)
 
 

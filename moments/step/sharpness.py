@@ -118,9 +118,20 @@ class Sharpness:
 
     def table(self) -> str:
         """Both, and the matrices that carry the largest one, as text."""
-        from ..show.rates import sharpness_text
-
-        return sharpness_text(self)
+        rows = [
+            f"{layer:5d}  {name:16} {100 * share:5.1f} %"
+            for layer, name, share in self.by_matrix.head(8).itertuples(index=False)
+        ]
+        of = "the Hessian" if self.optimizer == "sgd" else "the Hessian over root gradients"
+        return "\n".join(
+            [
+                f"{self.optimizer}: eigenvalues of {of}",
+                f"largest {self.largest:.4g} (± {self.largest_stderr:.2g}), least {self.least:.4g} "
+                f"(± {self.least_stderr:.2g}), ± over draws of the network",
+                "layer  parameter        share of the largest",
+                *rows,
+            ]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, with a format version."""
