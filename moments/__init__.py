@@ -24,6 +24,7 @@ _PUBLIC = {
     "FirstStep": "step.result",
     "Head": "model.head",
     "Law": "formulas.law",
+    "LearningRate": "step.search",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
     "PatchEmbedding": "model.patches",
@@ -31,8 +32,10 @@ _PUBLIC = {
     "Prediction": "prediction.result",
     "RelativeBias": "model.positions",
     "Rotary": "model.positions",
-    "Sweep": "grids.result",
+    "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
+    "Sweep": "grids.result",
+    "TransferReport": "torch.transfer",
     "Transformer": "model.transformer",
     "ValidityWarning": "errors",
     "Weights": "model.weights",
@@ -55,7 +58,7 @@ _PUBLIC = {
 }
 
 # Packages that are public as wholes.
-_PACKAGES = {"torch": "torch"}
+_PACKAGES = {"torch": "torch", "transfer": "transfer"}
 
 __all__ = [
     "Biases",
@@ -69,6 +72,7 @@ __all__ = [
     "FirstStep",
     "Head",
     "Law",
+    "LearningRate",
     "Measurement",
     "MomentsError",
     "PatchEmbedding",
@@ -76,8 +80,10 @@ __all__ = [
     "Prediction",
     "RelativeBias",
     "Rotary",
+    "Sharpness",
     "StepMeasurement",
     "Sweep",
+    "TransferReport",
     "Transformer",
     "ValidityWarning",
     "Weights",
@@ -130,8 +136,11 @@ if TYPE_CHECKING:
     from .solver.plan import Plan
     from .step.measured import StepMeasurement
     from .step.result import FirstStep
-    from .step.search import learning_rate
+    from .step.search import LearningRate, learning_rate
+    from .step.sharpness import Sharpness
     from .torch.diagnose import diagnose
+    from .torch.transfer import TransferReport
+    from .torch.transfer import transfer as transfer
 
 
 def check(
@@ -183,6 +192,13 @@ def check(
 
         report = check_module(module_or_model_or_config, batch, scheme=scheme, loss=loss)
     return report if measured is None else report.with_measured(measured)
+
+
+def _transfer(factory: Any, axis: str, sizes: Any, optimizer: Any) -> TransferReport:
+    """What `moments.transfer(...)` calls; `transfer` is a folder as well."""
+    from .torch.transfer import transfer as read
+
+    return read(factory, axis, sizes, optimizer)
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:

@@ -384,6 +384,12 @@ class Stepping:
                 slope = (stepped(reading, chosen, small).end.loss - before) / small
         return FirstStep.of(reading, chosen, rate, before, moved, slope)
 
+    def walked(self, optimizer: str, learning_rate: float, **options: Any) -> Walk:
+        """What a step at one rate does, parameter by parameter."""
+        chosen = self.clipped(named_optimizer(optimizer, **options))
+        with computing("refined", [self.prediction.trace]):
+            return stepped(self.reading, chosen, learning_rate)
+
     @functools.cached_property
     def squares(self) -> dict[tuple[int, str], float]:
         """E |dLoss/dW|^2 of every parameter, by layer and name."""
