@@ -28,6 +28,7 @@ _PUBLIC = {
     "Law": "formulas.law",
     "LinearAttention": "model.mixers",
     "Mamba2": "model.mixers",
+    "LearningRate": "step.search",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
     "LatentAttention": "model.latent_attention",
@@ -37,8 +38,10 @@ _PUBLIC = {
     "RelativeBias": "model.positions",
     "Rotary": "model.positions",
     "ShortConvolution": "model.mixers",
-    "Sweep": "grids.result",
+    "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
+    "Sweep": "grids.result",
+    "TransferReport": "torch.transfer",
     "Transformer": "model.transformer",
     "ValidityWarning": "errors",
     "Weights": "model.weights",
@@ -62,7 +65,7 @@ _PUBLIC = {
 }
 
 # Modules and packages that are public as wholes.
-_PACKAGES = {"laws": "engine.laws", "torch": "torch"}
+_PACKAGES = {"laws": "engine.laws", "torch": "torch", "transfer": "transfer"}
 
 __all__ = [
     "Biases",
@@ -79,6 +82,7 @@ __all__ = [
     "Head",
     "LatentAttention",
     "Law",
+    "LearningRate",
     "LinearAttention",
     "Mamba2",
     "Measurement",
@@ -88,9 +92,11 @@ __all__ = [
     "Prediction",
     "RelativeBias",
     "Rotary",
+    "Sharpness",
     "ShortConvolution",
     "StepMeasurement",
     "Sweep",
+    "TransferReport",
     "Transformer",
     "ValidityWarning",
     "Weights",
@@ -148,8 +154,11 @@ if TYPE_CHECKING:
     from .solver.plan import Plan
     from .step.measured import StepMeasurement
     from .step.result import FirstStep
-    from .step.search import learning_rate
+    from .step.search import LearningRate, learning_rate
+    from .step.sharpness import Sharpness
     from .torch.diagnose import diagnose
+    from .torch.transfer import TransferReport
+    from .torch.transfer import transfer as transfer
 
 
 def check(
@@ -201,6 +210,13 @@ def check(
 
         report = check_module(module_or_model_or_config, batch, scheme=scheme, loss=loss)
     return report if measured is None else report.with_measured(measured)
+
+
+def _transfer(factory: Any, axis: str, sizes: Any, optimizer: Any) -> TransferReport:
+    """What `moments.transfer(...)` calls; `transfer` is a folder as well."""
+    from .torch.transfer import transfer as read
+
+    return read(factory, axis, sizes, optimizer)
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:

@@ -128,6 +128,7 @@ METHODS = {
     ("prediction.result", "show"),  # table, plot
     ("prediction.result", "step"),  # after
     ("step.result", "show"),  # table, plot
+    ("step.search", "show"),  # plot
     ("scheme.registry", "show"),  # plot
     ("solver.plan", "show"),  # plot
 }

@@ -24,6 +24,7 @@ with optional("torch", "torch"):
     from .measure import measure
     from .operations import ModulePrediction, predict
     from .scales import AppliedScales
+    from .sharpness import measure_sharpness
     from .snippet import snippet, tensor_table
     from .step import measure_step
 
@@ -41,6 +42,7 @@ __all__ = [
     "hook_points",
     "initialize",
     "measure",
+    "measure_sharpness",
     "measure_step",
     "predict",
     "snippet",
