@@ -41,6 +41,7 @@ _PUBLIC = {
     "component": "formulas.registry",
     "components": "formulas.registry",
     "diagnose": "torch.diagnose",
+    "expect": "torch.expect",
     "explain": "prediction.explanation",
     "explore": "show.explorer_widgets",
     "learning_rate": "step.search",
@@ -88,6 +89,7 @@ __all__ = [
     "component",
     "components",
     "diagnose",
+    "expect",
     "explain",
     "explore",
     "from_huggingface",
@@ -131,6 +133,7 @@ if TYPE_CHECKING:
     from .step.result import FirstStep
     from .step.search import learning_rate
     from .torch.diagnose import diagnose
+    from .torch.expect import expect
 
 
 def check(

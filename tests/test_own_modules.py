@@ -135,7 +135,7 @@ def test_a_depth_scale_that_counts_the_layer(module: Any) -> None:
     assert not diagnosis.expected
     ranked = [cause for cause in diagnosis.causes() if cause.explains > 0.05]
     assert {cause.kind for cause in ranked} == {"output", "ffn_out"}
-    assert all(words in cause.words for cause in ranked)
+    assert all(words in cause.reason for cause in ranked)
 
 
 def test_a_residual_multiplier_that_counts_the_layer(module: Any) -> None:

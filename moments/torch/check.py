@@ -131,7 +131,7 @@ def check_module(
         MomentsError: a module that cannot be read, or that cannot be run.
     """
     module = opened(module)
-    return _Checking(module, at_hand(as_named(module, batch)), scheme, loss).report()
+    return Checking(module, at_hand(as_named(module, batch)), scheme, loss).report()
 
 
 class _Inputs(NamedTuple):
@@ -143,7 +143,7 @@ class _Inputs(NamedTuple):
     words: str
 
 
-class _Checking:
+class Checking:
     """One module: everything that is read of it, then what is found."""
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
@@ -283,6 +283,10 @@ class _Checking:
         if len(given) < len(case.inputs):
             given["grad_kernel"] = last_grad_kernel(self.measurement)
         return dataclasses.replace(case, inputs=given)
+
+    def completed(self, batch: Any) -> Any:
+        """A batch with what a module is trained on, where it holds the text alone."""
+        return _with_labels(self.module, _with_targets(self.module, batch))
 
     # --- what is found ----------------------------------------------------------------------------
 

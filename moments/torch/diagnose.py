@@ -213,7 +213,7 @@ class Text:
 
     @classmethod
     def of(cls, module: nn.Module, model: Transformer, batch: Any, loss: Loss | None) -> Text:
-        arrays = _arrays(batch)
+        arrays = arrays_of(batch)
         known = hasattr(getattr(module, "config", None), "to_dict")
         if model.encoder is not None or not isinstance(model.embedding, Embedding):
             return cls(arrays, None, None, known and loss is None)
@@ -298,7 +298,7 @@ def _described(
     return found.model, list(dict.fromkeys(str(w.message) for w in caught))
 
 
-def _arrays(batch: Any) -> dict[str, Any]:
+def arrays_of(batch: Any) -> dict[str, Any]:
     """The batch as numpy arrays; integers alone are token ids."""
     given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     arrays = {
