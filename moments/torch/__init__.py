@@ -15,7 +15,7 @@ from ..errors import optional
 
 with optional("torch", "torch"):
     from .anatomy import hook_points
-    from .audit import AuditReport, audit
+    from .audit import audit
     from .describe import describe, weight_statistics
     from .diagnose import diagnose
     from .fold import fold
@@ -30,7 +30,6 @@ with optional("torch", "torch"):
 
 __all__ = [
     "AppliedScales",
-    "AuditReport",
     "HookPoint",
     "Initialization",
     "ModulePrediction",
