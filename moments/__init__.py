@@ -42,7 +42,7 @@ _PUBLIC = {
     "components": "formulas.registry",
     "diagnose": "torch.diagnose",
     "explain": "prediction.explanation",
-    "explore": "show.explorer_widgets",
+    "explore": "show.explorer",
     "learning_rate": "step.search",
     "predict": "prediction.predict",
     "preset": "model.presets",
@@ -122,7 +122,7 @@ if TYPE_CHECKING:
     from .scheme.registry import schemes
     from .show.comparison import Comparison, compare
     from .show.diagnosis import Diagnosis
-    from .show.explorer_widgets import explore
+    from .show.explorer import explore
     from .show.health import CheckReport
     from .show.page import report
     from .show.scheme_table import compare_schemes

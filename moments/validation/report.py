@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..formulas.law import THEORIES
 from ..show.palette import BLACK, BLUE, GREY, VERMILION
-from ..show.plot import Picture, dress
+from ..show.plot import Picture, styled
 from ..show.report import tabled
 from .errors import CLASS, MEASURES, by_class, worst
 from .grid import ARRAY, BASELINES, FACTORIAL, FACTORS
@@ -103,6 +103,7 @@ def _class_table(classes: pd.DataFrame, title: str, names: Sequence[str], captio
     return table
 
 
+@styled
 def plot_errors(frame: pd.DataFrame) -> Figure:
     """Gradient error of every run by depth, a panel per norm placement and mask.
 
@@ -138,13 +139,13 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
         ax.set_yscale("log")
         ax.set_ylim(floor * 0.8, roof * 1.4)
         ax.set_xticks(range(len(depths)), [str(n) for n in depths])
-        dress(ax, f"{norm.capitalize()}-LN, {mask} attention")
+        ax.set_title(f"{norm.capitalize()}-LN, {mask} attention")
     for ax in panels[1]:
         ax.set_xlabel("layers")
     for ax in panels[:, 0]:
         ax.set_ylabel("mean |log error| of gradient variance")
     panels[0, 0].scatter([], [], marker="x", color=GREY, label="no numbers")
-    panels[0, 0].legend(frameon=False, fontsize=9, markerscale=0.8, loc=(0.0, 0.7), ncols=2)
+    panels[0, 0].legend(markerscale=0.8, loc=(0.0, 0.7), ncols=2)
     models = len(frame) // frame["theory"].nunique()
     title = f"Gradient variance of {models} simulated models: error of each theory"
     figure.head(title)
