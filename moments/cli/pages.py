@@ -9,15 +9,19 @@ import typer
 
 from ..errors import DomainError
 from .base import (
+    PREDICT,
     Answer,
     InputCorrelation,
     InputVariance,
+    JsonOption,
     LayersOption,
     ModelArgument,
+    QuietOption,
     SeqLenOption,
     SomeSchemes,
     app,
     declared,
+    examples,
     named,
     shortened,
     steps,
@@ -30,13 +34,13 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    examples=(
+    rich_help_panel=PREDICT,
+    epilog=examples(
         "report bert-base -o bert.html",
         "report config.json --seq-len 256 -o mine.html",
         "report gpt2 --scheme dslm --scheme admin -o two.html",
         "report gpt2 --no-schemes -o quick.html",
     ),
-    ways=("as_json",),
 )
 def report(
     model: ModelArgument = None,
@@ -50,7 +54,9 @@ def report(
     correlation: InputCorrelation = None,
     scheme: SomeSchemes = None,
     schemes: Annotated[bool, typer.Option(help="Compare with published schemes.")] = True,
-) -> Answer:
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
     """Write one self-contained page about a model: growth, gradients, schemes, what to cite.
 
     The page needs no network, follows the reader's light or dark setting, and prints.
@@ -75,7 +81,7 @@ def report(
         )
     found.save(output)
     verdict = growth(found.prediction)
-    return Answer(
+    Answer(
         said=lambda: f"{verdict}\npage: {output}",
         data=lambda: {
             "format": 1,
@@ -85,15 +91,12 @@ def report(
             "warnings": list(found.prediction.warnings),
             "schemes": [] if found.schemes is None else list(found.schemes.predictions),
         },
-    )
+    ).show(as_json)
 
 
 @app.command(
-    examples=(
-        "explore",
-        "explore bert-base",
-        "explore config.json --port 8000 --no-browser",
-    )
+    rich_help_panel=PREDICT,
+    epilog=examples("explore", "explore bert-base", "explore config.json --port 8000 --no-browser"),
 )
 def explore(
     model: ModelArgument = None,
@@ -104,6 +107,7 @@ def explore(
         typer.Option(help="Of this machine; 8866, or the next that is free.", min=1, max=65535),
     ] = None,
     browser: Annotated[bool, typer.Option(help="Open the page.")] = True,
+    quiet: QuietOption = False,
 ) -> None:
     """Turn depth, width, scales, placement and scheme by hand, on a page of this machine.
 
