@@ -349,7 +349,8 @@ def _title(sweep: Sweep, name: str | None, varied: set[str | None]) -> str:
     fixed |= {axis: value for axis, value in sweep.inputs.items() if numeric([value])}
     told = [f"{axis_title(axis)} {in_words(value)}" for axis, value in fixed.items()]
     activation = "" if "activation" in axes else base.activation
-    theory = "" if "theory" in axes else f"theory {sweep.theory}"
+    plain = "theory" in axes or sweep.theory == "refined"
+    theory = "" if plain else f"{sweep.theory} formulas"
     parts = filter(None, (in_brief(base, axes), activation, *told, theory))
     return f"{called(base, name)}: {', '.join(parts)}"
 

@@ -75,7 +75,7 @@ class Picture(Figure):
         return buffer.getvalue()
 
 
-def save(figure: Figure, path: str | os.PathLike[str], dpi: float = 150) -> None:
+def save(figure: Figure, path: str | os.PathLike[str], dpi: float = 110) -> None:
     """Write a picture, whole or not at all; the file's ending gives the format."""
     ending = check_ending(path)
     with replacing(path) as partial:
@@ -157,6 +157,8 @@ def scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
     if log:
         ax.set_yscale("log")
         round_ticks(ax.yaxis, low, high)
+    elif high < 1e-3:
+        ax.yaxis.set_major_formatter(lambda value, _: shown(value))
     ax.set_ylim(low, high)
 
 

@@ -41,6 +41,11 @@ COLUMNS: tuple[tuple[str, str], ...] = (
 )
 COLORS = {"published": VERMILION, "simplified": GREY, "refined": BLUE}
 MARKERS = {"published": "s", "simplified": "^", "refined": "o"}
+LABELS = {
+    "published": "published formulas",
+    "simplified": "their simplified tables",
+    "refined": "moments",
+}
 
 
 def _cell(measure: str, value: float) -> str:
@@ -130,7 +135,7 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
                 marker=MARKERS[theory],
                 color=COLORS[theory],
                 alpha=0.8,
-                label=theory,
+                label=LABELS[theory],
             )
             ax.scatter(x[failed], np.full(failed.sum(), roof), marker="x", color=COLORS[theory])
         noise = part.groupby("layers")["noise"].mean()
@@ -143,11 +148,11 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
     for ax in panels[1]:
         ax.set_xlabel("layers")
     for ax in panels[:, 0]:
-        ax.set_ylabel("mean |log error| of gradient variance")
+        ax.set_ylabel("mean |log| of the ratio")
     panels[0, 0].scatter([], [], marker="x", color=GREY, label="no numbers")
     panels[0, 0].legend(markerscale=0.8, loc=(0.0, 0.7), ncols=2)
     models = len(frame) // frame["theory"].nunique()
-    title = f"Gradient variance of {models} simulated models: error of each theory"
+    title = f"Gradient variance predicted over simulated, {models} models"
     figure.head(title)
     return figure
 
