@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import small_modules  # noqa: E402
+from own_block import Bottleneck  # noqa: E402
 
 from moments.torch import audit, initialize  # noqa: E402
 from moments.torch.anatomy import anatomy_of  # noqa: E402
@@ -71,6 +72,8 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("gpt2", "qk_norm", "rmsnorm"),
     ("gpt2", "logit_softcap", 3.0),
     ("gpt2", "window", 4),
+    ("gpt2", "mixer", Bottleneck(out="output")),
+    ("gpt2", "ffn", Bottleneck()),
     ("mistral", "window", None),
     ("t5", "encoder", None),
     ("t5", "encoder.causal", True),

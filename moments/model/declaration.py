@@ -20,6 +20,7 @@ from ..formulas.checks import (
     check_layers,
     check_number,
 )
+from .block import settle_blocks
 from .embedding import Embedding
 from .fields import Stored, set_field, settle
 from .head import Head
@@ -98,6 +99,7 @@ def check(model: Transformer) -> None:
     set_field(model, "window", _windows(model))
     check_lengths("weights", model.weights, model.layers)
     check_lengths("biases", model.biases, model.layers)
+    settle_blocks(model)
     _check_together(model)
 
 
@@ -226,6 +228,9 @@ def _check_together(model: Transformer) -> None:
         raise DomainError("encoder and parallel: cross-attention has no place in a parallel layer")
     if model.encoder is not None and model.norm not in ("pre", "post", "none"):
         raise domain_error("norm", model.norm, "'pre', 'post' or 'none' beside an encoder")
+    if any(model.mixers) and (model.identity_attention or model.norm == "hybrid"):
+        which = "identity_attention" if model.identity_attention else "norm='hybrid'"
+        raise DomainError(f"mixer and {which}: both say what stands in attention's place")
     if model.encoder is not None and model.encoder.encoder is not None:
         raise domain_error("encoder", "a model with an encoder", "a model without one")
 

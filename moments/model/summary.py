@@ -43,6 +43,11 @@ def rows(model: Transformer) -> list[tuple[str, str]]:
         where = model.layernorm_scaling
         place = "after the norm" if where in (True, "after-norm") else str(where)
         found.append(("layernorm scaling", f"1/sqrt(layer) {place}"))
+    for name, blocks in (("mixer", model.mixers), ("ffn", model.ffns)):
+        for block in dict.fromkeys(one for one in blocks if one is not None):
+            where = listed([n for n, one in enumerate(blocks, 1) if one == block])
+            alike = blocks.count(block) == model.layers
+            found.append((name, str(block) + ("" if alike else f" in layers {where}")))
     if model.parallel:
         found.append(("blocks", "attention and feed-forward in parallel"))
     for name in ("embedding", "head"):

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import domain_error
 from ..files import plain
+from .block import PLACES, Block, block_from_dict
 from .declaration import PARTS, check
 from .fields import check_fields
 from .positions import RelativeBias, Rotary
@@ -87,6 +88,9 @@ class Transformer:
         logit_softcap: c in c tanh(logit/c); None: no cap.
         window: how many tokens back attention reaches (and ahead, unless causal), itself included;
             None: all; one value or one per layer.
+        mixer: a block in attention's place (`moments.model.block`): one for all layers, or one per
+            layer, None where the fields above say how attention is.
+        ffn: a block in the feed-forward block's place; likewise.
         encoder: the model whose output a decoder's cross-attention reads; None: there is none.
         name: what pictures and reports call it; no part of what it is, so that equal models may
             differ in it.
@@ -135,6 +139,8 @@ class Transformer:
     qk_norm: str | None = field(default=None, kw_only=True)
     logit_softcap: float | None = field(default=None, kw_only=True)
     window: int | Sequence[int | None] | None = field(default=None, kw_only=True)
+    mixer: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
+    ffn: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
     encoder: Transformer | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, repr=False, compare=False, kw_only=True)
     _defaulted: frozenset[str] = field(
@@ -188,6 +194,20 @@ class Transformer:
         return (self.rotary,) * self.layers
 
     @property
+    def mixers(self) -> tuple[Block | None, ...]:
+        """What stands in attention's place in every layer; None: attention."""
+        return self._blocks("mixer")
+
+    @property
+    def ffns(self) -> tuple[Block | None, ...]:
+        """What stands in the feed-forward block's place in every layer; None: that block."""
+        return self._blocks("ffn")
+
+    def _blocks(self, name: str) -> tuple[Block | None, ...]:
+        value = getattr(self, name)
+        return tuple(value) if isinstance(value, Sequence) else (value,) * self.layers
+
+    @property
     def placements(self) -> tuple[str, ...]:
         """Where normalisation sits in every layer: "mix" resolved into "post" and "pre"."""
         if self.norm != "mix":
@@ -207,27 +227,54 @@ class Transformer:
 
     @property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """Of every matrix of a layer, the features that it sums over and those that it makes."""
+        """Of every matrix of any layer, the features that it sums over and those that it makes."""
+        layers = {pair: n for n, pair in enumerate(zip(self.mixers, self.ffns, strict=True), 1)}
+        return {k: v for n in sorted(layers.values()) for k, v in self.shapes_of(n).items()}
+
+    def shapes_of(self, layer: int) -> dict[str, tuple[int, int]]:
+        """The same of layer `layer`, counted from 1."""
+        mixer, ffn = self.shapes_by_place(layer)
+        return mixer | ffn | self._cross_shapes()
+
+    def shapes_by_place(self, layer: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Shapes of attention's matrices, or of what stands in its place, and of the
+        feed-forward block's."""
         d_model, d_ff, d_head = self.d_model, self.d_ff or 0, self.d_head or 0
         heads, shared = self.heads * d_head, (self.kv_heads or self.heads) * d_head
-        shapes = {
+        attention = {
             "query": (d_model, heads),
             "key": (d_model, shared),
             "value": (d_model, shared),
             "output": (heads, d_model),
-            "ffn_in": (d_model, d_ff),
-            "ffn_out": (d_ff, d_model),
         }
+        dense = {"ffn_in": (d_model, d_ff), "ffn_out": (d_ff, d_model)}
         if self.gated:
-            shapes["gate"] = (d_model, d_ff)
-        if self.encoder is not None:
-            shapes |= {
-                "cross_query": (d_model, heads),
-                "cross_key": (self.encoder.d_model, shared),
-                "cross_value": (self.encoder.d_model, shared),
-                "cross_output": (heads, d_model),
-            }
-        return shapes
+            dense["gate"] = (d_model, d_ff)
+        mixer, ffn = self.mixers[layer - 1], self.ffns[layer - 1]
+        return (
+            attention if mixer is None else mixer.shapes(self),
+            dense if ffn is None else ffn.shapes(self),
+        )
+
+    def _cross_shapes(self) -> dict[str, tuple[int, int]]:
+        if self.encoder is None:
+            return {}
+        d_model, d_head = self.d_model, self.d_head or 0
+        heads, shared = self.heads * d_head, (self.kv_heads or self.heads) * d_head
+        return {
+            "cross_query": (d_model, heads),
+            "cross_key": (self.encoder.d_model, shared),
+            "cross_value": (self.encoder.d_model, shared),
+            "cross_output": (heads, d_model),
+        }
+
+    def variances_of(self, layer: int) -> dict[str, float]:
+        """Weight variances of layer `layer`, counted from 1, those of its blocks' own included."""
+        blocks = self.mixers[layer - 1], self.ffns[layer - 1]
+        variances: dict[str, float] = dataclasses.asdict(self.layer_weights(layer))
+        for block in blocks:
+            variances |= {} if block is None else block.variances(self)
+        return variances
 
     def layer_weights(self, layer: int) -> LayerWeights:
         """Weight variances of layer `layer`, counted from 1."""
@@ -270,7 +317,7 @@ class Transformer:
             if not f.init or (f.name == "name" and self.name is None):
                 continue
             value: Any = None if f.name in self._defaulted else getattr(self, f.name)
-            if f.name == "rotary" and isinstance(value, tuple):
+            if f.name in ("rotary", *PLACES) and isinstance(value, tuple):
                 data[f.name] = [None if one is None else one.to_dict() for one in value]
                 continue
             data[f.name] = value.to_dict() if hasattr(value, "to_dict") else plain(value)
@@ -290,6 +337,8 @@ class Transformer:
         if version != FORMAT_VERSION:
             raise domain_error("format", version, f"{FORMAT_VERSION}")
         check_fields("model", fields, cls)
+        for name in PLACES:
+            fields[name] = block_from_dict(name, fields.get(name))
         for name, kinds in (PARTS | {"encoder": (cls,)}).items():
             part = fields.get(name)
             if name == "rotary" and isinstance(part, list | tuple):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..model.block import Block
 from ..model.transformer import Transformer
 from .attention import cross_attention, self_attention
 from .functions import activation, affine_norm, dropout
@@ -20,6 +22,11 @@ Watch = Callable[[Tensor, str], Tensor]
 
 TWINS: dict[str, Callable[[LayerTwin, Tensor], Tensor]] = {}
 """What kinds of layers that are registered do, by name (`moments.model.placement`)."""
+
+
+BLOCK_TWINS: dict[type[Block], Callable[[Any, LayerTwin, Tensor], Tensor]] = {}
+"""By its class, what a block does (`moments.model.block`), its dropout excluded: of the block, the
+layer that it stands in and (batch, L, d_model)."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +99,13 @@ class LayerTwin:
 
     def block(self, z: Tensor, block: str) -> Tensor:
         """What a block adds to the stream, its dropout included."""
-        if block == "ffn":
-            z = self.ffn(z)
+        model, place = self.model, self.number - 1
+        blocks = {"attention": model.mixers, "ffn": model.ffns}
+        own = blocks[block][place] if block in blocks else None
+        if own is not None:
+            z = BLOCK_TWINS[type(own)](own, self, z)
         else:
-            z = self.attention(z) if block == "attention" else self.cross(z)
+            z = {"attention": self.attention, "cross": self.cross, "ffn": self.ffn}[block](z)
         drop_prob = self.model.ffn_dropout if block == "ffn" else self.model.dropout
         return self.watch(dropout(z, drop_prob or 0.0, self.generator), f"{block}.dropout")
 

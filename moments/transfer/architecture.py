@@ -17,6 +17,7 @@ from ..formulas.block import ATTENTION_BLOCK, FFN_BLOCK
 from ..formulas.law import Theory
 from ..formulas.linear import DROPOUT, LINEAR, SCALE
 from ..formulas.normalization import LAYERNORM
+from ..model.block import Block
 from ..model.embedding import Embedding
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
@@ -130,6 +131,8 @@ class _Stack:
             model.windows,
             model.rotaries,
             model.placements,
+            model.mixers,
+            model.ffns,
         )
         return zip(*columns, strict=True)
 
@@ -376,8 +379,12 @@ class Blocks:
         return Linear(LINEAR, self.theory, label, parameters, fan_out, weight, has_bias=True)
 
     def attention(self) -> Chain:
-        """Self-attention, its output projection and dropout."""
+        """Self-attention, its output projection and dropout, or what stands in its place."""
         model, weights = self.model, self.model.layer_weights(self.number)
+        block = model.mixers[self.number - 1]
+        if block is not None:
+            last = dropout(self.theory, "attention.dropout", model.dropout)
+            return Chain((*BLOCKS[type(block)](self, block), last))
         if model.identity_attention:
             width = model.heads * (model.d_head or 0)
             values = self._linear("attention.heads", "value", model.d_model, width)
@@ -451,8 +458,12 @@ class Blocks:
         return Chain((heads, projection, dropout(self.theory, f"{name}.dropout", model.dropout)))
 
     def ffn(self) -> Chain:
-        """The feed-forward block and its dropout."""
+        """The feed-forward block, or what stands in its place, and its dropout."""
         model, theory = self.model, self.theory
+        block = model.ffns[self.number - 1]
+        if block is not None:
+            last = dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0)
+            return Chain((*BLOCKS[type(block)](self, block), last))
         weights = model.layer_weights(self.number)
         d_model, d_ff = model.d_model, model.d_ff or 0
         if theory == "simplified":
@@ -486,6 +497,13 @@ class Blocks:
             self._linear("ffn.in", "ffn_in", d_model, d_ff),
             Activation(laws, theory, "ffn.activation"),
         )
+
+
+BlockParts = Callable[[Blocks, Any], Iterable[Component]]
+"""Makes the components of a block, up to what it adds to the stream, its dropout excluded."""
+
+BLOCKS: dict[type[Block], BlockParts] = {}
+"""By the class of a block (`moments.model.block`). Register another by its class."""
 
 
 def check_coverage(model: Transformer, theory: Theory) -> None:
@@ -531,6 +549,8 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "windows": any(model.windows),
         "identity_attention": model.identity_attention,
         "ffn_dropout": model.ffn_dropout != model.dropout,
+        "blocks in a mixer's place": any(model.mixers),
+        "blocks in the feed-forward block's place": any(model.ffns),
         "an encoder": model.encoder is not None,
         "activation_dropout": model.activation_dropout,
         "norm_groups": model.norm_groups > 1,
