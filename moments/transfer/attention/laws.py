@@ -140,11 +140,11 @@ class AlikeLayer:
             first, second = queries.over_tokens(size)
             size = np.sqrt(first * second)
         two = self._at_pairs
-        theta = np.asarray(two(scale) * size * two(unshared_key), dtype=np.float64)
+        theta = two(scale) * size * two(unshared_key)
         correlation = np.clip(ratio_or_zero(queries.pairs, size), -1.0, 1.0)
         apart_from = two(ratio_or_zero(unshared_key, keys.diagonal))
         whole = two(scale * keys.diagonal) * size
-        flat = np.broadcast_arrays(theta, correlation, apart_from, whole, two(norm_spread))
+        flat = np.broadcast_arrays(1.0 * theta, correlation, apart_from, whole, two(norm_spread))
         self._shape = np.shape(flat[0])
         sizes, cosines, unshared, scales, spreads = (np.ravel(one) for one in flat)
         widths = Widths(float(d_model), float(d_head), spreads)
@@ -155,10 +155,10 @@ class AlikeLayer:
             self._rows = rows = alike_rows(sizes, cosines, unshared, float(key_count), widths)
         self._wide = 1.0 / float(d_model)
         self._drive = two(scale) * size
-        self._logit_variance = self._alone(theta)[()]
+        self._logit_variance = self._alone(self._of(sizes))
         overlap = self._at(rows.overlap)
         self.sum_square = overlap.diagonal
-        self._entropy = self._alone(self._of(rows.entropy))[()]
+        self._entropy = self._alone(self._of(rows.entropy))
         self._own = (
             two(unshared_value),
             two(scale * unshared_key),
@@ -178,7 +178,8 @@ class AlikeLayer:
         against = two(values.pairs) * (1 - self._of(rows.against))
         dropped = two(self._noise * values.diagonal) * (1 + self._of(rows.masks))
         own = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
-        self._mixed = Kernel.joined(own, mixed.pairs + against, queries.resolved)
+        mixed = Kernel.joined(own, mixed.pairs + against, queries.resolved)
+        self._mixed = _plain(mixed)
 
     def forward(self) -> Kernel:
         """Second moments per feature of sum_j a_ij y_j."""
@@ -239,7 +240,8 @@ class AlikeLayer:
         key = sent(driven, noise * self._of(rows.dropped_key), self._drive)
         growth = self._at(rows.growth)
         shared = 2 * wide * sent(growth, self._noise * self._of(rows.dropped_cross))
-        return Paths(value, query, Kernel(key, -key / others), Kernel(shared, -shared / others))
+        paths = value, query, Kernel(key, -key / others), Kernel(shared, -shared / others)
+        return Paths(*map(_plain, paths))
 
     def _at_pairs(self, number: Array) -> Array:
         """A number per configuration, for every two rows."""
@@ -247,7 +249,7 @@ class AlikeLayer:
 
     def _of(self, values: Array) -> Array:
         """A number for every two rows, in the shape of the configurations."""
-        return np.asarray(values.reshape(self._shape)[()])
+        return values.reshape(self._shape) if self._shape else float(values[0])
 
     def _alone(self, of_pairs: Array) -> Array:
         """Of a row with itself."""
@@ -259,6 +261,13 @@ class AlikeLayer:
         """For a row with itself and with another."""
         own, pairs = self._alone(self._of(values[:, 0])), self._of(values[:, 1])
         return Kernel.joined(own, pairs, self._queries.resolved)
+
+
+def _plain(kernel: Kernel) -> Kernel:
+    """A configuration without axes has plain numbers."""
+    if np.ndim(kernel.diagonal) or np.ndim(kernel.pairs):
+        return kernel
+    return Kernel(float(kernel.diagonal), float(kernel.pairs))
 
 
 def _few(scales: Array) -> bool:
