@@ -41,6 +41,7 @@ from .entries import EntryMoments
 from .expectation import model_of
 from .findings import measure_roles
 from .measure import Loss, measure, needs_labels
+from .open_check import check_open
 from .probe import Slope
 from .roles import (
     ModuleRoles,
@@ -131,7 +132,13 @@ def check_module(
         MomentsError: a module that cannot be read, or that cannot be run.
     """
     module = opened(module)
-    return Checking(module, at_hand(as_named(module, batch)), scheme, loss).report()
+    batch = at_hand(as_named(module, batch))
+    try:
+        return Checking(module, batch, scheme, loss).report()
+    except NotRead as refusal:
+        if scheme is not None:  # which says what a module's roles have to be
+            raise
+        return check_open(module, batch, refusal)
 
 
 class _Inputs(NamedTuple):
