@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ..step.result import FirstStep
     from ..step.sharpness import Sharpness
     from .stack import OuterWeights
+    from .tangent import TangentKernel
 
 
 FORMAT_VERSION = 1
@@ -372,6 +373,34 @@ class Prediction:
         from ..step.result import sharpness
 
         return sharpness(self, optimizer, **options)
+
+    def tangent_kernel(self, rates: Mapping[str, float] | None = None) -> TangentKernel:
+        """The neural tangent kernel of the last stream, over tokens or classes of positions.
+
+        Theta_ij = sum_W <dh_ik/dW, dh_jk/dW> of the tokens' features k, mean over draws: under
+        gradient descent at a small rate the stream h_i changes by -rate sum_j Theta_ij dLoss/dh_j.
+        It is of all parameters up to there, the tables that tokens read included.
+
+        >>> import moments
+        >>> p = moments.predict(moments.Transformer(2, 64, 4, 16), correlation=0.2)
+        >>> p.tangent_kernel()
+        TangentKernel(16 tokens alike: own 584.2, pairs 343.7)
+
+        Args:
+            rates: what multiplies the learning rate of parameters by name ("query", ...), 0 of
+                frozen ones; 1 of those left out.
+
+        Returns:
+            A `TangentKernel`: `own`, `pairs`, `matrix()`, `condition`, `to_frame()` by parameter,
+            `to_json()`. On classes or by token it takes one gradient's pass per pair of them.
+
+        Raises:
+            DomainError: several configurations or sequences, an encoder, another theory, more than
+                43 tokens each by itself, a parameter that is not there.
+        """
+        from .tangent import tangent_kernel
+
+        return tangent_kernel(self, rates)
 
     def attention(self) -> pd.DataFrame:
         """What attention does in every layer, averaged over rows (refined theory).
