@@ -42,6 +42,7 @@ __all__ = ["Explanation", "Step", "explain"]
 KERNEL = "attention kernel"
 GAIN = "gain"
 DIRECTIONS = "directions"
+EXPERTS = "experts"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Step:
         site, way: of the network, and "forward" or "backward".
         component, quantity: names under which `moments.component(...).law(...)` finds the law.
         law: the formula; None for an "attention kernel", whose moments are sums over all pairs of
-            tokens, a norm's "gain", and "directions" that a gradient lacks (`directions`).
+            tokens, a norm's "gain", "directions" that a gradient lacks (`directions`) and
+            "experts" behind a router.
         values, result: what its symbols were and what it gave, averaged over tokens.
     """
 
@@ -70,6 +72,8 @@ class Step:
             return "definition, times the mean square of the gain"
         if self.component == DIRECTIONS:
             return "derived here, what the gradient lacks along its signal, of order 1/width"
+        if self.component == EXPERTS:
+            return "derived here, one expert's law times what the router makes of two tokens"
         if self.law is None:
             return "derived here, softmax of Gaussian logits over an arbitrary token kernel"
         return f"{self.law.source} [{self.law.status}]"
@@ -151,6 +155,8 @@ class Log:
         component = GAIN if hasattr(leaf, "gain") else DIRECTIONS
         if leaf.mixes_tokens:
             component = KERNEL
+        if hasattr(leaf, "router"):
+            component = EXPERTS
         for quantity, value in zip(
             ("variance", "covariance"), self.layout.token_average(kernel), strict=True
         ):
