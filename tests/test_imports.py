@@ -55,7 +55,7 @@ def test_declaring_and_the_table_need_no_pandas() -> None:
 
 def test_every_public_name_loads() -> None:
     assert set(moments.__all__) <= set(dir(moments))
-    core = [name for name in moments.__all__ if name not in ("simulate", "diagnose")]
+    core = [name for name in moments.__all__ if name not in ("simulate", "diagnose", "expect")]
     assert "torch" not in loaded(f"import moments; [getattr(moments, n) for n in {core!r}]")
     with pytest.raises(AttributeError, match="no attribute 'perdict'"):
         moments.perdict  # noqa: B018
@@ -120,6 +120,7 @@ ORDER = (
     "torch",
     "validation",
     "cli",
+    "pytest_plugin",
 )
 RANK = {name: rank for rank, name in enumerate(ORDER)}
 # Upward, from inside a function: what an object offers as a method and loads when called.
@@ -128,6 +129,7 @@ METHODS = {
     ("prediction.result", "show"),  # table, plot
     ("prediction.result", "step"),  # after
     ("step.result", "show"),  # table, plot
+    ("step.search", "show"),  # plot
     ("scheme.registry", "show"),  # plot
     ("solver.plan", "show"),  # plot
 }
@@ -245,7 +247,7 @@ def test_imports_inside_functions_are_counted() -> None:
     counted = [
         (name, target)
         for name, found in imports().items()
-        if folder(name) not in ("__init__", "cli")
+        if folder(name) not in ("__init__", "cli", "pytest_plugin")
         for target in set(own(found.inside - found.top)) & modules
     ]
     assert len(counted) <= INSIDE, counted

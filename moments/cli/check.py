@@ -45,6 +45,11 @@ from .base import (
 if TYPE_CHECKING:
     from ..model.transformer import Transformer
     from ..prediction.measurement import Measurement
+    from ..show.findings import Report
+
+WholeOption = Annotated[
+    bool, typer.Option("--all", help="Print every finding, note and number, not a screen of them.")
+]
 
 # --- audit ----------------------------------------------------------------------------------------
 
@@ -77,11 +82,12 @@ def audit(
     layers: LayersOption = None,
     option: SchemeOption = None,
     seed: Annotated[int, typer.Option(help="Of a fresh module's weights.")] = 0,
+    whole: WholeOption = False,
 ) -> Answer:
     """Check a module's weights, gains and residual multipliers against a scheme or plan.
 
-    Without either, against the initialisation that its own config promises. Exit status 1 where
-    the audit fails.
+    It is `moments check` without a loss and a prediction. Without scheme and plan, against the
+    initialisation that its own config promises. Exit status 1 where the audit fails.
     """
     from ..scheme.registry import scheme as known
     from ..torch.audit import audit as run
@@ -99,17 +105,17 @@ def audit(
     with running(module):
         report = run(target, wanted, batch=batch, options=options or None)
 
-    def data() -> dict[str, Any]:
-        lists = ("advice", "unchecked", "unidentified", "undeclared")
-        return {
-            "format": 1,
-            "passed": report.passed,
-            "source": report.source,
-            **{name: list(getattr(report, name)) for name in lists},
-            "findings": report.to_frame(),
-        }
+    return _answer(report, whole)
 
-    return Answer(said=lambda: str(report), data=data, frame=report.to_frame, passed=report.passed)
+
+def _answer(report: Report, whole: bool) -> Answer:
+    return Answer(
+        said=lambda: report.text(whole=whole),
+        data=report.to_json,
+        frame=report.to_frame,
+        figure=report.plot,
+        passed=report.healthy,
+    )
 
 
 def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
@@ -168,6 +174,12 @@ def check(
             autocompletion=complete_scheme,
         ),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="The same: a plan or model as JSON, as `moments solve --json` prints it."
+        ),
+    ] = None,
     seq_len: SeqLenOption = None,
     html: Annotated[
         Path | None,
@@ -180,25 +192,22 @@ def check(
             "24), once for each number: is it expected, and what else would give it?",
         ),
     ] = None,
+    whole: WholeOption = False,
 ) -> Answer:
     """Check a model before it is trained: its scheme, growth, gradients, first loss, number range.
 
     A config is judged by its predictions alone. Exit status 1 where there are findings, 2 where it
     cannot be read.
     """
+    if scheme is not None and plan is not None:
+        raise DomainError("--scheme and --plan both say what is right: give one")
     if measured:
         return _with_measured(subject, seq_len, measured)
-    report = _checked(subject, scheme, seq_len)
+    report = _checked(subject, scheme if plan is None else _planned(plan), seq_len)
     if html is not None:
         with replacing(html) as partial:
             Path(partial).write_text(report.to_html(), encoding="utf-8")
-    return Answer(
-        said=lambda: str(report),
-        data=report.to_json,
-        frame=report.to_frame,
-        figure=report.plot,
-        passed=report.healthy,
-    )
+    return _answer(report, whole)
 
 
 def _with_measured(subject: str, seq_len: int | None, measured: list[str]) -> Answer:
@@ -215,7 +224,7 @@ def _with_measured(subject: str, seq_len: int | None, measured: list[str]) -> An
     )
 
 
-def _checked(subject: str, scheme: str | None, seq_len: int | None) -> Any:
+def _checked(subject: str, plan: Any, seq_len: int | None) -> Report:
     import moments
 
     found = _of_user("SUBJECT", subject)
@@ -226,11 +235,11 @@ def _checked(subject: str, scheme: str | None, seq_len: int | None) -> Any:
         model, _ = declared(subject, {"seq_len": seq_len})
         from ..show.health import check_declared
 
-        return check_declared(shortened(model, seq_len), subject, scheme=scheme)
+        return check_declared(shortened(model, seq_len), subject, scheme=plan)
     if seq_len is not None:
         raise DomainError("--seq-len is for a config: a module reads its own batch")
     with running(subject):
-        return moments.check(*found, scheme=scheme)
+        return moments.check(*found, plan=plan)
 
 
 @contextlib.contextmanager

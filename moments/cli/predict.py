@@ -272,7 +272,11 @@ def first_step(
         bool, typer.Option(help="Without --lr: also the rate of every group alone.")
     ] = False,
 ) -> Answer:
-    """Predict the first step of an optimizer: loss, the stream's change, every matrix's step."""
+    """Which learning rates to search, and the first step: loss, the stream's change, every step.
+
+    Without --lr the rates come first: where to search, where training becomes unstable, and the
+    step size, whose first step reaches --bound.
+    """
     from ..formulas.checks import POSITIVE, check_number
     from ..prediction.predict import predict
     from ..show.step import first_step_table
@@ -296,19 +300,18 @@ def first_step(
         if not hasattr(described.embedding, "vocab_size"):
             raise DomainError("a first step reads a text: declare an embedding with a token table")
         prediction = predict(described, **zipf_batch(described, sequences, seed))
-    groups: dict[str, float] = {}
+    rates = None
     if learning_rate is None:
-        found = search(prediction, optimizer, bound=bound, groups=by_group, **options)
-        step, groups = found.step, dict(found.by_group)
+        rates = search(prediction, optimizer, bound=bound, groups=by_group, **options)
+        step = rates.step
         for warning in step.warnings:
             note(warning)
     else:
         step = prediction.after(optimizer, learning_rate, **options)
-    by = {name: rate if rate < float("inf") else None for name, rate in groups.items()}
-    alone = (f"{name} alone: learning rate {rate:.3g}" for name, rate in groups.items())
+    known_rates = {} if rates is None else {"rates": rates.to_dict()}
     return Answer(
-        said=lambda: (first_step_table(step), *alone),
-        data=lambda: step.to_dict() | {"by_group": by},
+        said=lambda: (*(() if rates is None else (rates.table(), "")), first_step_table(step)),
+        data=lambda: step.to_dict() | known_rates,
         frame=step.to_frame,
         figure=lambda: step.plot(named(model)),
     )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..prediction.result import Prediction
     from ..solver.plan import Plan
     from .comparison import Comparison
-    from .diagnosis import Diagnosis
+    from .findings import Report
 
 SEEN = 2e-3
 """Deviation of a draw's logarithm, below which a band would be hidden by its line."""
@@ -223,13 +223,13 @@ def _legend_beside(figure: Figure) -> None:
     )
 
 
-def plot_diagnosis(diagnosis: Diagnosis, name: str | None = None) -> Figure:
-    """The comparison, the prediction for the module as it was found, verdict and causes below."""
-    likely = [cause for cause in diagnosis.causes if cause.explains >= SHARE]
-    found = diagnosis.found if likely else None
-    figure = plot_comparison(diagnosis.comparison, name, found)
-    words = [diagnosis.comparison.verdict()]
-    words += [f"{number}. {cause}" for number, cause in enumerate(likely[:3], start=1)]
+def plot_report(report: Report, name: str | None = None) -> Figure:
+    """The comparison, the prediction for the module as it was read, verdict and causes below."""
+    assert report.comparison is not None
+    likely = [finding for finding in report.findings if finding.explains >= SHARE]
+    figure = plot_comparison(report.comparison, name, report.prediction if likely else None)
+    words = [report.comparison.verdict()]
+    words += [f"{number}. {one.reason}" for number, one in enumerate(likely[:3], start=1)]
     if len(likely) > 3:
         words[-1] += f" (and {len(likely) - 3} more)"
     figure.below("\n".join(textwrap.fill(line, 150) for line in words))
