@@ -158,9 +158,9 @@ if TYPE_CHECKING:
     from .step.search import LearningRate, learning_rate
     from .step.sharpness import Sharpness
     from .torch.diagnose import diagnose
+    from .torch.expect import expect
     from .torch.transfer import TransferReport
     from .torch.transfer import transfer as transfer
-    from .torch.expect import expect
 
 
 def check(
