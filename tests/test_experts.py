@@ -281,6 +281,21 @@ def test_schemes_reach_the_experts() -> None:
     assert scaled.ffns == model.ffns
 
 
+def test_a_router_that_cannot_learn_and_experts_that_starve_are_findings() -> None:
+    embedding = moments.Embedding(vocab_size=40, token_variance=1.0)
+    head = moments.Head(tied=False, weight_variance=1 / D, loss="causal")
+    fields = {"embedding": embedding, "head": head, "causal": True}
+    report = moments.check(model_of(Experts(8, 1), **fields))
+    assert [f.kind for f in report.findings if f.severity == "error"] == ["router cannot learn"]
+    healthy = moments.check(model_of(Experts(8, 2), **fields))
+    assert not {"router cannot learn", "experts starve"} & {f.kind for f in healthy.findings}
+    alike = embedding.replace(token_variance=0.05, segment_variance=0.95)
+    report = moments.check(model_of(Experts(16, 2), **(fields | {"embedding": alike})))
+    (starving,) = [f for f in report.findings if f.kind == "experts starve"]
+    assert starving.measured > starving.expected
+    assert "balancing loss" in starving.mend
+
+
 def test_a_clamp_that_binds_is_named() -> None:
     weights = moments.Weights(*[1 / D] * 4, 16 / D, 1 / WIDTH, 16 / D)
     model = model_of(Experts(8, 2, clamp=7.0), weights=weights)
