@@ -524,8 +524,8 @@ def _experts(seen: Seen) -> Found:
             STARVED,
             f"in one draw {100 * worst['starving']:.0f} % of {int(worst['experts'])} experts get "
             f"less than a tenth of an even share of the tokens in layer {int(worst['layer'])}, "
-            f"where two tokens' logits correlate by {worst['logit_correlation']:.2f}, and one expert "
-            f"{worst['largest_load']:.3g} times an even share",
+            f"where two tokens' logits correlate by {worst['logit_correlation']:.2f}, and one "
+            f"expert {worst['largest_load']:.3g} times an even share",
             "train with a balancing loss from the first step, or keep tokens apart: a smaller "
             "attention branch, or token embeddings of a larger share",
         )

@@ -274,6 +274,9 @@ class MixturePullback:
     """The way back: through the experts, and through the router's logits.
 
     dL/dz_e = sum_a (dg_a/dz_e) F_a.g has the covariance d G_ij K_ij N(r_ij), summed over experts.
+    What the gradient lacks along the output, it lacks along one of k equal experts by its share
+    1/k; sums of dg_a/dz_e F_a over the chosen, which a common factor of gates does not change, lie
+    across the output. Of a pair either token lacks its own.
     """
 
     leaf: Mixture
@@ -286,8 +289,10 @@ class MixturePullback:
 
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, signal, at, sides = self.leaf, self.signal, self.at, self.sides
+        lacks = (1.0 - gradient.averaged().radial) / leaf.router.chosen
+        received = Gradient(gradient.kernel * self.weight, gradient.seq_len, 1.0 - lacks)
         with observed(_by_nobody):
-            record = self.record.backward(gradient.with_kernel(gradient.kernel * self.weight))
+            record = self.record.backward(received)
         through, slopes = record.gradient_sent.kernel, at.slopes
         if sides is not None:
             back = sides.weighted(at.gates, "gates", "back")
@@ -296,6 +301,9 @@ class MixturePullback:
             slopes = sides.weighted(slopes, "slopes", "out")
         given = self.inner.second_moment()
         logits = (gradient.kernel * given * slopes).scaled(self.inner.width)
+        if leaf.router.normalised != "chosen":
+            one, two = logits.lift(1.0 - lacks)
+            logits = logits.weighted(one, two * two)
         total = through + logits.scaled(leaf.router_variance)
         sent = Gradient(total, gradient.seq_len)
         return MixturePulled(sent, leaf, signal, record, logits)

@@ -168,10 +168,11 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
     return (float(m), float(n), float(p)) if scalar else (m, n, p)
 
 
-def sampled(router: Router, s: float, samples: int = SAMPLES) -> tuple[np.ndarray, np.ndarray]:
+def sampled(router: Router, s: float, samples: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """The three functions at `ANGLES` (3, angles), and their standard errors, by drawn logits: the
     same draws at every angle."""
     random = np.random.default_rng(0)
+    samples = SAMPLES if samples is None else samples
     total, square = np.zeros((2, 3, len(ANGLES)))
     chunk = max(1, 2**17 // router.experts)
     for start in range(0, samples, chunk):
