@@ -275,6 +275,31 @@ class Prediction:
         frame.attrs["sequences"], frame.attrs["batch"] = self.sequences
         return frame
 
+    def experts(self) -> Any:
+        """How tokens are routed in every layer with experts, a row each, as a DataFrame.
+
+        Columns: `logit_variance` and `logit_correlation` (two tokens') of the router;
+        `gate_square` and `gate_overlap`, E sum g^2 of a token and E sum g g' of two; `load`, the
+        share of tokens that an expert gets; `load_variance`, over experts in one draw of the
+        router and over the load's square (width does not change it: tokens that are alike choose
+        alike); and, sampled at the tokens' mean correlation, `largest_load` over an even share,
+        `starving` (the part of the experts with less than a tenth of that) and `balance_loss`
+        (E sum_e f_e p_e, without its coefficient). `learns`: whether any gradient reaches the
+        router; none does where the gate of a single expert is normalised.
+
+        Raises:
+            DomainError: the model has no experts, or several configurations were predicted.
+        """
+        from ..transfer.experts.load import rows
+
+        if self.variance.shape[:-1]:
+            raise DomainError("experts needs a single configuration, not a batch of them")
+        assert self.trace.stack is not None
+        found = list(rows(self.trace.stack))
+        if not found:
+            raise DomainError("the model has no experts: declare them by ffn=moments.Experts(...)")
+        return as_frame([tuple(row.values()) for row in found], columns=list(found[0]))
+
     @property
     def sequences(self) -> tuple[int, int]:
         """Of how many sequences `weight_gradients` are, and over how many the loss is averaged."""
