@@ -94,6 +94,8 @@ TABLE = (
     Constant("transfer.attention.layers", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
     Constant("transfer.attention.sinks", "NODES", (24, 80), "precision", ("sinks",)),
     Constant("transfer.attention.sinks", "DEGREES", (8, 24), "precision", ("sinks",)),
+    Constant("transfer.attention.sinks", "STEP", (1.0, 0.25), "precision", ("sinks",)),
+    Constant("transfer.attention.sinks", "SHARED_NODES", (8, 28), "precision", ("sinks",)),
     Constant("transfer.attention.laws", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
     Constant("transfer.attention.laws", "_NODES", (20, 80), "precision", ("alike",)),
     Constant("transfer.attention.projections", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
