@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import DomainError, domain_error, unknown_name
 from ..model.block import Block
 from ..model.latent_attention import LatentAttention
+from ..model.law_block import LawBlock
 from ..model.transformer import Transformer
 from .attention import cross_attention, latent_attention, self_attention
 from .functions import activation, affine_norm, dropout, normalise
 from .parameters import BLOCK_DRAWS
+from .recurrent import TWINS as RECURRENT
 
 Watch = Callable[[Tensor, str], Tensor]
 """Takes a tensor and the site it is at; returns the same tensor."""
@@ -26,7 +29,40 @@ TWINS: dict[str, Callable[[LayerTwin, Tensor], Tensor]] = {}
 """What kinds of layers that are registered do, by name (`moments.model.placement`)."""
 
 
-BLOCK_TWINS: dict[type[Block], Callable[[Any, LayerTwin, Tensor], Tensor]] = {}
+class _Applied:
+    """A block's weights as its twin has them: `w.gate(x)` is behind the matrix "gate"."""
+
+    def __init__(self, layer: LayerTwin) -> None:
+        self._layer = layer
+
+    def __getitem__(self, name: str) -> Callable[[Tensor], Tensor]:
+        if name not in self._layer.weights:
+            raise unknown_name("weight", name, self._layer.weights)
+        return lambda x: self._layer.linear(x, name)
+
+    def __getattr__(self, name: str) -> Callable[[Tensor], Tensor]:
+        return self[name]
+
+
+def _by_law(block: LawBlock, layer: LayerTwin, x: Tensor) -> Tensor:
+    if block.twin is None:
+        raise domain_error(
+            "mixer or ffn", block.name, "a block with a twin", "pass moments.block(..., twin=...)"
+        )
+    found = block.twin(x, _Applied(layer))
+    if not isinstance(found, Tensor) or found.shape != x.shape:
+        given = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise DomainError(
+            f"the twin of block {block.name!r} makes {given} of {tuple(x.shape)}: it returns a "
+            "tensor of the shape that it takes"
+        )
+    return layer.watch(found, block.name)
+
+
+BLOCK_TWINS: dict[type[Block], Callable[[Any, LayerTwin, Tensor], Tensor]] = {
+    LawBlock: _by_law,
+    **RECURRENT,
+}
 """By its class, what a block does (`moments.model.block`), its dropout excluded: of the block, the
 layer that it stands in and (batch, L, d_model)."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..model.block import Block
 from ..model.placement import registered_norm_sites
 from ..model.transformer import Transformer
+from .recurrent import DRAWS as RECURRENT
 
 CROSS = "cross_"
 ALL = "-all"
@@ -19,7 +20,7 @@ ALL = "-all"
 
 BlockDraw = Callable[[Any, Transformer, int, torch.Generator, torch.dtype], dict[str, Tensor]]
 
-BLOCK_DRAWS: dict[type[Block], BlockDraw] = {}
+BLOCK_DRAWS: dict[type[Block], BlockDraw] = {**RECURRENT}
 """By its class, the parameters of a block that are no matrices of two axes in `Block.shapes`, or
 that are drawn otherwise: of the block, the model, the layer's number, a generator and a type."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..engine.bottom_to_top import BottomToTop
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
+from ..engine.laws import LawMatrix
 from ..engine.layout import Padding
 from ..errors import DomainError
 from ..formulas.activation import activation_laws
@@ -21,15 +22,18 @@ from ..model.block import Block
 from ..model.embedding import Embedding
 from ..model.experts import SHARED, Experts
 from ..model.latent_attention import LatentAttention
+from ..model.law_block import LawBlock
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from .attention.gates import GatedHeads
 from .attention.latent import LatentHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
+from .by_law import LawLeaf
 from .elementary import Activation, Dropout, Lawful, Linear, Scale
 from .experts.parts import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
+from .recurrent import RECURRENT, recurrent_parts
 
 
 @functools.lru_cache(maxsize=32)
@@ -541,12 +545,26 @@ class Blocks:
 BlockParts = Callable[[Blocks, Any], Iterable[Component]]
 """Makes the components of a block, up to what it adds to the stream, its dropout excluded."""
 
-BLOCKS: dict[type[Block], BlockParts] = {}
-"""By the class of a block (`moments.model.block`). Register another by its class."""
-BLOCKS[Experts] = experts
+
+def by_law(parts: Blocks, block: LawBlock) -> tuple[LawLeaf]:
+    """The one component of a user's block."""
+    model, number = parts.model, parts.number
+    if parts.padding is not None and block.mixes_tokens:
+        raise DomainError(
+            f"attention_mask and document_ids: the law of block {block.name!r} knows no padding: "
+            "leave them out, or give one text of full length"
+        )
+    variances, biases = model.variances_of(number), parts._biases
+    matrices = (
+        LawMatrix(name, *shape, float(variances[name]), biases.get(name))
+        for name, shape in block.shapes(model).items()
+    )
+    given = block.name, block.law, tuple(matrices), model.d_model, model.seq_len
+    return (LawLeaf(*given, block.mixes_tokens),)
 
 
-def _latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
+def latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
+    """Latent heads and their output projection."""
     model, number = blocks.model, blocks.number
     weights, name = model.layer_weights(number), "attention.projection"
     heads = SelfAttention(
@@ -569,7 +587,13 @@ def _latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
     return LatentHeads(heads, block, model.norm_affine), projection
 
 
-BLOCKS[LatentAttention] = _latent
+BLOCKS: dict[type[Block], BlockParts] = {
+    LawBlock: by_law,
+    Experts: experts,
+    LatentAttention: latent,
+    **dict.fromkeys(RECURRENT, recurrent_parts),
+}
+"""By the class of a block (`moments.model.block`). Register another by its class."""
 
 
 def check_coverage(model: Transformer, theory: Theory) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import domain_error
@@ -12,10 +12,10 @@ from .entries import Entries
 from .family import Family
 from .llama import _FULL, _SLIDING, _decoder, _granite, _length
 
-Blocks = tuple[Experts | None, ...]
 
-
-def routed(read: Entries, experts: Experts, layers: Iterable[int] | None = None) -> Any:
+def routed(
+    read: Entries, experts: Experts, layers: Iterable[int] | None = None
+) -> tuple[Experts | None, ...]:
     """A mixture in every layer, or in those of these numbers from 0."""
     _quiet(read)
     count = read.layers("num_hidden_layers")
@@ -248,27 +248,25 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
 
 
 _BALANCE = {"router_aux_loss_coef": ...}  # beside output_router_logits alone
-_WINDOW = _BALANCE | {"sliding_window": ..., "max_window_layers": ...}  # that may not be used
+_WINDOW = {"sliding_window": ..., "max_window_layers": ...}  # that may not be used
+_NEXT = {"num_mtp_layers": ..., "num_nextn_predict_layers": ...}  # not built
+_LEAST = {"moe_norm_min": ...}  # the least sum of gates that one may divide by
+
+
+def _family(read: Any, module: str, usual: Mapping[str, Any] | None = None) -> Family:
+    return Family(read, f"{module}ForCausalLM", "causal", _BALANCE | dict(usual or {}))
+
+
 FAMILIES = {
-    "mixtral": Family(_mixtral, "MixtralForCausalLM", "causal", _BALANCE),
-    "qwen2_moe": Family(_qwen2_moe, "Qwen2MoeForCausalLM", "causal", _WINDOW),
-    "qwen3_moe": Family(_qwen3_moe, "Qwen3MoeForCausalLM", "causal", _WINDOW),
-    "olmoe": Family(_olmoe, "OlmoeForCausalLM", "causal", _BALANCE),
-    "granitemoe": Family(_granitemoe, "GraniteMoeForCausalLM", "causal", _BALANCE),
-    "granitemoeshared": Family(_granitemoe, "GraniteMoeSharedForCausalLM", "causal", _BALANCE),
-    "ernie4_5_moe": Family(
-        _ernie4_5_moe,
-        "Ernie4_5_MoeForCausalLM",
-        "causal",
-        _BALANCE | {"moe_norm_min": ...},  # the least sum of gates that one may divide by
-    ),
-    "glm4_moe": Family(
-        _glm4_moe,
-        "Glm4MoeForCausalLM",
-        "causal",
-        _BALANCE | {"num_mtp_layers": ..., "num_nextn_predict_layers": ...},  # not built
-    ),
-    "dots1": Family(_dots1, "Dots1ForCausalLM", "causal", _BALANCE),
-    "minimax_m2": Family(_minimax_m2, "MiniMaxM2ForCausalLM", "causal", _BALANCE),
-    "llama4_text": Family(_llama4_text, "Llama4ForCausalLM", "causal", _BALANCE),
+    "mixtral": _family(_mixtral, "Mixtral"),
+    "qwen2_moe": _family(_qwen2_moe, "Qwen2Moe", _WINDOW),
+    "qwen3_moe": _family(_qwen3_moe, "Qwen3Moe", _WINDOW),
+    "olmoe": _family(_olmoe, "Olmoe"),
+    "granitemoe": _family(_granitemoe, "GraniteMoe"),
+    "granitemoeshared": _family(_granitemoe, "GraniteMoeShared"),
+    "ernie4_5_moe": _family(_ernie4_5_moe, "Ernie4_5_Moe", _LEAST),
+    "glm4_moe": _family(_glm4_moe, "Glm4Moe", _NEXT),
+    "dots1": _family(_dots1, "Dots1"),
+    "minimax_m2": _family(_minimax_m2, "MiniMaxM2"),
+    "llama4_text": _family(_llama4_text, "Llama4"),
 }

@@ -16,6 +16,11 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _FFN = ("intermediate_size", "ffn_dim", "hidden_dim", "d_ff")
 _LENGTH = ("max_position_embeddings", "n_positions", "seq_length")
 _HEAD_WIDTH = ("head_dim", "d_kv", "query_pre_attn_scalar")
+# What a class's own defaults lack to be a model that is read
+_NEEDED: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "llama4_text": {"use_qk_norm": False},
+}
 # Entries with one item per layer, which follow the depth when they are left out
 _PER_LAYER = ("layer_types", "attention_layers")
 
@@ -86,4 +91,4 @@ def sized_config(
     found = {name: value for name, value in sizes.items() if name in defaults}
     if "rms_norm_eps" in defaults and "num_kv_heads" not in defaults:
         found["num_key_value_heads"] = heads // 2
-    return at_depth({"model_type": kind} | found | extra, layers)
+    return at_depth({"model_type": kind} | found | extra | _NEEDED.get(kind, {}), layers)
