@@ -240,6 +240,7 @@ SECOND = {
 # Read where another entry asks for it, or made of others by the config's class
 SPARED = {
     ("minicpm3", "original_max_position_embeddings"),
+    ("gpt_oss", "original_max_position_embeddings"),
     ("minicpm3", "head_dim"),
     *((kind, "head_dim") for kind in ("youtu", "glm4_moe_lite", "deepseek_v2", "deepseek_v3")),
     *((kind, "num_experts") for kind in ("deepseek_v2",)),  # a second name, of which one is given
