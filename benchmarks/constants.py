@@ -99,6 +99,8 @@ TABLE = (
     Constant("transfer.experts.routing", "SAMPLES", (5000, 80000), "precision", ("grouped",)),
     Constant("transfer.attention.sinks", "NODES", (24, 80), "precision", ("sinks",)),
     Constant("transfer.attention.sinks", "DEGREES", (8, 24), "precision", ("sinks",)),
+    Constant("transfer.attention.sinks", "STEP", (1.0, 0.25), "precision", ("sinks",)),
+    Constant("transfer.attention.sinks", "SHARED_NODES", (8, 28), "precision", ("sinks",)),
     Constant("transfer.attention.laws", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
     Constant("transfer.attention.laws", "_NODES", (20, 80), "precision", ("alike",)),
     Constant("transfer.attention.projections", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
