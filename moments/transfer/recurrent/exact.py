@@ -20,7 +20,8 @@ import numpy as np
 from ...engine.state import Kernel, Signal, bind, evaluate
 from ...formulas.activation import activation_laws
 from ...model.mixers import LinearAttention, ShortConvolution
-from .drawn import Back
+from .drawn import Back, DrawnHeads
+from .mixers import DrawnLinearHeads as Heads
 
 Array = Any
 
@@ -51,6 +52,13 @@ class GatedConvolution:
     def forward(self) -> Array:
         return self.query * self.mixed
 
+    @property
+    def norms(self) -> Array:
+        """Covariance of squared norms over the width: of A taps of products, times a query, the
+        kurtosis of an entry is 3 (3 + 24/A)."""
+        kurtosis = 3 * (3 + 24 / self.block.kernel)
+        return (kurtosis - 1) / self.width * self.forward() ** 2
+
     def backward(self, received: Array) -> Back:
         block, inner = self.block, received * self.query
         at_product = sum(shift.T @ inner @ shift for shift in self.shifts) * block.tap_variance
@@ -71,7 +79,7 @@ class LinearHeads:
     def __init__(
         self, block: LinearAttention, kernel: Array, gains: Mapping[str, float], sequences: int
     ) -> None:
-        self.block = block
+        self.block, self.given = block, (kernel, gains, sequences)
         of = {
             name: moments_of(block.feature_map, kernel * gains[name])
             for name in ("query", "key", "value")
@@ -105,6 +113,13 @@ class LinearHeads:
         width = block.d_key
         found = query * self.mixed + (width - 1) * np.outer(mean, mean) * self.together
         return block.scale**2 * width * found
+
+    @property
+    def norms(self) -> Array:
+        """As `DrawnHeads.norms`, of draws."""
+        drawn = DrawnHeads(Heads(self.block), *self.given)
+        drawn.forward()
+        return drawn.norms
 
     def forward(self) -> Array:
         return self._summed() * (1.0 if self.gate is None else self.gate[0])

@@ -76,7 +76,12 @@ class Mixer(Leaf):
         kernel = Kernel.of_matrix(np.stack([one.forward() for one in laws]).reshape(shape))
         fluctuation = None
         if signal.fluctuation is not None:
-            fluctuation = Fluctuation.of_gaussian(kernel, self.width)
+            norms = Kernel.of_matrix(np.stack([one.norms for one in laws]).reshape(shape))
+            none = norms.scaled(0.0)
+            if signal.fluctuation.overlaps is None:
+                fluctuation = Fluctuation(norms)
+            else:
+                fluctuation = Fluctuation(norms, norms, shared=(none, none))
         notes = tuple(dict.fromkeys(note for one in laws for note in getattr(one, "notes", ())))
         output = Signal(
             kernel,
