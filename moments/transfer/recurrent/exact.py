@@ -40,13 +40,15 @@ class GatedConvolution:
         kernel: Array,
         gains: Mapping[str, float],
         sequences: int,
+        varies: Array = 0.0,
     ) -> None:
         self.block, self.width = block, width
         self.query, self.key, self.value = (kernel * gains[k] for k in ("query", "key", "value"))
         length = len(kernel) // sequences
         one = [np.eye(length, k=-a) for a in range(min(block.kernel, length))]
         self.shifts = [np.kron(np.eye(sequences), shift) for shift in one]
-        self.moved = [shift @ (self.key * self.value) @ shift.T for shift in self.shifts]
+        product = self.key * self.value + gains["key"] * gains["value"] * varies
+        self.moved = [shift @ product @ shift.T for shift in self.shifts]
         self.mixed = block.tap_variance * sum(self.moved)
 
     def forward(self) -> Array:
@@ -77,7 +79,12 @@ class LinearHeads:
     """Linear attention without a norm and without decays that the input sets."""
 
     def __init__(
-        self, block: LinearAttention, kernel: Array, gains: Mapping[str, float], sequences: int
+        self,
+        block: LinearAttention,
+        kernel: Array,
+        gains: Mapping[str, float],
+        sequences: int,
+        varies: Array = 0.0,
     ) -> None:
         self.block, self.given = block, (kernel, gains, sequences)
         of = {
@@ -95,6 +102,8 @@ class LinearHeads:
             for one, share in decays.items()
         ]
         one, means = of["key"][0] * of["value"][0], np.outer(of["key"][2], of["key"][2])
+        if block.feature_map == "identity":
+            one = one + gains["key"] * gains["value"] * varies
         self.mixed = self._mean(one)
         self.together = self._mean(means * of["value"][0]) if np.any(means) else 0.0 * one
         self.gate = (
