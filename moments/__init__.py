@@ -54,7 +54,7 @@ _PUBLIC = {
     "diagnose": "torch.diagnose",
     "expect": "torch.expect",
     "explain": "prediction.explanation",
-    "explore": "show.explorer_widgets",
+    "explore": "show.explorer",
     "learning_rate": "step.search",
     "predict": "prediction.predict",
     "preset": "model.presets",
@@ -149,7 +149,7 @@ if TYPE_CHECKING:
     from .scheme.plan import solve
     from .scheme.registry import schemes
     from .show.comparison import Comparison, compare
-    from .show.explorer_widgets import explore
+    from .show.explorer import explore
     from .show.findings import Finding, Report
     from .show.page import report
     from .show.scheme_table import compare_schemes
