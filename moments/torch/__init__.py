@@ -15,13 +15,14 @@ from ..errors import optional
 
 with optional("torch", "torch"):
     from .anatomy import hook_points
-    from .audit import AuditReport, audit
+    from .audit import audit
     from .describe import describe, weight_statistics
     from .diagnose import diagnose
     from .fold import fold
     from .hook_points import HookPoint
     from .initialize import Initialization, attach, initialize
     from .measure import measure
+    from .operations import ModulePrediction, predict
     from .scales import AppliedScales
     from .sharpness import measure_sharpness
     from .snippet import snippet, tensor_table
@@ -29,9 +30,9 @@ with optional("torch", "torch"):
 
 __all__ = [
     "AppliedScales",
-    "AuditReport",
     "HookPoint",
     "Initialization",
+    "ModulePrediction",
     "attach",
     "audit",
     "describe",
@@ -42,6 +43,7 @@ __all__ = [
     "measure",
     "measure_sharpness",
     "measure_step",
+    "predict",
     "snippet",
     "tensor_table",
     "weight_statistics",

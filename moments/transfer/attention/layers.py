@@ -28,6 +28,7 @@ from .kernels.finite_rows import FiniteRows, Widths, finite_rows
 from .kernels.position_attention import Across, ClassLogits, PositionAttention, Words
 from .kernels.relative_positions import Turning, shifted_classes, shifted_together
 from .projections import LOGIT_VARIANCE_MAX, LogitLaw, attention_diagnostics, by_distance, positive
+from .sinks import SinkLayer
 
 Mask = NDArray[np.bool_]
 
@@ -208,6 +209,10 @@ class _Layer:
     """What a layer answers that knows no places, all of whose tokens are followed."""
 
     beyond_tables: Any = False
+    rows: Kernel | None = None
+    """Second moments of the sums of rows; None: they are 1."""
+    keys: Any
+    """How many keys a row sees."""
 
     def weights(self) -> Any:
         """Mean attention; None: uniform."""
@@ -246,6 +251,7 @@ class TokenLayer(_Layer):
         self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread)
         self._length = self._shape[-1]
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+        self.keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
 
     def _kernel(self, matrices: list[Array]) -> Kernel:
         return Kernel.of_matrix(np.stack(matrices).reshape(self._shape))
@@ -290,9 +296,8 @@ class TokenLayer(_Layer):
 
     def diagnostics(self) -> dict[str, Array]:
         """See `attention_diagnostics`."""
-        keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
         theta, square, entropy = map(self._numbers, ("logit_variance", "sum_square", "entropy"))
-        return attention_diagnostics(theta, square, entropy, keys)
+        return attention_diagnostics(theta, square, entropy, self.keys)
 
     def backward(self, gained: Kernel) -> Paths[Kernel]:
         """Of the gradient at sum_j a_ij x_j."""
@@ -375,6 +380,7 @@ class ClassLayer(_Layer):
             )
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
         self._tokens, self._length = tokens, classes.length
+        self.keys = self._of_tokens(sight.size)
 
     def _words(
         self, classes: TextClasses, told: Sequence[tuple[Matrix, Matrix, Matrix]]
@@ -450,9 +456,8 @@ class ClassLayer(_Layer):
         return self._numbers("sum_square")
 
     def diagnostics(self) -> dict[str, Array]:
-        keys = self._of_tokens(self._sight.size)
         theta, square, entropy = map(self._numbers, ("logit_variance", "sum_square", "entropy"))
-        return attention_diagnostics(theta, square, entropy, keys)
+        return attention_diagnostics(theta, square, entropy, self.keys)
 
     def backward(self, gained: Kernel) -> Paths[Kernel]:
         found: list[list[Matrix]] = [[] for _ in Paths._fields]
@@ -556,6 +561,7 @@ class AlikeLayer(_Layer):
     ) -> None:
         """Evaluate the statistics; arguments as those of `kernels.KernelAttention`."""
         self._counts, self._queries = (query_count, key_count), queries
+        self.keys = float(key_count)
         self._values, self.wanted = values, wanted
         self._noise = drop_prob / (1 - drop_prob)
         unshared_value, unshared_key = values.diagonal - values.pairs, keys.diagonal - keys.pairs
@@ -621,8 +627,9 @@ class AlikeLayer(_Layer):
 
     def diagnostics(self) -> dict[str, Array]:
         """See `attention_diagnostics`."""
-        keys = float(self._counts[1])
-        return attention_diagnostics(self._logit_variance, self.sum_square, self._entropy, keys)
+        return attention_diagnostics(
+            self._logit_variance, self.sum_square, self._entropy, self.keys
+        )
 
     def overlap_path(self, gradient: Kernel) -> Kernel:
         """What the query path gains per unit of the variance of two tokens' overlap."""
@@ -702,7 +709,7 @@ def averaged(tokens: Kernel, length: int) -> Kernel:
 # --- which of them --------------------------------------------------------------------------------
 
 
-Layer = TokenLayer | ClassLayer | AlikeLayer
+Layer = TokenLayer | ClassLayer | AlikeLayer | SinkLayer
 """Attention in the resolution of its tokens: moments of what it mixes, and the paths back."""
 
 
@@ -717,6 +724,14 @@ def layer_of(
         signal, memory: the tokens that ask and those attended to, which may be the same.
         kernels: of both, likewise.
     """
+    layer = _layer_of(leaf, law, signal, memory, kernels)
+    sink = getattr(leaf, "sink", None)
+    return layer if sink is None else SinkLayer(layer, law, sink)
+
+
+def _layer_of(
+    leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
+) -> TokenLayer | ClassLayer | AlikeLayer:
     (queries, tokens), spread = kernels, norm_variance(memory)
     if memory.resolved is True:
         return TokenLayer(leaf, law, queries, tokens, spread)
