@@ -125,8 +125,10 @@ class Graph:
             if node.name not in ("mul", "div") or len(node.inputs) != 1:
                 continue
             before, behind = self.values[node.inputs[0]], self.values[node.outputs[0]]
-            size = float(before.tensor.detach().norm()) if not behind.live else 0.0
-            if len(behind.params) == 1 and size > 0:
+            if behind.live or len(behind.params) != 1 or not before.tensor.is_floating_point():
+                continue
+            size = float(before.tensor.detach().norm())
+            if size > 0:
                 (name,) = behind.params
                 known[name] = known.get(name, 1.0) * float(behind.tensor.detach().norm()) / size
         return known
