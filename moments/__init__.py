@@ -42,7 +42,7 @@ _PUBLIC = {
     "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
     "Sweep": "grids.result",
-    "TransferReport": "torch.transfer",
+    "TransferReport": "step.scaling",
     "Transformer": "model.transformer",
     "ValidityWarning": "errors",
     "Weights": "model.weights",
@@ -157,11 +157,11 @@ if TYPE_CHECKING:
     from .solver.plan import Plan
     from .step.measured import StepMeasurement
     from .step.result import FirstStep
+    from .step.scaling import TransferReport
     from .step.search import LearningRate, learning_rate
     from .step.sharpness import Sharpness
     from .torch.diagnose import diagnose
     from .torch.expect import expect
-    from .torch.transfer import TransferReport
     from .torch.transfer import transfer as transfer
 
 
