@@ -290,6 +290,9 @@ def _of_user(argument: str, name: str) -> tuple[Any, Any] | None:
 
 def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
     """The module that a user's file makes, and its batch where it gives one."""
+    from ..show.health import is_factory
+    from ..torch.factory import made as factory
+
     path = Path(file)
     if not path.is_file():
         raise DomainError(f"{argument}: no file {brief(file)}")
@@ -304,8 +307,9 @@ def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
         if not hasattr(loaded, name):
             raise DomainError(f"{file} has no {brief(name)}")
         found = getattr(loaded, name)
-        if (callable(found) and not hasattr(found, "forward")) or isinstance(found, type):
-            found = found()
+        if is_factory(found):
+            thing, own = factory(found)
+            found = thing if own is None else (thing, own)
     module, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     readable = batch is None or isinstance(batch, Mapping | list) or hasattr(batch, "shape")
     if isinstance(module, tuple) or not readable:
