@@ -377,7 +377,7 @@ class Report:
         import json
 
         data = {
-            "format": 2,
+            "format": 1,
             "source": self.source,
             "healthy": self.healthy,
             "passed": self.passed,
