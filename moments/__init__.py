@@ -18,24 +18,34 @@ _PUBLIC = {
     "ComponentLaws": "formulas.law",
     "DomainError": "errors",
     "Embedding": "model.embedding",
+    "Experts": "model.experts",
     "Explanation": "prediction.explanation",
     "Finding": "show.findings",
     "FirstStep": "step.result",
+    "GatedDeltaNet": "model.mixers",
     "Head": "model.head",
     "Law": "formulas.law",
+    "LinearAttention": "model.mixers",
+    "Mamba2": "model.mixers",
+    "LearningRate": "step.search",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
+    "LatentAttention": "model.latent_attention",
     "PatchEmbedding": "model.patches",
     "Plan": "solver.plan",
     "Prediction": "prediction.result",
     "RelativeBias": "model.positions",
     "Report": "show.findings",
     "Rotary": "model.positions",
-    "Sweep": "grids.result",
+    "ShortConvolution": "model.mixers",
+    "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
+    "Sweep": "grids.result",
+    "TransferReport": "torch.transfer",
     "Transformer": "model.transformer",
     "ValidityWarning": "errors",
     "Weights": "model.weights",
+    "block": "model.law_block",
     "compare": "show.comparison",
     "compare_schemes": "show.scheme_table",
     "component": "formulas.registry",
@@ -43,7 +53,7 @@ _PUBLIC = {
     "diagnose": "torch.diagnose",
     "expect": "torch.expect",
     "explain": "prediction.explanation",
-    "explore": "show.explorer_widgets",
+    "explore": "show.explorer",
     "learning_rate": "step.search",
     "predict": "prediction.predict",
     "preset": "model.presets",
@@ -55,8 +65,8 @@ _PUBLIC = {
     "sweep": "grids.run",
 }
 
-# Packages that are public as wholes.
-_PACKAGES = {"torch": "torch"}
+# Modules and packages that are public as wholes.
+_PACKAGES = {"laws": "engine.laws", "torch": "torch", "transfer": "transfer"}
 
 __all__ = [
     "Biases",
@@ -64,11 +74,17 @@ __all__ = [
     "ComponentLaws",
     "DomainError",
     "Embedding",
+    "Experts",
     "Explanation",
     "Finding",
     "FirstStep",
+    "GatedDeltaNet",
     "Head",
+    "LatentAttention",
     "Law",
+    "LearningRate",
+    "LinearAttention",
+    "Mamba2",
     "Measurement",
     "MomentsError",
     "PatchEmbedding",
@@ -77,12 +93,16 @@ __all__ = [
     "RelativeBias",
     "Report",
     "Rotary",
+    "Sharpness",
+    "ShortConvolution",
     "StepMeasurement",
     "Sweep",
+    "TransferReport",
     "Transformer",
     "ValidityWarning",
     "Weights",
     "__version__",
+    "block",
     "check",
     "compare",
     "compare_schemes",
@@ -110,7 +130,11 @@ if TYPE_CHECKING:
     from .formulas.law import ComponentLaws, Law
     from .formulas.registry import component, components
     from .model.embedding import Embedding
+    from .model.experts import Experts
     from .model.head import Head
+    from .model.latent_attention import LatentAttention
+    from .model.law_block import block
+    from .model.mixers import GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
     from .model.patches import PatchEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset
@@ -123,7 +147,7 @@ if TYPE_CHECKING:
     from .scheme.plan import solve
     from .scheme.registry import schemes
     from .show.comparison import Comparison, compare
-    from .show.explorer_widgets import explore
+    from .show.explorer import explore
     from .show.findings import Finding, Report
     from .show.page import report
     from .show.scheme_table import compare_schemes
@@ -131,9 +155,12 @@ if TYPE_CHECKING:
     from .solver.plan import Plan
     from .step.measured import StepMeasurement
     from .step.result import FirstStep
-    from .step.search import learning_rate
+    from .step.search import LearningRate, learning_rate
+    from .step.sharpness import Sharpness
     from .torch.diagnose import diagnose
     from .torch.expect import expect
+    from .torch.transfer import TransferReport
+    from .torch.transfer import transfer as transfer
 
 
 def check(
@@ -200,6 +227,13 @@ def check(
 
         report = check_module(subject, batch, scheme=meant, loss=loss)
     return report if measured is None else report.with_measured(measured)
+
+
+def _transfer(factory: Any, axis: str, sizes: Any, optimizer: Any) -> TransferReport:
+    """What `moments.transfer(...)` calls; `transfer` is a folder as well."""
+    from .torch.transfer import transfer as read
+
+    return read(factory, axis, sizes, optimizer)
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:

@@ -76,28 +76,6 @@ def test_a_first_prediction_loads_only_what_it_needs() -> None:
     assert sum(name.startswith("moments.") for name in names) < len(imports()) / 2
 
 
-def test_every_command_is_loaded_with_its_module_alone() -> None:
-    from moments.cli import MODULES
-    from moments.cli.base import PANELS
-
-    assert {name for names in PANELS.values() for name in names} == set(MODULES)
-    modules = sorted(set(MODULES.values()))
-    code = f"""
-import importlib, sys
-for module in {modules!r}:
-    for name in [name for name in sys.modules if name.startswith("moments.cli")]:
-        del sys.modules[name]
-    importlib.import_module(f"moments.cli.{{module}}")
-    commands = sys.modules["moments.cli.base"].app.registered_commands
-    names = [(c.name or c.callback.__name__).replace("_", "-") for c in commands]
-    print("HELD", module, *names)
-"""
-    lines = [line.split() for line in fresh(code).splitlines() if line.startswith("HELD")]
-    assert [line[1] for line in lines] == modules
-    for _, module, *held in lines:
-        assert {name for name, stands in MODULES.items() if stands == module} == set(held)
-
-
 # --- layers ---------------------------------------------------------------------------------------
 
 # Imports run downward in this order of folders, and within a folder in no circle.
@@ -129,6 +107,7 @@ METHODS = {
     ("prediction.result", "show"),  # table, plot
     ("prediction.result", "step"),  # after
     ("step.result", "show"),  # table, plot
+    ("step.search", "show"),  # plot
     ("scheme.registry", "show"),  # plot
     ("solver.plan", "show"),  # plot
 }

@@ -19,12 +19,15 @@ from ..errors import DomainError, MomentsError, brief, domain_error, refused
 from ..files import read_object, replacing
 from ..formulas.checks import check_count
 from .base import (
+    CHECK,
     Answer,
+    CsvOption,
     JsonOption,
     LayersOption,
     ModelArgument,
     OneScheme,
     PlotOption,
+    QuietOption,
     SchemeOption,
     SeqLenOption,
     TheoryName,
@@ -33,6 +36,7 @@ from .base import (
     complete_scheme,
     declared,
     escaped,
+    examples,
     named,
     no_preset,
     scheme_options,
@@ -55,14 +59,14 @@ WholeOption = Annotated[
 
 
 @app.command(
-    examples=(
+    rich_help_panel=CHECK,
+    epilog=examples(
         "audit checkpoint/",
         "audit checkpoint/ --scheme dslm",
         "audit train.py:build --scheme scaled-init",
         "audit model.safetensors --plan plan.json --csv tensors.csv",
         "audit bert-tiny --seed 3",
     ),
-    ways=("as_json", "csv"),
 )
 def audit(
     module: Annotated[
@@ -83,7 +87,11 @@ def audit(
     option: SchemeOption = None,
     seed: Annotated[int, typer.Option(help="Of a fresh module's weights.")] = 0,
     whole: WholeOption = False,
-) -> Answer:
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+    quiet: QuietOption = False,
+) -> None:
     """Check a module's weights, gains and residual multipliers against a scheme or plan.
 
     It is `moments check` without a loss and a prediction. Without scheme and plan, against the
@@ -104,8 +112,7 @@ def audit(
     target, batch = _module(module, layers, seed)
     with running(module):
         report = run(target, wanted, batch=batch, options=options or None)
-
-    return _answer(report, whole)
+    _answer(report, whole).show(as_json, csv, plot)
 
 
 def _answer(report: Report, whole: bool) -> Answer:
@@ -149,14 +156,14 @@ def _planned(plan: Path) -> Transformer:
 
 
 @app.command(
-    examples=(
+    rich_help_panel=CHECK,
+    epilog=examples(
         "check train.py:build",
         "check config.json --seq-len 256",
         "check checkpoint/ --scheme dslm --html health.html",
         "check bert-base --json --quiet",
         "check config.json --measured variance@24=20",
     ),
-    ways=("as_json", "csv", "plot"),
 )
 def check(
     subject: Annotated[
@@ -193,7 +200,11 @@ def check(
         ),
     ] = None,
     whole: WholeOption = False,
-) -> Answer:
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+    quiet: QuietOption = False,
+) -> None:
     """Check a model before it is trained: its scheme, growth, gradients, first loss, number range.
 
     A config is judged by its predictions alone. Exit status 1 where there are findings, 2 where it
@@ -202,12 +213,15 @@ def check(
     if scheme is not None and plan is not None:
         raise DomainError("--scheme and --plan both say what is right: give one")
     if measured:
-        return _with_measured(subject, seq_len, measured)
+        if plot is not None:
+            raise DomainError("--plot draws a whole model: leave out --measured")
+        _with_measured(subject, seq_len, measured).show(as_json, csv)
+        return
     report = _checked(subject, scheme if plan is None else _planned(plan), seq_len)
     if html is not None:
         with replacing(html) as partial:
             Path(partial).write_text(report.to_html(), encoding="utf-8")
-    return _answer(report, whole)
+    _answer(report, whole).show(as_json, csv, plot)
 
 
 def _with_measured(subject: str, seq_len: int | None, measured: list[str]) -> Answer:
@@ -327,13 +341,13 @@ SEQ_LEN = 128
 
 
 @app.command(
-    examples=(
+    rich_help_panel=CHECK,
+    epilog=examples(
         "compare bert-base",
         "compare config.json --seq-len 64 --seeds 8 --plot mine.pdf",
         "compare gpt2 --layers 4 --theory published --json",
         "compare bert-tiny --max-error 0.05 --quiet",
     ),
-    ways=("as_json", "csv"),
 )
 def compare(
     model: ModelArgument = None,
@@ -360,7 +374,9 @@ def compare(
     as_json: JsonOption = False,
     plot: PlotOption = None,
     picture: Annotated[bool, typer.Option(help="Draw the picture.")] = True,
-) -> Answer:
+    csv: CsvOption = None,
+    quiet: QuietOption = False,
+) -> None:
     """Predict a model, measure the real module on real input, and put both side by side.
 
     The module is a randomly initialised Hugging Face model built from the same config; it reads
@@ -413,7 +429,7 @@ def compare(
 
     stream = summary[(summary["points"] == "stream") & (summary["quantity"] == "variance")]
     passed = max_error is None or float(stream["mean"].iloc[0]) <= max_error
-    return Answer(said=said, data=data, frame=comparison.to_frame, passed=passed)
+    Answer(said=said, data=data, frame=comparison.to_frame, passed=passed).show(as_json, csv)
 
 
 def _config_at(name: str, layers: int | None) -> dict[str, Any]:

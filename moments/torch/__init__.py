@@ -23,7 +23,9 @@ with optional("torch", "torch"):
     from .hook_points import HookPoint
     from .initialize import Initialization, attach, initialize
     from .measure import measure
+    from .operations import ModulePrediction, predict
     from .scales import AppliedScales
+    from .sharpness import measure_sharpness
     from .snippet import snippet, tensor_table
     from .step import measure_step
 
@@ -31,6 +33,7 @@ __all__ = [
     "AppliedScales",
     "HookPoint",
     "Initialization",
+    "ModulePrediction",
     "attach",
     "audit",
     "describe",
@@ -39,7 +42,9 @@ __all__ = [
     "hook_points",
     "initialize",
     "measure",
+    "measure_sharpness",
     "measure_step",
+    "predict",
     "same_initialization",
     "snippet",
     "tensor_table",
