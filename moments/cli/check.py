@@ -374,6 +374,7 @@ def compare(
     as_json: JsonOption = False,
     plot: PlotOption = None,
     picture: Annotated[bool, typer.Option(help="Draw the picture.")] = True,
+    whole: WholeOption = False,
     csv: CsvOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -387,6 +388,7 @@ def compare(
     from ..prediction.predict import predict as run
     from ..show.comparison import compare as put_beside
     from ..show.report import comparison_tables, summary_table
+    from ..show.screen import comparison_screen
     from ..transfer.architecture import check_coverage
 
     if model is None:
@@ -412,6 +414,8 @@ def compare(
 
     def said() -> tuple[Any, ...]:
         drawn = () if plot is None else (f"picture: {plot}",)
+        if not whole:
+            return escaped(comparison_screen(comparison, named(model) or "model")), *drawn
         tables = (summary_table(comparison), *comparison_tables(comparison))
         return escaped(comparison.verdict()), *tables, *drawn
 
