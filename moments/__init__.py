@@ -209,12 +209,17 @@ def check(
         MomentsError: a module that cannot be read or run.
     """
     from .errors import DomainError
-    from .show.health import check_declared, declared, made_by
+    from .show.health import check_declared, declared, is_factory, made_by
 
     if plan is not None and scheme is not None:
         raise DomainError("plan and scheme both say what is meant: pass one of them")
     meant = scheme if plan is None else plan
-    subject, given = made_by(subject)
+    if is_factory(subject):
+        from .torch.factory import made
+
+        subject, given = made(subject)
+    else:
+        subject, given = made_by(subject)
     batch = given if batch is None else batch
     model = declared(subject)
     if model is not None:
