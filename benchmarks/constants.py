@@ -361,21 +361,14 @@ def changed(constant: Constant | Edge, value: Any) -> Iterator[None]:
     home = sys.modules[f"moments.{constant.module}"]
     was = getattr(home, constant.name)
     several = [m for m in modules if vars(m).get(constant.name) is was]
-    extra: dict[str, Any] = {}
-    if constant.name == "_NODES":
-        extra["_ORDERS"] = (home._ORDERS, np.arange(value))
     try:
         for module in several:
             setattr(module, constant.name, value)
-        for name, (_, other) in extra.items():
-            setattr(home, name, other)
         _forget(modules)
         yield
     finally:
         for module in several:
             setattr(module, constant.name, was)
-        for name, (before, _) in extra.items():
-            setattr(home, name, before)
         _forget(modules)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -555,7 +556,7 @@ def through_attention(
     walk.attended[record.place] = attended
     by_queries = query_elasticity(record.pulled, signal, output, walk.real)
     fixed = fixed or has_fixed_norms(memory)
-    grown = 1.0 + (unshared_spread(memory, real_tokens(leaf)) if fixed else 0.0)
+    grown = math.exp(unshared_spread(memory, real_tokens(leaf))) if fixed else 1.0
     for name in ("query", "key", "query.bias", "query.norm.gain", "key.norm.gain"):
         walk.growth[record.layer, f"{leaf.prefix}{name}"] = grown
     groups = leaf.kv_heads
@@ -615,10 +616,11 @@ def query_elasticity(
 
 
 def unshared_spread(tokens: Signal, real: Array | None = None) -> float:
-    """Relative variance over draws of what tokens have of their own, their norms made equal.
+    """Variance of log u over draws, u what tokens have of their own, their norms made equal.
 
     They share a part whose squared norm c varies by y_kl^2, and the norms leave u = 1 - c to each:
-    of two disjoint pairs, Cov(d o - c d q, d o' - c d q') = (1 - c)^2 y_kl^2 (`fluctuation`).
+    of two disjoint pairs, Cov(d o - c d q, d o' - c d q') = (1 - c)^2 y_kl^2 (`fluctuation`). A
+    layer multiplies u by an independent factor, so that log u is Gaussian and E u^2 grows by e^v.
     """
     overlaps = followed(tokens)
     if overlaps is None:
