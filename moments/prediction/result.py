@@ -22,6 +22,7 @@ from ..model.transformer import Transformer
 from ..transfer.architecture import declare
 from .draws import QUANTITIES
 from .gate import Gate, computing
+from .low_precision import low_precision
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -446,6 +447,28 @@ class Prediction:
         ]
         columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
         return as_frame(rows, columns=columns)
+
+    def low_precision(self, format: str) -> pd.DataFrame:
+        """What few bits lose of every matrix product, forward and backward.
+
+        Products of weights alone; what multiplies queries with keys, and attention with values, is
+        left at 16 bits, as is usual.
+
+        Args:
+            format: "fp8" (E4M3 forward, E5M2 for gradients, one scale a tensor), "fp8-row" (one
+                scale for a row of what is summed over), "mxfp8" (E4M3 in blocks of 32 whose scale
+                is a power of two) or "nvfp4" (E2M1 in blocks of 16 whose scale is E4M3).
+
+        Returns:
+            A row for both operands of every product: layer, weight, product ("forward", "input
+            gradient", "weight gradient"), operand ("input", "weight", "gradient"), zero and clipped
+            (shares of entries that become 0, and that lie beyond the largest number), snr and
+            product_snr (signal over noise of the operand and of the product, in dB).
+
+        Raises:
+            DomainError: no such format, or several configurations were predicted at once.
+        """
+        return low_precision(self, format)
 
     def expects(
         self,

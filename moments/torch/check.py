@@ -67,7 +67,7 @@ from .running import (
 )
 from .tensors import AuditedModule, checked_rows
 from .text import mask_tokens
-from .unread import not_read, random_outcome
+from .unread import NotRead, not_read, random_outcome
 from .weight_findings import PRE_OR_POST, Against, WeightFindings
 
 with optional("torch", "torch"):
