@@ -343,11 +343,11 @@ def _line(error: Exception | str) -> str:
 
 
 def _told(findings: Iterable[Any]) -> list[dict[str, Any]]:
-    names = ("severity", "kind", "parameters", "reason")
-    return [{name: getattr(finding, name) for name in names} for finding in findings]
+    names = {"severity": "severity", "kind": "kind", "where": "parameters", "reason": "reason"}
+    return [{key: getattr(finding, name) for name, key in names.items()} for finding in findings]
 
 
-def _reported(module: torch.nn.Module, report: moments.CheckReport) -> dict[str, Any]:
+def _reported(module: torch.nn.Module, report: moments.Report) -> dict[str, Any]:
     """A report's findings, and how far the prediction is off the measurement."""
     assert report.comparison is not None
     frame = report.comparison.points()

@@ -164,12 +164,12 @@ def all_slips() -> list[Slip]:
     return [*SLIPS, *(slip for _, _, slip in OTHERS.values())]
 
 
-def named(slip: Slip, report: moments.CheckReport) -> bool:
+def named(slip: Slip, report: moments.Report) -> bool:
     """Whether a finding is the slip's."""
     return any(
         f.kind == slip.kind
         and slip.words in f.reason
-        and (not slip.where or any(slip.where in _plain(name, f.layers) for name in f.parameters))
+        and (not slip.where or any(slip.where in _plain(name, f.layers) for name in f.where))
         for f in report.findings
     )
 
@@ -272,7 +272,7 @@ def judged(name: str) -> bool:
 # --- commands -------------------------------------------------------------------------------------
 
 
-def checked(module: nn.Module, scheme: str = "") -> moments.CheckReport:
+def checked(module: nn.Module, scheme: str = "") -> moments.Report:
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         return moments.check(module, scheme=scheme or None)
@@ -295,7 +295,7 @@ def run_slips() -> None:
     begun, rows = time.process_time(), []
     for slip in all_slips():
         report = checked(slip_module(slip), slip.scheme)
-        found = [[f.severity, f.kind, list(f.parameters)] for f in report.findings]
+        found = [[f.severity, f.kind, list(f.where)] for f in report.findings]
         rows.append({"slip": slip.title, "named": named(slip, report), "findings": found})
         print("ok  " if rows[-1]["named"] else "MISS", slip.title, found, flush=True)
     _keep("slips", rows, time.process_time() - begun)
@@ -321,9 +321,9 @@ def run_foreign() -> None:
             except moments.MomentsError as error:
                 told = getattr(error, "findings", ())
                 found = [["refused", str(error).splitlines()[0], []]]
-            found += [[f.severity, f.kind, list(f.parameters)] for f in told]
+            found += [[f.severity, f.kind, list(f.where)] for f in told]
             hit = any(
-                f.kind == slip.kind and any(same(where, name) for name in (*f.parameters, ""))
+                f.kind == slip.kind and any(same(where, name) for name in (*f.where, ""))
                 for f in told
             )
             rows.append({"slip": slip.name, "style": style, "named": hit, "findings": found})
@@ -356,7 +356,7 @@ def run_correct(first: int = FIRST) -> None:
             continue
         try:
             report = checked(build())
-            found = [f"{f.kind}: {', '.join(f.parameters)}: {f.reason}" for f in report.findings]
+            found = [f"{f.kind}: {', '.join(f.where)}: {f.reason}" for f in report.findings]
         except moments.MomentsError as error:
             found = [f"not read: {str(error).splitlines()[0]}"]
         rows.append({"module": name, "findings": found})

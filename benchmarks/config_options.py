@@ -37,7 +37,7 @@ from real_modules import QUANTITIES, Case
 
 import moments
 from moments.errors import DomainError, ValidityWarning
-from moments.model.huggingface import FAMILIES
+from moments.model.huggingface import FAMILIES, READERS
 from moments.model.huggingface.entries import Entries
 from moments.model.huggingface.sizes import sized_config
 
@@ -568,7 +568,7 @@ def write_defaults(kinds: Collection[str]) -> None:
         known = stored.get(kind)
         if known is None:
             entries = Entries(said, kind, {})
-            FAMILIES[kind].read(entries, None)
+            READERS[kind].read(entries, None)
             known = {name: said.get(name) for name in sorted(entries.read - {"model_type"})}
         # A null is what the class makes of other entries; of an object what is read is kept.
         found = {name: was if said.get(name) is None else said[name] for name, was in known.items()}

@@ -91,6 +91,8 @@ TABLE = (
     Constant(f"{KERNELS}.attention", "FAINT", (1e-4, 1e-7), "range", ("text",)),
     Constant(f"{KERNELS}.exact_rows", "THETA_PEAKED", (100.0,), "range", ("hot",)),
     Constant("transfer.attention.layers", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
+    Constant("transfer.attention.sinks", "NODES", (24, 80), "precision", ("sinks",)),
+    Constant("transfer.attention.sinks", "DEGREES", (8, 24), "precision", ("sinks",)),
     Constant("transfer.attention.laws", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
     Constant("transfer.attention.laws", "_NODES", (20, 80), "precision", ("alike",)),
     Constant("transfer.attention.projections", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
@@ -179,6 +181,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "distances": lambda: moments.predict(
         _plain(causal=True, alibi=True, heads=8), correlation=0.3, tokens=True
     ),
+    "sinks": lambda: moments.predict(
+        _plain(causal=True, attention_sink=1.0), correlation=0.3, tokens=True
+    ),
     "alike": lambda: moments.predict(
         _plain(layers=6, norm="post", dropout=0.1, **_head(loss="masked")), tokens=False
     ),
@@ -222,6 +227,7 @@ DESCRIBED = {
     "text": "causal GELU on a text with repeats, dropout, a head",
     "rotary": "rotary, grouped heads, gated units, RMSNorm, by token",
     "distances": "ALiBi of 8 heads",
+    "sinks": "causal, sinks of variance 1",
     "alike": "Post-LN, tokens alike, masked loss",
     "hybrid": "HybridNorm with heads of 4 features",
     "hot": "causal at logit variances of 60 to 80",

@@ -232,7 +232,7 @@ def run_case(case: Case, seeds: int, before: Run | None = None) -> Run:
     plan, module = solved(case), case.build(0)
     initialize(module, plan, seed=0)
     report = audit(module, plan)
-    run: Run = {"audit": {"passed": report.passed, "checks": len(report.findings)}, "seeds": seeds}
+    run: Run = {"audit": {"passed": report.passed, "checks": len(report.rows)}, "seeds": seeds}
     draws: dict[str, list[Any]] = {
         name: list((before or {}).get(name, ())) for name in ("variance", "grad_variance", "loss")
     }

@@ -316,7 +316,7 @@ def outcome(slip: Slip, style: str, seed: int = 1) -> tuple[str, str]:
             return ("refused" if where and where in said else "refused, unnamed"), said
     told = [str(t) for t in report.findings]
     for t, said in zip(report.findings, told, strict=True):
-        named = any(same(where, name) for name in (*t.parameters, ""))
+        named = any(same(where, name) for name in (*t.where, ""))
         if t.kind in slip.kinds and named and (slip.layer is None or slip.layer in t.layers):
             return "named", said
     if slip.words and any(slip.words in said for said in (*report.notes, report.verdict())):

@@ -41,7 +41,7 @@ SOUND = (
     "predict gpt2 --layers 2 --seq-len 8 --json",
     "explain llama-7b --layers 2 --seq-len 8 --json",
     "solve bert-tiny --seq-len 8 --json",
-    "compare-schemes bert-tiny --seq-len 8 --scheme xavier",
+    "schemes bert-tiny --seq-len 8 --scheme xavier",
     "compare bert-tiny --seq-len 8 --seeds 1 --batch 1 --json",
     "audit bert-tiny",
 )

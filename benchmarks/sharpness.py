@@ -1,4 +1,4 @@
-"""Is `studies.sharpness` right? Lanczos' method on real modules beside it.
+"""Is `Prediction.sharpness` right? Lanczos' method on real modules beside it.
 
     python benchmarks/sharpness.py run [NAME ...]   # what benchmarks/data/sharpness.json lacks
     python benchmarks/sharpness.py table            # measured, and predicted by the code as it is
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -21,10 +20,7 @@ import torch
 import transformers
 
 import moments
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from studies.sharpness import sharpness
-from studies.sharpness_of_modules import measure_sharpness
+from moments.torch import measure_sharpness
 
 DATA = Path(__file__).parent / "data" / "sharpness.json"
 WORDS, SEEDS = 256, 3
@@ -96,7 +92,7 @@ def measured(name: str, optimizer: str) -> dict[str, float]:
 def predicted(name: str, optimizer: str) -> Any:
     config, rows, tokens = CASES[name]
     model = moments.from_huggingface(config, seq_len=tokens)
-    return sharpness(moments.predict(model, token_ids=text(rows, tokens)), optimizer)
+    return moments.predict(model, token_ids=text(rows, tokens)).sharpness(optimizer)
 
 
 def stored() -> dict[str, Any]:

@@ -14,35 +14,46 @@ __version__ = "0.1.0"
 # Public name -> module that defines it; loaded on first use, so that `import moments` stays light.
 _PUBLIC = {
     "Biases": "model.weights",
-    "CheckReport": "show.health",
     "Comparison": "show.comparison",
     "ComponentLaws": "formulas.law",
-    "Diagnosis": "show.diagnosis",
     "DomainError": "errors",
     "Embedding": "model.embedding",
+    "Experts": "model.experts",
     "Explanation": "prediction.explanation",
+    "Finding": "show.findings",
     "FirstStep": "step.result",
+    "GatedDeltaNet": "model.mixers",
     "Head": "model.head",
     "Law": "formulas.law",
+    "LinearAttention": "model.mixers",
+    "Mamba2": "model.mixers",
+    "LearningRate": "step.search",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
+    "LatentAttention": "model.latent_attention",
     "PatchEmbedding": "model.patches",
     "Plan": "solver.plan",
     "Prediction": "prediction.result",
     "RelativeBias": "model.positions",
+    "Report": "show.findings",
     "Rotary": "model.positions",
-    "Sweep": "grids.result",
+    "ShortConvolution": "model.mixers",
+    "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
+    "Sweep": "grids.result",
+    "TransferReport": "torch.transfer",
     "Transformer": "model.transformer",
     "ValidityWarning": "errors",
     "Weights": "model.weights",
+    "block": "model.law_block",
     "compare": "show.comparison",
     "compare_schemes": "show.scheme_table",
     "component": "formulas.registry",
     "components": "formulas.registry",
     "diagnose": "torch.diagnose",
+    "expect": "torch.expect",
     "explain": "prediction.explanation",
-    "explore": "show.explorer_widgets",
+    "explore": "show.explorer",
     "learning_rate": "step.search",
     "predict": "prediction.predict",
     "preset": "model.presets",
@@ -54,40 +65,51 @@ _PUBLIC = {
     "sweep": "grids.run",
 }
 
-# Packages that are public as wholes.
-_PACKAGES = {"torch": "torch"}
+# Modules and packages that are public as wholes.
+_PACKAGES = {"laws": "engine.laws", "torch": "torch", "transfer": "transfer"}
 
 __all__ = [
     "Biases",
-    "CheckReport",
     "Comparison",
     "ComponentLaws",
-    "Diagnosis",
     "DomainError",
     "Embedding",
+    "Experts",
     "Explanation",
+    "Finding",
     "FirstStep",
+    "GatedDeltaNet",
     "Head",
+    "LatentAttention",
     "Law",
+    "LearningRate",
+    "LinearAttention",
+    "Mamba2",
     "Measurement",
     "MomentsError",
     "PatchEmbedding",
     "Plan",
     "Prediction",
     "RelativeBias",
+    "Report",
     "Rotary",
+    "Sharpness",
+    "ShortConvolution",
     "StepMeasurement",
     "Sweep",
+    "TransferReport",
     "Transformer",
     "ValidityWarning",
     "Weights",
     "__version__",
+    "block",
     "check",
     "compare",
     "compare_schemes",
     "component",
     "components",
     "diagnose",
+    "expect",
     "explain",
     "explore",
     "from_huggingface",
@@ -108,7 +130,11 @@ if TYPE_CHECKING:
     from .formulas.law import ComponentLaws, Law
     from .formulas.registry import component, components
     from .model.embedding import Embedding
+    from .model.experts import Experts
     from .model.head import Head
+    from .model.latent_attention import LatentAttention
+    from .model.law_block import block
+    from .model.mixers import GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
     from .model.patches import PatchEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset
@@ -121,27 +147,31 @@ if TYPE_CHECKING:
     from .scheme.plan import solve
     from .scheme.registry import schemes
     from .show.comparison import Comparison, compare
-    from .show.diagnosis import Diagnosis
-    from .show.explorer_widgets import explore
-    from .show.health import CheckReport
+    from .show.explorer import explore
+    from .show.findings import Finding, Report
     from .show.page import report
     from .show.scheme_table import compare_schemes
     from .simulation.run import simulate
     from .solver.plan import Plan
     from .step.measured import StepMeasurement
     from .step.result import FirstStep
-    from .step.search import learning_rate
+    from .step.search import LearningRate, learning_rate
+    from .step.sharpness import Sharpness
     from .torch.diagnose import diagnose
+    from .torch.expect import expect
+    from .torch.transfer import TransferReport
+    from .torch.transfer import transfer as transfer
 
 
 def check(
-    module_or_model_or_config: Any,
+    subject: Any,
     batch: Any = None,
     *,
-    scheme: Any = None,
+    plan: Any = None,
+    scheme: str | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
     measured: Mapping[Any, Any] | None = None,
-) -> CheckReport:
+) -> Report:
     """Whether a model is in order at initialisation, before it is trained.
 
     A module is followed operation by operation through one pass of a few tokens, measured in one
@@ -153,12 +183,15 @@ def check(
     predictions alone, and the report says that nothing was measured.
 
     Args:
-        module_or_model_or_config: an nn.Module or a checkpoint's path; or a Transformer, a plan, a
-            preset's name, or a Hugging Face config (a path to config.json, a dict or an object).
+        subject: an nn.Module, a function without arguments that makes one (or a module and its
+            batch), or a checkpoint's folder or file; or a Transformer, a plan, a preset's name, or
+            a Hugging Face config (a path to config.json or its folder, a dict or an object).
         batch: what the module reads, as in `moments.torch.measure`; None: random input, where the
             module says what it takes. Of a text the first 32 tokens of two sequences are read.
-        scheme: what the initialisation is meant to be: a scheme's name, a Transformer or a plan.
-            None: what the module's config promises, else what its weights are recognised as.
+        plan: what the initialisation is meant to be: a plan of `moments.solve`, a Transformer, or a
+            scheme's name. None: what the module's config promises, else what its weights are
+            recognised as.
+        scheme: the same by a scheme's name.
         loss: of the module's output and the batch, as in `moments.torch.measure`; None: its own, or
             the cross-entropy of the next token where it gives logits alone.
         measured: the stream's variance as it was seen elsewhere, by layer ({24: 20.0}), or the
@@ -166,23 +199,36 @@ def check(
             give it.
 
     Returns:
-        A CheckReport: `healthy`, `findings`, `assert_healthy()`, `str`, `to_frame()`, `to_html()`,
-        `plot()`.
+        A Report: `healthy`, `findings`, `causes()`, `assert_healthy()`, `str`, `table()`,
+        `to_frame()`, `to_html()`, `plot()`.
 
     Raises:
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read or run.
     """
-    from .show.health import check_declared, declared
+    from .errors import DomainError
+    from .show.health import check_declared, declared, made_by
 
-    model = declared(module_or_model_or_config)
+    if plan is not None and scheme is not None:
+        raise DomainError("plan and scheme both say what is meant: pass one of them")
+    meant = scheme if plan is None else plan
+    subject, given = made_by(subject)
+    batch = given if batch is None else batch
+    model = declared(subject)
     if model is not None:
-        report = check_declared(*model, batch=batch, scheme=scheme, loss=loss)
+        report = check_declared(*model, batch=batch, scheme=meant, loss=loss)
     else:
         from .torch.check import check_module
 
-        report = check_module(module_or_model_or_config, batch, scheme=scheme, loss=loss)
+        report = check_module(subject, batch, scheme=meant, loss=loss)
     return report if measured is None else report.with_measured(measured)
+
+
+def _transfer(factory: Any, axis: str, sizes: Any, optimizer: Any) -> TransferReport:
+    """What `moments.transfer(...)` calls; `transfer` is a folder as well."""
+    from .torch.transfer import transfer as read
+
+    return read(factory, axis, sizes, optimizer)
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:

@@ -81,7 +81,7 @@ def main() -> None:
     warnings.simplefilter("ignore", moments.ValidityWarning)
     for name, draw in PICTURES.items():
         if chosen in (None, name):
-            save(draw(), DOCS / f"phase-{name}.png", dpi=110)
+            save(draw(), DOCS / f"phase-{name}.png")
 
 
 if __name__ == "__main__":

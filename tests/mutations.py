@@ -160,7 +160,7 @@ _LIGHT: tuple[tuple[str, ...], ...] = (
     ("predict", "{config}", "--scheme", "deepnorm"),
     ("explain", "{config}", "--seq-len", "8", "--layer", "2"),
     ("solve", "{config}", "--seq-len", "8", "--objective", "xavier", "--json"),
-    ("compare-schemes", "{config}", "--seq-len", "8", "--scheme", "xavier", "--json"),
+    ("schemes", "{config}", "--seq-len", "8", "--scheme", "xavier", "--json"),
 )
 _MODULES: tuple[tuple[str, ...], ...] = (
     ("audit", "{config}", "--json"),
@@ -222,8 +222,8 @@ _GOOD: tuple[tuple[str, ...], ...] = (
     ("audit", f"{FOLDER}/good.json", "--plan", f"{FOLDER}/plan.json", "--csv", f"{FOLDER}/a.csv"),
     ("audit", f"{FOLDER}/checkpoint", "--json"),
     ("audit", f"{FOLDER}/weights.safetensors"),
-    ("compare-schemes", f"{FOLDER}/model.json", "--scheme", "xavier", "--scheme", "dslm"),
-    ("compare-schemes", "bert-tiny", *_SMALL, "--scheme", "lns", "--plot", f"{FOLDER}/s.png"),
+    ("schemes", f"{FOLDER}/model.json", "--scheme", "xavier", "--scheme", "dslm"),
+    ("schemes", "bert-tiny", *_SMALL, "--scheme", "lns", "--plot", f"{FOLDER}/s.png"),
     ("formulas", "relu", "--theory", "published", "--json"),
     ("formulas", "--latex", "layernorm"),
     ("schemes", "--json"),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 LENGTH = 32
 
 
-def outcome(report: moments.CheckReport) -> tuple[str, list[str]]:
+def outcome(report: moments.Report) -> tuple[str, list[str]]:
     """Without the numbers, which dropout's masks move: they are others on another device."""
     found = json.loads(report.to_json())
     return found["scheme"], [finding["kind"] for finding in found["findings"]]

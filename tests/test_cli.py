@@ -215,7 +215,7 @@ def test_options_of_schemes_reach_every_command_that_applies_them() -> None:
     solved = json.loads(run("solve", "bert-tiny", "--objective", "xavier", *option, "--json"))
     assert Transformer.from_dict(solved["model"]).weights == whole.weights
     both = ["--scheme", "xavier", "--scheme", "normal", *option, "--json"]
-    rows = json.loads(run("compare-schemes", "bert-tiny", *both))["schemes"]
+    rows = json.loads(run("schemes", "bert-tiny", *both))["schemes"]
     post = moments.predict(whole.replace(norm="post"))
     growth = next(row for row in rows if row["scheme"] == "xavier")["variance_growth"]
     assert growth == pytest.approx(post.variance[-1] / post.variance[0])
@@ -333,7 +333,7 @@ def test_warnings_go_to_standard_error() -> None:
 
 def test_compare_schemes_chosen() -> None:
     shape = ["bert-tiny", "--seq-len", "16", "--scheme", "lns", "--scheme", "deepnorm"]
-    rows = json.loads(run("compare-schemes", *shape, "--json"))["schemes"]
+    rows = json.loads(run("schemes", *shape, "--json"))["schemes"]
     assert [row["scheme"] for row in rows] == ["lns", "deepnorm"]
 
 
@@ -351,8 +351,8 @@ def test_a_plan_is_predicted_on_the_input_it_was_solved_for(tmp_path: Path) -> N
     assert moments.Transformer.from_dict(printed["model"]) == plan.model
     own = json.loads(run("predict", str(file), "--variance", "1", "--json"))
     assert own["variance"] == moments.predict(plan.model, correlation=0.3).variance.tolist()
-    for command in ("explain", "compare-schemes"):
-        words = ("--scheme", "xavier") if command == "compare-schemes" else ()
+    for command in ("explain", "schemes"):
+        words = ("--scheme", "xavier") if command == "schemes" else ()
         assert json.loads(run(command, str(file), *words, "--json"))
 
 
@@ -398,7 +398,7 @@ def test_scheme_options_are_read_as_json() -> None:
         (["predict", *OWN, "--scheme", "xavier", "--option", "per_head"], "must be NAME=VALUE"),
         (["predict", *OWN, "--scheme", "deepnrm"], "did you mean 'deepnorm'?"),
         (["solve", "bert-tiny", "--objective", "final_varience"], "did you mean 'final_variance'"),
-        (["compare-schemes", "bert-tiny", "--scheme", "xaver"], "did you mean 'xavier'?"),
+        (["schemes", "bert-tiny", "--scheme", "xaver"], "did you mean 'xavier'?"),
         (["predict", *OWN, "--csv", ""], "--csv: cannot write '.': not the name of a file"),
         (["predict", *OWN, "--plot", "/"], "--plot: cannot write '/': not the name of a file"),
         (["predict", *OWN, "--plot", "."], "not the name of a file"),
@@ -438,7 +438,7 @@ def test_bad_words_and_files(
 def test_the_command_alone_shows_its_help() -> None:
     result = process()
     assert result.returncode == 2
-    assert "compare-schemes" in result.stdout
+    assert "schemes" in result.stdout
     assert result.stderr == ""
 
 
@@ -574,7 +574,7 @@ def test_a_bad_sweep_says_what_is_wrong(arguments: tuple[str, ...], said: str) -
     [
         (("solve", "bert-tiny", "dslm"), "`moments solve --help` has examples"),
         (("predict", "mine.py:make"), "`moments check` and `moments audit`, as FILE.py:NAME"),
-        (("compare-schemes", "bert-tiny", "--correlation", "nan"), "correlation = nan"),
+        (("schemes", "bert-tiny", "--correlation", "nan"), "correlation = nan"),
         (("report", "bert-tiny", "--scheme", "nope"), "scheme = 'nope'"),
     ],
 )

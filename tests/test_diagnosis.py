@@ -11,7 +11,7 @@ import pytest
 
 import moments
 from moments import Transformer
-from moments.show.diagnosis import Diagnosis, diagnose_case
+from moments.show.diagnosis import diagnose_case
 from moments.show.differences import Case, differences
 from moments.torch.batches import inputs_of, shifted_left, shifted_right
 
@@ -42,7 +42,7 @@ def as_measured(template: moments.Measurement, model: Transformer) -> moments.Me
     return dataclasses.replace(template, variance=p.variance, grad_variance=p.grad_variance)
 
 
-def diagnosed(measured: moments.Measurement, found: Transformer, **options: Any) -> Diagnosis:
+def diagnosed(measured: moments.Measurement, found: Transformer, **options: Any) -> moments.Report:
     features = differences(DECLARED, found)
     return diagnose_case(Case(DECLARED, dict(INPUT)), measured, features, **options)
 
@@ -112,12 +112,13 @@ def test_one_fault_explains_all(
 ) -> None:
     diagnosis = diagnosed(as_measured(template, found), found)
     assert not diagnosis.expected
-    assert diagnosis.causes[0].feature == name
-    assert diagnosis.causes[0].explains > 0.85
+    assert diagnosis.causes()[0].kind == name
+    assert diagnosis.causes()[0].explains > 0.85
     assert diagnosis.explained > 0.85
-    frame = diagnosis.to_frame()
-    assert (frame.cause == diagnosis.causes[0].words).mean() > 0.8
-    assert diagnosis.causes[0].words in str(diagnosis).replace("\n   ", " ")
+    cause = diagnosis.causes()[0].reason.rpartition(": ")[0]
+    outside = diagnosis.to_frame().query("passed == False")
+    assert (outside.note == cause).mean() > 0.8
+    assert cause in str(diagnosis).replace("\n   ", " ")
 
 
 def test_a_bias_differs_where_its_draws_cannot_be_of_the_declared_variance() -> None:
@@ -140,17 +141,20 @@ def test_a_fault_is_told_from_what_differs_besides(template: moments.Measurement
     """The query's variance hardly moves uniform attention; the value's does."""
     found = with_matrix(with_matrix(DECLARED, "query", 0.5, 3), "value", 50.0, 2)
     diagnosis = diagnosed(as_measured(template, found), found)
-    by_name = {cause.feature: cause.explains for cause in diagnosis.causes}
-    assert diagnosis.causes[0].feature == "value"
+    by_name = {cause.kind: cause.explains for cause in diagnosis.causes()}
+    assert diagnosis.causes()[0].kind == "value"
     assert by_name["value"] > 0.9
     assert abs(by_name["query"]) < 0.05
-    assert "also not as declared, explaining less than 5 % of the" in str(diagnosis)
+    assert any(
+        found.kind == "query" and found.reason.endswith("no part of the difference")
+        for found in diagnosis.findings
+    )
 
 
 def test_faults_that_make_up_for_each_other_are_both_seen(template: moments.Measurement) -> None:
     found = with_matrix(DECLARED, "ffn_out", 30.0, 4).replace(branch_scale=0.45)
     diagnosis = diagnosed(as_measured(template, found), found)
-    by_name = {cause.feature: cause.explains for cause in diagnosis.causes}
+    by_name = {cause.kind: cause.explains for cause in diagnosis.causes()}
     assert by_name["branch_scale"] > 0.2
     assert abs(by_name["ffn_out"]) > 0.05
     assert diagnosis.explained > 0.9
@@ -159,9 +163,11 @@ def test_faults_that_make_up_for_each_other_are_both_seen(template: moments.Meas
 def test_what_nothing_explains_is_said(template: moments.Measurement) -> None:
     diagnosis = diagnosed(as_measured(template, DECLARED.replace(skip_scale=0.6)), DECLARED)
     assert not diagnosis.expected
-    assert diagnosis.causes == ()
-    assert (diagnosis.to_frame().cause == "").all()
-    assert "no difference found explains it" in str(diagnosis).replace("\n   ", " ")
+    assert diagnosis.causes() == ()
+    notes = diagnosis.to_frame().query("passed == False").note
+    assert len(notes)
+    assert (notes == "no difference explains it").all()
+    assert [found.kind for found in diagnosis.findings] == ["not as predicted"]
 
 
 def test_a_right_network_is_expected(template: moments.Measurement) -> None:
@@ -175,9 +181,9 @@ def test_a_fault_in_a_simulation() -> None:
     found = with_matrix(DECLARED, "output", 30.0, 3).replace(causal=True)
     measured = moments.simulate(found, **INPUT, seeds=1, batch=2, seed=4)
     diagnosis = diagnosed(measured, found)
-    assert diagnosis.causes[0].feature == "output"
+    assert diagnosis.causes()[0].kind == "output"
     assert diagnosis.explained > 0.6
-    assert diagnosis.differences().feature.iloc[0] == "output"
+    assert diagnosis.findings_frame().kind.iloc[0] == "output"
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -220,20 +226,20 @@ def test_a_dropout_that_the_config_does_not_say() -> None:
             part.p = 0.3
     ids = torch.arange(12)[None]
     diagnosis = moments.torch.diagnose(module, {"input_ids": ids, "labels": ids})
-    assert "dropout" in diagnosis.differing
+    assert "dropout" in {found.kind for found in diagnosis.findings}
 
 
 def test_layers_that_are_copies_of_one_are_told() -> None:
     batch = torch.randn(2, 12, 48, generator=torch.Generator().manual_seed(2))
     diagnosis = moments.torch.diagnose(encoder(copies=True), batch)
     assert not diagnosis.expected
-    first = diagnosis.causes[0]
-    assert first.feature == "copied layers"
-    assert first.words.startswith("query, key, value, output, ffn_in, ffn_out")
-    assert "hold the same entries in layers 1, 2, 3" in first.words
+    first = diagnosis.causes()[0]
+    assert first.kind == "copied layers"
+    assert first.reason.startswith("query, key, value, output, ffn_in, ffn_out")
+    assert "hold the same entries in layers 1, 2, 3" in first.reason
     assert first.layers == (1, 2, 3)
     assert first.explains > 0.5
-    assert "no difference found explains it" not in str(diagnosis).replace("\n   ", " ")
+    assert "not as predicted" not in {found.kind for found in diagnosis.findings}
 
 
 def test_a_live_module_with_one_wrong_matrix() -> None:
@@ -249,21 +255,21 @@ def test_a_live_module_with_one_wrong_matrix() -> None:
         module.layers[1].linear2.weight.mul_(12)
     wrong = moments.torch.diagnose(module, batch)
     assert not wrong.expected
-    assert wrong.causes[0].feature == "ffn_out"
-    assert wrong.causes[0].layers == (2,)
-    assert wrong.causes[0].explains > 0.7
+    assert wrong.causes()[0].kind == "ffn_out"
+    assert wrong.causes()[0].layers == (2,)
+    assert wrong.causes()[0].explains > 0.7
 
 
 def test_a_live_module_with_a_mask_and_without_dropout() -> None:
     batch = torch.randn(2, 12, 48, generator=torch.Generator().manual_seed(2)) + 2.0
     mask = torch.nn.Transformer.generate_square_subsequent_mask(12)
     declared = moments.torch.diagnose(encoder(dropout=0.0), {"src": batch, "mask": mask}, None)
-    assert "causal" in {cause.feature for cause in declared.causes}
+    assert "causal" in {cause.kind for cause in declared.causes()}
     model = declared.comparison.prediction.model.replace(dropout=0.3)
     found = moments.torch.diagnose(encoder(dropout=0.0), batch, model)
-    by_name = {cause.feature: cause for cause in found.causes}
+    by_name = {cause.kind: cause for cause in found.causes()}
     assert "causal" not in by_name
-    assert by_name["dropout"].words == "dropout: 0, declared 0.3"
+    assert by_name["dropout"].reason.startswith("dropout: 0, declared 0.3")
 
 
 @pytest.mark.filterwarnings("ignore::moments.ValidityWarning")  # its authors use Post-LN
@@ -284,7 +290,7 @@ def test_a_scheme_that_was_never_applied() -> None:
     assert moments.torch.diagnose(module, {"input_ids": ids}).expected
     diagnosis = moments.torch.diagnose(module, {"input_ids": ids}, "ds-init")
     assert not diagnosis.expected
-    assert {"value", "output", "ffn_in", "ffn_out"} <= {c.feature for c in diagnosis.causes}
+    assert {"value", "output", "ffn_in", "ffn_out"} <= {c.kind for c in diagnosis.causes()}
     assert diagnosis.explained > 0.8
 
 

@@ -45,7 +45,7 @@ from moments.step.rules import (
     sign_of_rows,
     vector_effect,
 )
-from moments.step.search import PARAMETRISATIONS, parametrised, transfer, zipf_text
+from moments.step.search import zipf_text
 from moments.step.several import Updates
 from moments.step.sites import Reading
 from moments.step.walk import Walk
@@ -946,29 +946,21 @@ def test_large_steps_warn(prediction: moments.Prediction) -> None:
 
 
 def test_learning_rate_reaches_its_bound(prediction: moments.Prediction) -> None:
-    found = moments.learning_rate(prediction, "adam", bound=0.2)
-    assert found.step.relative_change.max() == pytest.approx(0.2, rel=2e-3)
+    rates = moments.learning_rate(prediction, "adam", bound=0.2)
+    assert rates.step.relative_change.max() == pytest.approx(0.2, rel=2e-3)
     with pytest.raises(moments.DomainError, match="loss_drop"):
         moments.learning_rate(prediction, "sgd", quantity="loss_drop", bound=50.0)
 
 
 def test_parametrisations_are_the_base_at_its_size(prediction: moments.Prediction) -> None:
     model = prediction.model
-    for name in PARAMETRISATIONS:
-        same, multipliers = parametrised(model, name, "adam", model.d_model, model.layers)
+    for name in benchmark.PARAMETRISATIONS:
+        same, multipliers = benchmark.parametrised(model, name, "adam", model.d_model, model.layers)
         assert (
             same.replace(d_ff=model.d_ff).to_dict()
             == model.replace(branch_scale=1.0, weights=same.weights).to_dict()
         )
         assert all(value == 1.0 for value in multipliers.values())
-
-
-def test_mup_transfers_where_the_standard_does_not(prediction: moments.Prediction) -> None:
-    model = prediction.model.replace(seq_len=8)
-    flat = transfer(model, "adam", parametrisation="mup", widths=[64, 128]).exponents[0]
-    steep = transfer(model, "adam", parametrisation="standard", widths=[64, 128]).exponents[0]
-    assert abs(flat) < 0.25
-    assert steep < -0.7
 
 
 def test_zipf_s_text() -> None:
@@ -1036,9 +1028,9 @@ def test_a_text_by_zipf_s_law_is_of_words_alone_and_asks_a_masked_head() -> None
     assert counts[1] == counts.max()
     masked = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 32}
     masked |= {"num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50}
-    found = moments.learning_rate(moments.from_huggingface(masked, seq_len=16), "adam")
-    assert found.step.loss_change < 0
-    assert found.step.relative_change.max() == pytest.approx(0.1, rel=1e-3)
+    rates = moments.learning_rate(moments.from_huggingface(masked, seq_len=16), "adam")
+    assert rates.step.loss_change < 0
+    assert rates.step.relative_change.max() == pytest.approx(0.1, rel=1e-3)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_declaring_and_the_table_need_no_pandas() -> None:
 
 def test_every_public_name_loads() -> None:
     assert set(moments.__all__) <= set(dir(moments))
-    core = [name for name in moments.__all__ if name not in ("simulate", "diagnose")]
+    core = [name for name in moments.__all__ if name not in ("simulate", "diagnose", "expect")]
     assert "torch" not in loaded(f"import moments; [getattr(moments, n) for n in {core!r}]")
     with pytest.raises(AttributeError, match="no attribute 'perdict'"):
         moments.perdict  # noqa: B018
@@ -74,28 +74,6 @@ def test_a_first_prediction_loads_only_what_it_needs() -> None:
     assert {name for name in HEAVY if name in names} <= {"scipy", "typer"}
     assert not {"scipy.stats", "scipy.optimize", "scipy.integrate"} & set(names)
     assert sum(name.startswith("moments.") for name in names) < len(imports()) / 2
-
-
-def test_every_command_is_loaded_with_its_module_alone() -> None:
-    from moments.cli import MODULES
-    from moments.cli.base import PANELS
-
-    assert {name for names in PANELS.values() for name in names} == set(MODULES)
-    modules = sorted(set(MODULES.values()))
-    code = f"""
-import importlib, sys
-for module in {modules!r}:
-    for name in [name for name in sys.modules if name.startswith("moments.cli")]:
-        del sys.modules[name]
-    importlib.import_module(f"moments.cli.{{module}}")
-    commands = sys.modules["moments.cli.base"].app.registered_commands
-    names = [(c.name or c.callback.__name__).replace("_", "-") for c in commands]
-    print("HELD", module, *names)
-"""
-    lines = [line.split() for line in fresh(code).splitlines() if line.startswith("HELD")]
-    assert [line[1] for line in lines] == modules
-    for _, module, *held in lines:
-        assert {name for name, stands in MODULES.items() if stands == module} == set(held)
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -120,6 +98,7 @@ ORDER = (
     "torch",
     "validation",
     "cli",
+    "pytest_plugin",
 )
 RANK = {name: rank for rank, name in enumerate(ORDER)}
 # Upward, from inside a function: what an object offers as a method and loads when called.
@@ -128,6 +107,7 @@ METHODS = {
     ("prediction.result", "show"),  # table, plot
     ("prediction.result", "step"),  # after
     ("step.result", "show"),  # table, plot
+    ("step.search", "show"),  # plot
     ("scheme.registry", "show"),  # plot
     ("solver.plan", "show"),  # plot
 }
@@ -245,7 +225,7 @@ def test_imports_inside_functions_are_counted() -> None:
     counted = [
         (name, target)
         for name, found in imports().items()
-        if folder(name) not in ("__init__", "cli")
+        if folder(name) not in ("__init__", "cli", "pytest_plugin")
         for target in set(own(found.inside - found.top)) & modules
     ]
     assert len(counted) <= INSIDE, counted

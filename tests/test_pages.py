@@ -1,19 +1,20 @@
-"""One model as a page, the explorer behind its server and its widgets, and charts of both."""
+"""One model as a page, and the explorer: its app, what `moments explore` hands to Voilà."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import http.client
+import builtins
 import json
 import re
 import socket
-import threading
-import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import urlsplit
+from types import ModuleType
+from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -21,13 +22,9 @@ from typer.testing import CliRunner
 
 import moments
 from moments.cli import app
-from moments.cli.pages import server
 from moments.formulas import references
 from moments.formulas.registry import STACKS
-from moments.show.chart import Chart, Curve, shown, ticks
-from moments.show.explorer import Explorer
-from moments.show.explorer_page import ADDRESS, Server
-from moments.show.explorer_widgets import explore
+from moments.show.plot import plot_stream, shown, ticks
 
 MODEL = moments.Transformer(4, 64, 4, 16, dropout=0.1, name="little")
 
@@ -59,41 +56,15 @@ class Page(HTMLParser):
         self.words += data
 
 
-# --- charts ---------------------------------------------------------------------------------------
+# --- pictures of pages ----------------------------------------------------------------------------
 
 
-def drawn(chart: Chart) -> ET.Element:
-    return ET.fromstring(chart.svg())
-
-
-def test_a_chart_is_to_scale() -> None:
-    """Ends of the line and ticks lie on one linear map."""
-    chart = Chart("title", [Curve("", np.array([1.0, 2.0, 3.0]), np.arange(3))])
-    svg = drawn(chart)
-    (line,) = (e for e in svg.iter() if e.tag.endswith("polyline"))
-    heights = [float(pair.split(",")[1]) for pair in line.attrib["points"].split()]
-    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
-    rules = {
-        text.text: float(text.attrib["y"]) - 4
-        for text in svg.iter()
-        if text.attrib.get("text-anchor") == "end"
-    }
-    assert rules["1"] == pytest.approx(heights[0], abs=0.2)
-    assert rules["3"] == pytest.approx(heights[2], abs=0.2)
-
-
-def test_a_chart_over_decades_is_logarithmic() -> None:
+def test_an_axis_over_decades_is_logarithmic_with_ticks_inside() -> None:
     values = 10.0 ** -np.arange(7)
-    svg = drawn(
-        Chart("<&>", [Curve("a & b", values, np.arange(7)), Curve("c", values, np.arange(7))])
-    )
-    lines = [e.attrib["points"] for e in svg.iter() if e.tag.endswith("polyline")]
-    heights = np.array([float(pair.split(",")[1]) for pair in lines[0].split()])
-    np.testing.assert_allclose(np.diff(heights), np.diff(heights)[0], atol=0.21)
-    words = "".join(svg.itertext())
-    assert "<&>" in words
-    assert "a & b" in words
-    assert all(low <= t <= high for low, high in [(1e-6, 1.0)] for t in ticks(low, high, True))
+    axis = plot_stream(moments.predict(MODEL.replace(branch_scale=8.0))).axes[0]
+    assert axis.get_yscale() == "log"
+    assert all(values[-1] <= t <= 1.0 for t in ticks(values[-1], 1.0, True))
+    assert all(0.0 <= t <= 3.0 for t in ticks(0.0, 3.0, False))
 
 
 @pytest.mark.parametrize(
@@ -111,11 +82,6 @@ def test_numbers_as_they_are_set(value: float, text: str) -> None:
     assert shown(value) == text
 
 
-def test_values_that_are_none_leave_gaps_and_nothing_else() -> None:
-    svg = Chart("t", [Curve("", np.array([np.nan, 0.0, 0.0]), np.arange(3))], bounded=True).svg()
-    assert "nan" not in svg
-
-
 # --- the report -----------------------------------------------------------------------------------
 
 
@@ -126,8 +92,8 @@ def test_a_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
     text = file.read_text(encoding="utf-8")
     page = Page(text)
     assert not page.loads
-    assert not re.search(r"@import|url\(|fetch\(|https?://(?!www\.w3\.org/2000/svg)", text)
-    assert page.seen.count("svg") == 6  # the stream's four, attention's and the feed-forward's
+    assert not re.search(r"@import|url\((?!#)|fetch\(|https?://(?!www\.w3\.org/)", text)
+    assert page.seen.count("svg") == 2  # the stream, and the gradients of the weights
     expected = moments.predict(MODEL, correlation=0.3)
     assert shown(float(expected.variance[-1])) in page.words
     gradients = expected.weight_gradients()
@@ -139,7 +105,8 @@ def test_a_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
     assert page.words.count("little") >= 4
     assert "prefers-color-scheme: dark" in text
     assert "@media print" in text
-    stored = json.loads(re.findall(r"<pre>(\{.*?\n\})</pre>", text, re.S)[0].replace("&quot;", '"'))
+    (written,) = re.findall(r"<pre>(\{.*?\n\})</pre>", text, re.S)
+    stored = json.loads(unescape(written))
     assert moments.Transformer.from_dict(stored) == MODEL
 
 
@@ -203,249 +170,196 @@ def test_every_source_can_be_cited() -> None:
 
 
 @pytest.mark.parametrize(
-    "query",
+    "state",
     [
-        "",
-        "layers=6&norm=post&dropout=0.2&correlation=0.4",
-        "d_model=256&heads=4&logit_scale=1.259&branch_scale=0.5&skip_scale=0.9&seq_len=32",
-        "scheme=dslm&correlation=0.3&dropout=0.1",
-        "scheme=dslm",
-        "scheme=lns&activation=swiglu&normalization=rmsnorm&layers=4",
-        "causal=true&layers=2&seq_len=8",
+        {},
+        {"layers": 6, "norm": "post", "dropout": 0.2, "correlation": 0.4},
+        {"d_model": 256, "heads": 4, "logit_scale": 1.259, "branch_scale": 0.5, "seq_len": 32},
+        {"scheme": "dslm", "correlation": 0.3, "dropout": 0.1},
+        {"scheme": "lns", "activation": "swiglu", "normalization": "rmsnorm", "layers": 4},
+        {"causal": True, "layers": 2, "seq_len": 8},
     ],
+    ids=str,
 )
-def test_the_line_of_python_is_what_is_shown(query: str) -> None:
+def test_the_line_of_python_is_what_is_shown(state: dict[str, Any]) -> None:
     """The line is our own, printed for users to paste; run here as they would run it."""
-    explorer = Explorer()
-    view = explorer.view(query)
-    assert not view.error
-    found = eval(view.python, {"moments": moments})
-    again = explorer.view(view.link)
-    assert again.charts == view.charts
-    assert again.values == view.values
-    model = found.model
-    assert f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads" in view.title
-    assert f"{model.seq_len} tokens" in view.title
-    assert Explorer(model).model == model
-    last = shown(float(found.variance[-1]))
-    points = ET.fromstring(view.charts[0])
-    assert f"{model.layers}: {last}" in [e.text for e in points.iter() if e.tag.endswith("title")]
+    explorer = moments.explore()
+    explorer.turn(**state)
+    assert not explorer.error
+    assert explorer.prediction is not None
+    found = eval(explorer.python, {"moments": moments})
+    np.testing.assert_array_equal(found.variance, explorer.prediction.variance)
+    np.testing.assert_array_equal(found.grad_variance, explorer.prediction.grad_variance)
+    assert found.model == explorer.prediction.model
+    page = explorer._shown.value
+    assert f"{found.model.layers} layers, d_model {found.model.d_model}" in page
+    assert page.count("<svg") == 1
+
+
+def test_controls_stand_where_the_model_is_before_anything_is_turned() -> None:
+    explorer = moments.explore(MODEL)
+    for name in ("layers", "d_model", "heads", "seq_len", "dropout", "norm", "causal"):
+        assert explorer.inputs[name].value == getattr(MODEL, name)
+    assert explorer.python == "moments.predict(model)"
+    assert "little" in explorer._shown.value
+
+
+def test_a_turned_control_shows_its_model() -> None:
+    explorer = moments.explore(MODEL)
+    before = explorer._shown.value
+    explorer.inputs["layers"].value = 6
+    assert explorer._shown.value != before
+    assert eval(explorer.python, {"moments": moments, "model": MODEL}).model == MODEL.replace(
+        layers=6
+    )
+    explorer.inputs["scheme"].value = "deepnorm"
+    assert explorer.inputs["branch_scale"].disabled
+    explorer.turn()
+    assert not explorer.inputs["branch_scale"].disabled
+    assert explorer._shown.value == before
 
 
 def test_states_that_cannot_be() -> None:
-    explorer = Explorer()
-    for query, said in (
-        ("layers=0", "layers"),
-        ("layers=1e400", "layers"),
-        ("layers=" + "1" * 4000, "layers"),
-        ("layers=3.5", "layers"),
-        ("dropout=nan", "dropout"),
-        ("norm=none_such", "norm"),
-        ("colour=red", "colour"),
-        ("held=layers%3D-1", "layers"),
-    ):
-        view = explorer.view(query)
-        assert said in view.error
-        assert not view.charts
-    settled = explorer.view("d_model=1024&heads=12")
-    assert settled.values["heads"] == 16
-    assert "do not divide" in settled.settled[0]
+    explorer = moments.explore(MODEL)
+    for name, value in (("layers", 0), ("layers", 3.5), ("norm", "none_such"), ("colour", "red")):
+        with pytest.raises(moments.DomainError, match=name):
+            explorer.turn(**{name: value})
+    explorer.turn(d_model=1024, heads=12)
+    assert explorer.prediction is not None
+    assert explorer.prediction.model.heads == 16  # the nearest that divides the width
+    assert "16 heads" in explorer._shown.value
+    with pytest.raises(moments.DomainError, match="model"):
+        moments.explore("gpt2")  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_is_said_in_place_of_a_picture() -> None:
+    explorer = moments.explore(MODEL)
+    explorer.turn(scheme="value-skipinit", norm="hybrid")
+    assert "identity_attention" in explorer.error
+    assert "identity_attention" in explorer._shown.value
+    assert explorer.prediction is None
+    assert "<svg" not in explorer._shown.value
 
 
 def test_a_scheme_decides_what_it_sets() -> None:
-    explorer = Explorer()
-    view = explorer.view("scheme=dslm&branch_scale=0.5&correlation=0.2")
-    assert {"skip_scale", "branch_scale"} <= set(view.by_scheme)
-    assert "branch_scale" not in view.python
-    for scheme in moments.schemes():
-        assert not explorer.view(
-            f"layers=3&d_model=256&heads=4&seq_len=16&scheme={scheme.name}"
-        ).error
+    explorer = moments.explore(MODEL)
+    explorer.turn(scheme="dslm", branch_scale=0.5, correlation=0.2)
+    assert explorer.inputs["skip_scale"].disabled
+    assert explorer.inputs["branch_scale"].disabled
+    assert "branch_scale" not in explorer.python
 
 
-def test_a_held_state_is_drawn_behind() -> None:
-    explorer = Explorer(MODEL)
-    plain, held = explorer.view("layers=6"), explorer.view("layers=6&held=norm%3Dpost")
-    assert [c.count("<polyline") for c in plain.charts] == [1, 1, 1, 1]
-    assert [c.count("<polyline") for c in held.charts] == [2, 2, 2, 2]
-    assert held.link == "layers=6&held=norm%3Dpost"
+def test_what_is_kept_is_drawn_behind() -> None:
+    kept, now = moments.predict(MODEL), moments.predict(MODEL.replace(layers=6))
+    lines = plot_stream(now, kept).axes[0].lines
+    np.testing.assert_array_equal(lines[0].get_ydata(), kept.variance)
+    np.testing.assert_array_equal(lines[1].get_ydata(), now.variance)
+    explorer = moments.explore(MODEL)
+    explorer.keep.value = True
+    explorer.inputs["layers"].value = 6
+    assert "kept" in explorer._shown.value
+    explorer.keep.value = False
+    assert "kept" not in explorer._shown.value
 
 
 def test_models_bring_their_own_controls() -> None:
     deep = MODEL.replace(branch_scale=[0.5, 0.4, 0.3, 0.2])
-    assert "branch_scale" not in Explorer(deep).controls
+    assert "branch_scale" not in moments.explore(deep).controls
     embedded = moments.preset("bert-tiny", seq_len=16)
-    assert not {"correlation", "d_model", "heads"} & set(Explorer(embedded).controls)
-    view = Explorer(embedded, python="moments.preset('bert-tiny', seq_len=16)").view("norm=pre")
-    found = eval(view.python, {"moments": moments})
-    assert found.model == embedded.replace(norm="pre")
-    with pytest.raises(moments.DomainError, match="model"):
-        Explorer("gpt2")  # type: ignore[arg-type]
+    explorer = moments.explore(embedded, python="moments.preset('bert-tiny', seq_len=16)")
+    assert not {"correlation", "d_model", "heads"} & set(explorer.controls)
+    explorer.inputs["norm"].value = "pre"
+    assert eval(explorer.python, {"moments": moments}).model == embedded.replace(norm="pre")
 
 
-def heights(chart: str) -> list[list[str]]:
-    lines = (e for e in ET.fromstring(chart).iter() if e.tag.endswith("polyline"))
-    return [line.attrib["points"].split() for line in lines]
+@pytest.mark.parametrize(
+    ("words", "model"),
+    [
+        ([], moments.Transformer(12, 768, 12, 128)),
+        (["bert-tiny", "--seq-len", "16"], moments.preset("bert-tiny", seq_len=16)),
+        (
+            ["bert-tiny", "--seq-len", "16", "--layers", "3"],
+            moments.preset("bert-tiny", seq_len=16).replace(layers=3),
+        ),
+        (["model.json"], MODEL),
+    ],
+)
+def test_the_command_serves_the_app_of_its_model(
+    words: list[str], model: moments.Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    served: dict[str, Any] = {}
+
+    class Voila:
+        @staticmethod
+        def launch_instance(argv: list[str]) -> None:
+            file, *served["options"] = argv
+            served["cell"] = nbformat.read(file, as_version=4).cells[0].source
+
+    package, module = ModuleType("voila"), ModuleType("voila.app")
+    module.Voila = Voila  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "voila", package)
+    monkeypatch.setitem(sys.modules, "voila.app", module)
+    monkeypatch.chdir(tmp_path)
+    Path("model.json").write_text(json.dumps(MODEL.to_dict()), encoding="utf-8")
+    done = CliRunner().invoke(app, ["explore", *words, "--port", "8123", "--no-browser"])
+    assert done.exit_code == 0, done.output
+    assert {"--Voila.ip=127.0.0.1", "--port=8123", "--no-browser"} <= set(served["options"])
+    *_, last = served["cell"].splitlines()
+    assert eval(last, {"moments": moments}).model == model
 
 
-def test_a_state_is_shown_as_it_becomes_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moments.show.explorer.FRAME", 0.002)
-    explorer, query = Explorer(), "layers=5&causal=true&seq_len=40"
-    first = list(explorer.views("layers=4"))[-1]
-    *partial, last = explorer.views(query)
-    whole = explorer.view(query)
-    assert (last.charts, last.python, last.complete) == (whole.charts, whole.python, True)
-    assert partial
-    assert first.complete
-    lengths = []
-    for view in partial:
-        assert (view.python, view.link, view.complete) == (whole.python, whole.link, False)
-        if view.charts and not view.verdict:  # layers so far, over what stood there
-            before, so_far = heights(view.charts[0])
-            assert len(before) == 5
-            lengths.append(len(so_far))
-    assert lengths == sorted(lengths)
-    assert all("band" not in chart for view in partial for chart in view.charts)
+def test_the_server_shows_widgets(tmp_path: Path) -> None:
+    """Voilà itself runs the app; what a browser makes of it was looked at by hand."""
+    pytest.importorskip("voila")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "moments", "explore", "bert-tiny", "--seq-len", "8"]
+    words += ["--port", str(port), "--no-browser"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            page, tries = "", 0
+            while not page and server.poll() is None and tries < 300:
+                try:
+                    with urlopen(f"http://127.0.0.1:{port}/", timeout=60) as answer:
+                        page = answer.read().decode()
+                except OSError:
+                    tries += 1
+                    time.sleep(0.1)
+        finally:
+            server.terminate()
+        assert "application/vnd.jupyter.widget-view+json" in page, server.stderr
 
 
-def test_a_newer_state_ends_an_older_one_of_the_same_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moments.show.explorer.FRAME", 0.0)
-    explorer = Explorer()
-    old = explorer.views("causal=true&layers=20", "this page")
-    assert not next(old).complete
-    other = explorer.views("layers=4", "another page")
-    next(other)
-    newer = list(explorer.views("layers=3", "this page"))
-    assert newer[-1].complete
-    assert not any(view.complete for view in old)
-    assert list(other)[-1].complete
-    assert [view.error for view in explorer.views("layers=x")] == [explorer.view("layers=x").error]
+def test_without_its_extra_the_explorer_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = builtins.__import__
+
+    def missing(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] in ("voila", "ipywidgets"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+        return plain(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(moments.MomentsError, match=r"transformer-moments\[notebook\]"):
+        moments.explore(MODEL)
+    done = CliRunner().invoke(app, ["explore", "--no-browser"])
+    assert isinstance(done.exception, moments.MomentsError)
+    assert "transformer-moments[notebook]" in str(done.exception)
 
 
-def test_layers_are_told_as_they_are_passed() -> None:
-    told: list[np.ndarray] = []
+def test_layers_are_reported_as_they_are_passed() -> None:
+    seen: list[np.ndarray] = []
     # token by token, where no layer is replayed
     found = moments.predict(
-        MODEL, correlation=0.2, tokens=True, progress=lambda so_far: told.append(so_far())
+        MODEL, correlation=0.2, tokens=True, progress=lambda so_far: seen.append(so_far())
     )
-    assert len(told) == 2 * MODEL.layers
+    assert len(seen) == 2 * MODEL.layers
     names = ("variance", "correlation", "grad_variance", "grad_correlation")
     whole = np.array([getattr(found, name) for name in names])
-    for passed, known in enumerate(told, 1):
+    for passed, known in enumerate(seen, 1):
         np.testing.assert_array_equal(known[:2, : passed + 1], whole[:2, : passed + 1])
         assert np.isnan(known[:2, passed + 1 :]).all()
         below = max(2 * MODEL.layers - passed, 0) + 1
         np.testing.assert_array_equal(known[2:, below:], whole[2:, below:])
         assert np.isnan(known[2:, :1]).all()
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Server]:
-    with server("bert-tiny", seq_len=16) as found:
-        thread = threading.Thread(target=found.serve_forever, daemon=True)
-        thread.start()
-        yield found
-        found.shutdown()
-        thread.join()
-
-
-def get(running: Server, path: str, host: str | None = None) -> tuple[int, str, dict[str, str]]:
-    connection = http.client.HTTPConnection(ADDRESS, running.server_port, timeout=30)
-    with contextlib.closing(connection):
-        connection.request("GET", path, headers={} if host is None else {"Host": host})
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode(), dict(answer.getheaders())
-
-
-def test_the_page_needs_this_server_alone(running: Server) -> None:
-    status, text, headers = get(running, "/?layers=6")
-    assert status == 200
-    assert not Page(text).loads
-    assert "default-src 'none'" in headers["Content-Security-Policy"]
-    known = json.loads(re.findall(r'id="known">(.*?)</script>', text, re.S)[0])
-    assert [control["name"] for control in known] == list(running.explorer.controls)
-    assert urlsplit(running.address).hostname == "127.0.0.1"
-
-
-@pytest.mark.parametrize(
-    ("query", "layers", "norm", "causal"),
-    [
-        ("", 2, "post", "false"),
-        ("?layers=12&norm=pre&causal=true", 12, "pre", "true"),
-        ("?layers=none", 2, "post", "false"),
-    ],
-)
-def test_controls_stand_where_the_link_says_before_any_answer(
-    running: Server, query: str, layers: int, norm: str, causal: str
-) -> None:
-    """In the page's own text: a browser shows it so, whatever the server answers later."""
-    text = get(running, "/" + query)[1]
-    rows = dict(re.findall(r"<label id='control-(\w+)'>(.*?)</label>", text, re.S))
-    assert list(rows) == list(running.explorer.controls)
-    (place,) = re.findall(r" value='(\d+)'", rows["layers"])
-    assert running.explorer.controls["layers"].values[int(place)] == layers
-    assert f"<output>{layers}</output>" in rows["layers"]
-    for name, value in (("norm", norm), ("causal", causal)):
-        assert re.findall(r"value='([\w-]+)' selected", rows[name]) == [value]
-
-
-def test_the_server_answers_states(running: Server) -> None:
-    status, text, _ = get(running, "/view?norm=pre&layers=3")
-    *before, view = map(json.loads, text.splitlines())
-    assert status == 200
-    assert view["complete"]
-    assert not any(one["complete"] for one in before)
-    assert len(view["charts"]) == 4
-    assert view["link"] == "layers=3&norm=pre"
-    expected = moments.preset("bert-tiny", seq_len=16).replace(layers=3, norm="pre")
-    assert eval(view["python"], {"moments": moments}).model == expected
-    assert "3 layers" in view["title"]
-    assert "bert-tiny" in view["title"]
-    bad = json.loads(get(running, "/view?layers=x")[1])
-    assert "layers" in bad["error"]
-
-
-def test_the_server_answers_nothing_else(running: Server) -> None:
-    for path in ("/explorer.py", "/../../etc/passwd", "/view?layers=" + "1" * 5000, "/%2e%2e/"):
-        assert get(running, path)[0] == 404
-    assert get(running, "/", host="evil.example:80")[0] == 403
-    with socket.create_connection((ADDRESS, running.server_port), timeout=30) as plain:
-        plain.sendall(b"GET http://[::1/ HTTP/1.1\r\n\r\n")
-        assert plain.recv(4096).startswith(b"HTTP/1.1 400 ")
-    with pytest.raises(moments.DomainError, match="port"):
-        Server(running.explorer, running.server_port)
-
-
-def test_widgets_follow_their_sliders() -> None:
-    shown_ = explore(MODEL)
-    assert "little" in shown_.view.title
-    before = shown_._shown.value
-    shown_.inputs["layers"].value = 6
-    assert "6 layers" in shown_.view.title
-    assert shown_._shown.value != before
-    assert eval(shown_.python, {"moments": moments, "model": MODEL}).model == MODEL.replace(
-        layers=6
-    )
-    shown_.inputs["scheme"].value = "deepnorm"
-    assert shown_.inputs["branch_scale"].disabled
-    shown_.inputs["scheme"].value = "none"
-    assert not shown_.inputs["branch_scale"].disabled
-
-
-def test_widgets_of_a_notebook_show_what_is_known() -> None:
-    """Where a loop runs, a moved slider returns at once, and the last state is the one shown."""
-    shown_ = explore(MODEL)
-    pictures: list[str] = []
-    shown_._shown.observe(lambda change: pictures.append(change["new"]), names="value")
-
-    async def drag() -> None:
-        for layers in (5, 6, 7, 8):
-            shown_.inputs["layers"].value = layers
-        assert not pictures
-        assert shown_._following is not None
-        await shown_._following
-
-    asyncio.run(drag())
-    assert "8 layers" in pictures[-1]
-    assert shown_._view.complete
-    assert shown_.view.charts == shown_.explorer.view("layers=8").charts

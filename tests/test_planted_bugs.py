@@ -73,7 +73,7 @@ def test_what_is_wrong_in_one_layer_fails_a_users_test(style: str) -> None:
 def test_correct_modules_of_every_style_pass(style: str) -> None:
     report = moments.check(planted_bugs.built(style, "gpt2", 11))
     assert report.healthy, str(report)
-    for words in ("causal attention", "Pre-LN", "4 heads", "4 x 64"):
+    for words in ("causal attention", "Pre-LN", "4 heads", "4 layers of width 64"):
         assert words in report.verdict()
 
 
@@ -126,7 +126,7 @@ def test_a_zero_head_is_named() -> None:
     (found,) = (f for f in moments.check(module).findings if f.kind == "zero head")
     assert found.layers == (2,)
     assert "head 2 " in found.reason
-    assert found.parameters == ("layers.1.attention.wo.weight",)
+    assert found.where == ("layers.1.attention.wo.weight",)
 
 
 def test_a_declared_mask_that_the_module_lacks_is_an_error() -> None:

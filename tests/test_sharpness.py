@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import warnings
 from typing import Any
 
@@ -11,10 +13,12 @@ import pytest
 
 import moments
 from moments.step.result import Stepping
-from studies.sharpness import Hessian, sharpness
+from moments.step.rules import GROUPS, named_optimizer
+from moments.step.search import first_unstable
+from moments.step.sharpness import Hessian
 
 torch = pytest.importorskip("torch")
-from studies.sharpness_of_modules import measure_sharpness  # noqa: E402
+from moments.torch import measure_sharpness, measure_step  # noqa: E402
 
 TEXT = np.random.default_rng(7).choice(
     97, (2, 24), p=1 / np.arange(1, 98) / np.sum(1 / np.arange(1, 98))
@@ -45,15 +49,15 @@ def module(config: dict[str, Any], seed: int) -> Any:
 def test_real_modules(name: str, optimizer: str) -> None:
     """Within 15 % beyond twice the standard error of either side: of so small modules single draws
     of weights differ by a tenth."""
-    found = sharpness(predicted(CONFIGS[name]), optimizer, draws=3)
+    value = predicted(CONFIGS[name]).sharpness(optimizer)
     ids = torch.as_tensor(TEXT)
     seen = measure_sharpness(
         lambda seed: module(CONFIGS[name], seed), {"input_ids": ids}, optimizer, seeds=4
     )
-    error = math.hypot(found.largest_stderr, seen.largest_stderr)
-    assert abs(found.largest - seen.largest) < 0.15 * seen.largest + 2 * error
+    error = math.hypot(value.largest_stderr, seen.largest_stderr)
+    assert abs(value.largest - seen.largest) < 0.15 * seen.largest + 2 * error
     # the Hessian is indefinite, nearly symmetric
-    assert -1.4 < found.least / found.largest < -0.6
+    assert -1.4 < value.least / value.largest < -0.6
 
 
 @pytest.mark.parametrize("norm", ["pre", "post", "sandwich"])
@@ -72,7 +76,7 @@ def test_the_operator_is_symmetric(norm: str, fields: dict[str, Any]) -> None:
         **fields,
     )
     reading = Stepping.of(moments.predict(model, token_ids=TEXT[:, :8] % 20)).reading
-    hessian = Hessian(reading, None, 8, np.random.default_rng(0))
+    hessian = Hessian(reading, {}, named_optimizer("sgd"), 8, np.random.default_rng(0))
     rng = np.random.default_rng(1)
     one, two = (rng.standard_normal(hessian.size).astype(np.float32) for _ in range(2))
     there, back = np.vdot(two, hessian(one).astype(float)), np.vdot(one, hessian(two).astype(float))
@@ -108,9 +112,9 @@ def test_lanczos_against_a_dense_hessian() -> None:
 def test_what_is_not_covered_is_refused_by_name() -> None:
     prediction = predicted(CONFIGS["gpt2"])
     with pytest.raises(moments.DomainError, match="optimizer = 'muon'"):
-        sharpness(prediction, "muon")
+        prediction.sharpness("muon")
     with pytest.raises(moments.DomainError, match="draws = 0"):
-        sharpness(prediction, "adam", draws=0)
+        prediction.sharpness("adam", draws=0)
     encoder = moments.preset("t5-small").replace(layers=1, seq_len=8)
     encoder = encoder.replace(encoder=encoder.encoder.replace(layers=1, seq_len=8))
     with warnings.catch_warnings():
@@ -119,7 +123,7 @@ def test_what_is_not_covered_is_refused_by_name() -> None:
             encoder, token_ids=TEXT[:, :8], encoder_inputs={"token_ids": TEXT[:, :8]}
         )
         with pytest.raises(moments.DomainError, match="models with an encoder"):
-            sharpness(read, "adam")
+            read.sharpness("adam")
 
 
 def test_strong_logits_carry_a_note() -> None:
@@ -130,14 +134,116 @@ def test_strong_logits_carry_a_note() -> None:
         prediction = predicted(config)
         prediction.weight_gradients()
     with pytest.warns(moments.ValidityWarning, match="logits have a variance"):
-        sharpness(prediction, "adam", draws=1)
+        prediction.sharpness("adam", draws=1)
 
 
 def test_table_and_json() -> None:
-    import json
+    value = predicted(CONFIGS["gpt2"]).sharpness("adam", draws=1)
+    assert f"largest {value.largest:.4g}" in value.table()
+    assert value.by_matrix["share"].is_monotonic_decreasing
+    assert value.by_matrix["share"].sum() == pytest.approx(1.0, rel=1e-3)
+    assert json.loads(value.to_json())["largest"] == value.largest
 
-    found = sharpness(predicted(CONFIGS["gpt2"]), "adam", draws=1)
-    assert "largest eigenvalue" in found.table()
-    assert found.by_matrix["share"].is_monotonic_decreasing
-    assert found.by_matrix["share"].sum() == pytest.approx(1.0, rel=1e-3)
-    assert json.loads(found.to_json())["largest"] == found.largest
+
+# --- rates ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("sgd", {}),
+        ("sgd", {"momentum": 0.9}),
+        ("sgd", {"momentum": 0.9, "nesterov": True}),
+        ("adam", {}),
+        ("adam", {"betas": (0.8, 0.999)}),
+    ],
+)
+def test_first_unstable_rates_against_torch_on_a_quadratic(
+    optimizer: str, options: dict[str, Any]
+) -> None:
+    """Torch's own optimizers leave it above and stay below; Adam's preconditioner is fixed by
+    gradients of 1 that its second moments have seen for long."""
+    curvature = 7.0
+    rate = first_unstable(optimizer, curvature, **options)
+
+    def last(factor: float) -> float:
+        x = torch.nn.Parameter(torch.tensor([1e-6], dtype=torch.float64))
+        kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]
+        beta = {} if optimizer == "sgd" else {"betas": options.get("betas", (0.9, 0.999))}
+        given = options if optimizer == "sgd" else {"betas": (beta["betas"][0], 1.0 - 1e-12)}
+        made = kind([x], lr=factor * rate, **given)
+        if optimizer == "adam":
+            made.state[x] = {
+                "step": torch.tensor(1e15),
+                "exp_avg": torch.zeros_like(x),
+                "exp_avg_sq": torch.ones_like(x),
+            }
+        for _ in range(60):
+            x.grad = curvature * x.data
+            made.step()
+        return abs(float(x.detach()))
+
+    assert last(0.95) < 1e-6
+    assert last(1.05) > 1e-5
+
+
+def test_rates_are_in_order_and_say_what_limits_them() -> None:
+    prediction = predicted(CONFIGS["gpt2"])
+    rates = moments.learning_rate(prediction, "adam")
+    assert rates.range is not None
+    low, high = rates.range
+    assert rates.first_instability is not None
+    assert rates.first_instability_with_warmup is not None
+    assert rates.sharpness is not None
+    assert rates.step_size < low < high < rates.first_instability
+    assert rates.first_instability == pytest.approx(38 / rates.sharpness.largest)
+    assert rates.first_instability < rates.first_instability_with_warmup
+    assert rates.warmup == rates.warmup_for(rates.first_instability_with_warmup) > 1
+    shares = rates.sharpness.by_matrix.groupby("weight")["share"].sum()
+    assert rates.limited_by == pytest.approx(shares.to_dict())
+    assert len(rates.table().splitlines()) == 4
+    assert not re.search(r"\d{5}|inf", repr(rates))
+    assert json.loads(rates.to_json())["range"] == [low, high]
+    (axes,) = rates.plot().axes
+    assert axes.get_xlim()[1] > rates.first_instability
+    assert rates.losses([rates.step_size])[0] == pytest.approx(rates.step.loss)
+
+
+def test_rates_with_momentum_and_multipliers() -> None:
+    """Momentum moves the rate by 1 + m, a factor of all rates by its inverse."""
+    prediction = predicted(CONFIGS["gpt2"])
+    once = moments.learning_rate(prediction, "sgd")
+    pushed = moments.learning_rate(prediction, "sgd", momentum=0.5)
+    assert once.first_instability is not None
+    assert pushed.first_instability == pytest.approx(1.5 * once.first_instability)
+    every = dict.fromkeys(GROUPS, 2.0)
+    halved = prediction.sharpness("adam", multipliers=every).largest
+    assert halved == pytest.approx(2 * prediction.sharpness("adam").largest, rel=1e-3)
+
+
+def test_where_instability_is_not_known_the_step_size_is() -> None:
+    rates = moments.learning_rate(predicted(CONFIGS["gpt2"]), "muon")
+    assert rates.first_instability is rates.range is rates.warmup is None
+    assert "not known" in rates.table()
+    assert json.loads(rates.to_json())["range"] is None
+    assert rates.plot().axes
+
+
+def test_clipping_against_torch() -> None:
+    """SGD's step shrinks by clip over the norm; Adam's by what it makes of epsilon."""
+    config = CONFIGS["gpt2"]
+    prediction, batch = predicted(config), {"input_ids": torch.as_tensor(TEXT)}
+    for optimizer, rate, options in (
+        ("sgd", 0.05, {"clip": 0.3}),
+        ("adam", 1e-4, {"clip": 0.3, "eps": 1e-4}),
+    ):
+        step = prediction.after(optimizer, rate, **options)
+        seen = measure_step(
+            lambda seed: module(config, seed), batch, optimizer, rate, seeds=3, **options
+        )
+        free = prediction.after(optimizer, rate, **options | {"clip": None})
+        error = 3 * seen.loss_change_stderr
+        assert abs(step.loss_change - seen.loss_change) < 0.05 * abs(seen.loss_change) + error
+        assert step.loss_change > 0.9 * free.loss_change
+    with pytest.raises(moments.DomainError, match="clip"):
+        prediction.after("sgd", 0.1, clip=1.0, steps=2)

@@ -536,8 +536,8 @@ def test_pictures() -> None:
         theory="published",
     )
     figure = sweep.plot(x="weights.query", y="layers", quantity="grad_variance", name="tiny")
-    panels = [ax for ax in figure.axes if ax.get_title()]
-    assert [ax.get_title() for ax in panels] == ["dropout 0", "dropout 0.2"]
+    panels = [ax for ax in figure.axes if ax.get_title("left")]
+    assert [ax.get_title("left") for ax in panels] == ["dropout 0", "dropout 0.2"]
     assert figure.get_suptitle().startswith("tiny: d_model 64")
     mesh = panels[1].collections[0].get_array()
     assert np.array_equal(np.ravel(mesh), sweep["grad_variance"][:, :, 1].ravel())

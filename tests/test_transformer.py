@@ -192,7 +192,7 @@ def test_arrays_are_taken_as_lists() -> None:
 )
 def test_named_initialisations(weights: Weights, expected: tuple[float, ...]) -> None:
     assert dataclasses.astuple(weights)[:6] == pytest.approx(expected, rel=1e-15)
-    assert dataclasses.astuple(weights)[6:] == (None,) * 5 + ("normal",)
+    assert dataclasses.astuple(weights)[6:] == (None,) * 6 + ("normal",)
 
 
 def test_torch_default_is_what_torch_draws() -> None:

@@ -1,4 +1,4 @@
-"""What mkdocs runs: pages generated from the code, and formulas as MathML.
+"""What mkdocs runs: pages generated from the code, and formulas as MathML by math-core.
 
 Nothing generated is committed, so that it cannot drift: formulas come from the laws, schemes from
 the registry, the reference from docstrings.
@@ -6,9 +6,13 @@ the registry, the reference from docstrings.
 
 from __future__ import annotations
 
+import functools
+import html
+import io
 import os
 import re
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import components
-import mathml
 import reference
 import scheme_pages
 
@@ -24,6 +27,7 @@ import scheme_pages
 def generated() -> dict[str, str | bytes]:
     """Every generated file by its path in the site."""
     return {
+        "fonts/math.woff": math_font(),
         **components.pages(),
         **scheme_pages.pages(),
         **reference.pages(),
@@ -75,6 +79,39 @@ def _first_rows(table: re.Match[str]) -> str:
     return "".join(row for at, row in enumerate(rows) if at < 8 or "](" in row)
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Formulas."""
-    return mathml.converted(html)
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Formulas, which arithmatex marked, as MathML: they need no script and no network."""
+
+    def one(match: re.Match[str]) -> str:
+        latex = html.unescape(match[2]).strip()
+        block = latex.startswith(r"\[")
+        found = mathml(latex[2:-2].strip(), block)
+        return f'<span class="math-block">{found}</span>' if block else found
+
+    return _FORMULA.sub(one, content)
+
+
+def math_font() -> bytes:
+    """STIX Two Math, which ziamath brings, for readers whose system has no font of mathematics."""
+    from fontTools.ttLib import TTFont
+
+    font = TTFont(resources.files("ziamath") / "fonts" / "STIXTwoMath-Regular.ttf")
+    font.flavor, made = "woff", io.BytesIO()
+    font.save(made)
+    return made.getvalue()
+
+
+@functools.cache
+def mathml(latex: str, block: bool) -> str:
+    """One formula; LatexError, which ends the build, where it is none."""
+    return str(_converter().convert_with_local_state(latex, displaystyle=block))
+
+
+@functools.cache
+def _converter() -> Any:
+    from math_core import LatexToMathML
+
+    return LatexToMathML()

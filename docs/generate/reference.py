@@ -13,14 +13,22 @@ PACKAGES = ("moments",) if QUICK else ("moments", "moments.torch")
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Warns", "Yields", "Source")
 
 
+FIRST = ("predict", "check", "solve", "compare", "Transformer", "Weights", "Prediction")
+"""Names that lead the page of a package."""
+
+
 def navigation() -> list[Any]:
     """Entries of the section."""
-    return [*({package: f"api/{package}.md"} for package in PACKAGES), {"JSON": "json.md"}]
+    return [*({package: _path(package)} for package in PACKAGES), {"JSON": "json.md"}]
+
+
+def _path(package: str) -> str:
+    return "api/index.md" if package == "moments" else f"api/{package}.md"
 
 
 def pages() -> dict[str, str | bytes]:
     """A page per package."""
-    return {f"api/{name}.md": package_page(name) for name in PACKAGES}
+    return {_path(name): package_page(name) for name in PACKAGES}
 
 
 def package_page(name: str) -> str:
@@ -31,7 +39,7 @@ def package_page(name: str) -> str:
         return "\n".join([*lines, "Install the extra `torch` to build this page.", ""])
     lines += [_text(inspect.getdoc(package) or ""), ""]
     public = [n for n in package.__all__ if not n.startswith("__")]
-    for public_name in public:
+    for public_name in sorted(public, key=lambda n: (n not in FIRST, (*FIRST, n).index(n))):
         lines += _entry(name, public_name, getattr(package, public_name))
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""One page per scheme, from the registry: what it is, what it sets, its options, its sources."""
+"""Schemes from the registry, a page per family: what each is and sets, its options, its sources."""
 
 from __future__ import annotations
 
@@ -11,23 +11,39 @@ from components import QUICK
 
 import moments
 from moments.scheme import Scheme
+from moments.show.scheme_plot import FAMILIES, family
 from moments.show.scheme_table import input_options
 
 SCHEMES = [s for s in moments.schemes() if not QUICK or s.name in ("xavier", "dslm", "t-fixup")]
 BASE = {"layers": 24, "d_model": 128, "heads": 4, "seq_len": 64, "dropout": 0.1}
 
 
+def page_of(scheme: Scheme) -> str:
+    """The page that has a scheme."""
+    return family(scheme).replace(" ", "-")
+
+
 def navigation() -> list[Any]:
     """Entries of the section."""
-    return ["scheme/index.md", *({s.name: f"scheme/{s.name}.md"} for s in SCHEMES)]
+    shown = {page_of(s) for s in SCHEMES}
+    titles = [(title, title.replace(" ", "-")) for title in FAMILIES]
+    return [
+        "scheme/index.md",
+        *({title.capitalize(): f"scheme/{page}.md"} for title, page in titles if page in shown),
+    ]
 
 
 def pages() -> dict[str, str | bytes]:
-    """A page each and an index."""
-    found: dict[str, str | bytes] = {f"scheme/{s.name}.md": _page(s) for s in SCHEMES}
+    """A page per family and an index."""
+    found = {}
+    for title in FAMILIES:
+        own = [s for s in SCHEMES if family(s) == title]
+        if own:
+            text = [f"# Schemes of {title}", "", *map(_section, own)]
+            found[f"scheme/{page_of(own[0])}.md"] = "\n".join(text)
     rows = [
-        f"| [`{s.name}`]({s.name}.md) | {s.title} | {', '.join(f'`{f}`' for f in s.sets)} | "
-        f"{', '.join(s.placements) or 'any'} |"
+        f"| [`{s.name}`]({page_of(s)}.md#{s.name}) | {s.title} | "
+        f"{', '.join(f'`{f}`' for f in s.sets)} | {', '.join(s.placements) or 'any'} |"
         for s in SCHEMES
     ]
     found["scheme/index.md"] = "\n".join(
@@ -45,20 +61,20 @@ def pages() -> dict[str, str | bytes]:
             "",
         ]
     )
-    return found
+    return dict(found)
 
 
-def _page(scheme: Scheme) -> str:
-    lines = [f"# {scheme.name}", "", f"{_greek(scheme.title)}.", ""]
+def _section(scheme: Scheme) -> str:
+    lines = [f"## {scheme.name} {{ #{scheme.name} }}", "", f"{_greek(scheme.title)}.", ""]
     lines += [f"Source: {scheme.source}.", ""]
     lines += [f"It sets {', '.join(f'`{name}`' for name in scheme.sets)}.", ""]
     if scheme.placements:
         lines += [f"Its authors' placement of the norm: {' or '.join(scheme.placements)}.", ""]
     doc = inspect.getdoc(scheme.transform)
     if doc:
-        lines += ["## Definition", "", "```text", doc, "```", ""]
+        lines += ["```text", doc, "```", ""]
     if scheme.options:
-        lines += ["## Options", "", "| option | default |", "| --- | --- |"]
+        lines += ["| option | default |", "| --- | --- |"]
         lines += [f"| `{name}` | `{value!r}` |" for name, value in scheme.options.items()]
         lines.append("")
     return "\n".join(lines + _numbers(scheme))
@@ -73,8 +89,6 @@ def _numbers(scheme: Scheme) -> list[str]:
         p = moments.predict(plain.with_scheme(scheme.name, **options), correlation=0.25)
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     return [
-        "## On a model",
-        "",
         "```python",
         "import moments",
         "",
@@ -91,8 +105,6 @@ def _numbers(scheme: Scheme) -> list[str]:
             f"{p.grad_variance[n]:.4g} | {p.grad_variance_typical[n]:.4g} |"
             for n in (0, 1, 6, 12, 24)
         ),
-        "",
-        "All schemes against simulation: [every scheme measured](../schemes.md).",
         "",
     ]
 

@@ -1,31 +1,9 @@
 """The command `moments`: thin wrappers that parse, call the library and print.
 
-`main` loads the module of the command at hand alone; `app` is of all commands.
+The commands stand in `predict`, `pages`, `check` and `reference`, in the order of the help.
 """
 
-import importlib
-import sys
-from typing import Any
+from . import predict, pages, check, reference  # isort: skip
+from .base import app, main
 
-from . import base
-
-MODULES = {name: module for names in base.PANELS.values() for name, module in names.items()}
-
-
-def main() -> None:
-    """Entry point: bad input prints one line on standard error and exits with status 2."""
-    command = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
-    _load({MODULES[command]} if command in MODULES else set(MODULES.values()))
-    base.main()
-
-
-def _load(modules: set[str]) -> None:
-    for module in sorted(modules):
-        importlib.import_module(f".{module}", __name__)
-
-
-def __getattr__(name: str) -> Any:
-    if name != "app":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _load(set(MODULES.values()))
-    return base.app
+__all__ = ["app", "check", "main", "pages", "predict", "reference"]

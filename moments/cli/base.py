@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
+import io
 import json
 import os
-import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from ..errors import DomainError, MomentsError, ValidityWarning, brief, domain_error
 from ..files import parse_json, plain, read_toml, replacing
@@ -29,22 +27,46 @@ if TYPE_CHECKING:
     from ..model.transformer import Transformer
 
 
-PANELS = {
-    "Predict and look": {
-        "predict": "predict",
-        "explain": "predict",
-        "compare-schemes": "predict",
-        "report": "pages",
-        "explore": "pages",
-        "sweep": "predict",
-        "first-step": "predict",
-    },
-    "Check what you have": {"check": "check", "compare": "check", "audit": "check"},
-    "Initialise": {"solve": "predict", "schemes": "reference"},
-    "Formulas and their accuracy": {"formulas": "reference", "validate": "reference"},
-    "Files": {"model": "reference"},
-}
-"""Commands as the help lists them, and the module here in which each stands."""
+PREDICT, INITIALISE, CHECK, REFERENCE = "Predict", "Initialise", "Check", "Reference"
+"""Panels of the help."""
+
+
+class _Group(TyperGroup):
+    """Commands whose help shows flags without a type."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _untyped(command.get_params(ctx))
+        return command
+
+
+def _untyped(parameters: list[Any]) -> list[Any]:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Closed-form signal propagation in transformers at initialisation.",
+    epilog="Start with `moments predict bert-base` or `moments check config.json`; "
+    "`moments COMMAND --help` has examples to copy.",
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help: command lines, without the leading "moments"."""
+    return "\n\n".join(["Examples:", *(f"    moments {line}" for line in lines)])
 
 
 class TheoryName(StrEnum):
@@ -106,11 +128,21 @@ SchemeOption = Annotated[
 TheoryOption = Annotated[TheoryName, typer.Option(help="Which formulas to use.")]
 InputVariance = Annotated[float | None, typer.Option("--variance", help="Of what enters layer 1.")]
 InputCorrelation = Annotated[float | None, typer.Option("--correlation", help="Of its tokens.")]
+
+
+def _silence(context: typer.Context, quiet: bool) -> bool:
+    """Standard error goes nowhere while the command runs; `main` prints errors after it."""
+    if quiet:
+        context.with_resource(contextlib.redirect_stderr(io.StringIO()))
+    return quiet
+
+
 QuietOption = Annotated[
     bool,
     typer.Option(
         "--quiet",
         "-q",
+        callback=_silence,
         help="No notes, warnings or progress on standard error; errors are still said.",
     ),
 ]
@@ -147,7 +179,7 @@ PlotOption = Annotated[
 ]
 
 
-# --- commands -------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -192,113 +224,12 @@ def _records(frame: Any) -> list[dict[str, Any]]:
     return [plain(row) for row in frame.to_dict("records")]
 
 
-_WAYS: dict[str, tuple[Any, Any]] = {
-    "as_json": (JsonOption, False),
-    "csv": (CsvOption, None),
-    "plot": (PlotOption, None),
-}
-"""Parameters of `Answer.show`: the options they are, and their defaults."""
-
-
-class _Plain:
-    """Help in which flags stand without a type."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for parameter in found:
-            if getattr(parameter, "is_flag", False):
-                parameter.metavar = ""
-        return found
-
-
-class _Command(_Plain, TyperCommand):
-    pass
-
-
-class _Listed(_Plain, TyperGroup):
-    """Commands in the order of `PANELS`."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        listed = [name for names in PANELS.values() for name in names]
-        return sorted(super().list_commands(ctx), key=listed.index)
-
-
-class Application(typer.Typer):
-    """Commands that can be told to keep quiet, and whose help ends with examples."""
-
-    def command(  # type: ignore[override]
-        self,
-        name: str | None = None,
-        *,
-        examples: Sequence[str] = (),
-        ways: Sequence[str] = (),
-        **kwargs: Any,
-    ) -> Callable[[Callable[..., Answer | None]], Callable[..., Answer | None]]:
-        """As of Typer; `examples` are command lines without the leading "moments", and `ways` the
-        options in which the command's `Answer` is shown."""
-        epilog = "\n\n".join(["Examples:", *(f"  moments {line}" for line in examples)])
-        of_typer = super().command
-
-        def add(function: Callable[..., Answer | None]) -> Callable[..., Answer | None]:
-            known = name or function.__name__.replace("_", "-")
-            (panel,) = (title for title, names in PANELS.items() if known in names)
-            # Typer would keep the line breaks of the source inside a paragraph.
-            help_ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(function.__doc__ or ""))
-            kwargs.update(help=help_, epilog=epilog if examples else None, rich_help_panel=panel)
-            register = of_typer(name, cls=_Command, **kwargs)
-            register(_framed(function, ways))
-            return function
-
-        return add
-
-
-def _framed(function: Callable[..., Answer | None], ways: Sequence[str]) -> Callable[..., None]:
-    """A command with the options in which its answer is shown, and with --quiet: its standard error
-    goes nowhere, and `main` says errors after it."""
-    own = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def run(*, quiet: bool, **options: Any) -> None:
-        with contextlib.ExitStack() as stack:
-            if quiet:
-                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-                stack.enter_context(contextlib.redirect_stderr(nowhere))
-            answer = function(**{name: value for name, value in options.items() if name in own})
-            if answer is not None:
-                answer.show(**{name: options[name] for name in ways})
-
-    hints = get_type_hints(function, include_extras=True)
-    added = {name: _WAYS[name] for name in ways if name not in own} | {
-        "quiet": (QuietOption, False)
-    }
-    parameters = [p.replace(annotation=hints[p.name]) for p in own.values()]
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
-        for name, (option, default) in added.items()
-    ]
-    command: Any = run
-    command.__signature__ = inspect.Signature(parameters)
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
-
-
-app = Application(
-    cls=_Listed,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Closed-form signal propagation in transformers at initialisation.",
-    epilog="Start with:\n\n  moments predict bert-base\n\n  moments explore\n\n"
-    "  moments COMMAND --help, whose examples can be copied",
-)
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
-
 # The parser's own base error: typer exports its subclasses, from click or from a copy of it.
 _ParserError: Any = typer.BadParameter.__mro__[2]
 
 
 def main() -> None:
-    """Run the commands that were loaded; see `cli.main`."""
+    """Entry point: bad input prints one line on standard error and exits with status 2."""
     warnings.simplefilter("always", ValidityWarning)
     warnings.showwarning = _show_warning
     try:

@@ -19,12 +19,15 @@ from ..errors import DomainError, MomentsError, brief, domain_error, refused
 from ..files import read_object, replacing
 from ..formulas.checks import check_count
 from .base import (
+    CHECK,
     Answer,
+    CsvOption,
     JsonOption,
     LayersOption,
     ModelArgument,
     OneScheme,
     PlotOption,
+    QuietOption,
     SchemeOption,
     SeqLenOption,
     TheoryName,
@@ -33,6 +36,7 @@ from .base import (
     complete_scheme,
     declared,
     escaped,
+    examples,
     named,
     no_preset,
     scheme_options,
@@ -45,19 +49,24 @@ from .base import (
 if TYPE_CHECKING:
     from ..model.transformer import Transformer
     from ..prediction.measurement import Measurement
+    from ..show.findings import Report
+
+WholeOption = Annotated[
+    bool, typer.Option("--all", help="Print every finding, note and number, not a screen of them.")
+]
 
 # --- audit ----------------------------------------------------------------------------------------
 
 
 @app.command(
-    examples=(
+    rich_help_panel=CHECK,
+    epilog=examples(
         "audit checkpoint/",
         "audit checkpoint/ --scheme dslm",
         "audit train.py:build --scheme scaled-init",
         "audit model.safetensors --plan plan.json --csv tensors.csv",
         "audit bert-tiny --seed 3",
     ),
-    ways=("as_json", "csv"),
 )
 def audit(
     module: Annotated[
@@ -77,11 +86,16 @@ def audit(
     layers: LayersOption = None,
     option: SchemeOption = None,
     seed: Annotated[int, typer.Option(help="Of a fresh module's weights.")] = 0,
-) -> Answer:
+    whole: WholeOption = False,
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+    quiet: QuietOption = False,
+) -> None:
     """Check a module's weights, gains and residual multipliers against a scheme or plan.
 
-    Without either, against the initialisation that its own config promises. Exit status 1 where
-    the audit fails.
+    It is `moments check` without a loss and a prediction. Without scheme and plan, against the
+    initialisation that its own config promises. Exit status 1 where the audit fails.
     """
     from ..scheme.registry import scheme as known
     from ..torch.audit import audit as run
@@ -98,18 +112,17 @@ def audit(
     target, batch = _module(module, layers, seed)
     with running(module):
         report = run(target, wanted, batch=batch, options=options or None)
+    _answer(report, whole).show(as_json, csv, plot)
 
-    def data() -> dict[str, Any]:
-        lists = ("advice", "unchecked", "unidentified", "undeclared")
-        return {
-            "format": 1,
-            "passed": report.passed,
-            "source": report.source,
-            **{name: list(getattr(report, name)) for name in lists},
-            "findings": report.to_frame(),
-        }
 
-    return Answer(said=lambda: str(report), data=data, frame=report.to_frame, passed=report.passed)
+def _answer(report: Report, whole: bool) -> Answer:
+    return Answer(
+        said=lambda: report.text(whole=whole),
+        data=report.to_json,
+        frame=report.to_frame,
+        figure=report.plot,
+        passed=report.healthy,
+    )
 
 
 def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
@@ -143,14 +156,14 @@ def _planned(plan: Path) -> Transformer:
 
 
 @app.command(
-    examples=(
+    rich_help_panel=CHECK,
+    epilog=examples(
         "check train.py:build",
         "check config.json --seq-len 256",
         "check checkpoint/ --scheme dslm --html health.html",
         "check bert-base --json --quiet",
         "check config.json --measured variance@24=20",
     ),
-    ways=("as_json", "csv", "plot"),
 )
 def check(
     subject: Annotated[
@@ -168,6 +181,12 @@ def check(
             autocompletion=complete_scheme,
         ),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="The same: a plan or model as JSON, as `moments solve --json` prints it."
+        ),
+    ] = None,
     seq_len: SeqLenOption = None,
     html: Annotated[
         Path | None,
@@ -180,25 +199,29 @@ def check(
             "24), once for each number: is it expected, and what else would give it?",
         ),
     ] = None,
-) -> Answer:
+    whole: WholeOption = False,
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+    quiet: QuietOption = False,
+) -> None:
     """Check a model before it is trained: its scheme, growth, gradients, first loss, number range.
 
     A config is judged by its predictions alone. Exit status 1 where there are findings, 2 where it
     cannot be read.
     """
+    if scheme is not None and plan is not None:
+        raise DomainError("--scheme and --plan both say what is right: give one")
     if measured:
-        return _with_measured(subject, seq_len, measured)
-    report = _checked(subject, scheme, seq_len)
+        if plot is not None:
+            raise DomainError("--plot draws a whole model: leave out --measured")
+        _with_measured(subject, seq_len, measured).show(as_json, csv)
+        return
+    report = _checked(subject, scheme if plan is None else _planned(plan), seq_len)
     if html is not None:
         with replacing(html) as partial:
             Path(partial).write_text(report.to_html(), encoding="utf-8")
-    return Answer(
-        said=lambda: str(report),
-        data=report.to_json,
-        frame=report.to_frame,
-        figure=report.plot,
-        passed=report.healthy,
-    )
+    _answer(report, whole).show(as_json, csv, plot)
 
 
 def _with_measured(subject: str, seq_len: int | None, measured: list[str]) -> Answer:
@@ -215,7 +238,7 @@ def _with_measured(subject: str, seq_len: int | None, measured: list[str]) -> An
     )
 
 
-def _checked(subject: str, scheme: str | None, seq_len: int | None) -> Any:
+def _checked(subject: str, plan: Any, seq_len: int | None) -> Report:
     import moments
 
     found = _of_user("SUBJECT", subject)
@@ -226,11 +249,11 @@ def _checked(subject: str, scheme: str | None, seq_len: int | None) -> Any:
         model, _ = declared(subject, {"seq_len": seq_len})
         from ..show.health import check_declared
 
-        return check_declared(shortened(model, seq_len), subject, scheme=scheme)
+        return check_declared(shortened(model, seq_len), subject, scheme=plan)
     if seq_len is not None:
         raise DomainError("--seq-len is for a config: a module reads its own batch")
     with running(subject):
-        return moments.check(*found, scheme=scheme)
+        return moments.check(*found, plan=plan)
 
 
 @contextlib.contextmanager
@@ -314,13 +337,13 @@ SEQ_LEN = 128
 
 
 @app.command(
-    examples=(
+    rich_help_panel=CHECK,
+    epilog=examples(
         "compare bert-base",
         "compare config.json --seq-len 64 --seeds 8 --plot mine.pdf",
         "compare gpt2 --layers 4 --theory published --json",
         "compare bert-tiny --max-error 0.05 --quiet",
     ),
-    ways=("as_json", "csv"),
 )
 def compare(
     model: ModelArgument = None,
@@ -347,7 +370,9 @@ def compare(
     as_json: JsonOption = False,
     plot: PlotOption = None,
     picture: Annotated[bool, typer.Option(help="Draw the picture.")] = True,
-) -> Answer:
+    csv: CsvOption = None,
+    quiet: QuietOption = False,
+) -> None:
     """Predict a model, measure the real module on real input, and put both side by side.
 
     The module is a randomly initialised Hugging Face model built from the same config; it reads
@@ -400,7 +425,7 @@ def compare(
 
     stream = summary[(summary["points"] == "stream") & (summary["quantity"] == "variance")]
     passed = max_error is None or float(stream["mean"].iloc[0]) <= max_error
-    return Answer(said=said, data=data, frame=comparison.to_frame, passed=passed)
+    Answer(said=said, data=data, frame=comparison.to_frame, passed=passed).show(as_json, csv)
 
 
 def _config_at(name: str, layers: int | None) -> dict[str, Any]:

@@ -9,18 +9,20 @@ import typer
 
 from ..errors import DomainError
 from .base import (
+    PREDICT,
     Answer,
     InputCorrelation,
     InputVariance,
+    JsonOption,
     LayersOption,
     ModelArgument,
+    QuietOption,
     SeqLenOption,
     SomeSchemes,
     app,
     declared,
+    examples,
     named,
-    note,
-    out,
     shortened,
     steps,
     with_input,
@@ -29,17 +31,16 @@ from .base import (
 
 if TYPE_CHECKING:
     from ..model.transformer import Transformer
-    from ..show.explorer_page import Server
 
 
 @app.command(
-    examples=(
+    rich_help_panel=PREDICT,
+    epilog=examples(
         "report bert-base -o bert.html",
         "report config.json --seq-len 256 -o mine.html",
         "report gpt2 --scheme dslm --scheme admin -o two.html",
         "report gpt2 --no-schemes -o quick.html",
     ),
-    ways=("as_json",),
 )
 def report(
     model: ModelArgument = None,
@@ -53,7 +54,9 @@ def report(
     correlation: InputCorrelation = None,
     scheme: SomeSchemes = None,
     schemes: Annotated[bool, typer.Option(help="Compare with published schemes.")] = True,
-) -> Answer:
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
     """Write one self-contained page about a model: growth, gradients, schemes, what to cite.
 
     The page needs no network, follows the reader's light or dark setting, and prints.
@@ -78,7 +81,7 @@ def report(
         )
     found.save(output)
     verdict = growth(found.prediction)
-    return Answer(
+    Answer(
         said=lambda: f"{verdict}\npage: {output}",
         data=lambda: {
             "format": 1,
@@ -88,64 +91,60 @@ def report(
             "warnings": list(found.prediction.warnings),
             "schemes": [] if found.schemes is None else list(found.schemes.predictions),
         },
-    )
+    ).show(as_json)
 
 
 @app.command(
-    examples=(
-        "explore",
-        "explore bert-base",
-        "explore config.json --port 8000 --no-browser",
-    )
+    rich_help_panel=PREDICT,
+    epilog=examples("explore", "explore bert-base", "explore config.json --port 8000 --no-browser"),
 )
 def explore(
     model: ModelArgument = None,
     layers: LayersOption = None,
     seq_len: SeqLenOption = None,
-    port: Annotated[int, typer.Option(help="Of this machine; 0: any that is free.")] = 0,
+    port: Annotated[
+        int | None,
+        typer.Option(help="Of this machine; 8866, or the next that is free.", min=1, max=65535),
+    ] = None,
     browser: Annotated[bool, typer.Option(help="Open the page.")] = True,
+    quiet: QuietOption = False,
 ) -> None:
     """Turn depth, width, scales, placement and scheme by hand, on a page of this machine.
 
-    The page needs no network; every state of it is a link and a line of Python. Ctrl-C ends it.
+    The app of `moments.explore`, served by Voilà (extra `notebook`). Ctrl-C ends it.
     """
-    import webbrowser
+    import tempfile
 
-    with server(model, layers, seq_len, port) as serving:
-        out.print(f"{serving.address}  (Ctrl-C ends it)", soft_wrap=True)
-        if browser and not webbrowser.open(serving.address):
-            note("no browser found: open that address in one")
-        try:
-            serving.serve_forever()
-        except KeyboardInterrupt:
-            out.print("ended")
+    from ..show.explorer import serve
+
+    cell = explored(model, layers, seq_len)
+    with tempfile.TemporaryDirectory() as folder:
+        serve(cell, Path(folder), port, browser)
 
 
-def server(
-    model: str | None = None, layers: int | None = None, seq_len: int | None = None, port: int = 0
-) -> Server:
-    """The explorer's server for the MODEL argument and options, bound but not yet serving."""
-    from ..show.explorer import Explorer
-    from ..show.explorer_page import Server
-
+def explored(
+    model: str | None = None, layers: int | None = None, seq_len: int | None = None
+) -> str:
+    """The line of Python that shows the MODEL argument and options under controls."""
     if model is None:
         if layers is not None or seq_len is not None:
             raise DomainError("--layers and --seq-len are of a MODEL: name one")
-        return Server(Explorer(), port)
+        return "import moments\nmoments.explore()"
     described, _ = declared(model, {"layers": layers, "seq_len": seq_len})
-    described = shortened(described, seq_len)
-    return Server(Explorer(described, named(model), _python(model, layers, described)), port)
+    made = _python(model, layers, shortened(described, seq_len))
+    return f"import moments\nmoments.explore({made}, {named(model)!r}, {made!r})"
 
 
 def _python(model: str, layers: int | None, described: Transformer) -> str:
-    """The expression that declares a MODEL argument in a session."""
+    """The expression that declares a MODEL argument, wherever it is evaluated."""
     from ..model.huggingface.config import read_config
     from ..model.presets import preset
 
     if model in preset.names():
         made = f"moments.preset({model!r}, seq_len={described.seq_len})"
     elif not model.endswith(".toml") and "model_type" in read_config(model):
-        made = f"moments.from_huggingface({model!r}, seq_len={described.seq_len})"
+        path = str(Path(model).resolve())
+        made = f"moments.from_huggingface({path!r}, seq_len={described.seq_len})"
     else:
         return f"moments.Transformer.from_dict({described.to_dict()!r})"
     return made if layers is None else f"{made}.replace(layers={layers})"

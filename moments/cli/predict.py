@@ -1,5 +1,5 @@
-"""Numbers of one model and of many: `moments predict`, `solve`, `explain`, `first-step`, `sweep`
-and `compare-schemes`."""
+"""Numbers of one model and of many: `moments predict`, `solve`, `explain`, `first-step` and
+`sweep`."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ import typer
 
 from ..errors import DomainError, brief, domain_error, unknown_name
 from .base import (
+    INITIALISE,
+    PREDICT,
     Answer,
+    CsvOption,
     InputCorrelation,
     InputVariance,
+    JsonOption,
     LayersOption,
     ModelArgument,
     OneScheme,
+    PlotOption,
+    QuietOption,
     SchemeOption,
     SeqLenOption,
-    SomeSchemes,
     TheoryName,
     TheoryOption,
     app,
     declared,
     err,
+    examples,
     named,
     note,
     pictures,
     scheme_options,
     shortened,
     spelled,
-    steps,
     told,
     with_input,
 )
@@ -44,14 +49,14 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    examples=(
+    rich_help_panel=PREDICT,
+    epilog=examples(
         "predict bert-base",
         "predict config.json --seq-len 256 --plot growth.svg",
         "predict gpt2 --layers 48 --scheme dslm --json > deep.json",
         "predict --layers 24 --d-model 512 --heads 8 --seq-len 128 --norm post --correlation 0.2",
         "predict bert-base --theory published --csv points.csv",
     ),
-    ways=("as_json", "csv", "plot"),
 )
 def predict(
     model: ModelArgument = None,
@@ -75,7 +80,11 @@ def predict(
     scheme: OneScheme = None,
     option: SchemeOption = None,
     theory: TheoryOption = TheoryName.refined,
-) -> Answer:
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+    quiet: QuietOption = False,
+) -> None:
     """Predict every layer's variance, token correlation and gradient moments."""
     from ..prediction.predict import predict as run
     from ..scheme.registry import scheme as known_scheme
@@ -116,23 +125,23 @@ def predict(
         inputs["pixels"] = pictures(described, variance, correlation)
     progress = err.is_terminal and described.causal and described.seq_len > 128
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
-    return Answer(
+    Answer(
         said=lambda: (prediction_table(prediction),),
         data=prediction.to_json,
         frame=prediction.to_frame,
         figure=lambda: prediction.plot(named(model)),
-    )
+    ).show(as_json, csv, plot)
 
 
 @app.command(
-    examples=(
+    rich_help_panel=INITIALISE,
+    epilog=examples(
         "solve bert-base --objective dslm --json > plan.json",
         "solve bert-base --layers 96 --objective block_variance --target 1",
         "solve bert-base --objective gradient_ratio --target 0.8 --free branch_scale",
         "solve bert-base --objective largest_depth --bound final_correlation=0.9",
         "solve bert-base --objective block_variance --plot plan.svg",
     ),
-    ways=("as_json", "csv", "plot"),
 )
 def solve(
     model: ModelArgument = None,
@@ -166,7 +175,11 @@ def solve(
     correlation: InputCorrelation = None,
     option: SchemeOption = None,
     tolerance: Annotated[float, typer.Option(help="Of the residual, relative.")] = 1e-9,
-) -> Answer:
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+    quiet: QuietOption = False,
+) -> None:
     """Solve for weight variances and scales; exit 1 where the target is infeasible.
 
     Objectives, each with its --target: block_variance, of every block's output; stream_variance,
@@ -193,13 +206,13 @@ def solve(
         progress=True,
         **inputs,
     )
-    return Answer(
+    Answer(
         said=lambda: str(plan),
         data=plan.to_json,
         frame=plan.to_frame,
         figure=lambda: plan.plot(named(model)),
         passed=plan.feasible,
-    )
+    ).show(as_json, csv, plot)
 
 
 def _named(text: str, option: str) -> tuple[str, float]:
@@ -212,12 +225,12 @@ def _named(text: str, option: str) -> tuple[str, float]:
 
 
 @app.command(
-    examples=(
+    rich_help_panel=PREDICT,
+    epilog=examples(
         "explain bert-base --layer 7",
         "explain config.json --layer 1 --latex",
         "explain bert-base --layer 12 --csv steps.csv",
     ),
-    ways=("as_json", "csv"),
 )
 def explain(
     model: ModelArgument = None,
@@ -228,27 +241,30 @@ def explain(
     correlation: InputCorrelation = None,
     theory: TheoryOption = TheoryName.refined,
     latex: Annotated[bool, typer.Option("--latex", help="Print LaTeX.")] = False,
-) -> Answer:
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    quiet: QuietOption = False,
+) -> None:
     """One layer law by law: the formulas, the numbers in them, and where each comes from."""
     from ..prediction.explanation import explain as run
 
     described, inputs = with_input(model, layers, seq_len, variance, correlation)
     explanation = run(described, layer, theory=theory.value, **inputs)
-    return Answer(
+    Answer(
         said=lambda: print(explanation.latex()) if latex else str(explanation),
         data=explanation.to_frame,
         frame=explanation.to_frame,
-    )
+    ).show(as_json, csv)
 
 
 @app.command(
     "first-step",
-    examples=(
+    rich_help_panel=PREDICT,
+    epilog=examples(
         "first-step gpt2 --seq-len 64 --lr 1e-4",
         "first-step gpt2 --layers 4 --seq-len 32 --bound 0.3 --by-group",
         "first-step config.json --optimizer muon --lr 2e-3 --plot step.png",
     ),
-    ways=("as_json", "csv", "plot"),
 )
 def first_step(
     model: ModelArgument = None,
@@ -271,8 +287,16 @@ def first_step(
     by_group: Annotated[
         bool, typer.Option(help="Without --lr: also the rate of every group alone.")
     ] = False,
-) -> Answer:
-    """Predict the first step of an optimizer: loss, the stream's change, every matrix's step."""
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Which learning rates to search, and the first step: loss, the stream's change, every step.
+
+    Without --lr the rates come first: where to search, where training becomes unstable, and the
+    step size, whose first step reaches --bound.
+    """
     from ..formulas.checks import POSITIVE, check_number
     from ..prediction.predict import predict
     from ..show.step import first_step_table
@@ -296,22 +320,21 @@ def first_step(
         if not hasattr(described.embedding, "vocab_size"):
             raise DomainError("a first step reads a text: declare an embedding with a token table")
         prediction = predict(described, **zipf_batch(described, sequences, seed))
-    groups: dict[str, float] = {}
+    rates = None
     if learning_rate is None:
-        found = search(prediction, optimizer, bound=bound, groups=by_group, **options)
-        step, groups = found.step, dict(found.by_group)
+        rates = search(prediction, optimizer, bound=bound, groups=by_group, **options)
+        step = rates.step
         for warning in step.warnings:
             note(warning)
     else:
         step = prediction.after(optimizer, learning_rate, **options)
-    by = {name: rate if rate < float("inf") else None for name, rate in groups.items()}
-    alone = (f"{name} alone: learning rate {rate:.3g}" for name, rate in groups.items())
-    return Answer(
-        said=lambda: (first_step_table(step), *alone),
-        data=lambda: step.to_dict() | {"by_group": by},
+    known_rates = {} if rates is None else {"rates": rates.to_dict()}
+    Answer(
+        said=lambda: (*(() if rates is None else (rates.table(), "")), first_step_table(step)),
+        data=lambda: step.to_dict() | known_rates,
         frame=step.to_frame,
-        figure=lambda: step.plot(named(model)),
-    )
+        figure=lambda: (step if rates is None else rates).plot(named(model)),
+    ).show(as_json, csv, plot)
 
 
 # --- grids ----------------------------------------------------------------------------------------
@@ -321,7 +344,8 @@ MOST_VALUES = 100_000
 
 
 @app.command(
-    examples=(
+    rich_help_panel=PREDICT,
+    epilog=examples(
         "sweep gpt2 --axis layers=6,12,24,48 --axis weights.query=log:1e-4:1e-2:9 --plot map.png",
         "sweep --d-model 256 --heads 4 --seq-len 64 --axis layers=range:4:64:4 "
         "--axis scheme=none,deepnorm --plot schemes.svg",
@@ -330,7 +354,6 @@ MOST_VALUES = 100_000
         "sweep bert-base --axis layers=range:1:96 --axis theory=refined,published "
         "--path grid.jsonl --json > grid.json",
     ),
-    ways=("as_json", "csv", "plot"),
 )
 def sweep(
     model: ModelArgument = None,
@@ -369,7 +392,11 @@ def sweep(
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that share the work.", min=1)] = 1,
-) -> Answer:
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+    quiet: QuietOption = False,
+) -> None:
     """Predict a grid of configurations: any field of the model, its schemes, and its input.
 
     An axis is a field (layers, dropout, norm), a part's field (weights.query, embedding.scale,
@@ -425,12 +452,12 @@ def sweep(
             "rows": found.to_frame(by_layer=profile),
         }
 
-    return Answer(
+    Answer(
         said=lambda: str(found),
         data=data,
         frame=lambda: found.to_frame(by_layer=profile),
         figure=lambda: found.plot(x, y, quantity, by=by, name=named(model)),
-    )
+    ).show(as_json, csv, plot)
 
 
 def _processes(jobs: int) -> concurrent.futures.Executor:
@@ -504,50 +531,3 @@ def _counts(model: Transformer, name: str) -> bool:
             return False
         holder = getattr(holder, part, None)
     return isinstance(holder, int) and not isinstance(holder, bool)
-
-
-@app.command(
-    "compare-schemes",
-    examples=(
-        "compare-schemes bert-base --plot schemes.svg",
-        "compare-schemes config.json --layers 96 --scheme dslm --scheme deepnorm",
-        "compare-schemes bert-base --json > schemes.json",
-    ),
-    ways=("as_json", "csv", "plot"),
-)
-def compare_schemes(
-    model: ModelArgument = None,
-    layers: LayersOption = None,
-    seq_len: SeqLenOption = None,
-    scheme: SomeSchemes = None,
-    option: SchemeOption = None,
-    variance: InputVariance = None,
-    correlation: InputCorrelation = None,
-) -> Answer:
-    """What every scheme does to one model: growth, gradients, correlation, in one table."""
-    from ..scheme import schemes as every
-    from ..scheme.registry import scheme as known
-    from ..show.scheme_table import compare_schemes as run
-
-    for name in scheme or ():
-        known(name)  # before a sign of work
-    described, inputs = with_input(model, layers, seq_len, variance, correlation)
-    names = scheme or [one.name for one in every()]
-    with steps("applying schemes", len(names)) as advance:
-        found = run(
-            described,
-            names,
-            options=scheme_options(option),
-            step=lambda name: advance(1, name),
-            **inputs,
-        )
-    if not found.predictions:
-        reasons = "; ".join(dict.fromkeys(found.left_out.values()))
-        raise DomainError(f"no scheme could be applied: {reasons}")
-
-    return Answer(
-        said=lambda: str(found),
-        data=lambda: {"format": 1, "schemes": found.to_frame(), "left_out": dict(found.left_out)},
-        frame=found.to_frame,
-        figure=lambda: found.plot(named(model)),
-    )

@@ -9,42 +9,104 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DomainError
+from ..files import as_frame
 from .base import (
+    INITIALISE,
+    REFERENCE,
     Answer,
+    CsvOption,
+    InputCorrelation,
+    InputVariance,
+    JsonOption,
     LayersOption,
     ModelArgument,
     OneScheme,
+    PlotOption,
+    QuietOption,
     SchemeOption,
     SeqLenOption,
+    SomeSchemes,
     TheoryName,
     TheoryOption,
     app,
     declared,
     escaped,
+    examples,
+    named,
     scheme_options,
     steps,
+    with_input,
 )
 
 if TYPE_CHECKING:
     from ..scheme import Scheme
 
 
-@app.command(examples=("schemes", "schemes --json"), ways=("as_json",))
-def schemes() -> Answer:
-    """List the published schemes that --scheme and `with_scheme` know."""
+@app.command(
+    rich_help_panel=INITIALISE,
+    epilog=examples(
+        "schemes",
+        "schemes bert-base --plot schemes.svg",
+        "schemes config.json --layers 96 --scheme dslm --scheme deepnorm --json > schemes.json",
+    ),
+)
+def schemes(
+    model: ModelArgument = None,
+    layers: LayersOption = None,
+    seq_len: SeqLenOption = None,
+    scheme: SomeSchemes = None,
+    option: SchemeOption = None,
+    variance: InputVariance = None,
+    correlation: InputCorrelation = None,
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """List the published schemes, or show what each does to a model's growth and gradients."""
     from ..scheme import schemes as every
+    from ..scheme.registry import scheme as known
+    from ..show.scheme_table import compare_schemes
 
-    rows = [
-        {
-            "name": scheme.name,
-            "title": scheme.title,
-            "sets": list(scheme.sets),
-            "options": scheme.options,
-            "source": str(scheme.source),
-        }
-        for scheme in every()
-    ]
-    return Answer(said=lambda: tuple(map(_scheme_lines, every())), data=lambda: rows)
+    chosen = [known(name) for name in scheme] if scheme else list(every())
+    if model is None:
+        if plot is not None:
+            raise DomainError("--plot draws what schemes do to a model: name a MODEL")
+        rows = [
+            {
+                "name": one.name,
+                "title": one.title,
+                "sets": list(one.sets),
+                "options": one.options,
+                "source": str(one.source),
+            }
+            for one in chosen
+        ]
+        listed = Answer(
+            said=lambda: map(_scheme_lines, chosen),
+            data=lambda: rows,
+            frame=lambda: as_frame(rows),
+        )
+        listed.show(as_json, csv)
+        return
+    described, inputs = with_input(model, layers, seq_len, variance, correlation)
+    with steps("applying schemes", len(chosen)) as advance:
+        found = compare_schemes(
+            described,
+            [one.name for one in chosen],
+            options=scheme_options(option),
+            step=lambda name: advance(1, name),
+            **inputs,
+        )
+    if not found.predictions:
+        reasons = "; ".join(dict.fromkeys(found.left_out.values()))
+        raise DomainError(f"no scheme could be applied: {reasons}")
+    Answer(
+        said=lambda: str(found),
+        data=lambda: {"format": 1, "schemes": found.to_frame(), "left_out": dict(found.left_out)},
+        frame=found.to_frame,
+        figure=lambda: found.plot(named(model)),
+    ).show(as_json, csv, plot)
 
 
 def _scheme_lines(scheme: Scheme) -> str:
@@ -56,13 +118,13 @@ def _scheme_lines(scheme: Scheme) -> str:
 
 
 @app.command(
-    examples=(
+    rich_help_panel=REFERENCE,
+    epilog=examples(
         "formulas",
         "formulas relu",
         "formulas layernorm --theory published --latex",
         "formulas softmax --json",
     ),
-    ways=("as_json",),
 )
 def formulas(
     component: Annotated[str | None, typer.Argument(help="A component's name.")] = None,
@@ -71,21 +133,24 @@ def formulas(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the whole reference as Markdown.")
     ] = False,
-) -> Answer | None:
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
     """Print a component's formulas with their sources, or list the components."""
     from ..formulas.registry import STACKS, components, formula_page
     from ..formulas.registry import component as find
 
     if markdown:
         print(formula_page(), end="")
-        return None
+        return
     if component is None:
         titles = {name: find(name).title for name in (*components(), *STACKS)}
         width = max(map(len, titles)) + 2
-        return Answer(
+        Answer(
             said=lambda: tuple(f"[bold]{name:<{width}}[/]{t}" for name, t in titles.items()),
             data=lambda: titles,
-        )
+        ).show(as_json)
+        return
     record = find(component)
     laws = record.under(theory.value)
 
@@ -97,7 +162,9 @@ def formulas(
             if law.note:
                 yield f"[dim]note: {escaped(law.note)}[/]"
 
-    return Answer(said=said, data=lambda: {name: _law_entry(law) for name, law in laws.items()})
+    Answer(said=said, data=lambda: {name: _law_entry(law) for name, law in laws.items()}).show(
+        as_json
+    )
 
 
 def _law_entry(law: Any) -> dict[str, Any]:
@@ -113,13 +180,13 @@ def _law_entry(law: Any) -> dict[str, Any]:
 
 
 @app.command(
-    examples=(
+    hidden=True,
+    epilog=examples(
         "model gpt2",
         "model gpt2 --layers 48 --scheme dslm --json > deep.json",
         "predict deep.json",
         "model mine.toml",
     ),
-    ways=("as_json",),
 )
 def model(
     model: ModelArgument = None,
@@ -127,7 +194,9 @@ def model(
     seq_len: SeqLenOption = None,
     scheme: OneScheme = None,
     option: SchemeOption = None,
-) -> Answer:
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
     """Show what a MODEL argument declares; as JSON, a model file that every command reads.
 
     A model file may also be written by hand, as TOML: fields of moments.Transformer, with `preset`
@@ -136,17 +205,17 @@ def model(
     described, _ = declared(model, {"layers": layers, "seq_len": seq_len})
     if scheme is not None:
         described = described.with_scheme(scheme, **scheme_options(option))
-    return Answer(said=lambda: str(described), data=described.to_dict)
+    Answer(said=lambda: str(described), data=described.to_dict).show(as_json)
 
 
 @app.command(
-    examples=(
+    hidden=True,
+    epilog=examples(
         "validate --subset quick",
         "validate --theory refined --plot errors.svg --csv errors.csv",
         "validate --subset 'post-causal-*' --max-error 0.3",
         "validate --subset quick --run --data mine.json",
     ),
-    ways=("as_json", "csv", "plot"),
 )
 def validate(
     subset: Annotated[
@@ -179,7 +248,11 @@ def validate(
         ),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the whole page.")] = False,
-) -> Answer:
+    as_json: JsonOption = False,
+    csv: CsvOption = None,
+    plot: PlotOption = None,
+    quiet: QuietOption = False,
+) -> None:
     """Hold the theories against simulations of a fixed grid of whole models."""
     from ..formulas.law import THEORIES
     from ..validation.errors import by_class, errors
@@ -205,10 +278,10 @@ def validate(
         frame = errors(theories, configurations, held, lambda c: advance(1))
 
     refined = frame.loc[frame["theory"] == "refined", "grad_beyond"]
-    return Answer(
+    Answer(
         said=lambda: print(page(frame), end="") if markdown else class_tables(frame),
         data=lambda: {"format": 1, "runs": frame, "classes": by_class(frame)},
         frame=lambda: frame,
         figure=lambda: plot_errors(frame),
         passed=max_error is None or bool((refined <= max_error).all()),
-    )
+    ).show(as_json, csv, plot)

@@ -13,8 +13,7 @@ import numpy as np
 from ..errors import DomainError, domain_error, unknown_name
 from ..model.summary import in_brief
 from ..show import palette
-from ..show.chart import ticks
-from ..show.plot import Picture, called, dress, round_ticks, scale
+from ..show.plot import Picture, called, round_ticks, scale, styled, ticks
 from .axes import in_words, numeric
 from .store import QUANTITIES
 
@@ -64,6 +63,7 @@ def axis_title(name: str) -> str:
     return f"variance of {words} weights" if kind == "weights" else words
 
 
+@styled
 def plot_sweep(
     sweep: Sweep,
     x: str | None,
@@ -89,7 +89,7 @@ def plot_sweep(
     note = _note(sweep)
     if note and drawn:  # whose names stand below
         title, note = f"{title}\n{note}", ""
-    figure.head(title, 11)
+    figure.head(title)
     if note:
         figure.below(note)
     return figure
@@ -158,10 +158,9 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Picture:
     ax.set_ylabel(QUANTITIES[quantity])
     scale(ax, quantity, values)
     if quantity.endswith("growth"):
-        ax.axhline(1.0, color="#888888", linewidth=0.8, zorder=0)
-    dress(ax)
+        ax.axhline(1.0, color=palette.GREY, linewidth=0.8, zorder=0)
     if by is not None:
-        ax.legend(title=axis_title(by), frameon=False, fontsize=9, title_fontsize=9)
+        ax.legend(title=axis_title(by))
     return figure
 
 
@@ -199,7 +198,7 @@ def _maps(
             ax.plot(places[0][at], places[1][up], linestyle="none", **style)
         _boundaries(ax, places, lines)
         if by is not None:
-            ax.set_title(f"{axis_title(by)} {in_words(sweep.axes.values[by][i])}", fontsize=10)
+            ax.set_title(f"{axis_title(by)} {in_words(sweep.axes.values[by][i])}")
     bar = figure.colorbar(
         mesh, ax=grid.ravel().tolist(), pad=0.02, shrink=0.95 if count == 1 else 0.8
     )
@@ -221,7 +220,7 @@ def _map(
     colors: dict[str, Any],
 ) -> Any:
     """Cells and level lines; where there is nothing, the ground."""
-    ax.set_facecolor("#dddddd")
+    ax.set_facecolor(palette.PALE)
     edges = map(_edges, places, (ax.get_xscale(), ax.get_yscale()))
     mesh = ax.pcolormesh(*edges, np.ma.masked_invalid(values).T, **colors, rasterized=True)
     if min(values.shape) > 2 and levels:
@@ -259,9 +258,7 @@ def _boundaries(
         named = Line2D([], [], color=color, linestyle=style, linewidth=width, label=label)
         named.set(path_effects=around)
         handles.append(named)
-    ax.figure.legend(
-        handles=handles, loc="outside lower center", ncols=1, frameon=False, fontsize=9
-    )
+    ax.figure.legend(handles=handles, loc="outside lower center", ncols=1)
 
 
 # --- axes, colours and words ----------------------------------------------------------------------
@@ -352,7 +349,8 @@ def _title(sweep: Sweep, name: str | None, varied: set[str | None]) -> str:
     fixed |= {axis: value for axis, value in sweep.inputs.items() if numeric([value])}
     told = [f"{axis_title(axis)} {in_words(value)}" for axis, value in fixed.items()]
     activation = "" if "activation" in axes else base.activation
-    theory = "" if "theory" in axes else f"theory {sweep.theory}"
+    plain = "theory" in axes or sweep.theory == "refined"
+    theory = "" if plain else f"{sweep.theory} formulas"
     parts = filter(None, (in_brief(base, axes), activation, *told, theory))
     return f"{called(base, name)}: {', '.join(parts)}"
 

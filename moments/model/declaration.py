@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ..formulas.checks import (
     check_layers,
     check_number,
 )
+from .block import settle_blocks
 from .embedding import Embedding
 from .fields import Stored, set_field, settle
 from .head import Head
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 NORMALIZATIONS = ("layernorm", "rmsnorm", "dyt")
 QK_NORMS = (None, "rmsnorm", "layernorm", "rmsnorm-all", "layernorm-all")
+ATTENTION_GATES = (None, "elementwise", "headwise")
 LAYERNORM_SCALINGS = (
     False,
     True,
@@ -80,6 +83,7 @@ def check(model: Transformer) -> None:
         activation_laws(model.activation)
     except DomainError as error:
         raise DomainError(f"{error}; gated units: {', '.join(GATED)}") from None
+    check_choice("attention_gate", model.attention_gate, ATTENTION_GATES)
     check_choice("layernorm_scaling", model.layernorm_scaling, LAYERNORM_SCALINGS)
     check_choice("qk_norm", model.qk_norm, QK_NORMS)
     settle(model, ["dropout"], check_number, PROBABILITY, "pass 0.1 for ten percent")
@@ -95,9 +99,12 @@ def check(model: Transformer) -> None:
     ):
         set_field(model, name, _per_block(model, name, interval))
     set_field(model, "temperature", _per_layer(model, "temperature", POSITIVE))
-    set_field(model, "window", _windows(model))
+    set_field(model, "window", _of_layers(model, "window", check_count, "reach"))
+    sinks = _of_layers(model, "attention_sink", _check_sink, "variance")
+    set_field(model, "attention_sink", sinks)
     check_lengths("weights", model.weights, model.layers)
     check_lengths("biases", model.biases, model.layers)
+    settle_blocks(model)
     _check_together(model)
 
 
@@ -153,16 +160,23 @@ def _per_block(model: Transformer, name: str, interval: Interval) -> Any:
     return tuple((attention, ffn) for attention, ffn in values.tolist())
 
 
-def _windows(model: Transformer) -> Any:
-    def reach(entry: Any) -> int | None:
-        return None if entry is None else check_count("window", entry)
+def _of_layers(model: Transformer, name: str, check: Callable[[str, Any], Any], what: str) -> Any:
+    """A value or None for all layers, or a tuple of such."""
 
-    if not isinstance(model.window, list | tuple | np.ndarray):
-        return reach(model.window)
-    if len(model.window) != model.layers:
-        allowed = f"one reach, or one per layer ({model.layers})"
-        raise domain_error("window", model.window, allowed)
-    return tuple(map(reach, model.window))
+    def checked(entry: Any) -> Any:
+        return None if entry is None else check(name, entry)
+
+    given = getattr(model, name)
+    if not isinstance(given, list | tuple | np.ndarray):
+        return checked(given)
+    if len(given) != model.layers:
+        allowed = f"one {what}, or one per layer ({model.layers})"
+        raise domain_error(name, given, allowed)
+    return tuple(map(checked, given))
+
+
+def _check_sink(name: str, value: Any) -> float:
+    return check_number(name, value, NONNEGATIVE, "pass a variance, or None for no sinks")
 
 
 def _rotaries(model: Transformer) -> Any:
@@ -222,10 +236,17 @@ def _check_together(model: Transformer) -> None:
         )
     if model.parallel_norms not in (1, 2):
         raise domain_error("parallel_norms", model.parallel_norms, "1 or 2")
+    if model.identity_attention and any(one is not None for one in model.attention_sinks):
+        raise domain_error("attention_sink", model.attention_sink, "None without logits")
+    if model.attention_gate is not None and model.norm == "hybrid":
+        raise domain_error("attention_gate", model.attention_gate, "None beside norm='hybrid'")
     if model.encoder is not None and model.parallel:
         raise DomainError("encoder and parallel: cross-attention has no place in a parallel layer")
     if model.encoder is not None and model.norm not in ("pre", "post", "none"):
         raise domain_error("norm", model.norm, "'pre', 'post' or 'none' beside an encoder")
+    if any(model.mixers) and (model.identity_attention or model.norm == "hybrid"):
+        which = "identity_attention" if model.identity_attention else "norm='hybrid'"
+        raise DomainError(f"mixer and {which}: both say what stands in attention's place")
     if model.encoder is not None and model.encoder.encoder is not None:
         raise domain_error("encoder", "a model with an encoder", "a model without one")
 

@@ -43,6 +43,11 @@ def rows(model: Transformer) -> list[tuple[str, str]]:
         where = model.layernorm_scaling
         place = "after the norm" if where in (True, "after-norm") else str(where)
         found.append(("layernorm scaling", f"1/sqrt(layer) {place}"))
+    for name, blocks in (("mixer", model.mixers), ("ffn", model.ffns)):
+        for block in dict.fromkeys(one for one in blocks if one is not None):
+            where = listed([n for n, one in enumerate(blocks, 1) if one == block])
+            alike = blocks.count(block) == model.layers
+            found.append((name, str(block) + ("" if alike else f" in layers {where}")))
     if model.parallel:
         found.append(("blocks", "attention and feed-forward in parallel"))
     for name in ("embedding", "head"):
@@ -77,6 +82,12 @@ def _attention(model: Transformer) -> list[str]:
         found.append(f"queries and keys normalised ({model.qk_norm})")
     if model.logit_softcap:
         found.append(f"logits capped at {model.logit_softcap:g}")
+    if model.attention_gate:
+        found.append(f"output gated ({model.attention_gate})")
+    sinks = {one for one in model.attention_sinks if one is not None}
+    if sinks:
+        sizes = ", ".join(f"{one:.3g}" for one in sorted(sinks))
+        found.append(f"attention sinks of variance {sizes}")
     if any(model.windows):
         reach = sorted({w for w in model.windows if w})
         found.append(f"windows of {', '.join(map(str, reach))} tokens")

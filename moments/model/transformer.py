@@ -12,8 +12,11 @@ import numpy as np
 
 from ..errors import domain_error
 from ..files import plain
+from .block import PLACES, Block, block_from_dict
 from .declaration import PARTS, check
+from .experts import SHARED
 from .fields import check_fields
+from .latent_attention import LatentAttention  # noqa: F401  (so that its kind is known)
 from .positions import RelativeBias, Rotary
 from .summary import html, text
 from .weights import Biases, LayerWeights, Weights
@@ -85,8 +88,15 @@ class Transformer:
         qk_norm: "rmsnorm" or "layernorm" of every head's queries and keys; "rmsnorm-all" or
             "layernorm-all": of all heads' together (OLMo 2); None: neither.
         logit_softcap: c in c tanh(logit/c); None: no cap.
+        attention_sink: variance over heads of a logit that every head has for a key of value 0, a
+            parameter (GPT-OSS; 0: it starts at logit 0); one value or one per layer; None: none.
+        attention_gate: "elementwise": attention's concatenated heads times sigmoid(x W), a number
+            for every feature (Qwen3-Next); "headwise": one for every head; None: no gate.
         window: how many tokens back attention reaches (and ahead, unless causal), itself included;
             None: all; one value or one per layer.
+        mixer: a block in attention's place (`moments.model.block`): one for all layers, or one per
+            layer, None where the fields above say how attention is.
+        ffn: a block in the feed-forward block's place; likewise.
         encoder: the model whose output a decoder's cross-attention reads; None: there is none.
         name: what pictures and reports call it; no part of what it is, so that equal models may
             differ in it.
@@ -134,7 +144,11 @@ class Transformer:
     relative_bias: RelativeBias | None = field(default=None, kw_only=True)
     qk_norm: str | None = field(default=None, kw_only=True)
     logit_softcap: float | None = field(default=None, kw_only=True)
+    attention_sink: float | Sequence[float | None] | None = field(default=None, kw_only=True)
+    attention_gate: str | None = field(default=None, kw_only=True)
     window: int | Sequence[int | None] | None = field(default=None, kw_only=True)
+    mixer: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
+    ffn: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
     encoder: Transformer | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, repr=False, compare=False, kw_only=True)
     _defaulted: frozenset[str] = field(
@@ -181,11 +195,32 @@ class Transformer:
         return (self.window,) * self.layers
 
     @property
+    def attention_sinks(self) -> tuple[float | None, ...]:
+        """Variance of the sinks' logits in every layer; None where there are none."""
+        if isinstance(self.attention_sink, Sequence):
+            return tuple(self.attention_sink)
+        return (self.attention_sink,) * self.layers
+
+    @property
     def rotaries(self) -> tuple[Rotary | None, ...]:
         """Rotary positions of every layer."""
         if isinstance(self.rotary, Sequence):
             return tuple(self.rotary)
         return (self.rotary,) * self.layers
+
+    @property
+    def mixers(self) -> tuple[Block | None, ...]:
+        """What stands in attention's place in every layer; None: attention."""
+        return self._blocks("mixer")
+
+    @property
+    def ffns(self) -> tuple[Block | None, ...]:
+        """What stands in the feed-forward block's place in every layer; None: that block."""
+        return self._blocks("ffn")
+
+    def _blocks(self, name: str) -> tuple[Block | None, ...]:
+        value = getattr(self, name)
+        return tuple(value) if isinstance(value, Sequence) else (value,) * self.layers
 
     @property
     def placements(self) -> tuple[str, ...]:
@@ -207,27 +242,58 @@ class Transformer:
 
     @property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """Of every matrix of a layer, the features that it sums over and those that it makes."""
+        """Of every matrix of any layer, the features that it sums over and those that it makes."""
+        layers = {pair: n for n, pair in enumerate(zip(self.mixers, self.ffns, strict=True), 1)}
+        return {k: v for n in sorted(layers.values()) for k, v in self.shapes_of(n).items()}
+
+    def shapes_of(self, layer: int) -> dict[str, tuple[int, int]]:
+        """The same of layer `layer`, counted from 1."""
+        mixer, ffn = self.shapes_by_place(layer)
+        return mixer | ffn | self._cross_shapes()
+
+    def shapes_by_place(self, layer: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Shapes of attention's matrices, or of what stands in its place, and of the
+        feed-forward block's."""
         d_model, d_ff, d_head = self.d_model, self.d_ff or 0, self.d_head or 0
         heads, shared = self.heads * d_head, (self.kv_heads or self.heads) * d_head
-        shapes = {
+        attention = {
             "query": (d_model, heads),
             "key": (d_model, shared),
             "value": (d_model, shared),
             "output": (heads, d_model),
-            "ffn_in": (d_model, d_ff),
-            "ffn_out": (d_ff, d_model),
         }
+        if self.attention_gate is not None:
+            wide = self.attention_gate == "elementwise"
+            attention["attention_gate"] = (d_model, heads if wide else self.heads)
+        dense = {"ffn_in": (d_model, d_ff), "ffn_out": (d_ff, d_model)}
         if self.gated:
-            shapes["gate"] = (d_model, d_ff)
-        if self.encoder is not None:
-            shapes |= {
-                "cross_query": (d_model, heads),
-                "cross_key": (self.encoder.d_model, shared),
-                "cross_value": (self.encoder.d_model, shared),
-                "cross_output": (heads, d_model),
-            }
-        return shapes
+            dense["gate"] = (d_model, d_ff)
+        mixer, ffn = self.mixers[layer - 1], self.ffns[layer - 1]
+        return (
+            attention if mixer is None else mixer.shapes(self),
+            dense if ffn is None else ffn.shapes(self),
+        )
+
+    def _cross_shapes(self) -> dict[str, tuple[int, int]]:
+        if self.encoder is None:
+            return {}
+        d_model, d_head = self.d_model, self.d_head or 0
+        heads, shared = self.heads * d_head, (self.kv_heads or self.heads) * d_head
+        return {
+            "cross_query": (d_model, heads),
+            "cross_key": (self.encoder.d_model, shared),
+            "cross_value": (self.encoder.d_model, shared),
+            "cross_output": (heads, d_model),
+        }
+
+    def variances_of(self, layer: int) -> dict[str, float]:
+        """Weight variances of layer `layer`, counted from 1, those of its blocks' own included."""
+        blocks = self.mixers[layer - 1], self.ffns[layer - 1]
+        variances: dict[str, float] = dataclasses.asdict(self.layer_weights(layer))
+        for block in blocks:
+            variances |= {} if block is None else block.variances(self)
+        shared = {name for name in self.shapes_of(layer) if name not in variances}
+        return variances | {name: variances[name.removeprefix(SHARED)] for name in shared}
 
     def layer_weights(self, layer: int) -> LayerWeights:
         """Weight variances of layer `layer`, counted from 1."""
@@ -270,7 +336,7 @@ class Transformer:
             if not f.init or (f.name == "name" and self.name is None):
                 continue
             value: Any = None if f.name in self._defaulted else getattr(self, f.name)
-            if f.name == "rotary" and isinstance(value, tuple):
+            if f.name in ("rotary", *PLACES) and isinstance(value, tuple):
                 data[f.name] = [None if one is None else one.to_dict() for one in value]
                 continue
             data[f.name] = value.to_dict() if hasattr(value, "to_dict") else plain(value)
@@ -290,6 +356,8 @@ class Transformer:
         if version != FORMAT_VERSION:
             raise domain_error("format", version, f"{FORMAT_VERSION}")
         check_fields("model", fields, cls)
+        for name in PLACES:
+            fields[name] = block_from_dict(name, fields.get(name))
         for name, kinds in (PARTS | {"encoder": (cls,)}).items():
             part = fields.get(name)
             if name == "rotary" and isinstance(part, list | tuple):

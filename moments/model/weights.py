@@ -32,6 +32,7 @@ class LayerWeights:
     ffn_in: float
     ffn_out: float
     gate: float
+    attention_gate: float
     cross_query: float
     cross_key: float
     cross_value: float
@@ -41,6 +42,7 @@ class LayerWeights:
 # What stands in for a matrix that is left out.
 DEFAULTS = {
     "gate": "ffn_in",
+    "attention_gate": "query",
     "cross_query": "query",
     "cross_key": "key",
     "cross_value": "value",
@@ -59,6 +61,7 @@ class Weights(Stored):
         output: the projection of the concatenated heads back to d_model.
         ffn_in, ffn_out: the two matrices of the feed-forward block.
         gate: the third one of a gated block; None: as ffn_in.
+        attention_gate: what makes the gates on attention's output; None: as query.
         cross_query, cross_key, cross_value, cross_output: of cross-attention in a decoder; None: as
             those of self-attention.
         distribution: what entries are drawn from, at these variances: "normal", "uniform",
@@ -78,6 +81,7 @@ class Weights(Stored):
     ffn_in: PerLayer
     ffn_out: PerLayer
     gate: PerLayer | None = None
+    attention_gate: PerLayer | None = None
     cross_query: PerLayer | None = None
     cross_key: PerLayer | None = None
     cross_value: PerLayer | None = None

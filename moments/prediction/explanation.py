@@ -41,6 +41,7 @@ __all__ = ["Explanation", "Step", "explain"]
 
 KERNEL = "attention kernel"
 GAIN = "gain"
+LAW = "law"
 DIRECTIONS = "directions"
 
 
@@ -52,7 +53,8 @@ class Step:
         site, way: of the network, and "forward" or "backward".
         component, quantity: names under which `moments.component(...).law(...)` finds the law.
         law: the formula; None for an "attention kernel", whose moments are sums over all pairs of
-            tokens, a norm's "gain", and "directions" that a gradient lacks (`directions`).
+            tokens, a norm's "gain", a user's block's "law", and "directions" that a gradient lacks
+            (`directions`).
         values, result: what its symbols were and what it gave, averaged over tokens.
     """
 
@@ -68,6 +70,8 @@ class Step:
     def source(self) -> str:
         if self.component == GAIN:
             return "definition, times the mean square of the gain"
+        if self.component == LAW:
+            return "a block's own law of second moments"
         if self.component == DIRECTIONS:
             return "derived here, what the gradient lacks along its signal, of order 1/width"
         if self.law is None:
@@ -149,7 +153,9 @@ class Log:
         """Add what a component gives where none of its laws said so."""
         prefix = "" if way == "forward" else "grad_"
         component = GAIN if hasattr(leaf, "gain") else DIRECTIONS
-        if leaf.mixes_tokens:
+        if hasattr(leaf, "law"):
+            component = LAW
+        elif leaf.mixes_tokens:
             component = KERNEL
         for quantity, value in zip(
             ("variance", "covariance"), self.layout.token_average(kernel), strict=True

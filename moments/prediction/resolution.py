@@ -2,10 +2,10 @@
 
 * Alike: nothing distinguishes them, be it a mask, a window or a text.
 * By token: `tokens=True`; what is given token by token (kernels, images, segments, targets);
-  ALiBi; fewer than 32 positions; texts of up to 64 tokens, of up to 256 under rotary or sinusoidal
-  positions, counted over all of a batch; a text that holds its row of padding; sequences that
-  differ in more than their length (`_alike_but_for_length`); a text of up to 512 tokens whose words
-  are crowded at its start.
+  ALiBi; blocks whose laws are of single tokens; fewer than 32 positions; texts of up to 64 tokens,
+  of up to 256 under rotary or sinusoidal positions, counted over all of a batch; a text that holds
+  its row of padding; sequences that differ in more than their length (`_alike_but_for_length`); a
+  text of up to 512 tokens whose words are crowded at its start.
 * Classes of positions: the rest under a causal mask or in windows, where moments are given.
 * Words on classes: the same where an embedding is read, a text or one by Zipf's law.
 """
@@ -163,7 +163,7 @@ def resolution_of(
 
 
 def _check_penalised(stacks: list[Transformer]) -> None:
-    """Raise where distance penalties leave only single tokens, and these are many."""
+    """Raise where distance penalties or a block leave only single tokens, and these are many."""
     for stack in stacks:
         if stack.alibi and stack.seq_len > MOST_TOGETHER:
             raise domain_error(
@@ -174,6 +174,16 @@ def _check_penalised(stacks: list[Transformer]) -> None:
                 "every token is followed by itself, at a cost that grows with the cube of the "
                 f"length: use model.replace(seq_len={MOST_TOGETHER}), or tokens=True to have it "
                 "nonetheless",
+            )
+        if single(stack) and stack.seq_len > MOST_TOGETHER:
+            kinds = {one.kind for one in (*stack.mixers, *stack.ffns) if one and one.by_token}
+            raise domain_error(
+                "seq_len",
+                stack.seq_len,
+                f"{MOST_TOGETHER} at most with {', '.join(sorted(kinds))}",
+                "every token is followed by itself there, at a cost that grows with the cube of "
+                f"the length: use model.replace(seq_len={MOST_TOGETHER}), or tokens=True to have "
+                "it nonetheless",
             )
 
 
@@ -199,6 +209,7 @@ def by_position(model: Transformer, text: bool = False) -> bool:
     return (
         (model.causal or around)
         and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
+        and not single(model)
         and not model.alibi  # penalties fall by orders of magnitude inside a class
         and (model.seq_len > MOST_TOGETHER or not mostly_waves(model))
         and (encoder is None or not positional(encoder))
@@ -215,7 +226,12 @@ def repeating(model: Transformer, inputs: Inputs) -> bool:
 
 def positional(model: Transformer) -> bool:
     """Whether attention tells tokens apart by where they are in their sequence."""
-    return any((model.causal, model.alibi, any(model.windows)))
+    return any((model.causal, model.alibi, any(model.windows), single(model)))
+
+
+def single(model: Transformer) -> bool:
+    """Whether a block in it knows its tokens one by one alone."""
+    return any(one is not None and one.by_token for one in (*model.mixers, *model.ffns))
 
 
 def few_turned(model: Transformer) -> bool:

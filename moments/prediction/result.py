@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..noise.overlap import StackOverlaps
     from ..show.expects import Expects
     from ..step.result import FirstStep
+    from ..step.sharpness import Sharpness
     from .stack import OuterWeights
 
 
@@ -318,8 +319,9 @@ class Prediction:
                 "muon" (every hidden matrix by itself; all else by Adam at the same rate).
             learning_rate: positive.
             options: betas (of Adam and Lion; a first step does not depend on them), eps,
-                weight_decay (of every parameter, beside the step), momentum and nesterov (SGD, and
-                Muon, whose author's are .95 and True), adjust (of Muon: "original",
+                weight_decay (of every parameter, beside the step), clip (most that the norm of all
+                gradients together may be, as `clip_grad_norm_` cuts it), momentum and nesterov
+                (SGD, and Muon, whose author's are .95 and True), adjust (of Muon: "original",
                 "match_rms_adamw" or "spectral"), steps (that many steps, each on as many of the
                 prediction's sequences, in order; the loss and its slope are then the last one's,
                 weights' slopes nan, and gradients those before the first), and multipliers of the
@@ -335,13 +337,41 @@ class Prediction:
         Warns:
             ValidityWarning: where the step is too large for the theory.
         """
-        from ..step.rules import check_step
+        from ..step.result import check_step
 
         check_step(optimizer, learning_rate, **options)
         found: FirstStep = self._stepping.after(optimizer, learning_rate, **options)
         for note in found.warnings:
             warnings.warn(note, ValidityWarning, stacklevel=2)
         return found
+
+    def sharpness(self, optimizer: str, **options: Any) -> Sharpness:
+        """The largest and the least eigenvalue of the (preconditioned) Hessian of the batch's loss.
+
+        Gradient descent oscillates from a learning rate of 2/largest on, Adam at a constant rate
+        from about 38/largest (2 (1 + beta_1)/(1 - beta_1); Cohen et al. 2022). Nothing is run:
+        docs/theory/sharpness.md derives it and says where it holds.
+
+        Args:
+            optimizer: "sgd" (the Hessian itself), "adam" or "adamw" (divided by the root mean
+                square of an entry of every parameter's gradient).
+            options: eps and clip, and multipliers of the learning rate, as in `after`; draws of the
+                network that are averaged (3), features of a drawn one at least (64), and their
+                seed.
+
+        Returns:
+            A Sharpness: `largest`, `least`, `by_matrix`, `table()`, `to_json()`.
+
+        Raises:
+            DomainError: as `after`, or the model has an encoder, reads images, or has a component
+                without a known step (the message names it).
+
+        Warns:
+            ValidityWarning: where logits vary so much that their softmax is not uniform.
+        """
+        from ..step.result import sharpness
+
+        return sharpness(self, optimizer, **options)
 
     def attention(self) -> pd.DataFrame:
         """What attention does in every layer, averaged over rows (refined theory).

@@ -13,19 +13,15 @@ network instead, which is then measured again: E compares a prediction with that
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import DomainError, listed, without_warnings
-from ..files import Shown, as_frame
+from ..errors import DomainError, without_warnings
 from ..noise.band import NORMAL_95
 from ..prediction.measurement import Measurement
 from ..prediction.predict import predict
@@ -33,12 +29,11 @@ from ..prediction.result import Prediction
 from .comparison import Comparison, compare
 from .differences import Case, Feature, applied
 from .expected import TOLERANCE
+from .findings import Finding, Report, Row
 from .verdict import NAMES, judge
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
-
 
 TOKENS = "input tokens"
 """Name of the feature that says how a batch's tokens are not as declared: not the module's."""
@@ -46,110 +41,8 @@ TOKENS = "input tokens"
 SHARE = 0.05
 """A feature that explains less than this is not called a cause."""
 
-
-@dataclass(frozen=True)
-class Cause:
-    """One feature in which the module is not as declared.
-
-    Attributes:
-        feature, words: its name, and what was found beside what was declared.
-        ratio, layers: as of `moments.show.differences.Feature`.
-        explains: share of the whole discrepancy that it explains (see the module's text). Below 0
-            it makes up for another one.
-        by_point: (P,) the same at every point out of its band.
-    """
-
-    feature: str
-    words: str
-    ratio: float
-    layers: tuple[int, ...]
-    explains: float
-    by_point: np.ndarray = dataclasses.field(repr=False)
-
-    def __str__(self) -> str:
-        if self.explains >= SHARE:
-            return f"{self.words}: explains {100 * self.explains:.0f} % of the difference"
-        if self.explains <= -SHARE:
-            return f"{self.words}: hides {-100 * self.explains:.0f} % of the difference"
-        return f"{self.words}: no part of the difference"
-
-
-@dataclass(frozen=True, eq=False)
-class Diagnosis(Shown):
-    """Whether a measurement is what its declaration lets expect, and why not.
-
-    Attributes:
-        comparison: the declared prediction beside the measurement.
-        found: the prediction for the module as it was found to be; None where it could not be made.
-        causes: every feature in which it is not as declared, what explains most first.
-        explained: share of the discrepancy that all of them together explain; nan where there is
-            none, or no `found`.
-        notes: what else was seen, in words.
-        advice: what the weights are likely to have suffered, a sentence each.
-        unchecked: what of the declaration was not held against the network, a phrase each.
-    """
-
-    comparison: Comparison
-    found: Prediction | None
-    causes: tuple[Cause, ...]
-    explained: float
-    notes: tuple[str, ...]
-    _points: pd.DataFrame = dataclasses.field(repr=False)
-    advice: tuple[str, ...] = ()
-    unchecked: tuple[str, ...] = ()
-
-    @property
-    def expected(self) -> bool:
-        """Whether the stream is as predicted, whatever else is not as declared.
-
-        No point lies further than three standard deviations from its expectation, and no more of
-        them out of their 95 % bands than chance allows (`moments.show.expected.allowed_outside`).
-        """
-        return judge(self.comparison).expected
-
-    @property
-    def differing(self) -> tuple[str, ...]:
-        """Names of the features in which the network is not as declared."""
-        return tuple(cause.feature for cause in self.causes if cause.feature != TOKENS)
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per point of the stream out of its 95 % band.
-
-        Columns: those of `Comparison.points`, then cause (in words; empty where no feature found
-        explains a quarter of it) and explains (its share there).
-        """
-        frame = self._points.copy()
-        causes, shares = [], []
-        for index in range(len(frame)):
-            best = max(self.causes, key=lambda c: c.by_point[index], default=None)
-            share = math.nan if best is None else float(best.by_point[index])
-            known = best is not None and share >= 0.25
-            causes.append(best.words if best is not None and known else "")
-            shares.append(share if known else math.nan)
-        return frame.assign(cause=causes, explains=shares)
-
-    def differences(self) -> pd.DataFrame:
-        """One row per feature that is not as declared: feature, words, ratio, layers, explains."""
-        columns = ["feature", "words", "ratio", "layers", "explains"]
-        rows = [[getattr(cause, name) for name in columns] for cause in self.causes]
-        return as_frame(rows, columns=columns)
-
-    def plot(self, name: str | None = None) -> Figure:
-        """Prediction, measurement and what the module as found should do, `name` in the title."""
-        from .plot import plot_diagnosis
-
-        return plot_diagnosis(self, name)
-
-    def __str__(self) -> str:
-        return text(self)
-
-    def __repr__(self) -> str:
-        state = "expected" if self.expected else "not expected"
-        state += f", {len(self.differing)} differences" if self.differing else ""
-        state += f", {len(self.unchecked)} things not checked" if self.unchecked else ""
-        causes = [cause for cause in self.causes if cause.explains >= SHARE]
-        first = f", likeliest cause: {causes[0].words}" if causes else ""
-        return f"Diagnosis({state}, {len(self._points)} points out of their band{first})"
+ENOUGH = 0.8
+"""Share of a difference from which what was found counts as the explanation."""
 
 
 def diagnose_case(
@@ -157,21 +50,25 @@ def diagnose_case(
     measurement: Measurement,
     features: Sequence[Feature],
     *,
+    source: str = "measurement",
     same_weights: bool = False,
     tolerance: float = TOLERANCE,
     notes: Sequence[str] = (),
     advice: Sequence[str] = (),
     unchecked: Sequence[str] = (),
+    read: str = "",
     progress: bool = False,
-) -> Diagnosis:
+) -> Report:
     """Rank the features in which a network is not as declared by what they explain.
 
     Args:
         case: the declared model and its input.
         measurement: of the network.
         features: candidates, two predictions each where any point is out of its band.
+        source: what was measured.
         same_weights, tolerance: as of `compare`.
-        notes, advice, unchecked: put into the diagnosis as they are.
+        notes, unchecked, read: put into the report as they are.
+        advice: what weights have likely suffered, findings before the features.
         progress: write the verdict, the length of the search and every cause to standard error.
     """
     with without_warnings():
@@ -180,26 +77,91 @@ def diagnose_case(
         seconds = time.perf_counter() - began
         comparison = compare(declared, measurement, same_weights=same_weights, tolerance=tolerance)
         points = comparison.outliers(NORMAL_95)
-        told = (tuple(notes), points, tuple(advice), tuple(unchecked))
         if progress:
             say(comparison.verdict())
-        if points.empty:
-            none = np.zeros(0)
-            idle = tuple(Cause(f.name, f.words, f.ratio, f.layers, 0.0, none) for f in features)
-            found = declared if not features else None
-            return Diagnosis(comparison, found, idle, math.nan, *told)
-        distance = _Distance(comparison, points)
-        if progress and features:
-            runs = 1 + (2 * len(features) if len(features) > 1 else 1)
-            say(f"ranking {len(features)} differences: {runs} predictions of some {seconds:.1f} s")
-        everything, usable = applied(case, list(features))
-        found = _predicted(everything)
-        causes = _ranked(case, usable, everything, found, distance, progress)
-    explained = math.nan
-    if found is not None and usable:
-        left = distance(found, everything.measurement)
-        explained = 1 - float(left.sum() / distance.declared.sum())
-    return Diagnosis(comparison, found, tuple(causes), explained, *told)
+        causes, by_point, shown = [_cause(f, math.nan) for f in features], {}, declared
+        explained = math.nan
+        if not points.empty:
+            distance = _Distance(comparison, points)
+            if progress and features:
+                runs = 1 + (2 * len(features) if len(features) > 1 else 1)
+                say(
+                    f"ranking {len(features)} differences: {runs} predictions of some "
+                    f"{seconds:.1f} s"
+                )
+            everything, usable = applied(case, list(features))
+            as_found = _predicted(everything)
+            ranked_causes = _ranked(case, usable, everything, as_found, distance, progress)
+            causes = [cause for cause, _ in ranked_causes]
+            by_point = {cause.reason: share for cause, share in ranked_causes}
+            if as_found is not None and usable:
+                left = distance(as_found, everything.measurement)
+                explained = 1 - float(left.sum() / distance.declared.sum())
+                shown = as_found
+    told = list(notes)
+    if math.isfinite(explained) and len(causes) > 1:
+        told.insert(0, f"all differences together explain {100 * explained:.0f} % of what is off")
+    if judge(comparison).expected is False and not explained > ENOUGH:
+        told.append(
+            "the rest comes from what weights, scales and the mask do not show: the chance of this "
+            "draw, a mask or code of the module's own, dropout elsewhere, features that are not "
+            "independent, or an error of the theory"
+        )
+    own = [c for c in causes if c.kind != TOKENS or abs(c.explains) >= SHARE]
+    told += [c.reason for c in causes if c not in own]
+    findings = [Finding("warning", "wrong matrix", (), reason=sentence) for sentence in advice]
+    findings += own
+    if not judge(comparison).expected and not any(c.explains >= SHARE for c in own):
+        why = "no difference from what is declared explains it"
+        findings.append(Finding("warning", "not as predicted", (), reason=why))
+    return Report(
+        source=source,
+        scheme="",
+        findings=tuple(findings),
+        notes=tuple(told),
+        unchecked=tuple(unchecked),
+        rows=tuple(_rows(comparison, points, by_point)),
+        model=shown.model,
+        prediction=shown,
+        comparison=comparison,
+        read=read,
+        explained=explained,
+        _compared=True,
+        _why=lambda: tuple(causes),
+    )
+
+
+def _cause(feature: Feature, share: float) -> Finding:
+    """A feature in which a network is not as declared, and what it explains."""
+    words = feature.words
+    if share >= SHARE:
+        words += f": explains {100 * share:.0f} % of the difference"
+    elif share <= -SHARE:
+        words += f": hides {-100 * share:.0f} % of the difference"
+    elif math.isfinite(share):
+        words += ": no part of the difference"
+    of = feature.name, (), feature.layers, feature.ratio, math.nan
+    return Finding("warning", *of, words, explains=0.0 if math.isnan(share) else share)
+
+
+def _rows(
+    comparison: Comparison, points: pd.DataFrame, by_point: Mapping[str, np.ndarray]
+) -> Iterator[Row]:
+    """Every point of the stream; of those out of their band what explains a quarter or more."""
+    place = {}
+    for index, row in enumerate(points.to_dict("records")):
+        best = max(by_point, key=lambda words: by_point[words][index], default="")
+        known = best and float(by_point[best][index]) >= 0.25
+        key = str(row["stack"]), str(row["quantity"]), int(row["layer"])
+        place[key] = best.rpartition(": ")[0] if known else "no difference explains it"
+    for row in comparison.points().to_dict("records"):
+        key = str(row["stack"]), str(row["quantity"]), int(row["layer"])
+        words = f"{'encoder ' if row['stack'] else ''}{NAMES[str(row['quantity'])]}"
+        words += f" leaving layer {row['layer']}" if row["layer"] else " entering layer 1"
+        both = float(row["predicted"]), float(row["measured"])
+        passed = None if math.isnan(row["deviations"]) else bool(row["inside"])
+        band = {"low": float(row["low"]), "high": float(row["high"])}
+        yield Row(int(row["layer"]), "", "", words, *both, passed, place.get(key, ""), **band)
 
 
 def say(words: str) -> None:
@@ -259,7 +221,7 @@ def _ranked(
     found: Prediction | None,
     distance: _Distance,
     progress: bool,
-) -> list[Cause]:
+) -> list[tuple[Finding, np.ndarray]]:
     start = distance.declared
     total = float(start.sum())
     end = None if found is None else distance(found, everything.measurement)
@@ -277,85 +239,8 @@ def _ranked(
             if without is not None:
                 gains.append(distance(without, rest.measurement) - end)
         gain = np.mean(gains, axis=0) if gains else np.zeros_like(start)
-        f, by_point = feature, gain / np.where(start > 0, start, 1.0)
         share = float(gain.sum()) / total
-        causes.append(Cause(f.name, f.words, f.ratio, f.layers, share, by_point))
+        causes.append((_cause(feature, share), gain / np.where(start > 0, start, 1.0)))
         if progress:
-            say(f"{number} of {len(features)}: {causes[-1]}")
-    return sorted(causes, key=lambda cause: -cause.explains)
-
-
-WIDTH = 100
-MOST = 8
-"""Features that a headline names."""
-
-ENOUGH = 0.8
-"""Share of a difference from which what is found counts as the explanation."""
-
-
-def text(diagnosis: Diagnosis) -> str:
-    """The whole diagnosis."""
-    return "\n".join(
-        wrapped
-        for line in _lines(diagnosis)
-        for wrapped in textwrap.wrap(line, WIDTH, subsequent_indent="   ")
-    )
-
-
-def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    yield _headline(diagnosis)
-    frame = diagnosis.to_frame()
-    for sentence in diagnosis.advice:
-        yield f"in its weights, {sentence}"
-    causes = [c for c in diagnosis.causes if abs(c.explains) >= SHARE]
-    idle = [c for c in diagnosis.causes if abs(c.explains) < SHARE]
-    if causes:
-        yield "likeliest causes:"
-        for number, cause in enumerate(causes, start=1):
-            yield f"{number}. {cause}"
-    if math.isfinite(diagnosis.explained) and len(causes) > 1:
-        yield f"together they explain {100 * diagnosis.explained:.0f} %"
-    for note in diagnosis.notes:
-        yield f"note: {note}"
-    if not diagnosis.expected and not diagnosis.explained > ENOUGH and not diagnosis.notes:
-        yield (
-            "what is left comes from something that neither weights nor scales nor the causal mask "
-            "show: the chance of this draw, a mask or code of the module's own, dropout elsewhere, "
-            "features that are not independent, or an error of the theory"
-        )
-    if idle:
-        small = f"explaining less than {100 * SHARE:.0f} % of the difference each"
-        rest = "with no point out of its band" if frame.empty else small
-        yield f"{'also ' if causes else ''}not as declared, {rest}:"
-        for cause in idle:
-            yield f"- {cause.words}"
-    if not frame.empty:
-        yield "points out of their 95 % band:"
-        keys = ["stack", "quantity", "cause"]
-        for (stack, quantity, words), part in frame.groupby(keys, sort=False):
-            yield _points(str(stack), str(quantity), str(words), part.to_dict("records"))
-
-
-def _headline(diagnosis: Diagnosis) -> str:
-    """The verdict; before it what it cannot speak for."""
-    verdict = diagnosis.comparison.verdict()
-    if diagnosis.unchecked:
-        verdict = f"{verdict}; NOT CHECKED: {'; '.join(diagnosis.unchecked)}"
-    if not (diagnosis.differing and diagnosis.expected):
-        return verdict
-    names = list(diagnosis.differing)
-    some = ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" * (len(names) > MOST))
-    return f"NOT AS DECLARED: {some} (below); all the same, {verdict}"
-
-
-def _points(stack: str, quantity: str, cause: str, rows: list[Any]) -> str:
-    """One line for all points of a quantity that have one cause."""
-    worst: Mapping[str, Any] = max(rows, key=lambda row: abs(row["deviations"]))
-    times = worst["measured"] / worst["predicted"] if worst["predicted"] else math.inf
-    most = f", most at {worst['layer']}" if len(rows) > 1 else ""
-    line = (
-        f"- {'encoder ' if stack else ''}{NAMES[quantity]} at {listed([r['layer'] for r in rows])}"
-        f"{most}: {worst['measured']:.4g}, predicted {worst['predicted']:.4g} "
-        f"({times:.3g}x, {worst['deviations']:+.1f} standard deviations)"
-    )
-    return f"{line}: {cause}" if cause else f"{line}: no difference found explains it"
+            say(f"{number} of {len(features)}: {causes[-1][0].reason}")
+    return sorted(causes, key=lambda cause: -cause[0].explains)

@@ -1,127 +1,71 @@
-"""What the explorer shows: controls over one model, and the view of a state of them.
-
-A state stands in a link's query, and is one line of Python. The page (`explorer_page`) and the
-widgets of Jupyter (`explorer_widgets`) both show `Explorer.view`.
-"""
+"""`moments.explore`: one model under controls, as an app of ipywidgets, which a notebook shows and
+`moments explore` serves with Voilà."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import math
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from html import escape
+from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
 
-from ..errors import MomentsError, domain_error, without_warnings
+from ..errors import MomentsError, domain_error, optional, without_warnings
 from ..model.declaration import GATED
 from ..model.summary import in_brief
 from ..model.transformer import Transformer
-from ..prediction.predict import SoFar, predict
+from ..prediction.predict import predict
 from ..prediction.result import Prediction
 from ..scheme.registry import scheme as known_scheme
 from ..scheme.registry import schemes as every_scheme
-from .chart import Chart
-from .page import stream_charts
+from .html import fragment, picture, render
+from .plot import plot_stream
 from .scheme_table import input_options
 from .verdict import growth
 
 Value = float | int | str | bool
 
 NO_SCHEME = "none"
-HELD = "held"
-"""Name under which a link carries the state that is drawn in grey."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """One thing to turn: any number between the ends of its `values` (a count where `whole`), or
-    one of them where it is a `choice`. Its `name` stands in links, and is the field of a
-    Transformer's."""
+    """One thing to turn: a slider through `values`, or a list of them where it is a `choice`; its
+    `name` is the field of a Transformer's, where it is one."""
 
     name: str
     title: str
     values: tuple[Value, ...]
     start: Value
     choice: bool = False
-    whole: bool = False
-
-    def read(self, text: str) -> Value:
-        """The value that a link says; DomainError where it can have no such value."""
-        if self.choice:
-            found = {str(value).lower(): value for value in self.values}.get(text.lower())
-            if found is None:
-                raise domain_error(self.name, text, f"one of {', '.join(map(str, self.values))}")
-            return found
-        low, high = float(self.values[0]), float(self.values[-1])
-        allowed = f"a {'whole ' * self.whole}number from {low:g} to {high:g}"
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not low <= number <= high or (self.whole and not number.is_integer()):
-            raise domain_error(self.name, text, allowed)
-        return int(number) if self.whole else number
-
-    def html(self, value: Value) -> str:
-        """The control as a label of a page, standing at a value or at the stop that is nearest."""
-        name = escape(self.name)
-        if self.choice:
-            options = "".join(
-                f"<option value='{escape(str(one).lower())}'{' selected' * (one == value)}>"
-                f"{escape(said(one))}</option>"
-                for one in self.values
-            )
-            shown, put = "", f"<select aria-label='{escape(self.title)}'>{options}</select>"
-        else:
-            stops: Any = self.values
-            at = min(range(len(stops)), key=lambda i: abs(stops[i] - value))
-            shown = f"<output>{value}</output>"
-            put = (
-                f"<input type='range' min='0' max='{len(stops) - 1}' step='1' value='{at}' "
-                f"aria-label='{escape(self.title)}'>"
-            )
-        return f"<label id='control-{name}'><span>{escape(self.title)}</span>{shown}{put}</label>"
-
-
-def said(value: Value) -> str:
-    """A value as a control shows it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return value if isinstance(value, str) else f"{value:g}"
 
 
 _SCALES = tuple(round(10 ** (n / 10), 3) for n in range(-10, 11))
 _LENGTHS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _DEPTHS = (*range(1, 13), 16, 18, 20, 24, 28, 32, 36, 40, 48, 56, 64, 80, 96, 128, 160, 200)
 _WIDTHS = (64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1600, 2048, 2560, 4096, 5120, 8192)
+_HEADS = (1, 2, 4, 6, 8, 12, 16, 20, 25, 32, 64)
 _ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "identity", "swiglu", "geglu")
+_PLACEMENTS = ("pre", "post", "none", "sandwich", "output", "hybrid", "b2t")
 
 
 def _controls(model: Transformer) -> tuple[Control, ...]:
     """Those that make sense of a model, standing where it is."""
     widths_follow = model.weights is None or "weights" in model._defaulted  # widths can follow
     embedded = model.embedding is not None
-    found = [Control("layers", "layers", _DEPTHS, model.layers, whole=True)]
+    found = [Control("layers", "layers", _DEPTHS, model.layers)]
     if widths_follow and not embedded and model.encoder is None:
         found += [
-            Control("d_model", "width d_model", _WIDTHS, model.d_model, whole=True),
-            Control(
-                "heads", "heads", (1, 2, 4, 6, 8, 12, 16, 20, 25, 32, 64), model.heads, whole=True
-            ),
+            Control("d_model", "width d_model", _WIDTHS, model.d_model),
+            Control("heads", "heads", _HEADS, model.heads),
         ]
-    found.append(Control("seq_len", "tokens", _LENGTHS, model.seq_len, whole=True))
+    found.append(Control("seq_len", "tokens", _LENGTHS, model.seq_len))
     if not embedded:
         stops = tuple(n / 20 for n in range(20))
         found.append(Control("correlation", "input correlation", stops, 0.0))
     found += [
         Control("dropout", "dropout", tuple(n / 40 for n in range(21)), model.dropout),
-        Control("logit_scale", "factor on the logits", _SCALES, 1.0),
+        Control("logit_scale", "logit factor", _SCALES, 1.0),
     ]
     for name, title, stops in (
         ("skip_scale", "skip scale λ", tuple(n / 40 for n in range(20, 41))),
@@ -130,107 +74,31 @@ def _controls(model: Transformer) -> tuple[Control, ...]:
         value = getattr(model, name)
         if isinstance(value, int | float):
             found.append(Control(name, title, stops, float(value)))
-    placements = ("pre", "post", "none", "sandwich", "output", "hybrid", "b2t")
-    names = (NO_SCHEME, *(scheme.name for scheme in every_scheme()))
-    activations = tuple(dict.fromkeys((_named_activation(model), *_ACTIVATIONS)))
-    for name, title, choices, start in (
-        ("norm", "norm placement", tuple(dict.fromkeys((model.norm, *placements))), model.norm),
-        ("normalization", "normalisation", ("layernorm", "rmsnorm", "dyt"), model.normalization),
-        ("activation", "activation", activations, activations[0]),
-        ("causal", "causal mask", (False, True), model.causal),
-        ("scheme", "scheme", names, NO_SCHEME),
-    ):
-        found.append(Control(name, title, choices, start, choice=True))
-    return tuple(_reaching(control) for control in found)
-
-
-def _reaching(control: Control) -> Control:
-    """With where the model stands among its stops."""
-    if control.choice or control.start in control.values:
-        return control
-    return dataclasses.replace(control, values=tuple(sorted({*control.values, control.start})))
-
-
-def _named_activation(model: Transformer) -> str:
+    found = [
+        dataclasses.replace(one, values=tuple(sorted({*one.values, one.start}))) for one in found
+    ]
     gated = {unit: name for name, unit in GATED.items()}
-    return gated.get(model.activation, model.activation) if model.gated else model.activation
-
-
-@dataclass(frozen=True)
-class View:
-    """What one state looks like.
-
-    Attributes:
-        values, settled: of every control, and what was changed to fit, in words.
-        by_scheme: controls that the scheme decides.
-        title, verdict: which model it is, and what the depth does to it.
-        python, link: one line that gives the same prediction, and the query of an address.
-        charts, warnings: SVG panels, and where formulas left their validity.
-        error: why there is nothing to see; "" where there is.
-        complete: whether all is there; before, curves end where layers are still to come.
-    """
-
-    values: Mapping[str, Value]
-    settled: tuple[str, ...] = ()
-    by_scheme: tuple[str, ...] = ()
-    title: str = ""
-    verdict: str = ""
-    python: str = ""
-    link: str = ""
-    charts: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    error: str = ""
-    milliseconds: float = 0.0
-    complete: bool = True
-
-
-FRAME = 0.075
-"""Seconds after which what is known of a state is shown."""
-
-PAUSE = 0.15
-"""Seconds that a state must stand before what cannot be given up is begun: its bands."""
-
-
-MOST_VIEWERS = 16
-"""Pages whose last state is remembered."""
-
-
-class _Superseded(Exception):
-    """Another state is asked for."""
-
-
-class _Progress:
-    """A state on its way to being known, behind what was `last` shown."""
-
-    def __init__(self, last: Prediction | None) -> None:
-        self.began, self.last = time.perf_counter(), last
-        self.model: Transformer | None = None
-        self.held: Prediction | None = None
-        self.so_far: SoFar | None = None
-        self.prediction: Prediction | None = None
-        self.ended = threading.Event()
-
-    def passed(self, so_far: SoFar) -> None:
-        """Behind a layer."""
-        self.so_far = so_far
-        if self.ended.is_set():
-            raise _Superseded
-
-    def predicted(self, prediction: Prediction) -> None:
-        """All but the bands is known."""
-        self.prediction = prediction
-        slow = time.perf_counter() - self.began > FRAME
-        if self.ended.wait(PAUSE if slow else 0.0):
-            raise _Superseded
+    activation = gated.get(model.activation, model.activation) if model.gated else model.activation
+    schemes = (NO_SCHEME, *(scheme.name for scheme in every_scheme()))
+    for name, title, choices, start in (
+        ("norm", "norm placement", (model.norm, *_PLACEMENTS), model.norm),
+        ("normalization", "normalisation", ("layernorm", "rmsnorm", "dyt"), model.normalization),
+        ("activation", "activation", (activation, *_ACTIVATIONS), activation),
+        ("causal", "causal mask", (False, True), model.causal),
+        ("scheme", "scheme", schemes, NO_SCHEME),
+    ):
+        found.append(Control(name, title, tuple(dict.fromkeys(choices)), start, choice=True))
+    return tuple(found)
 
 
 class Explorer:
-    """Controls over a model, and what they show.
+    """A model under controls, as a notebook shows it.
 
-    Args:
-        model: where the controls stand at first; None: 12 layers of width 768 without embedding.
-        name: of the model, in titles.
-        python: the expression that makes the model in the line of Python; None: written out.
+    Attributes:
+        inputs: the widgets by the name of what they turn (`layers`, `norm`, `scheme`, ...).
+        box: controls and what they show, as one widget.
+        prediction: what is shown; None where there is none, and `error` says why.
+        python: one line that gives the same prediction.
     """
 
     def __init__(
@@ -238,159 +106,114 @@ class Explorer:
     ) -> None:
         if model is not None and not isinstance(model, Transformer):
             raise domain_error("model", type(model).__name__, "a moments.Transformer, or None")
-        import matplotlib.ticker  # noqa: F401  # two threads that begin to draw must not both import
-
+        with optional("notebook", "ipywidgets"):
+            import ipywidgets
         self._written_out = model is None
         self.model = model or Transformer(12, 768, 12, 128)
         self.name = name or self.model.name or ("a declared model" if model else "a plain model")
         self._python = python or "model"
         self.controls = {control.name: control for control in _controls(self.model)}
-        self._lock = threading.Lock()
-        self._predicted = functools.lru_cache(maxsize=64)(self._predict)
-        self._progress: _Progress | None = None
-        self._viewers: dict[str, _Progress] = {}
+        self.prediction: Prediction | None = None
+        self.error = ""
+        self._kept: Prediction | None = None
+        self.inputs = {name: _widget(control) for name, control in self.controls.items()}
+        self._shown = ipywidgets.HTML()
+        for widget in self.inputs.values():
+            widget.observe(self._changed, names="value")
+        again = ipywidgets.Button(description="start again")
+        again.on_click(lambda _: self.turn())
+        self.keep = ipywidgets.ToggleButton(
+            description="keep", tooltip="keep these curves in grey behind what follows"
+        )
+        self.keep.observe(self._keep, names="value")
+        controls = [*self.inputs.values(), ipywidgets.HBox([again, self.keep])]
+        self.box = ipywidgets.HBox([ipywidgets.VBox(controls), self._shown])
+        self._show()
 
-    def read(self, query: str) -> tuple[dict[str, Value], dict[str, Value] | None]:
-        """The state that a link's query says, and the one drawn in grey, if any; DomainError for a
-        control or value that does not exist."""
-        given = dict(parse_qsl(query.removeprefix("?"), keep_blank_values=True))
-        held = given.pop(HELD, None)
-        return self._state(given), None if held is None else self._state(dict(parse_qsl(held)))
+    def turn(self, **values: Value) -> None:
+        """Set the controls named to values, and all others to where they stood at first.
 
-    def _state(self, given: Mapping[str, str]) -> dict[str, Value]:
-        for name in given:
+        Raises:
+            DomainError: there is no such control, or it has no such value.
+        """
+        for name, value in values.items():
             if name not in self.controls:
                 raise domain_error("control", name, f"one of {', '.join(self.controls)}")
-        return {
-            name: control.read(given[name]) if name in given else control.start
-            for name, control in self.controls.items()
-        }
+            if value not in self.controls[name].values:
+                allowed = ", ".join(map(str, self.controls[name].values))
+                raise domain_error(name, value, f"one of {allowed}")
+        for name, widget in self.inputs.items():
+            widget.unobserve(self._changed, names="value")
+            widget.value = values.get(name, self.controls[name].start)
+            widget.observe(self._changed, names="value")
+        self._show()
 
-    def link(self, state: Mapping[str, Value], held: Mapping[str, Value] | None = None) -> str:
-        """What `read` reads; controls at their start are left out."""
-        changed = {
-            name: str(state[name]).lower()
-            for name, control in self.controls.items()
-            if name in state and state[name] != control.start
-        }
-        if held is not None:
-            changed[HELD] = self.link(held)
-        return urlencode(changed)
+    @property
+    def python(self) -> str:
+        """One line that gives the prediction shown."""
+        fields, scheme, options, inputs = self._parts(self._state)
+        if self._written_out:
+            shape = {n: getattr(self.model, n) for n in ("layers", "d_model", "heads", "seq_len")}
+            made = f"moments.Transformer({_arguments(shape | fields)})"
+        else:
+            made = self._python + (f".replace({_arguments(fields)})" if fields else "")
+        if scheme:
+            made += f".with_scheme({', '.join(filter(None, (repr(scheme), _arguments(options))))})"
+        return f"moments.predict({', '.join(filter(None, (made, _arguments(inputs))))})"
 
-    def view(self, query: str = "") -> View:
-        """What a state looks like; where it is none that can be, why."""
-        return self._view(query, None)
+    @property
+    def _state(self) -> dict[str, Value]:
+        """Where the controls stand, heads brought to the nearest number that divides the width."""
+        state: dict[str, Value] = {name: w.value for name, w in self.inputs.items()}
+        width, heads = state.get("d_model"), state.get("heads")
+        if isinstance(width, int) and isinstance(heads, int) and width % heads:
+            divisors = [count for count in range(1, width + 1) if width % count == 0]
+            state["heads"] = min(divisors, key=lambda count: abs(math.log(count / heads)))
+        return state
 
-    def views(self, query: str = "", viewer: str = "") -> Iterator[View]:
-        """A state as it becomes known: what is known within `FRAME`, and at last all; it ends where
-        the same viewer asks for another state."""
+    def _changed(self, _: Any) -> None:
+        self._show()
+
+    def _keep(self, change: Any) -> None:
+        self._kept = self.prediction if change["new"] else None
+        self._show()
+
+    def _show(self) -> None:
+        state, notes = self._state, []
+        decided = self._by_scheme(state)
+        for name, widget in self.inputs.items():
+            widget.disabled = name in decided
+        if "heads" in state and state["heads"] != self.inputs["heads"].value:
+            notes.append(f"{state['heads']} heads, which divide the width")
+        self.prediction, self.error, drawn, verdict, title = None, "", "", "", self.name
         try:
-            self.read(query)
-        except MomentsError:
-            yield self.view(query)
-            return
-        before = self._viewers.pop(viewer, None)
-        progress = _Progress(None if before is None else before.prediction or before.last)
-        if before is not None:
-            before.ended.set()
-        self._viewers[viewer] = progress
-        while len(self._viewers) > MOST_VIEWERS:
-            self._viewers.pop(next(iter(self._viewers))).ended.set()
-        found: list[View] = []
-
-        def work() -> None:
-            with contextlib.suppress(_Superseded):
-                found.append(self._view(query, progress))
-
-        worker = threading.Thread(target=work, daemon=True)
-        worker.start()
-        try:
-            pause = FRAME
-            while True:
-                worker.join(pause)
-                if not worker.is_alive() or progress.ended.is_set():
-                    break
-                yield self._so_far(query, progress)
-                pause = min(1.4 * pause, 1.0)
-            yield from found
-        finally:
-            progress.ended.set()
-
-    def _view(self, query: str, progress: _Progress | None) -> View:
-        with self._lock, without_warnings():  # they stand in the view
-            began = time.perf_counter()
-            state = {name: control.start for name, control in self.controls.items()}
-            try:
-                state, held = self.read(query)
-                self._progress = progress
-                behind = None if held is None else self._at(_settle(held)[0])
-                if progress is not None:
-                    progress.held, progress.so_far = behind, None
-                found = self._at(_settle(state)[0])
-                if progress is not None:
-                    progress.predicted(found)
-                charts = stream_charts(found, behind)
-                notes = (*found.warnings, *(found._draws[2] if found.theory == "refined" else ()))
-            except MomentsError as error:
-                return View(state, error=str(error), python=self.python(state), link=query)
-            finally:
-                self._progress = None
-            seen: dict[str, Any] = {"verdict": growth(found), "warnings": notes}
-            return self._drawn(state, held, charts, found.model, began, **seen)
-
-    def _so_far(self, query: str, progress: _Progress) -> View:
-        known = progress.prediction
-        charts: list[Chart] = []
-        state, held = self.read(query)
-        if known is not None:
-            charts = stream_charts(known, progress.held, bands=False)
-        elif progress.so_far is not None:
-            charts = stream_charts(progress.so_far(), progress.held, before=progress.last)
-        seen: dict[str, Any] = {"verdict": "" if known is None else growth(known)}
-        model, began = progress.model, progress.began
-        return self._drawn(state, held, charts, model, began, **seen, complete=False)
-
-    def _drawn(
-        self,
-        state: dict[str, Value],
-        held: dict[str, Value] | None,
-        charts: Sequence[Chart],
-        model: Transformer | None,
-        began: float,
-        **seen: Any,
-    ) -> View:
-        values, settled = _settle(state)
-        return View(
-            values,
-            settled,
-            self._by_scheme(values),
-            "" if model is None else self._title(model, values),
-            python=self.python(values),
-            link=self.link(values, held),
-            charts=tuple(chart.svg() for chart in charts),
-            milliseconds=1e3 * (time.perf_counter() - began),
-            **seen,
+            fields, scheme, options, inputs = self._parts(state)
+            with without_warnings():  # they are shown
+                model = self.model.replace(**fields) if fields else self.model
+                model = model.with_scheme(scheme, **options) if scheme else model
+                self.prediction = predict(model, **inputs)
+                drawn = picture(plot_stream(self.prediction, self._kept))
+            verdict = growth(self.prediction)
+            title = f"{self.name}: {in_brief(model)}" + (f", scheme {scheme}" if scheme else "")
+            notes += self.prediction.warnings
+        except MomentsError as error:
+            self.error = str(error)
+        self._shown.value = fragment(
+            render(
+                "explorer.html",
+                title=title,
+                verdict=verdict,
+                picture=drawn,
+                notes=notes,
+                error=self.error,
+                python=self.python,
+            )
         )
-
-    def _at(self, state: Mapping[str, Value]) -> Prediction:
-        return self._predicted(tuple(state.items()))
-
-    def _predict(self, state: tuple[tuple[str, Value], ...]) -> Prediction:
-        model, inputs = self._declared(dict(state))
-        if self._progress is None:
-            return predict(model, **inputs)
-        self._progress.model = model
-        return predict(model, **inputs, progress=self._progress.passed)
-
-    def _declared(self, state: Mapping[str, Value]) -> tuple[Transformer, dict[str, Any]]:
-        fields, scheme, options, inputs = self._parts(state)
-        model = self.model.replace(**fields) if fields else self.model
-        return model.with_scheme(scheme, **options) if scheme else model, inputs
 
     def _parts(
         self, state: Mapping[str, Value]
     ) -> tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]:
-        """Changed fields of the Transformer, a scheme or "", its options, what `predict` is told.
+        """Changed fields of the Transformer, a scheme or "", its options, what `predict` is given.
 
         A scheme whose constants depend on the input learns of it by its options.
         """
@@ -421,22 +244,58 @@ class Explorer:
             fields.add("logit_scale")
         return tuple(control for control in self.controls if control in fields)
 
-    def _title(self, model: Transformer, state: Mapping[str, Value]) -> str:
-        scheme = state.get("scheme", NO_SCHEME)
-        under = "" if scheme == NO_SCHEME else f", scheme {scheme}"
-        return f"{self.name}: {in_brief(model)}{under}"
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
 
-    def python(self, state: Mapping[str, Value]) -> str:
-        """One line that gives the state's prediction."""
-        fields, scheme, options, inputs = self._parts(state)
-        if self._written_out:
-            shape = {n: getattr(self.model, n) for n in ("layers", "d_model", "heads", "seq_len")}
-            made = f"moments.Transformer({_arguments(shape | fields)})"
-        else:
-            made = self._python + (f".replace({_arguments(fields)})" if fields else "")
-        if scheme:
-            made += f".with_scheme({', '.join(filter(None, (repr(scheme), _arguments(options))))})"
-        return f"moments.predict({', '.join(filter(None, (made, _arguments(inputs))))})"
+        display(self.box)
+
+    def __repr__(self) -> str:
+        return f"Explorer({self.python})"
+
+
+def explore(
+    model: Transformer | None = None, name: str | None = None, python: str | None = None
+) -> Explorer:
+    """Turn a model's depth, width, scales, placement and scheme by hand, and see what they do.
+
+    For Jupyter; `moments explore` is the same on a page of its own. Under the pictures stands the
+    line of Python that gives what they show.
+
+    Args:
+        model: where the controls stand at first; None: 12 layers of width 768.
+        name: of the model, in titles.
+        python: the expression that makes the model, in the line of Python; None: `model`.
+
+    Raises:
+        DomainError: not a Transformer.
+        MomentsError: ipywidgets is not installed (extra `notebook`).
+    """
+    return Explorer(model, name, python)
+
+
+def serve(cell: str, folder: Path, port: int | None, browser: bool) -> None:
+    """Serve what a cell of Python shows as a page of this machine, with Voilà, until Ctrl-C.
+
+    Args:
+        cell: Python whose last expression is shown.
+        folder: an empty one, for the notebook that Voilà runs.
+        port: where it listens; None: the first one that is free from 8866.
+        browser: whether to open the page.
+
+    Raises:
+        MomentsError: Voilà is not installed (extra `notebook`).
+    """
+    with optional("notebook", "voila", "nbformat"):
+        import nbformat
+        from voila.app import Voila
+
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+    file = folder / "moments.ipynb"
+    nbformat.write(book, file)
+    options = ["--Voila.ip=127.0.0.1", "--theme=light", "--Voila.log_level=WARN"]
+    options += [] if port is None else [f"--port={port}", "--Voila.port_retries=0"]
+    options += [] if browser else ["--no-browser"]
+    Voila.launch_instance([str(file), *options])
 
 
 def _divided(temperature: Any, scale: float) -> Any:
@@ -449,11 +308,21 @@ def _arguments(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
-def _settle(state: dict[str, Value]) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """The nearest state that can be: heads divide the width."""
-    width, heads = state.get("d_model"), state.get("heads")
-    if not (isinstance(width, int) and isinstance(heads, int)) or width % heads == 0:
-        return state, ()
-    divisors = [count for count in range(1, width + 1) if width % count == 0]
-    fitting = min(divisors, key=lambda count: abs(math.log(count / heads)))
-    return {**state, "heads": fitting}, (f"{fitting} heads: {heads} do not divide {width}",)
+def _widget(control: Control) -> Any:
+    import ipywidgets
+
+    def said(value: Value) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return value if isinstance(value, str) else f"{value:g}"
+
+    options = {
+        "options": [(said(value), value) for value in control.values],
+        "value": control.start,
+        "description": control.title,
+        "style": {"description_width": "8.5em"},
+        "layout": ipywidgets.Layout(width="23em"),
+    }
+    if control.choice:
+        return ipywidgets.Dropdown(**options)
+    return ipywidgets.SelectionSlider(continuous_update=False, **options)

@@ -1,4 +1,4 @@
-"""Whether a network is in order at initialisation: rules on its numbers, and the report of a check.
+"""Whether a network is in order at initialisation: rules on its numbers, and declarations checked.
 
 Every rule is about a consequence, so that its bound has a reason that no data were asked for. What
 a rule reads is measured where a module was run, else predicted.
@@ -6,21 +6,16 @@ a rule reads is measured where a module was run, else predicted.
 
 from __future__ import annotations
 
-import dataclasses
-import html
 import math
 import os
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from rich.markup import escape
 
 from .. import from_huggingface
-from ..errors import MomentsError, domain_error, listed, without_warnings
-from ..files import as_frame, plain
+from ..errors import domain_error, listed, without_warnings
 from ..model.patches import PatchEmbedding
 from ..model.presets import preset
 from ..model.transformer import Transformer
@@ -28,20 +23,14 @@ from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from ..prediction.resolution import shortened
 from .expected import TOLERANCE, point_log_variance
-from .html import document, fragment, picture, table
+from .findings import Finding, Report, Row, choices, ranked, streamed
 from .precision import FORMATS, precision
 from .recognition import Weight, WeightRule, in_words, recognise, weights_of
-from .report import number, render, tabled
-from .verdict import NAMES, times
+from .verdict import times
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
     from ..prediction.result import Prediction
     from .comparison import Comparison
-
-SEVERITIES = ("error", "warning", "note")
 
 BY_CHANCE = 1e-3
 """Probability that the chance of one draw decides any rule on a right network: such numbers are
@@ -90,293 +79,10 @@ OVERFLOW = 1e-9
 has."""
 
 
-@dataclass(frozen=True)
-class Trouble:
-    """One thing that is not in order.
-
-    Attributes:
-        severity, kind: "error", "warning" or "note", and a short name such as "wrong variance".
-        parameters, layers: tensors or submodules under the user's own names, and where, from 1.
-        measured, expected: numbers, nan where there are none.
-        reason, mend: what it comes from, and what to do.
-    """
-
-    severity: str
-    kind: str
-    parameters: tuple[str, ...]
-    layers: tuple[int, ...] = ()
-    measured: float = math.nan
-    expected: float = math.nan
-    reason: str = ""
-    mend: str = ""
-
-    def __str__(self) -> str:
-        where = f" in {', '.join(self.parameters)}" if self.parameters else ""
-        return f"{self.severity}: {self.kind}{where}: {self.reason}. Mend: {self.mend}"
-
-
-class Number(NamedTuple):
-    """A measured number (nan where nothing was measured) beside the expected one and its 95 % band
-    (nan where none is known); `state` is "ok", "out", or "" where it is not judged."""
-
-    quantity: str
-    parameter: str
-    measured: float
-    expected: float
-    low: float = math.nan
-    high: float = math.nan
-    state: str = ""
-
-    def cells(self) -> tuple[str, ...]:
-        """Quantity, parameter, both numbers and the band, as tables have them."""
-        band = f"{number(self.low)} to {number(self.high)}" if math.isfinite(self.low) else "-"
-        both = ("-" if math.isnan(v) else number(v) for v in (self.measured, self.expected))
-        return self.quantity, self.parameter, *both, band
-
-
-class Unhealthy(MomentsError, AssertionError):
-    """A network has findings; the text is the report."""
-
-
-@dataclass(frozen=True, eq=False)
-class CheckReport:
-    """What `moments.check` found.
-
-    Attributes:
-        source: what was checked.
-        scheme: what its initialisation seems to be, in words.
-        findings: errors, then warnings.
-        notes: what else was seen, and is no fault by itself.
-        unchecked: what was not checked, a phrase each.
-        numbers: measured numbers beside expected ones.
-        prediction: for the network with the weights that it has.
-        comparison: with the measurement; None where nothing was measured.
-        read: what it was run on, in words; "" where nothing was measured.
-        architecture: what it is, in words.
-    """
-
-    source: str
-    scheme: str
-    findings: tuple[Trouble, ...]
-    notes: tuple[str, ...]
-    unchecked: tuple[str, ...]
-    numbers: tuple[Number, ...]
-    prediction: Prediction = field(repr=False)
-    comparison: Comparison | None = field(repr=False)
-    read: str = ""
-    architecture: str = ""
-
-    @property
-    def healthy(self) -> bool:
-        """Whether there is no finding. It says nothing of what was not checked: see `unchecked`."""
-        return not self.findings
-
-    def assert_healthy(self) -> None:
-        """For test suites: raise Unhealthy, an AssertionError, where there are findings."""
-        if self.findings:
-            raise Unhealthy(str(self))
-
-    def with_measured(self, measured: Mapping[Any, Any]) -> CheckReport:
-        """The same with measured numbers: variances by layer, or arguments of `expects`."""
-        by_name = any(isinstance(key, str) for key in measured)
-        found = self.prediction.expects(**(measured if by_name else {"variance": measured}))
-        if found.expected:
-            return dataclasses.replace(self, notes=(*self.notes, str(found)))
-        worst = max(found.points, key=lambda point: abs(point.deviations))
-        trouble = Trouble(
-            "error" if found.verdict == "not expected" else "warning",
-            f"{found.verdict} {NAMES[worst.quantity]}",
-            (),
-            tuple(sorted({point.layer for point in found.points if not point.inside})),
-            worst.measured,
-            worst.predicted,
-            str(found).removeprefix(f"{found.verdict}: ").replace("\n", " "),
-            "apply what the declaration says, or declare what is applied",
-        )
-        return dataclasses.replace(self, findings=ranked([*self.findings, trouble]))
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per number: quantity, parameter, measured, expected, low, high, state."""
-        return as_frame(self.numbers, columns=Number._fields)
-
-    def findings_frame(self) -> pd.DataFrame:
-        """One row per finding: its attributes."""
-        columns = [f.name for f in dataclasses.fields(Trouble)]
-        return as_frame([dataclasses.asdict(f) for f in self.findings], columns=columns)
-
-    def precision(self) -> pd.DataFrame:
-        """What bf16, fp16 and fp8 lose at every point, forward and backward: see
-        `moments.show.precision`."""
-        return precision(self.prediction)
-
-    @property
-    def headline(self) -> str:
-        """What was checked, and how many findings there are."""
-        count = len(self.findings)
-        state = f"{count} finding{'s' * (count > 1)}" if count else "nothing found wrong"
-        tokens = self.prediction.model.seq_len
-        judged = f" at {tokens} tokens" if self.comparison is None else ""
-        return f"{self.source}{judged}: {state}"
-
-    def verdict(self) -> str:
-        """One line."""
-        seen = self.read or "nothing was measured, all of it predicted"
-        parts = [self.headline, self.architecture, self.scheme, *self._growth(), seen]
-        if self.unchecked:
-            parts.append(f"NOT CHECKED: {'; '.join(self.unchecked)}")
-        return "; ".join(part for part in parts if part)
-
-    def _growth(self) -> Iterator[str]:
-        p = self.prediction
-        m: Any = p if self.comparison is None else self.comparison.measurement
-        told = "" if m is p else " ({:.3g} expected)"
-        for name, up in (("variance", True), ("gradient variance", False)):
-            field_ = name.replace("gradient ", "grad_")
-            ends = [(getattr(one, field_)[0], getattr(one, field_)[-1]) for one in (m, p)]
-            ratios = [times(b, a) if up else times(a, b) for a, b in ends]
-            where = "from first to last layer" if up else "at the first layer over the last"
-            yield f"{name} x {ratios[0]:.3g}{told.format(ratios[1])} {where}"
-        yield f"token correlation {m.correlation[0]:.2f} to {m.correlation[-1]:.2f}"
-        if m.loss is not None and (vocab := choices(p.model)) is not None:
-            yield f"loss {m.loss:.3f}, log({vocab}) = {math.log(vocab):.3f}"
-
-    def __str__(self) -> str:
-        lines = _wrapped(self.verdict(), "")
-        if not self.findings:
-            # What formats lose, a page of the report tells; the rest may be news.
-            told = [n for n in self.notes if not any(form.title in n for form in FORMATS)]
-            rest = [line for n in told for line in _wrapped(f"note: {n}", "   ")]
-            return "\n".join([" ".join(lines), *rest])
-        for place, found in enumerate(self.findings, start=1):
-            lines += _wrapped(f"{place}. {found}", "   ")
-        lines += [f"   {line}" for line in self.table().splitlines()]
-        for note in self.notes:
-            lines += _wrapped(f"note: {note}", "   ")
-        return "\n".join(lines)
-
-    def table(self) -> str:
-        """The numbers as text."""
-        rows = [(n.state, *map(escape, n.cells())) for n in self.numbers]
-        return render(tabled(None, ("", *NUMBER_HEADS), rows, text=3), TABLE_WIDTH)
-
-    def to_html(self) -> str:
-        """The whole report as one HTML file, its pictures inside it."""
-        return document(f"moments check: {self.source}", _body(self, whole=True))
-
-    def plot(self) -> Figure:
-        """Measured beside expected along the depth; without a measurement what is expected."""
-        name = self.source
-        return self.prediction.plot(name) if self.comparison is None else self.comparison.plot(name)
-
-    def to_json(self) -> str:
-        """Verdict, findings, notes, what was not checked, and numbers as JSON."""
-        import json
-
-        data = {
-            "format": 1,
-            "source": self.source,
-            "healthy": self.healthy,
-            "verdict": self.verdict(),
-            "scheme": self.scheme,
-            "architecture": self.architecture,
-            "findings": [plain(dataclasses.asdict(f)) for f in self.findings],
-            "notes": list(self.notes),
-            "unchecked": list(self.unchecked),
-            "read": self.read,
-            "numbers": [plain(n._asdict()) for n in self.numbers],
-        }
-        return json.dumps(data, indent=2, allow_nan=False)
-
-    def _repr_html_(self) -> str:
-        return fragment(_body(self, whole=False))  # a notebook has the picture beside it
-
-    def __repr__(self) -> str:
-        kinds = ", ".join(f.kind for f in self.findings[:4])
-        return f"CheckReport({self.source}: {kinds or 'healthy'})"
-
-
-WIDTH = 110
-TABLE_WIDTH = 240  # parameter names stay whole
-NUMBER_HEADS = ("number", "parameter", "measured", "expected", "95 % of draws")
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
-
-
-# --- as HTML --------------------------------------------------------------------------------------
-
-
-def _body(report: CheckReport, *, whole: bool) -> str:
-    """What stands on a page; the picture and what formats lose where it is a whole one."""
-    parts = [f"<h1>{html.escape(report.headline)}</h1>"]
-    parts.append(f'<p class="soft">{html.escape(report.verdict())}</p>')
-    for found in report.findings:
-        names = ", ".join(f"<code>{html.escape(name)}</code>" for name in found.parameters)
-        parts.append(
-            f'<div class="card {found.severity}"><span class="kind">{found.severity}: '
-            f"{html.escape(found.kind)}</span> {names}<br>{html.escape(found.reason)}<br>"
-            f'<span class="soft">Mend:</span> {html.escape(found.mend)}</div>'
-        )
-    parts.append("<h2>Measured beside expected</h2>" if report.read else "<h2>Predicted</h2>")
-    rows = [list(n.cells()) for n in report.numbers]
-    out = {(place, 2) for place, n in enumerate(report.numbers) if n.state == "out"}
-    for place, column in out:
-        rows[place][column] += " (out)"
-    parts.append(table(NUMBER_HEADS, rows, text={0, 1}, out=out))
-    if whole:
-        parts.append(picture(report.plot()))
-        parts += ["<h2>What number formats lose</h2>", _precision(report)]
-    for title, said in (("Notes", report.notes), ("Not checked", report.unchecked)):
-        if said:
-            items = "".join(f"<li>{html.escape(words)}</li>" for words in said)
-            parts.append(f"<h2>{title}</h2><ul>{items}</ul>")
-    return "".join(parts)
-
-
-def _precision(report: CheckReport) -> str:
-    """The worst point of every format, each way."""
-    rows = []
-    frame = report.precision()
-    for (form, way), sites in frame.groupby(["format", "way"], sort=False):
-        worst: Any = (
-            sites.assign(lost=sites["zero"] + sites["overflow"]).sort_values("lost").iloc[-1]
-        )
-        shares = (f"{100 * worst[name]:.3g} %" for name in ("zero", "subnormal", "overflow"))
-        where = f"{worst['site']}, layer {int(worst['layer'])}"
-        rows.append((f"{form}, {way}", where, *shares))
-    heads = ("unscaled, at its worst point", "point", "become 0", "subnormal", "overflow")
-    return table(heads, rows, text={0, 1})
-
-
-def in_short(model: Transformer) -> str:
-    """What a network is, in a line: mask, norms, heads, positions, size."""
-    kinds = list(dict.fromkeys(model.placements))
-    names = {"pre": "Pre-LN", "post": "Post-LN", "none": "no norms"}
-    placement = "Mix-LN" if model.norm == "mix" else names.get(kinds[0], f"{kinds[0]} norms")
-    norm = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(
-        model.normalization, model.normalization
-    )
-    shared = model.kv_heads or model.heads
-    heads = f"{model.heads} heads" + (f" on {shared} of keys" if shared != model.heads else "")
-    parts = [f"{'causal' if model.causal else 'full'} attention", placement]
-    parts += [norm] if model.norm != "none" else []
-    parts += [heads, f"{'gated ' if model.gated else ''}{model.activation}"]
-    parts += ["rotary"] if model.rotary is not None else []
-    parts += ["ALiBi"] if model.alibi else []
-    return ", ".join([*parts, f"{model.layers} x {model.d_model}", f"{model.seq_len} tokens"])
-
-
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def choices(model: Transformer) -> int | None:
-    """Logits per prediction, where a head declares them."""
-    known = model.head is not None and model.head.loss is not None
-    return model.head.choices(model.embedding) if known else None
-
-
-def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Iterator[Number]:
+def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Iterator[Row]:
     """Both ends of the stream, the loss and the logits."""
     model = prediction.model
     ends = (("entering layer 1", 0), (f"leaving layer {model.layers}", model.layers))
@@ -391,34 +97,33 @@ def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Ite
             if points:
                 row = points[name, n]
                 seen, expected = float(row["measured"]), float(row["predicted"])
-                state = "ok" if row["inside"] else "out"
-                low, high = float(row["low"]), float(row["high"])
-                yield Number(words, "", seen, expected, low, high, state)
+                band = float(row["low"]), float(row["high"])
+                yield streamed(words, seen, expected, band, bool(row["inside"]))
             else:
                 expected, (low, high) = float(getattr(prediction, name)[n]), (math.nan, math.nan)
                 if name == "grad_variance":
                     low, high = map(float, prediction.grad_variance_band[:, n])
-                yield Number(words, "", math.nan, expected, low, high)
+                yield streamed(words, math.nan, expected, (low, high))
     measured: Any = None if comparison is None else comparison.measurement
     for where, n in ends:
         seen = math.nan if measured is None else float(measured.correlation[n])
-        yield Number(f"token correlation {where}", "", seen, float(prediction.correlation[n]))
+        yield streamed(f"token correlation {where}", seen, float(prediction.correlation[n]))
     yield from _outputs(prediction, measured)
 
 
-def _outputs(prediction: Prediction, measured: Any) -> Iterator[Number]:
+def _outputs(prediction: Prediction, measured: Any) -> Iterator[Row]:
     vocab = choices(prediction.model)
     loss = None if measured is None else measured.loss
     seen = math.nan if loss is None else float(loss)
     if prediction.loss is not None:
         expected, error = float(prediction.loss), NORMAL_95 * float(prediction.loss_stderr or 0.0)
-        yield Number("loss", "", seen, expected, expected - error, expected + error)
+        yield streamed("loss", seen, expected, (expected - error, expected + error))
     if vocab is not None:
-        yield Number(f"loss against log({vocab})", "", seen, math.log(vocab))
+        yield streamed(f"loss against log({vocab})", seen, math.log(vocab))
     if prediction.logit_variance is not None:
         logits = None if measured is None else measured.logit_variance
         seen = math.nan if logits is None else float(logits)
-        yield Number("mean squared logit", "", seen, float(prediction.logit_variance))
+        yield streamed("mean squared logit", seen, float(prediction.logit_variance))
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -445,15 +150,15 @@ class Seen(NamedTuple):
         return tuple(name for role in roles for name in self.names.get(role, ()))
 
 
-def rules(seen: Seen) -> tuple[list[Trouble], list[str]]:
-    """Troubles and notes from the numbers along the depth and at the output."""
+def rules(seen: Seen) -> tuple[list[Finding], list[str]]:
+    """Findings and notes from the numbers along the depth and at the output."""
     every = (_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _range)
     found = [one for rule in every for one in rule(seen)]
-    troubles = [one for one in found if isinstance(one, Trouble)]
-    return troubles, [one for one in found if isinstance(one, str)]
+    findings = [one for one in found if isinstance(one, Finding)]
+    return findings, [one for one in found if isinstance(one, str)]
 
 
-Found = Iterator[Trouble | str]
+Found = Iterator[Finding | str]
 
 
 def _loss(seen: Seen) -> Found:
@@ -474,7 +179,7 @@ def _loss(seen: Seen) -> Found:
     width = model.d_model * (model.head.output_scale or 1.0) ** 2
     told = "" if logits is None else f"; logits have a mean square of {float(logits):.3g}, not 1"
     told += ", and the head is the token table itself" if model.head.tied else ""
-    yield Trouble(
+    yield Finding(
         "error" if judged > 2 * uniform else "warning",
         "initial loss",
         names,
@@ -508,7 +213,7 @@ def _collapse(seen: Seen) -> Found:
     layers = tuple(int(n) for n in alike if n)
     where = f"after layer {first}" if first else "before layer 1"
     worst = float(correlation[alike[0]])
-    yield Trouble(
+    yield Finding(
         "warning",
         "tokens alike",
         seen.of("output", "ffn_out")[:2] if first else seen.of("token", "position"),
@@ -592,7 +297,7 @@ def _identity(seen: Seen) -> Found:
     if embedding is not None and tokens is not None and inner:
         entering = float(embedding.scale) ** 2 * float(tokens)
         if entering > LARGE * inner and float(np.min(ratio)) * entering / inner > IDENTITY:
-            yield Trouble(
+            yield Finding(
                 "warning",
                 "embedding scale",
                 seen.of("token") or ("token",),
@@ -605,7 +310,7 @@ def _identity(seen: Seen) -> Found:
                 "nn.Embedding draws itself with std 1",
             )
             return
-    yield Trouble(
+    yield Finding(
         "warning",
         "identity layers",
         seen.of("output", "ffn_out"),
@@ -629,7 +334,7 @@ def _gradient(seen: Seen) -> Found:
     if not last or 1 / GRADIENT <= ratio <= GRADIENT:
         return
     way = "vanishes" if ratio < 1 else "explodes"
-    yield Trouble(
+    yield Finding(
         "warning",
         f"gradient {way}",
         (),
@@ -657,7 +362,7 @@ def _tables(seen: Seen) -> Found:
             if sines
             else "draw positions with the std of the tokens"
         )
-        yield Trouble(
+        yield Finding(
             "warning",
             "positions drown tokens",
             seen.of("position") or ("positions",),
@@ -671,7 +376,7 @@ def _tables(seen: Seen) -> Found:
     epsilon, first = seen.prediction.model.norm_epsilon, float(seen.source.variance[0])
     pre = seen.prediction.model.placements[0] == "pre"
     if _swallowed(seen):
-        yield Trouble(
+        yield Finding(
             "warning",
             "norm epsilon",
             seen.of("attention.norm.gain", "ffn.norm.gain"),
@@ -706,7 +411,7 @@ def _final_norm(seen: Seen) -> Found:
         yield "no norm stands between the last Pre-LN layer and the head, as it is meant"
         return
     growth = times(float(seen.source.variance[-1]), float(seen.source.variance[0]))
-    yield Trouble(
+    yield Finding(
         "warning",
         "no final norm",
         seen.of("final.norm.gain", "head") or seen.of("token") or ("head",),
@@ -725,7 +430,7 @@ def _attention(seen: Seen) -> Found:
     if len(peaked):
         layers = tuple(int(n) for n in peaked["layer"])
         worst = float(peaked["logit_variance"].max())
-        yield Trouble(
+        yield Finding(
             "warning",
             "attention saturated",
             seen.of("query", "key"),
@@ -739,28 +444,26 @@ def _attention(seen: Seen) -> Found:
 
 
 def _range(seen: Seen) -> Found:
+    """Of the format that the parameters have, and of bf16, which has the range of float32."""
     frame = precision(seen.prediction)
     for form in FORMATS:
-        rows = frame[frame["format"] == form.title]
         used = seen.dtype == form.name
-        if form.name.startswith("float8") and not used:
-            continue  # `CheckReport.precision` has all formats
-        forward, back = (rows[rows["way"] == way] for way in ("forward", "gradient"))
+        rows = frame[frame["format"] == form.title]
         over = rows[rows["overflow"] > OVERFLOW]
-        if len(over):
+        if len(over) and (used or form.name == "bfloat16"):
             worst: Any = over.sort_values("overflow").iloc[-1]
             words = (
                 f"{form.title} overflows at {worst['site']} of layer {int(worst['layer'])} "
                 f"({worst['way']}): a variance of {worst['variance']:.3g} leaves "
                 f"{worst['overflow']:.2g} of the entries beyond {form.largest:g}"
             )
-            if used or form.name == "bfloat16":
-                mend = "keep the stream's variance in range with a norm or a residual scale"
-                layer = (int(worst["layer"]),)
-                numbers = float(worst["overflow"]), OVERFLOW
-                yield Trouble("error", "overflow", (), layer, *numbers, words, mend)
-            else:
-                yield words
+            mend = "keep the stream's variance in range with a norm or a residual scale"
+            layer = (int(worst["layer"]),)
+            numbers = float(worst["overflow"]), OVERFLOW
+            yield Finding("error", "overflow", (), layer, *numbers, words, mend)
+        if not used:
+            continue  # `Report.precision` has all formats
+        forward, back = (rows[rows["way"] == way] for way in ("forward", "gradient"))
         lost = back[back["zero"] > 0.5]
         if len(lost) and form.name != "bfloat16":
             smallest = float(back["variance"].min())
@@ -770,12 +473,9 @@ def _range(seen: Seen) -> Found:
                 f"{len(lost)} of {len(back)} points (rms down to {math.sqrt(smallest):.2g}); a "
                 f"loss scale of 2^{power} brings them into its normal range"
             )
-            if used:
-                mend = f"scale the loss by 2^{power} (torch.amp.GradScaler), or use bf16"
-                numbers = float(lost["zero"].max()), 0.5
-                yield Trouble("warning", "gradient underflow", (), (), *numbers, words, mend)
-            else:
-                yield words
+            mend = f"scale the loss by 2^{power} (torch.amp.GradScaler), or use bf16"
+            numbers = float(lost["zero"].max()), 0.5
+            yield Finding("warning", "gradient underflow", (), (), *numbers, words, mend)
         flushed = forward[forward["zero"] > 0.5]
         if len(flushed):
             worst = flushed.sort_values("zero").iloc[-1]
@@ -785,12 +485,21 @@ def _range(seen: Seen) -> Found:
             )
 
 
-def ranked(troubles: Sequence[Trouble]) -> tuple[Trouble, ...]:
-    """Errors first, in the order in which they were found."""
-    return tuple(sorted(troubles, key=lambda t: SEVERITIES.index(t.severity)))
-
-
 # --- declarations ---------------------------------------------------------------------------------
+
+
+def made_by(subject: Any) -> tuple[Any, Any]:
+    """What a function without arguments makes, and its batch where it gives one; anything else as
+    it is."""
+    a_function = callable(subject) and not hasattr(subject, "forward") and not _config(subject)
+    if isinstance(subject, type) or a_function:
+        subject = subject()
+    pair = isinstance(subject, tuple) and len(subject) == 2 and hasattr(subject[0], "forward")
+    return subject if pair else (subject, None)
+
+
+def _config(subject: Any) -> bool:
+    return hasattr(subject, "to_diff_dict") or isinstance(subject, Mapping)
 
 
 def declared(subject: Any) -> tuple[Transformer, str] | None:
@@ -799,11 +508,14 @@ def declared(subject: Any) -> tuple[Transformer, str] | None:
         return subject, "Transformer"
     if isinstance(subject, str) and subject in preset.names():
         return shortened(preset(subject)), subject
-    if isinstance(subject, Mapping) or hasattr(subject, "to_diff_dict"):
+    if _config(subject):
         config = subject if isinstance(subject, Mapping) else subject.to_dict()
         return shortened(from_huggingface(subject)), f"config of type {config.get('model_type')!r}"
-    if isinstance(subject, str | os.PathLike) and str(subject).endswith(".json"):
-        return shortened(from_huggingface(subject)), str(subject)
+    if isinstance(subject, str | os.PathLike):
+        path = Path(subject)
+        alone = path.is_dir() and not any(path.glob("*.safetensors"))
+        if path.suffix == ".json" or (alone and (path / "config.json").is_file()):
+            return shortened(from_huggingface(subject)), str(subject)
     model = getattr(subject, "model", None)
     if isinstance(model, Transformer):
         return model, type(subject).__name__
@@ -812,7 +524,7 @@ def declared(subject: Any) -> tuple[Transformer, str] | None:
 
 def check_declared(
     model: Transformer, name: str, *, batch: Any = None, scheme: Any = None, loss: Any = None
-) -> CheckReport:
+) -> Report:
     """A declaration by its predictions; DomainError for a batch or a loss, which need a module."""
     for argument, value in (("batch", batch), ("loss", loss)):
         if value is not None:
@@ -833,24 +545,23 @@ def check_declared(
     weights = weights_of(model)
     reading = recognise(weights, model)
     seen = Seen(prediction, None, {}, meant or model)
-    troubles, said = rules(seen)
-    troubles += _otherwise(weights, meant)
+    findings, said = rules(seen)
+    findings += _otherwise(weights, meant)
     words = reading.title
     if reading.left:
         left = ", ".join(reading.roles_left())
         words = f"{words}, but for {left}" if reading.share >= 0.5 else "of no published scheme"
     if reading.meant is not None:
-        troubles.insert(0, _slipped(reading, weights))
-    return CheckReport(
+        findings.insert(0, _slipped(reading, weights))
+    return Report(
         source=name,
         scheme=words,
-        findings=ranked(troubles),
+        findings=ranked(findings),
         notes=(*notes, *said, *prediction.warnings),
         unchecked=("the module itself: nothing was run",),
-        architecture=in_short(model),
-        numbers=tuple(stream_numbers(prediction, None)),
+        rows=tuple(stream_numbers(prediction, None)),
+        model=model,
         prediction=prediction,
-        comparison=None,
     )
 
 
@@ -862,10 +573,10 @@ def _off(weights: Sequence[Weight], meant: Transformer) -> Iterator[tuple[Weight
             yield w, wanted
 
 
-def _slipped(reading: WeightRule, weights: Sequence[Weight]) -> Trouble:
+def _slipped(reading: WeightRule, weights: Sequence[Weight]) -> Finding:
     assert reading.meant is not None
     off = list(_off(weights, reading.meant))
-    return Trouble(
+    return Finding(
         "warning",
         "wrong variance",
         tuple(dict.fromkeys(w.name for w, _ in off)),
@@ -877,13 +588,13 @@ def _slipped(reading: WeightRule, weights: Sequence[Weight]) -> Trouble:
     )
 
 
-def _otherwise(weights: Sequence[Weight], meant: Transformer | None) -> Iterator[Trouble]:
+def _otherwise(weights: Sequence[Weight], meant: Transformer | None) -> Iterator[Finding]:
     groups: dict[str, list[tuple[Weight, float]]] = {}
     for w, wanted in () if meant is None else _off(weights, meant):
         groups.setdefault(w.name, []).append((w, wanted))
     for name, group in groups.items():
         weight, wanted = group[0]
-        yield Trouble(
+        yield Finding(
             "warning",
             "wrong variance",
             (name,),

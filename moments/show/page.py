@@ -3,10 +3,9 @@ pictures are SVG inside it and take the reader's light or dark colours."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -25,9 +24,8 @@ from ..prediction.predict import predict
 from ..prediction.result import Prediction
 from ..scheme.registry import scheme as scheme_of
 from ..scheme.registry import schemes as every_scheme
-from .chart import ROLES, STYLE, Chart, Curve, shown
-from .expected import one_draw
-from .html import details, document, table
+from .html import document, picture, render
+from .plot import plot_curves, plot_stream, shown
 from .report import TITLES
 from .scheme_table import COLUMNS as SCHEME_COLUMNS
 from .scheme_table import SchemeComparison, compare_schemes
@@ -50,7 +48,8 @@ class Report:
 
     def to_html(self) -> str:
         """The whole page."""
-        return _page(self)
+        body = render("report.html", **_values(self))
+        return document(f"{self.name} at initialisation", body)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page, whole or not at all; DomainError where its name does not end in .html."""
@@ -117,45 +116,31 @@ def report(
 # --- the page ------------------------------------------------------------------------------------
 
 
-def _page(report: Report) -> str:
+def _values(report: Report) -> dict[str, Any]:
+    """What templates/report.html says."""
     from .. import __version__
 
     prediction, model = report.prediction, report.prediction.model
-    title, words = escape(report.name), growth(prediction)
-    stored = json.dumps(model.to_dict(), indent=1, allow_nan=False)
-    body = [
-        f"<h1>{title} at initialisation</h1>",
-        f'<p class="soft">{in_brief(model)}; theory {prediction.theory}, '
-        f"{escape(prediction.resolution)}; moments {__version__}</p>",
-        f'<p class="card">{escape(words[:1].upper() + words[1:])}.</p>',
-        _warnings(prediction),
-        "<h2>What it is</h2>",
-        table([], [(name, text) for name, text in rows(model)], text={0, 1}),
-        f"<h2>Signal and gradient along the depth of {title}</h2>",
-        '<p class="soft">Variances are means over draws of the weights; shaded: where one draw '
-        "falls 95 % of the time. Correlations are those between different tokens. Gradients are "
-        f"{_of_what(prediction)}.</p>",
-        _charts(stream_charts(prediction)),
-        details("layer by layer", _stream_table(prediction)),
-        f"<h2>Gradients of the weight matrices of {title}</h2>",
-        _weights(prediction),
-        _tokens(prediction),
-        _loss(prediction),
-        _schemes(report),
-        _laws(report),
-        "<h2>Do it again</h2>",
-        "<p>As <code>model.json</code>: <code>moments report model.json -o report.html</code>, "
-        "or in Python:</p>",
-        f"<pre>{escape(_SNIPPET)}</pre>",
-        details("model.json", f"<pre>{escape(stored)}</pre>"),
-    ]
-    return document(f"{report.name} at initialisation", "".join(body), STYLE)
-
-
-_SNIPPET = """import json, pathlib, moments
-
-model = moments.Transformer.from_dict(json.loads(pathlib.Path("model.json").read_text()))
-moments.report(model).save("report.html")"""
+    words = growth(prediction)
+    laws, citations = _laws(report)
+    return {
+        "name": report.name,
+        "about": f"{in_brief(model)}; theory {prediction.theory}, {prediction.resolution}; "
+        f"moments {__version__}",
+        "verdict": words[:1].upper() + words[1:],
+        "warnings": prediction.warnings,
+        "declared": rows(model),
+        "gradients_of": _of_what(prediction),
+        "stream_picture": picture(plot_stream(prediction)),
+        "stream": _stream_table(prediction),
+        "weights": _weights(prediction),
+        "positions": _positions(prediction),
+        "loss": _loss(prediction),
+        "schemes": _schemes(report),
+        "laws": laws,
+        "citations": citations,
+        "stored": json.dumps(model.to_dict(), indent=1, allow_nan=False),
+    }
 
 
 def _of_what(prediction: Prediction) -> str:
@@ -167,71 +152,17 @@ def _of_what(prediction: Prediction) -> str:
     return "those of the model's own loss"
 
 
-def _warnings(prediction: Prediction) -> str:
-    if not prediction.warnings:
-        return '<p class="soft">No formula left the range in which it was validated.</p>'
-    notes = "".join(f"<p>{escape(note)}</p>" for note in prediction.warnings)
-    title = "<strong>Where formulas leave their range</strong>"
-    return f'<div class="card warning">{title}{notes}</div>'
-
-
-def _charts(charts: Iterable[Chart]) -> str:
-    return f'<div class="charts">{"".join(chart.svg() for chart in charts)}</div>'
-
-
-STREAM = (
-    ("variance", "signal variance", "signal"),
-    ("correlation", "token correlation", "signal"),
-    ("grad_variance", "gradient variance", "gradient"),
-    ("grad_correlation", "gradient correlation", "gradient"),
-)
-"""Quantity, title and role of the charts of a stream."""
-
-
-def stream_charts(
-    shown: Prediction | np.ndarray,
-    held: Prediction | None = None,
-    *,
-    before: Prediction | None = None,
-    bands: bool = True,
-) -> list[Chart]:
-    """Variance, correlation, gradient variance and gradient correlation along the depth.
-
-    Args:
-        shown: a prediction of one configuration, or as much of one as is known, (4, layers + 1).
-        held, before: others, drawn in grey behind it, the second as far as the layers go.
-        bands: whether to shade where one draw falls.
-    """
-    if isinstance(shown, Prediction):
-        known = np.array([getattr(shown, quantity) for quantity, *_ in STREAM])
-        ranges = one_draw(shown) if bands else {}
-    else:
-        known, ranges = shown, {}
-    layers = np.arange(known.shape[-1])
-    found = []
-    for values, (quantity, title, role) in zip(known, STREAM, strict=True):
-        band = ranges.get(quantity)
-        ends = None if band is None else np.stack([band.low, band.high])
-        curves = [Curve("", values, layers, role, ends)]
-        for other, behind in ((held, "held"), (before, "before")):
-            if other is not None:
-                old = getattr(other, quantity)[: None if behind == "held" else layers.size]
-                curves.append(Curve("", old, np.arange(old.size), behind))
-        found.append(Chart(title, curves, bounded=quantity.endswith("correlation")))
-    return found
-
-
-def _by_layer(columns: Mapping[str, np.ndarray], first: int) -> str:
+def _by_layer(columns: Mapping[str, np.ndarray], first: int) -> dict[str, Any]:
     """A row for every layer, of deeper models for every so many."""
     count = len(next(iter(columns.values())))
     kept = sorted({*range(0, count, -(-count // SHOWN_LAYERS)), count - 1})
     cells = [
         [str(first + n), *(shown(float(column[n])) for column in columns.values())] for n in kept
     ]
-    return table(["layer", *columns], cells)
+    return {"heads": ["layer", *columns], "cells": cells}
 
 
-def _stream_table(prediction: Prediction) -> str:
+def _stream_table(prediction: Prediction) -> dict[str, Any]:
     columns = {TITLES[name]: getattr(prediction, name) for name in QUANTITIES}
     if prediction.theory == "refined":
         last = columns.popitem()
@@ -240,66 +171,51 @@ def _stream_table(prediction: Prediction) -> str:
     return _by_layer(columns, 0)
 
 
-def _weights(prediction: Prediction) -> str:
+def _weights(prediction: Prediction) -> dict[str, Any] | None:
+    """Squared gradient norms of the weights; None where the theory states none."""
     frame = prediction.weight_gradients()
     inner = frame[(frame.layer > 0) & (frame.layer <= prediction.model.layers)]
     if inner.empty:
-        return "<p>This theory states no gradients of weights.</p>"
+        return None
     square = inner.pivot_table(index="layer", columns="weight", values="squared_norm", sort=False)
     matrices = [name for name in MATRICES if name in square]
-    blocks = [
-        ("attention", [n for n in matrices if not n.startswith(("ffn", "gate"))]),
-        ("feed-forward block", [n for n in matrices if n.startswith(("ffn", "gate"))]),
-    ]
-    charts = [
-        Chart(
-            f"squared gradient norm, {title}",
-            [
-                Curve(_spaced(name), square[name].to_numpy(), square.index.to_numpy(), role)
-                for name, role in zip(names, itertools.cycle(ROLES))
-            ],
-            "layer",
-        )
-        for title, names in blocks
-        if names
-    ]
+    blocks: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for name in matrices:
+        block = "feed-forward block" if name.startswith(("ffn", "gate")) else "attention"
+        line = (square.index.to_numpy(), square[name].to_numpy())
+        blocks.setdefault(f"Squared gradient norm, {block}", {})[_spaced(name)] = line
     names = [*matrices, *(name for name in square.columns if name not in matrices)]
-    columns = {_spaced(name): square[name].to_numpy() for name in names}
     outer = frame[(frame.layer == 0) | (frame.layer > prediction.model.layers)]
-    rest = [(str(r["weight"]), shown(r["squared_norm"])) for r in outer.to_dict("records")]
     one, every = prediction.sequences
-    of = f", of {one} of {every} sequences" if one < every else ""
-    tables = details(f"every parameter, layer by layer{of}", _by_layer(columns, 1))
-    if rest:
-        tables += details("embedding and head", table(["parameter", "squared norm"], rest, {0}))
-    return _charts(charts) + tables
+    return {
+        "picture": picture(plot_curves(blocks, "layer")) if blocks else "",
+        "inner": _by_layer({_spaced(name): square[name].to_numpy() for name in names}, 1),
+        "outer": [(str(r["weight"]), shown(r["squared_norm"])) for r in outer.to_dict("records")],
+        "of": f", of {one} of {every} sequences" if one < every else "",
+    }
 
 
 def _spaced(name: str) -> str:
     return name.replace("_", " ").replace(".", " ")
 
 
-def _tokens(prediction: Prediction) -> str:
+def _positions(prediction: Prediction) -> str:
     """Profiles by position, where positions count."""
     signal, gradient = prediction.token_variance, prediction.token_grad_variance
     if signal is None or gradient is None or signal.shape[-1] < 3:
         return ""
-    layers = prediction.model.layers
-    chosen = sorted({0, layers // 2, layers})
-    places = np.arange(1, signal.shape[-1] + 1)
+    layers, places = prediction.model.layers, np.arange(1, signal.shape[-1] + 1)
     kept = np.unique(np.rint(np.linspace(0, places.size - 1, 200)).astype(int))
-    charts = [
-        Chart(
-            f"{title} by position",
-            [
-                Curve(f"layer {n}", values[n][kept], places[kept], role)
-                for n, role in zip(chosen, ("signal", "gradient", "third"), strict=False)
-            ],
-            "position in the sequence",
+    panels = {
+        title: {
+            f"layer {n}": (places[kept], values[n][kept]) for n in sorted({0, layers // 2, layers})
+        }
+        for title, values in (
+            ("Signal variance by position", signal),
+            ("Gradient variance by position", gradient),
         )
-        for title, values in (("signal variance", signal), ("gradient variance", gradient))
-    ]
-    return "<h2>By position</h2>" + _charts(charts)
+    }
+    return picture(plot_curves(panels, "position in the sequence"))
 
 
 def _loss(prediction: Prediction) -> str:
@@ -307,19 +223,18 @@ def _loss(prediction: Prediction) -> str:
         return ""
     head = prediction.model.head
     count = head.choices(prediction.model.embedding)
-    text = (
-        f"Loss {float(prediction.loss):.4g} ± {float(prediction.loss_stderr):.2g} (one draw of the "
-        f"weights); mean square of the logits {shown(float(prediction.logit_variance or 0.0))}."
-    )
     what = "labels" if head.loss == "classification" else "words"
-    text += f" Guessing evenly among {count} {what} costs {np.log(count):.4g}."
-    return f"<h2>Loss</h2><p>{escape(text)}</p>"
+    return (
+        f"Loss {float(prediction.loss):.4g} ± {float(prediction.loss_stderr):.2g} (one draw of the "
+        f"weights); mean square of the logits {shown(float(prediction.logit_variance or 0.0))}. "
+        f"Guessing evenly among {count} {what} costs {np.log(count):.4g}."
+    )
 
 
-def _schemes(report: Report) -> str:
+def _schemes(report: Report) -> dict[str, Any] | None:
     found = report.schemes
     if found is None:
-        return ""
+        return None
     every = SchemeComparison(found.model, {"as it is": report.prediction, **found.predictions}, {})
     sets = {scheme.name: ", ".join(scheme.sets) for scheme in every_scheme()}
     heads = ["scheme", "norm", "variance, last over first", "gradient, first over last"]
@@ -329,38 +244,19 @@ def _schemes(report: Report) -> str:
         numbers = [shown(float(r[column])) for column in SCHEME_COLUMNS[2:]]
         fields = sets.get(r["scheme"], "").replace("_", " ")
         cells.append([r["scheme"], r["norm"], *numbers, fields])
-    missing = "".join(
-        f"<p class=soft>Without {escape(name)}: {escape(why)}</p>"
-        for name, why in found.left_out.items()
-    )
-    return (
-        f"<h2>What every scheme would change of {escape(report.name)}</h2>"
-        '<p class="soft">Each at its authors’ placement of the norm, with their options. '
-        "Sensitivity: median over blocks of the number of layers times the variance that a block "
-        "adds over that of the skip connection.</p>"
-        + table(heads, cells, text={0, 1, 6}, marked=0)
-        + missing
-    )
+    table = {"heads": heads, "cells": cells, "text": (0, 1, 6), "marked": 0}
+    return {"table": table, "left_out": list(found.left_out.items())}
 
 
-def _laws(report: Report) -> str:
+def _laws(report: Report) -> tuple[list[tuple[str, str, str, str]], str]:
+    """Component, quantity, status and source of every law in layer 1, and their BibTeX."""
     applied = () if report.schemes is None else report.schemes.predictions
     sources = [str(scheme.source) for scheme in every_scheme() if scheme.name in applied]
-    used = ""
-    if report.explanation is not None:
-        seen: dict[tuple[str, str], tuple[str, str]] = {}
-        for step in report.explanation.steps:
-            status = "" if step.law is None else step.law.status
-            source = step.source if step.law is None else str(step.law.source)
-            seen.setdefault((step.component, step.quantity), (status, source))
-            sources.append(source)
-        cells = [
-            (component, quantity.replace("_", " "), *about)
-            for (component, quantity), about in sorted(seen.items())
-        ]
-        heads = ["component", "quantity", "status", "source"]
-        used = details(f"{len(cells)} laws", table(heads, cells, text={0, 1, 2, 3}))
-    return (
-        f"<h2>Laws at work in layer 1 of {escape(report.name)}, and what to cite</h2>{used}"
-        f"<pre>{escape(bibtex(sources))}</pre>"
-    )
+    seen: dict[tuple[str, str], tuple[str, str]] = {}
+    for step in () if report.explanation is None else report.explanation.steps:
+        status = "" if step.law is None else step.law.status
+        source = step.source if step.law is None else str(step.law.source)
+        seen.setdefault((step.component, step.quantity), (status, source))
+        sources.append(source)
+    laws = [(part, name.replace("_", " "), *about) for (part, name), about in sorted(seen.items())]
+    return laws, bibtex(sources)

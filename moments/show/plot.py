@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import os
 import textwrap
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib import style
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from ..errors import domain_error
 from ..files import replacing
@@ -19,11 +23,9 @@ from ..model.weights import MATRICES
 from ..noise.band import NORMAL_95
 from ..prediction.draws import QUANTITIES
 from ..prediction.predict import predict
-from .chart import limits, shown, ticks
 from .diagnosis import SHARE
 from .expected import Expected, one_draw
 from .palette import DASHES, FOUND, GRADIENT, GREY, MEASURED, OUTSIDE, SERIES, SIGNAL, SOFT
-from .report import TITLES
 from .verdict import growth
 
 if TYPE_CHECKING:
@@ -33,12 +35,24 @@ if TYPE_CHECKING:
     from ..prediction.result import Prediction
     from ..solver.plan import Plan
     from .comparison import Comparison
-    from .diagnosis import Diagnosis
+    from .findings import Report
 
 SEEN = 2e-3
 """Deviation of a draw's logarithm, below which a band would be hidden by its line."""
 
 ENDINGS = (".png", ".svg", ".pdf")
+
+DEPTH = "layer (0 enters layer 1)"
+
+TITLES = {
+    "variance": "Signal variance",
+    "correlation": "Correlation between tokens",
+    "grad_variance": "Gradient variance",
+    "grad_correlation": "Gradient correlation between tokens",
+}
+
+styled = style.context(Path(__file__).with_name("moments.mplstyle"))
+"""Decorates what draws: matplotlib reads its style where axes and texts are made."""
 
 
 class Picture(Figure):
@@ -47,13 +61,13 @@ class Picture(Figure):
     def __init__(self, width: float, height: float) -> None:
         super().__init__(figsize=(width, height), layout="constrained")
 
-    def head(self, title: str, size: float = 12) -> None:
+    def head(self, title: str) -> None:
         """A title over all of it."""
-        self.suptitle(title, x=0.01, ha="left", fontsize=size)
+        self.suptitle(title, x=0.01, ha="left")
 
-    def below(self, words: str, size: float = 8.5) -> None:
+    def below(self, words: str) -> None:
         """What it says, in words under it."""
-        self.supxlabel(words, x=0.01, ha="left", fontsize=size, color=SOFT)
+        self.supxlabel(words, x=0.01, ha="left", color=SOFT)
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -61,7 +75,7 @@ class Picture(Figure):
         return buffer.getvalue()
 
 
-def save(figure: Figure, path: str | os.PathLike[str], dpi: float = 150) -> None:
+def save(figure: Figure, path: str | os.PathLike[str], dpi: float = 110) -> None:
     """Write a picture, whole or not at all; the file's ending gives the format."""
     ending = check_ending(path)
     with replacing(path) as partial:
@@ -78,13 +92,57 @@ def check_ending(path: str | os.PathLike[str]) -> str:
     return ending
 
 
+# --- axes -----------------------------------------------------------------------------------------
+
+
+def limits(parts: Iterable[np.ndarray], bounded: bool) -> tuple[float, float, bool]:
+    """Ends of an axis for what is drawn on it, and whether it is logarithmic: where values span a
+    factor of five. `bounded`: correlations or shares, drawn from 0."""
+    values = np.concatenate([np.ravel(part) for part in parts])
+    values = values[np.isfinite(values)]
+    low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))
+    if not values.size:
+        return 0.0, 1.0, False
+    if bounded:
+        return min(0.0, 1.1 * low), max(1.02 * high, min(1.02, max(1.25 * high, 0.1))), False
+    positive = values[values > 0]
+    if low >= 0 and positive.size > 0.9 * values.size:  # a zero among many lies on the floor
+        low = float(positive.min())
+    if low > 0 and high > 5 * low:
+        margin = 0.04 * math.log(high / low)
+        return low * math.exp(-margin), high * math.exp(min(margin, 1.0)), True
+    return min(0.0, 1.1 * low), 1.15 * high or 1.0, False
+
+
+def ticks(low: float, high: float, log: bool) -> list[float]:
+    """Round numbers between two ends, some five of them."""
+    if not log:
+        found = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    else:
+        decades = math.log10(high / low)
+        subs = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1.7 else (1.0, 2.0, 5.0)
+        found = LogLocator(subs=subs, numticks=6).tick_values(low, high)
+    return [float(t) for t in found if low <= t <= high]
+
+
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def shown(value: float) -> str:
+    """A number in few signs; powers of ten as such."""
+    if value and not 1e-3 <= abs(value) < 1e5:
+        power = math.floor(math.log10(abs(value)) + 1e-9)
+        front = value / 10.0**power
+        base = f"10{str(power).translate(_RAISED)}"
+        return base if abs(front - 1) < 1e-6 else f"{front:.3g}·{base}"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+
+
 def round_ticks(axis: Any, low: float, high: float) -> None:
-    """Round numbers between two ends of a logarithmic axis or colour bar, all written alike;
-    beyond four decades powers of ten do."""
-    if high < 1e4 * low:
-        found = ticks(low, high, True)
-        axis.set_ticks(found, labels=[shown(tick) for tick in found])
-        axis.set_ticks([], minor=True)
+    """Round numbers between two ends of a logarithmic axis or colour bar, all written alike."""
+    found = ticks(low, high, True)
+    axis.set_ticks(found, labels=[shown(tick) for tick in found])
+    axis.set_ticks([], minor=True)
 
 
 def along_layers(ax: Axes, label: str = "layer") -> None:
@@ -93,36 +151,18 @@ def along_layers(ax: Axes, label: str = "layer") -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _color(quantity: str) -> str:
-    return GRADIENT if quantity.startswith("grad") else SIGNAL
-
-
-def _panels(title: str) -> tuple[Picture, dict[str, Axes]]:
-    figure = Picture(9.5, 6.2)
-    grid = figure.subplots(2, 2, sharex=True)
-    axes = dict(zip(QUANTITIES, grid.ravel(), strict=True))
-    for quantity, ax in axes.items():
-        dress(ax, TITLES[quantity])
-    for ax in grid[1]:
-        along_layers(ax, "layer (0 enters layer 1)")
-    figure.head(title)
-    return figure, axes
-
-
-def dress(ax: Axes, title: str = "", size: float = 10.5) -> None:
-    """A panel in the manner of all: a light grid, no frame, its title on the left."""
-    ax.set_title(title, loc="left", fontsize=size)
-    ax.grid(alpha=0.25, linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
-
-
 def scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
     """The axis of a quantity, from what is drawn on it."""
     low, high, log = limits(curves, quantity.endswith("correlation"))
     if log:
         ax.set_yscale("log")
         round_ticks(ax.yaxis, low, high)
+    elif high < 1e-3:
+        ax.yaxis.set_major_formatter(lambda value, _: shown(value))
     ax.set_ylim(low, high)
+
+
+# --- one model along its depth --------------------------------------------------------------------
 
 
 def called(model: Transformer, name: str | None) -> str:
@@ -132,7 +172,26 @@ def called(model: Transformer, name: str | None) -> str:
 
 def _describe(prediction: Prediction, name: str | None) -> str:
     model = prediction.model
-    return f"{called(model, name)}: {in_brief(model)}, theory {prediction.theory}"
+    theory = "" if prediction.theory == "refined" else f", {prediction.theory} formulas"
+    return f"{called(model, name)}: {in_brief(model)}{theory}"
+
+
+def _color(quantity: str) -> str:
+    return GRADIENT if quantity.startswith("grad") else SIGNAL
+
+
+def _panels(title: str = "") -> tuple[Picture, dict[str, Axes]]:
+    """A panel for each quantity of the stream, named by it."""
+    figure = Picture(9.5, 6.2)
+    grid = figure.subplots(2, 2, sharex=True)
+    axes = dict(zip(QUANTITIES, grid.ravel(), strict=True))
+    for quantity, ax in axes.items():
+        ax.set_title(TITLES[quantity])
+    for ax in grid[1]:
+        along_layers(ax, DEPTH)
+    if title:
+        figure.head(title)
+    return figure, axes
 
 
 def _shade(ax: Axes, quantity: str, band: Expected, label: str) -> None:
@@ -141,28 +200,63 @@ def _shade(ax: Axes, quantity: str, band: Expected, label: str) -> None:
     drawn.set(linewidth=0, label=label)
 
 
-def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
-    """Four panels along the depth, `name` in the title; one line per configuration."""
-    figure, axes = _panels(_describe(prediction, name))
-    figure.below(growth(prediction))
+@styled
+def plot_stream(prediction: Prediction, behind: Prediction | None = None) -> Picture:
+    """Variance, correlation and their gradients along the depth, each with where one draw of the
+    weights falls; `behind`, another prediction of any depth, in grey below it."""
+    figure, axes = _panels()
     layers = np.arange(prediction.model.layers + 1)
     bands = one_draw(prediction)
     for quantity, ax in axes.items():
-        band, label = bands.get(quantity), "mean over draws"
+        drawn, band, label = [], bands.get(quantity), "mean over draws"
         if band is not None and float(np.max(band.deviation)) < SEEN:
             label += f"; one draw is within {2 * SEEN:.1%}"
         elif band is not None:
             _shade(ax, quantity, band, "95 % of draws")
-        curves = getattr(prediction, quantity).reshape(-1, layers.size)
-        for curve in curves:
-            ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, alpha=0.9, label=label)
-            label = "_" if len(curves) > 1 else label
-        scale(ax, quantity, curves, *(() if band is None else (band.low, band.high)))
+        if band is not None:
+            drawn += [band.low, band.high]
+        if behind is not None:
+            drawn.append(getattr(behind, quantity))
+            ax.plot(drawn[-1], color=GREY, linestyle=DASHES[1], label="kept")
+        drawn.append(getattr(prediction, quantity).reshape(-1, layers.size))
+        for curve in drawn[-1]:
+            ax.plot(layers, curve, color=_color(quantity), alpha=0.9, label=label)
+            label = "_" if len(drawn[-1]) > 1 else label
+        scale(ax, quantity, *(curves.ravel() for curves in drawn))
         if quantity in ("variance", "grad_variance"):
-            ax.legend(frameon=False, fontsize=9)
+            ax.legend()
     return figure
 
 
+@styled
+def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
+    """`plot_stream` with the model's `name` over it and what the depth does to it below."""
+    figure = plot_stream(prediction)
+    figure.head(_describe(prediction, name))
+    figure.below(growth(prediction))
+    return figure
+
+
+@styled
+def plot_curves(
+    panels: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]], x: str
+) -> Figure:
+    """Panels beside each other by their titles, in each the lines (x, y) by their labels."""
+    figure = Picture(9.5, 3.4)
+    grid = figure.subplots(1, len(panels), squeeze=False)
+    for ax, (title, curves) in zip(grid[0], panels.items(), strict=True):
+        ax.set_title(title)
+        along_layers(ax, x)
+        for (label, line), color, dash in zip(
+            curves.items(), itertools.cycle(SERIES), itertools.cycle(DASHES), strict=False
+        ):
+            ax.plot(*line, color=color, linestyle=dash, label=label)
+        scale(ax, "variance", *(y for _, y in curves.values()))
+        ax.legend(ncols=2)
+    return figure
+
+
+@styled
 def plot_comparison(
     comparison: Comparison, name: str | None = None, found: Prediction | None = None
 ) -> Picture:
@@ -180,7 +274,7 @@ def plot_comparison(
         points = getattr(measurement, quantity)
         stderr = np.nan_to_num(getattr(measurement, f"{quantity}_stderr"))
         label = "gradient, predicted" if quantity.startswith("grad") else "signal, predicted"
-        ax.plot(layers, curve, color=_color(quantity), linewidth=1.8, label=label)
+        ax.plot(layers, curve, color=_color(quantity), label=label)
         drawn = [curve, points]
         if found is not None:
             drawn.append(getattr(found, quantity))
@@ -197,10 +291,8 @@ def plot_comparison(
             points,
             yerr=2 * stderr,
             fmt="o",
-            markersize=4,
             color=MEASURED,
             elinewidth=1,
-            capsize=2,
             label="measured ± 2 s.e.",
         )
         if np.any(outside):
@@ -218,24 +310,24 @@ def _legend_beside(figure: Figure) -> None:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             found.setdefault(textwrap.fill(label, 20), handle)
     figure.set_figwidth(11.2)
-    figure.legend(
-        found.values(), found.keys(), loc="outside right upper", frameon=False, fontsize=9
-    )
+    figure.legend(found.values(), found.keys(), loc="outside right upper")
 
 
-def plot_diagnosis(diagnosis: Diagnosis, name: str | None = None) -> Figure:
-    """The comparison, the prediction for the module as it was found, verdict and causes below."""
-    likely = [cause for cause in diagnosis.causes if cause.explains >= SHARE]
-    found = diagnosis.found if likely else None
-    figure = plot_comparison(diagnosis.comparison, name, found)
-    words = [diagnosis.comparison.verdict()]
-    words += [f"{number}. {cause}" for number, cause in enumerate(likely[:3], start=1)]
+@styled
+def plot_report(report: Report, name: str | None = None) -> Figure:
+    """The comparison, the prediction for the module as it was read, verdict and causes below."""
+    assert report.comparison is not None
+    likely = [finding for finding in report.findings if finding.explains >= SHARE]
+    figure = plot_comparison(report.comparison, name, report.prediction if likely else None)
+    words = [report.comparison.verdict()]
+    words += [f"{number}. {one.reason}" for number, one in enumerate(likely[:3], start=1)]
     if len(likely) > 3:
         words[-1] += f" (and {len(likely) - 3} more)"
     figure.below("\n".join(textwrap.fill(line, 150) for line in words))
     return figure
 
 
+@styled
 def plot_plan(plan: Plan, name: str | None = None) -> Figure:
     """Weight variances and scales layer by layer, and the prediction of the model they make."""
     model = plan.model
@@ -254,20 +346,21 @@ def plot_plan(plan: Plan, name: str | None = None) -> Figure:
     found = predict(model, **plan.inputs)
     for ax, quantity in zip(axes[2:], ("variance", "grad_variance"), strict=True):
         values = getattr(found, quantity)
-        ax.plot(np.arange(model.layers + 1), values, color=_color(quantity), linewidth=1.8)
+        ax.plot(np.arange(model.layers + 1), values, color=_color(quantity))
         scale(ax, quantity, values)
-    titles = ["variance of the weights", r"residual scales $\lambda$ (skip) and $\beta$ (branch)"]
-    titles += ["signal variance, predicted", "gradient variance, predicted"]
+    titles = ["Variance of the weights", r"Residual scales $\lambda$ (skip) and $\beta$ (branch)"]
+    titles += ["Signal variance, predicted", "Gradient variance, predicted"]
     for ax, title in zip(axes, titles, strict=True):
-        dress(ax, title)
+        ax.set_title(title)
     for ax in axes[2:]:
-        along_layers(ax, "layer (0 enters layer 1)")
+        along_layers(ax, DEPTH)
     title = f"{called(model, name)}, {model.layers} layers: {plan.title or plan.objective}"
     figure.head(title)
     figure.below(textwrap.fill(plan.state, 150))
     return figure
 
 
+@styled
 def plot_change(before: Prediction, after: Prediction, title: str) -> Figure:
     """Two predictions of one model along the depth: as it is in grey, and changed."""
     figure, axes = _panels(title)
@@ -280,9 +373,9 @@ def plot_change(before: Prediction, after: Prediction, title: str) -> Figure:
         ):
             curves.append(getattr(found, quantity))
             (line,) = ax.plot(np.arange(found.model.layers + 1), curves[-1], label=label)
-            line.set(color=color, linestyle=dash, linewidth=1.8)
+            line.set(color=color, linestyle=dash)
         scale(ax, quantity, *curves)
-    axes["variance"].legend(frameon=False, fontsize=9)
+    axes["variance"].legend()
     return figure
 
 
@@ -293,7 +386,7 @@ def _steps(ax: Axes, layers: np.ndarray, curves: dict[str, np.ndarray]) -> None:
         line.set(color=SERIES[index % len(SERIES)], linestyle=DASHES[index % len(DASHES)])
         line.set_linewidth(2.6 - 0.25 * index)
     scale(ax, "variance", *curves.values())
-    ax.legend(frameon=False, fontsize=8.5, ncols=2)
+    ax.legend(ncols=2)
 
 
 def _range_label(deviation: np.ndarray, tolerance: float) -> str:

@@ -78,6 +78,15 @@ class WeightRule:
         """Of all matrices, how many it explains."""
         return len(self.explained) / max(1, len(self.explained) + len(self.left))
 
+    def moved(self) -> tuple[str, ...]:
+        """Matrices to which the slip gives another variance than what it stands for."""
+        meant, layers = self.meant, range(1, self.model.layers + 1)
+        if meant is None:
+            return ()
+        pairs = [(self.model.layer_weights(n), meant.layer_weights(n)) for n in layers]
+        there = [n for n in MATRICES if getattr(pairs[0][0], n) is not None]
+        return tuple(n for n in there if any(getattr(a, n) != getattr(b, n) for a, b in pairs))
+
     def roles_left(self) -> tuple[str, ...]:
         """Matrices of which it leaves at least one layer over, in the order of the network."""
         left = {name for _, name in self.left}
@@ -229,15 +238,19 @@ _RULES = (
         lambda b, n, w: (2 / (5 * w)) / (2 / (b / 2 * math.sqrt(w))) ** 2,
     ),
 )
-_INSTEAD = "GPT-2's scaled init (std {{std}}), but on {wrong} instead of {right}"
+_INSTEAD = (
+    "the depth scale 1/sqrt({{blocks}}) of GPT-2's init (std {{std}}) sits on {wrong} instead of "
+    "{right}"
+)
 
 
 def _slip(wrong: tuple[str, ...], right: tuple[str, ...], *, rest: tuple[str, ...] = ()) -> _Rule:
-    words = _INSTEAD.format(wrong=_joined(wrong), right=_joined(right))
+    words = _INSTEAD.format(wrong=joined(wrong), right=joined(right))
     return _Rule(words, (*wrong, *rest), _SCALED.divisor)
 
 
-def _joined(names: Sequence[str]) -> str:
+def joined(names: Sequence[str]) -> str:
+    """Words as a list in a sentence."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 

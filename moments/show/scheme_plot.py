@@ -14,7 +14,7 @@ from ..prediction.predict import predict
 from ..scheme import Scheme
 from ..scheme.registry import scheme
 from .palette import DASHES, PALE, SERIES
-from .plot import Picture, along_layers, called, dress, plot_change, round_ticks
+from .plot import DEPTH, Picture, along_layers, called, plot_change, round_ticks, styled
 from .scheme_table import SchemeComparison, scheme_model
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ MOST = 6
 
 QUANTITIES = ("variance", "correlation", "gradient")
 TITLES = {
-    "variance": "signal variance, over the input's",
-    "correlation": "token correlation",
-    "gradient": "gradient variance, over the output's",
+    "variance": "Signal variance, over the input's",
+    "correlation": "Correlation between tokens",
+    "gradient": "Gradient variance, over the output's",
 }
 FAMILIES = ("weights", "residual scales", "normalisation")
 
@@ -51,6 +51,7 @@ def rows(names: list[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
+@styled
 def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figure:
     """Every scheme along the depth; those of other rows in grey, for comparison."""
     parts = rows(list(comparison.predictions))
@@ -60,12 +61,12 @@ def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figur
     for line, (title, names) in zip(axes, parts, strict=True):
         for ax, quantity in zip(line, QUANTITIES, strict=True):
             _panel(ax, quantity, names, curves)
-        line[0].set_ylabel(title, fontsize=10, fontweight="bold")
-        line[2].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+        line[0].set_ylabel(title, fontweight="bold")
+        line[2].legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     for ax, quantity in zip(axes[0], QUANTITIES, strict=True):
-        ax.set_title(TITLES[quantity], loc="left", fontsize=10.5)
+        ax.set_title(TITLES[quantity])
     for ax in axes[-1]:
-        along_layers(ax, "layer (0 enters layer 1)")
+        along_layers(ax, DEPTH)
     for column, quantity in enumerate(QUANTITIES):
         _scale(axes[0, column], quantity, [c[quantity] for c in curves.values()])
     model = comparison.model
@@ -76,8 +77,7 @@ def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figur
     )
     figure.below(
         "Predictions at initialisation, each scheme at its authors' placement. "
-        "Grey: the schemes of the other rows; a line that leaves a panel is off its scale.",
-        9,
+        "Grey: the schemes of the other rows; a line that leaves a panel is off its scale."
     )
     return figure
 
@@ -110,7 +110,6 @@ def _panel(ax: Axes, quantity: str, names: list[str], curves: dict[str, Any]) ->
         # Later lines are thinner and dashed, so that one that covers another shows both.
         width = 2.4 - 0.2 * names.index(name)
         ax.plot(curves[name][quantity], color=color, linestyle=dash, linewidth=width, label=name)
-    dress(ax)
 
 
 def _scale(ax: Axes, quantity: str, curves: list[np.ndarray]) -> None:

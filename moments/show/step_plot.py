@@ -9,7 +9,7 @@ import numpy as np
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
 from .palette import BLACK, BLUE, GREEN, GREY, MEASURED, ORANGE, PURPLE, SKY, VERMILION
-from .plot import Picture, along_layers, dress, round_ticks
+from .plot import Picture, along_layers, round_ticks, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,13 +32,14 @@ WEIGHTS = {
     "ffn_out": (ORANGE, "v"),
 }
 PANELS = (
-    ("relative_change", SITES, "relative change of a site, E|dh|² / E|h|²"),
-    ("relative", WEIGHTS, "step over weight, E dW² / E W²"),
-    ("alignment", WEIGHTS, "alignment exponent (½ random, 1 full)"),
+    ("relative_change", SITES, "Relative change of the stream, E|dh|² / E|h|²"),
+    ("relative", WEIGHTS, "Step over weight, E dW² / E W²"),
+    ("alignment", WEIGHTS, "Alignment exponent (½ random, 1 full)"),
 )
 """Quantity, colours and marks of what has it, title."""
 
 
+@styled
 def plot_first_step(
     step: FirstStep, name: str | None = None, measured: StepMeasurement | None = None
 ) -> Figure:
@@ -53,7 +54,7 @@ def plot_first_step(
             _line(ax, found[found["key"] == key], key, color, marker)
             if seen is not None:
                 _marks(ax, seen[seen["key"] == key], color, marker)
-        dress(ax, title, 10)
+        ax.set_title(title)
         along_layers(ax)
     for ax in axes[:2]:
         if any(np.all(np.asarray(line.get_ydata()) > 0) for line in ax.get_lines()):
@@ -70,8 +71,6 @@ def plot_first_step(
             handles=handles,
             loc="outside lower left" if ax is axes[0] else "outside lower right",
             ncols=4,
-            fontsize=8,
-            frameon=False,
         )
     called = f"{name}: first" if name else "First"
     figure.head(

@@ -21,21 +21,32 @@ GIVEN = 1e-9
 NAMES = {"variance": "variance", "grad_variance": "gradient variance"}
 
 
+def growths(prediction: Any, measurement: Any = None, prefix: str = "") -> list[str]:
+    """What the depth does to a signal and to its gradient, a phrase each; of a measurement with
+    what is expected beside it."""
+    seen = prediction if measurement is None else measurement
+    parts = []
+    for name, ends, way in (
+        ("variance", (0, -1), "first to last"),
+        ("grad_variance", (-1, 0), "last to first"),
+    ):
+        factors = []
+        for one in (seen, prediction):
+            start, to = (float(np.asarray(getattr(one, name))[end]) for end in ends)
+            factors.append(times(to, start))
+        if math.isnan(factors[0]):
+            continue
+        beside = "" if measurement is None else f" ({factors[1]:.3g} expected)"
+        parts.append(f"{prefix}{NAMES[name]} x {factors[0]:.3g}{beside} from {way} layer")
+    first, last = (float(np.asarray(seen.correlation)[end]) for end in (0, -1))
+    return [*parts, f"{prefix}token correlation {first:z.2f} to {last:z.2f}"]
+
+
 def growth(prediction: Prediction) -> str:
     """What the depth does to one configuration, in a line."""
     if prediction.variance.ndim > 1:
         return f"{prediction.variance.size // prediction.variance.shape[-1]} configurations"
-    variance, gradient = prediction.variance, prediction.grad_variance
-    parts = [
-        f"{title} × {to / start:.3g} {way}"
-        for title, to, start, way in (
-            ("variance", variance[-1], variance[0], "from input to output"),
-            ("gradient variance", gradient[0], gradient[-1], "from output to input"),
-        )
-        if start > 0
-    ]
-    ends = prediction.correlation[[0, -1]]
-    parts.append(f"token correlation {ends[0]:.3g} to {ends[1]:.3g}")
+    parts = growths(prediction)
     if notes := len(prediction.warnings):
         parts.append(f"{notes} warning{'s' * (notes > 1)} of validity")
     return "; ".join(parts)
@@ -69,54 +80,34 @@ def judge(comparison: Comparison) -> Judgement:
 
 
 def verdict(comparison: Comparison) -> str:
-    """One sentence per quantity, after whether it is expected."""
-    frame = comparison.points()
+    """Whether what was measured is expected, and what the depth does, in a sentence."""
     judged, beyond, outside, allowed = judgement = judge(comparison)
+    parts = growths(comparison.prediction, comparison.measurement)
+    if (inner := comparison.encoder) is not None:
+        parts += growths(inner.prediction, inner.measurement, "encoder ")
     if judged.empty:
-        return (
-            "whether the growth you see is expected cannot be told: one draw, and a theory that "
-            'states no spread (theory="refined" does)'
-        )
-    sentences = [
-        _growth(part, str(stack), str(quantity))
-        for (stack, quantity), part in frame.groupby(["stack", "quantity"], sort=False)
-    ]
-    if beyond.empty and not judgement.expected:
-        return (
-            f"the growth you see is doubtful: {outside} of {len(judged)} points lie outside their "
-            f"95 % band, where chance explains at most {allowed}, though none is more than "
-            f"{CLEAR:g} standard deviations off; neighbouring layers move together, so measure "
-            f"more draws; {'; '.join(sentences)}"
-        )
-    if beyond.empty:
-        where = f"all {len(judged)} points lie in their 95 % band"
-        if outside:
-            where = (
-                f"{outside} of {len(judged)} points lie outside their 95 % band, which chance "
-                f"explains (up to {allowed}), and none is more than {CLEAR:g} standard deviations "
-                "off"
-            )
-        return f"the growth you see is expected: {'; '.join(sentences)}; {where}"
-    worst = [
-        _worst(part, str(stack), str(quantity))
-        for (stack, quantity), part in beyond.groupby(["stack", "quantity"], sort=False)
-    ]
-    return f"the growth you see is not expected: {'; '.join(worst)}; {'; '.join(sentences)}"
+        why = 'one draw, and a theory that states no spread (theory="refined" does)'
+        return f"whether the growth is expected cannot be said: {why}; {'; '.join(parts)}"
+    count = f"{outside} of {len(judged)} points lie outside their 95 % bands"
+    if not beyond.empty:
+        word = "not expected"
+        parts = [
+            _worst(part, str(stack), str(quantity))
+            for (stack, quantity), part in beyond.groupby(["stack", "quantity"], sort=False)
+        ] + parts
+    elif not judgement.expected:
+        word = "doubtful"
+        why = f"up to {allowed} would by chance, and none is off by {CLEAR:g} standard deviations"
+        parts = [f"{count}, where {why}: measure more draws", *parts]
+    else:
+        word = "expected"
+        every = f"all {len(judged)} points lie in their 95 % bands"
+        parts.append(f"{count}, as happens by chance" if outside else every)
+    return f"the growth you see is {word}: {'; '.join(parts)}"
 
 
 def _name(stack: str, quantity: str) -> str:
     return f"{'encoder ' if stack else ''}{NAMES[quantity]}"
-
-
-def _growth(part: Any, stack: str, quantity: str) -> str:
-    """From the first point to the last; a gradient travels the other way."""
-    first, last = part.iloc[0], part.iloc[-1]
-    way = "from input to output"
-    if quantity.startswith("grad"):
-        first, last, way = last, first, "from output to input"
-    factors = [times(last[kind], first[kind]) for kind in ("measured", "predicted")]
-    name = _name(stack, quantity)
-    return f"{name} x {factors[0]:.3g} {way}, x {factors[1]:.3g} predicted"
 
 
 def times(above: float, below: float) -> float:

@@ -55,8 +55,7 @@ def self_attention(
     rotary = model.rotaries[number - 1]
     if rotary is not None:
         query, key = rotate(query, rotary), rotate(key, rotary)
-    seq_len = x.shape[1]
-    place = torch.arange(seq_len, device=x.device)
+    place = torch.arange(x.shape[1], device=x.device)
     offset = place - place[:, None]
     bias: Tensor | None = None
     if model.alibi:
@@ -66,11 +65,34 @@ def self_attention(
         assert model.relative_bias is not None
         learned = table[buckets(offset, model.relative_bias, model.causal)].permute(2, 0, 1)
         bias = learned if bias is None else bias + learned
-    hidden = hidden_from(offset, model.causal, model.windows[number - 1])
-    if documents is not None:
-        other = (documents[:, :, None] != documents[:, None, :])[:, None]
-        hidden = other if hidden is None else hidden | other
-    return _attend(model, number, query, key, value, bias, hidden, generator)
+    hidden = _hidden(model, number, offset, documents)
+    sink = None if gains is None else gains.get("attention_sink")
+    return _attend(model, number, query, key, value, bias, hidden, generator, sink)
+
+
+def latent_attention(
+    model: Transformer,
+    number: int,
+    query: Tensor,
+    key: Tensor,
+    shared: Tensor,
+    value: Tensor,
+    generator: torch.Generator,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Concatenated heads of queries, keys and values (batch, L, heads * features), of which every
+    head's keys end with `shared` (batch, L, features), turned by their positions."""
+    heads = model.heads
+    query, key, value = (_split(one, one.shape[-1] // heads) for one in (query, key, value))
+    own, asked = query.split([key.shape[-1], shared.shape[-1]], -1)
+    part, rotary = shared[:, None], model.rotaries[number - 1]
+    if rotary is not None:
+        asked, part = rotate(asked, rotary), rotate(part, rotary)
+    query = torch.cat([own, asked], -1)
+    key = torch.cat([key, part.expand(-1, heads, -1, -1)], -1)
+    place = torch.arange(query.shape[2], device=query.device)
+    hidden = _hidden(model, number, place - place[:, None], documents)
+    return _attend(model, number, query, key, value, None, hidden, generator)
 
 
 def cross_attention(
@@ -93,6 +115,17 @@ def cross_attention(
     return _attend(model, number, query, key, value, None, None, generator)
 
 
+def _hidden(
+    model: Transformer, number: int, offset: Tensor, documents: Tensor | None
+) -> Tensor | None:
+    """Which key (column) a query (row) may not see, by key minus query position; None: sees all."""
+    hidden = hidden_from(offset, model.causal, model.windows[number - 1])
+    if documents is None:
+        return hidden
+    other = (documents[:, :, None] != documents[:, None, :])[:, None]
+    return other if hidden is None else hidden | other
+
+
 def _attend(
     model: Transformer,
     number: int,
@@ -102,13 +135,19 @@ def _attend(
     bias: Tensor | None,
     hidden: Tensor | None,
     generator: torch.Generator,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """softmax(logits) value, concatenated; each is (batch, its heads, its tokens, d_head)."""
+    """softmax(logits) value, concatenated; each is (batch, its heads, its tokens, d_head).
+
+    `sink`: (heads,) logits of a key without a value.
+    """
     sharing = query.shape[1] // key.shape[1]
     if sharing > 1:
         key, value = key.repeat_interleave(sharing, 1), value.repeat_interleave(sharing, 1)
 
-    def mix(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    def mix(
+        query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sink: Tensor | None
+    ) -> Tensor:
         """softmax(logits) value of some heads, (batch, heads, L, d_head)."""
         logits = query @ key.transpose(-1, -2)
         logits = logits / (math.sqrt(query.shape[-1]) * float(model.temperatures[number - 1]))
@@ -118,18 +157,23 @@ def _attend(
             logits = logits + bias
         if hidden is not None:
             logits = logits.masked_fill(hidden, -math.inf)
-        return dropout(logits.softmax(-1), model.attention_dropout or 0.0, generator) @ value
+        if sink is not None:
+            beside = sink[:, None, None].expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, beside], -1)
+        weights = logits.softmax(-1)[..., : key.shape[-2]]
+        return dropout(weights, model.attention_dropout or 0.0, generator) @ value
 
     heads, logits = query.shape[1], query.shape[0] * query.shape[2] * key.shape[2]
     group = max(1, MOST_LOGITS // logits)
     if group >= heads:
-        return mix(query, key, value, bias).transpose(1, 2).flatten(-2)
+        return mix(query, key, value, bias, sink).transpose(1, 2).flatten(-2)
     # What a group's backward pass needs is computed again there, but for masks drawn once.
     again = torch.is_grad_enabled() and not model.attention_dropout
     groups = []
     for first in range(0, heads, group):
         of = slice(first, first + group)
-        given = query[:, of], key[:, of], value[:, of], None if bias is None else bias[of]
+        beside = (None if one is None else one[of] for one in (bias, sink))
+        given = query[:, of], key[:, of], value[:, of], *beside
         mixed = (
             checkpoint(mix, *given, use_reentrant=False, preserve_rng_state=False)
             if again

@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import DomainError, domain_error, unknown_name
+from ..model.block import Block
+from ..model.latent_attention import LatentAttention
+from ..model.law_block import LawBlock
 from ..model.transformer import Transformer
-from .attention import cross_attention, self_attention
-from .functions import activation, affine_norm, dropout
+from .attention import cross_attention, latent_attention, self_attention
+from .functions import activation, affine_norm, dropout, normalise
+from .parameters import BLOCK_DRAWS
+from .recurrent import TWINS as RECURRENT
 
 Watch = Callable[[Tensor, str], Tensor]
 """Takes a tensor and the site it is at; returns the same tensor."""
@@ -20,6 +27,44 @@ Watch = Callable[[Tensor, str], Tensor]
 
 TWINS: dict[str, Callable[[LayerTwin, Tensor], Tensor]] = {}
 """What kinds of layers that are registered do, by name (`moments.model.placement`)."""
+
+
+class _Applied:
+    """A block's weights as its twin has them: `w.gate(x)` is behind the matrix "gate"."""
+
+    def __init__(self, layer: LayerTwin) -> None:
+        self._layer = layer
+
+    def __getitem__(self, name: str) -> Callable[[Tensor], Tensor]:
+        if name not in self._layer.weights:
+            raise unknown_name("weight", name, self._layer.weights)
+        return lambda x: self._layer.linear(x, name)
+
+    def __getattr__(self, name: str) -> Callable[[Tensor], Tensor]:
+        return self[name]
+
+
+def _by_law(block: LawBlock, layer: LayerTwin, x: Tensor) -> Tensor:
+    if block.twin is None:
+        raise domain_error(
+            "mixer or ffn", block.name, "a block with a twin", "pass moments.block(..., twin=...)"
+        )
+    found = block.twin(x, _Applied(layer))
+    if not isinstance(found, Tensor) or found.shape != x.shape:
+        given = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise DomainError(
+            f"the twin of block {block.name!r} makes {given} of {tuple(x.shape)}: it returns a "
+            "tensor of the shape that it takes"
+        )
+    return layer.watch(found, block.name)
+
+
+BLOCK_TWINS: dict[type[Block], Callable[[Any, LayerTwin, Tensor], Tensor]] = {
+    LawBlock: _by_law,
+    **RECURRENT,
+}
+"""By its class, what a block does (`moments.model.block`), its dropout excluded: of the block, the
+layer that it stands in and (batch, L, d_model)."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +137,13 @@ class LayerTwin:
 
     def block(self, z: Tensor, block: str) -> Tensor:
         """What a block adds to the stream, its dropout included."""
-        if block == "ffn":
-            z = self.ffn(z)
+        model, place = self.model, self.number - 1
+        blocks = {"attention": model.mixers, "ffn": model.ffns}
+        own = blocks[block][place] if block in blocks else None
+        if own is not None:
+            z = BLOCK_TWINS[type(own)](own, self, z)
         else:
-            z = self.attention(z) if block == "attention" else self.cross(z)
+            z = {"attention": self.attention, "cross": self.cross, "ffn": self.ffn}[block](z)
         drop_prob = self.model.ffn_dropout if block == "ffn" else self.model.dropout
         return self.watch(dropout(z, drop_prob or 0.0, self.generator), f"{block}.dropout")
 
@@ -112,6 +160,11 @@ class LayerTwin:
             self.weights,
         )
         heads = self.watch(heads, "attention.heads")
+        if self.model.attention_gate is not None:
+            gates = self.watch(self.linear(z, "attention_gate"), "attention.gate")
+            gates = self.watch(torch.sigmoid(gates), "attention.gates")
+            each = heads.shape[-1] // gates.shape[-1]
+            heads = self.watch(heads * gates.repeat_interleave(each, -1), "attention.gated")
         return self.watch(self.linear(heads, "output"), "attention.projection")
 
     def cross(self, z: Tensor) -> Tensor:
@@ -168,6 +221,49 @@ class LayerTwin:
         skip = self.model.by_block("skip_scale")[self.number - 1]
         branch = self.model.by_block("branch_scale")[self.number - 1]
         return _column(skip, block), _column(branch, block)
+
+
+def _latent(block: LatentAttention, layer: LayerTwin, z: Tensor) -> Tensor:
+    def normed(x: Tensor, site: str) -> Tensor:
+        x = normalise(x, "rmsnorm", block.norm_epsilon)
+        gain = layer.weights.get(f"{site}.gain")
+        return x if gain is None else x * gain
+
+    x = z
+    if block.query_rank is not None:
+        x = normed(layer.linear(z, "query_down"), "attention.query_latent")
+    latent, shared = layer.linear(z, "kv_down").split([block.kv_rank, block.rope_dim], -1)
+    latent = block.kv_factor * normed(latent, "attention.kv_latent")
+    heads = latent_attention(
+        layer.model,
+        layer.number,
+        block.query_factor * layer.linear(x, "query"),
+        layer.linear(latent, "key"),
+        shared,
+        layer.linear(latent, "value"),
+        layer.generator,
+        layer.documents,
+    )
+    heads = layer.watch(heads, "attention.heads")
+    return layer.watch(layer.linear(heads, "output"), "attention.projection")
+
+
+def _latent_gains(
+    block: LatentAttention,
+    model: Transformer,
+    number: int,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    ranks = {"attention.query_latent": block.query_rank, "attention.kv_latent": block.kv_rank}
+    there = {site: rank for site, rank in ranks.items() if rank and model.norm_affine}
+    return {
+        f"{site}.gain": torch.ones(rank, device=generator.device, dtype=dtype, requires_grad=True)
+        for site, rank in there.items()
+    }
+
+
+BLOCK_TWINS[LatentAttention], BLOCK_DRAWS[LatentAttention] = _latent, _latent_gains
 
 
 def _column(pair: np.ndarray, block: str) -> float:

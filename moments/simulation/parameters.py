@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..model.block import Block
 from ..model.placement import registered_norm_sites
 from ..model.transformer import Transformer
+from .recurrent import DRAWS as RECURRENT
 
 CROSS = "cross_"
 ALL = "-all"
 """How a norm of queries and keys over all heads together is called."""
+
+BlockDraw = Callable[[Any, Transformer, int, torch.Generator, torch.dtype], dict[str, Tensor]]
+
+BLOCK_DRAWS: dict[type[Block], BlockDraw] = {**RECURRENT}
+"""By its class, the parameters of a block that are no matrices of two axes in `Block.shapes`, or
+that are drawn otherwise: of the block, the model, the layer's number, a generator and a type."""
 
 
 def draw_weights(
@@ -26,29 +35,40 @@ def draw_weights(
     """
     assert model.weights is not None
     kind = model.weights.distribution
-    shapes = model.matrix_shapes
+    shapes = model.shapes_of(number)
     if model.identity_attention:
         del shapes["query"], shapes["key"]
-    variances = asdict(model.layer_weights(number))
-    drawn = {
-        name: draw(shape, variances[name], generator, dtype, kind) for name, shape in shapes.items()
+    variances = model.variances_of(number)
+    blocks = [one for one in (model.mixers[number - 1], model.ffns[number - 1]) if one is not None]
+    own: dict[str, Tensor] = {}
+    for block in blocks:
+        if type(block) in BLOCK_DRAWS:
+            own |= BLOCK_DRAWS[type(block)](block, model, number, generator, dtype)
+    drawn = own | {
+        name: draw(shape, variances[name], generator, dtype, kind)
+        for name, shape in shapes.items()
+        if name not in own
     }
     if model.biases is not None:
         of = model.biases.layer(number)
         # Rows orthogonal to each other are no property of a vector.
         vector = "normal" if kind == "orthogonal" else kind
         for name, (_, width) in shapes.items():
-            if name.removeprefix(CROSS) not in of:
+            if name in own or name.removeprefix(CROSS) not in of:
                 continue
             variance = of[name.removeprefix(CROSS)]
             drawn[f"{name}.bias"] = draw((width,), variance, generator, dtype, vector)
     hybrid = model.placements[number - 1] == "hybrid"  # whose norms of heads learn no gains
-    if model.norm_affine and model.qk_norm is not None and not hybrid:
+    mixed = model.mixers[number - 1] is not None
+    if model.norm_affine and model.qk_norm is not None and not hybrid and not mixed:
         for name in shapes:
             if name.removeprefix(CROSS) in ("query", "key"):
                 width = shapes[name][1] if model.qk_norm.endswith(ALL) else model.d_head or 0
                 ones = torch.ones(width, device=generator.device, dtype=dtype)
                 drawn[f"{name}.norm.gain"] = ones.requires_grad_()
+    sink = model.attention_sinks[number - 1]
+    if sink is not None:
+        drawn["attention_sink"] = draw((model.heads,), sink, generator, dtype)
     for site in norm_sites(model, number):
         gain = model.norm_gains[number - 1][1 if site.startswith("ffn") else 0]
         drawn |= affine(model, site, float(gain), generator.device, dtype)

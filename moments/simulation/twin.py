@@ -14,6 +14,7 @@ from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..prediction.draws import Draw, WeightGradient
+from . import experts as _experts  # noqa: F401 (registers its twin)
 from .collector import Collector, squared_norm
 from .functions import affine_norm, dropout, exchangeable_normal, generator
 from .network import LayerTwin, Watch

@@ -141,6 +141,7 @@ def names_of(free: Any) -> tuple[str, ...] | None:
 def matrices_of(model: Transformer) -> tuple[str, ...]:
     """Names of the matrices that a model has."""
     absent = (() if model.gated else ("gate",)) + (("cross_",) if model.encoder is None else ())
+    absent += () if model.attention_gate else ("attention_gate",)
     return tuple(name for name in MATRICES if not name.startswith(absent))
 
 
@@ -152,6 +153,9 @@ def check_free(model: Transformer, free: tuple[str, ...]) -> None:
             raise domain_error("free", name, f"one of {', '.join(NAMES)}")
         if name == "gate" and not model.gated:
             raise domain_error("free", name, "a matrix of the model, which is not gated")
+        if name == "attention_gate" and model.attention_gate is None:
+            allowed = "a matrix of the model, whose attention is not gated"
+            raise domain_error("free", name, allowed)
         if name.startswith("cross_") and model.encoder is None:
             raise domain_error("free", name, "a matrix of the model, which has no encoder")
     if len(set(free)) != len(free) or not free:

@@ -21,6 +21,8 @@ from .draws import Draws
 from .ends import Words, ending, entered, tied_overlap
 from .rules import Optimizer, check_step, named_optimizer
 from .several import Updates
+from .sharpness import Sharpness as Sharpness
+from .sharpness import sharpness as sharpness
 from .sites import ENCODER, Reading, Site
 from .walk import SiteStep, Walk, WeightStep
 
@@ -367,7 +369,7 @@ class Stepping:
     def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
         """See `Prediction.after`."""
         rate = check_step(optimizer, learning_rate, **options)
-        chosen = named_optimizer(optimizer, **options)
+        chosen = self.clipped(named_optimizer(optimizer, **options))
         reading = self.reading
         with computing("refined", [self.prediction.trace]):
             if chosen.updates is None:
@@ -381,6 +383,25 @@ class Stepping:
                 small = rate * _SLIGHT
                 slope = (stepped(reading, chosen, small).end.loss - before) / small
         return FirstStep.of(reading, chosen, rate, before, moved, slope)
+
+    def walked(self, optimizer: str, learning_rate: float, **options: Any) -> Walk:
+        """What a step at one rate does, parameter by parameter."""
+        chosen = self.clipped(named_optimizer(optimizer, **options))
+        with computing("refined", [self.prediction.trace]):
+            return stepped(self.reading, chosen, learning_rate)
+
+    @functools.cached_property
+    def squares(self) -> dict[tuple[int, str], float]:
+        """E |dLoss/dW|^2 of every parameter, by layer and name."""
+        frame = self.prediction.weight_gradients()
+        names = zip(frame["layer"], frame["weight"], frame["squared_norm"], strict=True)
+        return {(int(layer), str(name)): float(square) for layer, name, square in names}
+
+    def clipped(self, optimizer: Optimizer) -> Optimizer:
+        """With what clipping does to this batch's gradients."""
+        if optimizer.clip is None:
+            return optimizer
+        return optimizer.clipped(math.sqrt(sum(self.squares.values())))
 
     @functools.cached_property
     def _several(self) -> dict[Updates, tuple[Reading, float]]:

@@ -18,6 +18,7 @@ See docs/theory/first-step.md, One matrix.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -446,6 +447,7 @@ class Optimizer:
         epsilon: of Adam.
         weight_decay: every parameter also shrinks by rate times this.
         gain: multiplies the rate of every step: Nesterov's momentum.
+        clip: most that the norm of all gradients together may be; None: anything.
         adjust: Muon's scale of a matrix's step: "original", "match_rms_adamw" or "spectral".
         multipliers: of the learning rate, by parameter or group of them.
         updates: of several steps; None: of the first.
@@ -458,10 +460,21 @@ class Optimizer:
     epsilon: float = 0.0
     weight_decay: float = 0.0
     gain: float = 1.0
+    clip: float | None = None
     adjust: str = "original"
     multipliers: Mapping[str, float] = field(default_factory=dict)
     updates: Updates | None = None
     batches: Batches | None = None
+
+    def clipped(self, norm: float) -> Optimizer:
+        """Where all gradients together have that norm.
+
+        Clipping multiplies them by one factor: a step of SGD with them; of Adam's and Muon's, which
+        do not depend on a factor, it divides epsilon.
+        """
+        share = 1.0 if self.clip is None else min(1.0, self.clip / max(norm, 1e-300))
+        gain = self.gain * (share if self.rule == "sgd" else 1.0)
+        return dataclasses.replace(self, epsilon=self.epsilon / share, gain=gain)
 
     def pulled(self, product: Array) -> tuple[float, float]:
         """How far an entry of a step under the sign rule follows its gradient: E U g over that of a
@@ -512,6 +525,7 @@ def named_optimizer(
     momentum: float | None = None,
     nesterov: bool | None = None,
     adjust: str = "original",
+    clip: float | None = None,
     multipliers: Mapping[str, float] | None = None,
     steps: int = 1,
 ) -> Optimizer:
@@ -546,6 +560,9 @@ def named_optimizer(
     if eps is not None and not by_adam:
         raise domain_error("eps", eps, "left out but for adam, adamw and muon")
     epsilon = check_number("eps", 1e-8 if eps is None else eps, NONNEGATIVE) if by_adam else 0.0
+    most = None if clip is None else check_number("clip", clip, POSITIVE)
+    if most is not None and steps != 1:
+        raise domain_error("clip", clip, "left out of several steps, whose norms differ")
     given = dict(multipliers or {})
     for key, factor in given.items():
         given[key] = check_number(f"multipliers[{key!r}]", factor, NONNEGATIVE)
@@ -558,7 +575,7 @@ def named_optimizer(
         # of Muon, what is no hidden matrix steps by Adam
         kind = "adam" if by_adam else name
         updates = Updates(kind, steps, (pair[0], pair[1]), epsilon, push, ahead)
-    return Optimizer(name, rule, others, epsilon, decay, gain, adjust, given, updates)
+    return Optimizer(name, rule, others, epsilon, decay, gain, most, adjust, given, updates)
 
 
 def check_step(optimizer: str, learning_rate: float, **options: Any) -> float:

@@ -1,11 +1,13 @@
-"""The learning rate whose first step reaches a bound, and how it moves with width and depth."""
+"""Learning rates: where training becomes unstable, where to search, how far a first step goes."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,14 +16,15 @@ from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import POSITIVE, check_choice, check_count, check_number
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
-from ..model.weights import MATRICES
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
 from .result import FirstStep
 from .rules import GROUPS, named_optimizer
+from .sharpness import OPTIMIZERS as SHARP
+from .sharpness import Sharpness
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from matplotlib.figure import Figure
 
 QUANTITIES: dict[str, Callable[[FirstStep], float]] = {
     "relative_change": lambda step: float(step.relative_change.max()),
@@ -30,58 +33,186 @@ QUANTITIES: dict[str, Callable[[FirstStep], float]] = {
 }
 
 
-@dataclass(frozen=True)
+SEARCH: dict[str, tuple[float, float]] = {"adam": (0.18, 0.35), "sgd": (0.5, 4.0)}
+"""Best constant rates over the first unstable one, least and largest of the modules on which they
+were fixed; docs/theory/sharpness.md lists them, and what others gave."""
+
+WARMED = 2.0
+"""First unstable rate behind a warm-up over the one without, of the same modules."""
+
+
+def first_unstable(optimizer: str, largest: float, **options: Any) -> float:
+    """The constant rate from which on a quadratic of that curvature is left.
+
+    Gradient descent's is 2/largest; with momentum m it is (1 + m) times that, by Nesterov
+    (1 + m)/(1 + 2 m) times (Cohen et al. 2021, Gradient descent on neural networks typically occurs
+    at the edge of stability, appendix B). Adam averages gradients with weight 1 - beta_1:
+    2 (1 + beta_1)/(1 - beta_1)/largest, of the preconditioned Hessian (Cohen et al. 2022, Adaptive
+    gradient methods at the edge of stability, proposition 1).
+    """
+    if optimizer == "sgd":
+        momentum = float(options.get("momentum") or 0.0)
+        slower = 1.0 + 2.0 * momentum if options.get("nesterov") else 1.0
+        return 2.0 * (1.0 + momentum) / slower / largest
+    beta = float((options.get("betas") or (0.9, 0.999))[0])
+    return 2.0 * (1.0 + beta) / (1.0 - beta) / largest
+
+
+_SAID = {
+    "relative_change": "changes the stream by {} of its square",
+    "logit_change": "changes logits by {} (mean square)",
+    "loss_drop": "lowers the loss by {} nats",
+}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class LearningRate:
-    """A learning rate whose first step reaches a bound.
+    """At which learning rates a model will train, and how far one step goes.
+
+    docs/theory/sharpness.md derives it and says how right it was.
 
     Attributes:
-        rate: it.
+        optimizer: its name.
+        first_instability: constant rate from which on training becomes unstable; None where it is
+            not known (`warnings` says why).
+        first_instability_with_warmup: the same behind a linear warm-up of `warmup` steps.
+        range: (low, high), constant rates to search; None likewise.
+        warmup: steps of a linear warm-up whose first is no longer than `step_size`, up to
+            `first_instability_with_warmup`; None likewise.
+        limited_by: parameters that carry the curvature, with their shares, the largest first.
+        step_size: rate whose first step reaches the bound.
         quantity, bound: what reaches what: "relative_change" (the largest E |dh|^2/E |h|^2 along
             the stream), "logit_change" (mean square of a logit's change) or "loss_drop" (nats).
         step: the first step at that rate.
-        by_group: the same where one group of parameters moves alone; empty unless asked for, inf
-            where it never gets there.
+        by_group: the same where one group of parameters moves alone; empty unless asked for, and
+            without groups that never get there.
+        sharpness: extreme eigenvalues of the (preconditioned) Hessian; None where not known.
+        warnings: where a formula left its validity.
     """
 
-    rate: float
+    optimizer: str
+    first_instability: float | None
+    first_instability_with_warmup: float | None
+    range: tuple[float, float] | None
+    warmup: int | None
+    limited_by: Mapping[str, float]
+    step_size: float
     quantity: str
     bound: float
-    step: FirstStep = field(repr=False)
-    by_group: Mapping[str, float] = field(default_factory=dict)
+    step: FirstStep
+    by_group: Mapping[str, float]
+    sharpness: Sharpness | None
+    warnings: tuple[str, ...]
+    _after: Callable[[float], FirstStep]
+
+    def warmup_for(self, rate: float) -> int:
+        """Steps of a linear warm-up to a rate whose first step is no longer than `step_size`."""
+        return max(1, math.ceil(check_number("rate", rate, POSITIVE) / self.step_size))
+
+    def losses(self, rates: Sequence[float]) -> np.ndarray:
+        """The batch's loss after one step at each of several rates, in nats."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ValidityWarning)
+            return np.array([self._after(float(rate)).loss for rate in rates])
+
+    def table(self) -> str:
+        """Three lines: where to search, where training becomes unstable, how far a step goes."""
+        lines = []
+        if self.range is not None:
+            low, high = self.range
+            limits = [f"{name} {100 * share:.0f} %" for name, share in self.limited_by.items()][:4]
+            lines = [
+                ("search", f"{low:.2g} to {high:.2g}", "constant rates"),
+                (
+                    "unstable",
+                    f"from {self.first_instability:.2g}",
+                    f"from {self.first_instability_with_warmup:.2g} behind {self.warmup} steps of "
+                    f"warm-up; limited by {', '.join(limits)}",
+                ),
+            ]
+        lines.append(
+            ("one step", f"{self.step_size:.2g}", _SAID[self.quantity].format(f"{self.bound:g}"))
+        )
+        lines += [("", f"{rate:.2g}", f"{group} alone") for group, rate in self.by_group.items()]
+        first, second = (max(len(line[k]) for line in lines) for k in (0, 1))
+        words = [f"{name:{first}}  {value:{second}}  {said}" for name, value, said in lines]
+        return "\n".join([f"learning rates of {self.optimizer}", *words, *self.warnings])
+
+    def plot(self, name: str | None = None) -> Figure:
+        """The loss after one step over rates, with the range to search and its end."""
+        from ..show.rates import plot_learning_rate
+
+        return plot_learning_rate(self, name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists, with a format version."""
+        names = ("optimizer", "first_instability", "first_instability_with_warmup", "warmup")
+        more = ("step_size", "quantity", "bound")
+        return {
+            "format": 2,
+            **{name: getattr(self, name) for name in names},
+            "range": None if self.range is None else list(self.range),
+            "limited_by": dict(self.limited_by),
+            **{name: getattr(self, name) for name in more},
+            "by_group": dict(self.by_group),
+            "warnings": list(self.warnings),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as one JSON object."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    def __repr__(self) -> str:
+        where = "range not known"
+        if self.range is not None:
+            low, high = self.range
+            where = f"search {low:.2g} to {high:.2g}, unstable from {self.first_instability:.2g}"
+        return f"LearningRate({self.optimizer}: {where}, step size {self.step_size:.2g})"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(self.table())}</pre>"
 
 
 def learning_rate(
     model: Transformer | Prediction,
     optimizer: str,
+    token_ids: Any = None,
     *,
     quantity: str = "relative_change",
     bound: float = 0.1,
     groups: bool = False,
-    token_ids: Any = None,
     sequences: int = 2,
     seed: int = 0,
     **options: Any,
 ) -> LearningRate:
-    """The rate at which the first step of an optimizer reaches a bound.
+    """Which constant rates to search, where training becomes unstable, and how far a step goes.
 
-    It says how far a step goes, not how well training does: a step whose stream changes by .1 to 1
-    is where linear theory ends and common learning rates lie (docs/theory/first-step.md).
+    The first unstable rate is that of the sharpness at initialisation, nothing being run or
+    trained; docs/theory/sharpness.md says how right it was of real training.
 
     >>> import moments
     >>> model = moments.preset("gpt2").replace(layers=2, seq_len=16, dropout=0.0)
-    >>> found = moments.learning_rate(model, "adam", bound=0.1)
-    >>> round(float(found.step.relative_change.max()), 3)
-    0.1
+    >>> rates = moments.learning_rate(model, "adam")
+    >>> low, high = rates.range
+    >>> rates.step_size < low < high < rates.first_instability
+    True
 
     Args:
         model: the declaration, or a prediction of a batch.
-        optimizer: as in `Prediction.after`.
-        quantity: "relative_change", "logit_change" or "loss_drop".
+        optimizer: as in `Prediction.after`. Of "lion", "sign" and "muon" the step size alone is
+            known.
+        token_ids: (L,) or (B, L) the text; None: `sequences` by Zipf's law, of the model's length
+            or of what makes 512 tokens.
+        quantity: of the step size: "relative_change", "logit_change" or "loss_drop".
         bound: what it is to reach.
-        groups: whether to find that rate for each group of parameters alone, too.
-        token_ids: (L,) or (B, L) the text; None: `sequences` of the model's length by Zipf's law.
-        sequences, seed: of that text.
+        groups: whether to give the step size of each group of parameters alone, too.
+        sequences, seed: of the text where none is given; the seed also of the drawn network.
         options: of the optimizer.
+
+    Returns:
+        A LearningRate: `range`, `first_instability`, `warmup`, `step_size`, `table()`, `plot()`.
 
     Raises:
         DomainError: as `Prediction.after`, or no rate reaches the bound.
@@ -99,14 +230,58 @@ def learning_rate(
         for group in GROUPS if groups else ():
             given = dict(options.get("multipliers") or {})
             alone = {name: (given.get(group, 1.0) if name == group else 0.0) for name in GROUPS}
-            try:
-                found = _search(
+            with contextlib.suppress(DomainError):
+                moved = _search(
                     prediction, optimizer, quantity, aim, options | {"multipliers": alone}
                 )
-                by_group[group] = found.learning_rate
-            except DomainError:
-                by_group[group] = math.inf
-    return LearningRate(step.learning_rate, quantity, aim, step, by_group)
+                by_group[group] = moved.learning_rate
+    curvature, notes = _curvature(prediction, optimizer, seed, options)
+    unstable = warmed = bracket = steps = None
+    carried: dict[str, float] = {}
+    if curvature is not None:
+        unstable = first_unstable(optimizer, curvature.largest, **options)
+        warmed = WARMED * unstable
+        low, high = SEARCH["sgd" if optimizer == "sgd" else "adam"]
+        bracket = (low * unstable, high * unstable)
+        steps = max(1, math.ceil(warmed / step.learning_rate))
+        for _, name, share in curvature.shares:
+            carried[name] = carried.get(name, 0.0) + share
+    return LearningRate(
+        optimizer=optimizer,
+        first_instability=unstable,
+        first_instability_with_warmup=warmed,
+        range=bracket,
+        warmup=steps,
+        limited_by=dict(sorted(carried.items(), key=lambda one: -one[1])),
+        step_size=step.learning_rate,
+        quantity=quantity,
+        bound=aim,
+        step=step,
+        by_group=by_group,
+        sharpness=curvature,
+        warnings=notes,
+        _after=lambda rate: prediction.after(optimizer, rate, **options),
+    )
+
+
+def _curvature(
+    prediction: Prediction, optimizer: str, seed: int, options: Mapping[str, Any]
+) -> tuple[Sharpness | None, tuple[str, ...]]:
+    """The sharpness where it is known, and what is to be said of it."""
+    if optimizer not in SHARP:
+        return None, (f"where {optimizer} becomes unstable is not known, of sgd and adam alone",)
+    given = {name: options[name] for name in ("eps", "clip", "multipliers") if name in options}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ValidityWarning)
+        try:
+            value = prediction.sharpness(optimizer, seed=seed, **given)
+        except DomainError as error:
+            return None, (f"unstable rates are not known: {error}",)
+    return value, tuple(str(one.message) for one in caught)
+
+
+MOST_TOKENS = 512
+"""Of a text that nobody gave."""
 
 
 def _read(model: Any, token_ids: Any, sequences: int, seed: int) -> Prediction:
@@ -119,6 +294,9 @@ def _read(model: Any, token_ids: Any, sequences: int, seed: int) -> Prediction:
                 "a first step is that of a batch: pass a prediction of pixels and targets, or "
                 "declare model.embedding with a token table"
             )
+        few = max(1, MOST_TOKENS // check_count("sequences", sequences))
+        if model.seq_len > few and model.encoder is None:
+            model = model.replace(seq_len=few)
         return predict(model, **zipf_batch(model, sequences, seed))
     return predict(
         model, token_ids=token_ids, **zipf_encoder(model, np.atleast_2d(token_ids), seed)
@@ -211,162 +389,3 @@ def _search(
     raise domain_error(
         "bound", bound, f"what a step of {optimizer} reaches in {quantity}", f"found {reached:.3g}"
     )
-
-
-PARAMETRISATIONS = ("fixed", "standard", "mup", "depth-mup", "completep")
-"""Which variances, scales and learning rates follow a size; see `parametrised`."""
-
-
-def parametrised(
-    model: Transformer, name: str, optimizer: str, d_model: int, layers: int
-) -> tuple[Transformer, dict[str, float]]:
-    """A model of another width and depth, and multipliers of the learning rate.
-
-    With m = width over the base's and l = depth over the base's:
-
-        fixed      nothing follows
-        standard   variances of hidden matrices 1/m (an untied head's too)
-        mup        besides, Adam: rates of hidden matrices 1/m; SGD: rates of tables and vectors
-                   m; the logits are multiplied by 1/m and the head's entries keep their variance
-                   (Yang et al. 2022, Table 8)
-        depth-mup  mup, branches times l^(-1/2), and Adam's hidden and vector rates l^(-1/2)
-                   (Yang et al. 2023)
-        completep  mup, branches times 1/l, rates as mup's (Dey et al. 2025, alpha = 1; for Adam)
-
-    Heads keep their width, so that attention's logits need no factor. Muon's rates do not follow
-    width where its step is scaled by shape (adjust="spectral"; Jordan 2024, Bernstein 2025).
-
-    Raises:
-        DomainError: a width that is no multiple of a head's, a model of unequal layers, or
-            completep for SGD or Muon, of which its authors say nothing.
-    """
-    if name == "completep" and optimizer in ("sgd", "muon"):
-        raise domain_error("parametrisation", name, f"another one for {optimizer}: Adam's")
-    check_count("d_model", d_model)
-    check_count("layers", layers)
-    d_head = int(model.d_head or model.d_model // model.heads)
-    if d_model % d_head:
-        raise domain_error("d_model", d_model, f"a multiple of a head's width, {d_head}")
-    m, deeper = d_model / model.d_model, layers / model.layers
-    heads = d_model // d_head
-    changes: dict[str, Any] = {"d_model": d_model, "heads": heads, "layers": layers}
-    if model.d_ff is not None:
-        changes["d_ff"] = round(model.d_ff * m)
-    if model.kv_heads not in (None, model.heads):
-        changes["kv_heads"] = max(1, round((model.kv_heads or heads) * m))
-    own = model.layer_weights(1)
-    if any(model.layer_weights(n) != own for n in range(2, model.layers + 1)):
-        raise domain_error("weights", "by layer", "alike in all layers, to be scaled")
-    hidden = 1.0 if name == "fixed" else 1 / m
-    # A Transformer's weights are never None once it is made.
-    changes["weights"] = type(model.weights)(  # type: ignore[misc]
-        **{matrix: getattr(own, matrix) * hidden for matrix in MATRICES},
-        distribution=model.weights.distribution,  # type: ignore[union-attr]
-    )
-    head = model.head
-    multipliers: dict[str, float] = {}
-    if name == "standard" and not head.tied and head.weight_variance is not None:
-        head = head.replace(weight_variance=head.weight_variance / m)
-    if name in ("mup", "depth-mup", "completep"):
-        head = head.replace(output_scale=head.output_scale / m)
-        if optimizer == "sgd":
-            multipliers = {"embedding": m, "vectors": m, "head": m}
-        elif optimizer != "muon":
-            multipliers = {"matrices": 1 / m}
-        power = {"mup": 0.0, "depth-mup": 0.5, "completep": 1.0}[name]
-        scales = model.by_block("branch_scale")
-        changes["branch_scale"] = float(scales[0, 0]) * deeper**-power
-        if name == "depth-mup" and optimizer not in ("sgd", "muon"):
-            multipliers["matrices"] = multipliers.get("matrices", 1.0) * deeper**-0.5
-            multipliers["vectors"] = deeper**-0.5
-    changes["head"] = head
-    return model.replace(**changes), multipliers
-
-
-@dataclass(frozen=True, eq=False)
-class Transfer:
-    """Learning rates along width or depth under one parametrisation.
-
-    Attributes:
-        parametrisation, optimizer, quantity, bound: what was asked.
-        along: "d_model" or "layers".
-        sizes: its values.
-        rates: where the bound is reached, the parametrisation's factors applied.
-        exponents: d log rate/d log size between neighbours.
-    """
-
-    parametrisation: str
-    optimizer: str
-    quantity: str
-    bound: float
-    along: str
-    sizes: tuple[int, ...]
-    rates: tuple[float, ...]
-
-    @property
-    def exponents(self) -> tuple[float, ...]:
-        logs = np.diff(np.log(self.rates)) / np.diff(np.log(self.sizes))
-        return tuple(float(value) for value in logs)
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per size: the size, rate and exponent to the next."""
-        import pandas as pd
-
-        return pd.DataFrame(
-            {self.along: self.sizes, "rate": self.rates, "exponent": (*self.exponents, np.nan)}
-        )
-
-
-def transfer(
-    model: Transformer,
-    optimizer: str,
-    *,
-    parametrisation: str = "standard",
-    widths: Sequence[int] | None = None,
-    depths: Sequence[int] | None = None,
-    quantity: str = "relative_change",
-    bound: float = 0.1,
-    sequences: int = 2,
-    seed: int = 0,
-    **options: Any,
-) -> Transfer:
-    """How the rate of `learning_rate` moves with width or depth: flat where it transfers.
-
-    Args:
-        model: the base, at which every parametrisation is the model itself.
-        optimizer: as in `Prediction.after`.
-        parametrisation: "fixed" (variances as they are), "standard" (hidden variances by 1/width),
-            "mup", "depth-mup" or "completep"; see `parametrised`.
-        widths, depths: values of d_model (multiples of a head's width) or of layers; one of them.
-        quantity, bound, sequences, seed, options: as in `learning_rate`.
-
-    Raises:
-        DomainError: both or neither of widths and depths, or a parametrisation that the optimizer
-            has none of.
-    """
-    check_choice("parametrisation", parametrisation, PARAMETRISATIONS)
-    if (widths is None) == (depths is None):
-        raise DomainError("give widths or depths, and not both")
-    sizes = tuple(widths if widths is not None else depths or ())
-    given = dict(options.pop("multipliers", None) or {})
-    rates = []
-    for size in sizes:
-        width = size if widths is not None else model.d_model
-        depth = size if depths is not None else model.layers
-        scaled, factors = parametrised(model, parametrisation, optimizer, width, depth)
-        multipliers = factors | {
-            name: factors.get(name, 1.0) * value for name, value in given.items()
-        }
-        found = learning_rate(
-            scaled,
-            optimizer,
-            quantity=quantity,
-            bound=bound,
-            sequences=sequences,
-            seed=seed,
-            multipliers=multipliers,
-            **options,
-        )
-        rates.append(found.rate)
-    along = "d_model" if widths is not None else "layers"
-    return Transfer(parametrisation, optimizer, quantity, bound, along, sizes, tuple(rates))

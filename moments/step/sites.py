@@ -46,7 +46,7 @@ class Site:
     """One point of the network.
 
     Attributes:
-        index: its place in the forward pass.
+        index: its place in the forward pass; inside a component, with a name.
         layer, name: of the point.
         signal: what passes; None where the tables are summed, before anything is recorded.
         kernel: E x_t x_s per feature.
@@ -56,7 +56,7 @@ class Site:
         weights: (T,) what multiplied the gradients of its tokens; None: nothing.
     """
 
-    index: int
+    index: Any
     layer: int
     name: str
     signal: Signal | None
@@ -71,6 +71,10 @@ class Site:
         factors = batches.factors(len(self.kernel))
         gradient = self.gradient * np.outer(factors, factors)
         return dataclasses.replace(self, gradient=gradient, weights=factors)
+
+    def behind(self, name: str, kernel: Array, gradient: Array, width: float) -> Site:
+        """What a matrix of that name reads inside the component that this site enters."""
+        return Site((self.index, name), self.layer, name, None, kernel, gradient, width)
 
     def plus(self, other: Site, entering: Site) -> Site:
         """Of the sum of two branches that read one tensor, which receive one gradient."""
@@ -119,6 +123,7 @@ class Site:
         for name, there in {
             "qk_norm": leaf.qk_norm is not None,
             "logit_softcap": leaf.logit_softcap is not None,
+            "attention_sink": getattr(leaf, "sink", None) is not None,
             "biases of queries": bool(leaf.query_bias),
             "biases of keys": bool(leaf.key_bias),
         }.items():

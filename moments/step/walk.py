@@ -19,11 +19,13 @@ from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws
 from ..transfer.attention.self_attention import CrossAttention, SelfAttention
+from ..transfer.by_law import LawLeaf
 from ..transfer.elementary import Activation, Dropout, Linear, Scale
 from ..transfer.gated import GatedLinear
 from ..transfer.head.components import Pool
 from ..transfer.normalization import FiniteNormalization
 from .attention import Three
+from .by_law import Segments
 from .change import (
     Array,
     Beyond,
@@ -582,6 +584,42 @@ class Walk:
     @leaf.register(Scale)
     def scale(self, leaf: Scale, change: Change, entering: Site, leaving: Site) -> Change:
         return change.times(float(leaf.parameters["weight_variance"]))
+
+    @leaf.register(LawLeaf)
+    def by_law(self, leaf: LawLeaf, change: Change, entering: Site, leaving: Site) -> Change:
+        cut = self.reading.once(
+            Segments, leaving.index, make=lambda: Segments(leaf, entering.kernel)
+        )
+        received, responses = cut.received(leaving.gradient), [self.response]
+        changes = [change]
+        for place, one in enumerate(cut.matrices):
+            at, gradient = entering, received[one.name]
+            if not np.array_equal(cut.before(one.name), entering.kernel):
+                at = entering.behind(
+                    one.name,
+                    cut.before(one.name),
+                    one.fan_out * one.variance * gradient,
+                    float(one.fan_in),
+                )
+            self.response = sum(cut.carried(place, k, part) for k, part in enumerate(responses))
+            found = self.matrix(
+                one.name,
+                cut.gathered(place, changes, at.gradient),
+                at,
+                gradient,
+                leaving.layer,
+                (float(one.fan_in), float(one.fan_out)),
+                max(one.variance, 1e-60),
+                writes=place + 1 == len(cut.matrices),
+            )
+            if one.bias is not None:
+                width = float(one.fan_out)
+                found = self.bias(f"{one.name}.bias", found, gradient, width, leaving.layer)
+            changes.append(found)
+            responses.append(one.fan_in * one.variance * self.response)
+        last = len(cut.matrices)
+        self.response = sum(cut.carried(last, k, part) for k, part in enumerate(responses))
+        return cut.gathered(last, changes, leaving.gradient)
 
     @leaf.register(Pool)
     def pool(self, leaf: Pool, change: Change, entering: Site, leaving: Site) -> Change:

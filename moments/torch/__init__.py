@@ -15,22 +15,24 @@ from ..errors import optional
 
 with optional("torch", "torch"):
     from .anatomy import hook_points
-    from .audit import AuditReport, audit
+    from .audit import audit
     from .describe import describe, weight_statistics
     from .diagnose import diagnose
     from .fold import fold
     from .hook_points import HookPoint
     from .initialize import Initialization, attach, initialize
     from .measure import measure
+    from .operations import ModulePrediction, predict
     from .scales import AppliedScales
+    from .sharpness import measure_sharpness
     from .snippet import snippet, tensor_table
     from .step import measure_step
 
 __all__ = [
     "AppliedScales",
-    "AuditReport",
     "HookPoint",
     "Initialization",
+    "ModulePrediction",
     "attach",
     "audit",
     "describe",
@@ -39,7 +41,9 @@ __all__ = [
     "hook_points",
     "initialize",
     "measure",
+    "measure_sharpness",
     "measure_step",
+    "predict",
     "snippet",
     "tensor_table",
     "weight_statistics",

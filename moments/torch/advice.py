@@ -17,9 +17,10 @@ from ..model.weights import MATRICES
 from ..scheme.registry import scheme
 from ..scheme.shared import xavier
 from ..show.expected import tail_probability
+from ..show.findings import Row
 from .entries import TRUNCATION, truncated_variance
 from .expectation import model_of_stack
-from .findings import Finding, Measured, in_layers
+from .findings import Measured, in_layers
 from .hook_points import ENCODER
 from .roles import TABLES
 from .running import grouped
@@ -225,14 +226,28 @@ PAIRS = (
 """Matrices among which one factor is easily put on the wrong side."""
 
 
+class Advice(NamedTuple):
+    """Likely causes of what failed.
+
+    Attributes:
+        crossed: sets of roles among which a factor sits on the wrong matrix, and what is said.
+        reasons: of a role's variance, the likeliest first.
+        scales: of a multiplier, by its quantity and block.
+    """
+
+    crossed: tuple[tuple[tuple[str, ...], str], ...]
+    reasons: dict[str, tuple[str, ...]]
+    scales: dict[tuple[str, str], str]
+
+
 def advise(
-    findings: list[Finding],
-    measured: list[Measured],
+    rows: Sequence[Row],
+    measured: Sequence[Measured],
     model: Transformer,
     described: Transformer | None,
     readings: Sequence[Convention] = (),
 ) -> Advice:
-    """One sentence per role or scale that failed.
+    """Why roles and scales failed.
 
     `described` is the module's architecture as its framework draws it, `readings` are others of the
     plan.
@@ -240,110 +255,45 @@ def advise(
     known = [m for m in measured if m.expected is not None]
     drawn = [m for m in known if m.role.is_matrix or m.role.name in TABLES]
     groups = grouped(drawn, lambda m: m.role.full_name)
-    failed = [f for f in findings if f.passed is False]
-    variances = ("variance", "variance over its expectation")
-    roles = [
-        name for name in groups if any(f.role == name and f.quantity in variances for f in failed)
-    ]
-    crossed = list(_crossed(groups, roles))
-    told = {name for names, _ in crossed for name in names}
-    diagnoses = [_diagnosis(groups[n], groups, model, described, readings) for n in roles]
-    wanting = [d for d in diagnoses if d.causes or d.instead or d.name not in told]
-    sentences = list(_structure_sentences(failed, model))
-    sentences += [sentence for _, sentence in crossed]
-    sentences += _role_sentences(_with_common_cause(wanting))
-    scales = list(_scale_sentences(failed, model))
-    sentences += [sentence for _, _, sentence in scales]
-    sentences += list(_other_sentences(failed))
-    if any(MISSING in sentence for sentence in sentences):
-        sentences.append(
-            "hooks of moments.torch.initialize are in no state_dict: moments.torch.attach(module, "
-            "plan) puts them onto a module whose weights were loaded"
-        )
-    reasons = {d.name: d.causes[:SHOWN] for d in diagnoses if d.causes}
-    by_block = {(kind, block): said for kind, blocks, said in scales for block in blocks}
-    return Advice(tuple(sentences), tuple(sentence for _, sentence in crossed), reasons, by_block)
+    failed = [row for row in rows if row.passed is False]
+    off = {row.role for row in failed if row.quantity.partition(" over")[0] == "variance"}
+    roles = [name for name in groups if name in off]
+    reasons = {n: _causes(groups[n], groups, model, described, readings) for n in roles}
+    # What fits every matrix is likelier than another cause for each.
+    several = [set(r) for n, r in reasons.items() if r and n.split(".")[-1] in MATRICES]
+    if len(several) >= 3 and (common := set.intersection(*several)):
+        reasons = {n: tuple(c for c in r if c in common) or r for n, r in reasons.items()}
+    return Advice(
+        tuple(_crossed(groups, roles)),
+        {name: causes[:SHOWN] for name, causes in reasons.items() if causes},
+        {
+            (kind, block): said
+            for kind, blocks, said in _scale_sentences(failed, model)
+            for block in blocks
+        },
+    )
 
 
-class Advice(NamedTuple):
-    """Likely causes of everything that failed, a sentence each.
-
-    Of these `crossed` find a factor on the wrong matrix; `reasons` are of a role's variance, the
-    likeliest first, and `scales` of a multiplier, by its quantity and block.
-    """
-
-    sentences: tuple[str, ...]
-    crossed: tuple[str, ...]
-    reasons: dict[str, tuple[str, ...]]
-    scales: dict[tuple[str, str], str]
-
-
-class RoleDiagnosis(NamedTuple):
-    """What is wrong with one role: where, by how much, and why."""
-
-    name: str
-    where: str
-    ratio: float
-    causes: tuple[str, ...]
-    instead: str = ""
-
-
-def _with_common_cause(found: list[RoleDiagnosis]) -> list[RoleDiagnosis]:
-    """What fits every matrix is likelier than another cause for each."""
-    matrices = [set(d.causes) for d in found if d.causes and d.name.split(".")[-1] in MATRICES]
-    if len(matrices) < 3 or not (common := set.intersection(*matrices)):
-        return found
-    return [d._replace(causes=tuple(c for c in d.causes if c in common) or d.causes) for d in found]
-
-
-def _role_sentences(found: list[RoleDiagnosis]) -> Iterator[str]:
-    """One each, or one together where the same cause holds in the same layers."""
-
-    def shared(diagnosis: RoleDiagnosis) -> Any:
-        alone = not diagnosis.causes
-        return diagnosis.name if alone else (diagnosis.where, diagnosis.causes[:SHOWN])
-
-    for group in grouped(found, shared).values():
-        first, have = group[0], "has" if len(group) == 1 else "have"
-        names = ", ".join(diagnosis.name for diagnosis in group)
-        ratios = ", ".join(f"{diagnosis.ratio:.3g}" for diagnosis in group)
-        likely = "; or ".join(first.causes[:SHOWN])
-        why = f": {likely}" if likely else "; no common cause fits"
-        yield (
-            f"{names} {first.instead}"
-            if first.instead
-            else f"{names}{first.where} {have} {ratios} times the plan's variance{why}"
-        )
-
-
-def _diagnosis(
+def _causes(
     group: list[Measured],
     groups: dict[str, list[Measured]],
     model: Transformer,
     described: Transformer | None,
     readings: Sequence[Convention],
-) -> RoleDiagnosis:
-    name = group[0].role.full_name
-    layers = model_of_stack(model, group[0].role.stack).layers
-    zeros = [m for m in group if m.expected and m.entries.square == 0]
-    if zeros:
-        where = in_layers([m.role.layer for m in zeros], layers)
-        labels = ", ".join(m.role.label for m in zeros[:4])
-        more = " ..." if len(zeros) > 4 else ""
-        why = "a zero initialisation, or storage that was never filled"
-        return RoleDiagnosis(name, where, 0.0, (), f"is zero{where} ({labels}{more}): {why}")
+) -> tuple[str, ...]:
+    """What fits the layers of a role that are off, the likeliest first."""
+    if any(m.expected and m.entries.square == 0 for m in group):
+        return ()
     bad = [m for m in group if m.expected and not _chance(m, m.expected) > CHANCE] or group
-    where = in_layers([m.role.layer for m in bad], layers)
     hypotheses = [(group, cause) for cause in causes_by_layer(group, model)]
     hypotheses += [(bad, cause) for cause in causes(bad, groups, model, described, readings)]
-    found = [
+    fitting = [
         (score, cause.words)
         for members, cause in hypotheses
         if (score := _score(members, cause)) > FIT / len(members)
     ]
-    ranked = sorted(found, key=lambda pair: -min(pair[0], 0.05))
-    words = tuple(dict.fromkeys(word for _, word in ranked))
-    return RoleDiagnosis(name, where, _ratio(bad), words)
+    ranked = sorted(fitting, key=lambda pair: -min(pair[0], 0.05))
+    return tuple(dict.fromkeys(word for _, word in ranked))
 
 
 def _score(group: list[Measured], cause: RoleCause) -> float:
@@ -416,9 +366,7 @@ STRUCTURE = ("architecture", "norm placement", "unexplained share of the sum")
 """Quantities of findings about how layers are built."""
 
 
-def _scale_sentences(
-    failed: list[Finding], model: Transformer
-) -> Iterator[tuple[str, list[str], str]]:
+def _scale_sentences(failed: list[Row], model: Transformer) -> Iterator[tuple[str, list[str], str]]:
     """Quantity, blocks, and what is wrong with that of these."""
     for quantity, words in SCALE_WORDS.items():
         told: dict[tuple[str, str], list[str]] = {}
@@ -438,7 +386,7 @@ def _stack(role: str) -> str:
     return ENCODER if role.startswith(ENCODER) else ""
 
 
-def _scale_fault(rows: list[Finding], layers: int) -> str:
+def _scale_fault(rows: list[Row], layers: int) -> str:
     """What is wrong with multipliers of one kind in a stack of so many layers."""
     values = [f.measured for f in rows]
     if all(math.isnan(v) for v in values):
@@ -461,38 +409,3 @@ def _scale_fault(rows: list[Finding], layers: int) -> str:
             if all(abs(f.ratio / (layers / f.layer) ** power - 1) < 0.01 for f in rows):
                 hint = f": {one} was applied for {other} (N = {layers})"
     return f"is {ratios} times the plan's{hint}"
-
-
-def _structure_sentences(failed: list[Finding], model: Transformer) -> Iterator[str]:
-    """What is wrong in how layers are built: one sentence for all layers alike."""
-    rows = [f for f in failed if f.quantity in STRUCTURE]
-
-    def place(row: tuple[tuple[str, str], list[Finding]]) -> tuple[str, str]:
-        (role, note), found = row
-        total = model_of_stack(model, _stack(role)).layers
-        return in_layers(sorted(f.layer for f in found), total), note
-
-    by_role = grouped(rows, lambda f: (f.role, f.note))
-    for (where, note), alike in grouped(by_role.items(), place).items():
-        yield f"{' and '.join(role for (role, _), _ in alike)}{where}: {note}"
-
-
-def _other_sentences(failed: list[Finding]) -> Iterator[str]:
-    variances = ("variance", "variance over its expectation")
-    for f in [f for f in failed if f.quantity == "temperature"][:1]:
-        yield (
-            f"attention logits of layer {f.layer} are divided by {f.measured:.4g} sqrt(d_head), "
-            f"not by {f.expected:.4g} sqrt(d_head)"
-        )
-    vectors = [f for f in failed if f.quantity in variances and f.role.endswith("bias")]
-    vectors = [] if any(f.expected != 0 for f in vectors) else vectors
-    gains = [f for f in failed if f.quantity in ("gain", "mean square")]
-    means = [f for f in failed if f.quantity == "mean"]
-    for found, one, several in (
-        (vectors, "bias vector is not zero", "bias vectors are not zero"),
-        (gains, "gain or bias of a norm is not as set", "gains or biases of norms are not as set"),
-        (means, "matrix has a mean that is not zero", "matrices have a mean that is not zero"),
-    ):
-        if found:
-            words = one if len(found) == 1 else f"{several}, first"
-            yield f"{len(found)} {words}: {found[0].parameter}"

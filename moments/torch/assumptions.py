@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import optional
+from ..show.findings import Row
 from .entries import EntryMoments
-from .findings import Finding
 from .roles import Role, block_of, tensors_of
 from .running import grouped
 
@@ -229,10 +229,10 @@ def _copied(module: nn.Module, found: Iterable[Copies]) -> list[Tensor]:
     return [block_of(tensors, role) for roles in found for role in roles[1:]]
 
 
-def copy_findings(found: Iterable[Copies]) -> Iterator[Finding]:
+def copy_findings(found: Iterable[Copies]) -> Iterator[Row]:
     """A failed check for every tensor that is an earlier layer's."""
     for first, *others in found:
         for role in others:
             note = f"equal, entry by entry, to {first.label}"
             base = (role.layer, role.full_name, role.label, "correlation with another layer")
-            yield Finding(*base, 0.0, 1.0, False, note)
+            yield Row(*base, 0.0, 1.0, False, note)

@@ -92,3 +92,15 @@ def measured_gradient(
 def _possible(correlation: float, measurement: Measurement) -> float:
     """Of so many tokens, what sampling may have put outside of that range."""
     return float(np.clip(correlation, -1 / max(measurement.seq_len - 1, 1), 1.0))
+
+
+def batch_shape(batch: Any) -> str:
+    """How much a batch holds, in words."""
+    values = batch.values() if isinstance(batch, Mapping) else [batch]
+    first = next((v for v in values if np.ndim(v) >= 2), None)
+    if first is None:
+        return "one batch"
+    count, length = np.shape(first)[:2]
+    if np.ndim(first) == 4:
+        return f"{count} picture{'s' * (count > 1)}"
+    return f"{count} sequence{'s' * (count > 1)} of {length} tokens"

@@ -24,32 +24,22 @@ from ..prediction.measurement import Measurement, last_grad_kernel
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.differences import Case
-from ..show.health import (
-    BY_DESIGN,
-    CheckReport,
-    Number,
-    Seen,
-    Trouble,
-    in_short,
-    ranked,
-    rules,
-    stream_numbers,
-)
+from ..show.findings import Finding, Report, Row, ranked
+from ..show.health import Seen, rules, stream_numbers
 from ..show.outliers import odd_layers
-from ..show.recognition import Weight, WeightRule, in_words, recognise
-from .advice import SCALE_WORDS, STRUCTURE, Advice, advise
+from ..show.recognition import Weight, WeightRule, recognise
+from .advice import STRUCTURE, advise
 from .anatomy import Anatomy, anatomy_of, forget
 from .architecture import promised_by
-from .audit import AuditedModule, audit_read
-from .batches import measured_gradient, measured_moments
+from .batches import batch_shape, measured_gradient, measured_moments
 from .checkpoints import opened
 from .dataflow.reading import in_every_layer
 from .describe import NO_ROLE, described_as, unplaced_by
-from .diagnose import Text, at_length, case_of, tokens_entering
+from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
 from .entering import behaviour, first_stream, ids_read, sees_ahead
 from .entries import EntryMoments
 from .expectation import model_of
-from .findings import Finding, measure_roles
+from .findings import measure_roles
 from .measure import Loss, measure, needs_labels
 from .probe import Slope
 from .roles import (
@@ -73,8 +63,10 @@ from .running import (
     module_loss,
     run,
 )
+from .tensors import AuditedModule, checked_rows
 from .text import mask_tokens
 from .unread import NotRead, not_read, random_outcome
+from .weight_findings import PRE_OR_POST, Against, WeightFindings
 
 with optional("torch", "torch"):
     import torch
@@ -96,8 +88,8 @@ FAR = 6.0
 UNEVEN = 10.0
 """Largest over least variance of what enters layer 1 up to which its tokens are taken as alike."""
 
-NEAR = 0.02
-"""Relative difference below which the factor on q k, which is read without chance, is a slip's."""
+SCALED = 0.02
+"""How far below 1 a residual multiplier is one that was meant."""
 
 WRITTEN = 1e-3
 """Relative error taken for entries and multipliers that were written, not drawn."""
@@ -115,20 +107,11 @@ OTHER_INPUTS = re.compile(
 BIDIRECTIONAL = re.compile(r"(?i:bert|mask|encoder|electra|denois|diffusion|bidirect)|MLM|Mlm")
 """In the names of classes that predict tokens which are hidden, not the next one."""
 
-ATTENTION_FIELDS = (
-    *("causal", "window", "rotary", "alibi", "qk_norm", "logit_softcap"),
-    *("heads", "kv_heads", "d_head"),
-)
-"""Fields of a declaration that name an attention's matrices."""
-
 TABLE = 0.1
 """Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw, and
 the std of matrices below which that is named."""
 
 PLACEMENTS = {"pre": "Pre-LN", "post": "Post-LN", "sandwich": "sandwich", "none": "without norms"}
-
-BIAS = 0.05
-"""Share of a bias in the variance of its matrix's output from which it is more than a remark."""
 
 TARGETS = ("targets", "target", "labels", "label", "y")
 """What people call the tokens to predict."""
@@ -140,7 +123,7 @@ def check_module(
     *,
     scheme: Any = None,
     loss: Loss | None = None,
-) -> CheckReport:
+) -> Report:
     """`moments.check` of a module, or of a checkpoint's path.
 
     Raises:
@@ -148,7 +131,7 @@ def check_module(
         MomentsError: a module that cannot be read, or that cannot be run.
     """
     module = opened(module)
-    return _Checking(module, at_hand(as_named(module, batch)), scheme, loss).report()
+    return Checking(module, at_hand(as_named(module, batch)), scheme, loss).report()
 
 
 class _Inputs(NamedTuple):
@@ -160,7 +143,7 @@ class _Inputs(NamedTuple):
     words: str
 
 
-class _Checking:
+class Checking:
     """One module: everything that is read of it, then what is found."""
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
@@ -205,7 +188,7 @@ class _Checking:
         if self.ahead is not None and self.ahead == self.described.causal and not mixed:
             self.described = self.described.replace(causal=not self.ahead)
         names = dict.fromkeys(role.full_name for role in self.found.roles)
-        self.names = {name: self._of(name) for name in names}
+        self.names = {name: self.tensors.names(name) for name in names}
         self.comparison = self._compared()
 
     def _measured(self, random: bool) -> Measurement:
@@ -301,62 +284,110 @@ class _Checking:
             given["grad_kernel"] = last_grad_kernel(self.measurement)
         return dataclasses.replace(case, inputs=given)
 
+    def completed(self, batch: Any) -> Any:
+        """A batch with what a module is trained on, where it holds the text alone."""
+        return _with_labels(self.module, _with_targets(self.module, batch))
+
     # --- what is found ----------------------------------------------------------------------------
 
-    def report(self) -> CheckReport:
-        reading, target, remarks = self._meant()
-        audited = audit_read(self.tensors, target, self.promised)
+    def report(self) -> Report:
+        against, remarks = self._against()
+        target, strict, reading = against.model, against.strict, against.rule
+        assert reading is not None
+        audited = checked_rows(self.tensors, target, self.promised)
         measured = measure_roles(target, self.tensors.entries)
-        advice = advise(list(audited.findings), measured, target, self.promised)
-        strict = self.scheme is not None or self.promised is not None
-        weights = _Weights(self, reading, target, advice, strict)
-        told = {"temperature"} if self.random is None else {"temperature", *STRUCTURE}
-        odd = {f"{name} sum in {layer}" for layer, name in self._reading.odd}  # told by themselves
+        advice = advise(audited.rows, measured, target, self.promised)
+        weights = WeightFindings(self.tensors, against, advice)
+        left = {"temperature"} if self.random is None else {"temperature", *STRUCTURE}
+        odd = {f"{name} sum in {layer}" for layer, name in self._reading.odd}  # by themselves
         moved = {layer for layer, _ in self._reading.misplaced}
-        offenders = [
-            f
-            for f in audited.offenders
-            if f.quantity not in (*told, "architecture")
-            and f"{f.role} in {f.layer}" not in odd
-            and not (f.layer in moved and f.quantity in (*STRUCTURE, "norm_output_scale"))
+        failed = [
+            row
+            for row in audited.rows
+            if row.passed is False
+            and row.quantity not in left
+            and (row.quantity != "architecture" or self._is_declared(row))
+            and f"{row.role} in {row.layer}" not in odd
+            and not (row.layer in moved and row.quantity in (*STRUCTURE, "norm_output_scale"))
             # What one pass saw behind a norm is what there is, unless something else is meant.
-            and (strict or reading.published or f.quantity != "norm_output_scale")
+            and (strict or reading.published or row.quantity != "norm_output_scale")
         ]
-        troubles, notes = list(weights.troubles(offenders)), [*remarks, *weights.notes]
-        troubles += self._odd_layers(troubles, strict)
-        troubles += self._not_declared(audited.offenders)
-        notes += self._remarks(reading)
+        rows = tuple(weights.rows(measured))
+        findings = list(weights.findings(failed))
+        findings += self._odd_layers(findings, strict)
+        notes = [*remarks, *weights.notes, *self._remarks(reading)]
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
         meant = target if strict else None
         seen = Seen(self.comparison.prediction, self.comparison, self.names, meant, dtype)
         more, said = rules(seen)
-        troubles += [*self._behaviour(), *self._attention(audited.findings), *more]
-        troubles += self._mismatch(bool(troubles))
+        findings += [*self._behaviour(), *self._attention(weights, audited.rows), *more]
+        findings += self._mismatch(bool(findings))
         # Of what describing it said, copies are a finding already.
         notes += [*said, *(note for note in self.notes if "hold the same entries" not in note)]
-        numbers = (*stream_numbers(self.comparison.prediction, self.comparison), *weights.numbers)
-        return CheckReport(
+        return Report(
             source=type(self.module).__name__,
-            scheme=weights.verdict(),
-            findings=ranked([t for t in troubles if t.severity != "note"]),
+            scheme=self._verdict(reading, weights.wrong),
+            findings=ranked([f for f in findings if f.severity != "note"]),
             notes=tuple(
                 [*dict.fromkeys(notes)]
-                + [str(t).removeprefix("note: ") for t in troubles if t.severity == "note"]
+                + ["; ".join(f.lines()) for f in findings if f.severity == "note"]
             ),
             unchecked=self._unchecked(audited.unchecked),
-            numbers=numbers,
+            rows=(*stream_numbers(self.comparison.prediction, self.comparison), *rows),
+            model=self.described,
             prediction=self.comparison.prediction,
             comparison=self.comparison,
             read=self.inputs.words,
-            architecture=in_short(self.described),
+            _why=lambda: self._causes(target),
         )
+
+    def _causes(self, target: Transformer) -> tuple[Finding, ...]:
+        """Measured once more, beside what its weights are held against."""
+        with without_warnings():
+            return diagnose(self.module, self.inputs.batch, target, loss=self.inputs.loss).causes()
+
+    def _against(self) -> tuple[Against, list[str]]:
+        reading, target, remarks = self._meant()
+        strict = self.scheme is not None or self.promised is not None
+        words = f"the rest of its init ({reading.title})"
+        if self.scheme is not None:
+            words = f"the scheme {self.scheme!r}" if isinstance(self.scheme, str) else "the plan"
+        elif strict:
+            words = f"what its {self.promised_by} promises"
+        planned = self.scheme is not None
+        return Against(target, words, planned, strict, self.promised, reading), remarks
+
+    def _verdict(self, reading: WeightRule, wrong: Sequence[str]) -> str:
+        """What the initialisation seems to be."""
+        names = self.tensors.names
+        if reading.meant is None and reading.share < 0.5:
+            title = "its weights are of no published scheme and no framework's default"
+            return f"{title} (nearest: {reading.title})"
+        words = reading.title
+        if reading.left and reading.meant is None:
+            left = reading.roles_left()
+            words += f", but for {', '.join(left)} ({', '.join(names(*left))})"
+        if reading.meant is not None:
+            moved = list(wrong) or list(reading.roles_left())
+            words += f" ({', '.join(names(*moved))})" if moved else ""
+        promised = self.promised if self.scheme is None else None
+        if promised is not None and reading.model != promised and wrong:
+            words += f"; its {self.promised_by} promises otherwise"
+        return words
+
+    def _is_declared(self, row: Row) -> bool:
+        """Whether a field that departs is one of a plan or config, and not named by itself."""
+        field, planned = row.role.rpartition(".")[2], self.scheme is not None
+        known = planned or (self.promised is not None and self.promised_by == "config")
+        apart = field in ("causal", "tied") and (not planned or bool(self._reading.unmasked))
+        return known and field != "seq_len" and not apart
 
     def _meant(self) -> tuple[WeightRule, Transformer, list[str]]:
         """What the weights seem to be, what they are held against, and remarks."""
         weights = []
         for role, entries in self.tensors.entries:
             inside = role.name in MATRICES and not role.stack and role.layer > 0
-            if inside and role.full_name not in self.zero:
+            if inside and role.full_name not in self.tensors.zero:
                 spread = entries.spread if math.isfinite(entries.spread) else 1.0
                 of = entries.square, spread, entries.count, role.fan_in, role.fan_out
                 weights.append(Weight(role.layer, role.name, *of))
@@ -369,7 +400,9 @@ class _Checking:
         if self.scheme is not None:
             own = self.architecture
             target = at_length(model_of(self.scheme, own), self.measurement)
-            outside = {name: getattr(target, name) or getattr(own, name) for name in _AROUND}
+            outside = {
+                name: getattr(target, name) or getattr(own, name) for name in ("embedding", "head")
+            }
             return reading, target.replace(**outside), []
         if self.promised is not None:
             if reading.left or not reading.published or reading.model == self.promised:
@@ -380,17 +413,7 @@ class _Checking:
             return reading, self.described, []
         return reading, reading.meant or reading.model, []
 
-    @functools.cached_property
-    def zero(self) -> frozenset[str]:
-        """Matrices whose entries are 0 in every layer."""
-        groups = grouped(self.tensors.entries, lambda row: row[0].full_name)
-        return frozenset(
-            name
-            for name, rows in groups.items()
-            if rows[0][0].name in MATRICES and all(entries.square == 0 for _, entries in rows)
-        )
-
-    def _behaviour(self) -> Iterator[Trouble]:
+    def _behaviour(self) -> Iterator[Finding]:
         """What runs show that weights do not."""
         idle = () if self._other_inputs() else self._idle_parts()
         for pattern, paths in grouped(idle, gathered_pattern).items():
@@ -401,7 +424,7 @@ class _Checking:
             which = pattern if len(paths) > 1 else paths[0]
             why = f"{which} is declared and never run: its parameters get no gradient"
             mend, names = "call it in forward, or delete it", gathered_names(named)
-            yield Trouble("warning", "never used", names, (), 0.0, reason=why, mend=mend)
+            yield Finding("warning", "never used", names, (), 0.0, reason=why, mend=mend)
         yield from random_outcome(self.random)
         yield from self._mask()
         yield from self._odd()
@@ -412,15 +435,17 @@ class _Checking:
             why = f"{', '.join(shared)} is used by layers {listed(layers)}, where the others have "
             why += "matrices of their own: these layers give the same map and move together"
             of = "shared matrix", gathered_names(list(shared)), layers
-            yield Trouble("warning", *of, reason=why, mend="build every layer anew")
+            yield Finding("warning", *of, reason=why, mend="build every layer anew")
         head = self.described.head
         promised = None if self.promised is None else self.promised.head
         known = self.scheme is None and self.described.embedding is not None
         if known and head is not None and promised is not None and head.tied != promised.tied:
             said = f"its {self.promised_by} promises"
-            yield _untied(head.tied, said, self._of("head") or self._of("token"))
+            yield _untied(
+                head.tied, said, self.tensors.names("head") or self.tensors.names("token")
+            )
 
-    def _zero_heads(self) -> Iterator[Trouble]:
+    def _zero_heads(self) -> Iterator[Finding]:
         tensors = tensors_of(self.module)
         d_head = self.described.d_head or 0
         rows = ("query", "key", "value")
@@ -428,7 +453,7 @@ class _Checking:
             if role.name not in (*rows, "output") or role.stack:
                 continue
             block = block_of(tensors, role).detach()
-            if block.ndim != 2 or not d_head or role.full_name in self.zero:
+            if block.ndim != 2 or not d_head or role.full_name in self.tensors.zero:
                 continue
             inner = role.name == "output"
             size, wanted = (block.T, role.fan_in) if inner else (block, role.fan_out)
@@ -441,9 +466,9 @@ class _Checking:
                 where = f"head{'s' * (len(heads) > 1)} {listed(heads)} of layer {role.layer}"
                 why = f"{role.name} of {where} is zero, where that of the other heads is not"
                 of = gathered([role]), (role.layer,), 0.0, math.nan, why
-                yield Trouble("warning", "zero head", *of, "draw every head alike")
+                yield Finding("warning", "zero head", *of, "draw every head alike")
 
-    def _mask(self) -> Iterator[Trouble]:
+    def _mask(self) -> Iterator[Finding]:
         """Tokens that see what they are to predict."""
         layers = self._reading.unmasked
         promised = self.promised is not None and self.promised.causal
@@ -467,9 +492,9 @@ class _Checking:
             )
         else:
             return
-        names = self._of("query", "key", layers=layers)[:2]
+        names = self.tensors.names("query", "key", layers=layers)[:2]
         mend = "mask attention: is_causal=True, or -inf above the diagonal before the softmax"
-        yield Trouble(severity, "tokens see later ones", names, layers, reason=why, mend=mend)
+        yield Finding(severity, "tokens see later ones", names, layers, reason=why, mend=mend)
 
     def _gives_tokens(self) -> bool:
         """Whether logits are over the tokens that are read, and nothing says what for."""
@@ -485,7 +510,7 @@ class _Checking:
         own = (kind.__name__ for kind in kinds if not kind.__module__.startswith("torch."))
         return not any(map(BIDIRECTIONAL.search, own))
 
-    def _odd_layers(self, told: Sequence[Trouble], strict: bool) -> Iterator[Trouble]:
+    def _odd_layers(self, told: Sequence[Finding], strict: bool) -> Iterator[Finding]:
         """Layers whose entries or multipliers are unlike those of all others."""
         layers = self.described.layers
         known = {
@@ -493,7 +518,7 @@ class _Checking:
             for t in told
             if t.severity != "note" and t.kind in ("wrong variance", "norm gain", "biases")
             for layer in t.layers
-            for name in t.parameters
+            for name in t.where
         }
         rows: dict[str, list[tuple[Role, EntryMoments]]] = {}
         for role, entries in self.tensors.entries:
@@ -520,8 +545,8 @@ class _Checking:
             if not strict and name in MATRICES and 0.0 in squares and any(squares):
                 odd |= {n for n, square in enumerate(squares, start=1) if square == 0}
             for n in sorted(odd):
-                names = self._of(name, layers=(n,))
-                whole = self._of(name)
+                names = self.tensors.names(name, layers=(n,))
+                whole = self.tensors.names(name)
                 if any((n, one) in known for one in (*names, *whole)):
                     continue
                 yield self._odd_layer(name, n, names, squares)
@@ -533,15 +558,15 @@ class _Checking:
                 for place in odd_layers(values[:, column], [WRITTEN] * layers, count):
                     rest = float(np.median(np.delete(values[:, column], place)) ** 0.5)
                     here, layer = float(values[place, column] ** 0.5), (place + 1,)
-                    names = self._of(("output", "ffn_out")[column], layers=layer)
+                    names = self.tensors.names(("output", "ffn_out")[column], layers=layer)
                     why = f"{words} of the {block} sum in layer {place + 1} is {here:.4g}, where "
                     why += f"the other layers have {rest:.4g}"
                     of = field.replace("_", " "), names, layer, here, rest, why
-                    yield Trouble("warning", *of, "multiply every layer's branch alike")
+                    yield Finding("warning", *of, "multiply every layer's branch alike")
 
     def _odd_layer(
         self, name: str, layer: int, names: tuple[str, ...], squares: Sequence[float]
-    ) -> Trouble:
+    ) -> Finding:
         here = squares[layer - 1]
         rest = float(np.median([s for n, s in enumerate(squares, start=1) if n != layer]))
         if not here:
@@ -556,24 +581,7 @@ class _Checking:
         why = f"{name} of layer {layer}: {words}"
         mend = "initialise every layer by the same code"
         mend += f": std {math.sqrt(rest):.3g}" * (rest > 0)
-        return Trouble("warning", "odd layer", names, (layer,), here, rest, why, mend)
-
-    def _not_declared(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
-        """Fields in which the module does not compute what its plan, scheme or config says."""
-        planned = self.scheme is not None
-        known = planned or (self.promised is not None and self.promised_by == "config")
-        for f in audited if known else ():
-            field = f.role.rpartition(".")[2]
-            if f.quantity != "architecture" or field == "seq_len":
-                continue
-            if field in ("causal", "tied") and (not planned or self._reading.unmasked):
-                continue  # named by themselves
-            kind = "attention mask" if field in ("causal", "window") else "not as declared"
-            kind = "tied head" if field == "tied" else kind
-            names = self._of("query", "key")[:2] if field in ATTENTION_FIELDS else ()
-            mend = "build the module as it is declared, or declare what it is"
-            why = f"{f.role}: {f.note}"
-            yield Trouble("error", kind, names, (), f.measured, f.expected, why, mend)
+        return Finding("warning", "odd layer", names, (layer,), here, rest, why, mend)
 
     def _remarks(self, reading: WeightRule) -> Iterator[str]:
         """What was seen that may be meant."""
@@ -605,7 +613,7 @@ class _Checking:
             block = str(read.model.layernorm_scaling).removesuffix("-only")
             yield f"LayerNorm Scaling, 1/sqrt(l), acts on the norms of {block} blocks alone"
         branch = self.described.by_block("branch_scale")
-        if reading.by_depth and reading.share >= 0.5 and 0 < float(np.median(branch)) < 1 - NEAR:
+        if reading.by_depth and reading.share >= 0.5 and 0 < float(np.median(branch)) < 1 - SCALED:
             yield (
                 f"a residual multiplier ({float(np.median(branch)):.3g}) stands on top of matrices "
                 f"that are scaled with depth already ({reading.title}): depth is counted twice"
@@ -624,9 +632,10 @@ class _Checking:
         if own and token is not None and abs(token - 1) < TABLE and model.weights is not None:
             inner = float(np.median(np.asarray(model.weights.query)))
             if inner < TABLE**2:
+                name = self.tensors.names("token")[0]
                 yield (
-                    f"{self._of('token')[0]} has a std of {math.sqrt(token):.3g}, nn.Embedding's "
-                    f"own, {math.sqrt(token / inner):.3g} times that of the matrices"
+                    f"{name} has a std of {math.sqrt(token):.3g}, nn.Embedding's own, "
+                    f" {math.sqrt(token / inner):.3g} times that of the matrices"
                 )
 
     def _shared_alone(self) -> bool:
@@ -645,7 +654,7 @@ class _Checking:
             return False
         return np.array_equal(text.targets[:, :-1], text.ids[:, 1:])
 
-    def _odd(self) -> Iterator[Trouble]:
+    def _odd(self) -> Iterator[Finding]:
         """Blocks without the norms that all others have, and a first norm that acts elsewhere."""
         named = self.found.named
         before = [r.parameter for r in named("embedding.norm.gain", "embedding.norm.bias")]
@@ -665,17 +674,17 @@ class _Checking:
             of = gathered_names(gains), tuple(layer for layer, _ in odd), 0.0, 1.0
             why = "every gain is 0: the block behind the norm reads nothing"
             mend = "start gains at 1: nn.init.ones_(norm.weight)"
-            yield Trouble("warning", "norm gain", *of, why, mend)
+            yield Finding("warning", "norm gain", *of, why, mend)
             return
         for layer, kind in self._reading.misplaced:
             usual = PLACEMENTS.get(self.described.placements[layer - 1], "another form")
-            names = self._of("attention.norm.gain", "ffn.norm.gain", layers=(layer,))
+            names = self.tensors.names("attention.norm.gain", "ffn.norm.gain", layers=(layer,))
             why = f"layer {layer} is {PLACEMENTS.get(kind, kind)}, where the others are {usual}"
             yield _misplaced(names, layer, why)
         for layer, name in odd:
             inward = ("query", "key", "value") if name == "attention" else ("ffn_in", "gate")
             why = f"the {name} block of layer {layer} has no norm, where the other blocks have one"
-            yield _misplaced(self._of(*inward, layers=(layer,)), layer, why)
+            yield _misplaced(self.tensors.names(*inward, layers=(layer,)), layer, why)
 
     def _idle_parts(self) -> list[str]:
         """The largest submodules in which nothing that has parameters was run."""
@@ -702,31 +711,20 @@ class _Checking:
         names = inspect.signature(self.module.forward).parameters if large else ()
         return tuple(n for n in names if n not in given and OTHER_INPUTS.fullmatch(n))
 
-    def _attention(self, audited: Sequence[Finding]) -> Iterator[Trouble]:
+    def _attention(self, weights: WeightFindings, audited: Sequence[Row]) -> Iterator[Finding]:
         if wrong := self._reading.over_queries:
-            of = "softmax over the wrong axis", self._of("query", "key", layers=wrong), wrong
+            of = (
+                "softmax over the wrong axis",
+                self.tensors.names("query", "key", layers=wrong),
+                wrong,
+            )
             why = "attention weights are normalised over queries, not over keys: rows do not sum "
             why += "to 1, and a mask does not hide what it should"
-            yield Trouble("error", *of, reason=why, mend="softmax(..., dim=-1)")
-        groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
-        for stack, layer, factor in self._factors(audited):
-            words = next((w for by, w in self._slips() if abs(factor / by - 1) < NEAR), "")
-            if words or self.promised is not None:
-                groups.setdefault((stack, words), []).append((layer, factor))
-        for (stack, words), rows in groups.items():
-            layers, factor = tuple(layer for layer, _ in rows), rows[0][1]
-            names = self._of(f"{stack}query", f"{stack}key", layers=layers)
-            yield Trouble(
-                "warning",
-                "attention scale",
-                *(names, layers, factor, 1.0),
-                f"q k is multiplied by {factor:.3g} times what it should be, so that logits have "
-                f"{factor**2:.3g} times the variance (d_head = {self.described.d_head}): "
-                f"{words or 'something else than 1/sqrt(d_head) multiplies q k'}",
-                "multiply q k by d_head ** -0.5 once",
-            )
+            yield Finding("error", *of, reason=why, mend="softmax(..., dim=-1)")
+        known = self.promised is not None
+        yield from weights.attention(list(self._factors(audited)), known)
 
-    def _factors(self, audited: Sequence[Finding]) -> Iterator[tuple[str, int, float]]:
+    def _factors(self, audited: Sequence[Row]) -> Iterator[tuple[str, int, float]]:
         """Stacks and layers in which q k is multiplied by too much, and by how much."""
         reading, weights = self._reading, self.described.weights
         if self.promised is not None or self.scheme is not None:
@@ -742,20 +740,7 @@ class _Checking:
             if temperature > 1 or (temperature < 1 and ratio >= 0.5):
                 yield "", layer, 1 / float(temperature)
 
-    def _slips(self) -> Iterator[tuple[float, str]]:
-        """What a known slip multiplies q k by, beside 1/sqrt(d_head)."""
-        d_head, d_model = float(self.described.d_head or 1), float(self.described.d_model)
-        same = ", which is sqrt(d_model)," if d_head**2 == d_model else ","
-        whole = f"q k is divided by d_head (as muP does){same} not by its root"
-        for square, words in (
-            (d_head, "the division by sqrt(d_head) is missing"),
-            (1 / d_head, whole),
-            (d_head / d_model, "q k is divided by sqrt(d_model), not by sqrt(d_head)"),
-        ):
-            if abs(math.sqrt(square) - 1) > NEAR:
-                yield math.sqrt(square), words
-
-    def _mismatch(self, explained: bool) -> Iterator[Trouble]:
+    def _mismatch(self, explained: bool) -> Iterator[Finding]:
         """Points of the stream that these weights and sums do not give."""
         points = self.comparison.outliers(FAR)
         points = points[points["stack"] == ""]
@@ -777,7 +762,7 @@ class _Checking:
         )
         reason += "" if explained else "; nothing that was read of it explains that"
         numbers = float(row["measured"]), float(row["predicted"])
-        yield Trouble(
+        yield Finding(
             "note" if explained else "warning",
             "not what its weights give",
             *((path,) if path else (), (layer,) if layer else (), *numbers, reason),
@@ -812,11 +797,6 @@ class _Checking:
                 return sites.get((int(row["layer"]), str(row["site"])), "")
         return sites.get((layer, "stream"), "")
 
-    def _of(self, *roles: str, layers: tuple[int, ...] = ()) -> tuple[str, ...]:
-        found = sorted(self.found.roles, key=lambda role: role.layer)
-        named = [r for name in roles for r in found if r.full_name == name]
-        return gathered([r for r in named if not layers or r.layer in layers])
-
     def _unchecked(self, audited: Sequence[str]) -> tuple[str, ...]:
         strict = self.scheme is not None or self.promised is not None
         told = [p for p in audited if strict or "(the plan says nothing of it)" not in p]
@@ -839,309 +819,6 @@ class _Checking:
         return tuple(dict.fromkeys(told))
 
 
-class _Weights:
-    """What is wrong with a module's tensors, role by role."""
-
-    def __init__(
-        self,
-        checking: _Checking,
-        reading: WeightRule,
-        target: Transformer,
-        advice: Advice,
-        strict: bool,
-    ) -> None:
-        self.checking, self.reading, self.target = checking, reading, target
-        self.advice, self.strict = advice, strict
-        self.notes: list[str] = []
-        self.numbers = tuple(self._numbers())
-        self.wrong: list[str] = []
-
-    def _numbers(self) -> Iterator[Number]:
-        """The variance of every role over its layers, beside the target's."""
-        shown: list[Any] = [
-            m
-            for m in measure_roles(self.target, self.checking.tensors.entries)
-            if m.role.is_matrix or m.role.name in ("token", "position", "segment", "patch")
-        ]
-        for name, group in grouped(shown, lambda m: m.role.full_name).items():
-            count = sum(m.entries.count for m in group)
-            seen = sum(m.entries.count * m.entries.square for m in group) / count
-            known = [m.expected for m in group if m.expected is not None]
-            alone = not self.strict and (name not in MATRICES or not seen)  # compared with nothing
-            of = f"weight variance, {name}", ", ".join(gathered([m.role for m in group])), seen
-            if alone or len(known) < len(group) or not all(known):
-                yield Number(*of, math.nan)
-                continue
-            wanted = sum(m.entries.count * m.expected for m in group) / count
-            errors = (m.entries.count * m.entries.spread for m in group)
-            spread = math.hypot(*errors) / count
-            low, high = wanted * math.exp(-1.96 * spread), wanted * math.exp(1.96 * spread)
-            near = seen > 0 and abs(math.log(seen / wanted)) < 4.5 * spread + 1e-9
-            yield Number(*of, wanted, low, high, "ok" if near else "out")
-
-    def troubles(self, offenders: Sequence[Finding]) -> Iterator[Trouble]:
-        """One per role and kind of check that failed."""
-        groups = grouped(offenders, lambda f: (f.quantity.partition(" over")[0], f.role))
-        yield from self._copied([g for (kind, _), g in groups.items() if "another" in kind])
-        variances = {role: g for (kind, role), g in groups.items() if kind == "variance"}
-        yield from self._variances(variances)
-        yield from self._gains([g for (kind, _), g in groups.items() if kind in _VECTORS])
-        drawn = list(self._drawn_gains())
-        yield from drawn
-        for (kind, role), group in groups.items():
-            gained = kind == "norm_output_scale" and (
-                bool(drawn) or any(key in _VECTORS for key, _ in groups)
-            )
-            if kind in (*SCALE_WORDS, *STRUCTURE) and not gained:
-                yield self._scale(kind, role, group)
-            elif kind == "mean" and not all(self._fixed(f.parameter) for f in group):
-                yield self._mean(role, group)
-
-    def _copied(self, groups: list[list[Finding]]) -> Iterator[Trouble]:
-        if not groups:
-            return
-        names = tuple(dict.fromkeys(f.role for group in groups for f in group))
-        layers = tuple(sorted({f.layer for group in groups for f in group}))
-        tensors = gathered_names([f.parameter for group in groups for f in group])
-        yield Trouble(
-            # nn.Transformer draws its copies' matrices again, and leaves them their biases.
-            "note" if all(name.endswith(".bias") for name in names) else "warning",
-            "copied layers",
-            *(tensors, layers, 1.0, 0.0),
-            f"{', '.join(names)} of layers {listed(layers)} hold the same entries as an earlier "
-            "layer's: what such layers add is not independent and grows faster",
-            "build every layer anew instead of copy.deepcopy (nn.TransformerEncoder copies one "
-            "layer), or draw each again: moments.torch.initialize",
-        )
-
-    def _variances(self, groups: dict[str, list[Finding]]) -> Iterator[Trouble]:
-        biases = {r: g for r, g in groups.items() if r.endswith(".bias")}
-        rest = {r: g for r, g in groups.items() if r not in biases}
-        if self.checking.scheme is None:  # a config's usual draw does not forbid blocks of zeros
-            rest = {r: g for r, g in rest.items() if r not in self.checking.zero}
-            yield from self._zero(self.checking.zero)
-        crossed = next(iter(self.advice.crossed), "")
-        self.wrong = list(rest)
-        slip = self.reading.meant is not None and not self.strict
-        if slip and rest:
-            yield self._together(self.reading.title, [f for g in rest.values() for f in g])
-        elif crossed and all(r in crossed for r in rest):
-            yield self._together(crossed, [f for g in rest.values() for f in g])
-        else:
-
-            def shared(role: str) -> Any:
-                causes = self.advice.reasons.get(role)
-                return (causes, *sorted({f.layer for f in rest[role]})) if causes else role
-
-            for roles in grouped(rest, shared).values():
-                yield self._variance(roles, [f for role in roles for f in rest[role]])
-        if biases:
-            yield self._biases(biases)
-
-    def _zero(self, names: frozenset[str]) -> Iterator[Trouble]:
-        """Matrices that are zero in every layer, by design or not.
-
-        A block that starts at zero learns where one factor of it is not zero: of two factors that
-        both are, neither gets a gradient, nor does what stands before an activation that is flat
-        at 0.
-        """
-        short = {name.split(".")[-1].removeprefix("cross_") for name in names}
-        for one, other in (("value", "output"), ("query", "key"), ("ffn_in", "ffn_out")):
-            if {one, other} <= short:
-                yield self._zero_trouble(
-                    (one, other), "error", "neither of them gets a gradient: zero one alone"
-                )
-                short -= {one, other}
-        if {"output", "ffn_out"} <= short:
-            self.notes.append(BY_DESIGN)
-            short -= {"output", "ffn_out"}
-        for name, block in (("output", "attention"), ("ffn_out", "feed-forward")):
-            if name in short:
-                self.notes.append(
-                    f"{name} is zero in every layer: {block} blocks are the identity at step 0, by "
-                    "design"
-                )
-        if "query" in short and "key" not in short:
-            self.notes.append(
-                "query is zero in every layer: attention starts uniform, as muP draws it"
-            )
-        for name, words in (
-            ("key", "attention starts uniform over all tokens"),
-            ("value", "attention adds nothing"),
-            ("ffn_in", "feed-forward blocks add nothing"),
-            ("gate", "feed-forward blocks add nothing"),
-        ):
-            other = {"key": "query", "value": "output", "ffn_in": "ffn_out"}.get(name, "")
-            if name in short and not any(role.split(".")[-1] == other for role in names):
-                yield self._zero_trouble((name,), "warning", words)
-
-    def _zero_trouble(self, names: tuple[str, ...], severity: str, words: str) -> Trouble:
-        roles = [r for r in self.checking.zero if r.split(".")[-1] in names]
-        layers = tuple(range(1, self.target.layers + 1))
-        of = "zero matrix", self.checking._of(*roles), layers, 0.0, math.nan
-        are = "are" if len(names) > 1 else "is"
-        why = f"{' and '.join(names)} {are} zero in every layer: {words}"
-        mend = "draw them, or zero the outward matrices (output, ffn_out) alone"
-        return Trouble(severity, *of, why, mend)
-
-    def _together(self, sentence: str, offenders: list[Finding]) -> Trouble:
-        of = _stated(offenders, offenders[0])
-        mend = f"draw them as {in_words(self.target)}, or mend the names that your init matches"
-        return Trouble("warning", "wrong variance", *of, sentence, mend)
-
-    def _variance(self, roles: list[str], group: list[Finding]) -> Trouble:
-        """Roles that differ in the same layers and for the same reason."""
-        causes = self.advice.reasons.get(roles[0], ())
-        ratios = [f.ratio for f in group if f.measured > 0 and f.expected > 0]
-        ratio = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
-        layers = tuple(sorted({f.layer for f in group if f.layer}))
-        total = self.target.layers
-        whole = not layers or len(layers) == total or group[0].layer == 0
-        names = {role.split(".")[-1] for role in roles}
-        plain = whole and not causes and names <= set(MATRICES)
-        severity = "note" if plain and not self.strict else "warning"
-        if not self.strict and not names <= set(MATRICES):
-            severity = "note"
-        worst = max(group, key=lambda f: f.severity)
-        said = f": {'; or '.join(causes)}" if causes else ""
-        where = "" if whole else f" in layer{'s' * (len(layers) > 1)} {listed(layers)}"
-        if not ratios:
-            said = ": every entry is 0" if all(f.measured == 0 for f in group) else said
-        unlike = worst.note and worst.note not in ("normal", "") and "together" not in worst.note
-        kind = f" (entries look {worst.note})" if unlike else ""
-        why = f"{', '.join(roles)}{where}: {ratio:.3g} times the variance of "
-        why += f"{self._target_words()}{said}{kind}"
-        drawn = f"draw with std {math.sqrt(max(worst.expected, 0.0)):.3g}"
-        mend = drawn if worst.expected > 0 else "set to zero"
-        return Trouble(severity, "wrong variance", *_stated(group, worst), why, mend)
-
-    def _target_words(self) -> str:
-        if self.checking.scheme is not None:
-            scheme = self.checking.scheme
-            return f"the scheme {scheme!r}" if isinstance(scheme, str) else "the plan"
-        if self.strict:
-            return f"what its {self.checking.promised_by} promises"
-        return f"the rest of its init ({self.reading.title})"
-
-    def _biases(self, groups: dict[str, list[Finding]]) -> Trouble:
-        """Biases that are not zero, worse the more they add to their matrix's output."""
-        matrices = {
-            role.full_name: (entries.square, role.fan_in)
-            for role, entries in self.checking.tensors.entries
-            if role.is_matrix
-        }
-        shares = {}
-        for role, group in groups.items():
-            weight, fan_in = matrices.get(role.removesuffix(".bias"), (0.0, 1))
-            made = weight * fan_in  # of a normalised input
-            square = max(f.measured for f in group)
-            shares[role] = square / (square + made) if square else 0.0
-        role = max(shares, key=lambda name: shares[name])
-        worst = max(groups[role], key=lambda f: f.severity)
-        fan = matrices.get(role.removesuffix(".bias"), (0.0, 1))[1]
-        default = "uniform" in worst.note or abs(worst.measured * 3 * fan - 1) < 0.3
-        left = ", nn.Linear's own uniform draw, which was not reset" if default else ""
-        severe = self.strict or shares[role] > BIAS
-        return Trouble(
-            "warning" if severe else "note",
-            "biases",
-            *_stated([f for g in groups.values() for f in g], worst),
-            f"biases have a variance of {worst.measured:.3g}, not {worst.expected:.3g}{left}; at "
-            f"{role} that is {100 * shares[role]:.2g} % of what a normalised input makes",
-            "nn.init.zeros_(linear.bias)",
-        )
-
-    def _gains(self, groups: list[list[Finding]]) -> Iterator[Trouble]:
-        if not groups:
-            return
-        offenders = [f for group in groups for f in group]
-        worst = max(offenders, key=lambda f: f.severity)
-        why = f"{worst.quantity} of {worst.role} is {worst.measured:.3g} instead of "
-        why += f"{worst.expected:.3g} (root mean square): {_GAINS}"
-        yield Trouble("warning", "norm gain", *_stated(offenders, worst), why, _LEAVE_NORMS)
-
-    def _drawn_gains(self) -> Iterator[Trouble]:
-        """Gains about zero, of a module whose gains are held against nothing."""
-        if self.checking.promised is not None:
-            return
-        drawn = [
-            (role, entries)
-            for role, entries in self.checking.tensors.entries
-            if role.name.endswith("norm.gain")
-            and entries.count >= 8
-            and entries.mean**2 < 0.25 * entries.square
-        ]
-        if not drawn:
-            return
-        size, roles = math.sqrt(drawn[0][1].square), [role for role, _ in drawn]
-        layers = tuple(sorted({role.layer for role in roles if role.layer <= self.target.layers}))
-        why = f"gains of norms are entries about 0 with a root mean square of {size:.3g}, not "
-        why += f"about 1: {_GAINS}"
-        of = gathered(roles), layers, size, 1.0, why, _LEAVE_NORMS
-        yield Trouble("warning", "norm gain", *of)
-
-    def _scale(self, kind: str, role: str, group: list[Finding]) -> Trouble:
-        worst = max(group, key=lambda f: f.severity)
-        layers = tuple(sorted({f.layer for f in group if 1 <= f.layer <= self.target.layers}))
-        numbers = f"is {worst.measured:.4g} instead of {worst.expected:.4g}"
-        if kind in STRUCTURE:
-            reason = f"{role}: {worst.note}"
-        elif kind == "skip_scale":
-            reason = f"lambda of x in {role}'s sum {numbers}"
-        else:
-            own = f"{SCALE_WORDS[kind]} of {role} {numbers}"
-            reason = self.advice.scales.get((kind, role)) or own
-        if kind == "skip_scale" and abs(worst.measured) < 0.01:
-            reason = f"{role} drops the residual connection: lambda is {worst.measured:.2g}"
-        elif kind == "skip_scale" and abs(worst.measured - worst.expected) > 0.5:
-            reason += ": the stream itself is rescaled or normalised before the sum"
-        of = gathered_names([f.parameter for f in group]), layers, worst.measured, worst.expected
-        once = "let the code multiply by the scheme's factor once"
-        mend = _PRE_OR_POST if kind in (*STRUCTURE, "skip_scale") else once
-        words = "norm placement" if kind in STRUCTURE else kind.replace("_", " ")
-        return Trouble("warning", words, *of, reason, mend)
-
-    def _fixed(self, name: str) -> bool:
-        """Whether a table was written, not drawn: every row has the same norm, as sines have."""
-        table = tensors_of(self.checking.module).get(name)
-        if table is None or table.ndim != 2:
-            return False
-        norms = table.detach().double().square().sum(1)
-        norms = norms[norms > 0]
-        return len(norms) > 1 and float(norms.std() / norms.mean()) < 1e-3
-
-    def _mean(self, role: str, group: list[Finding]) -> Trouble:
-        worst = max(group, key=lambda f: abs(f.measured))
-        of = "mean not zero", *_stated(group, worst)
-        why = f"entries of {role} have a mean of {worst.measured:.3g}, which no draw about zero has"
-        return Trouble("warning", *of, why, "draw entries symmetric about 0 (uniform from -a to a)")
-
-    def verdict(self) -> str:
-        reading = self.reading
-        if reading.meant is None and reading.share < 0.5:
-            title = "its weights are of no published scheme and no framework's default"
-            return f"{title} (nearest: {reading.title})"
-        words = reading.title
-        if reading.left and reading.meant is None:
-            left = reading.roles_left()
-            words += f", but for {', '.join(left)} ({', '.join(self.checking._of(*left))})"
-        if reading.meant is not None:
-            moved = self.wrong or list(reading.roles_left())
-            words += f" ({', '.join(self.checking._of(*moved))})" if moved else ""
-        promised = self.checking.promised if self.checking.scheme is None else None
-        if promised is not None and reading.model != promised and self.wrong:
-            words += f"; its {self.checking.promised_by} promises otherwise"
-        return words
-
-
-_GAINS = "an initialiser that runs over all parameters draws gains and biases of norms too"
-_LEAVE_NORMS = "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)"
-_PRE_OR_POST = "x = x + block(norm(x)) is Pre-LN, x = norm(x + block(x)) Post-LN: every layer alike"
-_VECTORS = ("gain", "mean square")
-_AROUND = ("embedding", "head")
-"""What a module's own stands for where a plan says nothing."""
-
-
 # --- the module as it stands ----------------------------------------------------------------------
 
 
@@ -1155,30 +832,21 @@ def _finite(module: nn.Module) -> None:
         names = ", ".join(gathered_names(bad))
         reason = "entries are not finite (nan or inf), so that nothing can be run"
         mend = "draw them again; a std of nan, or storage that was never filled, gives such entries"
-        found = Trouble("error", "entries not finite", tuple(bad), (), reason=reason, mend=mend)
+        found = Finding("error", "entries not finite", tuple(bad), (), reason=reason, mend=mend)
         raise NotRead(f"{names} of {type(module).__name__}: {reason}", (found,))
 
 
-def _misplaced(names: tuple[str, ...], layer: int, why: str) -> Trouble:
-    return Trouble("warning", "norm placement", names, (layer,), 0.0, 1.0, why, _PRE_OR_POST)
+def _misplaced(names: tuple[str, ...], layer: int, why: str) -> Finding:
+    return Finding("warning", "norm placement", names, (layer,), 0.0, 1.0, why, PRE_OR_POST)
 
 
-def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Trouble:
+def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Finding:
     said = "the token table itself" if tied else "a matrix of its own"
     why, kind = f"the head is {said}, which {source} not to be", "tied" if tied else "untied"
     mend = "head.weight = tokens.weight ties them"
     if tied:
         mend = "give the head a matrix: head.weight = nn.Parameter(tokens.weight.detach().clone())"
-    return Trouble("error", f"{kind} head", names, reason=why, mend=mend)
-
-
-def _stated(
-    group: list[Finding], worst: Finding
-) -> tuple[tuple[str, ...], tuple[int, ...], float, float]:
-    """Of findings, as a Trouble states them: parameters, layers, and the worst one's numbers."""
-    layers = sorted({f.layer for f in group if f.layer})
-    names = gathered_names([f.parameter for f in group])
-    return names, tuple(layers), worst.measured, worst.expected
+    return Finding("error", f"{kind} head", names, reason=why, mend=mend)
 
 
 def architecture_read(
@@ -1216,7 +884,7 @@ def inputs_for(
             given = _that_runs(module, given, example)
     given = _with_labels(module, _with_targets(module, given))
     loss = loss or _next_token(module, given, found)
-    words = f"measured on {_shape(given)}" + (" of random input" if random else "")
+    words = f"measured on {batch_shape(given)}" + (" of random input" if random else "")
     return _Inputs(given, _cropped(given, 1, FEW), loss, words)
 
 
@@ -1230,17 +898,6 @@ def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
                 run(module, few)
                 return few
     return example
-
-
-def _shape(batch: Any) -> str:
-    values = batch.values() if isinstance(batch, Mapping) else [batch]
-    first = next((v for v in values if np.ndim(v) >= 2), None)
-    if first is None:
-        return "one batch"
-    count, length = np.shape(first)[:2]
-    if np.ndim(first) == 4:
-        return f"{count} picture{'s' * (count > 1)}"
-    return f"{count} sequence{'s' * (count > 1)} of {length} tokens"
 
 
 @made_at_hand

@@ -19,7 +19,6 @@ from ..model.weights import MATRICES
 from .anatomy import anatomy_of
 from .architecture import promised_by
 from .assumptions import Copies, WeightStatistics, alignment_note, copy_notes, gain_notes, notes
-from .audit import AuditedModule, entries_of
 from .checkpoints import drawn, is_meta, opened
 from .dataflow import ModuleReading, read
 from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_layer
@@ -30,6 +29,7 @@ from .hook_points import ENCODER, HookPoint
 from .probe import BlockProbe, Slope
 from .roles import ModuleRoles, Role, block_of, gain_of, layer_pattern, tensors_of
 from .running import as_named
+from .tensors import AuditedModule, entries_of
 
 with optional("torch", "torch"):
     from torch import nn

@@ -16,15 +16,15 @@ from ..errors import DomainError, MomentsError, domain_error, optional
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..prediction.measurement import Measurement
-from ..show.diagnosis import TOKENS, Diagnosis, diagnose_case, say
+from ..show.diagnosis import TOKENS, diagnose_case, say
 from ..show.differences import Case, Feature, differences
 from ..show.expected import TOLERANCE
+from ..show.findings import Report
 from .advice import conventions
 from .anatomy import anatomy_of
 from .architecture import promised_by
 from .assumptions import Copies, copies, copy_notes, shuffle, shuffled
-from .audit import weight_advice
-from .batches import inputs_of, measured_gradient, measured_moments
+from .batches import batch_shape, inputs_of, measured_gradient, measured_moments
 from .describe import describe
 from .entering import first_stream, ids_read, sees_ahead, targets_read
 from .expectation import model_of
@@ -34,6 +34,7 @@ from .measure import Loss, measure
 from .probe import probe_or_why
 from .roles import block_of, tensors_of
 from .running import as_named, at_hand, built
+from .tensors import weight_advice
 
 with optional("torch", "torch"):
     import torch
@@ -55,7 +56,7 @@ def diagnose(
     tolerance: float = TOLERANCE,
     progress: bool | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Diagnosis:
+) -> Report:
     """Measure a live module, compare it with its declaration, and find the likeliest causes.
 
     Every feature in which the module, described as it is, differs from the declaration is put into
@@ -77,7 +78,7 @@ def diagnose(
         options: of the scheme, where the plan is a scheme's name.
 
     Returns:
-        A Diagnosis: `str(...)`, `expected`, `causes`, `unchecked`, `to_frame()`.
+        A Report: `str(...)`, `expected`, `causes()`, `unchecked`, `to_frame()`.
 
     Raises:
         DomainError: a plan of another depth, or none for a module that does not say what it is
@@ -122,7 +123,7 @@ def diagnose(
             changed = changed.replace(**{name: getattr(one_pass, name) for name in names})
         likely = weight_advice(target, roles, declared, read, conventions(plan, options, declared))
         own_features = _reasoned(differences(declared, changed), likely.reasons)
-        advice = likely.crossed
+        advice = tuple(sentence for _, sentence in likely.crossed)
         repeated = copies((role, block_of(tensors_of(target), role)) for role in roles.roles)
         if repeated:
             notes = [note for note in notes if note not in set(copy_notes(repeated))]
@@ -148,11 +149,13 @@ def diagnose(
         case,
         measurement,
         features,
+        source=type(target).__name__,
         same_weights=fixed,
         tolerance=tolerance,
         notes=notes,
         advice=advice,
         unchecked=unseen,
+        read=f"measured on {batch_shape(batch)}",
         progress=bool(progress),
     )
 
@@ -210,7 +213,7 @@ class Text:
 
     @classmethod
     def of(cls, module: nn.Module, model: Transformer, batch: Any, loss: Loss | None) -> Text:
-        arrays = _arrays(batch)
+        arrays = arrays_of(batch)
         known = hasattr(getattr(module, "config", None), "to_dict")
         if model.encoder is not None or not isinstance(model.embedding, Embedding):
             return cls(arrays, None, None, known and loss is None)
@@ -295,7 +298,7 @@ def _described(
     return found.model, list(dict.fromkeys(str(w.message) for w in caught))
 
 
-def _arrays(batch: Any) -> dict[str, Any]:
+def arrays_of(batch: Any) -> dict[str, Any]:
     """The batch as numpy arrays; integers alone are token ids."""
     given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     arrays = {

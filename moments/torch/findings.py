@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ..model.transformer import Transformer
 from ..show.expected import tail_probability
+from ..show.findings import Row
 from .entries import EntryMoments
 from .expectation import expected_variance, model_of_stack, scales_of, stacks_in
 from .probe import BlockProbe, Slope
@@ -25,54 +25,6 @@ SLACK = 2e-3
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One check.
-
-    Attributes:
-        layer: from 1; 0 before the layers; 0 too for what concerns all of them.
-        role: "value", "attention.norm.gain", "ffn branch", ...
-        parameter: the tensor, or the submodule of a sum or norm.
-        quantity: "variance", "mean", "gain", "skip_scale", "branch_scale", "norm_output_scale", ...
-        expected, measured: numbers.
-        passed: None where it could not be checked.
-        note: why not, or what the entries look like.
-        stderr: sampling error of the measured number if the module is right.
-        chance: probability of a deviation this large in a right module; None where there is no
-            chance in it.
-    """
-
-    layer: int
-    role: str
-    parameter: str
-    quantity: str
-    expected: float
-    measured: float
-    passed: bool | None
-    note: str = ""
-    stderr: float = 0.0
-    chance: float | None = None
-
-    @property
-    def probability(self) -> float:
-        """Of a deviation this large in a right module; 0 or 1 where there is no chance in it."""
-        return float(self.passed is not False) if self.chance is None else self.chance
-
-    @property
-    def ratio(self) -> float:
-        """Measured over expected."""
-        return self.measured / self.expected if self.expected else math.nan
-
-    @property
-    def severity(self) -> float:
-        """By which offenders are put in order: size of the logarithm of the ratio."""
-        if self.passed is not False:
-            return -1.0 if self.passed else -0.5
-        if not self.expected or not self.measured or not math.isfinite(self.ratio):
-            return math.inf
-        return abs(math.log(abs(self.ratio))) if self.ratio > 0 else math.inf
-
-
-@dataclass(frozen=True)
 class Measured:
     """A role, its entries and what the model expects of their mean square."""
 
@@ -80,21 +32,21 @@ class Measured:
     entries: EntryMoments
     expected: float | None
 
-    def finding(
+    def row(
         self,
         quantity: str,
         expected: float,
         measured: float,
         passed: bool,
         note: str,
-        **chance: Any,
-    ) -> Finding:
+        **chance: float,
+    ) -> Row:
         """A check of these entries."""
         of = self.role.layer, self.role.full_name, self.role.label
-        return Finding(*of, quantity, expected, measured, passed, note, **chance)
+        return Row(*of, quantity, expected, measured, passed, note, **chance)
 
 
-def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()) -> list[Finding]:
+def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()) -> list[Row]:
     """Mean square and mean of every tensor, and the mean square of a role over all layers, to which
     tensors that are copied add nothing.
     """
@@ -114,21 +66,21 @@ def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()
     return findings
 
 
-def _variance(m: Measured, limit: float) -> Finding:
+def _variance(m: Measured, limit: float) -> Row:
     expected, found = float(m.expected or 0.0), m.entries
     base = "variance", expected, found.square
     if not math.isfinite(found.square):
-        return m.finding(*base, False, "entries are not finite", stderr=math.nan)
+        return m.row(*base, False, "entries are not finite", stderr=math.nan)
     if expected == 0:
-        return m.finding(*base, found.square == 0, found.distribution)
+        return m.row(*base, found.square == 0, found.distribution)
     if found.square == 0:
-        return m.finding(*base, False, "every entry is 0")
+        return m.row(*base, False, "every entry is 0")
     chance = tail_probability(found.square / expected, found.spread)
     stderr = expected * found.spread
-    return m.finding(*base, chance >= limit, found.distribution, stderr=stderr, chance=chance)
+    return m.row(*base, chance >= limit, found.distribution, stderr=stderr, probability=chance)
 
 
-def _mean(m: Measured, limit: float) -> Finding | None:
+def _mean(m: Measured, limit: float) -> Row | None:
     """Entries of mean zero; None where there are none to speak of."""
     found = m.entries
     if not m.expected or not found.square or not math.isfinite(found.square):
@@ -136,10 +88,10 @@ def _mean(m: Measured, limit: float) -> Finding | None:
     stderr = math.sqrt(found.square / found.count)
     chance = math.erfc(abs(found.mean) / stderr / math.sqrt(2))
     base = "mean", 0.0, found.mean, chance >= limit, found.distribution
-    return m.finding(*base, stderr=stderr, chance=chance)
+    return m.row(*base, stderr=stderr, probability=chance)
 
 
-def _pooled(group: list[Measured], limit: float) -> Finding | None:
+def _pooled(group: list[Measured], limit: float) -> Row | None:
     """All layers of one role at once: a small common factor that no single tensor shows."""
     usable = [m for m in group if m.expected and m.entries.square > 0]
     if len(usable) < 2:
@@ -152,12 +104,12 @@ def _pooled(group: list[Measured], limit: float) -> Finding | None:
     first, last = usable[0].role, usable[-1].role
     of = 0, first.full_name, f"{first.label} ... {last.label}", "variance over its expectation"
     note = f"{len(usable)} layers together"
-    return Finding(*of, 1.0, ratio, chance >= limit, note, spread, chance)
+    return Row(*of, 1.0, ratio, chance >= limit, note, spread, chance)
 
 
 def norm_findings(
     measured: Iterable[Measured], carried: dict[tuple[int, str], float]
-) -> Iterator[Finding]:
+) -> Iterator[Row]:
     """Gains and biases of norms; `carried`: factors of LayerNorm Scaling that a gain may hold."""
     for m in measured:
         name = m.role.name
@@ -171,10 +123,10 @@ def norm_findings(
             if abs(value - expected * factor) <= SLACK * expected:
                 expected *= factor
         passed = abs(value - expected) <= SLACK * max(expected, 0.0) + 1e-12
-        yield m.finding(quantity, expected, value, passed, "")
+        yield m.row(quantity, expected, value, passed, "")
 
 
-def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator[Finding]:
+def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator[Row]:
     """Residual multipliers, norm factors, the norm's kind and the form of the sum itself."""
     scales = scales_of(model)
     for p in probes:
@@ -186,16 +138,16 @@ def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator
         wanted = stack.placements[block.layer - 1]
         if wanted != block.placement:
             note = f"the norm sits {block.placement!r}, the plan wants {wanted!r}"
-            yield Finding(*of, "norm placement", 1, 0, False, note)
+            yield Row(*of, "norm placement", 1, 0, False, note)
         if p.unseen:
             names = ", ".join(path or "the module itself" for path in p.unseen)
             note = f"no tensor passes {names}: its code goes another way"
-            yield Finding(*of, "norm placement", 1, 0, False, note)
+            yield Row(*of, "norm placement", 1, 0, False, note)
             continue
         if p.skip is not None and not p.skip.unexplained < 0.02:
             note = "not lambda x + beta f: norms or sums sit elsewhere than was read"
             share = p.skip.unexplained
-            yield Finding(*of, "unexplained share of the sum", 0.0, share, False, note)
+            yield Row(*of, "unexplained share of the sum", 0.0, share, False, note)
             continue
         yield slope_finding(block.layer, own, block.path, "skip_scale", p.skip, skip)
         yield slope_finding(block.layer, own, block.branch.path, "branch_scale", p.branch, branch)
@@ -209,18 +161,18 @@ def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator
 
 def slope_finding(
     layer: int, role: str, path: str, quantity: str, slope: Slope | None, expected: float
-) -> Finding:
+) -> Row:
     """A probed multiplier against the one that is wanted."""
     of = layer, role, path
     if slope is None:
         note = "what it multiplies is 0 throughout, so that it cannot be measured"
-        return Finding(*of, quantity, expected, math.nan, None, note, math.nan)
+        return Row(*of, quantity, expected, math.nan, None, note, math.nan)
     error = abs(slope.value - expected)
     passed = error <= SLACK * abs(expected) + 6 * slope.stderr + 1e-9
-    return Finding(*of, quantity, expected, slope.value, passed, stderr=slope.stderr)
+    return Row(*of, quantity, expected, slope.value, passed, stderr=slope.stderr)
 
 
-def unprobed_findings(model: Transformer, why: str) -> Iterator[Finding]:
+def unprobed_findings(model: Transformer, why: str) -> Iterator[Row]:
     """Scales that are not 1 in a plan, where no run of the module could show them, and why."""
     note = f"not checked: {why}"
     for stack, scales in scales_of(model).items():
@@ -228,7 +180,7 @@ def unprobed_findings(model: Transformer, why: str) -> Iterator[Finding]:
             for (row, column), target in np.ndenumerate(values):
                 if target != 1:
                     of = row + 1, stack + ("attention", "ffn")[column], "", f"{quantity}_scale"
-                    yield Finding(*of, float(target), math.nan, False, note)
+                    yield Row(*of, float(target), math.nan, False, note)
 
 
 def unchecked(
@@ -236,7 +188,7 @@ def unchecked(
     found: ModuleRoles,
     probes: Iterable[BlockProbe],
     why: str,
-    findings: Iterable[Finding] = (),
+    findings: Iterable[Row] = (),
 ) -> tuple[str, ...]:
     """What of a model was not checked, a phrase each; `why`: there are no probes."""
     seen = {(p.block.stack, p.block.layer, p.block.name) for p in probes}
@@ -296,14 +248,14 @@ def measure_roles(
     return [Measured(role, entries, expected_variance(model, role)) for role, entries in tensors]
 
 
-def temperature_findings(found: ModuleRoles, model: Transformer) -> Iterator[Finding]:
+def temperature_findings(found: ModuleRoles, model: Transformer) -> Iterator[Row]:
     """Every layer's temperature against the model's."""
     for role, wanted, present in temperatures(found, model):
         base = role.layer, role.stack + attention_of(role), role.label, "temperature", wanted
         if present is None:
-            yield Finding(*base, math.nan, None, "what multiplies q k was not seen", math.nan)
+            yield Row(*base, math.nan, None, "what multiplies q k was not seen", math.nan)
         else:
-            yield Finding(*base, present, bool(np.isclose(present, wanted, rtol=SLACK)))
+            yield Row(*base, present, bool(np.isclose(present, wanted, rtol=SLACK)))
 
 
 def temperatures(

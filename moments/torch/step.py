@@ -29,7 +29,7 @@ with optional("torch", "torch"):
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
 
-OPTIONS = ("betas", "eps", "weight_decay", "momentum", "nesterov", "adjust")
+OPTIONS = ("betas", "eps", "weight_decay", "clip", "momentum", "nesterov", "adjust")
 
 Make = Callable[[nn.Module, list[nn.Parameter], float], Callable[[], object]]
 """From a module, its parameters and a learning rate to what takes one step by their gradients."""
@@ -70,8 +70,8 @@ def measure_step(
             that of the last share, sites are those of all shares, each under the dropout masks of
             its step. Without multipliers.
         progress: write one line per draw to standard error.
-        options: of a named optimizer, as in `Prediction.after`: betas, eps, weight_decay, momentum,
-            nesterov, adjust.
+        options: of a named optimizer, as in `Prediction.after`: betas, eps, weight_decay, clip,
+            momentum, nesterov, adjust.
 
     Returns:
         A StepMeasurement, or one for every learning rate.
@@ -313,8 +313,8 @@ def _named(
     rate: float,
 ) -> Callable[[], object]:
     """An optimizer of a name, beside which every parameter shrinks by rate times the decay."""
-    own = {name: value for name, value in options.items() if name != "weight_decay"}
-    shrinks = rate * float(options.get("weight_decay", 0.0))
+    own = {name: value for name, value in options.items() if name not in ("weight_decay", "clip")}
+    shrinks, clip = rate * float(options.get("weight_decay", 0.0)), options.get("clip")
     optimizer: Any
     if kind == "muon":
         optimizer = _Muon(module, parameters, rate, **own)
@@ -325,6 +325,8 @@ def _named(
 
     def step() -> None:
         old = [p.detach().clone() for p in parameters] if shrinks else []
+        if clip is not None:
+            nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
         with torch.no_grad():
             for p, value in zip(parameters, old, strict=False):

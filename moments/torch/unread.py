@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import MomentsError, optional
-from ..show.health import Trouble, ranked
+from ..show.findings import Finding, ranked
 from .dataflow.graph import VIEWS, Graph, record
 from .dataflow.reading import called
 from .entering import behaviour
@@ -113,7 +113,7 @@ class NotRead(MomentsError):
         findings: what is wrong with it nonetheless.
     """
 
-    def __init__(self, why: str, findings: tuple[Trouble, ...] = ()) -> None:
+    def __init__(self, why: str, findings: tuple[Finding, ...] = ()) -> None:
         line, *rest = why.split("\n", 1)
         told = "".join(f"; found nonetheless: {finding}" for finding in findings)
         super().__init__("\n".join([line + told, *rest]))
@@ -131,7 +131,7 @@ def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
     return NotRead(why, ranked(found))
 
 
-def _forgetting(found: list[Recurrence]) -> Iterator[Trouble]:
+def _forgetting(found: list[Recurrence]) -> Iterator[Finding]:
     short = [r for r in found if r.memory < REMEMBERED]
     if not short:
         return
@@ -147,13 +147,13 @@ def _forgetting(found: list[Recurrence]) -> Iterator[Trouble]:
     mend = (
         "draw steps log-uniformly between .001 and .1 and set the bias to the inverse of softplus"
     )
-    yield Trouble("warning", "forgetting", names, (), longest, REMEMBERED, why, mend)
+    yield Finding("warning", "forgetting", names, (), longest, REMEMBERED, why, mend)
 
 
-def random_outcome(path: str | None) -> Iterator[Trouble]:
+def random_outcome(path: str | None) -> Iterator[Finding]:
     """What is wrong where runs in evaluation mode differ, first in what a submodule gives."""
     if path is not None:
-        yield Trouble(
+        yield Finding(
             "error",
             "dropout left on",
             (path,),

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..engine.bottom_to_top import BottomToTop
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
+from ..engine.laws import LawMatrix
 from ..engine.layout import Padding
 from ..errors import DomainError
 from ..formulas.activation import activation_laws
@@ -17,13 +18,22 @@ from ..formulas.block import ATTENTION_BLOCK, FFN_BLOCK
 from ..formulas.law import Theory
 from ..formulas.linear import DROPOUT, LINEAR, SCALE
 from ..formulas.normalization import LAYERNORM
+from ..model.block import Block
 from ..model.embedding import Embedding
+from ..model.experts import SHARED, Experts
+from ..model.latent_attention import LatentAttention
+from ..model.law_block import LawBlock
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
+from .attention.gates import GatedHeads
+from .attention.latent import LatentHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
+from .by_law import LawLeaf
 from .elementary import Activation, Dropout, Lawful, Linear, Scale
+from .experts.parts import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
+from .recurrent import RECURRENT, recurrent_parts
 
 
 @functools.lru_cache(maxsize=32)
@@ -129,7 +139,10 @@ class _Stack:
             model.temperatures.tolist(),
             model.windows,
             model.rotaries,
+            model.attention_sinks,
             model.placements,
+            model.mixers,
+            model.ffns,
         )
         return zip(*columns, strict=True)
 
@@ -366,22 +379,27 @@ class Blocks:
         }
 
     def _linear(self, label: str, weight: str, fan_in: int, fan_out: int) -> Linear:
-        variance = getattr(self.model.layer_weights(self.number), weight)
+        like = weight.removeprefix(SHARED)
+        variance = getattr(self.model.layer_weights(self.number), like)
         parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
         biases = self._biases
-        name = weight.removeprefix("cross_")
+        name = like.removeprefix("cross_")
         if name not in biases:
             return Linear(LINEAR, self.theory, label, parameters, fan_out, weight)
         parameters["bias_variance"] = biases[name]
         return Linear(LINEAR, self.theory, label, parameters, fan_out, weight, has_bias=True)
 
     def attention(self) -> Chain:
-        """Self-attention, its output projection and dropout."""
+        """Self-attention, its output projection and dropout, or what stands in its place."""
         model, weights = self.model, self.model.layer_weights(self.number)
+        block = model.mixers[self.number - 1]
+        if block is not None:
+            last = dropout(self.theory, "attention.dropout", model.dropout)
+            return Chain((*BLOCKS[type(block)](self, block), last))
         if model.identity_attention:
             width = model.heads * (model.d_head or 0)
             values = self._linear("attention.heads", "value", model.d_model, width)
-            return self._projected("attention", "output", values)
+            return self._projected("attention", "output", self._gated(values))
         temperature = float(model.temperatures[self.number - 1])
         if self.theory != "refined":
             # The papers treat the block as one unit.
@@ -413,6 +431,7 @@ class Blocks:
             alibi=model.alibi,
             relative_bias=model.relative_bias,
             window=model.windows[self.number - 1],
+            sink=model.attention_sinks[self.number - 1],
             **self._projections(),
         )
         if model.placements[self.number - 1] == "hybrid":
@@ -421,7 +440,22 @@ class Blocks:
                 heads, qk_norm=kind, norm_epsilon=model.norm_epsilon, norm_affine=False
             )
             return self._projected("attention", "output", NormalizedAttention(normalised))
-        return self._projected("attention", "output", heads)
+        return self._projected("attention", "output", self._gated(heads))
+
+    def _gated(self, heads: Component) -> Component:
+        """The heads times their gates, where there are any."""
+        model = self.model
+        if model.attention_gate is None:
+            return heads
+        width = model.shapes_of(self.number)["attention_gate"][1]
+        gate = Chain(
+            (
+                self._linear("attention.gate", "attention_gate", model.d_model, width),
+                Activation(activation_laws("sigmoid"), self.theory, "attention.gates"),
+            )
+        )
+        each = 1.0 if model.attention_gate == "elementwise" else float(model.d_head or 0)
+        return GatedHeads(heads, gate, each)
 
     def cross(self) -> Chain:
         """Attention to the encoder's output, its projection and dropout."""
@@ -451,8 +485,12 @@ class Blocks:
         return Chain((heads, projection, dropout(self.theory, f"{name}.dropout", model.dropout)))
 
     def ffn(self) -> Chain:
-        """The feed-forward block and its dropout."""
+        """The feed-forward block, or what stands in its place, and its dropout."""
         model, theory = self.model, self.theory
+        block = model.ffns[self.number - 1]
+        if block is not None:
+            last = dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0)
+            return Chain((*BLOCKS[type(block)](self, block), last))
         weights = model.layer_weights(self.number)
         d_model, d_ff = model.d_model, model.d_ff or 0
         if theory == "simplified":
@@ -464,28 +502,98 @@ class Blocks:
                 "drop_prob": model.dropout,
             }
             return Chain((Lawful(FFN_BLOCK, theory, "ffn.dropout", parameters),))
-        parts: tuple[Component, ...] = self._hidden()
+        parts: tuple[Component, ...] = self._hidden(d_ff)
         if model.activation_dropout:
             parts += (dropout(theory, "ffn.activation_dropout", model.activation_dropout),)
         out = self._linear("ffn.out", "ffn_out", d_ff, d_model)
         return Chain((*parts, out, dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0)))
 
-    def _hidden(self) -> tuple[Component, ...]:
+    def _hidden(
+        self,
+        d_ff: int,
+        prefix: str = "",
+        label: str = "ffn.",
+        shift: float = 0.0,
+        clamp: float | None = None,
+    ) -> tuple[Component, ...]:
+        """From the stream to hidden features.
+
+        Args:
+            d_ff: how many.
+            prefix: of the matrices' names.
+            label: of the sites' names; empty: there are none.
+            shift, clamp: of a gated unit (`GatedLinear`).
+        """
         model, theory = self.model, self.theory
-        d_model, d_ff = model.d_model, model.d_ff or 0
+        d_model, site = model.d_model, f"{label}activation" if label else ""
         if model.gated:
             weights, biases = model.layer_weights(self.number), self._biases
             laws, widths = activation_laws(model.activation), (d_model, d_ff)
             given = weights.gate, weights.ffn_in, biases.get("gate", 0.0), biases.get("ffn_in", 0.0)
             has_bias = "ffn_in" in biases
-            return (GatedLinear("ffn.activation", laws, *widths, *given, has_bias=has_bias),)
+            return (GatedLinear(site, laws, *widths, *given, has_bias, prefix, shift, clamp),)
         # The papers' GeLU is the erf form; they state no other.
         published = (theory, model.activation) == ("published", "gelu_tanh")
         laws = activation_laws("gelu" if published else model.activation)
+        entering = f"{label}in" if label else ""
         return (
-            self._linear("ffn.in", "ffn_in", d_model, d_ff),
-            Activation(laws, theory, "ffn.activation"),
+            self._linear(entering, f"{prefix}ffn_in", d_model, d_ff),
+            Activation(laws, theory, site),
         )
+
+
+BlockParts = Callable[[Blocks, Any], Iterable[Component]]
+"""Makes the components of a block, up to what it adds to the stream, its dropout excluded."""
+
+
+def by_law(parts: Blocks, block: LawBlock) -> tuple[LawLeaf]:
+    """The one component of a user's block."""
+    model, number = parts.model, parts.number
+    if parts.padding is not None and block.mixes_tokens:
+        raise DomainError(
+            f"attention_mask and document_ids: the law of block {block.name!r} knows no padding: "
+            "leave them out, or give one text of full length"
+        )
+    variances, biases = model.variances_of(number), parts._biases
+    matrices = (
+        LawMatrix(name, *shape, float(variances[name]), biases.get(name))
+        for name, shape in block.shapes(model).items()
+    )
+    given = block.name, block.law, tuple(matrices), model.d_model, model.seq_len
+    return (LawLeaf(*given, block.mixes_tokens),)
+
+
+def latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
+    """Latent heads and their output projection."""
+    model, number = blocks.model, blocks.number
+    weights, name = model.layer_weights(number), "attention.projection"
+    heads = SelfAttention(
+        "attention.heads",
+        model.d_model,
+        model.heads,
+        block.nope_dim + block.rope_dim,
+        weights.query,
+        weights.key,
+        weights.value,
+        model.attention_dropout,
+        float(model.temperatures[number - 1]),
+        model.causal,
+        blocks.padding,
+        rotary=model.rotaries[number - 1],
+        window=model.windows[number - 1],
+        sequences=blocks.sequences,
+    )
+    projection = blocks._linear(name, "output", model.heads * block.value_dim, model.d_model)
+    return LatentHeads(heads, block, model.norm_affine), projection
+
+
+BLOCKS: dict[type[Block], BlockParts] = {
+    LawBlock: by_law,
+    Experts: experts,
+    LatentAttention: latent,
+    **dict.fromkeys(RECURRENT, recurrent_parts),
+}
+"""By the class of a block (`moments.model.block`). Register another by its class."""
 
 
 def check_coverage(model: Transformer, theory: Theory) -> None:
@@ -529,8 +637,12 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "qk_norm": model.qk_norm,
         "logit_softcap": model.logit_softcap,
         "windows": any(model.windows),
+        "attention_gate": model.attention_gate is not None,
+        "attention_sink": any(one is not None for one in model.attention_sinks),
         "identity_attention": model.identity_attention,
         "ffn_dropout": model.ffn_dropout != model.dropout,
+        "blocks in a mixer's place": any(model.mixers),
+        "blocks in the feed-forward block's place": any(model.ffns),
         "an encoder": model.encoder is not None,
         "activation_dropout": model.activation_dropout,
         "norm_groups": model.norm_groups > 1,

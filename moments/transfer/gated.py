@@ -5,6 +5,7 @@ See docs/theory/norms.md, Realised overlaps.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -60,6 +61,10 @@ class GatedLinear(Leaf):
         gate, ffn_in: variances of the two maps' weights.
         gate_bias, bias: variances of their biases.
         has_bias: whether the two have biases, of any variance, that receive gradients.
+        prefix: of the matrices' names in the table of weight gradients.
+        shift: added to the second factor: activation(x @ gate) * (x @ ffn_in + shift).
+        clamp: bounds the gate from above and the second factor's map from both sides; None: no
+            bounds. Moments are those without: where they bind by more than `BOUND`, a note says so.
     """
 
     label: str
@@ -71,22 +76,35 @@ class GatedLinear(Leaf):
     gate_bias: Any = 0.0
     bias: Any = 0.0
     has_bias: bool = False
+    prefix: str = ""
+    shift: float = 0.0
+    clamp: float | None = None
 
-    matrices: ClassVar[tuple[str, ...]] = ("gate", "ffn_in")
     hidden: ClassVar[Hidden] = Hidden(1, 1.0)
 
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return f"{self.prefix}gate", f"{self.prefix}ffn_in"
+
     def with_variances(self, names: tuple[str, ...], factor: float) -> GatedLinear:
-        held = {name: getattr(self, name) * factor for name in self.matrices if name in names}
+        own = ("gate", "ffn_in")
+        held = {one: getattr(self, one) * factor for one in own if self.prefix + one in names}
         return replace(self, **held)
 
     def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
         product = gated(self.activation).under("refined")["variance"]
+        mean = self.activation.under("refined")["mean"]
         gate, factor = (one.of_entry(algebra, names) for one in self._maps())
 
         def found(entering: tuple[Array, Array], times: float) -> tuple[Array, Array]:
             _, of_gate = gate(entering, times)
-            values = {"x_variance": of_gate, "factor_variance": factor(entering, times)[1]}
-            return 0.0, product.formula(algebra, *product.pick(values | {"x_mean": 0.0}))
+            of_factor = factor(entering, times)[1] + self.shift**2
+            values = {"x_variance": of_gate, "factor_variance": of_factor, "x_mean": 0.0}
+            square = product.formula(algebra, *product.pick(values))
+            if not self.shift:
+                return 0.0, square
+            common = self.shift * mean.formula(algebra, *mean.pick(values))
+            return common, square - common * common
 
         return found
 
@@ -101,6 +119,10 @@ class GatedLinear(Leaf):
         kept = None if signal.kernel.classes is None else Keeping()
         algebra = signal.algebra if kept is None else kept
         one, two = bind(inner, {})
+        if self.shift:
+            # about zero, as its square enters everywhere
+            moved = factor.kernel.with_ones().scaled(self.shift**2)
+            factor = factor.replace(kernel=factor.kernel + moved)
         one = one | {"factor_variance": factor.kernel.diagonal}
         two = two | {"factor_covariance": factor.kernel.pairs}
 
@@ -118,7 +140,17 @@ class GatedLinear(Leaf):
         notes: tuple[str, ...] = ()
         if not limit.contains(inner.kernel.mean_diagonal()):
             notes = (f"the gate's variance is outside {limit}, where the laws are resolved",)
-        output = Signal(kernel, signal.seq_len, width=self.fan_out, kurtosis=kurtosis, notes=notes)
+        notes += self._bound(inner, factor)
+        mean: Array = 0.0
+        if self.shift:
+            law = self.activation.under("refined")["mean"]
+            mean = self.shift * evaluate(law, algebra, one | {"x_mean": 0.0})
+            first, second = kernel.over_tokens(mean + 0.0 * kernel.diagonal)
+            common = Kernel.joined(mean * mean + 0.0 * variance, first * second, kernel.resolved)
+            kernel = kernel - common
+        output = Signal(
+            kernel, signal.seq_len, mean, width=self.fan_out, kurtosis=kurtosis, notes=notes
+        )
         values = _Values(self.activation, signal, kept, one, two, varied)
         if signal.fluctuation is not None:
             of_gate = values.both(
@@ -132,6 +164,17 @@ class GatedLinear(Leaf):
                 fluctuation=_fluctuation(signal, output, norms, ends, step),
             )
         return output, GatedPullback(output, values, gate_back, factor_back)
+
+    def _bound(self, inner: Signal, factor: Signal) -> tuple[str, ...]:
+        """A note where `clamp` binds."""
+        if self.clamp is None:
+            return ()
+        other = np.max(factor.kernel.diagonal) - self.shift**2
+        beyond = 0.5 * _outside(self.clamp, np.max(inner.kernel.diagonal))
+        beyond += _outside(self.clamp, other)
+        if beyond <= BOUND:
+            return ()
+        return (f"clamps at {self.clamp:g} bind at {beyond:.2g} of the entries and are left out",)
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -178,8 +221,9 @@ class GatedLinear(Leaf):
             "weight_variance": variance,
             "bias_variance": bias,
         }
+        name = self.prefix + weight
         return Linear(
-            LINEAR, "refined", weight, parameters, self.fan_out, weight, has_bias=self.has_bias
+            LINEAR, "refined", weight, parameters, self.fan_out, name, has_bias=self.has_bias
         )
 
     def _norms(
@@ -220,6 +264,15 @@ class GatedLinear(Leaf):
             for factor in (1 + step, 1.0, 1 - step)
         )
         return ratio_or_zero(above - below, 2 * step * at)
+
+
+BOUND = 1e-3
+"""Share of entries that a clamp may bind at without a note."""
+
+
+def _outside(limit: float, variance: Any) -> float:
+    """Probability that a centred Gaussian's size is beyond a limit."""
+    return math.erfc(limit / math.sqrt(2 * max(float(variance), 1e-300)))
 
 
 def _unsteady(signal: Signal) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..formulas.law import THEORIES
 from ..show.palette import BLACK, BLUE, GREY, VERMILION
-from ..show.plot import Picture, dress
+from ..show.plot import Picture, styled
 from ..show.report import tabled
 from .errors import CLASS, MEASURES, by_class, worst
 from .grid import ARRAY, BASELINES, FACTORIAL, FACTORS
@@ -41,6 +41,11 @@ COLUMNS: tuple[tuple[str, str], ...] = (
 )
 COLORS = {"published": VERMILION, "simplified": GREY, "refined": BLUE}
 MARKERS = {"published": "s", "simplified": "^", "refined": "o"}
+LABELS = {
+    "published": "published formulas",
+    "simplified": "their simplified tables",
+    "refined": "moments",
+}
 
 
 def _cell(measure: str, value: float) -> str:
@@ -103,6 +108,7 @@ def _class_table(classes: pd.DataFrame, title: str, names: Sequence[str], captio
     return table
 
 
+@styled
 def plot_errors(frame: pd.DataFrame) -> Figure:
     """Gradient error of every run by depth, a panel per norm placement and mask.
 
@@ -129,7 +135,7 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
                 marker=MARKERS[theory],
                 color=COLORS[theory],
                 alpha=0.8,
-                label=theory,
+                label=LABELS[theory],
             )
             ax.scatter(x[failed], np.full(failed.sum(), roof), marker="x", color=COLORS[theory])
         noise = part.groupby("layers")["noise"].mean()
@@ -138,15 +144,15 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
         ax.set_yscale("log")
         ax.set_ylim(floor * 0.8, roof * 1.4)
         ax.set_xticks(range(len(depths)), [str(n) for n in depths])
-        dress(ax, f"{norm.capitalize()}-LN, {mask} attention")
+        ax.set_title(f"{norm.capitalize()}-LN, {mask} attention")
     for ax in panels[1]:
         ax.set_xlabel("layers")
     for ax in panels[:, 0]:
-        ax.set_ylabel("mean |log error| of gradient variance")
+        ax.set_ylabel("mean |log| of the ratio")
     panels[0, 0].scatter([], [], marker="x", color=GREY, label="no numbers")
-    panels[0, 0].legend(frameon=False, fontsize=9, markerscale=0.8, loc=(0.0, 0.7), ncols=2)
+    panels[0, 0].legend(markerscale=0.8, loc=(0.0, 0.7), ncols=2)
     models = len(frame) // frame["theory"].nunique()
-    title = f"Gradient variance of {models} simulated models: error of each theory"
+    title = f"Gradient variance predicted over simulated, {models} models"
     figure.head(title)
     return figure
 

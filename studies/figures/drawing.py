@@ -16,7 +16,7 @@ import numpy as np
 
 from moments.errors import domain_error
 from moments.show.palette import MARKERS, PALE, SEQUENTIAL, SERIES
-from moments.show.plot import Picture, dress, round_ticks, save
+from moments.show.plot import Picture, round_ticks, save, styled
 
 from . import kedia, noci, sun
 from .setup import FigureLine, HeatMap, Panel, Setup
@@ -66,6 +66,7 @@ def key(figure: str, panel: int, label: str) -> str:
 MOST_POINTS = 25
 
 
+@styled
 def draw(name: str, path: str | Path | None = None) -> Figure:
     """Redraw one figure.
 
@@ -95,10 +96,10 @@ def draw(name: str, path: str | Path | None = None) -> Figure:
             _panel(ax, found, index, panel)
     for column in range(count if lines > 1 else 0):
         _alike(figure.axes[column::count])
-    figure.head(f"{found.title}\n{found.source}", 11)
+    figure.head(f"{found.title}\n{found.source}")
     text = ". ".join((found.settings, *_about_points(found)))
     wrapped = textwrap.fill(text, int(15 * figure.get_figwidth()))
-    figure.below(wrapped, 8)
+    figure.below(wrapped)
     if path is not None:
         save(figure, path, dpi=120)
     return figure
@@ -141,7 +142,8 @@ def _heat_map(ax: Axes, panel: HeatMap) -> AxesImage:
         vmax=0.5,
         aspect="auto",
     )
-    ax.set_title(panel.title, loc="left", fontsize=10)
+    ax.set_title(panel.title)
+    ax.grid(False)
     ax.set_xlabel("from layer (0 enters layer 1)")
     ax.set_ylabel("layers further")
     return image
@@ -181,7 +183,7 @@ def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
         drawn.set(**style)
         if line.points:
             _points(ax, line, key(found.name, index, line.label), color, panel)
-    dress(ax, panel.title, 10)
+    ax.set_title(panel.title)
     ax.set_xlabel(panel.x)
     ax.set_ylabel(panel.y)
     if panel.log_x:
@@ -195,7 +197,7 @@ def _panel(ax: Axes, found: Setup, index: int, panel: Panel) -> None:
         ax.margins(y=0.08)
         ax.set_ylim(bottom=min(0.0, *(float(v.min()) for v in ends)))
     if len(panel.lines) > 1:
-        ax.legend(frameon=False, fontsize=8.5)
+        ax.legend()
 
 
 def _shown(count: int, log: bool) -> np.ndarray:

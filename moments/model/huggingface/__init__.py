@@ -5,43 +5,60 @@ family, sizes    what a family is, with the heads that most share; its architect
 defaults.json    what entries that are left out mean, from the config classes themselves
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
 bert, gpt, parallel, llama, t5, vit: one group of families each
+latent, moe: families whose blocks `moments.torch` does not recognise in a module
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from . import bert, gpt, llama, parallel, t5, vit
+from . import bert, gpt, latent, llama, moe, parallel, t5, vit
 from .family import Family
 
-__all__ = ["FAMILIES", "NEAREST", "REFUSED", "Family"]
+__all__ = ["FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
+_OF_BLOCKS = (latent, moe)
 
 _DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
-FAMILIES: dict[str, Family] = {
-    kind: dataclasses.replace(family, defaults=_DEFAULTS.get(kind, {}))
-    for group in _GROUPS
-    for kind, family in group.FAMILIES.items()
-}
+
+
+def _of(groups: Iterable[Any]) -> dict[str, Family]:
+    return {
+        kind: dataclasses.replace(family, defaults=_DEFAULTS.get(kind, {}))
+        for group in groups
+        for kind, family in group.FAMILIES.items()
+    }
+
+
+FAMILIES = _of(_GROUPS)
 """`model_type` -> family."""
+OF_BLOCKS = _of(_OF_BLOCKS)
+"""The same of those that are read from their config alone: of a module of theirs `moments.torch`
+does not know every part."""
+READERS = FAMILIES | OF_BLOCKS
 
 _BEYOND = {
     "one layer's weights shared by all layers": "albert",
     "cross-attention in a Post-LN decoder with a position table of its own": "bart",
     "sparse attention": "big_bird led longformer longt5",
-    "pictures and text in one model": "clip gemma3",
+    "pictures and text in one model": "clip gemma3 llama4",
     "convolutions": "convnext",
     "logits of relative positions": "deberta",
-    "a mixture of experts": "dbrx deepseek_v2 deepseek_v3 gpt_oss granitemoe jamba llama4 "
-    "llama4_text minimax mixtral olmoe phimoe qwen2_moe qwen3_moe qwen3_next switch_transformers",
-    "a state-space layer": "falcon_h1 falcon_mamba mamba mamba2 zamba",
+    "queries, keys and values that are clipped": "dbrx",
+    "latent attention": "deepseek_v2 deepseek_v3",
+    "attention sinks": "gpt_oss",
+    "experts drawn at random among near ties": "phimoe",
+    "experts that drop tokens": "switch_transformers",
+    "a state-space layer": "falcon_h1 falcon_mamba jamba mamba mamba2 zamba",
     "a stack that pools its tokens": "funnel",
     "several streams side by side": "gemma3n",
     "bottlenecks around every block": "mobilebert",
-    "a recurrent layer": "recurrent_gemma rwkv",
+    "a recurrent layer": "minimax qwen3_next recurrent_gemma rwkv",
     "hashed attention": "reformer",
     "windows of patches that shift between layers": "swin",
     "a convolution over sound": "wav2vec2 whisper",

@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import DomainError, ValidityWarning, domain_error
 from ...files import read_object
 from ..transformer import Transformer
-from . import FAMILIES, NEAREST, REFUSED, Family
+from . import NEAREST, READERS, REFUSED, Family
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
@@ -41,7 +41,7 @@ def has_reader(kind: Any) -> bool:
     """
     if not isinstance(kind, str) or kind in REFUSED:
         family(kind)
-    return kind in FAMILIES
+    return kind in READERS
 
 
 def family(kind: Any) -> Family:
@@ -50,15 +50,15 @@ def family(kind: Any) -> Family:
     Raises:
         DomainError: it is not known, or known for a feature that is outside what moments models.
     """
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in READERS:
         if kind is None:
             raise DomainError(
                 "model_type = None: the config has no such entry; add it, such as 'gpt2', or "
                 "declare the model with moments.Transformer"
             )
         reason = _why_not(kind) if isinstance(kind, str) else ""
-        raise domain_error("model_type", kind, f"one of {', '.join(sorted(FAMILIES))}", reason)
-    return FAMILIES[kind]
+        raise domain_error("model_type", kind, f"one of {', '.join(sorted(READERS))}", reason)
+    return READERS[kind]
 
 
 def _why_not(kind: str) -> str:
@@ -69,7 +69,7 @@ def _why_not(kind: str) -> str:
     module = "a module of it is read by what it computes: `moments check FILE.py:FACTORY`"
     if kind in NEAREST:
         return f"{nearest(kind)[2:]}; {module}"
-    similar = difflib.get_close_matches(kind, FAMILIES, n=1)
+    similar = difflib.get_close_matches(kind, READERS, n=1)
     return f"did you mean {similar[0]!r}?" if similar else module
 
 
@@ -102,7 +102,7 @@ def _named(config: str) -> str:
 
     if config in preset.names():
         return f"a preset of that name is moments.preset({config!r})"
-    if config in FAMILIES:
+    if config in READERS:
         return f"a family's defaults are {{'model_type': {config!r}}}"
     similar = difflib.get_close_matches(config, preset.names(), n=1)
     return f"did you mean moments.preset({similar[0]!r})?" if similar else ""

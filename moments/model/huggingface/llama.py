@@ -32,19 +32,21 @@ def _decoder(
     fields: dict[str, Any] = {
         "activation": read.activation("hidden_act") if "activation" not in changes else None,
         "gated": True,
+        "attention_dropout": None
+        if "attention_dropout" in changes
+        else read.number("attention_dropout"),
         "dropout": 0.0,
         "biases": read.biases(_biased(read, biased)) if "biases" not in changes else None,
         "rotary": read.rotary() if "rotary" not in changes else None,
+        "kv_heads": read("num_key_value_heads", heads) if "kv_heads" not in changes else None,
+        "d_head": read.count("head_dim", d_model // heads) if "d_head" not in changes else None,
     } | changes
     return declared(
         read,
         epsilon if isinstance(epsilon, float) else read.number(epsilon),
-        kv_heads=read("num_key_value_heads", heads),
-        d_head=read.count("head_dim", d_model // heads),
         seq_len=_length(read, seq_len),
         d_ff=read("intermediate_size"),
         normalization=normalization,
-        attention_dropout=read.number("attention_dropout"),
         causal=True,
         embedding={"padding_id": read.padding()} | fields.pop("embedding", {}),
         **fields,
@@ -238,13 +240,15 @@ def _cohere(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-def _granite(read: Entries, seq_len: int | None) -> Transformer:
+def _granite(
+    read: Entries, seq_len: int | None, biased: tuple[str, ...] = _BOTH, **changes: Any
+) -> Transformer:
     """Llama with multipliers of the embedding, the logits of attention, branches and output."""
     width = read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
     return _decoder(
         read,
         seq_len,
-        biased=_BOTH,
+        biased=biased,
         temperature=1 / (read.positive("attention_multiplier") * math.sqrt(width)),
         branch_scale=read.number("residual_multiplier"),
         embedding={"scale": read.number("embedding_multiplier")},
@@ -254,6 +258,7 @@ def _granite(read: Entries, seq_len: int | None) -> Transformer:
             read.number("rms_norm_eps"),
             output_scale=1 / read.positive("logits_scaling"),
         ),
+        **changes,
     )
 
 

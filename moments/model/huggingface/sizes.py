@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import domain_error, unknown_name
 from ...formulas.checks import check_count
-from . import FAMILIES
+from . import READERS
 
 # What families call the same thing
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers")
@@ -16,6 +16,11 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _FFN = ("intermediate_size", "ffn_dim", "hidden_dim", "d_ff")
 _LENGTH = ("max_position_embeddings", "n_positions", "seq_length")
 _HEAD_WIDTH = ("head_dim", "d_kv", "query_pre_attn_scalar")
+# What a class's own defaults lack to be a model that is read
+_NEEDED: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "llama4_text": {"use_qk_norm": False},
+}
 # Entries with one item per layer, which follow the depth when they are left out
 _PER_LAYER = ("layer_types", "attention_layers")
 
@@ -28,10 +33,10 @@ def at_depth(entries: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """
     check_count("layers", layers)
     kind = entries.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise unknown_name("model_type", kind, sorted(FAMILIES))
+    if not isinstance(kind, str) or kind not in READERS:
+        raise unknown_name("model_type", kind, sorted(READERS))
     changed = {name: value for name, value in entries.items() if name not in _PER_LAYER}
-    names = [name for name in _LAYERS if name in FAMILIES[kind].defaults or name in entries]
+    names = [name for name in _LAYERS if name in READERS[kind].defaults or name in entries]
     if not names:
         raise domain_error("model_type", kind, "a family with an entry for its depth")
     if "attention_types" in entries or kind == "gpt_neo":
@@ -66,12 +71,12 @@ def sized_config(
     Raises:
         DomainError: an argument out of range.
     """
-    if kind not in FAMILIES:
-        raise domain_error("kind", kind, f"one of {', '.join(sorted(FAMILIES))}")
+    if kind not in READERS:
+        raise domain_error("kind", kind, f"one of {', '.join(sorted(READERS))}")
     check_count("heads", heads, least=2)
     if d_model % heads:
         raise domain_error("heads", heads, f"a divisor of d_model = {d_model}")
-    defaults = FAMILIES[kind].defaults
+    defaults = READERS[kind].defaults
     width = d_model // heads
     sizes: dict[str, Any] = dict.fromkeys(_WIDTH, d_model)
     sizes |= dict.fromkeys(_HEADS, heads) | dict.fromkeys(_FFN, 4 * d_model)
@@ -86,4 +91,4 @@ def sized_config(
     found = {name: value for name, value in sizes.items() if name in defaults}
     if "rms_norm_eps" in defaults and "num_kv_heads" not in defaults:
         found["num_key_value_heads"] = heads // 2
-    return at_depth({"model_type": kind} | found | extra, layers)
+    return at_depth({"model_type": kind} | found | extra | _NEEDED.get(kind, {}), layers)

@@ -216,10 +216,22 @@ def _as_read(given: Any, module: nn.Module) -> Any:
 # --- a pass ---------------------------------------------------------------------------------------
 
 
-def _recorded(module: nn.Module, batch: Any) -> tuple[Graph, int | None, Any]:
+def recorded(module: nn.Module, batch: Any, rows: int, tokens: int) -> Graph:
+    """One pass over the first tokens of the first rows of a batch; None: over random input.
+
+    Raises:
+        MomentsError: the module cannot be run.
+    """
+    return _recorded(_near_copy(module), batch, rows, tokens)[0]
+
+
+def _recorded(
+    module: nn.Module, batch: Any, rows: int = 2, tokens: int = TOKENS
+) -> tuple[Graph, int | None, Any]:
     """The graph of a short pass, the tokens that the batch has, and what was passed."""
     errors = []
-    for given, length in _cuts(batch) if batch is not None else _examples(module):
+    cuts = _examples(module) if batch is None else _cuts(batch, rows, tokens)
+    for given, length in cuts:
         given = _near_batch(given)
         buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
         try:
@@ -250,7 +262,7 @@ def _tensors(given: Any) -> dict[str, Tensor]:
     return {str(i): v for i, v in enumerate(v for v in values if isinstance(v, Tensor))}
 
 
-def _cuts(batch: Any, rows: int = 2) -> Iterator[tuple[Any, int | None]]:
+def _cuts(batch: Any, rows: int = 2, most: int = TOKENS) -> Iterator[tuple[Any, int | None]]:
     """The first tokens of the first sequences of a batch, else the whole sequences."""
     many = isinstance(batch, Mapping)
     entries = dict(batch) if many else {"": batch}
@@ -261,7 +273,7 @@ def _cuts(batch: Any, rows: int = 2) -> Iterator[tuple[Any, int | None]]:
     shapes = [t.shape for t in tensors.values() if isinstance(t, Tensor) and t.ndim > 1]
     length = next((s[1] for s in shapes if len(s) in (2, 3)), None)
     sequences = next((s[0] for s in shapes), 0)
-    for tokens in (TOKENS, None):
+    for tokens in (most, None):
         cut = {}
         for name, tensor in tensors.items():
             if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[0] == sequences:

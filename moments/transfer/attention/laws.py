@@ -113,6 +113,7 @@ class AlikeLayer:
     """
 
     beyond_tables = False
+    rows: Kernel | None = None
 
     def __init__(
         self,
@@ -132,6 +133,7 @@ class AlikeLayer:
     ) -> None:
         """Evaluate the statistics; arguments as those of `kernels.KernelAttention`."""
         self._counts, self._queries = (query_count, key_count), queries
+        self.keys = float(key_count)
         self._values, self.wanted = values, wanted
         self._noise = drop_prob / (1 - drop_prob)
         unshared_value, unshared_key = values.diagonal - values.pairs, keys.diagonal - keys.pairs
@@ -203,8 +205,9 @@ class AlikeLayer:
 
     def diagnostics(self) -> dict[str, Array]:
         """See `attention_diagnostics`."""
-        keys = float(self._counts[1])
-        return attention_diagnostics(self._logit_variance, self.sum_square, self._entropy, keys)
+        return attention_diagnostics(
+            self._logit_variance, self.sum_square, self._entropy, self.keys
+        )
 
     def overlap_path(self, gradient: Kernel) -> Kernel:
         """What the query path gains per unit of the variance of two tokens' overlap."""

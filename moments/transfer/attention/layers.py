@@ -25,6 +25,7 @@ from .kernels.position_attention import Across, ClassLogits, PositionAttention, 
 from .kernels.relative_positions import Turning, shifted_classes, shifted_together
 from .laws import AlikeLayer
 from .projections import LOGIT_VARIANCE_MAX, LogitLaw, attention_diagnostics, by_distance, positive
+from .sinks import SinkLayer
 
 Mask = NDArray[np.bool_]
 
@@ -204,6 +205,11 @@ def flat(kernel: Kernel) -> Array:
 class _Layer:
     """What layers share that know places."""
 
+    rows: Kernel | None = None
+    """Second moments of the sums of rows; None: they are 1."""
+    keys: Any
+    """How many keys a row sees."""
+
     def summed(self, query: Kernel) -> Kernel:
         """The query path as sums over pairs of tokens take it: what is held as means over cells
         by what these weigh."""
@@ -237,6 +243,7 @@ class TokenLayer(_Layer):
         self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread)
         self._length = self._shape[-1]
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+        self.keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
 
     def _kernel(self, matrices: list[Array]) -> Kernel:
         return Kernel.of_matrix(np.stack(matrices).reshape(self._shape))
@@ -281,9 +288,8 @@ class TokenLayer(_Layer):
 
     def diagnostics(self) -> dict[str, Array]:
         """See `attention_diagnostics`."""
-        keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
         theta, square, entropy = map(self._numbers, ("logit_variance", "sum_square", "entropy"))
-        return attention_diagnostics(theta, square, entropy, keys)
+        return attention_diagnostics(theta, square, entropy, self.keys)
 
     def backward(self, gained: Kernel) -> Paths[Kernel]:
         """Of the gradient at sum_j a_ij x_j."""
@@ -366,6 +372,7 @@ class ClassLayer(_Layer):
             )
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
         self._tokens, self._length = tokens, classes.length
+        self.keys = self._of_tokens(sight.size)
 
     def _words(
         self, classes: TextClasses, told: Sequence[tuple[Matrix, Matrix, Matrix]]
@@ -441,9 +448,8 @@ class ClassLayer(_Layer):
         return self._numbers("sum_square")
 
     def diagnostics(self) -> dict[str, Array]:
-        keys = self._of_tokens(self._sight.size)
         theta, square, entropy = map(self._numbers, ("logit_variance", "sum_square", "entropy"))
-        return attention_diagnostics(theta, square, entropy, keys)
+        return attention_diagnostics(theta, square, entropy, self.keys)
 
     def backward(self, gained: Kernel) -> Paths[Kernel]:
         found: list[list[Matrix]] = [[] for _ in Paths._fields]
@@ -521,7 +527,7 @@ class ClassLayer(_Layer):
 # --- which of them --------------------------------------------------------------------------------
 
 
-Layer = TokenLayer | ClassLayer | AlikeLayer
+Layer = TokenLayer | ClassLayer | AlikeLayer | SinkLayer
 """Attention in the resolution of its tokens: moments of what it mixes, and the paths back."""
 
 
@@ -536,6 +542,14 @@ def layer_of(
         signal, memory: the tokens that ask and those attended to, which may be the same.
         kernels: of both, likewise.
     """
+    layer = _layer_of(leaf, law, signal, memory, kernels)
+    sink = getattr(leaf, "sink", None)
+    return layer if sink is None else SinkLayer(layer, law, sink)
+
+
+def _layer_of(
+    leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
+) -> TokenLayer | ClassLayer | AlikeLayer:
     (queries, tokens), spread = kernels, norm_variance(memory)
     if memory.resolved is True:
         return TokenLayer(leaf, law, queries, tokens, spread)

@@ -503,7 +503,7 @@ def projection_gradients(
         paths: of it.
         rows: of the attention.
     """
-    width, length = leaf.heads * leaf.d_head, signal.seq_len
+    width, length = leaf.value_width, signal.seq_len
     grown = _overlap_gradients(leaf, law, signal, paths.overlap_path)
     found: dict[str, Array] = {}
     sides = (("query", signal, paths.query), ("key", memory, paths.key))
@@ -599,9 +599,10 @@ def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) 
 
 
 def _moves_with_keys(leaf: Any) -> bool:
-    """A shift of all keys moves no softmax, unless positions turn it or a norm takes it up: what
-    all tokens share meets rows that sum to 0."""
-    return leaf.rotary is not None or leaf.qk_norm is not None
+    """A shift of all keys moves no softmax, unless positions turn it, a norm takes it up or a sink
+    stays behind: what all tokens share meets rows that sum to 0."""
+    sinks = getattr(leaf, "sink", None) is not None
+    return leaf.rotary is not None or leaf.qk_norm is not None or sinks
 
 
 def _inverse_variances(leaf: Any) -> dict[str, Array]:

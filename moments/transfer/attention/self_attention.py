@@ -18,7 +18,7 @@ from ...engine.directions import expected_pull
 from ...engine.fluctuation import OverlapWalk, UnsharedOverlap, of_averages
 from ...engine.layout import Padding
 from ...engine.response import SINGLE, Around, Elementwise, Response, Sequence, kernel_of
-from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
+from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from ...engine.trace import Record
 from ...errors import domain_error
 from ...formulas.normalization import RMSNORM
@@ -61,8 +61,15 @@ class Attention(Component):
     prefix: ClassVar[str]
     mixes_tokens: ClassVar[bool] = True
 
+    heads: Any
+    d_head: Any
     value: Any
     value_bias: Any
+
+    @property
+    def value_width(self) -> Any:
+        """Features of the values of all heads."""
+        return self.heads * self.d_head
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -102,6 +109,7 @@ class SelfAttention(Attention, Leaf):
         sequences: number of equally long sequences that the token kernel holds one after the other.
         norm_epsilon: added to the variance under the root of `qk_norm`.
         norm_affine: whether `qk_norm` has gains, shared by the heads, that receive gradients.
+        sink: variance over heads of the logit of a key without a value; None: there is none.
     """
 
     label: str
@@ -129,6 +137,7 @@ class SelfAttention(Attention, Leaf):
     sequences: int = 1
     norm_epsilon: float = 0.0
     norm_affine: bool = False
+    sink: float | None = None
 
     matrices: ClassVar[tuple[str, ...]] = ("value",)
     prefix: ClassVar[str] = ""
@@ -235,7 +244,7 @@ class AttentionPullback:
     @property
     def gain(self) -> Any:
         """Of the values, on a gradient."""
-        return self.leaf.heads * self.leaf.d_head * self.leaf.value
+        return self.leaf.value_width * self.leaf.value
 
     def _at_queries(self, path: Kernel) -> Kernel:
         """At the tokens that ask, of a path counted on the scale of those attended to."""
@@ -264,7 +273,15 @@ class AttentionPullback:
         gained = received.scaled(self.gain)
         norms = self._of_projections(received, sides)
         table = self.layer.table_gradient(self.leaf, gained)
-        return norms if table is None else norms | {"relative_bias": table}
+        if table is not None:
+            norms |= {"relative_bias": table}
+        kept, length = self.layer.rows, self.signal.seq_len
+        if kept is None:
+            return norms
+        if "value.bias" in norms:
+            share = ratio_or_zero((received * kept).total(length), received.total(length))
+            norms["value.bias"] = norms["value.bias"] * share
+        return norms | {"attention_sink": self.layer.sink_gradient(self.leaf, gained, length)}
 
     def _of_projections(self, received: Kernel, sides: Any) -> dict[str, Array]:
         query = self.summed(sides.query)
@@ -321,19 +338,21 @@ def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
         layer.weights,
         diagnostics=layer.diagnostics(),
         notes=notes,
+        rows=layer.rows,
     )
     return AttentionPullback(leaf, law, signal, memory, output, mixed, layer)
 
 
-def _with_bias(leaf: Any, heads: Kernel, squares: Array) -> Kernel:
-    """The heads with the values' bias: rows of attention sum to 1, and dropped ones have
-    second moment 1 + p/(1-p) sum a^2."""
+def _with_bias(leaf: Any, heads: Kernel, squares: Array, rows: Kernel | None) -> Kernel:
+    """The heads with the values' bias: rows of attention sum to 1 (or have second moments `rows`),
+    and dropped ones have second moment 1 + p/(1-p) sum a^2."""
     if not np.any(leaf.value_bias):
         return heads
     dropped = leaf.drop_prob / (1 - leaf.drop_prob)
     one, two = heads.lift(leaf.value_bias)
-    diagonal = heads.diagonal + one * (1 + dropped * squares)
-    return Kernel.joined(diagonal, heads.pairs + two, heads.resolved)
+    own, pairs = (1.0, 1.0) if rows is None else (rows.diagonal, rows.pairs)
+    diagonal = heads.diagonal + one * (own + dropped * squares)
+    return Kernel.joined(diagonal, heads.pairs + two * pairs, heads.resolved)
 
 
 def concatenated(
@@ -346,6 +365,7 @@ def concatenated(
     weights: Callable[[], Any],
     diagnostics: Mapping[str, Array] | None = None,
     notes: tuple[str, ...] = (),
+    rows: Kernel | None = None,
 ) -> Signal:
     """The concatenated heads of a `SelfAttention` or `CrossAttention`.
 
@@ -357,9 +377,10 @@ def concatenated(
         shared: gives the overlap of what two heads of one key and value mix.
         weights: gives mean attention, None where it is uniform, tokens alike.
         diagnostics, notes: of the signal.
+        rows: second moments of the sums of rows; None: they are 1.
     """
-    width, gain = leaf.heads * leaf.d_head, leaf.memory_width * leaf.value
-    kernel = _with_bias(leaf, mixed.scaled(gain), squares)
+    width, gain = leaf.value_width, leaf.memory_width * leaf.value
+    kernel = _with_bias(leaf, mixed.scaled(gain), squares, rows)
     fluctuation: Fluctuation | None = None
     if signal.fluctuation is not None:
         # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads

@@ -1,4 +1,4 @@
-"""The sharpness of a real module, measured: the referee of `studies.sharpness`.
+"""The sharpness of a real module, measured: the referee of `Prediction.sharpness`.
 
 Shares no formula with the theory: products with the Hessian are autograd's second pass, its extreme
 eigenvalues those of Lanczos' method.
@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from moments.errors import DomainError, MomentsError, optional
-from moments.formulas.checks import check_choice, check_count
-from moments.torch.anatomy import measured_parts
-from moments.torch.measure import Loss, _add_labels, _objective, _tensors
-from moments.torch.running import built, in_mode
-
-from .sharpness import OPTIMIZERS, Sharpness
+from ..errors import DomainError, MomentsError, optional
+from ..formulas.checks import check_choice, check_count
+from ..step.sharpness import OPTIMIZERS, Sharpness
+from .anatomy import measured_parts
+from .measure import Loss, _add_labels, _objective, _tensors
+from .running import built, in_mode
 
 with optional("torch", "torch"):
     import torch
@@ -64,17 +63,17 @@ def measure_sharpness(
         DomainError: another optimizer, or no loss.
         MomentsError: the module could not be read.
     """
-    check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
+    check_choice("optimizer", optimizer, OPTIMIZERS)
     for name, value in {"seeds": seeds, "steps": steps}.items():
         check_count(name, value)
     ends, shares = [], dict[tuple[int, str], float]()
     for draw in range(seeds):
         with torch.random.fork_rng():
             target = built(module, seed + draw)
-            found = _Hessian(target, batch, loss, OPTIMIZERS[optimizer])
-        values, vector = found.lanczos(steps, seed + draw)
+            hessian = _Hessian(target, batch, loss, optimizer != "sgd")
+        values, vector = hessian.lanczos(steps, seed + draw)
         ends.append((values[-1], values[0]))
-        for key, share in found.shares(vector).items():
+        for key, share in hessian.shares(vector).items():
             shares[key] = shares.get(key, 0.0) + share / seeds
     carried = tuple((layer, name, share) for (layer, name), share in sorted(shares.items()))
     return Sharpness.of(optimizer, ends, carried)

@@ -36,26 +36,26 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from moments.engine.composition import Chain, Component, Layer, Parallel, Residual
-from moments.engine.response import sum_of
-from moments.errors import DomainError, ValidityWarning
-from moments.files import as_frame
-from moments.formulas.algebra import NUMPY
-from moments.formulas.checks import check_choice, check_count
-from moments.prediction.result import Prediction
-from moments.show.report import render, tabled
-from moments.step.ends import Words
-from moments.step.result import Stepping
-from moments.step.rules import spread
-from moments.step.sites import Reading, Site
-from moments.transfer.attention.self_attention import SelfAttention
-from moments.transfer.elementary import Activation, Dropout, Linear, Scale
-from moments.transfer.gated import GatedLinear
-from moments.transfer.head.components import Pool
-from moments.transfer.normalization import FiniteNormalization
+from ..engine.composition import Chain, Component, Layer, Parallel, Residual
+from ..engine.response import sum_of
+from ..errors import DomainError, ValidityWarning
+from ..files import as_frame
+from ..formulas.algebra import NUMPY
+from ..formulas.checks import check_choice, check_count
+from ..transfer.attention.self_attention import SelfAttention
+from ..transfer.elementary import Activation, Dropout, Linear, Scale
+from ..transfer.gated import GatedLinear
+from ..transfer.head.components import Pool
+from ..transfer.normalization import FiniteNormalization
+from .ends import Words
+from .rules import Optimizer, named_optimizer, spread
+from .sites import Reading, Site
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from ..prediction.result import Prediction
+    from .result import Stepping
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -68,8 +68,8 @@ Space = tuple[str, Key]
 Step = tuple[Callable[[Array], Array], Callable[[Array], Array]]
 """What a component makes of a change of its input, (T, features), and the way back."""
 
-OPTIMIZERS = {"sgd": False, "adam": True, "adamw": True}
-"""Whether steps are divided by the size of the gradients."""
+OPTIMIZERS = ("sgd", "adam", "adamw")
+"""Those whose step is a fixed multiple of the gradient by parameter, once it has seen batches."""
 
 FEATURES = 64
 """Of the drawn network: at least so many, in whole heads."""
@@ -80,7 +80,7 @@ _TOLERANCE = 1e-2
 """Relative, of eigenvalues: a tenth of what they vary by between draws."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sharpness:
     """The extreme eigenvalues of P^(-1/2) H P^(-1/2), H the Hessian of the loss on the batch.
 
@@ -118,18 +118,19 @@ class Sharpness:
 
     def table(self) -> str:
         """Both, and the matrices that carry the largest one, as text."""
-        rows = self.by_matrix.head(8).itertuples(index=False)
+        rows = [
+            f"{layer:5d}  {name:16} {100 * share:5.1f} %"
+            for layer, name, share in self.by_matrix.head(8).itertuples(index=False)
+        ]
         of = "the Hessian" if self.optimizer == "sgd" else "the Hessian over root gradients"
-        return render(
-            tabled(
-                f"sharpness under {self.optimizer}: largest eigenvalue of {of} "
-                f"{self.largest:.4g} (± {self.largest_stderr:.2g}), least "
-                f"{self.least:.4g} (± {self.least_stderr:.2g})",
-                ("layer", "parameter", "share of the largest"),
-                ((str(layer), name, f"{100 * share:.1f} %") for layer, name, share in rows),
-                "± is the standard error over draws of the network",
-                whole=False,
-            )
+        return "\n".join(
+            [
+                f"{self.optimizer}: eigenvalues of {of}",
+                f"largest {self.largest:.4g} (± {self.largest_stderr:.2g}), least {self.least:.4g} "
+                f"(± {self.least_stderr:.2g}), ± over draws of the network",
+                "layer  parameter        share of the largest",
+                *rows,
+            ]
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -138,6 +139,12 @@ class Sharpness:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"Sharpness({self.optimizer}: largest {self.largest:.4g} +- {self.largest_stderr:.2g}, "
+            f"least {self.least:.4g} +- {self.least_stderr:.2g})"
+        )
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -149,49 +156,31 @@ def sharpness(
     prediction: Prediction,
     optimizer: str,
     *,
+    eps: float | None = None,
+    clip: float | None = None,
+    multipliers: Mapping[str, float] | None = None,
     draws: int = DRAWS,
     features: int = FEATURES,
     seed: int = 0,
 ) -> Sharpness:
-    """The largest and the least eigenvalue of the (preconditioned) Hessian of a batch's loss.
-
-    Gradient descent oscillates from a learning rate of 2/largest on; Adam at a constant rate
-    becomes unstable from about 38/largest (Cohen et al. 2022, for beta_1 = .9).
-
-    Args:
-        prediction: of a text with a loss.
-        optimizer: "sgd" (the Hessian itself), "adam" or "adamw" (divided by the root mean square
-            of an entry of every parameter's gradient).
-        draws: of the network that are averaged.
-        features: of a drawn network, at least.
-        seed: of the draws.
-
-    Raises:
-        DomainError: as `Prediction.after`, or the model has an encoder, reads images, or has a
-            component without a known step (the message names it).
-
-    Warns:
-        ValidityWarning: where logits vary so much that their softmax is not uniform.
-    """
-    check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
-    check_count("draws", draws)
-    check_count("features", features)
+    """See `Prediction.sharpness`."""
+    check_choice("optimizer", optimizer, OPTIMIZERS)
+    for name, value in {"draws": draws, "features": features}.items():
+        check_count(name, value)
     check_count("seed", seed, least=0)
-    stepping = Stepping.of(prediction)
-    reading, frame = stepping.reading, stepping.prediction.weight_gradients()
-    names = zip(frame["layer"], frame["weight"], frame["squared_norm"], strict=True)
-    squares = {(int(layer), str(name)): float(square) for layer, name, square in names}
+    named = named_optimizer(optimizer, eps=eps, clip=clip, multipliers=multipliers)
+    stepping: Stepping = prediction._stepping
+    reading, squares, chosen = stepping.reading, stepping.squares, stepping.clipped(named)
     if float(np.max(reading.logit_variance)) > WIDE_LOGITS:
         warnings.warn(
             f"the logits have a variance of {reading.logit_variance:.2g}: sharpness takes their "
             f"softmax for uniform, which holds below {WIDE_LOGITS:g}",
             ValidityWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    sizes = squares if OPTIMIZERS[optimizer] else None
     ends, shares = [], dict.fromkeys(squares, 0.0)
     for draw in range(draws):
-        hessian = Hessian(reading, sizes, features, np.random.default_rng((seed, draw)))
+        hessian = Hessian(reading, squares, chosen, features, np.random.default_rng((seed, draw)))
         *both, vector = hessian.extremes()
         ends.append(both)
         for (_, key), part in hessian.split(vector):
@@ -209,7 +198,8 @@ class Hessian:
 
     Args:
         reading: kernels of signal and gradient at every site.
-        squares: E |dLoss/dW|^2 of every parameter; None: steps are not divided by anything.
+        squares: E |dLoss/dW|^2 of every parameter.
+        optimizer: whose steps.
         features: of the drawn network, at least.
         rng: of the draw.
     """
@@ -217,7 +207,8 @@ class Hessian:
     def __init__(
         self,
         reading: Reading,
-        squares: Mapping[Key, float] | None,
+        squares: Mapping[Key, float],
+        optimizer: Optimizer,
         features: int,
         rng: np.random.Generator,
     ) -> None:
@@ -229,7 +220,7 @@ class Hessian:
         }.items():
             if there:
                 raise DomainError(f"sharpness does not cover {name}")
-        self.reading, self.squares, self.rng = reading, squares, rng
+        self.reading, self.squares, self.optimizer, self.rng = reading, squares, optimizer, rng
         shared = int(model.kv_heads or model.heads)
         self.heads = min(shared, max(1, math.ceil(features * shared / model.d_model)))
         self.share: float = self.heads / shared
@@ -279,35 +270,36 @@ class Hessian:
     def _drawn(self, kernel: Array, width: float) -> Array:
         """(T, features) of that kernel per feature."""
         shape = len(kernel), self._features(width)
-        return np.asarray(spread(kernel).astype(np.float32) @ self._normal(shape))
+        return np.asarray(_root(kernel) @ self._normal(shape))
 
     # --- parameters ----------------------------------------------------------------------------
 
     def _inverse(self, key: Key, entries: float) -> float:
-        """1/P; 0 of a parameter without a gradient, which takes no steps."""
-        if self.squares is None:
-            return 1.0
+        """1/P, times the parameter's factor of the rate; 0 of one without a gradient."""
+        factor = self.optimizer.factor(key[1])
+        if self.optimizer.rule == "sgd":
+            return factor
         square = self.squares.get(key, 0.0)
-        return (entries / square) ** 0.5 if square > 0 else 0.0
+        return factor / ((square / entries) ** 0.5 + self.optimizer.epsilon) if square > 0 else 0.0
 
     def _lower(self, key: Key, gram: Array, width: float) -> Step:
         """A step of a parameter, of that Gram matrix over P, where its output is."""
-        space, root = ("lower", key), spread(gram).astype(np.float32)
+        space, root = ("lower", key), _root(gram)
         self.shapes[space] = len(gram), self._features(width)
 
         def back(delta: Array) -> Array:
-            self._made[space] = root @ delta
+            self._made[space] = root.T @ delta
             return delta
 
         return lambda y: y + root @ self._given[space], back
 
     def _upper(self, key: Key, gram: Array, width: float) -> Step:
         """A change of what a parameter reads, seen by its gradient, of that Gram matrix over P."""
-        space, root = ("upper", key), spread(gram).astype(np.float32)
+        space, root = ("upper", key), _root(gram)
         self.shapes[space] = len(gram), self._features(width)
 
         def forward(x: Array) -> Array:
-            self._made[space] = root @ x
+            self._made[space] = root.T @ x
             return x
 
         return forward, lambda delta: delta + root @ self._given[space]
@@ -560,6 +552,20 @@ class Hessian:
             )
 
         return forward, back
+
+
+_NEAR = 1e-7
+"""Of the largest diagonal entry, added to all, so that tokens that read the same have a root."""
+
+
+def _root(kernel: Array) -> Array:
+    """L of K = L L^T, by Cholesky; the symmetric one where K has a negative eigenvalue."""
+    most = max(float(np.diag(kernel).max()), 1e-300)
+    try:
+        root = np.linalg.cholesky(kernel + _NEAR * most * np.eye(len(kernel)))
+    except np.linalg.LinAlgError:
+        root = spread(kernel)
+    return np.asarray(root, np.float32)
 
 
 def _chained(steps: list[Step]) -> Step:

@@ -1,0 +1,321 @@
+"""Every operation of a module: predicted, and measured on fresh draws of it.
+
+    python benchmarks/operations.py run [NAME ...]   # prints and stores a row for each
+    python benchmarks/operations.py cover [--types N]    # which types of transformers are followed
+    python benchmarks/operations.py table            # writes what is stored into the page
+
+What is measured replays the recorded pass on the parameters of other draws of the same module: the
+mean square of every tensor, the mean correlation of two of its places, the mean square of its
+gradient for an independent gradient of variance 1 at the output, and every parameter's squared
+gradient. One draw of a narrow module scatters by 5 to 30 percent, so that errors are also given
+beyond two standard errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import math
+import multiprocessing
+import random
+import resource
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent))
+import open_modules
+import tables
+
+from moments.errors import MomentsError
+from moments.torch.dataflow.graph import Graph
+from moments.torch.operations.laws import F64
+from moments.torch.operations.lowering import Lowering
+from moments.torch.operations.predict import MOST_SITES, lowered
+from moments.torch.operations.sampling import again, by_label
+from moments.torch.operations.variables import Field
+
+DATA = Path(__file__).parent / "data" / "operations.json"
+DRAWS, TOKENS = 24, 24
+
+OWN: dict[str, Callable[[int], Any]] = {
+    "hourglass of skips, value tables": lambda seed: open_modules.Hourglass(),
+    "experts, norms behind blocks": lambda seed: open_modules.Chosen(),
+    "latent keys, convolution, gate": lambda seed: open_modules.Latent(),
+}
+SMALL = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 64, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+LATENT = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+}
+LATENT |= {"v_head_dim": 32, "first_k_dense_replace": 1, "n_shared_experts": 1}
+TYPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 64},
+    "llama": {},
+    "qwen3": {},
+    "gemma2": {},
+    "olmo2": {},
+    "gpt_neox": {},
+    "cohere2": {},
+    "mixtral": EXPERTS,
+    "qwen3_moe": EXPERTS,
+    "olmoe": EXPERTS,
+    "gpt_oss": EXPERTS,
+    "deepseek_v3": EXPERTS | LATENT,
+    "apertus": {},
+    "nanochat": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "bert": {},
+}
+
+
+def of_type(kind: str, entries: dict[str, Any]) -> Callable[[int], Any]:
+    """A causal model of transformers, or one of masked tokens, small."""
+    import transformers
+
+    known = transformers.AutoConfig.for_model(kind).to_dict()
+    given = {k: v for k, v in (SMALL | entries).items() if k in known or k in entries}
+    if kind == "gpt2":
+        given = entries
+    config = transformers.AutoConfig.for_model(kind, **given)
+    for name in ("attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    causal = kind in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    auto = (
+        transformers.AutoModelForCausalLM
+        if causal and kind != "bert"
+        else (transformers.AutoModelForMaskedLM)
+    )
+    config._attn_implementation = "eager"
+    config._experts_implementation = "batched_mm"
+    return lambda seed: auto.from_config(config)
+
+
+def measured(make: Callable[[int], Any], graph: Graph, low: Lowering, end: int) -> dict[str, Any]:
+    """Mean squares and Gram matrices over fresh draws, by value; squared gradients by name."""
+    named = {v.name: n for n, v in enumerate(graph.values) if v.producer is None and v.name}
+    states = {
+        n: s
+        for n, s in low.states.items()
+        if isinstance(s, Field) and n not in low.lost and graph.tensor(n).is_floating_point()
+        if graph.tensor(n).numel() and bool(graph.tensor(n).isfinite().all())
+        if len(torch.unique(s.site)) <= MOST_SITES
+    }
+    squares: dict[int, list[float]] = {n: [] for n in states}
+    grams: dict[int, Any] = dict.fromkeys(states, 0.0)
+    gradients: dict[int, list[float]] = {n: [] for n in states}
+    weights: dict[str, list[float]] = {}
+    for draw in range(DRAWS):
+        torch.manual_seed(100 + draw)
+        fresh = make(draw).train()
+        parameters = dict(fresh.named_parameters())
+        values: dict[int, Any] = {named[k]: p for k, p in parameters.items() if k in named}
+        with torch.enable_grad():
+            for node in graph.nodes:
+                again(graph, node, values, {})
+                for output in node.outputs:
+                    if output in states and values[output].requires_grad:
+                        values[output].retain_grad()
+            values[end].backward(torch.randn(values[end].shape))
+        for n, s in states.items():
+            v = s.variable
+            sites, features = torch.unique(s.site), torch.unique(s.feature)
+            x = by_label(values[n].detach(), s.site, s.feature, v.sites, v.features)
+            gram = (x @ x.T / len(features))[sites][:, sites]
+            squares[n].append(float(gram.diagonal().mean()))
+            grams[n] = grams[n] + gram / DRAWS
+            if (g := values[n].grad) is not None and s.site.numel() == len(sites) * len(features):
+                gradients[n].append(float(g.to(F64).square().mean()))
+        for k, p in parameters.items():
+            if p.grad is not None:
+                weights.setdefault(k, []).append(float(p.grad.to(F64).square().sum()))
+    return {"squares": squares, "grams": grams, "gradients": gradients, "weights": weights}
+
+
+def study(make: Callable[[int], Any], batch: Any) -> dict[str, Any]:
+    """Shares of what is predicted within its bounds."""
+    torch.manual_seed(0)
+    began = time.process_time()
+    result = lowered(make(0), batch)
+    graph, low, replicas, end = result.graph, result.lowering, result.replicas, result.end
+    seconds = time.process_time() - began
+    seen = measured(make, graph, low, end)
+    forward, pairs, gradients, weights = [], [], [], []
+    first: dict[int, int] = {}
+    for n in sorted(seen["grams"]):
+        first.setdefault(low.states[n].variable.number, n)
+    worst: list[tuple[float, str]] = []
+    for n, gram in seen["grams"].items():
+        s, node = low.states[n], graph.producer(n)
+        v, sites = s.variable, torch.unique(s.site)
+        try:
+            expected = low.laws.moment(v, v)[sites][:, sites]
+        except TypeError:
+            continue
+        forward.append(_error(float(expected.diagonal().mean()), seen["squares"][n]))
+        worst.append((forward[-1][0], f"{node.name if node else 'leaf'} {n}"))
+        if len(sites) > 1:
+            pairs.append(abs(_correlation(expected) - _correlation(gram)))
+        crossed = replicas.known.get((v.number, v.number))
+        if crossed is None or crossed.grad is None or first[v.number] != n:
+            continue
+        if seen["gradients"][n]:
+            mine = float(crossed.grad[sites][:, sites].diagonal().mean()) / v.features
+            gradients.append(_error(mine, seen["gradients"][n]))
+    for name, squares in seen["weights"].items():
+        weights.append(_error(result.weights.get(name, 0.0), squares))
+    within = lambda errors, bound, which=0: _share([e[which] <= bound for e in errors])  # noqa: E731
+    print("   largest:", sorted(worst, reverse=True)[:3], dict(low.unread))
+    return {
+        "operations": len(forward),
+        "within 5 %": within(forward, 0.05),
+        "within 5 % beyond 2 s.e.": within(forward, 0.05, 1),
+        "correlation within .03": _share([p <= 0.03 for p in pairs]),
+        "gradients": len(gradients),
+        "gradients within 10 %": within(gradients, 0.1),
+        "gradients within 10 % beyond 2 s.e.": within(gradients, 0.1, 1),
+        "weights": len(weights),
+        "weights within 10 % beyond 2 s.e.": within(weights, 0.1, 1),
+        "unread": sum(low.unread.values()),
+        "seconds": round(seconds, 1),
+    }
+
+
+def _error(expected: float, seen: list[float]) -> tuple[float, float]:
+    """Relative, and what of it is beyond two standard errors."""
+    mean, noise = float(np.mean(seen)), float(np.std(seen, ddof=1)) / math.sqrt(len(seen))
+    if mean < 1e-14:
+        return (0.0, 0.0) if expected < 1e-12 else (math.inf, math.inf)
+    return abs(expected / mean - 1), max(0.0, abs(expected - mean) - 2 * noise) / mean
+
+
+def _correlation(gram: Any) -> float:
+    own = float(gram.diagonal().mean())
+    return (float(gram.mean()) * len(gram) - own) / max((len(gram) - 1) * own, 1e-300)
+
+
+def _share(hits: list[bool]) -> int:
+    return round(100 * sum(hits) / max(1, len(hits)))
+
+
+def run(names: list[str]) -> None:
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.ERROR)
+    ids = torch.randint(8, 120, (1, TOKENS), generator=torch.Generator().manual_seed(5))
+    stored = json.loads(DATA.read_text()) if DATA.exists() else {}
+    for name in names or [*OWN, *TYPES]:
+        batch: Any = ids
+        if name in OWN:
+            make = OWN[name]
+        else:
+            make, batch = of_type(name, TYPES[name]), {"input_ids": ids}
+        try:
+            stored[name] = study(make, batch)
+        except Exception as error:
+            with contextlib.suppress(KeyError):
+                del stored[name]
+            print(f"{name}: {type(error).__name__}: {error}")
+            continue
+        print(name, stored[name], flush=True)
+        DATA.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+# --- which types are followed whole --------------------------------------------------------------
+
+COVERED = Path(__file__).parent / "data" / "operations_cover.json"
+SECONDS, MEMORY = 40, 4 << 30
+
+
+def _followed(kind: str, sink: Any) -> None:
+    """What becomes of one type, in a process of its own."""
+    import board
+
+    used = math.ceil(time.process_time())
+    resource.setrlimit(resource.RLIMIT_CPU, (used + SECONDS, used + SECONDS))
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.ERROR)
+    try:
+        module = board.built(kind)
+    except Exception:
+        return sink.send({"outcome": "not built"})
+    try:
+        done = lowered(module, None)
+    except MomentsError as error:
+        ran = "could not be run" not in str(error)
+        return sink.send({"outcome": "refused" if ran else "not run", "why": str(error)[:120]})
+    low = done.lowering
+    why = "; ".join(f"{name}: {reason}" for name, reason in low.unread)[:120]
+    return sink.send({"outcome": "in part" if low.unread else "whole", "why": why})
+
+
+def cover(types: int) -> None:
+    import board
+
+    kinds = sorted(board.module_classes())
+    random.Random(0).shuffle(kinds)
+    board.built("gpt2")
+    context = multiprocessing.get_context("fork")
+    rows = {}
+    for kind in kinds[:types]:
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=_followed, args=(kind, sender))
+        child.start()
+        sender.close()
+        row = {"outcome": "no end"}
+        with contextlib.suppress(EOFError):
+            row = receiver.recv() if receiver.poll(3 * SECONDS) else row
+        child.kill()
+        child.join()
+        rows[kind] = row
+        print(kind, row, flush=True)
+        COVERED.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    print(Counter(row["outcome"] for row in rows.values()))
+
+
+def table() -> None:
+    stored = json.loads(DATA.read_text())
+    columns = list(next(iter(stored.values())))
+    body = [(name, *[row[c] for c in columns]) for name, row in stored.items()]
+    tables.put("theory/any-module", "operations", tables.markdown(("module", *columns), body))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("run").add_argument("names", nargs="*")
+    commands.add_parser("cover").add_argument("--types", type=int, default=150)
+    commands.add_parser("table")
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        run(arguments.names)
+    elif arguments.command == "cover":
+        cover(arguments.types)
+    else:
+        table()

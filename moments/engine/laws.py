@@ -1,0 +1,349 @@
+"""What laws of second moments are written with: `moments.laws` to a user.
+
+Two replicas of a network have one architecture and Gaussian weights, of variance s in either and
+of covariance s + c across. A block's law takes the array X of E x_i . x'_j per feature, x and x' of
+one replica each, to that of its output. At c = 0 both are the same network: the law is the
+signal's, its derivative in X, what each replica has by itself being held, gives the gradient's
+second moments (Price's theorem), that in c the squared gradients of the weights.
+
+Where a block mixes tokens, X is (..., L, L). Where it does not, it may also be (..., P + 1, P):
+pairs of different tokens of P classes, and in the last row every class' token with itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import DomainError, unknown_name
+from ..formulas.activation import activation_laws
+from ..formulas.algebra import NUMPY
+from ..formulas.gated import gated
+from ..formulas.law import Law
+from .derivative import Traced, plain, primitive
+from .state import Array, Kernel, ratio_or_zero
+
+__all__ = ["activation", "normalized", "plain", "primitive", "selves", "variances"]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a kernel lies in the array that a law takes.
+
+    Attributes:
+        resolved: as `Kernel.resolved`.
+        sequences: B that one kernel by token holds; their array is (..., B, B, L, L).
+    """
+
+    resolved: Any
+    sequences: int = 1
+
+    @classmethod
+    def of(cls, kernel: Kernel, seq_len: int) -> Layout:
+        if kernel.resolved is not True:
+            return cls(kernel.resolved)
+        return cls(True, max(np.shape(kernel.pairs)[-1] // seq_len, 1))
+
+    def array(self, kernel: Kernel) -> Array:
+        if self.resolved is True:
+            return self.cut(np.asarray(kernel.pairs, float))
+        own, pairs = np.asarray(kernel.diagonal, float), np.asarray(kernel.pairs, float)
+        if not self.resolved:
+            own, pairs = np.broadcast_arrays(own, pairs)
+            own, pairs = own[..., None], pairs[..., None, None]
+        return np.concatenate([pairs, own[..., None, :]], -2)
+
+    def kernel(self, array: Array) -> Kernel:
+        if self.resolved is True:
+            return Kernel.of_matrix(self.joined(array))
+        own, pairs = array[..., -1, :], array[..., :-1, :]
+        if self.resolved:
+            return Kernel(own, pairs, self.resolved)
+        one, two = own[..., 0], pairs[..., 0, 0]
+        return Kernel(one, two) if np.ndim(one) else Kernel(float(one), float(two))
+
+    def cut(self, matrix: Array) -> Array:
+        """(..., B L, B L) by sequence."""
+        if self.sequences == 1:
+            return matrix
+        *lead, size, _ = matrix.shape
+        count = self.sequences
+        return np.swapaxes(matrix.reshape(*lead, count, size // count, count, -1), -3, -2)
+
+    def joined(self, array: Array) -> Array:
+        """The same back."""
+        if self.sequences == 1:
+            return array
+        *lead, count, _, length, _ = array.shape
+        return np.swapaxes(array, -3, -2).reshape(*lead, count * length, count * length)
+
+    def selves(self, array: Array) -> tuple[Array, Array]:
+        """(..., L, L) moments of the first replica, and of the second."""
+        if self.sequences == 1:
+            return array, array
+        own = np.moveaxis(np.diagonal(array, axis1=-4, axis2=-3), -1, -3)
+        return own[..., :, None, :, :], own[..., None, :, :, :]
+
+    def variances(self, array: Array) -> tuple[Array, Array]:
+        """Second moments of the first and of the second token of every entry."""
+        if self.resolved is True:
+            first, second = (np.diagonal(s, axis1=-2, axis2=-1) for s in self.selves(array))
+            return first[..., :, None], second[..., None, :]
+        own = array[..., -1:, :]
+        along = np.broadcast_to(np.swapaxes(own, -1, -2), (*own.shape[:-2], *own.shape[-1:] * 2))
+        return np.concatenate([along, own], -2), own
+
+    def own(self, shape: tuple[int, ...]) -> Array:
+        """Which entries are of a token with itself."""
+        found = np.zeros(shape, bool)
+        if self.resolved is not True:
+            found[..., -1, :] = True
+            return found
+        one = np.eye(shape[-1], dtype=bool)
+        if self.sequences == 1:
+            return found | one
+        return found | (np.eye(self.sequences, dtype=bool)[:, :, None, None] & one)
+
+
+class _At(NamedTuple):
+    """Where a law is being evaluated: what tapes of a level from `level` on trace is across
+    replicas."""
+
+    layout: Layout
+    level: float
+
+
+_AT: ContextVar[_At | None] = ContextVar("law", default=None)
+
+
+@contextmanager
+def evaluating(layout: Layout, level: float) -> Iterator[None]:
+    """Inside, a law's functions know where its array's entries are, and what they hold constant."""
+    token = _AT.set(_At(layout, level))
+    try:
+        yield
+    finally:
+        _AT.reset(token)
+
+
+def _here() -> _At:
+    at = _AT.get()
+    if at is None:
+        raise DomainError("functions of moments.laws work inside a block's law alone")
+    return at
+
+
+def _held(x: Array, level: float) -> Array:
+    while type(x) is Traced and x.level >= level:
+        x = x.value
+    return x
+
+
+# --- what a law is written with -------------------------------------------------------------------
+
+
+def selves(x: Array) -> tuple[Array, Array]:
+    """(..., L, L) second moments of the first replica by itself, and of the second, at a tensor
+    whose moments across are `x`; constants to a derivative in `x`.
+
+    Raises:
+        DomainError: the block does not mix tokens, and knows no more than `variances`.
+    """
+    at = _here()
+    if at.layout.resolved is not True:
+        raise DomainError(
+            "selves(x) are moments of all tokens with all: declare the block with mixes_tokens=True"
+        )
+    return at.layout.selves(_held(x, at.level))
+
+
+def variances(x: Array) -> tuple[Array, Array]:
+    """Second moments of the first and of the second token of every entry of `x`, which broadcast
+    against it; constants to a derivative in `x`."""
+    at = _here()
+    return at.layout.variances(_held(x, at.level))
+
+
+def normalized(x: Array, epsilon: float = 0.0) -> Array:
+    """Behind a normalisation of every token, with `epsilon` added to its variance; to leading order
+    in 1/width."""
+    first, second = variances(x)
+    return x / np.sqrt((first + epsilon) * (second + epsilon))
+
+
+def activation(name: str, x: Array) -> Array:
+    """E f(u_i) f(u'_j) of entries u that are Gaussian with moments `x`.
+
+    Args:
+        name: of f, as `Transformer(activation=...)` takes it.
+        x: moments across, behind a matrix.
+    """
+    first, second = variances(x)
+    return _moment(first, second, x, _here().layout.own(np.shape(plain(x))), _pair(name))
+
+
+class _Pair(NamedTuple):
+    """Second moment and slope of an activation's pair of entries."""
+
+    moment: Law
+    slope: Law
+
+
+@functools.cache
+def _pair(name: str) -> _Pair:
+    laws = activation_laws(name)
+    return _Pair(gated(laws).law("grad_factor_covariance"), laws.law("grad_covariance"))
+
+
+def _at(law: Law, v: Array, w: Array, x: Array) -> Array:
+    v, w, x = np.broadcast_arrays(v, w, x)
+    values = {"x_variance": v, "x_other_variance": w, "grad_covariance": np.ones_like(x)}
+    values["x_correlation"] = np.clip(ratio_or_zero(x, np.sqrt(v * w)), -1.0, 1.0)
+    return np.asarray(law.formula(NUMPY, *law.pick(values)))
+
+
+_STEP = 1e-4
+"""Relative step of differences, which second derivatives of an activation's laws are."""
+
+
+def _in_variance(order: int, v: Array, w: Array, x: Array, own: Array, pair: _Pair) -> Array:
+    """Derivative in v of moment (order 0) or slope (1).
+
+    Own entries are a function f(q, q, q) of one number, whose derivative is finite where those of f
+    are not; half of what is not that in the covariance falls to either variance.
+    """
+    h, law = _STEP, pair[order]
+    of_pairs = (_at(law, v * (1 + h), w, x) - _at(law, v * (1 - h), w, x)) / (2 * h)
+    whole = (_at(law, *(v * (1 + h),) * 3) - _at(law, *(v * (1 - h),) * 3)) / (2 * h)
+    if order == 0:
+        whole = whole - v * _at(pair.slope, v, v, v)
+    return ratio_or_zero(np.where(own, whole / 2, of_pairs), v + 0.0 * x)
+
+
+def _in_covariance(v: Array, w: Array, x: Array, own: Array, pair: _Pair) -> Array:
+    """Derivative of the slope in x."""
+    step = _STEP * np.sqrt(v * w)
+    found = _at(pair.slope, v, w, x + step) - _at(pair.slope, v, w, x - step)
+    return np.where(own, 0.0, ratio_or_zero(found, 2 * step + 0.0 * x))
+
+
+def _times(slope: Callable[..., Array], argument: int) -> Callable[..., Any]:
+    """Pullback in an argument of a law with that slope, summed over axes that were broadcast."""
+
+    def rule(_: Array, *given: Any) -> Any:
+        shape = np.shape(plain(given[argument]))
+
+        def pull(g: Array) -> Array:
+            sent = g * slope(*given)
+            axes = tuple(
+                k for k, n in enumerate(shape, -len(shape)) if n < np.shape(plain(sent))[k]
+            )
+            lead = tuple(range(np.ndim(sent) - len(shape)))
+            total = np.sum(np.sum(sent, axis=axes, keepdims=True), axis=lead)
+            return np.reshape(total, shape)
+
+        return pull
+
+    return rule
+
+
+_slope = primitive(
+    lambda v, w, x, own, pair: _at(pair.slope, v, w, x),
+    _times(lambda v, w, x, *more: _in_variance(1, *map(plain, (v, w, x)), *more), 0),
+    _times(lambda v, w, x, *more: _in_variance(1, *map(plain, (w, v, x)), *more), 1),
+    _times(lambda v, w, x, *more: _in_covariance(*map(plain, (v, w, x)), *more), 2),
+)
+_moment = primitive(
+    lambda v, w, x, own, pair: _at(pair.moment, v, w, x),
+    _times(lambda v, w, x, *more: _in_variance(0, *map(plain, (v, w, x)), *more), 0),
+    _times(lambda v, w, x, *more: _in_variance(0, *map(plain, (w, v, x)), *more), 1),
+    _times(_slope, 2),
+)
+
+
+# --- the weights of a block -----------------------------------------------------------------------
+
+
+class LawMatrix(NamedTuple):
+    """A weight matrix of a block.
+
+    Attributes:
+        name: in the table of weight gradients.
+        fan_in, fan_out: features that it sums over, and those that it makes.
+        variance: of its entries.
+        bias: variance of its bias; None: it has none.
+    """
+
+    name: str
+    fan_in: int
+    fan_out: int
+    variance: float
+    bias: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the matrix, and of its bias."""
+        return (self.name,) if self.bias is None else (self.name, f"{self.name}.bias")
+
+
+class Applied:
+    """A block's weights as its law has them: `w.gate(x)` are moments behind the matrix "gate".
+
+    Its own names are the matrices', and all else is private.
+    """
+
+    def __init__(
+        self,
+        block: str,
+        matrices: tuple[LawMatrix, ...],
+        extra: Mapping[str, Array] = MappingProxyType({}),
+    ) -> None:
+        """`extra`: by name, by how much the covariance of a weight across replicas exceeds its
+        variance; what is added behind the matrix "gate" is called "gate.bias"."""
+        self._block, self._extra = block, extra
+        self._matrices = {one.name: one for one in matrices}
+        self._passed: dict[str, tuple[Array, Array]] = {}
+
+    def __getitem__(self, name: str) -> Callable[[Array], Array]:
+        if name not in self._matrices:
+            raise unknown_name(f"weight of block {self._block!r}", name, self._matrices)
+        return functools.partial(self._applied, self._matrices[name])
+
+    def __getattr__(self, name: str) -> Callable[[Array], Array]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[name]
+
+    def _applied(self, matrix: LawMatrix, x: Array) -> Array:
+        found = self._behind(matrix, x)
+        self._passed[matrix.name] = x, found
+        return found
+
+    def _behind(self, matrix: LawMatrix, x: Array) -> Array:
+        variance = matrix.variance + self._extra.get(matrix.name, 0.0)
+        added = self._extra.get(f"{matrix.name}.bias", 0.0)
+        return variance * (matrix.fan_in * x) + ((matrix.bias or 0.0) + added)
+
+
+class Cut(Applied):
+    """The same with moments of one's own behind every matrix, in place of what its input gives."""
+
+    def _behind(self, matrix: LawMatrix, x: Array) -> Array:
+        if matrix.name in self._passed:
+            raise DomainError(
+                f"the first step follows matrices that a law applies once: block {self._block!r} "
+                f"applies {matrix.name!r} again"
+            )
+        return self._extra[matrix.name]
+
+
+def passed(weights: Applied) -> dict[str, tuple[Array, Array]]:
+    """Moments before and behind each matrix, in the order in which a law has applied them."""
+    return weights._passed

@@ -1,0 +1,113 @@
+"""Blocks that stand in a layer in the place of attention or of the feed-forward block.
+
+`Transformer(mixer=..., ffn=...)` takes one for all layers, or one per layer with None where the
+model's own fields say what stands there. A block declares shapes and variances alone; its
+components are registered in `moments.transfer.architecture`, its torch twin in
+`moments.simulation.network`, each by its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import DomainError, domain_error
+from .fields import Stored, set_field
+
+if TYPE_CHECKING:
+    from .transformer import Transformer
+
+PLACES = ("mixer", "ffn")
+_KINDS: dict[str, type[Block]] = {}
+
+
+@dataclass(frozen=True)
+class Block(Stored):
+    """What stands in a layer in attention's place ("mixer") or the feed-forward block's ("ffn").
+
+    A subclass is a frozen dataclass of numbers with a `kind` of its own.
+
+    Attributes:
+        kind: its name in stored declarations.
+        places: the fields of a Transformer that take it.
+        by_token: whether its laws hold for single tokens alone, neither for tokens alike nor for
+            classes of positions.
+    """
+
+    kind: ClassVar[str]
+    places: ClassVar[tuple[str, ...]]
+    by_token: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "kind" in cls.__dict__:
+            cls._part = cls.kind
+            _KINDS[cls.kind] = cls
+
+    def check(self, model: Transformer) -> None:
+        """Raise a DomainError where it does not fit a model."""
+
+    def shapes(self, model: Transformer) -> dict[str, tuple[int, int]]:
+        """Of every matrix in it, the features that it sums over and those that it makes.
+
+        Those named as in `moments.Weights` have the variances given there, for schemes to reach;
+        the others their own.
+        """
+        raise NotImplementedError
+
+    def variances(self, model: Transformer) -> dict[str, float]:
+        """Of the matrices in it that are none of `moments.Weights`."""
+        return {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary with its kind; `block_from_dict` reads it back."""
+        return {"kind": self.kind, **super().to_dict()}
+
+    def __str__(self) -> str:
+        fields = {name: value for name, value in super().to_dict().items() if value is not None}
+        return f"{self.kind} ({', '.join(f'{name} {value}' for name, value in fields.items())})"
+
+
+def block_from_dict(name: str, data: Any) -> Block | tuple[Block | None, ...] | None:
+    """Read what `Block.to_dict` wrote: one, or a list of one or None per layer.
+
+    Raises:
+        DomainError: another kind, or a missing or unknown field.
+    """
+    if data is None or isinstance(data, Block):
+        return data
+    if isinstance(data, list | tuple):
+        blocks = [block_from_dict(name, one) for one in data]
+        return tuple(one if isinstance(one, Block) else None for one in blocks)
+    kind = data.get("kind") if isinstance(data, Mapping) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        allowed = "a JSON object whose kind is one of " + ", ".join(sorted(_KINDS))
+        raise domain_error(name, data, allowed)
+    return _KINDS[kind].from_dict({key: data[key] for key in data if key != "kind"})
+
+
+def settle_blocks(model: Transformer) -> None:
+    """Check the blocks of a model under construction: one for all layers, or one per layer."""
+    for name in PLACES:
+        value = getattr(model, name)
+        per_layer = tuple(value) if isinstance(value, list | tuple) else (value,) * model.layers
+        if len(per_layer) != model.layers:
+            allowed = f"one block, or one or None per layer ({model.layers})"
+            raise domain_error(name, f"{len(per_layer)} entries", allowed)
+        for one in set(per_layer) - {None}:
+            if not isinstance(one, Block) or name not in one.places:
+                kinds = sorted(kind for kind, of in _KINDS.items() if name in of.places)
+                allowed = f"a block that takes this place ({', '.join(kinds)}), or None"
+                raise domain_error(name, one, allowed)
+            one.check(model)
+        alike = len(set(per_layer)) == 1
+        set_field(model, name, per_layer[0] if alike else per_layer)
+    pairs = zip(model.mixers, model.ffns, strict=True)
+    for layer in {pair: n for n, pair in enumerate(pairs, 1)}.values():
+        mixer, ffn = model.shapes_by_place(layer)
+        if both := sorted(mixer.keys() & ffn.keys()):
+            raise DomainError(
+                f"mixer and ffn of layer {layer} both have a matrix {both[0]!r}: "
+                "give one of them another name"
+            )

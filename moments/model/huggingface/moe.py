@@ -1,0 +1,272 @@
+"""Decoders whose feed-forward blocks are routed mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...errors import domain_error
+from ..experts import Experts
+from ..transformer import Transformer
+from .entries import Entries
+from .family import Family
+from .llama import _FULL, _SLIDING, _decoder, _granite, _length
+
+
+def routed(
+    read: Entries, experts: Experts, layers: Iterable[int] | None = None
+) -> tuple[Experts | None, ...]:
+    """A mixture in every layer, or in those of these numbers from 0."""
+    _quiet(read)
+    count = read.layers("num_hidden_layers")
+    chosen = set(range(count) if layers is None else layers)
+    return tuple(experts if number in chosen else None for number in range(count))
+
+
+def _quiet(read: Entries) -> None:
+    """Entries of the loss that balances the experts, and of noise on what is routed."""
+    if read.flag("output_router_logits", False):
+        read.leave_out(
+            "output_router_logits", True, "the loss that balances the experts is not added"
+        )
+    for name in ("router_jitter_noise", "input_jitter_noise"):
+        read.expect(name, 0.0, "what is routed is not multiplied by noise while it is trained")
+
+
+def _count(read: Entries, name: str, other: str) -> int:
+    """A count by the name that the class stores it under, or by another that it takes."""
+    read.same_as(other, name)
+    return read.count(other if read.has(other) else name)
+
+
+def softmax_experts(
+    read: Entries, name: str = "num_local_experts", other: str = "num_experts", **fields: Any
+) -> Experts:
+    """Softmax over the logits, renormalised over the chosen unless `fields` say otherwise.
+
+    Args:
+        name, other: the entry for how many experts there are, and another name that it has.
+    """
+    chosen = fields.pop("chosen", None) or read.count("num_experts_per_tok")
+    return Experts(_count(read, name, other), chosen, router_variance=read.variance(), **fields)
+
+
+def _normalised(read: Entries) -> str:
+    return "chosen" if read.flag("norm_topk_prob") else "all"
+
+
+def sigmoid_experts(read: Entries) -> Experts:
+    """DeepSeek-V3's and its relatives': sigmoid, groups, a factor, shared experts of one width.
+
+    A token's experts are chosen by gates plus a bias, which starts at zero.
+    """
+    width = read.count("moe_intermediate_size")
+    groups = read.count("n_group", 1)
+    return Experts(
+        _count(read, "n_routed_experts", "num_local_experts"),
+        read.count("num_experts_per_tok"),
+        d_ff=width,
+        rule="sigmoid",
+        normalised="chosen" if read.flag("norm_topk_prob") else "none",
+        scale=read.positive("routed_scaling_factor"),
+        groups=groups,
+        kept_groups=read.count("topk_group", 1),
+        router_variance=read.variance(),
+        shared=width * int(read("n_shared_experts", 0)),
+    )
+
+
+def first_dense(read: Entries) -> Iterable[int]:
+    """Layers behind the first `first_k_dense_replace`, which are dense."""
+    dense = read("first_k_dense_replace", 0)
+    if dense < 0:
+        raise domain_error("first_k_dense_replace", dense, "0 or more")
+    return range(dense, read.layers("num_hidden_layers"))
+
+
+def _stepped(read: Entries) -> list[int]:
+    """Every decoder_sparse_step-th layer, unless it is one of mlp_only_layers."""
+    step, dense = read.count("decoder_sparse_step"), read("mlp_only_layers", [])
+    layers = range(read.layers("num_hidden_layers"))
+    return [number for number in layers if number not in dense and not (number + 1) % step]
+
+
+_QWEN = ("num_experts", "num_local_experts")
+
+
+def _mixtral(read: Entries, seq_len: int | None) -> Transformer:
+    window = read.window("sliding_window", _length(read, seq_len))
+    experts = routed(read, softmax_experts(read))
+    return _decoder(read, seq_len, biased=(), window=window, ffn=experts)
+
+
+def _qwen2_moe(read: Entries, seq_len: int | None) -> Transformer:
+    """A shared expert behind a sigmoid; windows in every second of the first layers, if any."""
+    tokens, first = _length(read, seq_len), read("max_window_layers")
+    used, layers = read.flag("use_sliding_window"), read.layers("num_hidden_layers")
+    usual = [_FULL if n % 2 or n >= first or not used else _SLIDING for n in range(layers)]
+    kinds = read("layer_types", usual)
+    experts = softmax_experts(
+        read,
+        *_QWEN,
+        d_ff=read.count("moe_intermediate_size"),
+        normalised=_normalised(read),
+        shared=read.count("shared_expert_intermediate_size"),
+        shared_gate_variance=read.variance(),
+    )
+    return _decoder(
+        read,
+        seq_len,
+        window=read.windows(kinds, _SLIDING, "sliding_window", tokens) if used else None,
+        biases=read.biases(("query", "key", "value") if read.flag("qkv_bias") else ()),
+        ffn=routed(read, experts, _stepped(read)),
+    )
+
+
+def _qwen3_moe(read: Entries, seq_len: int | None) -> Transformer:
+    used = read.flag("use_sliding_window")
+    window = read.window("sliding_window", _length(read, seq_len)) if used else None
+    experts = softmax_experts(
+        read,
+        d_ff=read.count("moe_intermediate_size"),
+        normalised=_normalised(read),
+    )
+    return _decoder(
+        read,
+        seq_len,
+        window=window,
+        qk_norm="rmsnorm",
+        ffn=routed(read, experts, _stepped(read)),
+    )
+
+
+def _olmoe(read: Entries, seq_len: int | None) -> Transformer:
+    clip = read("clip_qkv", None)
+    if clip is not None:
+        read.leave_out("clip_qkv", clip, "queries, keys and values are not clipped")
+    experts = softmax_experts(read, *_QWEN, normalised=_normalised(read))
+    return _decoder(read, seq_len, qk_norm="rmsnorm-all", ffn=routed(read, experts))
+
+
+def _granitemoe(read: Entries, seq_len: int | None) -> Transformer:
+    shared = int(read("shared_intermediate_size", 0))
+    experts = routed(read, softmax_experts(read, shared=shared))
+    return _granite(read, seq_len, biased=("attention_bias",), ffn=experts)
+
+
+def _ernie4_5_moe(read: Entries, seq_len: int | None) -> Transformer:
+    """From layer moe_layer_start_index to moe_layer_end_index, every moe_layer_interval-th."""
+    read.refuse("use_bias", False, "biases of all but the experts")
+    layers, step = read.layers("num_hidden_layers"), read.count("moe_layer_interval")
+    first, last = read("moe_layer_start_index"), read("moe_layer_end_index")
+    last = layers - 1 if last == -1 else last
+    width = read.count("moe_intermediate_size")
+    experts = softmax_experts(
+        read,
+        "moe_num_experts",
+        "num_experts",
+        chosen=_count(read, "moe_k", "num_experts_per_tok"),
+        d_ff=width,
+        shared=width * int(read("moe_num_shared_experts")),
+    )
+    chosen = [n for n in range(layers) if first <= n <= last and not (n + 1) % step]
+    experts_of = routed(read, experts, chosen)
+    return _decoder(read, seq_len, biased=(), attention_dropout=0.0, ffn=experts_of)
+
+
+def _glm4_moe(read: Entries, seq_len: int | None) -> Transformer:
+    """Rotary positions on half of a head's features; no bias on attention's output."""
+    biased = ("query", "key", "value") if read.flag("attention_bias") else ()
+    return _decoder(
+        read,
+        seq_len,
+        biases=read.biases(biased),
+        qk_norm="rmsnorm" if read.flag("use_qk_norm") else None,
+        ffn=routed(read, sigmoid_experts(read), first_dense(read)),
+    )
+
+
+def _dots1(read: Entries, seq_len: int | None) -> Transformer:
+    tokens, first = _length(read, seq_len), read("max_window_layers")
+    layers = range(read.layers("num_hidden_layers"))
+    usual = [_SLIDING if number >= first else _FULL for number in layers]
+    kinds = read("layer_types", usual)
+    return _decoder(
+        read,
+        seq_len,
+        window=read.windows(kinds, _SLIDING, "sliding_window", tokens),
+        qk_norm="rmsnorm",
+        ffn=routed(read, sigmoid_experts(read), first_dense(read)),
+    )
+
+
+def _minimax_m2(read: Entries, seq_len: int | None) -> Transformer:
+    """Sigmoid over the sum of the chosen; rotary positions on `rotary_dim` features."""
+    width = read.count("head_dim")
+    turned = read.count("rotary_dim", width)
+    plain = read.rotary()
+    experts = softmax_experts(read, rule="sigmoid")
+    fraction = turned / width if read.has("rotary_dim") else plain.fraction
+    return _decoder(
+        read,
+        seq_len,
+        biased=(),
+        rotary=plain.replace(fraction=fraction),
+        qk_norm="rmsnorm-all",
+        ffn=routed(read, experts),
+    )
+
+
+def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
+    """One expert a token, which reads the token times its gate, and a shared one."""
+    read.refuse("use_qk_norm", False, "a norm of queries and keys in some layers alone")
+    tokens, layers = _length(read, seq_len), read.layers("num_hidden_layers")
+    for name, usual in (("attention_chunk_size", 8192), ("floor_scale", 8192)):
+        if (reach := read(name, usual)) < tokens:
+            read.leave_out(name, reach, "attention is over the whole text, at one temperature")
+    for name in ("attn_scale", "attn_temperature_tuning", "layer_types"):
+        read.read.add(name)
+    every = read.count("no_rope_layer_interval")
+    turned = read("no_rope_layers", []) or [int((n + 1) % every != 0) for n in range(layers)]
+    rotary = read.rotary()
+    step = read.count("interleave_moe_layer_step")
+    chosen = read("moe_layers", []) or range(step - 1, layers, step)
+    experts = softmax_experts(
+        read,
+        d_ff=read.count("intermediate_size"),
+        rule="sigmoid_input",
+        normalised="none",
+        shared=read.count("intermediate_size"),
+    )
+    model = _decoder(
+        read,
+        seq_len,
+        rotary=[rotary if flag else None for flag in turned],
+        ffn=routed(read, experts, chosen),
+    )
+    return model.replace(d_ff=read.count("intermediate_size_mlp"))
+
+
+_BALANCE = {"router_aux_loss_coef": ...}  # beside output_router_logits alone
+_WINDOW = {"sliding_window": ..., "max_window_layers": ...}  # that may not be used
+_NEXT = {"num_mtp_layers": ..., "num_nextn_predict_layers": ...}  # not built
+_LEAST = {"moe_norm_min": ...}  # the least sum of gates that one may divide by
+
+
+def _family(read: Any, module: str, usual: Mapping[str, Any] | None = None) -> Family:
+    return Family(read, f"{module}ForCausalLM", "causal", _BALANCE | dict(usual or {}))
+
+
+FAMILIES = {
+    "mixtral": _family(_mixtral, "Mixtral"),
+    "qwen2_moe": _family(_qwen2_moe, "Qwen2Moe", _WINDOW),
+    "qwen3_moe": _family(_qwen3_moe, "Qwen3Moe", _WINDOW),
+    "olmoe": _family(_olmoe, "Olmoe"),
+    "granitemoe": _family(_granitemoe, "GraniteMoe"),
+    "granitemoeshared": _family(_granitemoe, "GraniteMoeShared"),
+    "ernie4_5_moe": _family(_ernie4_5_moe, "Ernie4_5_Moe", _LEAST),
+    "glm4_moe": _family(_glm4_moe, "Glm4Moe", _NEXT),
+    "dots1": _family(_dots1, "Dots1"),
+    "minimax_m2": _family(_minimax_m2, "MiniMaxM2"),
+    "llama4_text": _family(_llama4_text, "Llama4"),
+}

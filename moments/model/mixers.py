@@ -1,0 +1,321 @@
+"""Recurrent mixers and short convolutions, in attention's place: `Transformer(mixer=...)`.
+
+Their query, key, value and output matrices are those of `moments.Weights`; what they have besides
+is declared with them. See docs/theory/recurrences.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import DomainError, domain_error
+from ..formulas.checks import (
+    NONNEGATIVE,
+    POSITIVE,
+    REAL,
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+)
+from .block import Block
+from .fields import set_field, settle
+
+if TYPE_CHECKING:
+    from .transformer import Transformer
+
+Shapes = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class _Mixer(Block):
+    """A causal mixer in attention's place, followed token by token."""
+
+    places: ClassVar[tuple[str, ...]] = ("mixer",)
+    by_token: ClassVar[bool] = True
+
+    def check(self, model: Transformer) -> None:
+        if not model.causal:
+            allowed = f"True where a {self.kind} stands in attention's place"
+            raise domain_error("causal", model.causal, allowed, "it sees no later token")
+
+
+def _settle_kernel(block: Any) -> None:
+    """The fields of a short convolution."""
+    settle(block, ("kernel",), check_count)
+    if block.tap_variance is None:
+        # torch's convolutions: U(-1/sqrt(kernel), 1/sqrt(kernel))
+        set_field(block, "tap_variance", 1 / (3 * block.kernel))
+    settle(block, ("tap_variance",), check_number, NONNEGATIVE)
+    given = getattr(block, "tap_distribution", "normal")
+    check_choice("tap_distribution", given, ("uniform", "normal"))
+
+
+def _check_range(block: Block, name: str, positive: bool = True) -> None:
+    """A pair of bounds, in order."""
+    value = getattr(block, name)
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise domain_error(name, value, "a pair: the least and the most")
+    low, high = (check_number(name, one, POSITIVE if positive else REAL) for one in value)
+    if low > high:
+        raise domain_error(name, value, "a pair: the least and the most")
+    set_field(block, name, (low, high))
+
+
+@dataclass(frozen=True)
+class ShortConvolution(_Mixer):
+    """A gated short convolution (LFM2): W_o [q * conv(k * v)], q, k and v linear in the input.
+
+    Attributes:
+        kernel: tokens that the convolution sees, the last of them its own; every feature by itself.
+        tap_variance: of its entries; None: torch's default, 1/(3 kernel).
+        bias: whether it has one, of variance 0.
+
+    >>> ShortConvolution(kernel=3).tap_variance
+    0.1111111111111111
+    """
+
+    kind: ClassVar[str] = "short_convolution"
+
+    kernel: int = 3
+    tap_variance: float | None = None
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _settle_kernel(self)
+        settle(self, ("bias",), check_flag)
+
+    def shapes(self, model: Transformer) -> Shapes:
+        square = model.d_model, model.d_model
+        return dict.fromkeys(("query", "key", "value", "output"), square)
+
+
+@dataclass(frozen=True)
+class LinearAttention(_Mixer):
+    """Linear attention with decays: y_t = scale sum_{s <= t} (q_t.k_s) [decays] v_s, head by head.
+
+    Without decays, with one for every head (RetNet, `retnet_decays`; lightning attention,
+    `lightning_decays`), or with gates of the input (gated linear attention).
+
+    Attributes:
+        heads: number of heads.
+        d_key, d_value: features of each head's queries and keys, and of its values.
+        decays: what a token later is left of each head's state; None: all of it.
+        feature_map: on queries, keys and values: "identity" or "silu".
+        scale: of the logits; None: 1/sqrt(d_key).
+        norm: RMSNorm over each head's values ("head"), over all heads' ("all"), or None.
+        norm_epsilon: added to the mean square under its root.
+        gate: "silu" or "sigmoid" of another linear map multiplies what the norm gives; None: none.
+        gate_variance: of that map's weights.
+        decay_gate: decays that are sigmoid(bias + w.x)^(1/decay_power), one for every key feature
+            ("channel") or for every head ("head"); None: `decays` alone.
+        decay_variance, decay_bias, decay_power: of those, the weights' variance, and the bias.
+    """
+
+    kind: ClassVar[str] = "linear_attention"
+
+    heads: int
+    d_key: int
+    d_value: int
+    decays: tuple[float, ...] | None = None
+    feature_map: str = "identity"
+    scale: float | None = None
+    norm: str | None = None
+    norm_epsilon: float = 1e-6
+    gate: str | None = None
+    gate_variance: float = 0.0
+    decay_gate: str | None = None
+    decay_variance: float = 0.0
+    decay_bias: float = 0.0
+    decay_power: float = 16.0
+
+    def __post_init__(self) -> None:
+        settle(self, ("heads", "d_key", "d_value"), check_count)
+        if self.scale is None:
+            set_field(self, "scale", 1 / math.sqrt(self.d_key))
+        settle(self, ("scale", "decay_power"), check_number, POSITIVE)
+        settle(self, ("norm_epsilon", "gate_variance", "decay_variance"), check_number, NONNEGATIVE)
+        settle(self, ("decay_bias",), check_number, REAL)
+        check_choice("feature_map", self.feature_map, ("identity", "silu"))
+        check_choice("norm", self.norm, (None, "head", "all"))
+        check_choice("gate", self.gate, (None, "silu", "sigmoid"))
+        check_choice("decay_gate", self.decay_gate, (None, "channel", "head"))
+        if self.decays is not None:
+            values = tuple(check_number("decays", one, POSITIVE) for one in self.decays)
+            if len(values) != self.heads or max(values) > 1:
+                raise domain_error("decays", self.decays, f"{self.heads} numbers in (0, 1]")
+            set_field(self, "decays", values)
+            if self.decay_gate is not None:
+                raise DomainError("decays and decay_gate: declare one of the two")
+
+    def shapes(self, model: Transformer) -> Shapes:
+        keys, values = self.heads * self.d_key, self.heads * self.d_value
+        d = model.d_model
+        found = {"query": (d, keys), "key": (d, keys), "value": (d, values), "output": (values, d)}
+        if self.gate is not None:
+            found["mixer_gate"] = d, values
+        if self.decay_gate is not None:
+            found["mixer_step"] = d, keys if self.decay_gate == "channel" else self.heads
+        return found
+
+    def variances(self, model: Transformer) -> dict[str, float]:
+        return {"mixer_gate": self.gate_variance, "mixer_step": self.decay_variance}
+
+
+def retnet_decays(heads: int) -> tuple[float, ...]:
+    """1 - 2^(-5 - h) of head h from 0 (Sun et al. 2023, section 2.2).
+
+    >>> retnet_decays(2)
+    (0.96875, 0.984375)
+    """
+    return tuple(1 - 2.0 ** (-5 - head) for head in range(heads))
+
+
+def lightning_decays(heads: int, layer: int, layers: int) -> tuple[float, ...]:
+    """exp(-2^(-8 h/heads) (1 - layer/(layers - 1 + 1e-5) + 1e-5)) of head h from 1, layer from 0
+    (Qin et al. 2024, section 3, as MiniMax-01 has it).
+
+    >>> [round(one, 4) for one in lightning_decays(2, 0, 4)]
+    [0.9394, 0.9961]
+    """
+    left = 1 - layer / (layers - 1 + 1e-5) + 1e-5
+    return tuple(math.exp(-(2.0 ** (-8 * head / heads)) * left) for head in range(1, heads + 1))
+
+
+@dataclass(frozen=True)
+class Mamba2(_Mixer):
+    """Mamba-2's mixer (Dao and Gu 2024): x, B and C are the values, keys and queries.
+
+    [x, B, C] = SiLU(conv(.)) of linear maps, steps d_t = softplus(bias + w.u_t),
+    y_t = sum_{s <= t} (C_t.B_s) exp(-A sum_{s < r <= t} d_r) d_s x_s + D x_t, and then
+    W_o RMSNorm(y * SiLU(z)), z another linear map.
+
+    Attributes:
+        heads, d_head: number of heads, and features of x in each.
+        state: features of B and C.
+        groups: of heads that share B and C, and their norm.
+        kernel: of the short convolution.
+        tap_variance: of its entries; None: torch's default, 1/(3 kernel).
+        tap_distribution: "uniform" or "normal".
+        tap_bias: whether it has a bias, of variance 0.
+        rates: A of every head; or a pair, between which it is drawn uniformly; None: 1, 2, ...
+        steps: softplus(bias) is drawn between these two, uniformly in its logarithm.
+        gate_variance, step_variance: of the weights to z and to the steps.
+        skip: D.
+        norm: whether there is a norm.
+        norm_before_gate: whether it comes before the product with SiLU(z).
+        norm_epsilon: added to the mean square under its root.
+    """
+
+    kind: ClassVar[str] = "mamba2"
+
+    heads: int
+    d_head: int
+    state: int
+    gate_variance: float
+    step_variance: float
+    groups: int = 1
+    kernel: int = 4
+    tap_variance: float | None = None
+    tap_distribution: str = "uniform"
+    tap_bias: bool = True
+    rates: tuple[float, ...] | None = None
+    steps: tuple[float, float] = (1e-3, 1e-1)
+    skip: float = 1.0
+    norm: bool = True
+    norm_before_gate: bool = False
+    norm_epsilon: float = 1e-5
+
+    def __post_init__(self) -> None:
+        settle(self, ("heads", "d_head", "state", "groups"), check_count)
+        _settle_kernel(self)
+        settle(self, ("gate_variance", "step_variance", "norm_epsilon"), check_number, NONNEGATIVE)
+        settle(self, ("skip",), check_number, REAL)
+        settle(self, ("tap_bias", "norm", "norm_before_gate"), check_flag)
+        _check_range(self, "steps")
+        if self.rates is not None:
+            values = tuple(check_number("rates", one, POSITIVE) for one in self.rates)
+            if len(values) not in (2, self.heads):
+                allowed = f"a pair of bounds, or one number for each of {self.heads} heads"
+                raise domain_error("rates", self.rates, allowed)
+            set_field(self, "rates", values)
+        if self.heads % self.groups:
+            raise domain_error("groups", self.groups, f"a divisor of the {self.heads} heads")
+
+    def shapes(self, model: Transformer) -> Shapes:
+        width, d, shared = self.heads * self.d_head, model.d_model, self.groups * self.state
+        found = {"query": (d, shared), "key": (d, shared), "value": (d, width)}
+        own = {"mixer_gate": (d, width), "mixer_step": (d, self.heads)}
+        return found | {"output": (width, d)} | own
+
+    def variances(self, model: Transformer) -> dict[str, float]:
+        return {"mixer_gate": self.gate_variance, "mixer_step": self.step_variance}
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet(_Mixer):
+    """The gated delta rule (Yang et al. 2024) as Qwen3-Next has it.
+
+    q, k, v = SiLU(conv(.)) of linear maps, q and k of unit length, q over sqrt(d_key); with
+    b = sigmoid(w.x) and a = exp(-A softplus(bias + w'.x)),
+    S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T and o_t = S_t^T q_t; then
+    W_o [RMSNorm(o) * SiLU(z)], a norm for every head.
+
+    Attributes:
+        key_heads, value_heads: heads of keys, each shared by value_heads/key_heads of values.
+        d_key, d_value: features of each.
+        kernel: of the short convolution.
+        tap_variance: of its entries; None: torch's default, 1/(3 kernel).
+        tap_distribution: "uniform" or "normal".
+        rates: A is drawn uniformly between these two.
+        steps: softplus(bias) is drawn between these two, uniformly in its logarithm.
+        gate_variance, step_variance, rate_variance: of the weights to z, to a and to b.
+        twice: whether b is twice that sigmoid.
+        norm_epsilon: added to the mean square under the norm's root.
+    """
+
+    kind: ClassVar[str] = "gated_delta_net"
+    norm: ClassVar[bool] = True
+
+    key_heads: int
+    value_heads: int
+    d_key: int
+    d_value: int
+    gate_variance: float
+    step_variance: float
+    rate_variance: float
+    kernel: int = 4
+    tap_variance: float | None = None
+    tap_distribution: str = "normal"
+    rates: tuple[float, float] = (0.01, 16.0)
+    steps: tuple[float, float] = (1.3132616875182228, 1.3132616875182228)
+    twice: bool = False
+    norm_epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        settle(self, ("key_heads", "value_heads", "d_key", "d_value"), check_count)
+        _settle_kernel(self)
+        names = "gate_variance", "step_variance", "rate_variance", "norm_epsilon"
+        settle(self, names, check_number, NONNEGATIVE)
+        settle(self, ("twice",), check_flag)
+        _check_range(self, "rates")
+        _check_range(self, "steps")
+        if self.value_heads % self.key_heads:
+            allowed = f"a divisor of the {self.value_heads} heads of values"
+            raise domain_error("key_heads", self.key_heads, allowed)
+
+    def shapes(self, model: Transformer) -> Shapes:
+        keys, values, d = self.key_heads * self.d_key, self.value_heads * self.d_value, 0
+        d = model.d_model
+        found = {"query": (d, keys), "key": (d, keys), "value": (d, values), "output": (values, d)}
+        own = {"mixer_step": (d, self.value_heads), "mixer_rate": (d, self.value_heads)}
+        return found | {"mixer_gate": (d, values)} | own
+
+    def variances(self, model: Transformer) -> dict[str, float]:
+        return {
+            "mixer_gate": self.gate_variance,
+            "mixer_step": self.step_variance,
+            "mixer_rate": self.rate_variance,
+        }

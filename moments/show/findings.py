@@ -1,0 +1,518 @@
+"""What is wrong with a model, and the report that `check`, `audit` and `diagnose` answer with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.markup import escape
+
+from ..errors import MomentsError
+from ..files import as_frame, plain
+from ..model.transformer import Transformer
+from .html import document, fragment, picture, table
+from .precision import precision
+from .report import number, render, tabled
+from .verdict import NAMES, growths, judge
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from ..prediction.result import Prediction
+    from .comparison import Comparison
+
+SEVERITIES = ("error", "warning", "note")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it should be, or one cause of what was measured.
+
+    Attributes:
+        severity, kind: "error", "warning" or "note", and a short name such as "wrong variance".
+        where, layers: tensors or submodules under the user's own names, and which layers, from 1.
+        measured, expected: numbers, nan where there are none.
+        reason, mend: what it comes from, and what to do.
+        explains: of a cause the share of the whole difference that it explains, nan where that was
+            not asked; below 0 it makes up for another one.
+    """
+
+    severity: str
+    kind: str
+    where: tuple[str, ...]
+    layers: tuple[int, ...] = ()
+    measured: float = math.nan
+    expected: float = math.nan
+    reason: str = ""
+    mend: str = ""
+    explains: float = math.nan
+
+    def lines(self) -> list[str]:
+        """What is wrong, where, and what to do, a paragraph each."""
+        said = [f"{self.reason} [{self.severity}: {self.kind}]"]
+        said += [f"in {', '.join(braced(self.where))}"] if self.where else []
+        return said + ([f"mend: {self.mend}"] if self.mend else [])
+
+    def __str__(self) -> str:
+        return "; ".join(self.lines())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured number beside the expected one.
+
+    Attributes:
+        layer, role: where, 0 outside of the layers or for all of them together; "" for the stream.
+        parameter: the tensor, or the submodule of a sum or norm; "" for the stream.
+        quantity: "variance", "skip_scale", "loss", ...
+        expected, measured: nan where one is not known.
+        passed: None where nothing was judged.
+        note: why not, or what the entries look like.
+        stderr, probability: sampling error of the measured number, and the probability of so large
+            a deviation, if the model is right.
+        low, high: between which 95 % of right draws lie; nan where that is not known.
+    """
+
+    layer: int
+    role: str
+    parameter: str
+    quantity: str
+    expected: float
+    measured: float
+    passed: bool | None = None
+    note: str = ""
+    stderr: float = 0.0
+    probability: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def ratio(self) -> float:
+        """Measured over expected."""
+        return self.measured / self.expected if self.expected else math.nan
+
+    @property
+    def size(self) -> float:
+        """By which rows are put in order: the logarithm of the ratio, of those that failed."""
+        if self.passed is not False:
+            return -1.0 if self.passed else -0.5
+        ratio = self.ratio if self.measured else math.nan
+        return abs(math.log(ratio)) if math.isfinite(ratio) and ratio > 0 else math.inf
+
+    def cells(self) -> tuple[str, ...]:
+        """Quantity, parameter, both numbers, the band and the note, as tables have them."""
+        what = f"{self.quantity} of {self.role}" if self.role else self.quantity
+        band = f"{number(self.low)} to {number(self.high)}" if math.isfinite(self.low) else "-"
+        both = ("-" if math.isnan(v) else number(v) for v in (self.measured, self.expected))
+        return what, self.parameter, *both, band, self.note
+
+
+def streamed(
+    quantity: str,
+    measured: float,
+    expected: float,
+    band: tuple[float, float] = (math.nan, math.nan),
+    passed: bool | None = None,
+) -> Row:
+    """A row of the stream or the output."""
+    return Row(0, "", "", quantity, expected, measured, passed, low=band[0], high=band[1])
+
+
+class Unhealthy(MomentsError, AssertionError):
+    """A model has findings; the text is the report."""
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What `moments.check` says of a model.
+
+    Attributes:
+        source: what was checked.
+        scheme: what its initialisation seems to be, or was held against, in words.
+        findings: errors, then warnings.
+        notes: what else was seen, and is no fault by itself.
+        unchecked: what was not checked, a phrase each.
+        rows: measured numbers beside expected ones; those that failed first where tensors were
+            checked one by one.
+        model: the Transformer that it is, with the variances that it has; None where no such was
+            read.
+        prediction: for that model; None where none was asked for.
+        comparison: with the measurement; None where nothing was measured.
+        read: what it was run on, in words; "" where nothing was measured.
+        explained: of a diagnosis the share of the difference that all causes explain together.
+    """
+
+    source: str
+    scheme: str
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    unchecked: tuple[str, ...]
+    rows: tuple[Row, ...]
+    model: Transformer | None = field(default=None, repr=False)
+    prediction: Prediction | None = field(default=None, repr=False)
+    comparison: Comparison | None = field(default=None, repr=False)
+    read: str = ""
+    explained: float = math.nan
+    _compared: bool = False
+    _why: Callable[[], tuple[Finding, ...]] | None = field(default=None, repr=False)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is no finding. It says nothing of what was not checked: see `unchecked`."""
+        return not self.findings
+
+    @property
+    def passed(self) -> bool:
+        """`healthy`, under the name that an audit has for it."""
+        return self.healthy
+
+    @property
+    def offenders(self) -> tuple[Row, ...]:
+        """The rows that failed, the worst first."""
+        failed = (row for row in self.rows if row.passed is False)
+        return tuple(sorted(failed, key=lambda row: -row.size))
+
+    @property
+    def expected(self) -> bool | None:
+        """Whether the stream is as predicted, whatever else is not as planned; None where nothing
+        was measured.
+
+        No point lies further than three standard deviations from its expectation, and no more of
+        them out of their 95 % bands than chance allows (`moments.show.expected.allowed_outside`).
+        """
+        return None if self.comparison is None else judge(self.comparison).expected
+
+    @functools.cached_property
+    def _causes(self) -> tuple[Finding, ...]:
+        return () if self._why is None else self._why()
+
+    def causes(self) -> tuple[Finding, ...]:
+        """Why what was measured is not what was planned: every difference from the plan, or from
+        what config or class promise, what explains most first (`Finding.explains`).
+
+        Takes two predictions a difference. Empty where nothing was measured, or nothing says what
+        was meant.
+        """
+        return self._causes
+
+    def assert_healthy(self) -> None:
+        """For test suites: raise Unhealthy, an AssertionError, where there are findings."""
+        if self.findings:
+            raise Unhealthy(self.text(whole=True))
+
+    def with_measured(self, measured: Mapping[Any, Any]) -> Report:
+        """The same with measured numbers: variances by layer, or arguments of `expects`."""
+        assert self.prediction is not None
+        by_name = any(isinstance(key, str) for key in measured)
+        value = self.prediction.expects(**(measured if by_name else {"variance": measured}))
+        rows = [
+            streamed(
+                f"{NAMES[point.quantity]} leaving layer {point.layer}, as it was seen",
+                *(point.measured, point.predicted, (point.low, point.high), point.inside),
+            )
+            for point in value.points
+        ]
+        report = dataclasses.replace(self, rows=(*rows, *self.rows))
+        if value.expected:
+            return dataclasses.replace(report, notes=(*self.notes, str(value)))
+        worst = max(value.points, key=lambda point: abs(point.deviations))
+        severity = "error" if value.verdict == "not expected" else "warning"
+        given = tuple(
+            Finding(severity, "likely cause", (), (), math.nan, math.nan, str(one))
+            for one in value.causes
+        )
+        finding = Finding(
+            severity,
+            f"{value.verdict} {NAMES[worst.quantity]}",
+            (),
+            tuple(sorted({point.layer for point in value.points if not point.inside})),
+            worst.measured,
+            worst.predicted,
+            str(value).removeprefix(f"{value.verdict}: ").replace("\n", " "),
+            "apply what the declaration says, or declare what is applied",
+        )
+        found = ranked([*self.findings, finding])
+        return dataclasses.replace(report, findings=found, _why=lambda: given)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per number: layer, role, parameter, quantity, expected, measured, ratio, stderr,
+        probability, passed, note, low, high."""
+        names = [f.name for f in dataclasses.fields(Row)]
+        names.insert(names.index("measured") + 1, "ratio")
+        return as_frame([{n: getattr(row, n) for n in names} for row in self.rows], columns=names)
+
+    def findings_frame(self) -> pd.DataFrame:
+        """One row per finding: its attributes."""
+        columns = [f.name for f in dataclasses.fields(Finding)]
+        return as_frame([dataclasses.asdict(f) for f in self.findings], columns=columns)
+
+    def precision(self) -> pd.DataFrame:
+        """What bf16, fp16 and fp8 lose at every point, forward and backward: see
+        `moments.show.precision`."""
+        assert self.prediction is not None
+        return precision(self.prediction)
+
+    @property
+    def architecture(self) -> str:
+        """What the model is, in a line."""
+        return "" if self.model is None else in_short(self.model)
+
+    @property
+    def headline(self) -> str:
+        """What was checked, and how many findings there are."""
+        count = len(self.findings)
+        state = f"{count} finding{'s' * (count > 1)}" if count else "nothing found wrong"
+        return f"{self.source}: {state}"
+
+    def verdict(self) -> str:
+        """One line."""
+        parts = [self.headline, self.architecture, self.scheme, *self._growth(), self._basis]
+        if self.unchecked:
+            parts.append(f"not checked: {'; '.join(self.unchecked)}")
+        return "; ".join(part for part in parts if part)
+
+    @property
+    def _basis(self) -> str:
+        """What the numbers come from."""
+        if self.prediction is None:
+            return ""
+        tokens = self.prediction.model.seq_len
+        return self.read or f"predicted at {tokens} tokens, nothing was measured"
+
+    def _growth(self) -> list[str]:
+        """What the depth does, and the loss."""
+        p = self.prediction
+        if p is None:
+            return []
+        if self.expected is not None and self._compared:
+            assert self.comparison is not None
+            return [self.comparison.verdict()]
+        m: Any = p if self.comparison is None else self.comparison.measurement
+        parts = growths(p, None if m is p else m)
+        if m.loss is not None and (vocab := choices(p.model)) is not None:
+            parts.append(f"loss {m.loss:.3f}, log({vocab}) = {math.log(vocab):.3f}")
+        return parts
+
+    def text(self, *, whole: bool = False) -> str:
+        """The report: its verdict, what is wrong, what was not checked.
+
+        Args:
+            whole: every finding, note and number; else as many findings as eight lines hold.
+        """
+        read = "; ".join(words for words in (self.architecture, self._basis) if words)
+        body = _wrapped(read, "  ", "  ")
+        if not self.findings:
+            body += _wrapped(self.scheme, "  ", "  ")
+        last = _wrapped("; ".join(self._growth()), "  ", "  ")
+        blocks = [
+            [line for part in self._paragraphs(place, one) for line in _wrapped(*part)]
+            for place, one in enumerate(self.findings, start=1)
+        ]
+        room = LINES - len(body)
+        if not whole and sum(map(len, blocks)) + len(last) > room:
+            last = last if not blocks else []
+        heights = np.cumsum([len(block) for block in blocks]) + len(last)
+        shown = len(blocks)
+        if not whole and blocks and heights[-1] > room:
+            shown = max(1, int(np.sum(heights + 1 <= room)))
+        body += [line for block in blocks[:shown] for line in block]
+        if shown < len(blocks):
+            kinds = ", ".join(dict.fromkeys(f.kind for f in self.findings[shown:]))
+            body.append(f"   and {len(blocks) - shown} more: {kinds}")
+        notes = [line for note in self.notes for line in _wrapped(f"note: {note}", "", "  ")]
+        if not whole and len(body) + len(last) + len(notes) > LINES:
+            notes = [f"{len(self.notes)} notes" if len(self.notes) > 1 else "1 note"]
+        lines = [self.headline, *body, *last, *notes]
+        if self.unchecked:
+            lines += _wrapped(f"not checked: {'; '.join(self.unchecked)}", "", "  ")
+        if whole:
+            return "\n".join([*lines, *(f"  {line}" for line in self.table().splitlines())])
+        return "\n".join([*lines, ALL])
+
+    @staticmethod
+    def _paragraphs(place: int, finding: Finding) -> Iterator[tuple[str, str, str]]:
+        first, *rest = finding.lines()
+        yield f"{place}. {first}", "", "   "
+        for part in rest:
+            yield part, "   ", "   "
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def table(self) -> str:
+        """The numbers as text."""
+        states = {True: "ok", False: "out", None: ""}
+        rows = [(states[row.passed], *map(escape, row.cells())) for row in self.rows]
+        noted = any(row.note for row in self.rows)
+        rows = rows if noted else [row[:-1] for row in rows]
+        heads = ("", *NUMBER_HEADS, *(("note",) if noted else ()))
+        return render(tabled(None, heads, rows, text=3), TABLE_WIDTH)
+
+    def to_html(self) -> str:
+        """The whole report as one HTML file, its pictures inside it."""
+        return document(f"moments check: {self.source}", _body(self, whole=True))
+
+    def plot(self, name: str | None = None) -> Figure:
+        """Measured beside expected along the depth, `name` in the title; without a measurement what
+        is expected."""
+        name = self.source if name is None else name
+        if self.comparison is not None:
+            from .plot import plot_report
+
+            return plot_report(self, name)
+        if self.prediction is None:
+            raise MomentsError("an audit predicts nothing to draw: moments.check does")
+        return self.prediction.plot(name)
+
+    def to_json(self) -> str:
+        """Verdict, findings, notes, what was not checked, and numbers as JSON."""
+        import json
+
+        data = {
+            "format": 2,
+            "source": self.source,
+            "healthy": self.healthy,
+            "passed": self.passed,
+            "verdict": self.verdict(),
+            "scheme": self.scheme,
+            "architecture": self.architecture,
+            "findings": [plain(dataclasses.asdict(f)) for f in self.findings],
+            "notes": list(self.notes),
+            "unchecked": list(self.unchecked),
+            "read": self.read,
+            "rows": [plain(dataclasses.asdict(row)) for row in self.rows],
+        }
+        return json.dumps(data, indent=2, allow_nan=False)
+
+    def _repr_html_(self) -> str:
+        return fragment(_body(self, whole=False))  # a notebook has the picture beside it
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(f.kind for f in self.findings[:4])
+        return f"Report({self.source}: {kinds or 'healthy'})"
+
+
+LINES = 8
+"""Of a report between its verdict and what was not checked."""
+
+WIDTH = 100
+TABLE_WIDTH = 240  # parameter names stay whole
+ALL = "everything: print(report.text(whole=True)), or --all on the command line"
+NUMBER_HEADS = ("number", "parameter", "measured", "expected", "95 % of draws")
+
+
+def _wrapped(text: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
+
+
+def braced(names: Sequence[str]) -> tuple[str, ...]:
+    """Dotted names that differ in one part as one, "h.*.{c_attn,c_proj}.weight".
+
+    >>> braced(["a.q.weight", "a.k.weight", "b"])
+    ('a.{q,k}.weight', 'b')
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        path, _, last = name.partition(" ")[0].rpartition(".")
+        above, _, inner = path.rpartition(".")
+        plain_name = bool(path) and " " not in name
+        key = (above, last) if plain_name else (name, "")
+        groups.setdefault(key, []).append(inner if plain_name else name)
+    return tuple(
+        parts[0]
+        if not last
+        else ".".join(
+            part
+            for part in (above, parts[0] if len(parts) == 1 else f"{{{','.join(parts)}}}", last)
+            if part
+        )
+        for (above, last), parts in groups.items()
+    )
+
+
+def ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Errors first, in the order in which they were found."""
+    return tuple(sorted(findings, key=lambda one: SEVERITIES.index(one.severity)))
+
+
+# --- as HTML --------------------------------------------------------------------------------------
+
+
+def _body(report: Report, *, whole: bool) -> str:
+    """What stands on a page; the picture and what formats lose where it is a whole one."""
+    parts = [f"<h1>{html.escape(report.headline)}</h1>"]
+    parts.append(f'<p class="soft">{html.escape(report.verdict())}</p>')
+    for found in report.findings:
+        names = ", ".join(f"<code>{html.escape(name)}</code>" for name in braced(found.where))
+        parts.append(
+            f'<div class="card {found.severity}"><span class="kind">{found.severity}: '
+            f"{html.escape(found.kind)}</span> {names}<br>{html.escape(found.reason)}<br>"
+            f'<span class="soft">Mend:</span> {html.escape(found.mend)}</div>'
+        )
+    parts.append("<h2>Measured beside expected</h2>" if report.read else "<h2>Predicted</h2>")
+    rows = [list(row.cells()) for row in report.rows]
+    out = {(place, 2) for place, row in enumerate(report.rows) if row.passed is False}
+    for place, column in out:
+        rows[place][column] += " (out)"
+    parts.append(table((*NUMBER_HEADS, "note"), rows, text={0, 1, 5}, out=out))
+    if whole and report.prediction is not None:
+        parts.append(picture(report.plot()))
+        parts += ["<h2>What number formats lose</h2>", _precision(report)]
+    for title, said in (("Notes", report.notes), ("Not checked", report.unchecked)):
+        if said:
+            items = "".join(f"<li>{html.escape(words)}</li>" for words in said)
+            parts.append(f"<h2>{title}</h2><ul>{items}</ul>")
+    return "".join(parts)
+
+
+def _precision(report: Report) -> str:
+    """The worst point of every format, each way."""
+    rows = []
+    frame = report.precision()
+    for (form, way), sites in frame.groupby(["format", "way"], sort=False):
+        worst: Any = (
+            sites.assign(lost=sites["zero"] + sites["overflow"]).sort_values("lost").iloc[-1]
+        )
+        shares = (f"{100 * worst[name]:.3g} %" for name in ("zero", "subnormal", "overflow"))
+        where = f"{worst['site']}, layer {int(worst['layer'])}"
+        rows.append((f"{form}, {way}", where, *shares))
+    heads = ("unscaled, at its worst point", "point", "become 0", "subnormal", "overflow")
+    return table(heads, rows, text={0, 1})
+
+
+# --- a model in words -----------------------------------------------------------------------------
+
+
+def in_short(model: Transformer) -> str:
+    """What a network is, in a line: mask, norms, heads, positions, size."""
+    kinds = list(dict.fromkeys(model.placements))
+    names = {"pre": "Pre-LN", "post": "Post-LN", "none": "no norms"}
+    placement = "Mix-LN" if model.norm == "mix" else names.get(kinds[0], f"{kinds[0]} norms")
+    norm = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(
+        model.normalization, model.normalization
+    )
+    shared = model.kv_heads or model.heads
+    heads = f"{model.heads} heads" + (f" on {shared} of keys" if shared != model.heads else "")
+    parts = [f"{model.layers} layer{'s' * (model.layers > 1)} of width {model.d_model}"]
+    parts += [f"{'causal' if model.causal else 'full'} attention", placement]
+    parts += [norm] if model.norm != "none" else []
+    parts += [heads, f"{'gated ' if model.gated else ''}{model.activation}"]
+    parts += ["rotary"] if model.rotary is not None else []
+    parts += ["ALiBi"] if model.alibi else []
+    return ", ".join([*parts, f"{model.seq_len} tokens"])
+
+
+def choices(model: Transformer) -> int | None:
+    """Logits per prediction, where a head declares them."""
+    known = model.head is not None and model.head.loss is not None
+    return model.head.choices(model.embedding) if known else None

@@ -1,0 +1,107 @@
+"""A mixture of experts, as torch computes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..model.experts import SHARED, Experts
+from ..model.transformer import Transformer
+from .functions import activation
+from .network import BLOCK_TWINS, LayerTwin
+from .parameters import BLOCK_DRAWS, draw
+
+
+def draw_experts(
+    block: Experts,
+    model: Transformer,
+    number: int,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Matrices of all experts, (E, fan_in, fan_out), and every bias."""
+    assert model.weights is not None
+    kind, variances = model.weights.distribution, model.variances_of(number)
+    shapes, found = block.shapes(model), {}
+    biases = {} if model.biases is None else model.biases.layer(number)
+    for name, (fan_in, fan_out) in shapes.items():
+        count = block.experts if name in ("ffn_in", "gate", "ffn_out") else 1
+        several = [
+            draw((fan_in, fan_out), variances[name], generator, dtype, kind) for _ in range(count)
+        ]
+        found[name] = _joined(several) if name in ("ffn_in", "gate", "ffn_out") else several[0]
+        if (like := name.removeprefix(SHARED)) in biases:
+            vector = "normal" if kind == "orthogonal" else kind
+            variance = biases[like]
+            several = [draw((fan_out,), variance, generator, dtype, vector) for _ in range(count)]
+            found[f"{name}.bias"] = _joined(several) if count > 1 else several[0]
+    if block.router_bias_variance is not None:
+        variance = block.router_bias_variance
+        found["router.bias"] = draw((block.experts,), variance, generator, dtype)
+    return found
+
+
+def _joined(several: list[Tensor]) -> Tensor:
+    return torch.stack(several).detach().requires_grad_()
+
+
+def experts(block: Experts, layer: LayerTwin, z: Tensor) -> Tensor:
+    """What a mixture and its shared expert add to the stream, of (batch, L, d_model)."""
+    x = z.flatten(0, -2)
+    gates = routed(block, layer.linear(x, "router"))
+    y = torch.zeros_like(x)
+    for number in range(block.experts):
+        (rows,) = gates[:, number].detach().nonzero(as_tuple=True)
+        gate, entering = gates[rows, number, None], x[rows]
+        if block.rule == "sigmoid_input":
+            given = unit(block, layer, gate * entering, "", number)
+        else:
+            given = gate * unit(block, layer, entering, "", number)
+        y = y.index_add(0, rows, given)
+    y = layer.watch(y.reshape(z.shape), "ffn.experts")
+    if not block.shared:
+        return y
+    common = unit(block, layer, z, SHARED)
+    if block.shared_gate_variance is not None:
+        common = torch.sigmoid(layer.linear(z, f"{SHARED}router")) * common
+    return y + layer.watch(common, "ffn.shared")
+
+
+def unit(
+    block: Experts, layer: LayerTwin, x: Tensor, prefix: str, number: int | None = None
+) -> Tensor:
+    """One expert."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        names = prefix + name, f"{prefix}{name}.bias"
+        of = [layer.weights.get(n) for n in names]
+        weight, bias = of if number is None else [None if w is None else w[number] for w in of]
+        assert weight is not None
+        return x @ weight if bias is None else x @ weight + bias
+
+    act, hidden = activation(layer.model.activation), linear(x, "ffn_in")
+    if not layer.model.gated:
+        return linear(act(hidden), "ffn_out")
+    gate = linear(x, "gate")
+    if block.clamp is not None:
+        gate, hidden = gate.clamp(max=block.clamp), hidden.clamp(-block.clamp, block.clamp)
+    return linear(act(gate) * (hidden + block.shift), "ffn_out")
+
+
+def routed(block: Experts, logits: Tensor) -> Tensor:
+    """Gates (tokens, E) of the router's logits, 0 off the chosen."""
+    score = torch.softmax(logits, -1) if block.rule == "softmax" else torch.sigmoid(logits)
+    kept = score.detach()
+    if block.groups > 1:
+        by_group = kept.unflatten(-1, (block.groups, -1))
+        best = by_group.topk(block.group_best, -1).values.sum(-1)
+        of = torch.zeros_like(best).scatter(-1, best.topk(block.kept_groups, -1).indices, 1.0)
+        kept = by_group.masked_fill(of[..., None] == 0, -1.0).flatten(-2)
+    chosen = kept.topk(block.chosen, -1).indices
+    gates = torch.zeros_like(score).scatter(-1, chosen, score.gather(-1, chosen))
+    if block.normalised == "chosen":
+        gates = gates / gates.sum(-1, keepdim=True)
+    return block.scale * gates
+
+
+BLOCK_TWINS[Experts], BLOCK_DRAWS[Experts] = experts, draw_experts

@@ -1,0 +1,230 @@
+"""Recurrent mixers and short convolutions as torch computes them, a token after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..model.block import Block
+from ..model.mixers import GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
+from ..model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from .network import LayerTwin
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "silu": functional.silu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+# --- parameters that are no matrices --------------------------------------------------------------
+
+
+def _taps(
+    block: Any, name: str, width: int, random: torch.Generator, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Of a convolution of every feature by itself, and its bias where it has one."""
+    size, options = (block.kernel, width), {"device": random.device, "dtype": dtype}
+    if getattr(block, "tap_distribution", "normal") == "uniform":
+        bound = math.sqrt(3 * block.tap_variance)
+        taps = (2 * torch.rand(size, generator=random, **options) - 1) * bound
+    else:
+        taps = torch.randn(size, generator=random, **options) * math.sqrt(block.tap_variance)
+    drawn = {f"{name}.taps": taps.requires_grad_()}
+    if getattr(block, "bias", False) or getattr(block, "tap_bias", False):
+        drawn[f"{name}.taps.bias"] = torch.zeros(width, **options).requires_grad_()
+    return drawn
+
+
+def _steps(block: Any, heads: int, random: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Biases whose softplus is uniform in its logarithm."""
+    low, high = (math.log(one) for one in block.steps)
+    share = torch.rand(heads, generator=random, device=random.device, dtype=dtype)
+    step = torch.exp(low + (high - low) * share)
+    return (step + torch.log(-torch.expm1(-step))).requires_grad_()
+
+
+def _draw(
+    block: Any, model: Transformer, _number: int, random: torch.Generator, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    shapes, options = block.shapes(model), {"device": random.device, "dtype": dtype}
+    drawn: dict[str, Tensor] = {}
+    if isinstance(block, ShortConvolution):
+        return _taps(block, "mixer", model.d_model, random, dtype)
+    if isinstance(block, Mamba2 | GatedDeltaNet):
+        for name in ("query", "key", "value"):
+            drawn |= _taps(block, name, shapes[name][1], random, dtype)
+        heads = shapes["mixer_step"][1]
+        drawn["mixer_step.bias"] = _steps(block, heads, random, dtype)
+        if isinstance(block, Mamba2):
+            drawn["skip"] = torch.full((heads,), block.skip, **options).requires_grad_()
+        drawn["rate"] = torch.log(_rates(block, heads, random, dtype)).requires_grad_()
+    if getattr(block, "norm", True):
+        per_head = isinstance(block, GatedDeltaNet) or getattr(block, "norm", None) == "head"
+        width = block.d_value if per_head else shapes["value"][1]
+        drawn["mixer_norm.gain"] = torch.ones(width, **options).requires_grad_()
+    return drawn
+
+
+def _rates(block: Any, heads: int, random: torch.Generator, dtype: torch.dtype) -> Tensor:
+    options = {"device": random.device, "dtype": dtype}
+    if block.rates is None:
+        return torch.arange(1, heads + 1, **options)
+    if isinstance(block, Mamba2) and len(block.rates) == heads:
+        return torch.tensor(block.rates, **options)
+    low, high = block.rates
+    return low + (high - low) * torch.rand(heads, generator=random, **options)
+
+
+# --- what they do ---------------------------------------------------------------------------------
+
+
+def _convolved(layer: LayerTwin, x: Tensor, name: str) -> Tensor:
+    """A causal convolution of every feature of (batch, L, features) by itself."""
+    taps = layer.weights[f"{name}.taps"]
+    filters = taps.flip(0).T[:, None]  # torch's last tap is the newest token's
+    padded = functional.pad(x.transpose(1, 2), (len(taps) - 1, 0))
+    bias = layer.weights.get(f"{name}.taps.bias")
+    return functional.conv1d(padded, filters, bias, groups=x.shape[-1]).transpose(1, 2)
+
+
+def _normalised(x: Tensor, epsilon: float) -> Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + epsilon)
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, write: Callable[..., Tensor]
+) -> Tensor:
+    """S_t = decay_t S_{t-1} + k_t write(t, decay_t S_{t-1})^T, o_t = S_t^T q_t.
+
+    Args:
+        query, key: (batch, heads, L, d_key).
+        value: (batch, heads, L, d_value).
+        decay: (batch, heads, L, 1 or d_key).
+        write: gives (batch, heads, d_value).
+    """
+    batch, heads, tokens, width = key.shape
+    state = torch.zeros(
+        (batch, heads, width, value.shape[-1]), dtype=value.dtype, device=value.device
+    )
+    outputs = []
+    for t in range(tokens):
+        state = state * decay[:, :, t, :, None]
+        state = state + key[:, :, t, :, None] * write(t, state)[:, :, None]
+        outputs.append((state * query[:, :, t, :, None]).sum(-2))
+    return torch.stack(outputs, 2)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _together(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(-2)
+
+
+def _short_convolution(block: ShortConvolution, layer: LayerTwin, z: Tensor) -> Tensor:
+    query, key, value = (layer.linear(z, name) for name in ("query", "key", "value"))
+    return query * _convolved(layer, key * value, "mixer")
+
+
+def _linear_attention(block: LinearAttention, layer: LayerTwin, z: Tensor) -> Tensor:
+    function = _FUNCTIONS[block.feature_map]
+    query, key, value = (
+        _heads(function(layer.linear(z, name)), block.heads) for name in ("query", "key", "value")
+    )
+    decay = torch.ones_like(value[..., :1])
+    if block.decays is not None:
+        of = torch.tensor(block.decays, dtype=z.dtype, device=z.device)
+        decay = decay * of[:, None, None]
+    if block.decay_gate is not None:
+        gates = layer.linear(z, "mixer_step") + block.decay_bias
+        decay = _heads(torch.sigmoid(gates) ** (1 / block.decay_power), block.heads)
+    scale = 1.0 if block.scale is None else block.scale
+    mixed = _run(query * scale, key, value, decay, lambda t, state: value[:, :, t])
+    if block.norm == "head":
+        mixed = _normalised(mixed, block.norm_epsilon) * layer.weights["mixer_norm.gain"]
+    mixed = _together(mixed)
+    if block.norm == "all":
+        mixed = _normalised(mixed, block.norm_epsilon) * layer.weights["mixer_norm.gain"]
+    if block.gate is None:
+        return mixed
+    return mixed * _FUNCTIONS[block.gate](layer.linear(z, "mixer_gate"))
+
+
+def _mamba2(block: Mamba2, layer: LayerTwin, z: Tensor) -> Tensor:
+    value, key, query = (
+        functional.silu(_convolved(layer, layer.linear(z, name), name))
+        for name in ("value", "key", "query")
+    )
+    gate = functional.silu(layer.linear(z, "mixer_gate"))
+    # linear adds the steps' bias
+    steps = functional.softplus(layer.linear(z, "mixer_step")).transpose(1, 2)[..., None]
+    value = _heads(value, block.heads)
+    each = block.heads // block.groups
+    key, query = (_heads(x, block.groups).repeat_interleave(each, 1) for x in (key, query))
+    decay = torch.exp(-torch.exp(layer.weights["rate"])[:, None, None] * steps)
+    mixed = _run(query, key, value, decay, lambda t, state: steps[:, :, t] * value[:, :, t])
+    mixed = _together(mixed + layer.weights["skip"][:, None, None] * value)
+    if not block.norm:
+        return mixed * gate
+
+    def norm(x: Tensor) -> Tensor:
+        apart = _normalised(x.unflatten(-1, (block.groups, -1)), block.norm_epsilon)
+        return apart.flatten(-2) * layer.weights["mixer_norm.gain"]
+
+    return norm(mixed) * gate if block.norm_before_gate else norm(mixed * gate)
+
+
+def _gated_delta_net(block: GatedDeltaNet, layer: LayerTwin, z: Tensor) -> Tensor:
+    query, key, value = (
+        functional.silu(_convolved(layer, layer.linear(z, name), name))
+        for name in ("query", "key", "value")
+    )
+    each = block.value_heads // block.key_heads
+    query, key = (
+        _unit(_heads(x, block.key_heads)).repeat_interleave(each, 1) for x in (query, key)
+    )
+    value = _heads(value, block.value_heads)
+    step = functional.softplus(layer.linear(z, "mixer_step"))
+    decay = torch.exp(-torch.exp(layer.weights["rate"]) * step).transpose(1, 2)[..., None]
+    rate = torch.sigmoid(layer.linear(z, "mixer_rate")).transpose(1, 2)[..., None]
+    rate = rate * (2.0 if block.twice else 1.0)
+
+    def write(t: int, state: Tensor) -> Tensor:
+        known = (state * key[:, :, t, :, None]).sum(-2)
+        return rate[:, :, t] * (value[:, :, t] - known)
+
+    mixed = _run(query / math.sqrt(block.d_key), key, value, decay, write)
+    mixed = _normalised(mixed, block.norm_epsilon) * layer.weights["mixer_norm.gain"]
+    return _together(mixed) * functional.silu(layer.linear(z, "mixer_gate"))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+_MIXED: dict[type[Block], Callable[[Any, LayerTwin, Tensor], Tensor]] = {
+    ShortConvolution: _short_convolution,
+    LinearAttention: _linear_attention,
+    Mamba2: _mamba2,
+    GatedDeltaNet: _gated_delta_net,
+}
+
+
+def run_mixer(block: Block, layer: LayerTwin, z: Tensor) -> Tensor:
+    """(batch, L, d_model) through a mixer and its output projection."""
+    mixed = layer.watch(_MIXED[type(block)](block, layer, z), "attention.heads")
+    return layer.watch(layer.linear(mixed, "output"), "attention.projection")
+
+
+TWINS = dict.fromkeys(_MIXED, run_mixer)
+DRAWS = dict.fromkeys(_MIXED, _draw)
+"""Of `moments.simulation.network` and `moments.simulation.parameters`."""

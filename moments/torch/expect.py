@@ -1,0 +1,201 @@
+"""Where the metrics of the first step are expected, under the names that training loops log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..errors import optional, without_warnings
+from ..noise.band import NORMAL_95
+from ..prediction.predict import predict
+from ..prediction.result import Prediction
+from ..show.expected import TOLERANCE, one_draw
+from ..show.findings import choices
+from ..show.health import declared, made_by
+from .batches import inputs_of
+from .check import Checking
+from .diagnose import Text, arrays_of
+from .measure import Loss
+from .roles import ModuleRoles
+from .running import as_named, at_hand
+
+with optional("torch", "torch"):
+    from torch import nn
+
+Range = tuple[float, float]
+
+LOSS = ("loss/train/total", "lm loss", "loss_metrics/global_avg_loss", "train/loss", "loss")
+"""The loss: Composer, Megatron, torchtitan, Trainer of transformers on W&B, and by itself."""
+
+GRADIENT = (
+    "l2_norm/grad/global",
+    "grad-norm",
+    "grad_norm",
+    "train/grad_norm",
+    "grad_2.0_norm_total",
+)
+"""The norm of all gradients: Composer's OptimizerMonitor, Megatron, torchtitan, Trainer of
+transformers on W&B, Lightning's grad_norm."""
+
+WEIGHTS = 0.1
+"""Relative error granted to a predicted squared gradient norm of a matrix, one standard deviation:
+what `docs/accuracy.md` has of whole models."""
+
+
+FEW = (".bias", ".gain", "query", "key", "value", "output")
+"""Ends of roles whose gradients sum over tokens before they are squared, all but for a few."""
+
+
+def expect(subject: Any, batch: Any = None, *, loss: Loss | None = None) -> dict[str, Range]:
+    """Between which numbers the metrics of the first step lie, under the names of common loggers.
+
+    Names: `l2_norm/grad/NAME`, `l2_norm/grad/global` and `activations/l2_norm/PATH_input.0` of
+    Composer's monitors; `lm loss` and `grad-norm` of Megatron;
+    `loss_metrics/global_avg_loss` and `grad_norm` of torchtitan; `grad_2.0_norm/NAME` and
+    `grad_2.0_norm_total` of Lightning's `grad_norm`; `gradients/NAME`, of W&B's `watch`, as the
+    root mean square of its histogram.
+
+    Args:
+        subject: an nn.Module, or a function that makes one; a Transformer or what `moments.check`
+            takes for one, of which only the loss and the whole gradient have names.
+        batch: one batch of the run, of the size that it has there: gradients shrink with it.
+        loss: as in `moments.torch.measure`.
+
+    Returns:
+        Name -> (low, high), which 95 % of right draws lie between; of gradients where the module's
+        loss can be predicted, before any clipping, of matrices and tables.
+
+    Raises:
+        DomainError: an argument out of range.
+        MomentsError: a module that cannot be read or run.
+    """
+    subject, given = made_by(subject)
+    batch = given if batch is None else batch
+    known = declared(subject)
+    if known is not None:
+        with without_warnings():
+            return dict(_outputs(predict(known[0], **inputs_of(known[0], arrays_of(batch or {})))))
+    checking = Checking(subject, at_hand(as_named(subject, batch)), None, loss)
+    prediction = _at_full_size(checking, batch, loss)
+    return {
+        **dict(_outputs(prediction)),
+        **dict(_streams(checking, prediction)),
+        **dict(_gradients(subject, checking.found, prediction)),
+    }
+
+
+def _at_full_size(checking: Checking, batch: Any, loss: Loss | None) -> Prediction:
+    """The prediction for the whole batch, of which a check reads a part."""
+    prediction = checking.comparison.prediction
+    model = checking.described
+    if batch is None or "token_ids" not in checking.case.inputs:
+        return prediction
+    given = checking.completed(at_hand(as_named(checking.module, batch)))
+    rows = arrays_of(given)
+    length = next((np.shape(v)[1] for v in rows.values() if np.ndim(v) >= 2), model.seq_len)
+    model = model.replace(seq_len=int(length))
+    text = Text.of(checking.module, model, given, loss or checking.inputs.loss)
+    inputs = inputs_of(model, text.arrays)
+    if text.targets is not None:
+        inputs["targets"] = text.targets
+    with without_warnings():
+        return predict(model, **inputs)
+
+
+def _band(mean: float, spread: float) -> Range:
+    """Of a norm, from its expected square and the relative deviation of that."""
+    deviation = math.sqrt(math.log1p(spread**2))
+    ends = (-deviation / 2 - NORMAL_95 * deviation, -deviation / 2 + NORMAL_95 * deviation)
+    low, high = (math.sqrt(mean * math.exp(end)) for end in ends)
+    return low, high
+
+
+def _outputs(p: Prediction) -> Iterator[tuple[str, Range]]:
+    """Loss and whole gradient."""
+    vocabulary = choices(p.model)
+    if p.loss is not None and vocabulary is not None:
+        value = float(p.loss)
+        own = TOLERANCE * abs(value - math.log(vocabulary))
+        wide = NORMAL_95 * math.hypot(float(p.loss_stderr or 0.0), own)
+        for name in LOSS:
+            yield name, (value - wide, value + wide)
+    if p.loss is None:
+        return
+    rows = _squares(p)
+    total = sum(square for square, _ in rows.values())
+    if total > 0:
+        spread = sum(square * deviation for square, deviation in rows.values()) / total
+        for name in GRADIENT:
+            yield name, _band(total, spread)
+
+
+def _squares(p: Prediction) -> dict[tuple[int, str], tuple[float, float]]:
+    """By layer and role: the expected squared gradient norm, and its relative deviation over draws.
+
+    A gradient of a weight is as uncertain as that of the stream in its layer. That of a vector, and
+    of what attention averages over tokens, has as few degrees of freedom as the stream is wide: its
+    square varies by 2 / d_model besides.
+    """
+    with without_warnings():
+        frame = p.weight_gradients()
+    if frame.attrs.get("sequences", 1) != frame.attrs.get("batch", 1):
+        return {}
+    deviation = one_draw(p)["grad_variance"].deviation
+    last = p.model.layers
+    rows: dict[tuple[int, str], tuple[float, float]] = {}
+    for row in frame.to_dict("records"):
+        layer, name = int(row["layer"]), str(row["weight"])
+        chance = math.expm1(float(deviation[min(max(layer, 0), last)]) ** 2)
+        few = 2 / p.model.d_model if name.endswith(FEW) else 0.0
+        square = float(row["squared_norm"])
+        before = rows.get((layer, name), (0.0, 0.0))[0]
+        rows[layer, name] = before + square, math.sqrt(chance + few + WEIGHTS**2)
+    return rows
+
+
+def _streams(checking: Checking, p: Prediction) -> Iterator[tuple[str, Range]]:
+    """Mean norm of a token between layers, where a submodule takes or gives the stream."""
+    ranges = one_draw(p).get("variance")
+    if ranges is None:
+        return
+    points = [point for point in checking.parts.sites or () if point.site == "stream"]
+    given = {point.layer: point.path for point in points if point.side == "output"}
+    for layer in range(p.model.layers):  # what layer n gives is what layer n + 1 takes
+        path = given.get(layer + 1)
+        if path is None:
+            continue
+        variance = float(p.variance[layer])
+        size = math.sqrt(variance * p.model.d_model)
+        rows = None if p.token_variance is None else p.token_variance[layer]
+        if rows is not None and variance > 0:  # a mean of norms is below the root of a mean
+            size *= float(np.mean(np.sqrt(np.maximum(rows, 0.0)))) / math.sqrt(float(np.mean(rows)))
+        few = 1 - 1 / (4 * p.model.d_model)  # E|x| of d normal entries, to leading order
+        spread = math.hypot(float(ranges.deviation[layer]), TOLERANCE) / 2
+        low, high = (few * size * math.exp(end * NORMAL_95 * spread) for end in (-1, 1))
+        yield f"activations/l2_norm/{path}_input.0", (low, high)
+
+
+def _gradients(module: nn.Module, found: ModuleRoles, p: Prediction) -> Iterator[tuple[str, Range]]:
+    """Of every matrix and table, its roles together."""
+    if p.loss is None:
+        return
+    rows = _squares(p)
+    own: dict[str, list[tuple[float, float] | None]] = {}
+    for role in found.roles:
+        own.setdefault(role.parameter, []).append(rows.get((role.layer, role.full_name)))
+    for name, parameter in module.named_parameters():
+        parts = own.get(name, [None])
+        if parameter.ndim < 2 or not parameter.requires_grad or None in parts:
+            continue
+        known = [part for part in parts if part is not None]
+        total = sum(square for square, _ in known)
+        if total <= 0:
+            continue
+        low, high = _band(total, sum(square * spread for square, spread in known) / total)
+        yield f"l2_norm/grad/{name}", (low, high)
+        yield f"grad_2.0_norm/{name}", (low, high)
+        root = math.sqrt(parameter.numel())
+        yield f"gradients/{name}", (low / root, high / root)

@@ -1,0 +1,437 @@
+"""Means and covariances of variables, and gradients as derivatives of the same recursion.
+
+Two replicas of a module share all that is random but for what is perturbed. The covariance of two
+variables across them is the law of the signal where the replicas are one; its derivative in the
+covariance of a variable is that variable's gradient kernel (Price's theorem), in the covariance of
+a weight the squared gradient of that weight. What a replica has by itself (variances, means, norms,
+choices) is held fixed. See docs/theory/any-module.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...errors import optional
+from .variables import (
+    Combination,
+    Curve,
+    Entries,
+    Fixed,
+    Joined,
+    Mix,
+    Part,
+    Parts,
+    Product,
+    Sampled,
+    Square,
+    Times,
+    Variable,
+    gathered,
+)
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor
+
+F64 = torch.float64
+ORDER = 48
+"""Terms of a Hermite series; what is beyond goes on the last power, so that kinks cost nothing at
+correlation 1."""
+_GRID = torch.linspace(-9, 9, 2400, dtype=F64)  # of an even number: kinks at 0 lie between
+
+
+def _hermite() -> tuple[Tensor, Tensor]:
+    """Normalised Hermite polynomials on the grid times its weights, and the weights."""
+    rows = [torch.ones_like(_GRID), _GRID.clone()]
+    for n in range(1, ORDER - 1):
+        rows.append((_GRID * rows[n] - n**0.5 * rows[n - 1]) / (n + 1) ** 0.5)
+    weight = torch.exp(-(_GRID**2) / 2)
+    weight = weight / weight.sum()
+    return torch.stack(rows) * weight, weight
+
+
+_HERMITE, _WEIGHT = _hermite()
+
+
+@dataclass
+class Series:
+    """Hermite coefficients of a function at every site, and of its derivative.
+
+    `deviation` (sites,) of the Gaussian; `value`, `slope` (sites, ORDER); `rest`, `slope_rest`
+    (sites,) squares that higher orders have.
+    """
+
+    deviation: Tensor
+    value: Tensor
+    slope: Tensor
+    rest: Tensor
+    slope_rest: Tensor
+
+
+class _Pair(torch.autograd.Function):
+    """E f(X) g(Y) - E f E g from the covariance of X and Y; its derivative is E f'(X) g'(Y)."""
+
+    @staticmethod
+    def forward(ctx: Any, covariance: Tensor, f: Series, g: Series) -> Tensor:
+        norm = (f.deviation[:, None] * g.deviation[None]).clamp_min(1e-30)
+        rho = (covariance / norm).clamp(-1, 1)
+        ctx.save_for_backward(rho)
+        ctx.series = f, g
+        total = (f.rest[:, None] * g.rest[None]).sqrt() * rho**ORDER
+        power = torch.ones_like(rho)
+        for n in range(1, ORDER):
+            power = power * rho
+            total = total + f.value[:, n : n + 1] * g.value[None, :, n] * power
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *received: Tensor) -> tuple[Tensor, None, None]:
+        (rho,), (f, g) = ctx.saved_tensors, ctx.series
+        slope = (f.slope_rest[:, None] * g.slope_rest[None]).sqrt() * rho**ORDER
+        power = torch.ones_like(rho)
+        for n in range(ORDER):
+            slope = slope + f.slope[:, n : n + 1] * g.slope[None, :, n] * power
+            power = power * rho
+        return received[0] * slope, None, None
+
+
+class Replicas:
+    """Covariances between two replicas, and what they depend on.
+
+    `crossed`: whether they are two, so that derivatives are asked for; else one network with
+    itself. `given` are choices that both made alike.
+    """
+
+    def __init__(self, crossed: bool = False, given: frozenset[int] = frozenset()) -> None:
+        self.crossed, self.given = crossed, given
+        self.known: dict[tuple[int, int], Tensor] = {}
+        self.weights: dict[str, Tensor] = {}
+        self.outer: Replicas | None = None
+        self.within: dict[int, Replicas] = {}
+
+    def inside(self, route: int) -> Replicas:
+        """The same where a choice is one in both."""
+        if route not in self.within:
+            new = self.within[route] = Replicas(self.crossed, self.given | {route})
+            new.weights, new.outer = self.weights, self
+        return self.within[route]
+
+    def weight(self, root: str, variance: float) -> Tensor:
+        """Covariance of a weight's entries across the replicas: a leaf."""
+        if not self.crossed:
+            return torch.tensor(variance, dtype=F64)
+        if root not in self.weights:
+            self.weights[root] = torch.tensor(variance, dtype=F64, requires_grad=True)
+        return self.weights[root]
+
+    def collect(self) -> None:
+        """Add to gradients of covariances what they got inside choices."""
+        for inner in self.within.values():
+            inner.collect()
+            for key, covariance in inner.known.items():
+                if covariance.grad is None:
+                    continue
+                mine = self.known.get(key)
+                if mine is None:
+                    self.known[key] = covariance
+                elif mine is not covariance:
+                    mine.grad = covariance.grad + (0.0 if mine.grad is None else mine.grad)
+
+
+class Drawn(Protocol):
+    """What is known of variables that have no law (`sampling.Sampler`)."""
+
+    def law(self, variable: Sampled) -> tuple[Tensor, Tensor]: ...
+    def covariance(self, variable: Sampled, replicas: Replicas) -> Tensor: ...
+    def same_choice(self, route: Variable) -> Tensor: ...
+    def shared_source(self, mix: Mix, total: Tensor, replicas: Replicas) -> Tensor: ...
+
+
+class Laws:
+    """Means and covariances of variables; (sites,) and (sites, sites), means over features."""
+
+    def __init__(self, drawn: Drawn, parts: Parts) -> None:
+        self.drawn, self.parts = drawn, parts
+        self.one = Replicas()
+        self.left_out: set[tuple[str, str]] = set()
+        self._means: dict[int, Tensor] = {}
+        self._series: dict[int, Series] = {}
+        self._chosen: dict[int, frozenset[int]] = {}
+
+    # --- means ------------------------------------------------------------------------------------
+
+    def mean(self, v: Variable) -> Tensor:
+        """(sites,)."""
+        if v.number not in self._means:
+            self._means[v.number] = self._mean(v)
+        return self._means[v.number]
+
+    def _mean(self, v: Variable) -> Tensor:
+        nothing = torch.zeros(v.sites, dtype=F64)
+        match v:
+            case Product(mean=0.0):
+                return nothing
+            case Product(known=Tensor() as known):
+                return v.mean * known.sum(1)
+            case Product(source=Variable() as source):
+                rows = (n * gathered(self.mean(source), at) for n, at in v.columns)
+                return v.mean * sum(rows, nothing)
+            case Entries():
+                return torch.full((v.sites,), v.mean, dtype=F64)
+            case Fixed():
+                return v.values.mean(1)
+            case Combination():
+                total = nothing if v.shift is None else nothing + v.shift.mean(-1)
+                for term in v.terms:
+                    c = _by_site(term.coefficient)
+                    total = total + c * gathered(self.mean(term.variable), term.at)
+                return total
+            case Joined():
+                shares = (p.features / v.features * self.mean(p) for p, _ in v.pieces)
+                return sum(shares, nothing)
+            case Part():
+                return self.mean(v.whole)
+            case Curve():
+                return self.series(v).value[:, 0]
+            case Square():
+                return self.square(v.inner)
+            case Times():
+                one, other = (
+                    gathered(self.mean(x), at) for x, at in zip(v.parents, v.at, strict=True)
+                )
+                return one * other
+            case Mix():
+                weights = self.mean(v.weights)[v.weights_at]
+                return (weights * self.mean(v.values)[v.values_at]).sum(-1)
+            case Sampled():
+                return self.drawn.law(v)[0]
+        raise TypeError(type(v).__name__)
+
+    def variance(self, v: Variable) -> Tensor:
+        """(sites,)."""
+        return self.covariance(v, v).diagonal().clamp_min(0)
+
+    def square(self, v: Variable) -> Tensor:
+        """(sites,) second moments."""
+        return self.variance(v) + self.mean(v) ** 2
+
+    def moment(self, u: Variable, v: Variable, replicas: Replicas | None = None) -> Tensor:
+        """E u v, (sites of u, sites of v)."""
+        return self.covariance(u, v, replicas) + self.mean(u)[:, None] * self.mean(v)[None]
+
+    # --- covariances ------------------------------------------------------------------------------
+
+    def covariance(self, u: Variable, v: Variable, replicas: Replicas | None = None) -> Tensor:
+        """(sites of u, sites of v), the mean over features."""
+        where = self.one if replicas is None else replicas
+        while where.outer is not None and not (self._routes(u) & self._routes(v) & where.given):
+            where = where.outer
+        if (u.number, v.number) in where.known:
+            return where.known[u.number, v.number]
+        if (v.number, u.number) in where.known:
+            return where.known[v.number, u.number].T
+        if u is not v and not u.roots & v.roots:
+            return torch.zeros(u.sites, v.sites, dtype=F64)
+        made = self._covariance(u, v, where)
+        where.known[u.number, v.number] = made
+        if where.crossed and made.requires_grad:
+            made.retain_grad()
+        return made
+
+    def _routes(self, v: Variable) -> frozenset[int]:
+        """Choices of a matrix that a variable has gone through."""
+        if v.number not in self._chosen:
+            own = v.route if isinstance(v, Product) else None
+            mine = frozenset() if own is None else frozenset({own.number})
+            self._chosen[v.number] = mine.union(*map(self._routes, v.parents))
+        return self._chosen[v.number]
+
+    def _covariance(self, u: Variable, v: Variable, where: Replicas) -> Tensor:
+        match u, v:
+            case Combination(), Combination() if u is v or (u.by_feature and v.by_feature):
+                return self._of_combinations(u, v, where)
+        # Only the later one is taken apart, so that derivatives in the covariance of an earlier
+        # variable count every path from it.
+        late, early = (u, v) if u.number > v.number else (v, u)
+        if isinstance(late, Combination):
+            made = self._taken_apart(late, early, where)
+        elif isinstance(late, Times) and late is not early and self._one_sided(late, early):
+            made = self._of_factor(late, early, where)
+        elif isinstance(early, Combination):
+            made = self._taken_apart(early, late, where).T
+        else:
+            return self._of_kinds(u, v, where)
+        return made if late is u else made.T
+
+    def _of_kinds(self, u: Variable, v: Variable, where: Replicas) -> Tensor:
+        nothing = torch.zeros(u.sites, v.sites, dtype=F64)
+        match u, v:
+            case Joined(), _:
+                return self._of_joined(u, v, where)
+            case _, Joined():
+                return self._of_joined(v, u, where).T
+            case Part(), Part():
+                if torch.equal(u.chosen, v.chosen):
+                    return self.covariance(u.whole, v.whole, where) * 1.0
+                return nothing
+            case (Part(), Product() | Entries() | Fixed()) | (
+                Product() | Entries() | Fixed(),
+                Part(),
+            ):
+                return nothing
+            case Product(), Product():
+                return self._of_products(u, v, where)
+            case Entries(), Entries():
+                if u.root != v.root:
+                    return nothing
+                k = min(u.index.shape[1], v.index.shape[1])
+                same = u.index[:, None, :k] == v.index[None, :, :k]
+                return where.weight(u.root, u.variance) * same.to(F64).mean(-1)
+            case Fixed(), Fixed():
+                both = u.values @ v.values.T / u.features
+                return both - self.mean(u)[:, None] * self.mean(v)[None]
+            case Curve(), Curve() if u.inner.features == v.inner.features:
+                inner = self.covariance(u.inner, v.inner, where)
+                pair: Tensor = _Pair.apply(inner, self.series(u), self.series(v))
+                return pair
+            case Curve(), Product() | Entries() | Part() | Fixed():
+                return self._stein(u, v, where)
+            case Product() | Entries() | Part() | Fixed(), Curve():
+                return self._stein(v, u, where).T
+            case Times(), Times():
+                return self._of_times(u, v, where)
+            case Times(), _:
+                return self._of_factor(u, v, where)
+            case _, Times():
+                return self._of_factor(v, u, where).T
+            case Mix(), Mix():
+                return self._of_mixes(u, v, where)
+            case Sampled(), Sampled() if u is v:
+                return self.drawn.covariance(u, where)
+        self.left_out.add((type(u).__name__, type(v).__name__))
+        return nothing
+
+    def _of_combinations(self, u: Combination, v: Combination, where: Replicas) -> Tensor:
+        total = torch.zeros(u.sites, v.sites, dtype=F64)
+        for s in u.terms:
+            for t in v.terms:
+                c = self.covariance(s.variable, t.variable, where)
+                c = gathered(gathered(c, s.at).T, t.at).T
+                total = total + _gram(s.coefficient, t.coefficient) * c
+        return total
+
+    def _taken_apart(self, sum_: Combination, other: Variable, where: Replicas) -> Tensor:
+        total = torch.zeros(sum_.sites, other.sites, dtype=F64)
+        for term in sum_.terms:
+            c = _by_site(term.coefficient)
+            c = c if c.ndim == 0 else c[:, None]
+            total = total + c * gathered(self.covariance(term.variable, other, where), term.at)
+        return total
+
+    def _one_sided(self, product: Times, other: Variable) -> bool:
+        """Whether only one factor can have to do with another variable."""
+        return not product.one.roots & other.roots or not product.other.roots & other.roots
+
+    def _of_factor(self, product: Times, other: Variable, where: Replicas) -> Tensor:
+        (a, b), (i, j) = product.parents, product.at
+        through_a = gathered(self.mean(b), j)[:, None]
+        through_a = through_a * gathered(self.covariance(a, other, where), i)
+        through_b = gathered(self.mean(a), i)[:, None]
+        return through_a + through_b * gathered(self.covariance(b, other, where), j)
+
+    def _of_joined(self, u: Joined, v: Variable, where: Replicas) -> Tensor:
+        total = torch.zeros(u.sites, v.sites, dtype=F64)
+        sizes = [p.features for p, _ in u.pieces]
+        if isinstance(v, Joined) and sizes == [p.features for p, _ in v.pieces]:
+            for (p, _), (q, _) in zip(u.pieces, v.pieces, strict=True):
+                total = total + p.features / u.features * self.moment(p, q, where)
+            return total - self.mean(u)[:, None] * self.mean(v)[None]
+        if v.features == u.features:
+            for p, first in u.pieces:
+                piece = self.parts.of(v, torch.arange(first, first + p.features))
+                total = total + p.features / u.features * self.covariance(p, piece, where)
+        return total
+
+    def _stein(self, f: Curve, y: Variable, where: Replicas) -> Tensor:
+        return self.series(f).slope[:, :1] * self.covariance(f.inner, y, where)
+
+    def _of_products(self, u: Product, v: Product, where: Replicas) -> Tensor:
+        nothing = torch.zeros(u.sites, v.sites, dtype=F64)
+        if u.key != v.key:
+            return nothing
+        weight = where.weight(u.root, u.variance)
+        if u.known is not None and v.known is not None:
+            return weight * (u.known @ v.known.T)
+        x, y = u.source, v.source
+        if x is None or y is None:
+            return nothing
+        route = u.route if u.route is not None and u.route is v.route else None
+        within = where if route is None else where.inside(route.number)
+        moment, total, of_mean = self.moment(x, y, within), nothing, nothing
+        mean = u.mean * v.mean
+        for (n, i), (_, j) in zip(u.columns, v.columns, strict=False):
+            total = total + n * gathered(gathered(moment, i).T, j).T
+            if mean:
+                c = self.covariance(x, y, where)
+                of_mean = of_mean + n * gathered(gathered(c, i).T, j).T
+        if u.matrix is not None and v.matrix is not None:
+            if route is None:
+                total = total * (u.matrix[:, None] == v.matrix[None]).to(F64)
+            elif route.number not in where.given:
+                total = total * self.drawn.same_choice(route)[u.matrix][:, v.matrix]
+        return weight * total + mean * of_mean
+
+    def _of_times(self, u: Times, v: Times, where: Replicas) -> Tensor:
+        (a, b), (i, j) = u.parents, u.at
+        (c, d), (k, m) = v.parents, v.at
+        straight = a.roots & c.roots or b.roots & d.roots
+        if not straight and (a.roots & d.roots or b.roots & c.roots):
+            (c, d), (k, m) = (d, c), (m, k)
+        one = gathered(gathered(self.moment(a, c, where), i).T, k).T
+        other = gathered(gathered(self.moment(b, d, where), j).T, m).T
+        return one * other - self.mean(u)[:, None] * self.mean(v)[None]
+
+    def _of_mixes(self, u: Mix, v: Mix, where: Replicas) -> Tensor:
+        weights = self.moment(u.weights, v.weights, where)
+        values = self.moment(u.values, v.values, where)
+        weights = weights[u.weights_at.reshape(-1)][:, v.weights_at.reshape(-1)]
+        values = values[u.values_at.reshape(-1)][:, v.values_at.reshape(-1)]
+        shape = u.sites, u.weights_at.shape[1], v.sites, v.weights_at.shape[1]
+        total = (weights * values).reshape(shape).sum((1, 3))
+        if u is v and where.crossed and total.requires_grad:
+            total = self.drawn.shared_source(u, total, where)
+        return total - self.mean(u)[:, None] * self.mean(v)[None]
+
+    def series(self, v: Curve) -> Series:
+        """Of the function at the law of every site."""
+        if v.number in self._series:
+            return self._series[v.number]
+        mean, deviation = self.mean(v.inner), self.variance(v.inner).sqrt()
+        deviation = torch.where(deviation > 1e-12 * (1 + mean.abs()), deviation, 0.0 * deviation)
+        with torch.enable_grad():
+            z = (mean[:, None] + deviation[:, None] * _GRID[None]).detach().requires_grad_(True)
+            y = v.function(z)
+            (slope,) = torch.autograd.grad(y.sum(), z)
+        y = y.detach()
+        value, derivative = y @ _HERMITE.T, slope @ _HERMITE.T
+        rest = ((y**2) @ _WEIGHT - (value**2).sum(1)).clamp_min(0)
+        slope_rest = ((slope**2) @ _WEIGHT - (derivative**2).sum(1)).clamp_min(0)
+        made = Series(deviation, value, derivative, rest, slope_rest)
+        self._series[v.number] = made
+        return made
+
+
+def _by_site(coefficient: Tensor) -> Tensor:
+    """The mean of a coefficient over features."""
+    return coefficient if coefficient.ndim == 0 else coefficient.mean(-1)
+
+
+def _gram(c: Tensor, d: Tensor) -> Tensor:
+    """The mean over features of the product of two coefficients."""
+    if c.ndim == 0 and d.ndim == 0:
+        return c * d
+    c = c.reshape(1, 1) if c.ndim == 0 else c
+    d = d.reshape(1, 1) if d.ndim == 0 else d
+    n = max(c.shape[1], d.shape[1])
+    return c.expand(-1, n) @ d.expand(-1, n).T / n

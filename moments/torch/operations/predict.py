@@ -1,0 +1,410 @@
+"""What a module does to its signal and gradient, operation by operation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+from ...errors import MomentsError, domain_error, optional
+from ...files import as_frame, plain
+from ...formulas.checks import NONNEGATIVE, check_count, check_number
+from ...show.report import render
+from ...transfer.head.cross_entropy import softmax_expectations
+from ...transfer.head.softmax_agreement import agreement_share
+from ..dataflow.graph import Graph
+from ..dataflow.reading import recorded
+from ..running import built, made_at_hand
+from .laws import F64, Replicas
+from .lowering import Lowering
+from .variables import Field, Sampled, Variable
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+    from torch.utils._pytree import tree_flatten
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROWS, TOKENS = 1, 24
+"""Sequences and tokens of a batch that are followed: pairs of tokens have a law each."""
+
+_WORDS = {
+    "Product": "a matrix product",
+    "Entries": "a parameter",
+    "Fixed": "known numbers",
+    "Combination": "a sum",
+    "Joined": "joined features",
+    "Part": "some features",
+    "Curve": "an activation",
+    "Square": "a square",
+    "Times": "a product",
+    "Mix": "an average over keys",
+    "Sampled": "a sampled operation",
+}
+"""What kinds of variables are called in notes."""
+
+MOST_SITES = 1200
+"""Sites of a value beyond which it has no row of its own: its covariances would not fit."""
+
+
+class OperationRow(NamedTuple):
+    """One recorded tensor.
+
+    Attributes:
+        module: path of the innermost submodule that gives it; "" of none.
+        operation: what made it.
+        position: of the operation in the pass.
+        mean, variance: over draws of the weights and features, averaged over sites.
+        correlation: mean over ordered pairs of different sites; None where there is one site.
+        grad_variance: of the loss's derivative in it; None where none passes.
+        grad_correlation: likewise.
+        sampled: whether it rests on an operation that has no law and was drawn.
+    """
+
+    module: str
+    operation: str
+    position: int
+    mean: float
+    variance: float
+    correlation: float | None
+    grad_variance: float | None
+    grad_correlation: float | None
+    sampled: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ModulePrediction:
+    """Moments of what a module computes at initialisation, by the operations of one pass.
+
+    Attributes:
+        operations: every recorded tensor that depends on the batch, in order.
+        outputs: of every submodule, what it gives, in the order in which they end.
+        weights: expected squared gradient norm of every parameter, by name; of the loss, or where
+            none is given of one draw of a gradient of that variance at the output.
+        sampled: operations without a law, drawn, with how often they occur.
+        unread: (operation, reason) of what could not be followed; what stands behind it has no row.
+        notes: what else is not exact here.
+        tokens, draws: of the pass, and of what is sampled.
+    """
+
+    operations: tuple[OperationRow, ...]
+    outputs: tuple[OperationRow, ...]
+    weights: dict[str, float]
+    sampled: dict[str, int]
+    unread: dict[tuple[str, str], int]
+    notes: tuple[str, ...]
+    tokens: int
+    draws: int
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per submodule's output: the fields of `OperationRow`."""
+        return as_frame(self.outputs, OperationRow._fields)
+
+    def operations_frame(self) -> pd.DataFrame:
+        """One row per recorded tensor: the fields of `OperationRow`."""
+        return as_frame(self.operations, OperationRow._fields)
+
+    def weight_gradients(self) -> pd.DataFrame:
+        """One row per parameter: parameter, squared_norm."""
+        return as_frame(self.weights.items(), ("parameter", "squared_norm"))
+
+    def to_json(self) -> str:
+        """Everything as one JSON object."""
+        data = {
+            "outputs": [row._asdict() for row in self.outputs],
+            "operations": [row._asdict() for row in self.operations],
+            "weights": self.weights,
+            "sampled": self.sampled,
+            "unread": [[*what, times] for what, times in self.unread.items()],
+            "notes": self.notes,
+            "tokens": self.tokens,
+            "draws": self.draws,
+        }
+        return json.dumps(plain(data), indent=2)
+
+    def table(self, depth: int = 3) -> str:
+        """Submodules down to a depth of their paths, as text."""
+        shown = [row for row in self.outputs if row.module.count(".") < depth]
+        table = Table(title=f"by submodule, {self.tokens} tokens")
+        for name in ("module", "variance", "correlation", "grad variance", "grad correlation"):
+            table.add_column(name, justify="left" if name == "module" else "right")
+        for row in shown:
+            numbers = (row.variance, row.correlation, row.grad_variance, row.grad_correlation)
+            cells = ("" if x is None else f"{x:.3g}" for x in numbers)
+            table.add_row((row.module or "(the module)") + (" ~" if row.sampled else ""), *cells)
+        lines = [render(table), "~ rests on operations without a law, which were drawn"]
+        lines += [
+            f"{name}: not followed ({why}), {n} times" for (name, why), n in self.unread.items()
+        ]
+        return "\n".join([*lines, *self.notes])
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+@made_at_hand
+def predict(
+    module: Any,
+    batch: Any = None,
+    *,
+    loss: str | None = None,
+    grad_variance: float = 1.0,
+    draws: int = 24,
+    seed: int = 0,
+) -> ModulePrediction:
+    """Predict every operation of a module from one recorded pass and its parameters' variances.
+
+    Nothing in it is recognised: skip connections, norms, heads, experts and several streams are
+    sums and products of what the pass recorded. Covariances are closed, to leading order in
+    1/width, but for operations without a law (softmax over keys, choices, scans), which are drawn.
+
+    Args:
+        module: an nn.Module, or a factory of one that takes a seed.
+        batch: what it reads, as in `moments.torch.measure`: its first `TOKENS` tokens of one
+            sequence; None: random input, where the module says what it takes.
+        loss: "cross-entropy" of the next token, where the module gives logits (batch, tokens,
+            vocabulary) of token ids; None: an independent gradient at every entry of its output.
+        grad_variance: of that gradient.
+        draws: of what has no law.
+        seed: of these draws.
+
+    Returns:
+        A ModulePrediction: `table()`, `to_frame()` by submodule, `operations_frame()`,
+        `weight_gradients()`, `to_json()`, and what was sampled or could not be followed.
+
+    Raises:
+        DomainError: an argument out of range, or a loss that its output does not have.
+        MomentsError: the module cannot be run, or gives nothing that depends on the batch.
+    """
+    if loss not in (None, "cross-entropy"):
+        raise domain_error("loss", loss, "'cross-entropy' or None")
+    grad_variance = check_number("grad_variance", grad_variance, NONNEGATIVE)
+    draws, seed = check_count("draws", draws), check_count("seed", seed, least=0)
+    done = lowered(built(module, seed), batch, loss, grad_variance, draws, seed)
+    return _summary(done, draws)
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A recorded pass with the laws of all its values.
+
+    Attributes:
+        graph: the pass; `end` its output's value.
+        lowering: what every value is.
+        replicas: covariances with their derivatives.
+    """
+
+    graph: Graph
+    end: int
+    lowering: Lowering
+    replicas: Replicas
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Squared gradient norms by parameter, those of tensors derived from one with it."""
+        names = [v.name for v in self.graph.values if v.name is not None and v.params]
+        total = {name: self.lowering.sampler.squares.get(name, 0.0) for name in names}
+        for root, leaf in self.replicas.weights.items():
+            name = root.partition("#")[0]
+            if leaf.grad is not None and name in total:
+                total[name] += float(leaf.grad)
+        return total
+
+
+def lowered(
+    module: nn.Module,
+    batch: Any,
+    loss: str | None = None,
+    grad_variance: float = 1.0,
+    draws: int = 24,
+    seed: int = 0,
+) -> Lowered:
+    """Record a pass, make variables of it, and carry a gradient back; arguments as of `predict`."""
+    with _spelled_out(module):
+        graph = recorded(module, batch, rows=ROWS, tokens=TOKENS)
+    lowering = Lowering(graph, draws, seed)
+    end, state = _output(graph, lowering)
+    replicas = Replicas(crossed=True)
+    covariance = lowering.laws.covariance(state.variable, state.variable, replicas)
+    if covariance.requires_grad:
+        covariance.backward(_cotangent(graph, end, state, lowering, loss, grad_variance))
+        replicas.collect()
+    return Lowered(graph, end, lowering, replicas)
+
+
+@contextlib.contextmanager
+def _spelled_out(module: nn.Module) -> Iterator[None]:
+    """With experts of transformers as batched products: loops over them have shapes that follow
+    the batch's numbers."""
+    name = "_experts_implementation"
+    configs = {id(c): c for part in module.modules() if (c := getattr(part, "config", None))}
+    kept = [(c, getattr(c, name)) for c in configs.values() if getattr(c, name, None)]
+    for config, _ in kept:
+        setattr(config, name, "batched_mm")
+    try:
+        yield
+    finally:
+        for config, value in kept:
+            setattr(config, name, value)
+
+
+def _output(graph: Graph, lowering: Lowering) -> tuple[int, Field]:
+    """The first real tensor that the module gives and that depends on the batch."""
+    for value in tree_flatten(graph.outputs)[0]:
+        if isinstance(value, int) and graph.tensor(value).is_floating_point():
+            state = lowering.states.get(value)
+            if isinstance(state, Field):
+                return value, state
+    raise MomentsError("the module gives no tensor that depends on the batch and on random weights")
+
+
+def _cotangent(
+    graph: Graph, end: int, state: Field, lowering: Lowering, loss: str | None, variance: float
+) -> Tensor:
+    """(sites, sites) sums over features of the products of two sites' gradients."""
+    sites, features = torch.unique(state.site), torch.unique(state.feature)
+    kernel = torch.zeros(state.variable.sites, state.variable.sites, dtype=F64)
+    if loss is None:
+        kernel[sites, sites] = variance * len(features)
+        return kernel
+    logits = graph.tensor(end)
+    ids = next(
+        (v.tensor for v in graph.values if v.live and v.producer is None and v.tensor.ndim == 2),
+        None,
+    )
+    if logits.ndim != 3 or ids is None or ids.shape != logits.shape[:2]:
+        got = f"an output of shape {tuple(logits.shape)}"
+        raise domain_error("loss", loss, f"None of {got}", "it takes logits of every token id")
+    vocabulary = logits.shape[-1]
+    at, targets = state.site[:, :-1, 0].reshape(-1), ids[:, 1:].reshape(-1)
+    z = lowering.laws.covariance(state.variable, state.variable)[at][:, at]
+    same = (targets[:, None] == targets[None]).to(F64)
+    products = _agreement(vocabulary, z) - 2 / vocabulary + same
+    kernel[at[:, None], at[None]] = products / len(at) ** 2
+    return kernel
+
+
+def _agreement(vocabulary: int, logits: Tensor) -> Tensor:
+    """E sum_v p_v p'_v of two tokens' softmaxes, from the covariance of their logits."""
+    variance = float(logits.diagonal().mean())
+    square = float(softmax_expectations(vocabulary, variance).other.probability_square)
+    scale = logits.diagonal().sqrt()
+    rho = (logits / (scale[:, None] * scale[None]).clamp_min(1e-300)).clamp(-1, 1)
+    share = torch.as_tensor(np.asarray(agreement_share(vocabulary, variance, rho.numpy())))
+    apart = -2 * np.log(vocabulary)
+    return vocabulary * torch.exp(apart + share * (np.log(square) - apart))
+
+
+def _summary(done: Lowered, draws: int) -> ModulePrediction:
+    graph, lowering, replicas = done.graph, done.lowering, done.replicas
+    paths = _paths(graph)
+    rows: dict[int, OperationRow] = {}
+    skipped = 0
+    for value, state in lowering.states.items():
+        if not isinstance(state, Field) or value in lowering.lost:
+            continue
+        if not graph.tensor(value).is_floating_point() or graph.tensor(value).numel() == 0:
+            continue
+        if len(torch.unique(state.site)) > MOST_SITES:
+            skipped += 1
+            continue
+        row = _row(graph, lowering, replicas, value, state, paths)
+        if row is not None:
+            rows[value] = row
+    outputs = []
+    for path, side, value in graph.boundaries:
+        if side == "output" and value in rows:
+            outputs.append(rows[value]._replace(module=path))
+    weights = done.weights
+    notes = [
+        f"covariances of {_WORDS[one]} and {_WORDS[other]} of the same weights are taken as 0"
+        for one, other in sorted(lowering.laws.left_out)
+    ]
+    if skipped:
+        notes.append(f"{skipped} tensors of more than {MOST_SITES} places have no row")
+    tokens = next((v.tensor.shape[1] for v in graph.values if v.live and v.tensor.ndim > 1), 0)
+    return ModulePrediction(
+        tuple(rows.values()),
+        tuple(outputs),
+        weights,
+        dict(lowering.sampled),
+        dict(lowering.unread),
+        tuple(notes),
+        tokens,
+        draws,
+    )
+
+
+def _row(
+    graph: Graph,
+    lowering: Lowering,
+    replicas: Replicas,
+    value: int,
+    state: Field,
+    paths: dict[int, str],
+) -> OperationRow | None:
+    variable, laws = state.variable, lowering.laws
+    sites = torch.unique(state.site)
+    try:
+        covariance = laws.covariance(variable, variable)[sites][:, sites]
+        mean = float(laws.mean(variable)[sites].mean())
+    except TypeError:  # a square of what is not Gaussian has a mean alone
+        return None
+    node = graph.producer(value)
+    own, pairs = _own_and_pairs(covariance)
+    crossed = replicas.known.get((variable.number, variable.number))
+    gradient = None if crossed is None else crossed.grad
+    grad_own, grad_pairs = None, None
+    if gradient is not None:
+        grad_own, grad_pairs = _own_and_pairs(gradient[sites][:, sites] / variable.features)
+    return OperationRow(
+        paths.get(-1 if node is None else node.index, ""),
+        "" if node is None else node.name,
+        -1 if node is None else node.index,
+        mean,
+        own,
+        pairs,
+        grad_own,
+        grad_pairs,
+        _rests_on_draws(variable, {}),
+    )
+
+
+def _own_and_pairs(kernel: Tensor) -> tuple[float, float | None]:
+    """Mean of the diagonal, and of the rest over it."""
+    own, n = float(kernel.diagonal().mean()), len(kernel)
+    if n < 2:
+        return own, None
+    pairs = float(kernel.sum() - kernel.diagonal().sum()) / (n * (n - 1))
+    return own, pairs / own if own > 0 else 0.0
+
+
+def _rests_on_draws(v: Variable, known: dict[int, bool]) -> bool:
+    if v.number not in known:
+        known[v.number] = isinstance(v, Sampled) or any(
+            _rests_on_draws(parent, known) for parent in v.parents
+        )
+    return known[v.number]
+
+
+def _paths(graph: Graph) -> dict[int, str]:
+    """The innermost submodule that an operation lies in."""
+    spans: dict[str, int] = {}
+    paths: dict[int, str] = {}
+    for path, side, value in graph.boundaries:
+        made = graph.values[value].producer
+        at = -1 if made is None else made
+        if side == "input":
+            spans[path] = at
+        elif path in spans:
+            for index in range(spans.pop(path) + 1, at + 1):
+                inner = paths.get(index, "")
+                paths[index] = inner if len(inner) > len(path) else path
+    return paths

@@ -1,0 +1,539 @@
+"""What has no law: the recorded operations are run on draws of the variables that they rest on.
+
+Softmax over keys, top-k, scans and norms of a few features are drawn so. What is drawn is as wide
+as the module, so that heads' widths are in it; averages over draws carry a Monte-Carlo error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import optional
+from ..dataflow.graph import Graph, Node, filled
+from .laws import F64, Laws, Replicas
+from .variables import (
+    Combination,
+    Entries,
+    Field,
+    Known,
+    Mix,
+    Part,
+    Product,
+    Sampled,
+    State,
+    Times,
+    Variable,
+    Weights,
+    gathered,
+)
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor
+    from torch.utils._pytree import tree_flatten
+
+
+def again(
+    graph: Graph, node: Node, values: dict[int, Tensor], states: Mapping[int, State]
+) -> list[Tensor]:
+    """A recorded operation on other tensors; what is known or weights is taken from `states`."""
+
+    def value(index: int) -> Tensor:
+        x = values.get(index)
+        state = states.get(index)
+        if x is None and isinstance(state, Known | Weights):
+            x = state.tensor
+            if values and x.dtype == F64:
+                x = x.to(graph.tensor(index).dtype)
+        x = graph.tensor(index) if x is None else x
+        return x.clone() if index in node.writes else x
+
+    if node.name in ("detach", "alias", "lift_fresh"):
+        made: Any = value(node.inputs[0])
+    else:
+        made = node.again(filled(node.args, value), filled(node.kwargs, value))
+    tensors = [t for t in tree_flatten(made)[0] if isinstance(t, Tensor)]
+    values.update(zip(node.outputs, tensors, strict=False))
+    return tensors
+
+
+@dataclass
+class _Plan:
+    """How a variable is drawn: operations in order, where to cut, and Gaussians drawn jointly."""
+
+    nodes: list[int]
+    cuts: dict[int, Field]
+    groups: list[list[Variable]]
+
+    @property
+    def pairs(self) -> list[tuple[Variable, Variable]]:
+        return [(a, b) for group in self.groups for a in group for b in group]
+
+
+class _Drawn(torch.autograd.Function):
+    """The covariance of a sampled variable; its way back runs the same operations back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sampler: Sampler, variable: Sampled, value: Tensor, *below: Tensor
+    ) -> Tensor:
+        ctx.what = sampler, variable
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *received: Tensor) -> tuple[Any, ...]:
+        sampler, variable = ctx.what
+        return None, None, None, *sampler.pulled(variable, received[0])
+
+
+class _Shared(torch.autograd.Function):
+    """Nothing forward; back, what keys and values share by reading one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: Tensor, queries: Tensor, sampler: Sampler, shared: _SharedSource
+    ) -> Tensor:
+        ctx.what = sampler, shared
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *received: Tensor) -> tuple[Any, ...]:
+        sampler, shared = ctx.what
+        at = shared.row.clamp_min(0)
+        kernel = received[0][at][:, at] * shared.gram
+        there = shared.row >= 0
+        kernel = kernel * (there[:, None] & there[None])
+        queries = sampler.laws.covariance(shared.queries, shared.queries)
+        square = float((kernel * queries).sum()) / shared.key_variance
+        sampler.add_square(shared.key_root, square)
+        return received[0], kernel, None, None
+
+
+@dataclass
+class _SharedSource:
+    """Gradients of queries are one matrix W_k W_v' times what their rows receive, plus the rest.
+
+    `gram` by sites of the queries, `row` the site of the mix that each is of (-1: none).
+    """
+
+    queries: Variable
+    row: Tensor
+    gram: Tensor
+    key_root: str
+    key_variance: float
+
+
+@dataclass
+class _Reading:
+    """A variable that is amplitude(site) W x[site] for one matrix W."""
+
+    source: Variable
+    at: Tensor
+    amplitude: Tensor
+    count: float
+    root: str
+    variance: float
+
+
+class Sampler:
+    """Draws variables that have no law.
+
+    Args:
+        graph: the recorded pass.
+        states: of its values, as they are lowered.
+        draws: of a variable of 16 features or more; up to four times as many of a narrower one.
+        seed: of random numbers.
+    """
+
+    laws: Laws
+
+    def __init__(self, graph: Graph, states: dict[int, State], draws: int, seed: int) -> None:
+        self.graph, self.states, self.draws, self.seed = graph, states, draws, seed
+        self.squares: dict[str, float] = {}
+        self._plans: dict[int, _Plan] = {}
+        self._laws: dict[int, tuple[Tensor, Tensor]] = {}
+        self._choices: dict[int, Tensor] = {}
+        self._shared: dict[int, _SharedSource | None] = {}
+
+    def add_square(self, root: str, square: float) -> None:
+        """Count a part of a parameter's squared gradient."""
+        name = root.partition("#")[0]
+        self.squares[name] = self.squares.get(name, 0.0) + square
+
+    # --- draws ------------------------------------------------------------------------------------
+
+    def plan(self, v: Sampled) -> _Plan:
+        """Back to the nearest Gaussian variables whose features are alike."""
+        if v.number in self._plans:
+            return self._plans[v.number]
+        cuts: dict[int, Field] = {}
+        nodes: set[int] = set()
+        open_values, seen = [v.value], set()
+        while open_values:
+            value = open_values.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            state = self.states.get(value)
+            if isinstance(state, Field) and state.variable is not v:
+                if state.variable.gaussian and state.variable.alike:
+                    cuts[value] = state
+                    continue
+            elif isinstance(state, Known | Weights):
+                continue
+            node = self.graph.producer(value)
+            if node is not None:
+                nodes.add(node.index)
+                open_values.extend(node.inputs)
+        groups: list[list[Variable]] = []
+        for variable in {f.variable.number: f.variable for f in cuts.values()}.values():
+            near = [g for g in groups if any(self._related(one, variable) for one in g)]
+            groups = [g for g in groups if g not in near]
+            groups.append([one for g in near for one in g] + [variable])
+        self._plans[v.number] = _Plan(sorted(nodes), cuts, groups)
+        return self._plans[v.number]
+
+    def _related(self, u: Variable, v: Variable) -> bool:
+        if not u.roots & v.roots:
+            return False
+        size = (self.laws.variance(u).max() * self.laws.variance(v).max()).sqrt()
+        return bool(self.laws.covariance(u, v).abs().max() > 1e-9 * size)
+
+    def fields(self, groups: list[list[Variable]], random: torch.Generator) -> dict[int, Tensor]:
+        """Joint draws (sites, features) of Gaussian variables, by their numbers."""
+        made = {}
+        for group in groups:
+            features = max(v.features for v in group)
+            rows = [torch.cat([self.laws.covariance(a, b) for b in group], 1) for a in group]
+            joint = torch.cat(rows)
+            z = torch.randn(joint.shape[0], features, dtype=F64, generator=random)
+            if features >= 2 * joint.shape[0]:  # features whose Gram matrix is its mean
+                z = torch.linalg.qr(z.T)[0].T * features**0.5
+            x, first = _root(joint) @ z, 0
+            for v in group:
+                rows_of = x[first : first + v.sites, : v.features]
+                made[v.number] = rows_of + self.laws.mean(v)[:, None]
+                first += v.sites
+        return made
+
+    def run(
+        self, v: Sampled, random: torch.Generator, weights: Mapping[int, Tensor] | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """One draw of the recorded tensor, and the Gaussian variables under it; with `weights`
+        given, gradients can be asked for."""
+        plan = self.plan(v)
+        fields = self.fields(plan.groups, random)
+        for field in fields.values():
+            field.requires_grad_(weights is not None)
+        values = dict(weights or {})
+        with torch.set_grad_enabled(weights is not None):
+            for value, at in plan.cuts.items():
+                x = fields[at.variable.number][at.site, at.feature]
+                values[value] = x.to(self.graph.tensor(value).dtype)
+            for index in plan.nodes:
+                again(self.graph, self.graph.nodes[index], values, self.states)
+        return values[v.value], fields
+
+    def field(self, v: Sampled, drawn: Tensor) -> Tensor:
+        """A draw of the recorded tensor by site and feature."""
+        state = self.states[v.value]
+        assert isinstance(state, Field)
+        return by_label(drawn, state.site, state.feature, v.sites, v.features)
+
+    def _random(self, v: Variable) -> torch.Generator:
+        order = list(self._plans).index(v.number) if v.number in self._plans else -1
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + order)
+
+    # --- laws -------------------------------------------------------------------------------------
+
+    def law(self, v: Sampled) -> tuple[Tensor, Tensor]:
+        """Mean (sites,) and covariance (sites, sites)."""
+        if v.number not in self._laws:
+            self.plan(v)
+            random = self._random(v)
+            mean = torch.zeros(v.sites, dtype=F64)
+            gram = torch.zeros(v.sites, v.sites, dtype=F64)
+            draws = self.draws if v.features >= 16 else min(200, 4 * self.draws)
+            for _ in range(draws):
+                x = self.field(v, self.run(v, random)[0])
+                mean, gram = mean + x.mean(1) / draws, gram + x @ x.T / v.features / draws
+            noise = gram.diagonal().mean() / (draws * v.features)
+            if (mean**2).mean() < 4 * noise:
+                mean = torch.zeros_like(mean)
+            self._laws[v.number] = mean, gram - mean[:, None] * mean[None]
+        return self._laws[v.number]
+
+    def covariance(self, v: Sampled, replicas: Replicas) -> Tensor:
+        """As `Laws.covariance`, of a sampled variable with itself."""
+        value = self.law(v)[1]
+        if not replicas.crossed:
+            return value
+        below = [self.laws.covariance(a, b, replicas) for a, b in self.plan(v).pairs]
+        if not any(c.requires_grad for c in below):
+            return value
+        made: Tensor = _Drawn.apply(self, v, value, *below)
+        return made
+
+    def same_choice(self, route: Variable) -> Tensor:
+        """(sites, sites) how often two choices are one."""
+        assert isinstance(route, Sampled)
+        if route.number not in self._choices:
+            self.plan(route)
+            random, draws = self._random(route), 8 * self.draws
+            total = torch.zeros(route.sites, route.sites, dtype=F64)
+            for _ in range(draws):
+                x = self.field(route, self.run(route, random)[0])[:, 0]
+                total = total + (x[:, None] == x[None]).to(F64) / draws
+            self._choices[route.number] = total
+        return self._choices[route.number]
+
+    def pulled(self, v: Sampled, kernel: Tensor) -> list[Tensor]:
+        """What a gradient kernel at a sampled variable becomes at the Gaussians under it, pair by
+        pair; what parameters in between receive is counted."""
+        pairs = self.plan(v).pairs
+        totals = [torch.zeros(a.sites, b.sites, dtype=F64) for a, b in pairs]
+        if float(kernel.abs().max()) == 0:
+            return totals
+        random, root = self._random(v), _root((kernel + kernel.T) / 2 / v.features)
+        weights = self._weights_inside(v)
+        for _ in range(self.draws):
+            drawn, fields = self.run(v, random, weights)
+            z = torch.randn(v.sites, v.features, dtype=F64, generator=random)
+            if v.features >= 2 * v.sites:
+                z = torch.linalg.qr(z.T)[0].T * v.features**0.5
+            with torch.enable_grad():
+                ends = [*fields.values(), *weights.values()]
+                received = torch.autograd.grad(
+                    (self.field(v, drawn) * (root @ z)).sum(), ends, allow_unused=True
+                )
+            self._count_weights(weights, received[len(fields) :])
+            below = dict(zip(fields, received, strict=False))
+            for n, (a, b) in enumerate(pairs):
+                one, other = below[a.number], below[b.number]
+                if one is not None and other is not None and a.features == b.features:
+                    totals[n] = totals[n] + one @ other.T / self.draws
+        return totals
+
+    def _weights_inside(self, v: Sampled) -> dict[int, Tensor]:
+        """Parameters that the operations of a draw read, to be differentiated."""
+        inside = {n for i in self.plan(v).nodes for n in self.graph.nodes[i].inputs}
+        made = {}
+        for n in sorted(inside):
+            state = self.states.get(n)
+            if isinstance(state, Weights) and state.tensor.is_floating_point():
+                made[n] = state.tensor.clone().requires_grad_(True)
+        return made
+
+    def _count_weights(
+        self, weights: Mapping[int, Tensor], received: Iterable[Tensor | None]
+    ) -> None:
+        for n, x in zip(weights, received, strict=True):
+            state = self.states[n]
+            if x is None or not isinstance(state, Weights):
+                continue
+            total = torch.zeros(int(state.index.max()) + 1, dtype=F64)
+            total = total.index_add(0, state.index.reshape(-1), x.reshape(-1).to(F64))
+            self.add_square(state.root, float((total**2).sum()) / self.draws)
+
+    # --- keys and values of one tensor ------------------------------------------------------------
+
+    def shared_source(self, mix: Mix, total: Tensor, replicas: Replicas) -> Tensor:
+        """The covariance of a mix with itself, whose way back also counts what keys and values
+        share where they read one tensor: E[Gram x Gram] = Gram x Gram + (tr J K)^2 / width."""
+        shared = self._shared_source(mix)
+        if shared is None:
+            return total
+        queries = self.laws.covariance(shared.queries, shared.queries, replicas)
+        made: Tensor = _Shared.apply(total, queries, self, shared)
+        return made
+
+    def _shared_source(self, mix: Mix) -> _SharedSource | None:
+        if mix.number not in self._shared:
+            self._shared[mix.number] = self._find_shared(mix)
+        return self._shared[mix.number]
+
+    def _find_shared(self, mix: Mix) -> _SharedSource | None:
+        """With keys and values of one x, a query's gradient holds one matrix times the row's
+        gradient g_t: s sum_s D_ts R_(s-t) W_k W_v' g_t, D_ts = (J_t K)_ss, J_t = diag(A_t) - A_t
+        A_t', K the covariance of x and R rotary positions; its Gram matrix for unit W_k W_v' g."""
+        soft, of_values = mix.weights, self._reading(mix.values)
+        if not isinstance(soft, Sampled) or of_values is None:
+            return None
+        plan = self.plan(soft)
+        inside = [self.graph.nodes[i] for i in plan.nodes]
+        softmaxes = [node for node in inside if "softmax" in node.name]
+        if len(softmaxes) != 1:
+            return None
+        before = softmaxes[0].inputs[0]
+        origins = {f.variable.number: _origin(f.variable) for f in plan.cuts.values()}
+        ends = {o.number: o for o in origins.values() if o is not None and self._reading(o)}
+        if not ends:
+            return None
+        state = self.states[soft.value]
+        assert isinstance(state, Field)
+        width = self.graph.tensor(before).shape[-1]
+
+        def scores(fields: Mapping[int, Tensor]) -> Tensor:
+            values: dict[int, Tensor] = {}
+            for value, cut in plan.cuts.items():
+                origin = origins[cut.variable.number]
+                x = None if origin is None else self._expressed(cut.variable, origin, fields)
+                if x is not None:
+                    values[value] = x[cut.site, cut.feature].to(self.graph.tensor(value).dtype)
+            for node in inside:
+                if before in values:
+                    break
+                again(self.graph, node, values, self.states)
+            return values[before]
+
+        def pull(received: Tensor, fields: Mapping[int, Tensor], at: list[int]) -> list[Tensor]:
+            rest = width - received.shape[-1]  # sinks, which receive nothing here
+            received = torch.nn.functional.pad(received, (0, rest)) if rest else received
+            with torch.enable_grad():
+                z = torch.where(received != 0, scores(fields), 0.0)
+                got = torch.autograd.grad(
+                    (z * received).sum(), [fields[n] for n in at], allow_unused=True
+                )
+            return [
+                torch.zeros_like(fields[n]) if g is None else g
+                for n, g in zip(at, got, strict=True)
+            ]
+
+        ones = {
+            n: torch.ones(o.sites, o.features, dtype=F64, requires_grad=True)
+            for n, o in ends.items()
+        }
+
+        def marked(row: int, at: list[int]) -> list[Tensor]:
+            mark = torch.zeros(soft.sites, dtype=F64)
+            mark[mix.weights_at[row]] = 1.0
+            return [g != 0 for g in pull(mark[state.site], ones, at)]
+
+        # Features of queries are those of which a row's scores read one site.
+        reached = dict(zip(ends, (hit.sum(0) for hit in marked(-1, list(ends))), strict=True))
+        queries = [n for n, sites in reached.items() if bool((sites == 1).any())]
+        keys = [n for n, sites in reached.items() if bool((sites > 1).any())]
+        if len(queries) != 1 or len(keys) != 1:
+            return None
+        (query,), (key,) = queries, keys
+        chosen, of_keys = reached[query] == 1, self._reading(ends[key])
+        if of_keys is None or of_keys.source is not of_values.source:
+            return None
+        row = torch.full((ends[query].sites,), -1, dtype=torch.long)
+        for i in range(mix.sites):
+            (hit,) = marked(i, [query])
+            row[hit[:, chosen].any(1)] = i
+        kernel = self._keys_by_values(mix, of_keys, of_values)
+        width_of = int(chosen.sum())
+        gram = torch.zeros(ends[query].sites, ends[query].sites, dtype=F64)
+        random, draws = self._random(soft), 4 * self.draws
+        sent = torch.zeros(soft.sites, soft.features, dtype=F64)
+        for n in range(draws):
+            if n % 4 == 0:
+                weights = self.field(soft, self.run(soft, random)[0])[mix.weights_at]
+                mixed = torch.einsum("ikl,ilh->ikh", kernel, weights)
+                own = kernel.diagonal(dim1=1, dim2=2)[..., None]
+                back = weights * (own - mixed)
+                sent[mix.weights_at.reshape(-1)] = back.reshape(-1, soft.features)
+            signs = torch.randn(ends[key].features, dtype=F64, generator=random).sign()
+            signs = torch.where(reached[key] > 1, signs, 0.0)
+            fields = {key: signs.expand(ends[key].sites, -1)}
+            zeros = torch.zeros(ends[query].sites, ends[query].features, dtype=F64)
+            fields[query] = zeros.requires_grad_(True) + fields.get(query, 0.0)
+            (g,) = pull(sent[state.site, state.feature], fields, [query])
+            gram = gram + g[:, chosen] @ g[:, chosen].T / width_of / draws
+        gram = gram * (width_of / soft.features / of_values.count)
+        of_queries = self.laws.parts.of(ends[query], chosen.nonzero()[:, 0])
+        return _SharedSource(of_queries, row, gram, of_keys.root, of_keys.variance)
+
+    def _keys_by_values(self, mix: Mix, keys: _Reading, values: _Reading) -> Tensor:
+        """(rows, keys, keys) of every row, width times the covariance of what keys and values
+        read."""
+        covariance = self.laws.covariance(values.source, values.source)
+        amplitude = torch.zeros(covariance.shape[0], dtype=F64)
+        amplitude[keys.at] = keys.amplitude
+        at = values.at[mix.values_at]
+        left, right = amplitude[at], values.amplitude[mix.values_at]
+        both = covariance[at[:, :, None], at[:, None, :]]
+        return values.count * left[:, :, None] * both * right[:, None, :]
+
+    def _reading(self, v: Variable) -> _Reading | None:
+        """Of a variable that is one matrix's, behind scalings, gains and parts."""
+        if isinstance(v, Product):
+            if v.source is None or len(v.columns) != 1:
+                return None
+            count, at = v.columns[0]
+            amplitude = torch.full((v.sites,), v.variance**0.5, dtype=F64)
+            return _Reading(v.source, at, amplitude, count, v.root, v.variance)
+        if isinstance(v, Part):
+            return self._reading(v.whole)
+        if isinstance(v, Times) and v.at == (None, None):
+            for one, gain in (v.parents, v.parents[::-1]):
+                inner = self._reading(one) if isinstance(gain, Entries) else None
+                if inner is not None:
+                    inner.amplitude = inner.amplitude * self.laws.mean(gain)
+                    return inner
+        if isinstance(v, Combination):
+            for term in v.terms:
+                inner = self._reading(term.variable)
+                if inner is None:
+                    continue
+                at = torch.arange(v.sites) if term.at is None else term.at
+                if bool((at < 0).any()):
+                    return None
+                c = term.coefficient
+                c = c if c.ndim == 0 else c.square().mean(-1).sqrt()
+                inner.at, inner.amplitude = inner.at[at], inner.amplitude[at] * c
+                return inner
+        return None
+
+    def _expressed(
+        self, v: Variable, origin: Variable, fields: Mapping[int, Tensor]
+    ) -> Tensor | None:
+        """A variable (sites, features) where its origin is what `fields` has."""
+        if v is origin:
+            return fields.get(origin.number)
+        if isinstance(v, Part):
+            inner = self._expressed(v.whole, origin, fields)
+            return None if inner is None else inner[:, v.chosen]
+        if isinstance(v, Combination):
+            total = None
+            for term in v.terms:
+                inner = self._expressed(term.variable, origin, fields)
+                if inner is not None:
+                    inner = term.coefficient * gathered(inner, term.at)
+                    total = inner if total is None else total + inner
+            return total
+        if isinstance(v, Times):
+            (one, other), (i, j) = v.parents, v.at
+            for inside, at, gain, gain_at in ((one, i, other, j), (other, j, one, i)):
+                inner = self._expressed(inside, origin, fields)
+                if inner is not None:
+                    factor = gathered(self.laws.mean(gain), gain_at)
+                    return gathered(inner, at) * factor[:, None]
+        return None
+
+
+def _origin(v: Variable) -> Product | None:
+    """The matrix whose result a variable is, behind scalings, gains, parts and gathers."""
+    if isinstance(v, Product):
+        return v
+    if isinstance(v, Part | Combination | Times):
+        return next((o for o in map(_origin, v.parents) if o is not None), None)
+    return None
+
+
+def by_label(x: Tensor, site: Tensor, feature: Tensor, sites: int, features: int) -> Tensor:
+    """Entries of a recorded tensor as (sites, features); where none is, 0."""
+    x = x.real if x.is_complex() else x
+    flat = torch.zeros(sites * features, dtype=F64)
+    at = (site * features + feature).reshape(-1)
+    return flat.index_put((at,), x.reshape(-1).to(F64)).reshape(sites, features)
+
+
+def _root(kernel: Tensor) -> Tensor:
+    """A square root of a positive semidefinite matrix."""
+    values, vectors = torch.linalg.eigh((kernel + kernel.T) / 2)
+    return vectors * values.clamp_min(0).sqrt()

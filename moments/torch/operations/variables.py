@@ -1,0 +1,385 @@
+"""What a recorded tensor is: known, made of weights, or entries of a random variable.
+
+A variable has sites (tokens, pairs of tokens, streams, ...) and features. Every entry of a recorded
+tensor is one of its entries, by two integer tensors of the recorded tensor's shape. Views, slices,
+transposes, heads, windows and gathers are run on these labels themselves, so that none of them
+needs a rule.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...errors import optional
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_numbers = itertools.count()
+
+
+@dataclass(eq=False, kw_only=True)
+class Variable:
+    """Random numbers by site and feature.
+
+    Attributes:
+        sites, features: how many.
+        gaussian: whether its entries are jointly Gaussian given nothing else.
+        alike: whether all features have one law.
+        roots: keys of the weights without which it would be independent of what uses them.
+        number: counts variables in the order in which they are made.
+    """
+
+    sites: int
+    features: int
+    gaussian: bool = False
+    alike: bool = True
+    roots: frozenset[object] = frozenset()
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        """What it is made of."""
+        return ()
+
+
+@dataclass(eq=False, kw_only=True)
+class Product(Variable):
+    """Fresh weights W times what they read: sum over k of W[k, feature] x[k].
+
+    Attributes:
+        source: the variable that is read; None: known numbers.
+        known: (sites, K) these.
+        columns: for the sites of `source` along the contracted axis, (how many entries, which site
+            of it each site reads).
+        key: of the columns of the weights that it uses; those of another key are independent.
+        root, variance, mean: the parameter, and what its entries have.
+        matrix: (sites,) which of several matrices each site uses; None: there is one.
+        route: the choice of it that depends on the batch.
+    """
+
+    source: Variable | None
+    known: Tensor | None
+    columns: list[tuple[float, Tensor]]
+    key: object
+    root: str
+    variance: float
+    mean: float
+    matrix: Tensor | None = None
+    route: Variable | None = None
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return () if self.source is None else (self.source,)
+
+
+@dataclass(eq=False, kw_only=True)
+class Entries(Variable):
+    """Entries of a parameter: looked-up rows, positions, biases, gains.
+
+    `index` (sites, some features) says which, `variance` and `mean` what they have.
+    """
+
+    root: str
+    index: Tensor
+    variance: float
+    mean: float
+
+
+@dataclass(eq=False, kw_only=True)
+class Fixed(Variable):
+    """Known numbers (sites, features) that features depend on, such as sinusoids."""
+
+    values: Tensor
+
+
+@dataclass
+class Term:
+    """One summand: a coefficient, a number, (sites, 1) or (sites, features), times a variable whose
+    sites are gathered; site -1 is zero, None every site in order."""
+
+    variable: Variable
+    coefficient: Tensor
+    at: Tensor | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class Combination(Variable):
+    """A sum of terms, and a shift (sites, 1)."""
+
+    terms: list[Term]
+    shift: Tensor | None = None
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return tuple(term.variable for term in self.terms)
+
+    @property
+    def by_feature(self) -> bool:
+        """Whether a coefficient depends on the feature."""
+        return any(t.coefficient.ndim == 2 and t.coefficient.shape[1] > 1 for t in self.terms)
+
+
+@dataclass(eq=False, kw_only=True)
+class Joined(Variable):
+    """Features of several variables one after the other: (variable, its first feature)."""
+
+    pieces: list[tuple[Variable, int]]
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return tuple(piece for piece, _ in self.pieces)
+
+
+@dataclass(eq=False, kw_only=True)
+class Part(Variable):
+    """Some features of a variable."""
+
+    whole: Variable
+    chosen: Tensor
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return (self.whole,)
+
+
+@dataclass(eq=False, kw_only=True)
+class Curve(Variable):
+    """A function of every entry of a Gaussian variable."""
+
+    inner: Variable
+    function: Callable[[Tensor], Tensor]
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return (self.inner,)
+
+
+@dataclass(eq=False, kw_only=True)
+class Square(Variable):
+    """The square of a variable that is not Gaussian; its mean alone has a law."""
+
+    inner: Variable
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return (self.inner,)
+
+
+@dataclass(eq=False, kw_only=True)
+class Times(Variable):
+    """Two independent variables, entry by entry; `at` gathers the sites of each."""
+
+    one: Variable
+    other: Variable
+    at: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return (self.one, self.other)
+
+
+@dataclass(eq=False, kw_only=True)
+class Mix(Variable):
+    """Sampled weights times an independent variable, summed over `values`' sites.
+
+    `weights_at`, `values_at`: (sites, summands) sites of the two.
+    """
+
+    weights: Variable
+    values: Variable
+    weights_at: Tensor
+    values_at: Tensor
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return (self.weights, self.values)
+
+
+@dataclass(eq=False, kw_only=True)
+class Sampled(Variable):
+    """Anything else: drawn by running the recorded operations on draws of what they rest on.
+
+    `value` is the number of its recorded tensor.
+    """
+
+    value: int
+
+
+# --- recorded tensors -----------------------------------------------------------------------------
+
+
+@dataclass
+class Known:
+    """A tensor that is determined to leading order: ids, masks, norms, means over features."""
+
+    tensor: Tensor
+
+
+@dataclass
+class Weights:
+    """A tensor made of parameters alone.
+
+    Attributes:
+        tensor: its numbers.
+        root: the parameter, or the derived tensor, whose entries these are.
+        index: which of its entries, in this tensor's shape.
+        pool: all entries that a matrix of these may be of, where the batch chooses.
+        route: that choice.
+    """
+
+    tensor: Tensor
+    root: str
+    index: Tensor
+    pool: Tensor | None = None
+    route: Field | None = None
+
+
+@dataclass
+class Field:
+    """Entries of a variable: `site` and `feature` of each, in the recorded tensor's shape."""
+
+    variable: Variable
+    site: Tensor
+    feature: Tensor
+
+
+State = Known | Weights | Field
+
+
+def number(value: float) -> Tensor:
+    """A coefficient."""
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+def gathered(x: Tensor, at: Tensor | None) -> Tensor:
+    """Rows of x; row -1 is zero."""
+    if at is None:
+        return x
+    rows = x[at.clamp_min(0)]
+    if bool((at < 0).any()):
+        present = (at >= 0).to(x.dtype)
+        rows = rows * (present if x.ndim == 1 else present[:, None])
+    return rows
+
+
+def combination(
+    sites: int, features: int, terms: list[Term], shift: Tensor | None = None
+) -> Variable:
+    """A sum of terms; one term times 1 is that variable."""
+    if len(terms) == 1 and shift is None:
+        (term,) = terms
+        same = term.at is None or (
+            term.variable.sites == sites and torch.equal(term.at, torch.arange(sites))
+        )
+        once = term.coefficient.numel() == 1 and float(term.coefficient) == 1.0
+        if same and once and term.variable.features == features:
+            return term.variable
+    return Combination(
+        sites=sites,
+        features=features,
+        terms=terms,
+        shift=shift,
+        gaussian=all(t.variable.gaussian for t in terms),
+        alike=features == 1
+        or all(t.variable.alike and t.coefficient.shape[-1:] != (features,) for t in terms),
+        roots=frozenset().union(*(t.variable.roots for t in terms)),
+    )
+
+
+class Parts:
+    """Parts of variables, each made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, bytes], Variable] = {}
+
+    def of(self, whole: Variable, chosen: Tensor) -> Variable:
+        """Some features of a variable, in an order."""
+        if len(chosen) == whole.features and torch.equal(chosen, torch.arange(whole.features)):
+            return whole
+        key = whole.number, chosen.numpy().tobytes()
+        if key not in self._made:
+            self._made[key] = self._new(whole, chosen)
+        return self._made[key]
+
+    def _new(self, whole: Variable, chosen: Tensor) -> Variable:
+        if isinstance(whole, Part):
+            return self.of(whole.whole, whole.chosen[chosen])
+        if isinstance(whole, Joined):
+            low, high = int(chosen.min()), int(chosen.max())
+            for piece, first in whole.pieces:
+                if first <= low and high < first + piece.features:
+                    return self.of(piece, chosen - first)
+        if isinstance(whole, Combination):
+            sizes = {t.variable.features for t in whole.terms}
+            if sizes <= {1, whole.features}:
+                terms = [self._cut(term, chosen, whole.features) for term in whole.terms]
+                return combination(whole.sites, len(chosen), terms, whole.shift)
+        return Part(
+            sites=whole.sites,
+            features=len(chosen),
+            whole=whole,
+            chosen=chosen,
+            gaussian=whole.gaussian,
+            alike=whole.alike,
+            roots=whole.roots,
+        )
+
+    def _cut(self, term: Term, chosen: Tensor, features: int) -> Term:
+        variable, coefficient = term.variable, term.coefficient
+        if variable.features == features:
+            variable = self.of(variable, chosen)
+        if coefficient.ndim == 2 and coefficient.shape[1] == features > 1:
+            coefficient = coefficient[:, chosen]
+        return Term(variable, coefficient, term.at)
+
+
+def curve_of(variable: Variable) -> tuple[Variable, Callable[[Tensor], Tensor]] | None:
+    """The Gaussian variable, and the function, whose curve a variable is; None: there is none."""
+    if isinstance(variable, Curve):
+        return variable.inner, variable.function
+    if isinstance(variable, Combination) and variable.terms:
+        made = _curve_of_sum(variable)
+        if made is not None:
+            return made
+    return (variable, lambda z: z) if variable.gaussian else None
+
+
+def _curve_of_sum(
+    variable: Combination,
+) -> tuple[Variable, Callable[[Tensor], Tensor]] | None:
+    inner = []
+    for term in variable.terms:
+        plain = term.at is None and term.coefficient.ndim == 0
+        own = curve_of(term.variable) if plain else None
+        if own is None or term.variable.features != variable.features:
+            return None
+        inner.append((term.coefficient, *own))
+    shift = variable.shift
+    if shift is not None and not bool((shift == shift[0, 0]).all()):
+        return None
+    if len({base.number for _, base, _ in inner}) > 1:
+        return None
+    added = 0.0 if shift is None else float(shift[0, 0])
+
+    def function(z: Tensor) -> Tensor:
+        total = torch.full_like(z, added)
+        for coefficient, _, f in inner:
+            total = total + coefficient * f(z)
+        return total
+
+    return inner[0][1], function
+
+
+def holds_sampled(variable: Variable) -> bool:
+    """Whether a sum or product of it holds a sampled variable."""
+    if isinstance(variable, Sampled):
+        return True
+    open_kinds = Combination | Times | Part | Joined
+    return isinstance(variable, open_kinds) and any(map(holds_sampled, variable.parents))

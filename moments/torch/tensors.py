@@ -1,0 +1,203 @@
+"""What is seen of a module's tensors, multipliers and structure, and all of it against a model."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..errors import optional
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES
+from ..show.findings import Row
+from .advice import Advice, Convention, advise
+from .anatomy import anatomy_of
+from .architecture import promised_by
+from .assumptions import Copies, copies, copy_findings
+from .dataflow.reading import example
+from .departures import Departure, departures
+from .entries import EntryMoments
+from .expectation import scales_of
+from .findings import (
+    measure_roles,
+    norm_findings,
+    scale_findings,
+    slope_finding,
+    temperature_findings,
+    unchecked,
+    unprobed_findings,
+    variance_findings,
+)
+from .probe import BlockProbe, Slope, logits_path, measured_scale, probe_or_why
+from .roles import ModuleRoles, Role, block_of, gain_of, gathered, tensors_of
+from .running import grouped, padding_rows
+
+with optional("torch", "torch"):
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class AuditedModule:
+    """What an audit sees of a module, whatever it is held against.
+
+    Attributes:
+        repeated: tensors that are another layer's.
+        why: there are no probes.
+        batch: what it was run on; None where it was not.
+    """
+
+    module: nn.Module
+    found: ModuleRoles
+    entries: tuple[tuple[Role, EntryMoments], ...]
+    repeated: tuple[Copies, ...]
+    probes: tuple[BlockProbe, ...]
+    why: str
+    batch: Any
+    _slopes: dict[bool, Slope | None] = field(default_factory=dict, compare=False, repr=False)
+
+    @functools.cached_property
+    def by_role(self) -> dict[Role, EntryMoments]:
+        """The same as a table."""
+        return dict(self.entries)
+
+    @functools.cached_property
+    def zero(self) -> frozenset[str]:
+        """Matrices whose entries are 0 in every layer."""
+        groups = grouped(self.entries, lambda row: row[0].full_name)
+        return frozenset(
+            name
+            for name, rows in groups.items()
+            if rows[0][0].name in MATRICES and all(entries.square == 0 for _, entries in rows)
+        )
+
+    def names(self, *roles: str, layers: tuple[int, ...] = ()) -> tuple[str, ...]:
+        """Tensors of these roles under the module's own names."""
+        known = sorted(self.found.roles, key=lambda role: role.layer)
+        named = [role for name in roles for role in known if role.full_name == name]
+        return gathered([role for role in named if not layers or role.layer in layers])
+
+    def logit_slope(self, model: Transformer) -> Slope | None:
+        """What multiplies the logits, by `measured_scale`, once."""
+        capped = model.head is not None and model.head.logit_softcap is not None
+        if model.head is not None and capped not in self._slopes:
+            self._slopes[capped] = measured_scale(self.module, self.found, model, self.batch)
+        return self._slopes.get(capped)
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, found: ModuleRoles, batch: Any, model: Transformer
+    ) -> AuditedModule:
+        """Read the tensors, and run the module once; `model`: any of its shape."""
+        entries, repeated = entries_of(module, found)
+        probes, why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
+        reads = example(module) if batch is None and probes else batch
+        return cls(module, found, entries, repeated, tuple(probes), why, reads)
+
+
+class Checked(NamedTuple):
+    """Every check of a module's tensors, multipliers and structure, those that failed first, what
+    was not checked, and fields that differ and change no signal at initialisation, in words."""
+
+    rows: tuple[Row, ...]
+    unchecked: tuple[str, ...]
+    unlike: tuple[str, ...]
+
+
+def checked_rows(read: AuditedModule, model: Transformer, described: Transformer | None) -> Checked:
+    """Hold what was read of a module against a model."""
+    module, found, why = read.module, read.found, read.why
+    probes = read.probes
+    rows = _weights(read.entries, read.repeated, model)
+    reading = anatomy_of(module, read.batch).reading
+    fields = departures(model, module, reading, promised_by(module))
+    # Norms are checked block by block among the scales, and matrices that are missing not at all.
+    apart = {f"{block.stack}norm" for block in found.blocks} | set(MATRICES)
+    faults = [row for row in fields if not row.remark and row.name not in apart]
+    rows += [_structure(row, module) for row in faults]
+    rows += scale_findings(model, probes) if probes else unprobed_findings(model, why)
+    rows += temperature_findings(found, model)
+    rows += [] if why else _logits(read, model)
+    return Checked(
+        tuple(sorted(rows, key=lambda row: -row.size)),
+        (
+            *(f"{row.name} ({row})" for row in fields if row.remark and not row.silent),
+            *unchecked(model, found, probes, why, rows),
+        ),
+        tuple(f"{row.name} ({row})" for row in fields if row.silent),
+    )
+
+
+def _structure(row: Departure, module: nn.Module) -> Row:
+    """A field that no weight changes, as a check that failed."""
+    both = row.planned, row.present
+    planned, present = (float(v) if isinstance(v, int | float) else math.nan for v in both)
+    of = 0, row.name, type(module).__name__, "architecture"
+    return Row(*of, planned, present, False, str(row))
+
+
+def entries_of(
+    module: nn.Module, found: ModuleRoles
+) -> tuple[tuple[tuple[Role, EntryMoments], ...], tuple[Copies, ...]]:
+    """Every tensor's entries, and those that are another one's."""
+    tensors = tensors_of(module)
+    repeated = copies((role, block_of(tensors, role)) for role in found.roles)
+    padding = padding_rows(module)
+    entries = ((role, _entries(module, role, tensors, padding)) for role in found.roles)
+    return tuple(entries), tuple(repeated)
+
+
+def _weights(
+    entries: Iterable[tuple[Role, EntryMoments]], repeated: Sequence[Copies], model: Transformer
+) -> list[Row]:
+    """Every tensor against its expectation."""
+    measured = measure_roles(model, entries)
+    rows = variance_findings(measured, {role for roles in repeated for role in roles[1:]})
+    rows += copy_findings(repeated)
+    rows += norm_findings(measured, _carried(model))
+    return rows
+
+
+def weight_advice(
+    module: nn.Module,
+    found: ModuleRoles,
+    model: Transformer,
+    described: Transformer | None,
+    readings: Sequence[Convention] = (),
+) -> Advice:
+    """Likely causes of what is wrong with weights, without a run; arguments as of `advise`."""
+    entries, repeated = entries_of(module, found)
+    rows, measured = _weights(entries, repeated, model), measure_roles(model, entries)
+    return advise(rows, measured, model, described, readings)
+
+
+def _logits(read: AuditedModule, model: Transformer) -> list[Row]:
+    path = logits_path(read.found)
+    if path is None or model.head is None:
+        return []
+    wanted, slope = model.head.output_scale, read.logit_slope(model)
+    return [slope_finding(model.layers + 1, "head", path, "output_scale", slope, wanted)]
+
+
+def _entries(
+    module: nn.Module, role: Role, tensors: Mapping[str, Any], rows: Mapping[Any, int]
+) -> EntryMoments:
+    block = block_of(tensors, role)
+    if role.name.endswith("norm.gain"):
+        block = gain_of(module, role, block)
+    padding = rows.get(tensors[role.parameter])
+    if padding is not None and not bool(block[padding].any()):
+        keep = [row for row in range(len(block)) if row != padding % len(block)]
+        block = block[keep]
+    return EntryMoments.of(block)
+
+
+def _carried(model: Transformer) -> dict[tuple[int, str], float]:
+    """LayerNorm Scaling may sit in a norm's gain."""
+    return {
+        (layer, f"{stack}{block}.norm"): float(factor)
+        for stack, scales in scales_of(model).items()
+        for layer, row in enumerate(scales.norm_output, start=1)
+        for block, factor in zip(("attention", "ffn"), row, strict=True)
+    }

@@ -1,0 +1,456 @@
+"""Will a learning rate found on a small model hold on a large one? `moments.transfer`.
+
+Modules of two or three sizes are read as they are, with the rates that their real optimizer gives
+every parameter, and their first steps predicted; how what a step does goes with the size is an
+exponent, 0 where rates transfer (Yang et al. 2022, Tensor Programs V, appendix J: the coordinate
+check, which trains instead). Exponents are those of root mean squares.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import DomainError, ValidityWarning, domain_error, optional
+from ..files import as_frame, plain
+from ..formulas.checks import check_choice, check_count
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES
+from ..prediction.predict import predict
+from ..prediction.result import Prediction
+from ..step.result import Stepping
+from ..step.rules import OPTIMIZERS, group_of
+from ..step.search import zipf_batch
+from ..step.walk import Walk, WeightStep
+from .describe import Description, describe
+from .roles import block_of, gathered_names, tensors_of
+
+with optional("torch", "torch"):
+    import torch
+    from torch import nn
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+AXES = ("width", "depth")
+QUANTITIES = ("activation", "update", "logit", "loss")
+
+TOLERANCE = {"width": 0.3, "depth": 0.4}
+"""Of an exponent: slips are of a half or more, what is left of 1/size at small sizes less."""
+
+TOKENS = 16
+"""Of each of two sequences that are read."""
+
+_TINY = 1e-6
+"""Largest rate at which steps are predicted: linear, as exponents are."""
+
+
+@dataclass(frozen=True)
+class Slip:
+    """What does not transfer.
+
+    Attributes:
+        weight: the parameter's role, "query", "head", ...
+        parameters: the module's own names.
+        quantity: of which the exponent is: "activation", "update" or "loss".
+        exponent: of its root mean square in the size.
+        mend: what would make it 0.
+    """
+
+    weight: str
+    parameters: str
+    quantity: str
+    exponent: float
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.parameters or self.weight} ({self.weight}): {self.mend}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TransferReport:
+    """Whether learning rates hold along width or depth.
+
+    Attributes:
+        axis, sizes, optimizer: what was read.
+        rows: by parameter role, exponents of root mean squares: activation (what the matrix makes
+            of its input), update (what its step adds to its output, over its input), logit and loss
+            (what its step alone changes); nan where there is none, and logit of vectors.
+        findings: what does not transfer, with its mend.
+        notes: what was assumed.
+    """
+
+    axis: str
+    sizes: tuple[int, ...]
+    optimizer: str
+    rows: tuple[Mapping[str, Any], ...]
+    findings: tuple[Slip, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row per role: weight, parameters, and exponents activation, update, logit, loss."""
+        return as_frame(self.rows, columns=["weight", "parameters", *QUANTITIES])
+
+    def table(self) -> str:
+        """The verdict, what to mend, and exponents by role, as text."""
+        sizes = ", ".join(map(str, self.sizes))
+        verdict = "rates transfer" if self.passed else "rates do not transfer"
+        lines = [f"{verdict} along {self.axis} ({sizes}) under {self.optimizer}"]
+        lines += [f"  {slip}" for slip in self.findings]
+        wide = max(len(row["weight"]) for row in self.rows)
+        lines.append(f"{'exponents':{wide}}" + "".join(f"{name:>12}" for name in QUANTITIES))
+        for row in self.rows:
+            cells = (row[name] for name in QUANTITIES)
+            shown = (f"{'-' if math.isnan(value) else f'{value:+.2f}':>12}" for value in cells)
+            lines.append(f"{row['weight']:{wide}}" + "".join(shown))
+        return "\n".join([*lines, *self.notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists, with a format version; nan becomes None."""
+        return {
+            "format": 1,
+            "axis": self.axis,
+            "sizes": list(self.sizes),
+            "optimizer": self.optimizer,
+            "passed": self.passed,
+            "findings": [vars(slip) for slip in self.findings],
+            "rows": plain(self.rows),
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as one JSON object."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    def __repr__(self) -> str:
+        said = "passed" if self.passed else f"{len(self.findings)} findings"
+        return f"TransferReport({self.axis} {self.sizes}, {self.optimizer}: {said})"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(self.table())}</pre>"
+
+
+def transfer(
+    factory: Callable[[int], Any],
+    axis: str = "width",
+    sizes: Sequence[int] = (128, 256, 512),
+    optimizer: Any = None,
+) -> TransferReport:
+    """See `moments.transfer`."""
+    check_choice("axis", axis, AXES)
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise domain_error(
+            "factory", type(factory).__name__, "a function from a size to a module of that size"
+        )
+    wanted = tuple(check_count("sizes", size) for size in sizes)
+    if len(set(wanted)) < 2 or list(wanted) != sorted(set(wanted)):
+        raise domain_error("sizes", sizes, "two or more sizes, each larger than the last")
+    if isinstance(optimizer, str):
+        check_choice("optimizer", optimizer, OPTIMIZERS)
+    read = [_Sized.of(factory, size, optimizer) for size in wanted]
+    kinds = {one.kind for one in read}
+    if len(kinds) > 1:
+        raise DomainError(f"optimizers differ between sizes: {', '.join(sorted(kinds))}")
+    reference = max(read[0].rates.values())
+    steps = [one.stepped(reference) for one in read]
+    logs = np.log(wanted)
+    rows = []
+    for name in steps[0]:
+        if not all(name in step for step in steps):
+            continue
+        exponents = {
+            quantity: _slope(logs, [step[name][quantity] for step in steps])
+            for quantity in QUANTITIES
+        }
+        rows.append({"weight": name, "parameters": read[0].names(name), **exponents})
+    growth = _slope(logs, [one.growth for one in read])
+    notes = tuple(dict.fromkeys(note for one in read for note in one.notes))
+    findings = _width(rows) if axis == "width" else _depth(rows, growth)
+    return TransferReport(axis, wanted, read[0].kind, tuple(rows), tuple(findings), notes)
+
+
+def _slope(logs: np.ndarray, values: Sequence[float]) -> float:
+    """Of the logarithms, between the two largest sizes; nan where one is not positive."""
+    if not all(value > 0 and math.isfinite(value) for value in values):
+        return math.nan
+    return float(np.log(values[-1] / values[-2]) / (logs[-1] - logs[-2]))
+
+
+# --- what does not transfer -----------------------------------------------------------------------
+
+
+def _width(rows: Sequence[Mapping[str, Any]]) -> Iterator[Slip]:
+    """A matrix passes on what it reads, and its step adds as much at any width. The head, and the
+    queries and keys whose products meet each other, may start smaller."""
+    allowed = TOLERANCE["width"]
+    for row in rows:
+        name, made, step = row["weight"], row["activation"], row["update"]
+        may_fall = name in _MAY_FALL
+        starts = made > allowed or (made < -allowed and not may_fall)
+        moves = abs(step) > allowed
+        if name == "head" and starts and moves and step > 0:
+            yield _slip(row, "update", f"its output lacks {_power(step, 'width')}")
+            continue
+        if starts:
+            yield _slip(row, "activation", _said("initial variance", 2 * made, "width"))
+        if moves:
+            yield _slip(row, "update", _said("rate", step, "width"))
+    settled = all(not abs(row["update"]) > allowed for row in rows)
+    for row in rows:
+        if settled and row["weight"] in ("query", "key") and abs(row["loss"]) > allowed:
+            yield _slip(row, "loss", _said("product's scale", row["loss"], "width"))
+
+
+_MAY_FALL = ("head", "query", "key")
+
+
+def _depth(rows: Sequence[Mapping[str, Any]], growth: float) -> Iterator[Slip]:
+    """All layers together move the logits as much at any depth, and the stream does not grow."""
+    allowed = TOLERANCE["depth"]
+    if growth > allowed:
+        of = f"blocks' outputs lack {_power(growth, 'depth')}"
+        yield Slip("stream", "", "activation", growth, of)
+    for row in rows:
+        if abs(row["loss"]) > allowed:
+            yield _slip(row, "loss", _said("rate", row["loss"], "depth"))
+
+
+def _slip(row: Mapping[str, Any], quantity: str, mend: str) -> Slip:
+    return Slip(row["weight"], row["parameters"], quantity, row[quantity], mend)
+
+
+def _said(what: str, exponent: float, size: str) -> str:
+    if exponent > 0:
+        return f"its {what} lacks {_power(exponent, size)}"
+    return f"its {what} falls too fast with {size}: by {_power(-exponent, size)}"
+
+
+def _power(exponent: float, size: str) -> str:
+    halves = round(2 * exponent)
+    named = {1: f"1 / sqrt({size})", 2: f"1 / {size}"}
+    return named.get(halves, f"1 / {size}^{halves / 2:g}")
+
+
+# --- one size -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Sized:
+    """A module of one size, as it is read.
+
+    Attributes:
+        described: the roles of its parameters.
+        model: its declaration.
+        kind: of its optimizer.
+        rates: by role, of what the module computes with.
+        options: of the optimizer.
+        filled: roles that start at 0 and were drawn.
+        notes: what was assumed.
+    """
+
+    described: Description
+    model: Transformer
+    kind: str
+    rates: Mapping[str, float]
+    options: Mapping[str, Any]
+    filled: frozenset[str]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, factory: Callable[[int], Any], size: int, optimizer: Any) -> _Sized:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            made = factory(size)
+        module, own = made if isinstance(made, tuple) else (made, None)
+        if not isinstance(module, nn.Module):
+            raise domain_error(
+                f"factory({size})", type(module).__name__, "a module, or a module and its optimizer"
+            )
+        given = optimizer if own is None else own
+        if callable(given) and not isinstance(given, torch.optim.Optimizer):
+            several = len(inspect.signature(given).parameters) > 1
+            given = given(module, size) if several else given(module)
+        kind, by_parameter, options = _rates_of(module, given)
+        target, empty = _filled(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ValidityWarning)
+            described = describe(target)
+        if described.model is None:
+            why = "; ".join(described.unplaced)
+            raise DomainError(f"the module of size {size} cannot be read: {why}")
+        few = described.model.replace(seq_len=min(TOKENS, described.model.seq_len))
+        rates, notes = _by_role(described, by_parameter, kind)
+        roles = described.found.roles
+        filled = frozenset(role.full_name for role in roles if role.parameter in empty)
+        if "head" in filled:  # whose entries are soon as large as its steps
+            assert few.head is not None
+            few = few.replace(head=few.head.replace(weight_variance=(_SOON * rates["head"]) ** 2))
+        notes += [
+            f"{', '.join(gathered_names(names))}: starts at 0, and was read as drawn"
+            for names in [sorted(empty)]
+            if names
+        ]
+        return cls(described, few, kind, rates, options, filled, tuple(notes))
+
+    def names(self, weight: str) -> str:
+        """The module's own, of a role."""
+        labels = [role.label for role in self.described.found.roles if role.full_name == weight]
+        return ", ".join(gathered_names(labels))
+
+    @functools.cached_property
+    def prediction(self) -> Prediction:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ValidityWarning)
+            return predict(self.model, tokens=True, **zipf_batch(self.model))
+
+    @property
+    def growth(self) -> float:
+        """Of the stream's root mean square, from first to last."""
+        variance = self.prediction.variance
+        return float(math.sqrt(variance[-1] / variance[0]))
+
+    def stepped(self, reference: float) -> dict[str, dict[str, float]]:
+        """By role, root mean squares of what a step does at rates over a common one."""
+        shares = {name: rate / reference for name, rate in self.rates.items()}
+        values: dict[str, dict[str, float]] = {}
+        known = {role.full_name: role for role in self.described.found.roles}
+        stepping: Stepping = self.prediction._stepping
+
+        def moved(multipliers: Mapping[str, float]) -> Walk:
+            options = {**self.options, "multipliers": multipliers}
+            return stepping.walked(self.kind, _TINY, **options)
+
+        weights = moved(shares).weights
+        for name in dict.fromkeys(one.weight for one in weights):
+            own = [one for one in weights if one.weight == name]
+            if name not in known or not shares.get(name) or not any(one.square for one in own):
+                continue
+            made, step = self._local(name, own, float(known[name].fan_in))
+            logit = math.nan
+            if group_of(name) != "vectors":
+                alone = {one.weight: 0.0 for one in weights} | {name: shares[name]}
+                logit = math.sqrt(moved(alone).end.change)
+            values[name] = {
+                "activation": math.nan if name in self.filled else made,
+                "update": logit if name == "head" else step,
+                "logit": logit,
+                "loss": abs(sum(one.slope for one in own)),
+            }
+        return values
+
+    def _local(self, name: str, own: Sequence[WeightStep], fan_in: float) -> tuple[float, float]:
+        """What a matrix, and its step, make of an input of variance 1; of tables and vectors, which
+        read none, their own sizes."""
+        start, step, aligned = (
+            np.array([getattr(one, of) for one in own]) for of in ("variance", "square", "aligned")
+        )
+        scale = self.model.head.output_scale if name == "head" and self.model.head else 1.0
+        if group_of(name) in ("matrices", "head"):
+            start, step = start * fan_in, step * aligned
+        return scale * _middle(start), scale * _middle(step)
+
+
+_SOON = 100.0
+"""Steps after which a head that starts at 0 is looked at; exponents do not depend on it."""
+
+
+def _middle(squares: np.ndarray) -> float:
+    """Root of the geometric mean over layers; nan where there is none."""
+    known = squares[np.isfinite(squares) & (squares > 0)]
+    return float(np.exp(0.5 * np.log(known).mean())) if len(known) else math.nan
+
+
+def _filled(module: nn.Module) -> tuple[nn.Module, set[str]]:
+    """With matrices that start at 0 drawn with 1/width: behind them no gradient would pass, though
+    it does from the second step on."""
+    empty = {n for n, p in module.named_parameters() if p.ndim > 1 and not bool(p.detach().any())}
+    if not empty:
+        return module, empty
+    target, generator = copy.deepcopy(module), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in target.named_parameters():
+            if name in empty:
+                p.copy_(torch.randn(p.shape, generator=generator) / min(p.shape[-2:]) ** 0.5)
+    return target, empty
+
+
+def _by_role(
+    described: Description, rates: Mapping[str, float], kind: str
+) -> tuple[dict[str, float], list[str]]:
+    """The rate of every role: of the matrix that the model multiplies with, which is the parameter
+    times what the module multiplies it by. A parameter's step counts by that factor, and where it
+    follows the gradient's size, which has it too, by its square."""
+    model, tensors = described.model, tensors_of(described.module)
+    assert model is not None
+    power = 2 if kind == "sgd" else 1
+    seen: dict[str, list[float]] = {}
+    for role in described.found.roles:
+        if role.parameter not in rates:
+            continue
+        factor = 1.0
+        if role.name in MATRICES and 1 <= role.layer <= model.layers:
+            square = float(block_of(tensors, role).double().square().mean())
+            variance = float(getattr(model.layer_weights(role.layer), role.name))
+            if square > 0 and variance > 0:
+                factor = math.sqrt(variance / square)
+        seen.setdefault(role.full_name, []).append(rates[role.parameter] * factor**power)
+    notes = [
+        f"{name}: rates differ between layers, and their geometric mean was taken"
+        for name, values in seen.items()
+        if max(values) > 1.5 * min(values)
+    ]
+    return {name: float(np.exp(np.mean(np.log(values)))) for name, values in seen.items()}, notes
+
+
+_KINDS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "Lion": "lion", "Muon": "muon"}
+_KINDS |= {"FusedAdam": "adam", "MuAdam": "adam", "MuAdamW": "adamw", "MuSGD": "sgd"}
+
+
+def _rates_of(module: nn.Module, given: Any) -> tuple[str, dict[str, float], dict[str, Any]]:
+    """The kind of the optimizer, the rate of every parameter that it moves, and its options."""
+    named = {id(p): name for name, p in module.named_parameters()}
+    if given is None or isinstance(given, str):
+        return given or "adam", dict.fromkeys(named.values(), 1e-3), {}
+    several = given if isinstance(given, (list, tuple)) else [given]
+    kinds, rates, options = [], dict[str, float](), dict[str, Any]()
+    for one in several:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise domain_error(
+                "optimizer",
+                type(one).__name__,
+                "a torch optimizer, several of them, a function of the module that makes them, or "
+                f"one of {', '.join(OPTIMIZERS)}",
+            )
+        known = [_KINDS[c.__name__] for c in type(one).__mro__ if c.__name__ in _KINDS]
+        if not known:
+            raise domain_error(
+                "optimizer", type(one).__name__, f"one of {', '.join(_KINDS)}, or a name"
+            )
+        kinds.append(known[0])
+        for group in one.param_groups:
+            if known[0] in ("adam", "adamw"):
+                options["eps"] = float(group["eps"])
+            for p in group["params"]:
+                if id(p) in named and float(group["lr"]) > 0:
+                    rates[named[id(p)]] = float(group["lr"])
+    if not rates:
+        raise DomainError("optimizer: none of its parameters is one of the module's")
+    kind = "muon" if "muon" in kinds else kinds[0]
+    if kind != "muon" and len(set(kinds)) > 1:
+        raise domain_error("optimizer", ", ".join(kinds), "one kind, or Muon with Adam")
+    return kind, rates, options

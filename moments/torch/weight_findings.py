@@ -1,0 +1,464 @@
+"""What is wrong with a module's tensors, multipliers and structure, a finding for each cause."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import listed
+from ..model.transformer import Transformer
+from ..model.weights import MATRICES
+from ..show.findings import Finding, Row
+from ..show.health import BY_DESIGN
+from ..show.recognition import WeightRule, joined
+from .advice import MISSING, SCALE_WORDS, STRUCTURE, Advice
+from .findings import Measured, in_layers
+from .roles import TABLES, gathered, gathered_names, tensors_of
+from .running import grouped
+from .tensors import AuditedModule
+
+BIAS = 0.05
+"""Share of a bias in the variance of its matrix's output from which it is more than a remark."""
+
+NEAR = 0.02
+"""Relative difference below which the factor on q k, which is read without chance, is a slip's."""
+
+ATTENTION_FIELDS = (
+    *("causal", "window", "rotary", "alibi", "qk_norm", "logit_softcap"),
+    *("heads", "kv_heads", "d_head"),
+)
+"""Fields of a declaration that name an attention's matrices."""
+
+GAINS = "an initialiser that runs over all parameters draws gains and biases of norms too"
+LEAVE_NORMS = "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)"
+PRE_OR_POST = "x = x + block(norm(x)) is Pre-LN, x = norm(x + block(x)) Post-LN: every layer alike"
+AS_DECLARED = "build the module as it is declared, or declare what it is"
+VECTORS = ("gain", "mean square")
+
+
+@dataclass(frozen=True)
+class Against:
+    """What a module's tensors are held against.
+
+    Attributes:
+        model: the Transformer.
+        words: what that is, such as "the plan".
+        planned: whether the user said so; else its config, its class or its other tensors do.
+        strict: whether a deviation is a finding without a known cause.
+        promised: what config or class say, if they do.
+        rule: what its matrices seem to be of, where that was asked.
+    """
+
+    model: Transformer
+    words: str
+    planned: bool
+    strict: bool
+    promised: Transformer | None = None
+    rule: WeightRule | None = None
+
+
+class WeightFindings:
+    """Findings from rows that failed, and notes."""
+
+    def __init__(self, read: AuditedModule, against: Against, advice: Advice) -> None:
+        self.read, self.against, self.advice = read, against, advice
+        self.target, self.strict = against.model, against.strict
+        self.notes: list[str] = []
+        self.wrong: list[str] = []
+
+    def rows(self, measured: Sequence[Measured]) -> Iterator[Row]:
+        """The variance of every role over its layers, beside the target's."""
+        shown = [m for m in measured if m.role.is_matrix or m.role.name in TABLES]
+        for name, group in grouped(shown, lambda m: m.role.full_name).items():
+            count = sum(m.entries.count for m in group)
+            seen = sum(m.entries.count * m.entries.square for m in group) / count
+            known = [m.expected for m in group if m.expected is not None]
+            alone = not self.strict and (name not in MATRICES or not seen)  # compared with nothing
+            of = 0, name, ", ".join(gathered([m.role for m in group])), "variance"
+            if alone or len(known) < len(group) or not all(known):
+                yield Row(*of, math.nan, seen)
+                continue
+            wanted = sum(m.entries.count * (m.expected or 0.0) for m in group) / count
+            spread = math.hypot(*(m.entries.count * m.entries.spread for m in group)) / count
+            low, high = wanted * math.exp(-1.96 * spread), wanted * math.exp(1.96 * spread)
+            near = seen > 0 and abs(math.log(seen / wanted)) < 4.5 * spread + 1e-9
+            yield Row(*of, wanted, seen, near, "", wanted * spread, low=low, high=high)
+
+    def findings(self, failed: Sequence[Row]) -> Iterator[Finding]:
+        """One for each cause of rows that failed."""
+        groups = grouped(failed, lambda row: (row.quantity.partition(" over")[0], row.role))
+        yield from self._copied([g for (kind, _), g in groups.items() if "another" in kind])
+        variances = {role: g for (kind, role), g in groups.items() if kind == "variance"}
+        yield from self._variances(variances)
+        gains = [g for (kind, _), g in groups.items() if kind in VECTORS]
+        yield from self._gains(gains)
+        drawn = list(self._drawn_gains())
+        yield from drawn
+        rows = [row for row in failed if row.quantity in STRUCTURE[1:]]
+        yield from self._structure(rows)
+        yield from self._declared([row for row in failed if row.quantity == "architecture"])
+        gained = ("norm_output_scale",) if drawn or gains else ()
+        scales = {
+            key: group
+            for key, group in groups.items()
+            if key[0] in SCALE_WORDS and key[0] not in gained
+        }
+        for alike in grouped(scales.items(), lambda item: self._scale_words(*item)).values():
+            yield self._scale(alike[0][0], [row for _, group in alike for row in group])
+        for (kind, role), group in groups.items():
+            if kind == "mean" and not all(self._written(row.parameter) for row in group):
+                yield self._mean(role, group)
+        slow = [
+            (row.role.removesuffix("attention").removesuffix("cross"), row.layer, factor)
+            for row in failed
+            if row.quantity == "temperature" and (factor := row.expected / row.measured)
+        ]
+        yield from self.attention(slow)
+
+    # --- entries ----------------------------------------------------------------------------------
+
+    def _copied(self, groups: list[list[Row]]) -> Iterator[Finding]:
+        if not groups:
+            return
+        names = in_order(row.role for group in groups for row in group)
+        layers = tuple(sorted({row.layer for group in groups for row in group}))
+        tensors = gathered_names([row.parameter for group in groups for row in group])
+        yield Finding(
+            # nn.Transformer draws its copies' matrices again, and leaves them their biases.
+            "note" if all(name.endswith(".bias") for name in names) else "warning",
+            "copied layers",
+            *(tensors, layers, 1.0, 0.0),
+            f"{', '.join(names)} of layers {listed(layers)} hold the same entries as an earlier "
+            "layer's: what such layers add is not independent and grows faster",
+            "build every layer anew instead of copy.deepcopy (nn.TransformerEncoder copies one "
+            "layer), or draw each again: moments.torch.initialize",
+        )
+
+    @functools.cached_property
+    def zero(self) -> frozenset[str]:
+        """Matrices whose entries are 0 in every layer."""
+        return self.read.zero
+
+    def _variances(self, groups: dict[str, list[Row]]) -> Iterator[Finding]:
+        biases = {r: g for r, g in groups.items() if r.endswith(".bias")}
+        rest = {r: g for r, g in groups.items() if r not in biases}
+        if not self.against.planned:  # a config's usual draw does not forbid blocks of zeros
+            rest = {r: g for r, g in rest.items() if r not in self.zero}
+            yield from self._zero(self.zero)
+        self.wrong = list(rest)
+        rule = self.against.rule
+        if rule is not None and rule.meant is not None and not self.strict:
+            moved = [name for name in rest if name in rule.moved()]
+            if moved:
+                yield self._together(rule.title, [row for name in moved for row in rest[name]])
+            rest = {r: g for r, g in rest.items() if r not in moved}
+        for names, sentence in self.advice.crossed:
+            if rows := [row for name in names for row in rest.get(name, ())]:
+                yield self._together(sentence, rows)
+                rest = {r: g for r, g in rest.items() if r not in names}
+
+        def shared(role: str) -> Any:
+            """Of roles that one cause fits, layers that chance left out part nothing."""
+            causes = self.advice.reasons.get(role)
+            layers = tuple(sorted({row.layer for row in rest[role]}))
+            few = 2 * len(layers) < self.target.layers
+            return (causes, layers if few else ()) if causes else role
+
+        for roles in grouped(rest, shared).values():
+            yield self._variance(roles, [row for role in roles for row in rest[role]])
+        if biases:
+            yield self._biases(biases)
+
+    def _zero(self, names: frozenset[str]) -> Iterator[Finding]:
+        """Matrices that are zero in every layer, by design or not.
+
+        A block that starts at zero learns where one factor of it is not zero: of two factors that
+        both are, neither gets a gradient, nor does what stands before an activation that is flat
+        at 0.
+        """
+        short = {name.split(".")[-1].removeprefix("cross_") for name in names}
+        for one, other in (("value", "output"), ("query", "key"), ("ffn_in", "ffn_out")):
+            if {one, other} <= short:
+                yield self._zero_finding(
+                    (one, other), "error", "neither of them gets a gradient: zero one alone"
+                )
+                short -= {one, other}
+        if {"output", "ffn_out"} <= short:
+            self.notes.append(BY_DESIGN)
+            short -= {"output", "ffn_out"}
+        for name, block in (("output", "attention"), ("ffn_out", "feed-forward")):
+            if name in short:
+                self.notes.append(
+                    f"{name} is zero in every layer: {block} blocks are the identity at step 0, by "
+                    "design"
+                )
+        if "query" in short and "key" not in short:
+            self.notes.append(
+                "query is zero in every layer: attention starts uniform, as muP draws it"
+            )
+        for name, words in (
+            ("key", "attention starts uniform over all tokens"),
+            ("value", "attention adds nothing"),
+            ("ffn_in", "feed-forward blocks add nothing"),
+            ("gate", "feed-forward blocks add nothing"),
+        ):
+            other = {"key": "query", "value": "output", "ffn_in": "ffn_out"}.get(name, "")
+            if name in short and not any(role.split(".")[-1] == other for role in names):
+                yield self._zero_finding((name,), "warning", words)
+
+    def _zero_finding(self, names: tuple[str, ...], severity: str, words: str) -> Finding:
+        roles = [r for r in self.zero if r.split(".")[-1] in names]
+        layers = tuple(range(1, self.target.layers + 1))
+        of = "zero matrix", self.read.names(*roles), layers, 0.0, math.nan
+        are = "are" if len(names) > 1 else "is"
+        why = f"{' and '.join(names)} {are} zero in every layer: {words}"
+        mend = "draw them, or zero the outward matrices (output, ffn_out) alone"
+        return Finding(severity, *of, why, mend)
+
+    def _together(self, sentence: str, rows: list[Row]) -> Finding:
+        """One factor that sits on the wrong matrices."""
+        places = {role: n for n, role in enumerate(in_order(row.role for row in rows))}
+        rows = sorted(rows, key=lambda row: places[row.role])
+        groups = grouped(rows, lambda row: row.role)
+        wanted = {role: {_std(row.expected) for row in group} for role, group in groups.items()}
+        mend = "multiply the matrices that the plan scales, and no others"
+        if all(len(stds) == 1 for stds in wanted.values()):
+            mend = f"draw {_by_std({role: min(stds) for role, stds in wanted.items()}, 'with std')}"
+        if self.against.rule is not None:
+            middle = {
+                role: _std(sorted(row.measured for row in group)[len(group) // 2])
+                for role, group in groups.items()
+            }
+            sentence += f": {_by_std(middle, 'of std')}"
+        return Finding("warning", "wrong variance", *_stated(rows, rows[0]), sentence, mend)
+
+    def _variance(self, roles: list[str], group: list[Row]) -> Finding:
+        """Roles that differ in the same layers and for the same reason."""
+        causes = self.advice.reasons.get(roles[0], ())
+        ratios = [row.ratio for row in group if row.measured > 0 and row.expected > 0]
+        ratio = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
+        layers = tuple(sorted({row.layer for row in group if row.layer}))
+        total = self.target.layers
+        whole = not layers or len(layers) == total or group[0].layer == 0
+        names = {role.split(".")[-1] for role in roles}
+        slip = self.against.rule is not None and self.against.rule.meant is not None
+        plain = whole and (not causes or slip) and names <= set(MATRICES)
+        severity = "note" if plain and not self.strict else "warning"
+        if not self.strict and not names <= set(MATRICES):
+            severity = "note"
+        worst = max(group, key=lambda row: row.size)
+        said = f": {'; or '.join(causes)}" if causes else ""
+        where = "" if whole else f" in layer{'s' * (len(layers) > 1)} {listed(layers)}"
+        if not ratios and all(row.measured == 0 for row in group):
+            said = ": every entry is 0, a zero initialisation or storage that was never filled"
+        elif not ratios:
+            said = f": {worst.note}" if worst.note else said
+        unlike = worst.note and ratios and worst.note not in ("normal", "")
+        unlike = unlike and not causes and "together" not in worst.note
+        kind = f" (entries look {worst.note})" if unlike else ""
+        why = f"{', '.join(in_order(roles))}{where}: {ratio:.3g} times the variance of "
+        why += f"{self.against.words}{said}{kind}"
+        drawn = f"draw with std {math.sqrt(max(worst.expected, 0.0)):.3g}"
+        mend = drawn if worst.expected > 0 and not worst.parameter.count("...") else "draw it anew"
+        mend = mend if any(row.expected > 0 for row in group) else "set to zero"
+        return Finding(severity, "wrong variance", *_stated(group, worst), why, mend)
+
+    def _biases(self, groups: dict[str, list[Row]]) -> Finding:
+        """Biases that are not zero, worse the more they add to their matrix's output."""
+        matrices = {
+            role.full_name: (entries.square, role.fan_in)
+            for role, entries in self.read.entries
+            if role.is_matrix
+        }
+        shares = {}
+        for role, group in groups.items():
+            weight, fan_in = matrices.get(role.removesuffix(".bias"), (0.0, 1))
+            made = weight * fan_in  # of a normalised input
+            square = max(row.measured for row in group)
+            shares[role] = square / (square + made) if square else 0.0
+        role = max(shares, key=lambda name: shares[name])
+        worst = max(groups[role], key=lambda row: row.size)
+        fan = matrices.get(role.removesuffix(".bias"), (0.0, 1))[1]
+        default = "uniform" in worst.note or abs(worst.measured * 3 * fan - 1) < 0.3
+        left = ", nn.Linear's own uniform draw, which was not reset" if default else ""
+        severe = self.strict or shares[role] > BIAS
+        return Finding(
+            "warning" if severe else "note",
+            "biases",
+            *_stated([row for g in groups.values() for row in g], worst),
+            f"biases have a variance of {worst.measured:.3g}, not {worst.expected:.3g}{left}; at "
+            f"{role} that is {100 * shares[role]:.2g} % of what a normalised input makes",
+            "nn.init.zeros_(linear.bias)",
+        )
+
+    def _gains(self, groups: list[list[Row]]) -> Iterator[Finding]:
+        if not groups:
+            return
+        rows = [row for group in groups for row in group]
+        worst = max(rows, key=lambda row: row.size)
+        why = f"{worst.quantity} of {worst.role} is {worst.measured:.3g} instead of "
+        why += f"{worst.expected:.3g} (root mean square): {GAINS}"
+        yield Finding("warning", "norm gain", *_stated(rows, worst), why, LEAVE_NORMS)
+
+    def _drawn_gains(self) -> Iterator[Finding]:
+        """Gains about zero, of a module whose gains are held against nothing."""
+        if self.against.promised is not None or self.against.planned:
+            return
+        drawn = [
+            (role, entries)
+            for role, entries in self.read.entries
+            if role.name.endswith("norm.gain")
+            and entries.count >= 8
+            and entries.mean**2 < 0.25 * entries.square
+        ]
+        if not drawn:
+            return
+        size, roles = math.sqrt(drawn[0][1].square), [role for role, _ in drawn]
+        layers = tuple(sorted({role.layer for role in roles if role.layer <= self.target.layers}))
+        why = f"gains of norms are entries about 0 with a root mean square of {size:.3g}, not "
+        why += f"about 1: {GAINS}"
+        yield Finding("warning", "norm gain", gathered(roles), layers, size, 1.0, why, LEAVE_NORMS)
+
+    def _mean(self, role: str, group: list[Row]) -> Finding:
+        worst = max(group, key=lambda row: abs(row.measured))
+        of = "mean not zero", *_stated(group, worst)
+        why = f"entries of {role} have a mean of {worst.measured:.3g}, which no draw about zero has"
+        return Finding("warning", *of, why, "draw entries symmetric about 0 (uniform from -a to a)")
+
+    def _written(self, name: str) -> bool:
+        """Whether a table was written, not drawn: every row has the same norm, as sines have."""
+        table = tensors_of(self.read.module).get(name)
+        if table is None or table.ndim != 2:
+            return False
+        norms = table.detach().double().square().sum(1)
+        norms = norms[norms > 0]
+        return len(norms) > 1 and float(norms.std() / norms.mean()) < 1e-3
+
+    # --- sums, norms, attention -------------------------------------------------------------------
+
+    def _structure(self, rows: list[Row]) -> Iterator[Finding]:
+        """How layers are built, one sentence for all that differ alike."""
+
+        def place(item: tuple[tuple[str, str], list[Row]]) -> tuple[str, str]:
+            (_, note), group = item
+            return in_layers(sorted(row.layer for row in group), self.target.layers), note
+
+        by_role = grouped(rows, lambda row: (row.role, row.note))
+        for (where, note), alike in grouped(by_role.items(), place).items():
+            group = [row for _, part in alike for row in part]
+            why = f"{' and '.join(role for (role, _), _ in alike)}{where}: {note}"
+            yield Finding("warning", "norm placement", *_stated(group, group[0]), why, PRE_OR_POST)
+
+    def _declared(self, rows: list[Row]) -> Iterator[Finding]:
+        """Fields in which the module does not compute what its plan, scheme or config says."""
+        for row in rows:
+            name = row.role.rpartition(".")[2]
+            kind = "attention mask" if name in ("causal", "window") else "not as declared"
+            kind = "tied head" if name == "tied" else kind
+            names = self.read.names("query", "key")[:2] if name in ATTENTION_FIELDS else ()
+            why = f"{row.role}: {row.note}"
+            yield Finding("error", kind, names, (), row.measured, row.expected, why, AS_DECLARED)
+
+    def _scale_words(self, key: tuple[str, str], group: list[Row]) -> str:
+        """What is wrong with a multiplier of one block."""
+        kind, role = key
+        worst = max(group, key=lambda row: row.size)
+        numbers = f"is {worst.measured:.4g} instead of {worst.expected:.4g}"
+        own = f"{SCALE_WORDS[kind]} of {role} {numbers}"
+        reason = self.advice.scales.get((kind, role.removesuffix(".norm"))) or own
+        if kind != "skip_scale" or self.against.planned:
+            return reason
+        if abs(worst.measured) < 0.01:
+            return f"{role} drops the residual connection: lambda is {worst.measured:.2g}"
+        moved = abs(worst.measured - worst.expected) > 0.5
+        moved_words = ": the stream itself is rescaled or normalised before the sum"
+        return f"lambda of x in {role}'s sum {numbers}" + moved_words * moved
+
+    def _scale(self, key: tuple[str, str], group: list[Row]) -> Finding:
+        worst = max(group, key=lambda row: row.size)
+        layers = tuple(sorted({row.layer for row in group if 1 <= row.layer <= self.target.layers}))
+        of = gathered_names([row.parameter for row in group]), layers
+        reason = self._scale_words(key, [row for row in group if row.role == key[1]])
+        mend = "let the code multiply by the scheme's factor once"
+        if key[0] == "skip_scale" and not self.against.planned:
+            mend = PRE_OR_POST
+        elif MISSING in reason:
+            mend = (
+                "multiply in the code, or call moments.torch.attach(module, plan) once weights are "
+                "loaded: hooks of moments.torch.initialize are in no state_dict"
+            )
+        words = key[0].replace("_", " ")
+        return Finding("warning", words, *of, worst.measured, worst.expected, reason, mend)
+
+    def attention(
+        self, rows: Sequence[tuple[str, int, float]], known: bool = True
+    ) -> Iterator[Finding]:
+        """Stacks and layers in which q k is multiplied by a factor too much; where what it should
+        be is not `known`, known slips alone."""
+        groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        for stack, layer, factor in rows:
+            words = next((w for by, w in self._slips() if abs(factor / by - 1) < NEAR), "")
+            if words or known:
+                groups.setdefault((stack, words), []).append((layer, factor))
+        for (stack, words), found in groups.items():
+            layers, factor = tuple(layer for layer, _ in found), found[0][1]
+            yield Finding(
+                "warning",
+                "attention scale",
+                self.read.names(f"{stack}query", f"{stack}key", layers=layers),
+                layers,
+                factor,
+                1.0,
+                f"q k is multiplied by {factor:.3g} times what it should be, so that logits have "
+                f"{factor**2:.3g} times the variance (d_head = {self.target.d_head}): "
+                f"{words or 'something else than 1/sqrt(d_head) multiplies q k'}",
+                "multiply q k by d_head ** -0.5 once",
+            )
+
+    def _slips(self) -> Iterator[tuple[float, str]]:
+        """What a known slip multiplies q k by, beside 1/sqrt(d_head)."""
+        d_head, d_model = float(self.target.d_head or 1), float(self.target.d_model)
+        same = ", which is sqrt(d_model)," if d_head**2 == d_model else ","
+        whole = f"q k is divided by d_head (as muP does){same} not by its root"
+        for square, words in (
+            (d_head, "the division by sqrt(d_head) is missing"),
+            (1 / d_head, whole),
+            (d_head / d_model, "q k is divided by sqrt(d_model), not by sqrt(d_head)"),
+        ):
+            if abs(math.sqrt(square) - 1) > NEAR:
+                yield math.sqrt(square), words
+
+
+def _stated(
+    group: Sequence[Row], worst: Row
+) -> tuple[tuple[str, ...], tuple[int, ...], float, float]:
+    """Of rows, as a Finding states them: parameters, layers, and the worst one's numbers."""
+    layers = sorted({row.layer for row in group if row.layer})
+    names = gathered_names([row.parameter for row in group])
+    return names, tuple(layers), worst.measured, worst.expected
+
+
+def in_order(roles: Iterable[str]) -> tuple[str, ...]:
+    """Roles once each: matrices in the order of the network, then the others, biases last."""
+    order = {name: place for place, name in enumerate(MATRICES)}
+    known = dict.fromkeys(roles)
+
+    def place(role: str) -> tuple[bool, int]:
+        return role.endswith(".bias"), order.get(role.split(".")[-1], len(order))
+
+    return tuple(sorted(known, key=place))
+
+
+def _std(variance: float) -> str:
+    return f"{math.sqrt(max(variance, 0.0)):.3g}"
+
+
+def _by_std(values: Mapping[str, str], words: str) -> str:
+    """Roles by their standard deviation, in words."""
+    groups = grouped(values.items(), lambda item: item[1])
+    return ", ".join(
+        f"{joined([role for role, _ in group])} {words} {std}" for std, group in groups.items()
+    )

@@ -1,0 +1,246 @@
+"""A component given by one law of second moments across two replicas (`moments.laws`).
+
+What the engine asks of it is a derivative of that law: the gradient and the weights' in what
+differs across replicas, the band's sensitivities in what each replica has by itself as well. Of
+order 1/width are corrections of its output alone, as of independent Gaussian features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..engine.composition import Leaf, Pullback, Pulled
+from ..engine.derivative import Traced, pullback, tangent
+from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, followed
+from ..engine.laws import Applied, LawMatrix, Layout, evaluating, passed
+from ..engine.response import (
+    SINGLE,
+    Around,
+    GradientAdjoint,
+    Response,
+    SignalAdjoint,
+)
+from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal, Values
+from ..engine.trace import Record
+from ..errors import DomainError
+from .elementary import entrywise_overlap
+
+KernelLaw = Callable[[Array, Any], Array]
+
+
+@dataclass(frozen=True)
+class LawLeaf(Leaf):
+    """A block that one law describes.
+
+    Attributes:
+        label: site name in a trace.
+        law: of the moments that enter and of the weights (`engine.laws.Applied`).
+        weights: its matrices.
+        width: features of the output.
+        seq_len: tokens of a sequence.
+        mixes_tokens: whether an output token depends on other tokens than its own.
+    """
+
+    label: str
+    law: KernelLaw
+    weights: tuple[LawMatrix, ...]
+    width: int
+    seq_len: int
+    mixes_tokens: bool
+
+    def evaluated(
+        self, layout: Layout, x: Array, weights: Applied | None = None, follow: bool = False
+    ) -> Array:
+        """The law.
+
+        Args:
+            layout: of `x`.
+            x: moments across replicas, perhaps traced.
+            weights: None: of one network twice.
+            follow: whether what each replica has by itself is traced with what they share.
+
+        Raises:
+            DomainError: the law cannot take such moments, or leaves a weight out.
+        """
+        level = x.level if type(x) is Traced and not follow else math.inf
+        given = self.applied() if weights is None else weights
+        with evaluating(layout, level):
+            try:
+                found = self.law(x, given)
+            except (ValueError, TypeError, IndexError) as error:
+                if isinstance(error, DomainError):
+                    raise
+                raise DomainError(
+                    f"the law of block {self.label!r} fails on moments of shape {np.shape(x)}: "
+                    f"{error}; it takes an array of second moments and block weights, as w.gate(x)"
+                ) from error
+        if unused := sorted({one.name for one in self.weights} - passed(given).keys()):
+            raise DomainError(
+                f"the law of block {self.label!r} never applies its weight {unused[0]!r}: write "
+                f"w.{unused[0]}(x) where the twin does, or leave it out of weights"
+            )
+        return found
+
+    def applied(self, *extra: Array) -> Applied:
+        """Its weights across replicas, with `extra` covariances of those in `names`."""
+        return Applied(self.label, self.weights, dict(zip(self.names, extra, strict=False)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that receives a gradient."""
+        return tuple(name for one in self.weights for name in one.names)
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        moments = signal.second_moment()
+        layout = Layout.of(moments, self.seq_len)
+        x = layout.array(moments)
+        kernel = layout.kernel(self._checked(layout, x))
+        output = Signal(kernel, signal.seq_len, mean=0.0 * kernel.diagonal, width=float(self.width))
+        if signal.fluctuation is not None:
+            drawn = Fluctuation.of_gaussian(kernel, output.width)
+            overlaps = None if followed(signal) is None else drawn.norms
+            output = output.replace(fluctuation=drawn._replace(overlaps=overlaps))
+        return output, LawPullback(self, signal, layout, x)
+
+    def _checked(self, layout: Layout, x: Array) -> Array:
+        found = self.evaluated(layout, x)
+        if np.shape(found) != x.shape:
+            raise DomainError(
+                f"the law of block {self.label!r} makes shape {np.shape(found)} of {x.shape}: "
+                "it returns moments of as many tokens as it takes"
+            )
+        first, second = layout.variances(np.asarray(found))
+        if not np.all(np.isfinite(found)) or np.any(first < 0):
+            raise DomainError(
+                f"the law of block {self.label!r} gives variances that are negative or not finite, "
+                f"such as {np.min(first):.4g}: second moments of tokens that exist have none"
+            )
+        if np.any(np.abs(found) > (1 + 1e-6) * np.sqrt(first * second) + 1e-300):
+            worst = np.max(np.abs(found) / np.maximum(np.sqrt(first * second), 1e-300))
+            raise DomainError(
+                f"the law of block {self.label!r} makes two tokens correlate by {worst:.4g}: one "
+                "law serves own entries and pairs, so that at most 1 can come out"
+            )
+        return found
+
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        if not self.mixes_tokens:
+            return self.forward(signal)[0]
+        own, across = (np.asarray(one)[..., None, None, None, None] for one in _both(signal.kernel))
+        size, layout = self.seq_len, Layout(True, 2)
+        itself = np.eye(2)[:, :, None, None] * np.eye(size)
+        found = self.evaluated(layout, across + (own - across) * itself)
+        one = np.diagonal(found[..., 0, 0, :, :], axis1=-2, axis2=-1).mean(-1)
+        return Signal(Kernel(one, found[..., 0, 1, :, :].mean((-2, -1))), 2, width=self.width)
+
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
+        if not self.mixes_tokens:
+            return entrywise_overlap(self, record, at, walk.real)
+        return at.mapped(record.output.width)
+
+    def response(self, record: Record, around: Around) -> Response:
+        if not self.mixes_tokens:
+            return super().response(record, around)
+        moments = record.input.second_moment()
+        layout = Layout.of(moments, self.seq_len)
+        ratio = self.width / record.input.width
+        return LawResponse(self, layout, moments.pairs, ratio * around.received(record), ratio)
+
+
+def _both(kernel: Kernel) -> tuple[Array, ...]:
+    return tuple(np.broadcast_arrays(kernel.diagonal, kernel.pairs))
+
+
+@dataclass(slots=True, eq=False)
+class LawPullback:
+    """The way back through a law, of the moments `x` that entered it."""
+
+    leaf: LawLeaf
+    signal: Signal
+    layout: Layout
+    x: Array
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        leaf, layout = self.leaf, self.layout
+        received = layout.array(gradient.kernel) * (leaf.width / self.signal.width)
+        shape = np.broadcast_shapes(received.shape, self.x.shape)
+        none = [np.zeros(shape) for _ in leaf.names]
+        _, pull = pullback(
+            lambda x, *extra: leaf.evaluated(layout, x, leaf.applied(*extra)),
+            np.broadcast_to(self.x, shape),
+            *none,
+        )
+        sent, *weights = (layout.kernel(one) for one in pull(np.broadcast_to(received, shape)))
+        by_name = dict(zip(leaf.names, weights, strict=True))
+        return LawPulled(gradient.with_kernel(sent), by_name, self.signal)
+
+
+@dataclass(slots=True, eq=False)
+class LawPulled(Pulled):
+    """What a law sent back, and its derivative in every weight's covariance, entry by entry."""
+
+    by_name: dict[str, Kernel]
+    signal: Signal
+
+    def weights(self) -> Values:
+        signal = self.signal
+        return {
+            name: signal.width * kernel.total(signal.seq_len)
+            for name, kernel in self.by_name.items()
+        }
+
+
+@dataclass(frozen=True)
+class LawResponse:
+    """What a law that mixes tokens does to sensitivities: its tangents, and their derivatives.
+
+    Attributes:
+        leaf, layout: of the law.
+        moments: (..., L, L) at the input.
+        received: (..., L, L) the gradient at the output, times `ratio`.
+        ratio: of the features that leave to those that enter.
+    """
+
+    leaf: LawLeaf
+    layout: Layout
+    moments: Array
+    received: Array
+    ratio: float
+
+    def _across(self, x: Array) -> Array:
+        return self.leaf.evaluated(self.layout, x)
+
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        _, found = tangent(self._across, *self._with(sensitivity))
+        onward = (self.ratio * self.layout.joined(found)).astype(SINGLE)
+        none = np.zeros(sensitivity.shape[:-2])
+        return GradientAdjoint(onward, sensitivity, none, none + 1.0)
+
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
+        (point,), (above,) = self._with(sensitivity)
+        received = self.layout.cut(np.broadcast_to(self.received, sensitivity.shape))
+        given = np.zeros(sensitivity.shape)
+        given[: len(exposure)] = exposure
+        direction = self.layout.cut(given)
+
+        def number(c: Array) -> Array:
+            own = self.leaf.evaluated(self.layout, c, follow=True)
+            _, sent = tangent(self._across, [c], [direction])
+            return np.sum(own * above) + np.sum(sent * received)
+
+        _, pull = pullback(number, point)
+        found = self.layout.joined(pull(1.0)[0]).astype(SINGLE)
+        none = np.zeros(sensitivity.shape[:-2])
+        return SignalAdjoint(0.5 * (found + np.swapaxes(found, -1, -2)), none, none)
+
+    def _with(self, sensitivity: Array) -> tuple[list[Array], list[Array]]:
+        """The law's argument and a direction, in one shape."""
+        point = np.broadcast_to(self.moments, sensitivity.shape)
+        return [self.layout.cut(point)], [self.layout.cut(np.asarray(sensitivity, float))]

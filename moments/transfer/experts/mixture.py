@@ -1,0 +1,301 @@
+"""Experts behind a router: the law of one of them, times what the router makes of a pair of tokens.
+
+Experts are independent of each other and of the router, so that of a sum over experts only terms of
+one expert have a mean: the output's kernel is M(r_ij) K_ij, K the kernel of one expert, and r the
+correlation of two tokens' logits (`routing`). See docs/theory/experts.md, A mixture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...engine.composition import Chain, Leaf, Pullback, Pulled
+from ...engine.composition import forward as passed
+from ...engine.fluctuation import (
+    OverlapWalk,
+    UnsharedOverlap,
+    followed,
+    overlap_variance,
+    step_within,
+)
+from ...engine.state import Array, Gradient, Kernel, Signal, Values, ratio_or_zero
+from ...engine.trace import Record
+from ...errors import DomainError
+from ...formulas.linear import SCALE
+from ..elementary import Scale, entrywise_overlap
+from .routing import LARGEST, LEAST, Router, functions
+
+
+class Routed(NamedTuple):
+    """The router's three functions at tokens' correlations, as kernels.
+
+    Attributes:
+        gates, slopes, load: M, N and P.
+        logits: variance of a token's logits.
+    """
+
+    gates: Kernel
+    slopes: Kernel
+    load: Kernel
+    logits: Array
+
+
+@dataclass(frozen=True)
+class Mixture(Leaf):
+    """sum_e g_e(z) F_e(x), z = W x + b.
+
+    Attributes:
+        label: site name of the sum in a trace.
+        router: how gates follow from logits.
+        expert: one of them, from the tokens to what it gives.
+        d_model: features of the input.
+        router_variance, bias_variance: of W's and b's entries.
+        name: of W in the table of weight gradients; that of b is `name`.bias.
+        has_bias: whether there is b, of any variance, that receives a gradient.
+        inward: whether the gate multiplies what the expert reads (`_outward`).
+    """
+
+    label: str
+    router: Router
+    expert: Chain
+    d_model: int
+    router_variance: float
+    bias_variance: float = 0.0
+    name: str = "router"
+    has_bias: bool = False
+    inward: bool = False
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return self.expert.matrices
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> Mixture:
+        return replace(self, expert=self.expert.with_variances(names, factor))
+
+    def routed(self, signal: Signal, moved: Array = 0.0) -> Routed:
+        """What the router makes of pairs of tokens.
+
+        Args:
+            moved: added to the tokens' overlaps.
+        """
+        tokens = signal.second_moment()
+        own = tokens.mean_diagonal()
+        gain = self.d_model * self.router_variance
+        logits = gain * own + self.bias_variance
+        first, second = tokens.over_tokens(tokens.diagonal)
+        cosine = np.clip(ratio_or_zero(tokens.pairs + moved, (first * second) ** 0.5), -1.0, 1.0)
+        _, two = tokens.lift(ratio_or_zero(gain * own, logits))
+        # a constant shared by all tokens' logits is a bias, which they have in common
+        pairs = 1.0 - two * (1.0 - cosine)
+        single = functions(self.router, logits, 1.0 + 0.0 * own)
+        joint = functions(self.router, logits, pairs)
+        found = []
+        for alone, both in zip(single, joint, strict=True):
+            diagonal = tokens.lift(alone)[0] + 0.0 * tokens.diagonal
+            found.append(Kernel.joined(diagonal, both + 0.0 * tokens.pairs, tokens.resolved))
+        return Routed(found[0], found[1], found[2], logits)
+
+    def _outward(self, signal: Signal) -> Mixture:
+        """The same with the gate on what the expert gives, where it multiplies what it reads.
+
+        Around the gates' root mean square g, an expert is taken to grow by the power e of its
+        input's size, F(h x) = (h/g)^e F(g x), which it has there: gates are then (h/g)^e.
+
+        Raises:
+            DomainError: configurations whose logits differ.
+        """
+        own = np.asarray(signal.second_moment().mean_diagonal())
+        if np.ptp(own) > 0.02 * np.max(own):
+            raise DomainError(
+                "rule = 'sigmoid_input' takes one variance of the tokens at a time: predict its "
+                "configurations one by one"
+            )
+        one = float(own.mean())
+        logits = self.d_model * self.router_variance * one + self.bias_variance
+        square = float(functions(self.router, logits, 1.0)[0])
+
+        def size(variance: float) -> float:
+            given = Signal(Kernel(variance, 0.0), 2, width=signal.width)
+            return float(passed(self.expert, given)[0].second_moment().diagonal)
+
+        above, below = (size(square * one * (1 + side)) for side in (0.05, -0.05))
+        grows = np.log(above / below) / np.log(1.05 / 0.95) if below > 0 else 1.0
+        power = round(float(grows), 2)
+        router = replace(self.router, power=power, scale=square ** (-power / 2))
+        entering = Scale(SCALE, "refined", "", {"weight_variance": square})
+        expert = Chain((entering, *self.expert.components))
+        return replace(self, router=router, expert=expert, inward=False)
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        if self.inward:
+            return self._outward(signal).forward(signal)
+        inner, record = passed(self.expert, signal)
+        at = self.routed(signal)
+        sides = _Sides.of(self, signal)
+        below = (note for one in record.leaves() for note in one.output.notes)
+        weight = at.gates if sides is None else sides.weighted(at.gates, "gates", "out")
+        output = inner.replace(
+            kernel=inner.kernel * weight,
+            fluctuation=self._fluctuation(inner, at, weight),
+            notes=(*below, *self._notes(signal, at)),
+            diagnostics={"logit_variance": at.logits},
+        )
+        return output, MixturePullback(self, signal, inner, record, at, weight, sides)
+
+    def _fluctuation(self, inner: Signal, at: Routed, weight: Kernel) -> Any:
+        """Of experts' outputs, Gaussian features given what they sum over.
+
+        What the sum over hidden features varies by is of every expert by itself: the less, the more
+        of them two tokens share. How the choice varies over draws of the router is left out.
+        """
+        found = inner.fluctuation
+        if found is None:
+            return None
+        square = weight * weight
+        gaussian = (inner.kernel * inner.kernel).scaled(2 / inner.width)
+        shares = Kernel.joined(
+            ratio_or_zero(1.0, at.load.diagonal),
+            ratio_or_zero(1.0, at.load.pairs),
+            at.load.resolved,
+        )
+
+        def of(kernel: Kernel) -> Kernel:
+            return square * (gaussian + (kernel - gaussian) * shares)
+
+        shared = None
+        if found.shared is not None:
+            shared = found.shared[0] * weight, found.shared[1] * weight
+        overlaps = None if found.overlaps is None else of(found.overlaps)
+        return found._replace(
+            norms=of(found.norms), overlaps=overlaps, free_norms=None, shared=shared
+        )
+
+    def _notes(self, signal: Signal, at: Routed) -> tuple[str, ...]:
+        notes = []
+        if np.max(at.logits) > LARGEST:
+            notes.append(
+                f"the router's logits have variance {float(np.max(at.logits)):.3g}, taken as "
+                f"{LARGEST:g}: beyond it gates are all but one"
+            )
+        correlation = signal.correlation()
+        if np.min(correlation) < LEAST:
+            notes.append(f"tokens correlate by less than {LEAST:.2f}, at which they are routed")
+        own = signal.second_moment().diagonal
+        mean = signal.second_moment().mean_diagonal()
+        spread = np.max(abs(own - signal.second_moment().lift(mean)[0]))
+        if signal.resolved and spread > 0.1 * np.max(mean):
+            notes.append(
+                "tokens of different norms enter a router without a normalisation: its logits are "
+                "given their mean variance"
+            )
+        return tuple(notes)
+
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
+        return entrywise_overlap(self, record, at, walk.real)
+
+
+class _Sides(NamedTuple):
+    """A pair at the two values of its realised overlap that are averaged over (`GatedLinear`).
+
+    Router and expert see the same overlap o, and the mean over it of their product is wanted:
+    factors of the router are weighted by the size of the expert's at either value.
+
+    Attributes:
+        routed: the router's functions at both.
+        out, back: of an expert, the output's covariance and the factor on a gradient's, at both.
+    """
+
+    routed: tuple[Routed, Routed]
+    out: tuple[Array, Array]
+    back: tuple[Array, Array]
+
+    @classmethod
+    def of(cls, leaf: Mixture, signal: Signal) -> _Sides | None:
+        variance = None if followed(signal) is None else overlap_variance(signal)
+        if variance is None:
+            return None
+        tokens = signal.second_moment()
+        step = step_within(tokens, variance)
+        routed, out, back = [], [], []
+        for side in (1.0, -1.0):
+            pairs = tokens.pairs + side * step
+            moved = Kernel.joined(tokens.diagonal, pairs, tokens.resolved)
+            still = Signal(moved, signal.seq_len, mean=0.0 * moved.diagonal, width=signal.width)
+            given, record = passed(leaf.expert, still)
+            even = Gradient(moved.with_ones(), signal.seq_len)
+            routed.append(leaf.routed(signal, side * step))
+            out.append(abs(given.second_moment().pairs))
+            back.append(abs(record.backward(even).gradient_sent.kernel.pairs))
+        return cls(tuple(routed), tuple(out), tuple(back))  # type: ignore[arg-type]
+
+    def weighted(self, kernel: Kernel, name: str, by: str) -> Kernel:
+        """A factor of the router, its pairs weighted by an expert's size at either value."""
+        one, two = (getattr(at, name).pairs for at in self.routed)
+        first, second = getattr(self, by)
+        total = first + second
+        share = np.where(total > 0, ratio_or_zero(first, total), 0.5)
+        pairs = two + share * (one - two)
+        if np.ndim(pairs) == 0 and np.ndim(kernel.pairs) == 0:
+            pairs = float(pairs)
+        return Kernel.joined(kernel.diagonal, pairs, kernel.resolved)
+
+
+@dataclass(slots=True, eq=False)
+class MixturePullback:
+    """The way back: through the experts, and through the router's logits.
+
+    dL/dz_e = sum_a (dg_a/dz_e) F_a.g has the covariance d G_ij K_ij N(r_ij), summed over experts.
+    """
+
+    leaf: Mixture
+    signal: Signal
+    inner: Signal
+    record: Record
+    at: Routed
+    weight: Kernel
+    sides: _Sides | None
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        leaf, signal, at, sides = self.leaf, self.signal, self.at, self.sides
+        record = self.record.backward(gradient.with_kernel(gradient.kernel * self.weight))
+        through, slopes = record.gradient_sent.kernel, at.slopes
+        if sides is not None:
+            back = sides.weighted(at.gates, "gates", "back")
+            pairs = through.pairs * ratio_or_zero(back.pairs, self.weight.pairs)
+            through = Kernel.joined(through.diagonal, pairs, through.resolved)
+            slopes = sides.weighted(slopes, "slopes", "out")
+        given = self.inner.second_moment()
+        logits = (gradient.kernel * given * slopes).scaled(self.inner.width)
+        total = through + logits.scaled(leaf.router_variance)
+        sent = Gradient(total, gradient.seq_len)
+        return MixturePulled(sent, leaf, signal, record, logits)
+
+
+@dataclass(slots=True, eq=False)
+class MixturePulled(Pulled):
+    """What a mixture sent back.
+
+    Attributes:
+        experts: of one expert, with the gradient of all.
+        logits: kernel of the gradient at the logits, summed over experts.
+    """
+
+    leaf: Mixture
+    signal: Signal
+    experts: Record
+    logits: Kernel
+
+    def weights(self) -> Values:
+        """Of all experts together: E of them, each with its share of the tokens."""
+        found = {k: v for one in self.experts.leaves() for k, v in one.weights().items()}
+        tokens = self.signal.second_moment()
+        length = self.signal.seq_len
+        found[self.leaf.name] = self.leaf.d_model * (tokens * self.logits).total(length)
+        if self.leaf.has_bias:
+            found[f"{self.leaf.name}.bias"] = self.logits.total(length)
+        return found

@@ -1,0 +1,11 @@
+"""Recurrent mixers and short convolutions.
+
+heads      what heads compute, as functions of pre-activations
+drawn      kernels of what drawn heads give, and of the gradients that they send back
+exact      laws in closed form where nothing is drawn
+leaf       the component of the engine
+"""
+
+from .leaf import RECURRENT, Mixer, recurrent_parts
+
+__all__ = ["RECURRENT", "Mixer", "recurrent_parts"]

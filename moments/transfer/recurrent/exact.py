@@ -1,0 +1,149 @@
+"""Laws in closed form of mixers in which nothing nonlinear is shared by several features.
+
+With Q, K, V second moments of one feature of queries, keys and values over tokens, m their means,
+N the width of a head's keys and D its decays, of a head's output (no norm behind)
+
+    E y y' = scale^2 {N Q o R(K o V) + N (N - 1) m_q m_q' o R(m_k m_k' o V)},  R(H) = D H D^T,
+
+o entry by entry, and gradients go back by R^T(H) = D^T H D. Features of queries and keys have means
+where a SiLU made them. Derived here: second moments of products of independent features, exact for
+any width given Gaussian pre-activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...engine.state import Kernel, Signal, bind, evaluate
+from ...formulas.activation import activation_laws
+from ...model.mixers import LinearAttention, ShortConvolution
+from .drawn import Back
+
+Array = Any
+
+
+class GatedConvolution:
+    """q * conv(k * v): what enters and leaves, as `drawn.DrawnHeads`.
+
+    The product's kernel is q's times sum_a tap_variance (K o V)_{t-a,t'-a}: taps are independent,
+    so that two lags have nothing in common.
+    """
+
+    def __init__(
+        self,
+        block: ShortConvolution,
+        width: int,
+        kernel: Array,
+        gains: Mapping[str, float],
+        sequences: int,
+    ) -> None:
+        self.block, self.width = block, width
+        self.query, self.key, self.value = (kernel * gains[k] for k in ("query", "key", "value"))
+        length = len(kernel) // sequences
+        one = [np.eye(length, k=-a) for a in range(min(block.kernel, length))]
+        self.shifts = [np.kron(np.eye(sequences), shift) for shift in one]
+        self.moved = [shift @ (self.key * self.value) @ shift.T for shift in self.shifts]
+        self.mixed = block.tap_variance * sum(self.moved)
+
+    def forward(self) -> Array:
+        return self.query * self.mixed
+
+    def backward(self, received: Array) -> Back:
+        block, inner = self.block, received * self.query
+        at_product = sum(shift.T @ inner @ shift for shift in self.shifts) * block.tap_variance
+        kernels = {
+            "query": received * self.mixed,
+            "key": self.value * at_product,
+            "value": self.key * at_product,
+        }
+        own = {"mixer.taps": self.width * float(sum((inner * one).sum() for one in self.moved))}
+        if block.bias:
+            own["mixer.taps.bias"] = self.width * float(inner.sum())
+        return Back(kernels, own)
+
+
+class LinearHeads:
+    """Linear attention without a norm and without decays that the input sets."""
+
+    def __init__(
+        self, block: LinearAttention, kernel: Array, gains: Mapping[str, float], sequences: int
+    ) -> None:
+        self.block = block
+        of = {
+            name: moments_of(block.feature_map, kernel * gains[name])
+            for name in ("query", "key", "value")
+        }
+        self.of = of
+        length = len(kernel) // sequences
+        lag = np.subtract.outer(np.arange(length), np.arange(length))
+        decays = dict.fromkeys((1.0,), 1.0) if block.decays is None else {}
+        for one in block.decays or ():
+            decays[one] = decays.get(one, 0.0) + 1 / block.heads
+        self.heads = [
+            (share, np.kron(np.eye(sequences), one ** np.maximum(lag, 0) * (lag >= 0)))
+            for one, share in decays.items()
+        ]
+        one, means = of["key"][0] * of["value"][0], np.outer(of["key"][2], of["key"][2])
+        self.mixed = self._mean(one)
+        self.together = self._mean(means * of["value"][0]) if np.any(means) else 0.0 * one
+        self.gate = (
+            None if block.gate is None else moments_of(block.gate, kernel * gains["mixer_gate"])
+        )
+
+    def _mean(self, kernel: Array) -> Array:
+        """R, over heads."""
+        return sum(share * (decay @ kernel @ decay.T) for share, decay in self.heads)
+
+    def _back(self, kernel: Array) -> Array:
+        return sum(share * (decay.T @ kernel @ decay) for share, decay in self.heads)
+
+    def _summed(self) -> Array:
+        block, (query, _, mean) = self.block, self.of["query"]
+        width = block.d_key
+        found = query * self.mixed + (width - 1) * np.outer(mean, mean) * self.together
+        return block.scale**2 * width * found
+
+    def forward(self) -> Array:
+        return self._summed() * (1.0 if self.gate is None else self.gate[0])
+
+    def backward(self, received: Array) -> Back:
+        block = self.block
+        (query, at_query, query_mean), (key, at_key, key_mean), (value, at_value, _) = (
+            self.of[name] for name in ("query", "key", "value")
+        )
+        kernels = {}
+        if self.gate is not None:
+            kernels["mixer_gate"] = received * self._summed() * self.gate[1]
+            received = received * self.gate[0]
+        square = block.scale**2
+        back = self._back(received * query)
+        together = self._back(received * np.outer(query_mean, query_mean))
+        values = key * back + (block.d_key - 1) * np.outer(key_mean, key_mean) * together
+        kernels |= {
+            "value": square * block.d_key * values * at_value,
+            "key": square * block.d_value * value * back * at_key,
+            "query": square * block.d_value * received * self.mixed * at_query,
+        }
+        return Back(kernels, {})
+
+
+def moments_of(function: str, kernel: Array) -> tuple[Array, Array, Array]:
+    """Second moments of f(x), E f' f', and means, for Gaussian x of an (L, L) kernel."""
+    if function == "identity":
+        return kernel, np.ones_like(kernel), np.zeros(len(kernel))
+    signal = Signal(Kernel.of_matrix(kernel), len(kernel), mean=np.zeros(len(kernel)))
+    laws = activation_laws(function).under("refined")
+    one, two = bind(signal, {"grad_variance": 1.0, "grad_covariance": 1.0})
+    values = {
+        name: evaluate(laws[name], signal.algebra, two if "co" in name else one)
+        for name in ("mean", "variance", "covariance", "grad_variance", "grad_covariance")
+    }
+    moment, slope = (
+        Kernel.joined(values[single], values[pair], True).pairs + 0.0 * kernel
+        for single, pair in (("variance", "covariance"), ("grad_variance", "grad_covariance"))
+    )
+    mean = values["mean"] + np.zeros(len(kernel))
+    return moment + np.outer(mean, mean), slope, mean
