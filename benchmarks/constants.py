@@ -75,7 +75,6 @@ TABLE = (
     Constant(f"{KERNELS}.joint_laws", "SELF_SWEEPS", (2, 8), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.joint_laws", "JOINT_SWEEPS", (2, 6), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.joint_laws", "TANGENT_SWEEPS", (3, 12), "precision", ("rotary",)),
-    Constant(f"{KERNELS}.closure", "MARGINAL_SWEEPS", (6, 24), "precision", ("text",)),
     Constant(f"{KERNELS}.finite_rows", "NEAREST_END", (0.8, 0.95), "precision", ("close", "text")),
     Constant(f"{KERNELS}.finite_rows", "MOST_ORDERS", (6, 14), "precision", ("hot", "text")),
     Constant(f"{KERNELS}.finite_rows", "TOLERANCE", (1e-1, 4e-3), "precision", BY_TOKEN),
