@@ -124,6 +124,7 @@ TABLE = (
     Constant("noise.band", "ALIKE_TARGETS", (65, 257), "precision", ("thousand",)),
     Constant("noise.encoder_noise", "STEP", (1e-4, 1e-6), "step", ("encoder",)),
     Constant("engine.response", "STEP", (1e-3, 1e-5), "step", ("text",)),
+    Constant("transfer.by_law", "MOST_NUMBERS", (2**15, 2**19), "precision", ("own block",)),
     Constant("noise.loss_noise", "_COARSE", (3e-2, 3e-3), "step", ("alike", "text")),
     Constant("noise.loss_noise", "_NODES", (5, 17), "precision", ("alike", "text")),
     Constant("transfer.normalization", "_EXPANDED", (0.02, 0.2), "range", ("narrow",)),
@@ -169,7 +170,24 @@ def _encoder(prediction: moments.Prediction) -> moments.Prediction:
     return prediction.encoder
 
 
+def _own(x: Any, w: Any) -> Any:
+    """Averages over the tokens before, behind a gate."""
+    count = x.shape[-1]
+    a = np.tril(np.ones((count, count))) / np.arange(1, count + 1)[:, None]
+    return w.output(moments.laws.activation("sigmoid", w.gate(x)) * (a @ w.value(x) @ a.T))
+
+
+SQUARE = ("d_model", "d_model")
+
 MODELS: dict[str, Callable[[], Any]] = {
+    "own block": lambda: moments.predict(
+        _plain(
+            mixer=moments.block(
+                law=_own, weights=dict.fromkeys(("gate", "value", "output"), SQUARE)
+            )
+        ),
+        correlation=0.3,
+    ),
     "text": lambda: moments.predict(
         _plain(causal=True, dropout=0.1, activation="gelu", **_head()), token_ids=TEXT
     ),
@@ -245,6 +263,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "peaked": lambda: moments.predict(_plain(**_head(weight_variance=0.016)), token_ids=TEXT),
 }
 DESCRIBED = {
+    "own block": "a block given by its law, a gated average",
     "text": "causal GELU on a text with repeats, dropout, a head",
     "rotary": "rotary, grouped heads, gated units, RMSNorm, by token",
     "distances": "ALiBi of 8 heads",

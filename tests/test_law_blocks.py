@@ -41,7 +41,7 @@ def declared(d_model: int, seq_len: int, **place: Any) -> moments.Transformer:
 MODELS = {
     "gated average": declared(96, 10, mixer=law_blocks.GATED),
     "recurrence": declared(96, 10, mixer=law_blocks.RECURRENCE),
-    "sink": declared(256, 8, mixer=law_blocks.SINK),
+    "sink": declared(64, 8, mixer=law_blocks.SINK),
     "units": declared(96, 10, ffn=law_blocks.UNITS),
 }
 GIVEN: dict[str, Any] = {"correlation": 0.3, "grad_correlation": 0.2}
@@ -213,6 +213,25 @@ def test_norms_hold_what_each_replica_has() -> None:
     value, pull = pullback(law, c)
     assert value == pytest.approx(c / np.sqrt(np.outer([5, 10], [5, 10])))
     assert pull(np.ones((2, 2)))[0] == pytest.approx(1 / np.sqrt(np.outer([5, 10], [5, 10])))
+
+
+@pytest.mark.parametrize("most", [10**6, 0])
+def test_overlaps_move_as_they_vary(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Squares of the directions sum up to the covariance; drawn ones do on average."""
+    from moments.engine.state import Fluctuation, Kernel, Signal
+    from moments.transfer import by_law
+
+    root = np.random.default_rng(1).normal(size=(5, 9))
+    c = root @ root.T / 9
+    kernel = Kernel.of_matrix(c)
+    spread = (kernel * kernel).scaled(2 / 100)
+    signal = Signal(kernel, 5, width=100.0, fluctuation=Fluctuation(spread, spread))
+    monkeypatch.setattr(by_law, "MOST_NUMBERS", most or 25 * 14)
+    moves = by_law.Moves.of(signal, Layout(True))
+    found = moves.weight * np.einsum("nkl,nmp->klmp", moves.steps, moves.steps)
+    both = np.einsum("km,lp->klmp", c, c) + np.einsum("kp,lm->klmp", c, c)
+    error = 1e-12 if most else 6 / np.sqrt(14)
+    assert np.max(np.abs(found - both / 100)) < error * np.max(both / 100)
 
 
 # --- errors ---------------------------------------------------------------------------------------

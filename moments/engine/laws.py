@@ -205,7 +205,6 @@ def _pair(name: str) -> _Pair:
 
 
 def _at(law: Law, v: Array, w: Array, x: Array) -> Array:
-    v, w, x = np.broadcast_arrays(v, w, x)
     values = {"x_variance": v, "x_other_variance": w, "grad_covariance": np.ones_like(x)}
     values["x_correlation"] = np.clip(ratio_or_zero(x, np.sqrt(v * w)), -1.0, 1.0)
     return np.asarray(law.formula(NUMPY, *law.pick(values)))

@@ -23,6 +23,7 @@ from ..transfer.architecture import declare
 from .draws import QUANTITIES
 from .gate import Gate, computing
 from .low_precision import low_precision
+from .tangent import TangentKernel, tangent_kernel
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from ..step.result import FirstStep
     from ..step.sharpness import Sharpness
     from .stack import OuterWeights
-    from .tangent import TangentKernel
 
 
 FORMAT_VERSION = 1
@@ -424,8 +424,6 @@ class Prediction:
             DomainError: several configurations or sequences, an encoder, another theory, more than
                 43 tokens each by itself, a parameter that is not there.
         """
-        from .tangent import tangent_kernel
-
         return tangent_kernel(self, rates)
 
     def attention(self) -> pd.DataFrame:

@@ -1,22 +1,31 @@
 """A component given by one law of second moments across two replicas (`moments.laws`).
 
 What the engine asks of it is a derivative of that law: the gradient and the weights' in what
-differs across replicas, the band's sensitivities in what each replica has by itself as well. Of
-order 1/width are corrections of its output alone, as of independent Gaussian features.
+differs across replicas, the band's sensitivities in what each replica has by itself as well. A law
+is averaged over overlaps of the tokens as they vary over draws (docs/theory/norms.md, Realised
+overlaps), by second differences; its output's vary as those of independent Gaussian features.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..engine.composition import Leaf, Pullback, Pulled
-from ..engine.derivative import Traced, pullback, tangent
-from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, followed
+from ..engine.derivative import Traced, plain, pullback, tangent
+from ..engine.fluctuation import (
+    OverlapWalk,
+    UnsharedOverlap,
+    followed,
+    has_fixed_norms,
+    overlap_variance,
+    signed_root,
+    step_within,
+)
 from ..engine.laws import Applied, LawMatrix, Layout, evaluating, passed
 from ..engine.response import (
     SINGLE,
@@ -99,13 +108,42 @@ class LawLeaf(Leaf):
         moments = signal.second_moment()
         layout = Layout.of(moments, self.seq_len)
         x = layout.array(moments)
-        kernel = layout.kernel(self._checked(layout, x))
+        base = self._checked(layout, x)
+        moves = self._moves(layout, signal, x, base)
+        kernel = layout.kernel(base if moves is None else self.averaged(layout, x, moves))
         output = Signal(kernel, signal.seq_len, mean=0.0 * kernel.diagonal, width=float(self.width))
         if signal.fluctuation is not None:
             drawn = Fluctuation.of_gaussian(kernel, output.width)
             overlaps = None if followed(signal) is None else drawn.norms
             output = output.replace(fluctuation=drawn._replace(overlaps=overlaps))
-        return output, LawPullback(self, signal, layout, x)
+        return output, LawPullback(self, signal, layout, x, moves)
+
+    def averaged(
+        self, layout: Layout, x: Array, moves: Moves, weights: Applied | None = None
+    ) -> Array:
+        """The law over draws of the tokens' overlaps, by its second differences."""
+        mean = self.evaluated(layout, x, weights)
+        for part in moves.parts(np.size(plain(x))):
+            above, below = (self.evaluated(layout, x + side * part, weights) for side in (1, -1))
+            more = np.sum(above + below, axis=0) - 2.0 * len(part) * mean
+            mean = mean + 0.5 * moves.weight * more
+        return mean
+
+    def _moves(self, layout: Layout, signal: Signal, x: Array, base: Array) -> Moves | None:
+        """How overlaps of the tokens vary; None: they are not followed, or the law is linear."""
+        kernel, variance = signal.second_moment(), overlap_variance(signal)
+        if variance is None:
+            return None
+        if not self.mixes_tokens:
+            step = Kernel.joined(
+                0.0 * kernel.diagonal, step_within(kernel, variance), kernel.resolved
+            )
+            return Moves(layout.array(step)[None])
+        found = Moves.of(signal, layout)
+        mean = found.steps.mean(0)
+        above, below = (self.evaluated(layout, x + side * mean) for side in (1, -1))
+        linear = np.allclose(above + below, 2 * base, rtol=0, atol=1e-13 * np.max(np.abs(base)))
+        return None if linear else found
 
     def _checked(self, layout: Layout, x: Array) -> Array:
         found = self.evaluated(layout, x)
@@ -154,6 +192,58 @@ class LawLeaf(Leaf):
         return LawResponse(self, layout, moments.pairs, ratio * around.received(record), ratio)
 
 
+MOST_NUMBERS = 2**17
+"""Entries of the moved kernels of one law, from which on pairs of directions are drawn together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """By how much the tokens' overlaps move, either way, in each of some directions.
+
+    Attributes:
+        steps: (n, ...) of the law's array; their squares are the overlaps' covariance.
+        weight: of each square.
+    """
+
+    steps: Array
+    weight: float = 1.0
+
+    @classmethod
+    def of(cls, signal: Signal, layout: Layout) -> Moves:
+        """Of tokens whose kernel is y with Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2: products of
+        eigenvectors of y, two by two; of many tokens sums of all with drawn signs, whose squares
+        have that mean."""
+        kernel, square = signal.second_moment(), followed(signal)
+        assert square is not None
+        values, vectors = np.linalg.eigh(signed_root(square, kernel).pairs)
+        root = vectors * np.sqrt(np.maximum(values, 0.0))[..., None, :]
+        count = root.shape[-1]
+        numbers, pairs = kernel.pairs.size, count * (count + 1) // 2
+        if pairs * numbers <= MOST_NUMBERS:
+            one, two = np.triu_indices(count)
+            signs = np.zeros((pairs, count, count))
+            signs[np.arange(pairs), one, two] = 0.5**0.5
+            signs[one == two] *= 0.5**0.5
+        else:
+            drawn = np.random.default_rng(0)
+            several = max(MOST_NUMBERS // numbers, 1)
+            signs = 0.5 * np.where(drawn.random((several, count, count)) < 0.5, -1.0, 1.0)
+        signs = (signs + np.swapaxes(signs, -1, -2)).reshape(
+            -1, *(1,) * (root.ndim - 2), count, count
+        )
+        steps = root @ signs @ np.swapaxes(root, -1, -2)
+        if has_fixed_norms(signal):
+            lost = np.diagonal(steps, axis1=-2, axis2=-1) / kernel.diagonal
+            steps = steps - 0.5 * kernel.pairs * (lost[..., :, None] + lost[..., None, :])
+        exact = pairs * numbers <= MOST_NUMBERS
+        return cls(layout.cut(steps), 1.0 if exact else 1.0 / len(steps))
+
+    def parts(self, numbers: int) -> Iterator[Array]:
+        """As many at once as there is room for."""
+        several = max(MOST_NUMBERS // max(numbers, 1), 1)
+        return (self.steps[k : k + several] for k in range(0, len(self.steps), several))
+
+
 def _both(kernel: Kernel) -> tuple[Array, ...]:
     return tuple(np.broadcast_arrays(kernel.diagonal, kernel.pairs))
 
@@ -166,17 +256,21 @@ class LawPullback:
     signal: Signal
     layout: Layout
     x: Array
+    moves: Moves | None
 
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, layout = self.leaf, self.layout
         received = layout.array(gradient.kernel) * (leaf.width / self.signal.width)
         shape = np.broadcast_shapes(received.shape, self.x.shape)
         none = [np.zeros(shape) for _ in leaf.names]
-        _, pull = pullback(
-            lambda x, *extra: leaf.evaluated(layout, x, leaf.applied(*extra)),
-            np.broadcast_to(self.x, shape),
-            *none,
-        )
+
+        def law(x: Array, *extra: Array) -> Array:
+            weights = leaf.applied(*extra)
+            if self.moves is None:
+                return leaf.evaluated(layout, x, weights)
+            return leaf.averaged(layout, x, self.moves, weights)
+
+        _, pull = pullback(law, np.broadcast_to(self.x, shape), *none)
         sent, *weights = (layout.kernel(one) for one in pull(np.broadcast_to(received, shape)))
         by_name = dict(zip(leaf.names, weights, strict=True))
         return LawPulled(gradient.with_kernel(sent), by_name, self.signal)
