@@ -78,6 +78,9 @@ def test_draws_spread_as_the_band_says(both: tuple[moments.Prediction, Measureme
     sigma = np.log(high / low) / (2 * 1.959963984540054)
     seen = np.log(np.asarray(measured.samples["grad_variance"])).std(0, ddof=1)
     assert np.all(np.abs(sigma - seen) < 0.1 * seen + 3 * seen / np.sqrt(2 * (DRAWS - 1)))
+    low, high = predicted.variance_band
+    draws = np.asarray(measured.samples["variance"])
+    assert np.mean((draws > low) & (draws < high)) > 0.85
 
 
 def test_each_law_is_short_and_shown() -> None:
@@ -120,6 +123,7 @@ def test_several_sequences_share_the_weights() -> None:
     assert together.grad_variance == pytest.approx(mean, rel=1e-8)
     widths = [np.ptp(np.log(p.grad_variance_band), 0)[0] for p in (alone[0], together)]
     assert widths[1] < widths[0]
+    assert np.all(together.variance_band[0] < together.variance)
     many = moments.predict(MODELS["gated average"], batch=8, **GIVEN)
     assert np.ptp(np.log(many.grad_variance_band), 0)[0] < widths[0]
 

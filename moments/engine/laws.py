@@ -204,7 +204,8 @@ def _pair(name: str) -> _Pair:
     return _Pair(gated(laws).law("grad_factor_covariance"), laws.law("grad_covariance"))
 
 
-def _at(law: Law, v: Array, w: Array, x: Array) -> Array:
+def of_pairs(law: Law, v: Array, w: Array, x: Array) -> Array:
+    """What a law multiplies the gradient's covariance by, at variances v and w and covariance x."""
     values = {"x_variance": v, "x_other_variance": w, "grad_covariance": np.ones_like(x)}
     values["x_correlation"] = np.clip(ratio_or_zero(x, np.sqrt(v * w)), -1.0, 1.0)
     return np.asarray(law.formula(NUMPY, *law.pick(values)))
@@ -217,17 +218,17 @@ def _in_variance(order: int, v: Array, w: Array, x: Array, own: Array, pair: _Pa
     are not; half of what is not that in the covariance falls to either variance.
     """
     h, law = STEP, pair[order]
-    of_pairs = (_at(law, v * (1 + h), w, x) - _at(law, v * (1 - h), w, x)) / (2 * h)
-    whole = (_at(law, *(v * (1 + h),) * 3) - _at(law, *(v * (1 - h),) * 3)) / (2 * h)
+    apart = (of_pairs(law, v * (1 + h), w, x) - of_pairs(law, v * (1 - h), w, x)) / (2 * h)
+    whole = (of_pairs(law, *(v * (1 + h),) * 3) - of_pairs(law, *(v * (1 - h),) * 3)) / (2 * h)
     if order == 0:
-        whole = whole - v * _at(pair.slope, v, v, v)
-    return ratio_or_zero(np.where(own, whole / 2, of_pairs), v + 0.0 * x)
+        whole = whole - v * of_pairs(pair.slope, v, v, v)
+    return ratio_or_zero(np.where(own, whole / 2, apart), v + 0.0 * x)
 
 
 def _in_covariance(v: Array, w: Array, x: Array, own: Array, pair: _Pair) -> Array:
     """Derivative of the slope in x."""
     step = STEP * np.sqrt(v * w)
-    found = _at(pair.slope, v, w, x + step) - _at(pair.slope, v, w, x - step)
+    found = of_pairs(pair.slope, v, w, x + step) - of_pairs(pair.slope, v, w, x - step)
     return np.where(own, 0.0, ratio_or_zero(found, 2 * step + 0.0 * x))
 
 
@@ -252,13 +253,13 @@ def _times(slope: Callable[..., Array], argument: int) -> Callable[..., Any]:
 
 
 _slope = primitive(
-    lambda v, w, x, own, pair: _at(pair.slope, v, w, x),
+    lambda v, w, x, own, pair: of_pairs(pair.slope, v, w, x),
     _times(lambda v, w, x, *more: _in_variance(1, *map(plain, (v, w, x)), *more), 0),
     _times(lambda v, w, x, *more: _in_variance(1, *map(plain, (w, v, x)), *more), 1),
     _times(lambda v, w, x, *more: _in_covariance(*map(plain, (v, w, x)), *more), 2),
 )
 _moment = primitive(
-    lambda v, w, x, own, pair: _at(pair.moment, v, w, x),
+    lambda v, w, x, own, pair: of_pairs(pair.moment, v, w, x),
     _times(lambda v, w, x, *more: _in_variance(0, *map(plain, (v, w, x)), *more), 0),
     _times(lambda v, w, x, *more: _in_variance(0, *map(plain, (w, v, x)), *more), 1),
     _times(_slope, 2),

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..engine.state import evaluate
-from ..formulas.algebra import NUMPY
+from ..engine.laws import of_pairs
 from ..formulas.gated import gated as gated_laws
-from ..formulas.law import ComponentLaws, Law
+from ..formulas.law import ComponentLaws
 from .change import Array, Change
 
 _SMALL = 1e-5
@@ -28,26 +27,13 @@ _SMALL = 1e-5
 
 def moment(laws: ComponentLaws, first: Array, second: Array, kernel: Array) -> Array:
     """E phi(y_t) phi(z_s), of variances `first` and `second` and covariance `kernel`."""
-    return _of_pairs(gated_laws(laws).law("grad_factor_covariance"), first, second, kernel)
+    law = gated_laws(laws).law("grad_factor_covariance")
+    return of_pairs(law, first[:, None], second[None, :], kernel)
 
 
 def slope(laws: ComponentLaws, first: Array, second: Array, kernel: Array) -> Array:
     """E phi'(y_t) phi'(z_s)."""
-    return _of_pairs(laws.law("grad_covariance"), first, second, kernel)
-
-
-def _of_pairs(law: Law, first: Array, second: Array, kernel: Array) -> Array:
-    """What multiplies the gradient's covariance."""
-    a, b = first[:, None], second[None, :]
-    scale = np.sqrt(a * b)
-    correlation = np.divide(kernel, scale, out=np.zeros_like(kernel), where=scale > 0)
-    values = {
-        "x_variance": a,
-        "x_other_variance": b,
-        "x_correlation": np.clip(correlation, -1.0, 1.0),
-        "grad_covariance": np.ones_like(kernel),
-    }
-    return np.asarray(evaluate(law, NUMPY, values))
+    return of_pairs(laws.law("grad_covariance"), first[:, None], second[None, :], kernel)
 
 
 def activated(

@@ -312,9 +312,11 @@ class LawResponse:
         return self.leaf.evaluated(self.layout, x)
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        none = np.zeros(sensitivity.shape[:-2])
+        if not sensitivity.size:  # of a number made of signals alone
+            return GradientAdjoint(sensitivity, sensitivity, none, none + 1.0)
         _, found = tangent(self._across, *self._with(sensitivity))
         onward = (self.ratio * self.layout.joined(found)).astype(SINGLE)
-        none = np.zeros(sensitivity.shape[:-2])
         return GradientAdjoint(onward, sensitivity, none, none + 1.0)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
@@ -326,6 +328,8 @@ class LawResponse:
 
         def number(c: Array) -> Array:
             own = self.leaf.evaluated(self.layout, c, follow=True)
+            if not len(exposure):
+                return np.sum(own * above)
             _, sent = tangent(self._across, [c], [direction])
             return np.sum(own * above) + np.sum(sent * received)
 
