@@ -140,6 +140,9 @@ def test_configurations_pictures_and_stored_declarations(tmp_path: Path) -> None
     again = pickle.loads(pickle.dumps(alone))
     assert again.weight_gradients().equals(alone.weight_gradients())
     alone.plot().savefig(tmp_path / "prediction.png")
+    for mixer in (law_blocks.RECURRENCE, [law_blocks.RECURRENCE, None]):
+        page = moments.report(model.replace(mixer=mixer)).to_html()
+        assert ">nan<" not in page
     frame = moments.sweep(model, {"branch_scale": [0.5, 1.0]}).to_frame()
     assert frame.grad_variance.iloc[1] == pytest.approx(
         moments.predict(model).grad_variance[0], rel=1e-9

@@ -129,7 +129,9 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def shown(value: float) -> str:
-    """A number in few signs; powers of ten as such."""
+    """A number in few signs; powers of ten as such, and nothing for none."""
+    if math.isnan(value):
+        return ""
     if value and not 1e-3 <= abs(value) < 1e5:
         power = math.floor(math.log10(abs(value)) + 1e-9)
         front = value / 10.0**power

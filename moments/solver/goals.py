@@ -51,11 +51,12 @@ def _gradient_ratio(p: Prediction) -> float:
 
 
 def query_value_ratios(p: Prediction) -> np.ndarray:
-    """E|dL/dW_q|^2 / E|dL/dW_v|^2 of self-attention in every layer, shape (N,)."""
-    frame = p.weight_gradients()
-    inside = frame[(frame.layer >= 1) & (frame.layer <= p.model.layers)]
+    """E|dL/dW_q|^2 / E|dL/dW_v|^2 of self-attention in every layer, shape (N,); nan where a block
+    without queries stands."""
+    norms = p.weight_gradients().set_index(["weight", "layer"]).squared_norm
+    layers = range(1, p.model.layers + 1)
     query, value = (
-        inside[inside.weight == name].squared_norm.to_numpy() for name in ("query", "value")
+        norms.reindex([(name, n) for n in layers]).to_numpy() for name in ("query", "value")
     )
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(query / value)
@@ -63,7 +64,9 @@ def query_value_ratios(p: Prediction) -> np.ndarray:
 
 def _query_value(p: Prediction) -> float:
     with np.errstate(divide="ignore"):
-        return float(np.exp(np.mean(np.log(query_value_ratios(p)))))
+        logs = np.log(query_value_ratios(p))
+    there = logs[~np.isnan(logs)]
+    return float(np.exp(np.mean(there))) if there.size else float("nan")
 
 
 GOALS = {
