@@ -17,6 +17,8 @@ from moments import laws
 from moments.engine.derivative import pullback
 from moments.engine.laws import Layout, evaluating
 from moments.prediction.measurement import Measurement
+from moments.show.plot import shown
+from moments.solver.goals import GOALS, query_value_ratios
 
 GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 DRAWS = 60
@@ -140,13 +142,21 @@ def test_configurations_pictures_and_stored_declarations(tmp_path: Path) -> None
     again = pickle.loads(pickle.dumps(alone))
     assert again.weight_gradients().equals(alone.weight_gradients())
     alone.plot().savefig(tmp_path / "prediction.png")
-    for mixer in (law_blocks.RECURRENCE, [law_blocks.RECURRENCE, None]):
-        page = moments.report(model.replace(mixer=mixer)).to_html()
-        assert ">nan<" not in page
     frame = moments.sweep(model, {"branch_scale": [0.5, 1.0]}).to_frame()
     assert frame.grad_variance.iloc[1] == pytest.approx(
         moments.predict(model).grad_variance[0], rel=1e-9
     )
+
+
+def test_layers_without_queries_have_no_ratio_of_theirs() -> None:
+    for mixer, there in (
+        ([law_blocks.RECURRENCE, None], [False, True]),
+        (law_blocks.RECURRENCE, [False, False]),
+    ):
+        p = moments.predict(MODELS["recurrence"].replace(mixer=mixer))
+        assert np.isfinite(query_value_ratios(p)).tolist() == there
+        assert np.isfinite(GOALS["query_value_balance"].value(p)) == any(there)
+    assert shown(float("nan")) == ""
 
 
 def test_explain_names_the_block() -> None:

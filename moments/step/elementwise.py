@@ -28,12 +28,13 @@ _SMALL = 1e-5
 def moment(laws: ComponentLaws, first: Array, second: Array, kernel: Array) -> Array:
     """E phi(y_t) phi(z_s), of variances `first` and `second` and covariance `kernel`."""
     law = gated_laws(laws).law("grad_factor_covariance")
-    return of_pairs(law, first[:, None], second[None, :], kernel)
+    return np.asarray(of_pairs(law, first[:, None], second[None, :], kernel))
 
 
 def slope(laws: ComponentLaws, first: Array, second: Array, kernel: Array) -> Array:
     """E phi'(y_t) phi'(z_s)."""
-    return of_pairs(laws.law("grad_covariance"), first[:, None], second[None, :], kernel)
+    law = laws.law("grad_covariance")
+    return np.asarray(of_pairs(law, first[:, None], second[None, :], kernel))
 
 
 def activated(
