@@ -34,6 +34,7 @@ def _decoder(
     fields: dict[str, Any] = {
         "activation": read.activation("hidden_act") if "activation" not in changes else None,
         "gated": True,
+        "d_ff": read("intermediate_size") if "d_ff" not in changes else None,
         "attention_dropout": None
         if "attention_dropout" in changes
         else read.number("attention_dropout"),
@@ -47,7 +48,6 @@ def _decoder(
         read,
         epsilon if isinstance(epsilon, float) else read.number(epsilon),
         seq_len=_length(read, seq_len),
-        d_ff=read("intermediate_size"),
         normalization=normalization,
         causal=True,
         embedding={"padding_id": read.padding()} | fields.pop("embedding", {}),
