@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Weights
@@ -66,9 +68,11 @@ def _by_type(read: Entries, full: float, sliding: float, local: str) -> dict[str
 
 
 def _of_kinds(found: dict[str, tuple[Any, Any]], kinds: Sequence[str]) -> dict[str, Any]:
+    temperatures = [found[kind][1] for kind in kinds]
+    alike = len(set(temperatures)) == 1
     return {
         "rotary": [found[kind][0] for kind in kinds],
-        "temperature": [found[kind][1] for kind in kinds],
+        "temperature": temperatures[0] if alike else temperatures,
     }
 
 
@@ -226,7 +230,7 @@ def _gemma3(read: Entries, seq_len: int | None) -> Transformer:
     kinds, width = _kinds(read, 6, "sliding_window_pattern"), _head_width(read)
     fields = _of_kinds(_by_type(read, 1e6, 1e4, "rope_local_base_freq"), kinds)
     scalar = math.sqrt(read.positive("query_pre_attn_scalar") / width)
-    fields["temperature"] = [scalar * one for one in fields["temperature"]]
+    fields["temperature"] = (scalar * np.asarray(fields["temperature"])).tolist()
     caps = [
         None if read(name, None) is None else read.cap(name)
         for name in ("attn_logit_softcapping", "final_logit_softcapping")
