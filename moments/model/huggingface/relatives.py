@@ -19,6 +19,7 @@ from .entries import Entries
 from .family import Family, causal_head
 from .llama import _BOTH, _FULL, _SLIDING, _decoder, _length, slowed, yarn
 
+_INWARD = ("query", "key", "value")
 _ALL = ("query", "key", "value", "output", "ffn_in", "ffn_out", "gate")
 
 
@@ -97,7 +98,7 @@ def _ministral(read: Entries, seq_len: int | None) -> Transformer:
 
 def _seed_oss(read: Entries, seq_len: int | None) -> Transformer:
     """Biases of queries, keys and values, and by another entry of the output."""
-    biased = ("query", "key", "value") if read.flag("attention_bias") else ()
+    biased: tuple[str, ...] = _INWARD if read.flag("attention_bias") else ()
     biased += ("output",) if read.flag("attention_out_bias") else ()
     biased += ("ffn_in", "ffn_out", "gate") if read.flag("mlp_bias", False) else ()
     dropout = read.number("residual_dropout")
@@ -106,7 +107,7 @@ def _seed_oss(read: Entries, seq_len: int | None) -> Transformer:
 
 def _glm(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
     """Half of every head's features turned; no bias on the output."""
-    biased = ("query", "key", "value") if read.flag("attention_bias") else ()
+    biased = _INWARD if read.flag("attention_bias") else ()
     return _decoder(read, seq_len, biases=read.biases(biased), **changes)
 
 
@@ -117,7 +118,7 @@ def _glm4(read: Entries, seq_len: int | None) -> Transformer:
 
 def _helium(read: Entries, seq_len: int | None) -> Transformer:
     """No bias on the output."""
-    biased = ("query", "key", "value") if read.flag("attention_bias") else ()
+    biased: tuple[str, ...] = _INWARD if read.flag("attention_bias") else ()
     biased += ("ffn_in", "ffn_out", "gate") if read.flag("mlp_bias", False) else ()
     return _decoder(read, seq_len, biases=read.biases(biased), **_turned(read))
 
@@ -249,7 +250,7 @@ def _gemma3(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-_OLD = {
+_OLD: dict[str, dict[str, Any]] = {
     # Of earlier configs, which the modules do not read
     "cohere2": {
         "layer_switch": ...,
