@@ -135,7 +135,7 @@ def _granite_swa(read: Entries, seq_len: int | None) -> Transformer:
 def _apertus(read: Entries, seq_len: int | None) -> Transformer:
     """No gate; queries and keys normalised. The parameters of xIELU stay out of the table."""
     rotary, factor = yarn(read, read.count("hidden_size") // read.count("num_attention_heads"))
-    fields = {"rotary": rotary, "temperature": factor**-2}
+    fields: dict[str, Any] = {"rotary": rotary, "temperature": factor**-2}
     return _decoder(read, seq_len, gated=False, qk_norm="rmsnorm", **fields)
 
 
