@@ -33,7 +33,6 @@ from .joint_laws import (
     ITERATIONS,
     JOINT_SWEEPS,
     RHO_MIN,
-    TANGENT_SWEEPS,
     geometric_mean,
     sharpening,
     single,
@@ -702,7 +701,6 @@ class PositionAttention:
         calibration = self._calibration
         gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
-        self._exponent_slope = exponent @ nodes.slopes[:, 0]
         exponent = exponent * logits.scale * temperature[:, None]
         exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
 
@@ -973,54 +971,33 @@ class PositionAttention:
     # --- attention dropout (see `closure`) ------------------------------------------------------
 
     def _respond_to_noise(self) -> None:
-        logits = self.logits
-        weights, seen = self.weights, logits.sight.seen
-        own = logits.values[0] + self._value_bias
-        (beside, inside), response = logits.mixture().mean_of(self._alone), self._response[0]
-        trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
-        trace = trace * (self.counted @ own)
+        """E[J D J] of every row over its weights: own and pairs, whose weighted means are 0."""
+        weights, response = self.weights, self._response[0]
+        own = self.logits.values[0] + self._value_bias
         moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
         moved[1][...] += response.pairs * (own * response.own)[:, None, :]
-        slope = self._exponent_slope
-        a, direction = slope[:, None] * moved[0], slope[:, None, None] * moved[1]
-        whole = beside + diagonal(inside)
-        mean = np.einsum("pqr,pqr,pr->pq", inside, direction, self.counted)
-        mean += (whole * (a + diagonal(direction)) - diagonal(inside * direction)) * weights
-        mean = np.where(seen, mean, 0.0)
-        met = inside * self.counted[:, None, :]
-        its_own = on_diagonal(met)
-        its_own += beside * weights
-        left = mean[..., None]
-        shift = -0.5 * left
-        for _ in range(2 * TANGENT_SWEEPS):
-            shift = 0.5 * (shift - left - met @ shift)
-        shift = shift[..., 0]
-        moved_pairs = direction + shift[:, :, None] + shift[:, None, :]
-        pairs = inside * moved_pairs
-        self._noise = whole * (a + diagonal(moved_pairs)) - diagonal(pairs), pairs
-        self._noise_left = np.einsum("pq,pqr->pr", self.counted, pairs) + weights * self._noise[0]
-        self._noise_both = (self.counted * self._noise_left).sum(1)
-        self._noise_scale = np.ones(len(weights))
-        bare = self._noise_overlap(np.ones(len(own)), None)
+        law, every = self.logits.mixture().mean_of(self._alone), slice(0, len(own))
+        counts, aims = (self.counted, self.counted), (weights > 0.0)[..., None] * 1.0
+        sums = Sums.of(ALIKE, (every, every), counts, (weights, weights), (aims, aims))
+        direction = moved[0] + diagonal(moved[1]), moved[1]
+        _, [[(beside, inside)]] = sums.balanced_with([law], 0, [[direction]])
+        # sweeps end before these means are 0
+        left = np.einsum("pq,pqr->pr", self.counted, inside) + weights * beside
+        both = (self.counted * left).sum(1)
+        inside = inside - left[:, None, :] - left[:, :, None] + both[:, None, None]
+        trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
+        bare = (self.counted * weights * (beside + diagonal(inside))).sum(1)
         usable = bare > 1e-300
-        self._noise_scale = np.where(usable, trace / np.where(usable, bare, 1.0), 0.0)
+        scale = trace * (self.counted @ own) / np.where(usable, bare, 1.0)
+        scale = np.where(usable, scale, 0.0)[:, None]
+        self._noise = scale * beside, scale[..., None] * inside
 
-    def _noise_overlap(self, own: Array, pairs: Array | None) -> Array:
-        """(P,) tr(E[J D J] X) of every row, of one kernel X, of one for every row, or of what
-        different keys do not share."""
-        counted, weights = self.counted, self.weights
-        a, inside = self._noise
-        beside, total = (a + diagonal(inside)) * own, np.zeros(len(weights))
-        mapped = weights * own
-        if pairs is not None:
-            apart = diagonal(pairs)
-            mapped = weights * (own - apart) + times(np.broadcast_to(pairs, inside.shape), counted)
-            total += (times(inside * pairs, counted) * counted).sum(1)
-            beside -= diagonal(inside) * apart
-        total += (counted * weights * beside).sum(1)
-        total -= 2.0 * (self.logits.sight.keys * self._noise_left * mapped * weights).sum(1)
-        total += self._noise_both * (counted * mapped).sum(1)
-        return np.asarray(total * self._noise_scale)
+    def _noise_overlap(self, own: Array, pairs: Array) -> Array:
+        """(P,) tr(E[J D J] X) of every row, of one kernel X, or of one for every row."""
+        counted, (beside, inside) = self.counted, self._noise
+        alone = (beside + diagonal(inside)) * own - diagonal(inside * pairs)
+        total = (times(inside * pairs, counted) * counted).sum(1)
+        return np.asarray(total + (counted * self.weights * alone).sum(1))
 
     # --- backward ------------------------------------------------------------------------------
 
@@ -1100,15 +1077,13 @@ class PositionAttention:
         logits, weights, later = self.logits, self.weights, self.logits.sight.later
         squares = logits.sight.later_own  # (key, row)
         total_own[0] += self._dropped * (squares * self._squares.T) @ given
-        driven = self._dropped * logits.scale * given * logits.queries[0] * self._noise_scale
-        a, noise = self._noise
-        left = self._noise_left
-        shape = noise - left[:, None, :] - left[:, :, None] + self._noise_both[:, None, None]
-        whole, once = a + diagonal(shape), weights[:, :, None] * weights[:, None, :]
+        driven = self._dropped * logits.scale * given * logits.queries[0]
+        beside, noise = self._noise
+        whole, once = beside + diagonal(noise), weights[:, :, None] * weights[:, None, :]
         once *= np.moveaxis(later, -1, 0)
-        turned = shape if logits.turning is None else shape * logits.turning.within
+        turned = noise if logits.turning is None else noise * logits.turning.within
         calibration = self._calibration
-        paths = (calibration.noise_key, turned), (calibration.noise_cross, shape)
+        paths = (calibration.noise_key, turned), (calibration.noise_cross, noise)
         for path, (factor, law) in enumerate(paths, start=1):
             total[path] += np.einsum("p,pqr->qr", factor * driven, law * once)  # of every kind
             total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
