@@ -217,19 +217,21 @@ def test_layers_that_cannot_be_told_apart_are_not_measured() -> None:
     for block in module.blocks:
         block.mlp = _Mixture(own_styles.WIDTH)
     ids = torch.randint(own_styles.VOCAB, (1, 8))
-    for read in (moments.torch.measure, moments.check):
-        with pytest.raises(moments.MomentsError, match=r"mixture of experts.*blocks\.\*\.mlp"):
-            read(module, ids)
+    with pytest.raises(moments.MomentsError, match=r"mixture of experts.*blocks\.\*\.mlp"):
+        moments.torch.measure(module, ids)
+    assert "operation by operation" in str(moments.check(module, ids))
 
 
 def test_entries_that_are_not_finite_are_named() -> None:
     module = own_styles.TitanGPT()
     with torch.no_grad():
         module.layers["1"].attention.wq.weight[0, 0] = math.nan
-    with pytest.raises(
-        moments.MomentsError, match=r"layers\.1\.attention\.wq\.weight .*not finite"
-    ):
-        moments.check(module)
+    report = moments.check(module)
+    (found,) = report.findings
+    assert found.where == ("layers.1.attention.wq.weight",)
+    assert "not finite" in found.reason
+    assert report.unchecked == ("everything else: it cannot be run",)
+    assert "layers.1.attention.wq.weight" in str(report)
 
 
 def test_shared_matrices_are_refused_with_their_names() -> None:
