@@ -979,7 +979,7 @@ class PositionAttention:
         moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
         moved[1][...] += response.pairs * (own * response.own)[:, None, :]
         law, every = self.logits.mixture().mean_of(self._alone), slice(0, len(own))
-        counts, aims = (self.counted, self.counted), (weights > 0.0)[..., None] * 1.0
+        counts, aims = (self.counted, self.counted), (weights > 0.0)[..., None].astype(float)
         sums = Sums.of(ALIKE, (every, every), counts, (weights, weights), (aims, aims))
         direction = moved[0] + diagonal(moved[1]), moved[1]
         _, [[(beside, inside)]] = sums.balanced_with([law], 0, [[direction]])
