@@ -10,6 +10,7 @@ Arrays have draws first and tokens behind them: (draws, L, features).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ FUNCTIONS = {
 """Of features and of gates."""
 
 
-solved = primitive(
+solved: Callable[..., Array] = primitive(
     np.linalg.solve,
     lambda r, a, b: lambda g: -solved(np.swapaxes(a, -1, -2), g) @ np.swapaxes(r, -1, -2),
     lambda r, a, b: lambda g: solved(np.swapaxes(a, -1, -2), g),
