@@ -152,5 +152,7 @@ _IRRELEVANT = {
 FAMILIES: dict[str, Family] = {
     "lfm2": Family(_lfm2, "Lfm2ForCausalLM", "causal"),
     "mamba2": Family(_mamba2, "Mamba2ForCausalLM", "causal", _IRRELEVANT),
-    "qwen3_next": Family(_qwen3_next, "Qwen3NextForCausalLM", "causal"),
+    "qwen3_next": Family(
+        _qwen3_next, "Qwen3NextForCausalLM", "causal", {"router_aux_loss_coef": ...}
+    ),
 }
