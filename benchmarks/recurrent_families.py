@@ -3,8 +3,8 @@
     python benchmarks/recurrent_families.py    # writes data/recurrent_families.json
 
 Of one text: the stream's variances, the loss, and the squared gradient of every parameter, whose
-names are translated; means over draws with their standard errors. `tests/test_recurrent_families.py`
-compares.
+names are translated; means over draws with their standard errors, which
+`tests/test_recurrent_families.py` compares.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def text() -> np.ndarray:
 
 
 def measured(kind: str) -> dict[str, Any]:
-    """Mean and standard error of the stream's variances, the loss and gradients by layer and roles."""
+    """Means and standard errors, of gradients by layer and roles."""
     import torch
 
     from moments.torch.huggingface_modules import build_module
