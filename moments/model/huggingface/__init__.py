@@ -50,8 +50,6 @@ _BEYOND = {
     "convolutions": "convnext",
     "logits of relative positions": "deberta",
     "queries, keys and values that are clipped": "dbrx",
-    "latent attention": "deepseek_v2 deepseek_v3",
-    "attention sinks": "gpt_oss",
     "experts drawn at random among near ties": "phimoe",
     "experts that drop tokens": "switch_transformers",
     "a state-space layer": "falcon_h1 falcon_mamba jamba mamba zamba",
