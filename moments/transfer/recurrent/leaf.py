@@ -17,12 +17,14 @@ from ...engine.trace import Record
 from ...errors import DomainError
 from ...model.block import Block
 from ...model.mixers import GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
+from .drawn import Back, DrawnHeads
+from .exact import GatedConvolution, LinearHeads
+from .mixers import HEADS
 
 if TYPE_CHECKING:
     from ..architecture import Blocks
-    from .drawn import Back
 
-LEAST_DRAWS = 16
+BAND_DRAWS = 16
 """Draws of heads for the band of one draw, which asks for them three times in every layer."""
 
 BIAS_REMEDY = "its laws know no biases of other variance: declare them as 0"
@@ -54,10 +56,6 @@ class Mixer(Leaf):
     mixes_tokens: ClassVar[bool] = True
 
     def _law(self, kernel: Array, varies: Array = 0.0) -> Any:
-        from .drawn import DrawnHeads
-        from .exact import GatedConvolution, LinearHeads
-        from .mixers import HEADS
-
         block, many = self.block, self.sequences
         gains = {name: self.d_model * variance for name, _, variance in self.rows}
         if isinstance(block, ShortConvolution):
@@ -105,7 +103,7 @@ class Mixer(Leaf):
 
     def response(self, record: Record, around: Around) -> Response:
         # Pairs of tokens are moved together, each answering for itself.
-        few = replace(self, draws=LEAST_DRAWS)
+        few = replace(self, draws=BAND_DRAWS)
         received, sent = around.received(record), record.gradient_received
         return Elementwise.of(few, record.input, sent, received, False)
 
