@@ -19,7 +19,7 @@ import numpy as np
 from moments.model.huggingface.sizes import sized_config
 
 STORE = Path(__file__).parent / "data" / "recurrent_families.json"
-KINDS = ("lfm2", "mamba2", "qwen3_next")
+KINDS = ("lfm2", "mamba2", "qwen3_next", "bamba")
 LENGTH, LAYERS, DRAWS = 16, 2, 48
 _DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -28,6 +28,9 @@ SMALL: dict[str, dict[str, Any]] = {
     | {"block_multiple_of": 32, "initializer_range": 0.1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2}
     | {"rescale_prenorm_residual": True},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
+    | {"mamba_expand": 2, "num_key_value_heads": 2, "initializer_range": 0.1}
+    | {"attn_layer_indices": [1]},
     "qwen3_next": _DELTA
     | _EXPERTS
     | {"linear_num_value_heads": 16, "num_key_value_heads": 2, "head_dim": 16}
@@ -53,6 +56,19 @@ ROLES: dict[str, dict[str, str]] = {
         r"conv1d\.weight": "query.taps key.taps value.taps",
         r"conv1d\.bias": "query.taps.bias key.taps.bias value.taps.bias",
         r"mixer\.norm": "mixer_norm.gain",
+        "lm_head": "head",
+    },
+    "bamba": {
+        "in_proj": "query key value mixer_gate mixer_step",
+        "out_proj|o_proj": "output",
+        r"conv1d\.weight": "query.taps key.taps value.taps",
+        r"mamba\.norm": "mixer_norm.gain",
+        "q_proj": "query",
+        "k_proj": "key",
+        "v_proj": "value",
+        "gate_proj": "gate",
+        "up_proj": "ffn_in",
+        "down_proj": "ffn_out",
         "lm_head": "head",
     },
     "qwen3_next": {

@@ -18,7 +18,7 @@ import moments
 from moments import Absent, DomainError, GatedDeltaNet, Mamba2, ShortConvolution
 from moments.model.huggingface import OF_BLOCKS
 
-BOUND = {"mamba2": 0.1, "lfm2": 0.08, "qwen3_next": 0.12}
+BOUND = {"mamba2": 0.1, "lfm2": 0.08, "qwen3_next": 0.12, "bamba": 0.1}
 
 
 def quiet(config: Any, **options: Any) -> moments.Transformer:
@@ -43,11 +43,11 @@ def test_moments_and_gradients_are_those_of_the_module(kind: str) -> None:
 
 
 def test_blocks_are_those_of_the_layers() -> None:
-    lfm2, mamba2, qwen = (quiet(config_of(kind), seq_len=LENGTH) for kind in KINDS)
+    lfm2, mamba2, qwen, bamba = (quiet(config_of(kind), seq_len=LENGTH) for kind in KINDS)
     assert isinstance(lfm2.mixers[0], ShortConvolution)
     assert isinstance(mamba2.mixer, Mamba2)
     assert isinstance(qwen.mixers[0], GatedDeltaNet)
-    assert [model.mixers[1] is None for model in (lfm2, mamba2, qwen)] == [True, False, True]
+    assert [model.mixers[1] is None for model in (lfm2, mamba2, bamba)] == [True, False, True]
     assert mamba2.ffn == Absent()
     assert mamba2.weights is not None
     assert mamba2.weights.output == 1 / (3 * 128 * LAYERS)
@@ -77,9 +77,10 @@ def test_an_entry_of_another_meaning_is_refused_or_named(kind: str) -> None:
     config = config_of(kind)
     with pytest.warns(moments.ValidityWarning, match="spectral_gate = 3 is not modelled"):
         moments.from_huggingface(config | {"spectral_gate": 3})
-    bias = {"lfm2": "conv_bias", "mamba2": "use_bias", "qwen3_next": "attention_bias"}[kind]
+    biases = "conv_bias", "use_bias", "attention_bias", "mamba_proj_bias"
+    bias = dict(zip(KINDS, biases, strict=True))[kind]
     with pytest.raises(DomainError, match=bias):
         moments.from_huggingface(config | {bias: True})
-    if kind != "mamba2":
+    if "layer_types" in config:
         with pytest.raises(DomainError, match="layer_types"):
             moments.from_huggingface(config | {"layer_types": ["conv", "sliding"]})

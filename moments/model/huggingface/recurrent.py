@@ -11,7 +11,7 @@ from ..transformer import Transformer
 from ..weights import Weights
 from .entries import Entries
 from .family import Family, declared
-from .llama import _FULL, _decoder
+from .llama import _BOTH, _FULL, _decoder
 from .moe import _QWEN, _normalised, _stepped, routed, softmax_experts
 
 LONGEST = 512
@@ -97,6 +97,49 @@ def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
+ONE_STEP = math.log1p(math.e)
+"""Softplus of a bias of 1, which modules without a rule of their own for it start with."""
+
+
+def _bamba(read: Entries, seq_len: int | None) -> Transformer:
+    """Mamba-2 in all layers but those of `attn_layer_indices`, with gated units in each; steps have
+    biases of 1."""
+    read.refuse("mamba_proj_bias", False, "biases of a mixer's matrices")
+    layers, heads, variance = (
+        read.layers("num_hidden_layers"),
+        read.count("mamba_n_heads"),
+        read.variance(),
+    )
+    width = int(read.number("mamba_expand") * read.count("hidden_size"))
+    if heads * read.count("mamba_d_head") != width:
+        allowed = f"mamba_expand * hidden_size = {width} over mamba_d_head"
+        raise domain_error("mamba_n_heads", heads, allowed)
+    _unlimited(read)
+    block = Mamba2(
+        heads,
+        width // heads,
+        read.count("mamba_d_state"),
+        variance,
+        variance,
+        groups=read.count("mamba_n_groups"),
+        kernel=read.count("mamba_d_conv"),
+        tap_variance=variance,
+        tap_distribution="normal",
+        tap_bias=read.flag("mamba_conv_bias"),
+        steps=(ONE_STEP, ONE_STEP),
+        norm_epsilon=read.number("rms_norm_eps"),
+    )
+    attends = read("attn_layer_indices", None) or ()
+    mixers = tuple(None if number in attends else block for number in range(layers))
+    return _decoder(read, seq_len, biased=_BOTH, mixer=mixers)
+
+
+def _unlimited(read: Entries) -> None:
+    low, high = read("time_step_limit", (0.0, math.inf))
+    if low > 0 or high != math.inf:
+        read.leave_out("time_step_limit", [low, high], "steps are not limited")
+
+
 def _mamba2(read: Entries, seq_len: int | None) -> Transformer:
     """Mixers alone. The output projection is torch's default, `in_proj` of initializer_range; steps
     have random biases, and A is 1, 2, ..."""
@@ -107,9 +150,7 @@ def _mamba2(read: Entries, seq_len: int | None) -> Transformer:
     if inner != heads * width:
         allowed = f"expand * hidden_size = {inner} over head_dim = {width}"
         raise domain_error("num_heads", heads, allowed)
-    low, high = read("time_step_limit", (0.0, math.inf))
-    if low > 0 or high != math.inf:
-        read.leave_out("time_step_limit", [low, high], "steps are not limited")
+    _unlimited(read)
     variance, layers = read.variance(), read.layers("num_hidden_layers")
     rescaled = layers if read.flag("rescale_prenorm_residual") else 1
     least = max(read.positive("time_step_min"), read.positive("time_step_floor"))
@@ -150,6 +191,12 @@ _IRRELEVANT = {
 """Of Mamba-2: how it is computed, and an entry that nothing reads."""
 
 FAMILIES: dict[str, Family] = {
+    "bamba": Family(
+        _bamba,
+        "BambaForCausalLM",
+        "causal",
+        {"mamba_chunk_size": ..., "num_logits_to_keep": ..., "z_loss_coefficient": 0.0},
+    ),
     "lfm2": Family(_lfm2, "Lfm2ForCausalLM", "causal"),
     "mamba2": Family(_mamba2, "Mamba2ForCausalLM", "causal", _IRRELEVANT),
     "qwen3_next": Family(
