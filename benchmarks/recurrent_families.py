@@ -19,7 +19,7 @@ import numpy as np
 from moments.model.huggingface.sizes import sized_config
 
 STORE = Path(__file__).parent / "data" / "recurrent_families.json"
-KINDS = ("lfm2", "mamba2", "qwen3_next", "bamba")
+KINDS = ("lfm2", "mamba2", "qwen3_next", "bamba", "minimax")
 LENGTH, LAYERS, DRAWS = 16, 2, 48
 _DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -31,6 +31,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
     | {"mamba_expand": 2, "num_key_value_heads": 2, "initializer_range": 0.1}
     | {"attn_layer_indices": [1]},
+    "minimax": {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4}
+    | {"num_experts_per_tok": 2, "initializer_range": 0.1, "linear_attn_alpha_factor": 1.5}
+    | {"mlp_beta_factor": 0.7},
     "qwen3_next": _DELTA
     | _EXPERTS
     | {"linear_num_value_heads": 16, "num_key_value_heads": 2, "head_dim": 16}
@@ -69,6 +72,15 @@ ROLES: dict[str, dict[str, str]] = {
         "gate_proj": "gate",
         "up_proj": "ffn_in",
         "down_proj": "ffn_out",
+        "lm_head": "head",
+    },
+    "minimax": {
+        "qkv_proj": "query key value",
+        "output_gate": "mixer_gate",
+        "out_proj|o_proj": "output",
+        "q_proj": "query",
+        "k_proj": "key",
+        "v_proj": "value",
         "lm_head": "head",
     },
     "qwen3_next": {
