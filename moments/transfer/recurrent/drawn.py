@@ -163,9 +163,9 @@ class DrawnHeads:
     def notes(self) -> tuple[str, ...]:
         """What the draws say about the mixer's health, and about means over draws."""
         block = self.head.block
-        given = self._given(self.parts[0]) if self.sequences == 1 else None
-        if given is None:
-            return ()
+        entering, own = self._given(self.parts[0])
+        first = next(iter(entering.values())).shape[1] // self.sequences
+        given = {name: one[:, :first] for name, one in entering.items()}, own
         found = []
         gone = float(np.mean(self.head.kept(*given) < FORGOTTEN))
         if gone > 0.5:
