@@ -67,6 +67,7 @@ def _third(pair: Any, row: Any, theta: Any, rho: Any) -> Any:
 
 
 BY_TOKEN = ("text", "rotary", "distances")
+MIXED = ("state space", "delta rule")
 CLASSES = ("long", "long rotary", "no text", "long text")
 TABLE = (
     Constant(f"{KERNELS}.joint_laws", "EXPONENT_MAX", (30.0, 80.0), "range", ("hot", "text")),
@@ -96,6 +97,10 @@ TABLE = (
     Constant("transfer.experts.routing", "OF_LOG", (0.5, 1.2), "precision", ("experts",)),
     Constant("transfer.experts.routing", "OCTAVE", (0.06, 0.5), "precision", ("experts",)),
     Constant("transfer.experts.routing", "SAMPLES", (5000, 80000), "precision", ("grouped",)),
+    Constant("transfer.recurrent.drawn", "ENTRIES", (1 << 22, 1 << 26), "precision", MIXED),
+    Constant("transfer.recurrent.mixers", "MOST_HEADS", (8, 16), "precision", ("state space",)),
+    Constant("transfer.recurrent.mixers", "MOST_FEATURES", (128,), "precision", ("state space",)),
+    Constant("transfer.recurrent.leaf", "BAND_DRAWS", (8, 64), "precision", MIXED),
     Constant("transfer.attention.sinks", "NODES", (24, 80), "precision", ("sinks",)),
     Constant("transfer.attention.sinks", "DEGREES", (8, 24), "precision", ("sinks",)),
     Constant("transfer.attention.sinks", "STEP", (1.0, 0.25), "precision", ("sinks",)),
@@ -155,6 +160,10 @@ TEXT = _words(32)
 def _plain(**changes: Any) -> moments.Transformer:
     given: dict[str, Any] = {"layers": 2, "d_model": 128, "heads": 4, "seq_len": 32}
     return moments.Transformer(**(given | changes))
+
+
+def _mixed(mixer: Any) -> moments.Transformer:
+    return _plain(causal=True, normalization="rmsnorm", mixer=mixer)
 
 
 def _head(**changes: Any) -> dict[str, Any]:
@@ -223,6 +232,13 @@ MODELS: dict[str, Callable[[], Any]] = {
         correlation=0.3,
         tokens=False,
     ),
+    "state space": lambda: moments.predict(
+        _mixed(moments.Mamba2(32, 8, 16, 1 / 128, 1 / 128)), correlation=0.3
+    ),
+    "delta rule": lambda: moments.predict(
+        _mixed(moments.GatedDeltaNet(4, 8, 16, 16, *(1 / 128,) * 3, rates=(0.1, 2.0))),
+        correlation=0.3,
+    ),
     "alike": lambda: moments.predict(
         _plain(layers=6, norm="post", dropout=0.1, **_head(loss="masked")), tokens=False
     ),
@@ -270,6 +286,8 @@ DESCRIBED = {
     "sinks": "causal, sinks of variance 1",
     "experts": "2 of 16 experts, logits of variance about 1",
     "grouped": "4 of 16 experts, of 2 of 4 groups, sigmoid gates",
+    "state space": "Mamba-2 of 32 heads of 8 and 16 states",
+    "delta rule": "gated delta nets of 8 heads of 16",
     "alike": "Post-LN, tokens alike, masked loss",
     "hybrid": "HybridNorm with heads of 4 features",
     "hot": "causal at logit variances of 60 to 80",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import moments
-from moments import DomainError, GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
+from moments import Absent, DomainError, GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
 from moments.engine.derivative import pullback
 from moments.model.mixers import lightning_decays, retnet_decays
 from moments.transfer.recurrent import Mixer
@@ -335,6 +335,31 @@ def test_declarations_go_through_json() -> None:
 def test_bad_declarations_name_the_argument(make: Any, names: str) -> None:
     with pytest.raises(DomainError, match=names):
         make()
+
+
+def test_absent_blocks_leave_no_trace() -> None:
+    """A layer of a mixer alone, and one of a feed-forward block alone."""
+    blocks = {"mixer": (MIXERS["convolution"], Absent()), "ffn": (Absent(), None)}
+    model = model_of(**blocks)
+    p = moments.predict(model, variance=1.0, correlation=0.3)
+    m = moments.simulate(model, variance=1.0, correlation=0.3, seeds=12)
+    assert np.all(np.abs(p.variance - m.variance) < 0.03 * m.variance + 2 * m.variance_stderr)
+    ours, theirs = p.weight_gradients(), m.weight_gradients()
+    pairs = [set(zip(one.layer, one.weight, strict=True)) for one in (ours, theirs)]
+    assert pairs[0] == pairs[1]
+    assert not any(w.startswith("ffn") for n, w in pairs[0] if n == 1)
+    with pytest.raises(DomainError, match="both absent in layer 1"):
+        model_of(Absent(), ffn=Absent())
+    with pytest.raises(DomainError, match="norm"):
+        model_of(Absent(), parallel=True)
+
+
+def test_padding_is_refused() -> None:
+    table = moments.Embedding(vocab_size=20, token_variance=1.0)
+    model = model_of(ShortConvolution(), embedding=table)
+    mask = np.array([[1] * 12, [0] * 4 + [1] * 8])
+    with pytest.raises(DomainError, match="padded sequences"):
+        moments.predict(model, token_ids=np.arange(24).reshape(2, 12) % 20, attention_mask=mask)
 
 
 # --- what is said of a mixer's health -------------------------------------------------------------

@@ -320,6 +320,8 @@ def alike(model: Transformer) -> Transformer:
     """The same without what tells tokens apart, and without a loss."""
     changes: dict[str, Any] = {"causal": False, "window": None, "alibi": False, "rotary": None}
     changes |= {"relative_bias": None, "head": None}
+    if any(one is not None and one.by_token for one in (*model.mixers, *model.ffns)):
+        changes = {"head": None}  # whose blocks know their tokens one by one
     if model.encoder is not None:
         changes["encoder"] = alike(model.encoder).replace(head=model.encoder.head)
     return model.replace(**changes)

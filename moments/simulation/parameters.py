@@ -129,8 +129,8 @@ def norm_sites(model: Transformer, number: int) -> tuple[str, ...]:
         return ("attention.norm",)
     blocks = ("attention", "ffn") if model.encoder is None else ("attention", "cross", "ffn")
     names = {"sandwich": ("norm", "post_norm"), "output": ("post_norm",)}.get(placement, ("norm",))
-    blocks = present(model, number, blocks)
-    return tuple(f"{block}.{name}" for block in blocks for name in names)
+    there = present(model, number, blocks)
+    return tuple(f"{block}.{name}" for block in there for name in names)
 
 
 def draw(

@@ -59,7 +59,7 @@ _BEYOND = {
     "a stack that pools its tokens": "funnel",
     "several streams side by side": "gemma3n",
     "bottlenecks around every block": "mobilebert",
-    "a recurrent layer": "minimax recurrent_gemma rwkv",
+    "a recurrent layer": "recurrent_gemma rwkv",
     "hashed attention": "reformer",
     "windows of patches that shift between layers": "swin",
     "a convolution over sound": "wav2vec2 whisper",

@@ -163,9 +163,9 @@ class DrawnHeads:
     def notes(self) -> tuple[str, ...]:
         """What the draws say about the mixer's health, and about means over draws."""
         block = self.head.block
-        given = self._given(self.parts[0]) if self.sequences == 1 else None
-        if given is None:
-            return ()
+        entering, own = self._given(self.parts[0])
+        first = next(iter(entering.values())).shape[1] // self.sequences
+        given = {name: one[:, :first] for name, one in entering.items()}, own
         found = []
         gone = float(np.mean(self.head.kept(*given) < FORGOTTEN))
         if gone > 0.5:
@@ -181,12 +181,12 @@ class DrawnHeads:
         if share < 0.5:
             found.append(
                 f"the norm's epsilon {epsilon:.2g} is larger than most of what it normalises, of "
-                f"mean square {float(np.mean(sizes)):.2g}: the branch gives {share:.2g} of what "
+                f"mean square {float(np.mean(sizes)):.1g}: the branch gives {share:.1g} of what "
                 "the norm would make of it, and is nearly dead"
             )
         gains = np.sort((1.0 / (sizes + epsilon)).ravel())
         rare = float(gains[-max(len(gains) // 100, 1) :].sum() / gains.sum())
-        if rare > RARE:
+        if rare > RARE and not getattr(block, "skip", 0.0):  # which keeps it from vanishing
             found.append(
                 f"{100 * rare:.0f} % of what the norm multiplies gradients by comes from one draw "
                 "in a hundred, in which a head gives almost nothing: means over draws are not "

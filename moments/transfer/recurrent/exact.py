@@ -87,6 +87,8 @@ class LinearHeads:
         varies: Array = 0.0,
     ) -> None:
         self.block, self.given = block, (kernel, gains, sequences)
+        assert block.scale is not None
+        self.square = block.scale**2
         of = {
             name: moments_of(block.feature_map, kernel * gains[name])
             for name in ("query", "key", "value")
@@ -121,7 +123,7 @@ class LinearHeads:
         block, (query, _, mean) = self.block, self.of["query"]
         width = block.d_key
         found = query * self.mixed + (width - 1) * np.outer(mean, mean) * self.together
-        return block.scale**2 * width * found
+        return self.square * width * found
 
     @property
     def norms(self) -> Array:
@@ -142,7 +144,7 @@ class LinearHeads:
         if self.gate is not None:
             kernels["mixer_gate"] = received * self._summed() * self.gate[1]
             received = received * self.gate[0]
-        square = block.scale**2
+        square = self.square
         back = self._back(received * query)
         together = self._back(received * np.outer(query_mean, query_mean))
         values = key * back + (block.d_key - 1) * np.outer(key_mean, key_mean) * together

@@ -10,24 +10,28 @@ Arrays have draws first and tokens behind them: (draws, L, features).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from scipy.special import expit
 
 from ...engine.derivative import primitive
 
 Array = Any
 
 
+def _sigmoid(x: Array) -> Array:
+    return 0.5 + 0.5 * np.tanh(0.5 * x)
+
+
 def _silu_slope(x: Array) -> Array:
-    share = expit(x)
+    share = _sigmoid(x)
     return share * (1.0 + x * (1.0 - share))
 
 
-silu = primitive(lambda x: x * expit(x), lambda r, x: lambda g: g * _silu_slope(x))
-sigmoid = primitive(expit, lambda r, x: lambda g: g * r * (1.0 - r))
-softplus = primitive(lambda x: np.logaddexp(0.0, x), lambda r, x: lambda g: g * expit(x))
+silu = primitive(lambda x: x * _sigmoid(x), lambda r, x: lambda g: g * _silu_slope(x))
+sigmoid = primitive(_sigmoid, lambda r, x: lambda g: g * r * (1.0 - r))
+softplus = primitive(lambda x: np.logaddexp(0.0, x), lambda r, x: lambda g: g * _sigmoid(x))
 
 
 FUNCTIONS = {
@@ -38,7 +42,7 @@ FUNCTIONS = {
 """Of features and of gates."""
 
 
-solved = primitive(
+solved: Callable[..., Array] = primitive(
     np.linalg.solve,
     lambda r, a, b: lambda g: -solved(np.swapaxes(a, -1, -2), g) @ np.swapaxes(r, -1, -2),
     lambda r, a, b: lambda g: solved(np.swapaxes(a, -1, -2), g),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -11,15 +11,21 @@ import numpy as np
 from ...engine.composition import Component, Leaf, Pulled
 from ...engine.fluctuation import overlap_variance
 from ...engine.layout import Padding
-from ...engine.response import Around, Response
+from ...engine.response import Around, Elementwise, Response
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
-from ...errors import DomainError, MomentsError
+from ...engine.trace import Record
+from ...errors import DomainError
 from ...model.block import Block
 from ...model.mixers import GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
+from .drawn import Back, DrawnHeads
+from .exact import GatedConvolution, LinearHeads
+from .mixers import HEADS
 
 if TYPE_CHECKING:
     from ..architecture import Blocks
-    from .drawn import Back
+
+BAND_DRAWS = 16
+"""Draws of heads for the band of one draw, which asks for them three times in every layer."""
 
 BIAS_REMEDY = "its laws know no biases of other variance: declare them as 0"
 
@@ -35,6 +41,7 @@ class Mixer(Leaf):
         width: features that leave.
         padding: as of `SelfAttention`; of several documents, or with padding, none is covered.
         sequences: equally long ones that a kernel of tokens holds one after the other.
+        draws: of heads, where they are drawn; None: as many as their size allows.
     """
 
     label: str
@@ -44,21 +51,18 @@ class Mixer(Leaf):
     width: int
     padding: Padding | None = None
     sequences: int = 1
+    draws: int | None = None
 
     mixes_tokens: ClassVar[bool] = True
 
     def _law(self, kernel: Array, varies: Array = 0.0) -> Any:
-        from .drawn import DrawnHeads
-        from .exact import GatedConvolution, LinearHeads
-        from .mixers import HEADS
-
         block, many = self.block, self.sequences
         gains = {name: self.d_model * variance for name, _, variance in self.rows}
         if isinstance(block, ShortConvolution):
             return GatedConvolution(block, self.width, kernel, gains, many, varies)
         if isinstance(block, LinearAttention) and block.norm is None and block.decay_gate is None:
             return LinearHeads(block, kernel, gains, many, varies)
-        return DrawnHeads(HEADS[type(block)](block), kernel, gains, many)
+        return DrawnHeads(HEADS[type(block)](block), kernel, gains, many, self.draws)
 
     def forward(self, signal: Signal) -> tuple[Signal, _Way]:
         if signal.resolved is not True:
@@ -97,8 +101,11 @@ class Mixer(Leaf):
         )
         return output, _Way(self, tokens, laws)
 
-    def response(self, record: Any, around: Around) -> Response:
-        raise MomentsError(f"no band of one draw through a {self.block.kind}")
+    def response(self, record: Record, around: Around) -> Response:
+        # Pairs of tokens are moved together, each answering for itself.
+        few = replace(self, draws=BAND_DRAWS)
+        received, sent = around.received(record), record.gradient_received
+        return Elementwise.of(few, record.input, sent, received, False)
 
 
 @dataclass(slots=True, eq=False)

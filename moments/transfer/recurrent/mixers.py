@@ -28,7 +28,7 @@ from .heads import (
 Array = Any
 Arrays = dict[str, Array]
 
-MOST_HEADS, MOST_FEATURES = 8, 256
+MOST_HEADS, MOST_FEATURES = 32, 256
 """Heads that share a norm or keys and are drawn together, of more so many evenly among them; and
 features of all of them together."""
 
