@@ -95,7 +95,7 @@ TABLE = (
     Constant("transfer.experts.routing", "STEP", (0.1, 0.4), "precision", ("experts",)),
     Constant("transfer.experts.routing", "FINE", (0.025, 0.1), "precision", ("experts",)),
     Constant("transfer.experts.routing", "OF_LOG", (0.5, 1.2), "precision", ("experts",)),
-    Constant("transfer.experts.routing", "OCTAVE", (0.06, 0.5), "precision", ("experts",)),
+    Constant("transfer.experts.routing", "OCTAVE", (0.025, 0.2), "precision", ("experts",)),
     Constant("transfer.experts.routing", "SAMPLES", (5000, 80000), "precision", ("grouped",)),
     Constant("transfer.attention.sinks", "NODES", (24, 80), "precision", ("sinks",)),
     Constant("transfer.attention.sinks", "DEGREES", (8, 24), "precision", ("sinks",)),
