@@ -534,12 +534,15 @@ def _experts(seen: Seen) -> Found:
 # --- declarations ---------------------------------------------------------------------------------
 
 
+def is_factory(subject: Any) -> bool:
+    """Whether it is a class, or a function, that makes what is to be checked."""
+    made = hasattr(subject, "forward") or _config(subject) or not callable(subject)
+    return isinstance(subject, type) or not made
+
+
 def made_by(subject: Any) -> tuple[Any, Any]:
-    """What a function without arguments makes, and its batch where it gives one; anything else as
-    it is."""
-    a_function = callable(subject) and not hasattr(subject, "forward") and not _config(subject)
-    if isinstance(subject, type) or a_function:
-        subject = subject()
+    """What a factory makes, and its batch where it gives one; anything else as it is."""
+    subject = subject() if is_factory(subject) else subject
     pair = isinstance(subject, tuple) and len(subject) == 2 and hasattr(subject[0], "forward")
     return subject if pair else (subject, None)
 
