@@ -6,10 +6,10 @@
 
 Two layers of width 128 with weights of variance 1/d on four sequences of 24 tokens, torch's own
 gradients, all weights drawn anew: means over draws and standard errors of the stream's variance and
-gradient, of the loss, and of every group of matrices' squared gradient norm in layer 2. `laws` has,
-for every rule, 48 routers (4 to 128 experts, 1 to 8 chosen, logits of variance .3 to 4, correlations
-0 to .9) against 40,000 pairs each: root mean square and largest of difference over error, and mean
-differences.
+gradient, of the loss, and of every group of matrices' squared gradient norm in layer 2. `laws`
+has, for every rule, 48 routers (4 to 128 experts, 1 to 8 chosen, logits of variance .3 to 4,
+correlations 0 to .9) against 40,000 pairs each: root mean square and largest of difference over
+error, and mean differences.
 """
 
 from __future__ import annotations
