@@ -78,7 +78,7 @@ def _roles(before: str, layer: int, tensors: Mapping[str, Any]) -> Iterator[Role
         shared = _SHARED.fullmatch(name.removeprefix(before)) if name.startswith(before) else None
         if shared is None:
             continue
-        bias = ".bias" if shared[2] == "bias" else ""
-        called = f"shared_{_NAMES[shared[1]]}{bias}" if shared[1] else "shared_router"
-        fans = (0, 0) if bias else (tensor.shape[1], tensor.shape[0])
+        ending = ".bias" if shared[2] == "bias" else ""
+        called = f"shared_{_NAMES[shared[1]]}{ending}" if shared[1] else "shared_router"
+        fans = (0, 0) if ending else (tensor.shape[1], tensor.shape[0])
         yield role(called, WeightPart(called, name), fans, False)
