@@ -46,7 +46,7 @@ from moments.torch.operations.sampling import again, by_label
 from moments.torch.operations.variables import Field
 
 DATA = Path(__file__).parent / "data" / "operations.json"
-DRAWS, TOKENS = 24, 24
+DRAWS, TOKENS = 24, 16
 
 OWN: dict[str, Callable[[int], Any]] = {
     "hourglass of skips, value tables": lambda seed: open_modules.Hourglass(),

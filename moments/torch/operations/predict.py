@@ -32,7 +32,7 @@ with optional("torch", "torch"):
 if TYPE_CHECKING:
     import pandas as pd
 
-ROWS, TOKENS = 1, 24
+ROWS, TOKENS = 1, 16
 """Sequences and tokens of a batch that are followed: pairs of tokens have a law each."""
 
 _WORDS = {
