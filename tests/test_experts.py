@@ -285,6 +285,27 @@ def test_the_first_step_names_the_mixture() -> None:
         found.after("adam", 1e-3)
 
 
+def test_a_shared_expert_in_a_parallel_layer_has_a_band() -> None:
+    """Branches in a branch: attention beside a mixture beside its shared expert."""
+    model = model_of(Experts(8, 2, shared=32), parallel=True)
+    found = predict(model, variance=1.0, correlation=0.3, tokens=False)
+    alike = predict(model, variance=1.0, correlation=0.3, tokens=True)
+    low, high = found.grad_variance_band
+    assert np.all(low <= found.grad_variance_typical)
+    assert np.all(found.grad_variance_typical <= high)
+    assert low[0] < high[0] < 2 * low[0]
+    np.testing.assert_allclose(alike.grad_variance_band, found.grad_variance_band, rtol=0.02)
+
+
+def test_a_router_of_zeros_sends_all_tokens_to_the_same_experts() -> None:
+    """As torch breaks ties; two halves of every token's gate."""
+    model = model_of(Experts(8, 2, router_variance=0.0))
+    found = predict(model, variance=1.0, correlation=0.1, tokens=False).experts()
+    assert found.gate_square[0] == pytest.approx(0.5, rel=1e-3)
+    assert found.gate_overlap[0] == pytest.approx(0.5, rel=1e-3)
+    assert found.load_variance[0] == pytest.approx(8 / 2 - 1, rel=1e-3)
+
+
 def test_schemes_reach_the_experts() -> None:
     model = model_of(Experts(8, 2)).replace(layers=2)
     with pytest.warns(moments.ValidityWarning, match="its authors use"):
