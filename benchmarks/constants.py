@@ -95,7 +95,7 @@ TABLE = (
     Constant("transfer.experts.routing", "STEP", (0.1, 0.4), "precision", ("experts",)),
     Constant("transfer.experts.routing", "FINE", (0.025, 0.1), "precision", ("experts",)),
     Constant("transfer.experts.routing", "OF_LOG", (0.5, 1.2), "precision", ("experts",)),
-    Constant("transfer.experts.routing", "OCTAVE", (0.06, 0.5), "precision", ("experts",)),
+    Constant("transfer.experts.routing", "OCTAVE", (0.025, 0.2), "precision", ("experts",)),
     Constant("transfer.experts.routing", "SAMPLES", (5000, 80000), "precision", ("grouped",)),
     Constant("transfer.recurrent.drawn", "ENTRIES", (1 << 22, 1 << 26), "precision", MIXED),
     Constant("transfer.recurrent.mixers", "MOST_HEADS", (8, 16), "precision", ("state space",)),

@@ -584,12 +584,26 @@ def kappas(branch: Record, answer: Any) -> tuple[Array, Array, Array]:
         attention_flags.append(float(attends))
     if len(found) == 1:
         return of_signal[0], of_gradient[0], 1.0
-    shares = answer.shares
+    shares = _path_shares(answer)
     return (
         _together(of_signal, [ratio(size, sum(sizes)) for size in sizes]),
         _together(of_gradient, shares),
         sum(share * one for share, one in zip(shares, attention_flags, strict=True)),
     )
+
+
+def _path_shares(answer: Any) -> list[Array]:
+    """Shares of every way through parallel branches, of branches in branches too; none where there
+    is one way."""
+    if isinstance(answer, Sequence):
+        return next(filter(None, map(_path_shares, answer.parts)), [])
+    if not isinstance(answer, Sum):
+        return []
+    return [
+        share * one
+        for share, part in zip(answer.shares, answer.parts, strict=True)
+        for one in _path_shares(part) or [1.0]
+    ]
 
 
 def fixed_behind(path: Several[Record], common: set[Record]) -> bool:

@@ -20,6 +20,7 @@ from ..formulas.law import Theory
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare
+from ..transfer.experts import load
 from .draws import QUANTITIES
 from .gate import Gate, computing
 from .low_precision import low_precision
@@ -291,12 +292,10 @@ class Prediction:
         Raises:
             DomainError: the model has no experts, or several configurations were predicted.
         """
-        from ..transfer.experts.load import rows
-
         if self.variance.shape[:-1]:
             raise DomainError("experts needs a single configuration, not a batch of them")
         assert self.trace.stack is not None
-        found = list(rows(self.trace.stack))
+        found = list(load.rows(self.trace.stack))
         if not found:
             raise DomainError("the model has no experts: declare them by ffn=moments.Experts(...)")
         return as_frame([tuple(row.values()) for row in found], columns=list(found[0]))

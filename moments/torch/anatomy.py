@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from ..model.weights import Biases, Weights
 from ..prediction.draws import STREAM, WeightGradient
 from .checkpoints import drawn, is_meta
 from .dataflow import ModuleReading, read
+from .expert_roles import with_experts
 from .hook_points import HookPoint, WeightPart
 from .roles import ModuleRoles
 
@@ -154,6 +156,8 @@ def _anatomy(module: nn.Module, batch: Any, *, values: bool) -> Anatomy:
     if known is None or known[0] != structure or (values and known[1] != entries):
         with _readable(module):
             reading = read(module, None if _says_its_input(module) else batch)
+        roles = with_experts(reading.roles, dict(module.named_parameters()))
+        reading = dataclasses.replace(reading, roles=roles)
         known = structure, entries, reading
         _KNOWN[module] = known
     return Anatomy(known[2])

@@ -310,9 +310,10 @@ def _without_matrices(
     for stack, of_stack in stacks_in(model).items():
         there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
         for name in of_stack.matrix_shapes:
-            lacking = [n for n in range(1, of_stack.layers + 1) if (n, name) not in there]
-            if lacking and len(lacking) < of_stack.layers:
-                planned = getattr(of_stack.layer_weights(lacking[0]), name)
+            having = [n for n in range(1, of_stack.layers + 1) if name in of_stack.shapes_of(n)]
+            lacking = [n for n in having if (n, name) not in there]
+            if lacking and len(lacking) < len(having):
+                planned = of_stack.variances_of(lacking[0])[name]
                 used = f" ({'; '.join(shared)})" if shared else ""
                 where = in_layers(lacking, of_stack.layers)
                 yield Departure(f"{stack}{name}", planned, f"no such matrix{where}{used}")

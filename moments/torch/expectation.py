@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DomainError, domain_error
+from ..model.experts import SHARED, Experts
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
 from ..prediction.draws import Array
@@ -126,6 +127,19 @@ def scales_of(model: Transformer) -> dict[str, Scales]:
     return {stack: Scales.of(of_stack) for stack, of_stack in stacks_in(model).items()}
 
 
+def _of_experts(model: Transformer, role: Role) -> float | None:
+    block = model.ffns[role.layer - 1]
+    if not isinstance(block, Experts):
+        return None
+    matrix, _, kind = role.name.rpartition(".")
+    if role.name == "router.bias":
+        return block.router_bias_variance or 0.0
+    if kind == "bias":
+        biases = {} if model.biases is None else model.biases.layer(role.layer)
+        return float(biases.get(matrix.removeprefix(SHARED), 0.0))
+    return model.variances_of(role.layer).get(role.name)
+
+
 def expected_variance(model: Transformer, role: Role) -> float | None:
     """Mean square of a role's entries; None where the model says nothing."""
     matrix, _, kind = role.name.rpartition(".")
@@ -133,6 +147,8 @@ def expected_variance(model: Transformer, role: Role) -> float | None:
     if 1 <= role.layer <= model.layers:
         if role.name in MATRICES:
             return float(getattr(model.layer_weights(role.layer), role.name))
+        if role.name.startswith((SHARED, "router")):
+            return _of_experts(model, role)
         if kind == "bias":
             biases = {} if model.biases is None else model.biases.layer(role.layer)
             return float(biases.get(matrix, 0.0))

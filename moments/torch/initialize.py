@@ -206,7 +206,7 @@ def _write(
     if not role.is_matrix and distribution == "orthogonal":
         distribution = "normal"
     rows, columns = block.numel() // block.shape[-1], block.shape[-1]
-    if role.is_matrix:
+    if role.is_matrix and block.ndim == 2:  # else of several experts
         rows, columns = role.fan_out, role.fan_in
         if role.transposed:
             rows, columns = columns, rows

@@ -231,6 +231,8 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
     rotary = read.rotary()
     step = read.count("interleave_moe_layer_step")
     chosen = read("moe_layers", []) or range(step - 1, layers, step)
+    if (several := read.count("num_experts_per_tok")) != 1:
+        raise domain_error("num_experts_per_tok", several, "1: of several, gates are not followed")
     experts = softmax_experts(
         read,
         d_ff=read.count("intermediate_size"),
@@ -250,6 +252,11 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
 _BALANCE = {"router_aux_loss_coef": ...}  # beside output_router_logits alone
 _WINDOW = {"sliding_window": ..., "max_window_layers": ...}  # that may not be used
 _NEXT = {"num_mtp_layers": ..., "num_nextn_predict_layers": ...}  # not built
+_DEEPSEEK = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+_DEEPSEEK |= {"ep_size": ..., "aux_loss_alpha": ..., "seq_aux": ...}  # of training
+_MINIMAX = {"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer"}
+_MINIMAX |= {"use_routing_bias": True, "shared_intermediate_size": 0}
+_MINIMAX |= {"use_mtp": ..., "num_mtp_modules": ..., "mtp_transformer_layers": ...}  # not built
 _LEAST = {"moe_norm_min": ...}  # the least sum of gates that one may divide by
 
 
@@ -265,8 +272,8 @@ FAMILIES = {
     "granitemoe": _family(_granitemoe, "GraniteMoe"),
     "granitemoeshared": _family(_granitemoe, "GraniteMoeShared"),
     "ernie4_5_moe": _family(_ernie4_5_moe, "Ernie4_5_Moe", _LEAST),
-    "glm4_moe": _family(_glm4_moe, "Glm4Moe", _NEXT),
-    "dots1": _family(_dots1, "Dots1"),
-    "minimax_m2": _family(_minimax_m2, "MiniMaxM2"),
+    "glm4_moe": _family(_glm4_moe, "Glm4Moe", _NEXT | _DEEPSEEK),
+    "dots1": _family(_dots1, "Dots1", _DEEPSEEK),
+    "minimax_m2": _family(_minimax_m2, "MiniMaxM2", _MINIMAX),
     "llama4_text": _family(_llama4_text, "Llama4"),
 }

@@ -105,7 +105,7 @@ ANGLES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.28, np.pi / 2, 2.0)
 are smooth although not in the correlation itself, a polynomial."""
 LEAST = float(np.cos(ANGLES[-1]))
 """The least correlation of two tokens' logits that the table reaches."""
-OCTAVE = 0.125
+OCTAVE = 0.05
 """Step of the tables in log s, between two of which they are interpolated."""
 SMALLEST, LARGEST = 1e-4, 40.0
 """Variances of logits between which there are tables: below, the choice alone is left."""
@@ -159,7 +159,7 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
         found[:, at_step] = (one + rest * (two - one)).reshape(3, *np.shape(found[:, at_step])[1:])
     angle = np.arccos(np.clip(correlation, LEAST, 1.0))
     more = (1,) * (correlation.ndim - len(shape))
-    result = 0.0
+    result: Any = 0.0
     for power in range(len(ANGLES) - 1, -1, -1):
         result = result * angle + found[..., power].reshape(3, *shape, *more)
     log_m, ratio, log_p = result
@@ -271,7 +271,7 @@ def _sum_over_common(router: Router, cases: Any, regions: Any, order: int) -> np
         log = ways[0] + (most - order) * log11 + rest[0] * log00
         alone = p10 ** int(i[0]) * p01 ** int(j[0])
         total += weight * alone * np.exp(log) * polynomial
-    return total
+    return np.asarray(total)
 
 
 def at(router: Router, s: float, r: float) -> np.ndarray:
