@@ -28,7 +28,8 @@ import numpy as np
 from scipy.special import gammaln, hyp2f1
 
 import moments
-from moments.transfer.attention.laws import attention_statistics
+from moments.engine.state import Kernel
+from moments.transfer.attention.laws import AlikeLayer
 
 Array = np.ndarray
 Config = dict[str, Any]
@@ -433,39 +434,29 @@ def simulate(seconds: float) -> None:
 
 
 def predicted(config: Config) -> dict[str, float]:
-    """What the refined laws say of one setting of the designs "layer" and "beyond"."""
+    """What attention over keys that are alike says of one setting of "layer" and "beyond"."""
     correlation, d_model = config["correlation"], float(config["d_model"])
-    spread = 0.0 if config["normalised"] else 2 / d_model
-    statistics = attention_statistics(
-        config["theta"] / (1 - correlation),
-        correlation,
-        config["seq_len"],
-        d_model,
-        float(config["d_head"]),
-        spread,
+    tokens = Kernel(1.0, correlation)
+    layer = AlikeLayer(
+        tokens,
+        tokens,
+        tokens,
+        query_count=config["seq_len"],
+        key_count=config["seq_len"],
+        scale=config["theta"] / (1 - correlation),
+        drop_prob=config["drop_prob"],
+        d_model=d_model,
+        d_head=config["d_head"],
+        norm_spread=0.0 if config["normalised"] else 2 / d_model,
     )
-    values = {
-        **statistics.values,
-        "d_model": d_model,
-        "d_head": config["d_head"],
-        "seq_len": config["seq_len"],
-        "drop_prob": config["drop_prob"],
-        "x_correlation": correlation,
-        "grad_variance": 1.0,
-        "grad_covariance": config["grad_correlation"],
-    }
-    laws = moments.component("attention_without_value").under("refined")
-    paths = {name: float(laws[f"grad_{name}"].of(values)) for name in PATHS}
-    covariance = sum(
-        float(laws[f"grad_{name}_covariance"].of(values)) for name in ("value", "query")
-    )
-    fed_back = (paths["key"] + paths["cross"]) / (config["seq_len"] - 1)
+    output = layer.forward()
+    paths = layer.backward(Kernel(1.0, config["grad_correlation"]))._asdict()
     return {
-        "variance": float(laws["variance"].of(values)),
-        "covariance": float(laws["covariance"].of(values)),
-        **paths,
-        "grad_variance": sum(paths.values()),
-        "grad_covariance": covariance - fed_back,
+        "variance": float(output.diagonal),
+        "covariance": float(output.pairs),
+        **{name: float(path.diagonal) for name, path in paths.items()},
+        "grad_variance": float(sum(path.diagonal for path in paths.values())),
+        "grad_covariance": float(sum(path.pairs for path in paths.values())),
     }
 
 

@@ -13,12 +13,12 @@ import pytest
 from exact_softmax import pair_statistics
 from numpy.typing import NDArray
 
+from moments.engine.state import Kernel
 from moments.errors import DomainError
-from moments.formulas.attention import AVERAGE
 from moments.transfer.attention.kernels import KernelAttention, Rotation
 from moments.transfer.attention.kernels.joint_laws import _turn
 from moments.transfer.attention.kernels.row_statistics import matched, saturation
-from moments.transfer.attention.laws import attention_statistics
+from moments.transfer.attention.laws import AlikeLayer
 from moments.transfer.attention.response import AttentionResponse
 from moments.transfer.attention.self_attention import SelfAttention
 from moments.transfer.attention.softmax import SquareTable
@@ -254,49 +254,33 @@ def test_finite_width_against_a_real_layer(drop_prob: float) -> None:
         assert abs(np.trace(ours[path]) - truth) < slack, path
 
 
-LAWS = {
-    "output": ("variance", "covariance"),
-    "value": ("grad_value", "grad_value_covariance"),
-    "query": ("grad_query", "grad_query_covariance"),
-    "key": ("grad_key", None),
-    "cross": ("grad_cross", None),
-}
-
-
 @pytest.mark.parametrize("drop_prob", [0.0, 0.3])
 @pytest.mark.parametrize("gaussian", [False, True])
 @pytest.mark.parametrize(("d_model", "d_head"), [(64, 16), (256, 64), (768, 64)])
 def test_finite_widths_are_those_of_tokens_alike(
     d_model: int, d_head: int, gaussian: bool, drop_prob: float
 ) -> None:
-    """By token, tokens alike have the moments of the laws for tokens alike, path by path: to .02 %
-    up to theta = 2, and where quadrature nodes leave the tables (d_head 16, theta 4) to 2 %. Off
-    the diagonal the query path's tilt is interpolated in the correlation: .6 % at d_model 64."""
+    """By token, tokens alike have the moments of keys that are alike, path by path: to .02 % up to
+    theta = 2, and where quadrature nodes leave the tables (d_head 16, theta 4) to 2 %. Off the
+    diagonal the query path's tilt is interpolated in the correlation: .6 % at d_model 64."""
     spread = 2.0 / d_model if gaussian else 0.0
     for theta, length, r in ((0.3, 8, 0.3), (1.0, 256, 0.0), (2.0, 32, 0.8), (4.0, 128, 0.3)):
-        statistics = attention_statistics(theta / (1 - r), r, length, d_model, d_head, spread)
-        known = statistics.values | {"d_model": d_model, "d_head": d_head, "seq_len": length}
-        known |= {"drop_prob": drop_prob, "x_correlation": r}
-        known |= {"grad_variance": 1.0, "grad_covariance": 0.3}
-        layer = KernelAttention(
-            exchangeable(length, r),
-            logit_scale=theta / (1 - r),
-            drop_prob=drop_prob,
-            d_model=d_model,
-            d_head=d_head,
-            norm_spread=spread,
-        )
+        widths = {"drop_prob": drop_prob, "d_model": d_model, "d_head": d_head}
+        widths["norm_spread"] = spread
+        tokens, scale = Kernel(1.0, r), theta / (1 - r)
+        counts = {"query_count": length, "key_count": length}
+        known = AlikeLayer(tokens, tokens, tokens, scale=scale, **counts, **widths)
+        layer = KernelAttention(exchangeable(length, r), logit_scale=scale, **widths)
+        exact = {"output": known.forward(), **known.backward(Kernel(1.0, 0.3))._asdict()}
         parts = {"output": layer.forward()}
         parts |= layer.backward(exchangeable(length, 0.3))._asdict()
         edge = 2e-2 if d_head == 16 and theta > 3 else 1e-4
-        for path, laws in LAWS.items():
-            for law, (i, j), slack in zip(
-                laws, ((0, 0), (0, 1)), (1e-3, 0.4 / d_model), strict=True
-            ):
-                if law is not None:
-                    expected = AVERAGE[law].of(known)
+        for path, kernel in exact.items():
+            pairs = None if path in ("key", "cross") else kernel.pairs  # these sum to 0
+            for expected, j, slack in ((kernel.diagonal, 0, 1e-3), (pairs, 1, 0.4 / d_model)):
+                if expected is not None:
                     near = pytest.approx(expected, rel=slack + edge, abs=1e-6)
-                    assert parts[path][i, j] == near, (path, theta)
+                    assert parts[path][0, j] == near, (path, theta)
 
 
 def _drawn_layer(kernel: Array, tau: float, d_model: int, draws: int) -> tuple[Array, ...]:

@@ -190,6 +190,35 @@ def test_what_tokens_have_of_their_own_varies_with_what_they_share() -> None:
     assert unshared_spread(output) == pytest.approx(squares.mean(), abs=2.5 * error)
 
 
+POST_LN = {"norm": "post", "normalization": "rmsnorm", "activation": "gelu", "d_ff": 1024}
+
+
+@pytest.mark.parametrize(
+    ("causal", "spreads", "queries"),
+    [
+        (False, {4: 0.027, 8: 0.094, 12: 0.165, 20: 0.324, 24: 0.387, 32: 0.532}, {}),
+        (True, {}, {12: (2.04, 0.14), 24: (-0.72, 0.12), 32: (-1.95, 0.14)}),
+    ],
+)
+def test_deep_post_layers(
+    causal: bool, spreads: dict[int, float], queries: dict[int, tuple[float, float]]
+) -> None:
+    """Against 255 draws in double precision: Var log of what tokens have of their own, entering a
+    layer, whose relative error is .09; and the logarithm of the queries' squared gradient norm."""
+    width = 256
+    names = ("query", "key", "value", "output", "ffn_in", "ffn_out")
+    weights = moments.Weights(**dict.fromkeys(names, 1 / width))
+    model = moments.Transformer(32, width, 4, 128, causal=causal, weights=weights, **POST_LN)
+    prediction = moments.predict(model, correlation=0.25)
+    for layer, simulated in spreads.items():
+        entering = next(prediction.trace.layers[layer - 1].leaves()).input
+        assert unshared_spread(entering) == pytest.approx(simulated, rel=2 * 0.09)
+    rows = prediction.weight_gradients()
+    found = rows[rows.weight == "query"].squared_norm.to_numpy()
+    for layer, (simulated, error) in queries.items():
+        assert math.log(found[layer - 1]) == pytest.approx(simulated, abs=2 * error)
+
+
 # --- entrywise units ----------------------------------------------------------------------------
 
 

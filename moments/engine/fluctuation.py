@@ -348,8 +348,17 @@ def normalised(
     return Fluctuation(fixed, overlaps.at_pairs(both), free, shared)
 
 
+INDEPENDENT = 1e-9
+"""Relative deviation of squared norms' variance from that of independent entries by which nothing
+of it came from before: rounding."""
+
+
 def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> Fluctuation:
     """Behind a function of independent entries.
+
+    Behind a normalisation it is what tokens have of their own, u, that varies, relatively, by what
+    y of two others is over the norm; there this relative y moves by dlog u'/dlog u, and not the
+    covariance by the slope, which exceeds that where the function is not homogeneous.
 
     Args:
         signal, output: before and behind.
@@ -357,22 +366,40 @@ def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> 
         slope: mean change of a covariance per change of the input's.
     """
     assert signal.fluctuation is not None
-    moment = output.second_moment()
+    tokens, moment = signal.second_moment(), output.second_moment()
     ratio = ratio_or_zero(moment.mean_diagonal(), signal.kernel.mean_diagonal())
     before, squared = signal.kernel * signal.kernel, moment * moment
 
-    def passed(kernel: Kernel, entries: Array, fresh: Array, moved: Array) -> Kernel:
+    def inherited(kernel: Kernel, entries: Array) -> Kernel:
         # What independent entries make of it goes, which is 2/width only where they are Gaussian:
         # not where one such function follows another.
-        more = kernel.mixed(1.0, before, -entries / signal.width)
-        return squared.mixed(fresh / output.width, more, moved * moved)
+        return kernel.mixed(1.0, before, -entries / signal.width)
 
     norms, overlaps, _, _ = signal.fluctuation
-    norms = passed(norms, signal.kurtosis - 1, kurtosis - 1, ratio)
+    kept = inherited(norms, signal.kurtosis - 1)
+    norms = squared.mixed((kurtosis - 1) / output.width, kept, ratio * ratio)
     if overlaps is None:
         return Fluctuation(norms)
-    shared = scaled_shared(signal, slope, ratio)
-    return Fluctuation(norms, passed(overlaps, 2, 2, slope), shared=shared)
+    common = slope
+    if np.all(abs(kept.diagonal) <= INDEPENDENT * before.diagonal):
+        unshared = (one.mean_diagonal() - one.mean_pairs() for one in (tokens, moment))
+        common = slope * ratio * ratio_or_zero(*unshared)
+    overlaps = _by_parts(inherited(overlaps, 2), slope * slope, common * common)
+    overlaps = squared.mixed(2 / output.width, overlaps, 1.0)
+    shared, of_norms = shared_with(signal)
+    return Fluctuation(
+        norms, overlaps, shared=(_by_parts(shared, slope, common), of_norms.scaled(ratio))
+    )
+
+
+def _by_parts(kernel: Kernel, unshared: Array, common: Array) -> Kernel:
+    """A kernel with factors on what a token has beyond others, and on what all have."""
+    if common is unshared:
+        return kernel.scaled(common)
+    (one, _), (more, two) = kernel.lift(unshared), kernel.lift(common)
+    mean, _ = kernel.lift(kernel.mean_pairs())
+    diagonal = kernel.diagonal * one + mean * (more - one)
+    return Kernel.joined(diagonal, kernel.pairs * two, kernel.resolved)
 
 
 def dropped(signal: Signal, drop_prob: Any) -> Fluctuation:

@@ -1,8 +1,8 @@
 """Attention: its statistics, and what it does forward and back.
 
 `self_attention` holds the components, `projections` what stands between tokens and logits, `laws`
-tokens alike that attend to themselves, `layers` every other resolution, `response` first-order
-changes; `kernels/` is the closure for any kernel, `softmax/` tabulated statistics of a row.
+keys that are alike, `layers` every other resolution, `response` first-order changes; `kernels/` is
+the closure for any kernel, `softmax/` tabulated statistics of a row.
 
 Start with `self_attention`, then `laws`.
 """

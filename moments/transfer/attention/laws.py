@@ -1,340 +1,279 @@
-"""Self-attention with tokens alike, by the refined laws.
+"""Attention over keys that are alike: exact rows, for queries of any resolution.
 
-Softmax statistics are averaged over the norms of queries and keys. Layers of equal weights differ
-only in their tokens' correlation: one evaluation at Chebyshev nodes then serves all of them. See
-docs/theory/softmax.md, Queries of finite width.
+Layers of equal weights whose tokens are alike differ in the tokens' correlation alone: one
+evaluation at Chebyshev nodes then serves all of them. See docs/theory/attention.md, Tokens alike.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ...engine.fluctuation import norm_variance
-from ...engine.state import Array, Fluctuation, Kernel, Signal, evaluate
-from ...formulas.attention import ATTENTION, ATTENTION_WITHOUT_VALUE
-from .kernels.exact_rows import THETA_LEAST, THETA_PEAKED, AlikeRows
-from .kernels.finite_rows import Widths, averages
-from .projections import attention_diagnostics, positive, variance_notes
-from .softmax.norms import CORRECTED_MAX
+from ...engine.state import Array, Kernel, ratio_or_zero
+from .kernels import Paths, exact_rows
+from .kernels.attention import FAINT
+from .kernels.finite_rows import FiniteRows, Widths, finite_rows
+from .projections import attention_diagnostics
 from .softmax.table import chebyshev_basis
 
 # --- statistics of rows ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionStatistics:
-    """Values of the refined attention laws' symbols, and of what users ask about attention.
+def alike_rows(
+    theta: Array, correlation: Array, unshared: Array, keys: float, widths: Widths
+) -> FiniteRows:
+    """Exact rows with themselves and with another, columns of two; (m,) arguments.
 
-    Attributes:
-        values: symbol name -> value, shape (...,).
-        logit_variance: theta, within a row.
-        entropy: E[-sum_j a_ij log a_ij] in nats.
-    """
-
-    values: dict[str, Array]
-    logit_variance: Array
-    entropy: Array
-
-
-STATISTICS = (
-    "logit_scale",
-    "norm_deficit",
-    "row_square",
-    "row_cube",
-    "row_fourth",
-    "row_vacancy",
-    "row_square_slope",
-    "row_tilt",
-    "row_logit_square",
-    "row_skewness",
-    "row_dropout_cross",
-    "jacobian_square",
-    "jacobian_square_logit",
-    "jacobian_curvature",
-    "jacobian_radial",
-    "jacobian_radial_logit",
-    "overlap",
-    "overlap_slope",
-    "jacobian_overlap",
-    "jacobian_overlap_logit",
-    "radial_overlap",
-    "radial_overlap_logit",
-)
-
-
-def attention_statistics(
-    logit_scale: Array,
-    correlation: Array,
-    seq_len: int,
-    d_model: Array,
-    d_head: Array,
-    norm_spread: Array = 0.0,
-) -> AttentionStatistics:
-    """Statistics of rows whose logits have variance (1 - correlation) * logit_scale.
+    `key`, `along` and `dropped_key` are per unit of theta, so that all have a limit at 0, which is
+    taken from `FAINT` on.
 
     Args:
-        logit_scale: Theta = d_model^2 query key v^2, shape (...,).
-        correlation: of the tokens, shape (...,).
-        seq_len: keys per row.
-        d_model, d_head: widths that make the queries' norms fluctuate.
-        norm_spread: Var|x|^2 / E^2|x|^2 of a token; 0 after a normalisation.
+        theta: logit variance.
+        correlation: of the two rows' queries.
+        unshared: share of a key that it does not share with the others.
+        keys: of a row.
+        widths: of the layer.
     """
-    arrays = np.broadcast_arrays(logit_scale, correlation, norm_spread)
-    shape = arrays[0].shape
-    scale, r, spread = (np.ravel(one).astype(float) for one in arrays)
-    widths = Widths(float(d_model), float(d_head), spread)
-    theta, keys = (1 - r) * scale, np.full(scale.size, float(seq_len))
-    found = averages(theta, keys, 1 - r, r[:, None], widths, AlikeRows.of(seq_len))
-    row, both = found.row, {name: value[:, 0] for name, value in found.pair.items()}
-    square = row["sum_square"]
-    # What is in proportion to the logits' variance goes on so below the least that is evaluated.
-    faint = np.minimum(theta / THETA_LEAST, 1.0)
-    values = {
-        "logit_scale": scale,
-        "norm_deficit": widths.deficit,
-        "row_square": square,
-        "row_cube": row["sum_cube"],
-        "row_fourth": row["sum_fourth"],
-        "row_vacancy": row["trace_square"],
-        "row_square_slope": faint * row["sum_square_slope"],
-        "row_tilt": row["mean_logit_square"],
-        "row_logit_square": row["weighted_logit_square"],
-        "row_skewness": np.minimum(theta, CORRECTED_MAX) * (1 - 3 * square + 2 * row["sum_cube"]),
-        "row_dropout_cross": faint * found.dropped,
-        "jacobian_square": row["jacobian_square"],
-        "jacobian_square_logit": row["jacobian_square_"],
-        "jacobian_curvature": found.curvature * row["jacobian_square"],
-        "jacobian_radial": row["radial_square"],
-        "jacobian_radial_logit": row["radial_square_"],
-        "overlap": both["overlap"],
-        "overlap_slope": faint * both["overlap_slope"],
-        "jacobian_overlap": both["jacobian_overlap"],
-        "jacobian_overlap_logit": faint * both["jacobian_overlap_"],
-        "radial_overlap": both["radial_overlap"],
-        "radial_overlap_logit": faint * both["radial_overlap_"],
-    }
-
-    def shaped(value: Array) -> Any:
-        return value.reshape(shape) if shape else float(value[0])
-
-    return AttentionStatistics(
-        {name: shaped(value) for name, value in values.items()},
-        shaped(theta),
-        shaped(row["entropy"]),
+    taken = np.maximum(theta, FAINT)
+    rows = finite_rows(
+        exact_rows.tabulated(taken),
+        np.full(taken.size, keys),
+        np.clip(unshared, 0.0, 2.0),
+        np.column_stack([np.ones_like(correlation), correlation]),
+        widths,
+        exact_rows.AlikeRows.of(keys),
+    )
+    share, pair = theta / taken, (theta / taken)[:, None]
+    return rows._replace(
+        overlap=1 / keys + pair * (rows.overlap - 1 / keys),
+        growth=pair * rows.growth,
+        key=rows.key / taken[:, None],
+        along=rows.along / taken[:, None],
+        stiffness=share * rows.stiffness,
+        against=share * rows.against,
+        masks=share * rows.masks,
+        dropped_key=rows.dropped_key / taken,
+        dropped_cross=share * rows.dropped_cross,
+        entropy=np.log(keys) + share * (rows.entropy - np.log(keys)),
     )
 
 
-# --- tokens alike ---------------------------------------------------------------------------------
-
 PROFILED_SCALE = 5.0
-"""Logit scale up to which statistics are read off a profile: its nodes, at every correlation, then
-stay inside the softmax tables."""
-
-
-def _logit_scale(leaf: Any) -> Any:
-    """Covariance of the logits (i, j) and (k, l) over E[x_i x_k] E[x_j x_l]."""
-    return leaf.d_model**2 * positive(leaf.query) * positive(leaf.key) / leaf.temperature**2
-
-
-def _statistics(
-    leaf: Any, signal: Signal, wanted: Array, correlation: Array
-) -> AttentionStatistics:
-    """Softmax statistics at the wanted logit scale, or at the most that is validated."""
-    # Tokens that are all but equal have logits without variance at any scale.
-    most = THETA_PEAKED / np.maximum(1 - correlation, 1e-12)
-    spread, widths = norm_variance(signal), (signal.seq_len, leaf.d_model, leaf.d_head)
-    scale = np.minimum(wanted, most)
-    alike = not signal.resolved and np.ndim(scale) == (0 if signal.algebra.scalar else 1)
-    if alike and not np.any(spread) and np.min(correlation) >= 0:
-        scales = np.unique(scale).tolist() if np.ndim(scale) else [float(scale)]
-        if len(scales) <= MOST_PROFILES and scales[-1] <= PROFILED_SCALE:
-            return _profiled(scale, correlation, scales, *widths)
-    return attention_statistics(scale, correlation, *widths, spread)
-
+"""Logit scale up to which rows are read off a profile: its nodes, at every correlation, then stay
+inside the softmax tables."""
 
 MOST_PROFILES = 16
 """Logit scales among configurations up to which each has a profile: those of so many are made of
 640 evaluations, once for all layers."""
 
-
-def _profiled(
-    scale: Array, correlation: Array, scales: list[float], *widths: Any
-) -> AttentionStatistics:
-    """Statistics of one configuration or of (B,), at so many different scales."""
-    numbers: Any
-    if np.ndim(scale) == 0:
-        scale = scales[0]
-        numbers = profiled_numbers(scale, correlation, *widths)
-    else:
-        scale, correlation = np.broadcast_arrays(scale, correlation)
-        numbers = np.empty((len(STATISTICS) + 1, scale.size))
-        for one in scales:
-            at: Any = scale == one if len(scales) > 1 else slice(None)
-            numbers[:, at] = profiled_columns(one, correlation[at], *widths)
-    *values, entropy = numbers
-    named = dict(zip(STATISTICS, values, strict=True))
-    return AttentionStatistics(named, (1 - correlation) * scale, entropy)
-
-
-def attend_by_laws(leaf: Any, signal: Signal) -> tuple[Signal, Kernel, AlikePullback]:
-    """Moments of self-attention without positions, and its pullback.
-
-    Args:
-        leaf: a `SelfAttention`.
-        signal: tokens alike.
-    """
-    kernel, algebra = signal.kernel, signal.algebra
-    correlation = signal.correlation()
-    wanted = kernel.diagonal**2 * _logit_scale(leaf)
-    statistics = _statistics(leaf, signal, wanted, correlation)
-    width = leaf.heads * leaf.d_head
-    values: dict[str, Array] = {
-        **statistics.values,
-        "d_model": leaf.d_model,
-        "d_head": leaf.d_head,
-        "fan_out": width,
-        "value": leaf.value,
-        "seq_len": signal.seq_len,
-        "drop_prob": leaf.drop_prob,
-        "x_variance": kernel.diagonal,
-        "x_correlation": correlation,
-    }
-    average = ATTENTION_WITHOUT_VALUE.under("refined")
-    with_value = ATTENTION.under("refined")
-    values["average_variance"] = evaluate(average["variance"], algebra, values)
-    values["average_covariance"] = evaluate(average["covariance"], algebra, values)
-    mixed = Kernel(
-        kernel.diagonal * values["average_variance"], kernel.diagonal * values["average_covariance"]
-    )
-    heads = Kernel(
-        evaluate(with_value["variance"], algebra, values),
-        evaluate(with_value["covariance"], algebra, values),
-    )
-    diagnostics = attention_diagnostics(
-        statistics.logit_variance,
-        statistics.values["row_square"],
-        statistics.entropy,
-        float(signal.seq_len),
-    )
-    fluctuation = None
-    if signal.fluctuation is not None:
-        # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment.
-        fluctuation = Fluctuation.of_gaussian(heads, width)
-    output = Signal(
-        heads,
-        signal.seq_len,
-        mean=0.0 * kernel.diagonal,
-        width=width,
-        fluctuation=fluctuation,
-        diagnostics=diagnostics,
-        notes=variance_notes((1 - correlation) * wanted),
-    )
-    return output, mixed, AlikePullback(values, statistics.values, width * leaf.value)
-
-
-class AlikePaths(NamedTuple):
-    """The gradient's kernel at the input, and the query and the key path's parts of it."""
-
-    sent: Kernel
-    query: Kernel
-    key: Kernel
-
-
-class AlikePullback(NamedTuple):
-    """The way back by the laws.
-
-    Attributes:
-        values: of their symbols.
-        statistics: of the softmax.
-        gain: of the values, on a gradient.
-    """
-
-    values: dict[str, Array]
-    statistics: Mapping[str, Array]
-    gain: Any
-
-    def __call__(self, received: Kernel, algebra: Any) -> AlikePaths:
-        values = self.values
-        average = ATTENTION_WITHOUT_VALUE.under("refined")
-        with_value = ATTENTION.under("refined")
-        paths = values | {"grad_variance": received.diagonal, "grad_covariance": received.pairs}
-
-        def path(name: str) -> Array:
-            return evaluate(average[name], algebra, paths)
-
-        paths |= {
-            "value_path": path("grad_value"),
-            "value_path_covariance": path("grad_value_covariance"),
-            "query_path": path("grad_query"),
-            "query_path_covariance": path("grad_query_covariance"),
-            "key_path": path("grad_key"),
-            "cross_path": path("grad_cross"),
-        }
-        sent = Kernel(
-            evaluate(with_value["grad_variance"], algebra, paths),
-            evaluate(with_value["grad_covariance"], algebra, paths),
-        )
-        query = Kernel(paths["query_path"], paths["query_path_covariance"])
-        key = Kernel(paths["key_path"], -paths["key_path"] / (values["seq_len"] - 1))
-        return AlikePaths(sent, query.scaled(self.gain), key.scaled(self.gain))
-
-    def overlap_path(self, received: Kernel) -> Kernel:
-        """What the query path gains per unit of the variance of an overlap (`noise.overlap`)."""
-        found, unshared = self.statistics, 1 - self.values["x_correlation"]
-        apart = (1 - found["row_square"]) ** 2
-        return received.weighted(found["row_vacancy"], apart).scaled(
-            self.gain * unshared**2 * found["logit_scale"]
-        )
-
-
 _NODES = 40
 
 
 @functools.lru_cache(maxsize=512)
-def _profile(logit_scale: float, seq_len: int, d_model: float, d_head: float) -> Array:
-    """Chebyshev coefficients on correlations in [0, 1], a row for each of `STATISTICS` and for the
-    entropy."""
-    angles = math.pi * (np.arange(_NODES) + 0.5) / _NODES
-    correlation = (1 + np.cos(angles)) / 2
-    found = attention_statistics(
-        np.full(_NODES, logit_scale), correlation, seq_len, d_model, d_head
-    )
-    columns = (*(found.values[name] for name in STATISTICS), found.entropy)
-    values = np.stack([np.broadcast_to(v, correlation.shape) for v in columns], axis=-1)
+def _profile(logit_scale: float, keys: float, d_model: float, d_head: float) -> Array:
+    """Chebyshev coefficients of `alike_rows` on correlations in [0, 1], field by field, of tokens
+    of fixed norm that attend to themselves."""
+    angles = np.pi * (np.arange(_NODES) + 0.5) / _NODES
+    r = (1 + np.cos(angles)) / 2
+    rows = alike_rows((1 - r) * logit_scale, r, 1 - r, keys, Widths(d_model, d_head, 0.0))
     transform = np.cos(np.outer(np.arange(_NODES), angles)) * (2 / _NODES)
     transform[0] /= 2
-    return np.ascontiguousarray((transform @ values).T)
+    return np.ascontiguousarray((transform @ np.column_stack(rows)).T)
 
 
-_ORDERS = np.arange(float(_NODES))
-_NEAR = 2048  # correlations whose polynomials fit into a near cache
+def profiled_rows(
+    logit_scale: Array, correlation: Array, keys: float, widths: Widths
+) -> FiniteRows:
+    """`alike_rows` of such tokens by interpolation, (m,) of few logit scales; no correlation is
+    negative."""
+    found = np.empty((sum(_COLUMNS), correlation.size))
+    for scale in np.unique(logit_scale).tolist():
+        at = logit_scale == scale
+        basis = chebyshev_basis(2 * correlation[at] - 1, _NODES)
+        found[:, at] = _profile(scale, keys, widths.d_model, widths.d_head) @ basis
+    parts = np.split(found, np.cumsum(_COLUMNS)[:-1])
+    return FiniteRows(*(part.T if len(part) > 1 else part[0] for part in parts))
 
 
-def profiled_columns(
-    logit_scale: float, correlation: np.ndarray, seq_len: int, d_model: float, d_head: float
-) -> Array:
-    """(23, B): `attention_statistics` of several correlations, none negative, by interpolation, the
-    entropy last."""
-    coefficients = _profile(logit_scale, seq_len, d_model, d_head)
-    found = np.empty((len(coefficients), correlation.size))
-    for start in range(0, correlation.size, _NEAR):
-        part = slice(start, start + _NEAR)
-        found[:, part] = coefficients @ chebyshev_basis(2 * correlation[part] - 1, _NODES)
-    return found
+_OF_TWO = ("overlap", "growth", "key", "along", "query", "joint_shift", "query_shift")
+_COLUMNS = [2 if name in _OF_TWO else 1 for name in FiniteRows._fields]
 
 
-def profiled_numbers(
-    logit_scale: float, correlation: float, seq_len: int, d_model: float, d_head: float
-) -> list[float]:
-    """`profiled_columns` of one correlation."""
-    coefficients = _profile(logit_scale, seq_len, d_model, d_head)
-    numbers: list[float] = coefficients.dot(
-        np.cos(_ORDERS * math.acos(2 * correlation - 1))
-    ).tolist()
-    return numbers
+# --- the layer ------------------------------------------------------------------------------------
+
+
+class AlikeLayer:
+    """Moments of one layer, whose keys are alike and whose queries are of any resolution.
+
+    Attributes:
+        sum_square: E sum_j a_ij^2 of a row.
+        wanted: the variance that logits were to have, where `scale` is less.
+    """
+
+    beyond_tables = False
+    rows: Kernel | None = None
+
+    def __init__(
+        self,
+        queries: Kernel,
+        keys: Kernel,
+        values: Kernel,
+        *,
+        query_count: int,
+        key_count: int,
+        scale: Array,
+        drop_prob: Array,
+        d_model: Any,
+        d_head: Any,
+        norm_spread: Any,
+        value_bias: Any = 0.0,
+        wanted: Array = 0.0,
+    ) -> None:
+        """Evaluate the statistics; arguments as those of `kernels.KernelAttention`."""
+        self._counts, self._queries = (query_count, key_count), queries
+        self.keys = float(key_count)
+        self._values, self.wanted = values, wanted
+        self._noise = drop_prob / (1 - drop_prob)
+        unshared_value, unshared_key = values.diagonal - values.pairs, keys.diagonal - keys.pairs
+        size = queries.diagonal
+        if queries.resolved:  # of two rows the geometric mean, as of their log odds by token
+            first, second = queries.over_tokens(size)
+            size = np.sqrt(first * second)
+        two = self._at_pairs
+        theta = two(scale) * size * two(unshared_key)
+        correlation = np.clip(ratio_or_zero(queries.pairs, size), -1.0, 1.0)
+        apart_from = two(ratio_or_zero(unshared_key, keys.diagonal))
+        whole = two(scale * keys.diagonal) * size
+        flat = np.broadcast_arrays(1.0 * theta, correlation, apart_from, whole, two(norm_spread))
+        self._shape = np.shape(flat[0])
+        sizes, cosines, unshared, scales, spreads = (np.ravel(one) for one in flat)
+        widths = Widths(float(d_model), float(d_head), spreads)
+        plain = queries is keys and not queries.resolved and not np.any(spreads)
+        if plain and np.min(cosines) >= 0.0 and _few(scales):
+            self._rows = rows = profiled_rows(scales, cosines, float(key_count), widths)
+        else:
+            self._rows = rows = alike_rows(sizes, cosines, unshared, float(key_count), widths)
+        self._wide = 1.0 / float(d_model)
+        self._drive = two(scale) * size
+        self._logit_variance = self._alone(self._of(sizes))
+        overlap = self._at(rows.overlap)
+        self.sum_square = overlap.diagonal
+        self._entropy = self._alone(self._of(rows.entropy))
+        self._own = (
+            two(unshared_value),
+            two(scale * unshared_key),
+            two(values.diagonal + value_bias),
+        )
+        stiffness = self._of(rows.stiffness)
+        shared = np.maximum(1 - self._of(unshared), 0.0)
+        returned = 2 * self._of(widths.deficit) * shared**2
+        # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
+        looking = self._own[1] * (1 - self._of(rows.overlap[:, 0])) ** 2
+        self._overlap_path = self._at(rows.query_shift).at_pairs(looking * self._own[0])
+        kept = np.exp(-stiffness * (1 + correlation)), np.exp(-2 * stiffness)
+        mixed = overlap.weighted(self._alone(kept[1]), kept[0])
+        mixed = mixed + self._at(rows.growth).at_pairs(returned)
+        pulled = (self._at(rows.joint_shift) * queries).at_pairs(looking * self._wide)
+        mixed = (mixed + pulled).at_pairs(self._own[0])
+        against = two(values.pairs) * (1 - self._of(rows.against))
+        dropped = two(self._noise * values.diagonal) * (1 + self._of(rows.masks))
+        own = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
+        mixed = Kernel.joined(own, mixed.pairs + against, queries.resolved)
+        self._mixed = _plain(mixed)
+
+    def forward(self) -> Kernel:
+        """Second moments per feature of sum_j a_ij y_j."""
+        return self._mixed
+
+    def mean_output(self) -> Kernel:
+        """Overlap of two heads that share keys and values: of two uniform averages."""
+        values = self._values
+        mean = values.pairs + (values.diagonal - values.pairs) / self._counts[1]
+        return Kernel(mean, mean)
+
+    def weights(self) -> None:
+        """Mean attention; uniform."""
+
+    def summed(self, query: Kernel) -> Kernel:
+        """The query path as sums over pairs of tokens take it."""
+        return query
+
+    def table_gradient(self, leaf: Any, gained: Kernel) -> None:
+        """Of a table of relative biases; no keys with biases are alike."""
+
+    def diagnostics(self) -> dict[str, Array]:
+        """See `attention_diagnostics`."""
+        return attention_diagnostics(
+            self._logit_variance, self.sum_square, self._entropy, self.keys
+        )
+
+    def overlap_path(self, gradient: Kernel) -> Kernel:
+        """What the query path gains per unit of the variance of two tokens' overlap."""
+        return gradient * self._overlap_path
+
+    def response(self) -> Kernel:
+        """What the query path is per unit of the gradient."""
+        return self.backward(self._queries.with_ones()).query
+
+    def backward(self, gradient: Kernel) -> Paths[Kernel]:
+        """Paths of a gradient at the averaged values, their weights' gain included."""
+        queries, keys = self._counts
+        rows, wide, others = self._rows, self._wide, max(keys - 1, 1)
+        unshared_value, scale, masked = self._own
+        noise = self._noise * masked
+
+        def sent(rate: Kernel, dropped: Array = 0.0, drive: Array = 1.0) -> Array:
+            """To a key by all rows: rates of every two, and what dropout adds to a row's own."""
+            dropped = self._alone(dropped + 0.0 * self._of(rows.square))
+            rate = Kernel.joined(rate.diagonal + dropped, rate.pairs, rate.resolved)
+            return (gradient * rate.at_pairs(drive)).total(queries) / keys
+
+        ones = self._queries.with_ones()
+        overlap = self._at(rows.overlap)
+        held = sent(overlap, self._noise * self._of(rows.overlap[:, 0]))
+        value = Kernel(held, sent(ones - overlap) / others)
+        path = self.overlap_path(gradient)
+        rate = self._at(rows.query).at_pairs(unshared_value)
+        own = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
+        rate = Kernel.joined(rate.diagonal + self._alone(own), rate.pairs, rate.resolved)
+        query = (gradient * rate.at_pairs(scale)).mixed(1.0, path, wide)
+        driven = self._at(rows.key).at_pairs(unshared_value)
+        key = sent(driven, noise * self._of(rows.dropped_key), self._drive)
+        growth = self._at(rows.growth)
+        shared = 2 * wide * sent(growth, self._noise * self._of(rows.dropped_cross))
+        paths = value, query, Kernel(key, -key / others), Kernel(shared, -shared / others)
+        return Paths(*map(_plain, paths))
+
+    def _at_pairs(self, number: Array) -> Array:
+        """A number per configuration, for every two rows."""
+        return self._queries.lift(number)[1]
+
+    def _of(self, values: Array) -> Array:
+        """A number for every two rows, in the shape of the configurations."""
+        return values.reshape(self._shape) if self._shape else float(values[0])
+
+    def _alone(self, of_pairs: Array) -> Array:
+        """Of a row with itself."""
+        if not self._queries.resolved:
+            return of_pairs
+        return np.diagonal(np.broadcast_to(of_pairs, self._shape), axis1=-2, axis2=-1)
+
+    def _at(self, values: Array) -> Kernel:
+        """For a row with itself and with another."""
+        own, pairs = self._alone(self._of(values[:, 0])), self._of(values[:, 1])
+        return Kernel.joined(own, pairs, self._queries.resolved)
+
+
+def _plain(kernel: Kernel) -> Kernel:
+    """A configuration without axes has plain numbers."""
+    if np.ndim(kernel.diagonal) or np.ndim(kernel.pairs):
+        return kernel
+    return Kernel(float(kernel.diagonal), float(kernel.pairs))
+
+
+def _few(scales: Array) -> bool:
+    """Whether each of these logit scales is to have a profile."""
+    several = np.unique(scales)
+    return bool(len(several) <= MOST_PROFILES and several[-1] <= PROFILED_SCALE)

@@ -1,9 +1,7 @@
 """Attention in every resolution of its tokens: what a leaf declares, made into rows of attention.
 
-`TokenLayer` is any kernel under any mask, `ClassLayer` classes of positions, `AlikeLayer` keys that
-are alike, met by queries of any resolution and in any number of configurations at once. (Tokens
-alike that attend to themselves, without biases or norms of queries, have the laws of `laws`.) See
-docs/theory/attention.md, Tokens alike.
+`TokenLayer` is any kernel under any mask, `ClassLayer` classes of positions, `laws.AlikeLayer` keys
+that are alike, of queries of any resolution and of any number of configurations at once.
 """
 
 from __future__ import annotations
@@ -22,11 +20,10 @@ from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...engine.texts import TextClasses
 from ...errors import DomainError, MomentsError
 from ...model.positions import RelativeBias, alibi_slopes
-from .kernels import HeadAverage, KernelAttention, Paths, Rotation, exact_rows
-from .kernels.attention import FAINT
-from .kernels.finite_rows import FiniteRows, Widths, finite_rows
+from .kernels import HeadAverage, KernelAttention, Paths, Rotation
 from .kernels.position_attention import Across, ClassLogits, PositionAttention, Words
 from .kernels.relative_positions import Turning, shifted_classes, shifted_together
+from .laws import AlikeLayer
 from .projections import LOGIT_VARIANCE_MAX, LogitLaw, attention_diagnostics, by_distance, positive
 from .sinks import SinkLayer
 
@@ -206,17 +203,12 @@ def flat(kernel: Kernel) -> Array:
 
 
 class _Layer:
-    """What a layer answers that knows no places, all of whose tokens are followed."""
+    """What layers share that know places."""
 
-    beyond_tables: Any = False
     rows: Kernel | None = None
     """Second moments of the sums of rows; None: they are 1."""
     keys: Any
     """How many keys a row sees."""
-
-    def weights(self) -> Any:
-        """Mean attention; None: uniform."""
-        return None
 
     def summed(self, query: Kernel) -> Kernel:
         """The query path as sums over pairs of tokens take it: what is held as means over cells
@@ -532,180 +524,6 @@ class ClassLayer(_Layer):
         return self._kernel(shifted) * self._of_rows(lambda one: one.amplification)
 
 
-# --- tokens alike ---------------------------------------------------------------------------------
-
-
-class AlikeLayer(_Layer):
-    """Moments of one layer, whose keys are alike and whose queries are of any resolution.
-
-    Attributes:
-        sum_square: E sum_j a_ij^2 of a row.
-        wanted: the variance that logits were to have, where `scale` is less.
-    """
-
-    def __init__(
-        self,
-        queries: Kernel,
-        keys: Kernel,
-        values: Kernel,
-        *,
-        query_count: int,
-        key_count: int,
-        scale: Array,
-        drop_prob: Array,
-        d_model: Any,
-        d_head: Any,
-        norm_spread: Any,
-        value_bias: Any = 0.0,
-        wanted: Array = 0.0,
-    ) -> None:
-        """Evaluate the statistics; arguments as those of `kernels.KernelAttention`."""
-        self._counts, self._queries = (query_count, key_count), queries
-        self.keys = float(key_count)
-        self._values, self.wanted = values, wanted
-        self._noise = drop_prob / (1 - drop_prob)
-        unshared_value, unshared_key = values.diagonal - values.pairs, keys.diagonal - keys.pairs
-        size = queries.diagonal
-        if queries.resolved:  # of two rows the geometric mean, as of their log odds by token
-            first, second = queries.over_tokens(size)
-            size = np.sqrt(first * second)
-        two = self._at_pairs
-        theta = np.asarray(two(scale) * size * two(unshared_key), dtype=np.float64)
-        correlation = np.clip(ratio_or_zero(queries.pairs, size), -1.0, 1.0)
-        apart_from = two(ratio_or_zero(unshared_key, keys.diagonal))
-        flat = np.broadcast_arrays(theta, correlation, apart_from, two(norm_spread))
-        sizes, cosines, unshared, spreads = (np.ravel(one) for one in flat)
-        tables = exact_rows.AlikeRows.of(key_count)
-        widths = Widths(float(d_model), float(d_head), spreads)
-        self._shape = np.shape(flat[0])
-        # Vanishing logits: what is linear in them, from faint ones.
-        taken = np.maximum(sizes, FAINT)
-        self._drive = two(scale) * size / self._of(taken)
-        rows = finite_rows(
-            exact_rows.tabulated(taken),
-            np.full(taken.size, float(key_count)),
-            np.clip(unshared, 0.0, 2.0),
-            np.column_stack([np.ones_like(cosines), cosines]),
-            widths,
-            tables,
-        )
-        self._rows = rows = _linear(rows, sizes / taken, float(key_count))
-        self._wide = 1.0 / float(d_model)
-        deficit = self._of(widths.deficit)
-        self._logit_variance = alone = self._alone(theta)[()]
-        overlap = self._at(rows.overlap)
-        self.sum_square = overlap.diagonal
-        self._entropy = np.asarray(tables.rows(alone, alone).entropy)[()]
-        self._own = (
-            two(unshared_value),
-            two(scale * unshared_key),
-            two(values.diagonal + value_bias),
-        )
-        stiffness = self._of(rows.stiffness)
-        shared = np.maximum(1 - self._of(unshared), 0.0)
-        returned = 2 * deficit * shared**2
-        # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
-        looking = self._own[1] * (1 - self._of(rows.overlap[:, 0])) ** 2
-        self._overlap_path = self._at(rows.query_shift).at_pairs(looking * self._own[0])
-        kept = np.exp(-stiffness * (1 + correlation)), np.exp(-2 * stiffness)
-        mixed = overlap.weighted(self._alone(kept[1]), kept[0])
-        mixed = mixed + self._at(rows.growth).at_pairs(returned)
-        pulled = (self._at(rows.joint_shift) * queries).at_pairs(looking * self._wide)
-        mixed = (mixed + pulled).at_pairs(self._own[0])
-        against = two(values.pairs) * (1 - self._of(rows.against))
-        dropped = two(self._noise * values.diagonal) * (1 + self._of(rows.masks))
-        own = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
-        self._mixed = Kernel.joined(own, mixed.pairs + against, queries.resolved)
-
-    def forward(self) -> Kernel:
-        """Second moments per feature of sum_j a_ij y_j."""
-        return self._mixed
-
-    def mean_output(self) -> Kernel:
-        """Overlap of two heads that share keys and values."""
-        return averaged(self._values, self._counts[1])
-
-    def diagnostics(self) -> dict[str, Array]:
-        """See `attention_diagnostics`."""
-        return attention_diagnostics(
-            self._logit_variance, self.sum_square, self._entropy, self.keys
-        )
-
-    def overlap_path(self, gradient: Kernel) -> Kernel:
-        """What the query path gains per unit of the variance of two tokens' overlap."""
-        return gradient * self._overlap_path
-
-    def response(self) -> Kernel:
-        """What the query path is per unit of the gradient."""
-        return self.backward(self._queries.with_ones()).query
-
-    def backward(self, gradient: Kernel) -> Paths[Kernel]:
-        """Paths of a gradient at the averaged values, their weights' gain included."""
-        queries, keys = self._counts
-        rows, wide, others = self._rows, self._wide, max(keys - 1, 1)
-        unshared_value, scale, masked = self._own
-        noise = self._noise * masked
-
-        def sent(rate: Kernel, dropped: Array = 0.0, drive: Array = 1.0) -> Array:
-            """To a key by all rows: rates of every two, and what dropout adds to a row's own."""
-            dropped = self._alone(dropped + 0.0 * self._of(rows.square))
-            rate = Kernel.joined(rate.diagonal + dropped, rate.pairs, rate.resolved)
-            return (gradient * rate.at_pairs(drive)).total(queries) / keys
-
-        ones = self._queries.with_ones()
-        overlap = self._at(rows.overlap)
-        held = sent(overlap, self._noise * self._of(rows.overlap[:, 0]))
-        value = Kernel(held, sent(ones - overlap) / others)
-        path = self.overlap_path(gradient)
-        rate = self._at(rows.query).at_pairs(unshared_value)
-        own = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
-        rate = Kernel.joined(rate.diagonal + self._alone(own), rate.pairs, rate.resolved)
-        query = (gradient * rate.at_pairs(scale)).mixed(1.0, path, wide)
-        driven = self._at(rows.key).at_pairs(unshared_value)
-        key = sent(driven, noise * self._of(rows.dropped_key), self._drive)
-        growth = self._at(rows.growth)
-        shared = 2 * wide * sent(growth, self._noise * self._of(rows.dropped_cross))
-        return Paths(value, query, Kernel(key, -key / others), Kernel(shared, -shared / others))
-
-    def _at_pairs(self, number: Array) -> Array:
-        """A number per configuration, for every two rows."""
-        return self._queries.lift(number)[1]
-
-    def _of(self, values: Array) -> Array:
-        """A number for every two rows, in the shape of the configurations."""
-        return np.asarray(values.reshape(self._shape)[()])
-
-    def _alone(self, of_pairs: Array) -> Array:
-        """Of a row with itself."""
-        if not self._queries.resolved:
-            return of_pairs
-        return np.diagonal(np.broadcast_to(of_pairs, self._shape), axis1=-2, axis2=-1)
-
-    def _at(self, values: Array) -> Kernel:
-        """For a row with itself and with another."""
-        own, pairs = self._alone(self._of(values[:, 0])), self._of(values[:, 1])
-        return Kernel.joined(own, pairs, self._queries.resolved)
-
-
-def _linear(rows: FiniteRows, share: Array, keys: float) -> FiniteRows:
-    """Of logits whose variance is that share of the one given; the key path's per unit of it."""
-    pair = share[:, None]
-    return rows._replace(
-        overlap=1 / keys + pair * (rows.overlap - 1 / keys),
-        growth=pair * rows.growth,
-        stiffness=share * rows.stiffness,
-        against=share * rows.against,
-        masks=share * rows.masks,
-        dropped_cross=share * rows.dropped_cross,
-    )
-
-
-def averaged(tokens: Kernel, length: int) -> Kernel:
-    """Overlaps of two uniform averages of tokens alike."""
-    mean = tokens.pairs + (tokens.diagonal - tokens.pairs) / length
-    return Kernel(mean, mean)
-
-
 # --- which of them --------------------------------------------------------------------------------
 
 
@@ -724,9 +542,9 @@ def layer_of(
         signal, memory: the tokens that ask and those attended to, which may be the same.
         kernels: of both, likewise.
     """
-    layer = _layer_of(leaf, law, signal, memory, kernels)
+    layer, (_, tokens) = _layer_of(leaf, law, signal, memory, kernels), kernels
     sink = getattr(leaf, "sink", None)
-    return layer if sink is None else SinkLayer(layer, law, sink)
+    return layer if sink is None else SinkLayer(layer, law, sink, tokens)
 
 
 def _layer_of(

@@ -25,12 +25,10 @@ from ...formulas.normalization import RMSNORM
 from ...model.positions import RelativeBias, Rotary
 from ..normalization import FiniteNormalization
 from .kernels import Paths
-from .laws import attend_by_laws
 from .layers import (
     BEYOND_TABLES,
     TURNED_ALIKE,
     Mask,
-    averaged,
     layer_of,
     same_sequence,
     self_masks,
@@ -39,7 +37,6 @@ from .layers import (
 from .projections import (
     LogitLaw,
     ProjectionPaths,
-    by_distance,
     logit_law,
     normalised_cross,
     of_rows,
@@ -158,10 +155,6 @@ class SelfAttention(Attention, Leaf):
         """
         if not signal.resolved:
             self._check_alike(signal.seq_len)
-            placed = by_distance(self) and signal.seq_len > 1
-            plain = self.qk_norm is None and self.logit_softcap is None and self.sink is None
-            if plain and not placed and not np.any(self.query_bias):
-                return self._by_laws(signal)
         way = attended(self, signal, signal)
         return way.output, way
 
@@ -185,26 +178,6 @@ class SelfAttention(Attention, Leaf):
                 allowed = "absent where all tokens are alike"
                 remedy = "resolve moments by token: tokens=True"
                 raise domain_error(name, getattr(self, name), allowed, remedy)
-
-    def _by_laws(self, signal: Signal) -> tuple[Signal, Pullback]:
-        found, mixed, back = attend_by_laws(self, signal)
-        assert found.diagnostics is not None
-        squares = found.diagnostics["square_sum"]
-        # As in a narrow layer, where two heads of one key agree up to what their rows share.
-        tokens = signal.second_moment()
-        output = concatenated(
-            self,
-            signal,
-            signal,
-            mixed,
-            squares,
-            lambda: averaged(tokens, signal.seq_len),
-            heads=found.kernel,
-            diagnostics=found.diagnostics,
-            notes=found.notes,
-        )
-        law = logit_law(self, tokens, tokens, (self.d_model, self.d_model), signal.seq_len)
-        return output, _ByLaws(self, law, signal, signal, output, mixed, back)
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         # Weights sum to 1 within each sequence, and all pairs across have one covariance.
@@ -338,29 +311,6 @@ class AttentionPulled(Pulled):
         return self.way.response(self.received)
 
 
-@dataclass(slots=True, eq=False)
-class _ByLaws(AttentionPullback):
-    """Of tokens alike, by the laws."""
-
-    def __call__(self, gradient: Gradient) -> Pulled:
-        sides = self.layer(gradient.kernel, self.signal.algebra)
-        return self._pulled(sides.sent, gradient, sides)
-
-    def overlap_path(self, received: Kernel) -> Kernel:
-        found: Kernel = self.layer.overlap_path(received)
-        return found
-
-    def response(self, received: Kernel) -> Kernel:
-        found: Kernel = self.layer(received.with_ones(), self.signal.algebra).query
-        return found
-
-    def summed(self, query: Kernel) -> Kernel:
-        return query
-
-    def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
-        return self._of_projections(received, sides)
-
-
 def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
     """Attention of tokens to a memory, or to themselves: what leaves, and the way back.
 
@@ -412,8 +362,7 @@ def concatenated(
     mixed: Kernel,
     squares: Array,
     shared: Callable[[], Kernel],
-    weights: Callable[[], Any] = lambda: None,
-    heads: Kernel | None = None,
+    weights: Callable[[], Any],
     diagnostics: Mapping[str, Array] | None = None,
     notes: tuple[str, ...] = (),
     rows: Kernel | None = None,
@@ -427,14 +376,11 @@ def concatenated(
         squares: E sum_j a_ij^2.
         shared: gives the overlap of what two heads of one key and value mix.
         weights: gives mean attention, None where it is uniform, tokens alike.
-        heads: second moments without the values' bias where they are known; None: `mixed` times
-            the values' gain.
         diagnostics, notes: of the signal.
         rows: second moments of the sums of rows; None: they are 1.
     """
     width, gain = leaf.value_width, leaf.memory_width * leaf.value
     kernel = _with_bias(leaf, mixed.scaled(gain), squares, rows)
-    found_heads = kernel if heads is None else _with_bias(leaf, heads, squares, rows)
     fluctuation: Fluctuation | None = None
     if signal.fluctuation is not None:
         # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
@@ -453,7 +399,7 @@ def concatenated(
             norms, overlaps = (one.resolved_as(kernel) for one in (found.norms, found.overlaps))
             fluctuation = Fluctuation(alone + norms, alone + overlaps, shared=known)
     return Signal(
-        found_heads,
+        kernel,
         signal.seq_len,
         0.0 * kernel.diagonal,
         width,

@@ -2,8 +2,8 @@
 
 The sum and the difference of two queries have independent chi-square norms (`Widths.variance`),
 less what tokens of fixed norm take away; every exact statistic is averaged over both. Terms of
-order 1/d_model and 1/d_head are those of `formulas.attention`, and enter the closure as factors
-over its own derivative dC2/drho. See docs/theory/softmax.md, Queries of finite width.
+order 1/d_model and 1/d_head enter the closure as factors over its own derivative dC2/drho. See
+docs/theory/attention.md, The closure, and docs/theory/softmax.md, Queries of finite width.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class FiniteRows(NamedTuple):
         masks: (m,) relative change of what a dropped value weighs.
         dropped_key, dropped_query, dropped_cross: (m,) response to dropped attention: in the paths
             as `key` and `query`, and theta (2 P2 - 5 P3 + 3 P4).
+        entropy: (m,) E[-sum a log a] in nats.
     """
 
     overlap: Array
@@ -105,6 +106,7 @@ class FiniteRows(NamedTuple):
     dropped_key: Array
     dropped_query: Array
     dropped_cross: Array
+    entropy: Array
 
 
 def finite_rows(
@@ -172,6 +174,7 @@ def finite_rows(
         np.where(single, 0.0, driven * (1.0 + fluctuating * curvature)),
         np.where(single, 0.0, masked),
         np.where(single, 0.0, average.dropped),
+        np.where(single, 0.0, row["entropy"]),
     )
 
 
