@@ -265,7 +265,8 @@ def table() -> None:
             low, high = rates.range
             middle = math.sqrt(low * high)
             onsets = ", ".join(f"{at(k):.2g}" for k in row["onset"]) if kind == "adam" else ""
-            warm = f"{at(int(best_of(row['warm']))):.2g}" if kind == "adam" else ""
+            swept = row.get("warm") if kind == "adam" else None
+            warm = "" if swept is None else f"{at(int(best_of(swept))):.2g}"
             print(
                 f"| {name}{', fixed on it' if name in FIXED else ''} | "
                 f"{rates.first_instability:.2g} | {onsets} | {best:.2g} | "
