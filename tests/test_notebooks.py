@@ -27,17 +27,10 @@ NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipy
 SMALLER = {
     "a-block-of-your-own": {"seeds=40": "seeds=2"},
     "choose-a-learning-rate": {
-        '"n_embd": 128': '"n_embd": 64',
-        '"n_layer": 4': '"n_layer": 2',
-        '"vocab_size": 512': '"vocab_size": 128',
-        "zipf_text(512": "zipf_text(128",
-        '"n_positions": 32': '"n_positions": 16',
-        "seq_len=32": "seq_len=16",
-        ", 32, sequences": ", 16, sequences",
-        "3e-3, 12": "3e-3, 3",
-        "seeds=4": "seeds=2",
-        "[128, 256, 512]": "[64, 128]",
-        "[4, 8]": "[2, 4]",
+        "WORDS, TOKENS, STEPS = 64, 2, 128, 32, 150": "WORDS, TOKENS, STEPS = 32, 1, 32, 8, 20",
+        "rates.first_instability, 8)": "rates.first_instability, 2)",
+        "seeds=3": "seeds=2",
+        "sizes=(64, 128)": "sizes=(32, 64)",
     },
     "choose-a-scheme": {"layers=24": "layers=3"},
     "debug-my-model": {

@@ -28,6 +28,7 @@ def plot_learning_rate(rates: LearningRate, name: str | None = None) -> Figure:
     ax.axvline(rates.step_size, color=BLUE, linestyle="--", linewidth=1, label="step size")
     if rates.range is not None and rates.first_instability is not None:
         ax.axvspan(*rates.range, color=GREEN, alpha=0.18, linewidth=0, label="search")
+    if rates.first_instability is not None:
         ax.axvline(rates.first_instability, color=VERMILION, linewidth=1.4, label="unstable from")
     ax.set(xlabel=f"learning rate of {rates.optimizer}", ylabel="loss after one step (nats)")
     figure.legend(loc="outside lower left", ncols=3)

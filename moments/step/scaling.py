@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ class Slip:
     Attributes:
         weight: the parameter's role, "query", "head", ...
         parameters: the module's own names.
-        quantity: of which the exponent is: "activation", "update" or "loss".
+        quantity: of which the exponent is: "activation", "update", "logit" or "loss".
         exponent: of its root mean square in the size.
         mend: what would make it 0.
     """
@@ -124,40 +124,51 @@ def exponent(logs: np.ndarray, values: Sequence[float]) -> float:
     return float(np.log(values[-1] / values[-2]) / (logs[-1] - logs[-2]))
 
 
-def along_width(rows: Sequence[Mapping[str, Any]]) -> Iterator[Slip]:
-    """A matrix passes on what it reads, and its step adds as much at any width. The head, and the
-    queries and keys whose products meet each other, may start smaller."""
-    allowed = TOLERANCE["width"]
+def along_width(rows: Sequence[Mapping[str, Any]]) -> list[Slip]:
+    """What does not transfer along the width.
+
+    A matrix passes on what it reads, and its step adds as much at any width. The head, and the
+    queries and keys whose products meet each other, may start smaller. Where all that holds, the
+    scale of those products is what is left.
+    """
+    allowed, slips = TOLERANCE["width"], []
+    tied = all(row["weight"] != "head" for row in rows)
     for row in rows:
         name, made, step = row["weight"], row["activation"], row["update"]
-        may_fall = name in _MAY_FALL
-        starts = made > allowed or (made < -allowed and not may_fall)
-        moves = abs(step) > allowed
-        if name == "head" and starts and moves and step > 0:
-            yield _slip(row, "update", f"its output lacks {_power(step, 'width')}")
+        starts = made > allowed or (made < -allowed and name not in _MAY_FALL)
+        if name == "head" and starts and step > allowed:
+            slips.append(_slip(row, "update", f"its output lacks {_power(step, 'width')}"))
             continue
         if starts:
-            yield _slip(row, "activation", _said("initial variance", 2 * made, "width"))
-        if moves:
-            yield _slip(row, "update", _said("rate", step, "width"))
-    settled = all(not abs(row["update"]) > allowed for row in rows)
-    for row in rows:
-        if settled and row["weight"] in ("query", "key") and abs(row["loss"]) > allowed:
-            yield _slip(row, "loss", _said("product's scale", row["loss"], "width"))
+            slips.append(_slip(row, "activation", _said("initial variance", 2 * made, "width")))
+        if abs(step) > allowed:
+            slips.append(_slip(row, "update", _said("rate", step, "width")))
+        if name == "token" and tied and row["logit"] > allowed:
+            slips.append(_slip(row, "logit", f"its logits lack {_power(row['logit'], 'width')}"))
+    if not slips:
+        slips = [
+            _slip(row, "loss", _said("product's scale", row["loss"], "width"))
+            for row in rows
+            if row["weight"] in ("query", "key") and abs(row["loss"]) > allowed
+        ]
+    return slips
 
 
 _MAY_FALL = ("head", "query", "key")
 
 
-def along_depth(rows: Sequence[Mapping[str, Any]], growth: float) -> Iterator[Slip]:
-    """All layers together move the logits as much at any depth, and the stream does not grow."""
-    allowed = TOLERANCE["depth"]
+def along_depth(rows: Sequence[Mapping[str, Any]], growth: float) -> list[Slip]:
+    """What does not transfer along the depth: all layers together move the loss as much at any
+    depth, and the stream does not grow (`growth`: the exponent of its root mean square)."""
+    allowed, slips = TOLERANCE["depth"], []
     if growth > allowed:
         of = f"blocks' outputs lack {_power(growth, 'depth')}"
-        yield Slip("stream", "", "activation", growth, of)
-    for row in rows:
-        if abs(row["loss"]) > allowed:
-            yield _slip(row, "loss", _said("rate", row["loss"], "depth"))
+        slips.append(Slip("stream", "", "activation", growth, of))
+    return slips + [
+        _slip(row, "loss", _said("rate", row["loss"], "depth"))
+        for row in rows
+        if abs(row["loss"]) > allowed
+    ]
 
 
 def _slip(row: Mapping[str, Any], quantity: str, mend: str) -> Slip:

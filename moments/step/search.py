@@ -33,12 +33,18 @@ QUANTITIES: dict[str, Callable[[FirstStep], float]] = {
 }
 
 
-SEARCH: dict[str, tuple[float, float]] = {"adam": (0.18, 0.35), "sgd": (0.5, 4.0)}
+SEARCH: dict[tuple[str, str], tuple[float, float]] = {
+    ("adam", "pre"): (0.18, 0.35),
+    ("adam", "post"): (0.02, 0.04),
+    ("sgd", "pre"): (2.6, 9.5),
+}
 """Best constant rates over the first unstable one, least and largest of the modules on which they
-were fixed; docs/theory/sharpness.md lists them, and what others gave."""
+were fixed, by optimizer and placement of norms; docs/theory/sharpness.md lists these modules, and
+what others gave."""
 
-WARMED = 2.0
-"""First unstable rate behind a warm-up over the one without, of the same modules."""
+WARMED = 1.5
+"""Rates at which training is damaged behind a warm-up of 50 steps over those without, the geometric
+mean of the same Pre-LN modules."""
 
 
 def first_unstable(optimizer: str, largest: float, **options: Any) -> float:
@@ -76,9 +82,9 @@ class LearningRate:
         first_instability: constant rate from which on training becomes unstable; None where it is
             not known (`warnings` says why).
         first_instability_with_warmup: the same behind a linear warm-up of `warmup` steps.
-        range: (low, high), constant rates to search; None likewise.
-        warmup: steps of a linear warm-up whose first is no longer than `step_size`, up to
-            `first_instability_with_warmup`; None likewise.
+        range: (low, high), constant rates to search; None where that is not known.
+        warmup: steps of a linear warm-up to `first_instability_with_warmup` whose first is no
+            longer than `step_size`; None likewise.
         limited_by: parameters that carry the curvature, with their shares, the largest first.
         step_size: rate whose first step reaches the bound.
         quantity, bound: what reaches what: "relative_change" (the largest E |dh|^2/E |h|^2 along
@@ -105,10 +111,6 @@ class LearningRate:
     warnings: tuple[str, ...]
     _after: Callable[[float], FirstStep]
 
-    def warmup_for(self, rate: float) -> int:
-        """Steps of a linear warm-up to a rate whose first step is no longer than `step_size`."""
-        return max(1, math.ceil(check_number("rate", rate, POSITIVE) / self.step_size))
-
     def losses(self, rates: Sequence[float]) -> np.ndarray:
         """The batch's loss after one step at each of several rates, in nats."""
         with warnings.catch_warnings():
@@ -120,16 +122,17 @@ class LearningRate:
         lines = []
         if self.range is not None:
             low, high = self.range
+            lines.append(("search", f"{low:.2g} to {high:.2g}", "constant rates"))
+        if self.first_instability is not None:
             limits = [f"{name} {100 * share:.0f} %" for name, share in self.limited_by.items()][:4]
-            lines = [
-                ("search", f"{low:.2g} to {high:.2g}", "constant rates"),
+            lines.append(
                 (
                     "unstable",
                     f"from {self.first_instability:.2g}",
                     f"from {self.first_instability_with_warmup:.2g} behind {self.warmup} steps of "
                     f"warm-up; limited by {', '.join(limits)}",
-                ),
-            ]
+                )
+            )
         lines.append(
             ("one step", f"{self.step_size:.2g}", _SAID[self.quantity].format(f"{self.bound:g}"))
         )
@@ -204,7 +207,7 @@ def learning_rate(
         optimizer: as in `Prediction.after`. Of "lion", "sign" and "muon" the step size alone is
             known.
         token_ids: (L,) or (B, L) the text; None: `sequences` by Zipf's law, of the model's length
-            or of what makes 512 tokens.
+            or of what makes 256 tokens.
         quantity: of the step size: "relative_change", "logit_change" or "loss_drop".
         bound: what it is to reach.
         groups: whether to give the step size of each group of parameters alone, too.
@@ -241,8 +244,12 @@ def learning_rate(
     if curvature is not None:
         unstable = first_unstable(optimizer, curvature.largest, **options)
         warmed = WARMED * unstable
-        low, high = SEARCH["sgd" if optimizer == "sgd" else "adam"]
-        bracket = (low * unstable, high * unstable)
+        place = prediction.model.norm
+        factors = SEARCH.get((optimizer.removesuffix("w"), place))
+        if factors is None:
+            notes += (f"where to search under {optimizer} is not known of norm = {place!r}",)
+        else:
+            bracket = (factors[0] * unstable, factors[1] * unstable)
         steps = max(1, math.ceil(warmed / step.learning_rate))
         for _, name, share in curvature.shares:
             carried[name] = carried.get(name, 0.0) + share
@@ -274,13 +281,13 @@ def _curvature(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ValidityWarning)
         try:
-            value = prediction.sharpness(optimizer, seed=seed, **given)
+            value = prediction.sharpness(optimizer, seed=seed, draws=1, **given)
         except DomainError as error:
             return None, (f"unstable rates are not known: {error}",)
     return value, tuple(str(one.message) for one in caught)
 
 
-MOST_TOKENS = 512
+MOST_TOKENS = 256
 """Of a text that nobody gave."""
 
 
