@@ -181,6 +181,11 @@ class Report:
         return tuple(sorted(failed, key=lambda row: -row.size))
 
     @property
+    def advice(self) -> tuple[str, ...]:
+        """What the findings come from, a sentence each."""
+        return tuple(finding.reason for finding in self.findings)
+
+    @property
     def expected(self) -> bool | None:
         """Whether the stream is as predicted, whatever else is not as planned; None where nothing
         was measured.

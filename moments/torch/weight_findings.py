@@ -227,12 +227,11 @@ class WeightFindings:
         mend = "multiply the matrices that the plan scales, and no others"
         if all(len(stds) == 1 for stds in wanted.values()):
             mend = f"draw {_by_std({role: min(stds) for role, stds in wanted.items()}, 'with std')}"
-        if self.against.rule is not None:
-            middle = {
-                role: _std(sorted(row.measured for row in group)[len(group) // 2])
-                for role, group in groups.items()
-            }
-            sentence += f": {_by_std(middle, 'of std')}"
+        rule = self.against.rule
+        if rule is not None and rule.meant is not None and not self.strict:
+            first = rule.model.layer_weights(1)
+            drawn = {role: _std(float(getattr(first, role))) for role in groups}
+            sentence += f": {_by_std(drawn, 'of std')}"
         return Finding("warning", "wrong variance", *_stated(rows, rows[0]), sentence, mend)
 
     def _variance(self, roles: list[str], group: list[Row]) -> Finding:
