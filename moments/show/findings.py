@@ -228,6 +228,7 @@ class Report:
         report = dataclasses.replace(self, rows=(*rows, *self.rows))
         if value.expected:
             return dataclasses.replace(report, notes=(*self.notes, str(value)))
+        first, *rest = str(value).splitlines()
         worst = max(value.points, key=lambda point: abs(point.deviations))
         severity = "error" if value.verdict == "not expected" else "warning"
         given = tuple(
@@ -241,8 +242,9 @@ class Report:
             tuple(sorted({point.layer for point in value.points if not point.inside})),
             worst.measured,
             worst.predicted,
-            str(value).removeprefix(f"{value.verdict}: ").replace("\n", " "),
-            "apply what the declaration says, or declare what is applied",
+            first.removeprefix(f"{value.verdict}: "),
+            " ".join(line.strip() for line in rest)
+            or "apply what the declaration says, or declare what is applied",
         )
         found = ranked([*self.findings, finding])
         return dataclasses.replace(report, findings=found, _why=lambda: given)
