@@ -22,6 +22,7 @@ from ..model.transformer import Transformer
 from ..transfer.architecture import declare
 from .draws import QUANTITIES
 from .gate import Gate, computing
+from .low_precision import low_precision
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ..step.result import FirstStep
     from ..step.sharpness import Sharpness
     from .stack import OuterWeights
+    from .tangent import TangentKernel
 
 
 FORMAT_VERSION = 1
@@ -274,6 +276,31 @@ class Prediction:
         frame.attrs["sequences"], frame.attrs["batch"] = self.sequences
         return frame
 
+    def experts(self) -> Any:
+        """How tokens are routed in every layer with experts, a row each, as a DataFrame.
+
+        Columns: `logit_variance` and `logit_correlation` (two tokens') of the router;
+        `gate_square` and `gate_overlap`, E sum g^2 of a token and E sum g g' of two; `load`, the
+        share of tokens that an expert gets; `load_variance`, over experts in one draw of the
+        router and over the load's square (width does not change it: tokens that are alike choose
+        alike); and, sampled at the tokens' mean correlation, `largest_load` over an even share,
+        `starving` (the part of the experts with less than a tenth of that) and `balance_loss`
+        (E sum_e f_e p_e, without its coefficient). `learns`: whether any gradient reaches the
+        router; none does where the gate of a single expert is normalised.
+
+        Raises:
+            DomainError: the model has no experts, or several configurations were predicted.
+        """
+        from ..transfer.experts.load import rows
+
+        if self.variance.shape[:-1]:
+            raise DomainError("experts needs a single configuration, not a batch of them")
+        assert self.trace.stack is not None
+        found = list(rows(self.trace.stack))
+        if not found:
+            raise DomainError("the model has no experts: declare them by ffn=moments.Experts(...)")
+        return as_frame([tuple(row.values()) for row in found], columns=list(found[0]))
+
     @property
     def sequences(self) -> tuple[int, int]:
         """Of how many sequences `weight_gradients` are, and over how many the loss is averaged."""
@@ -373,6 +400,34 @@ class Prediction:
 
         return sharpness(self, optimizer, **options)
 
+    def tangent_kernel(self, rates: Mapping[str, float] | None = None) -> TangentKernel:
+        """The neural tangent kernel of the last stream, over tokens or classes of positions.
+
+        Theta_ij = sum_W <dh_ik/dW, dh_jk/dW> of the tokens' features k, mean over draws: under
+        gradient descent at a small rate the stream h_i changes by -rate sum_j Theta_ij dLoss/dh_j.
+        It is of all parameters up to there, the tables that tokens read included.
+
+        >>> import moments
+        >>> p = moments.predict(moments.Transformer(2, 64, 4, 16), correlation=0.2)
+        >>> p.tangent_kernel()
+        TangentKernel(16 tokens alike: own 584.2, pairs 343.7)
+
+        Args:
+            rates: what multiplies the learning rate of parameters by name ("query", ...), 0 of
+                frozen ones; 1 of those left out.
+
+        Returns:
+            A `TangentKernel`: `own`, `pairs`, `matrix()`, `condition`, `to_frame()` by parameter,
+            `to_json()`. On classes or by token it takes one gradient's pass per pair of them.
+
+        Raises:
+            DomainError: several configurations or sequences, an encoder, another theory, more than
+                43 tokens each by itself, a parameter that is not there.
+        """
+        from .tangent import tangent_kernel
+
+        return tangent_kernel(self, rates)
+
     def attention(self) -> pd.DataFrame:
         """What attention does in every layer, averaged over rows (refined theory).
 
@@ -392,6 +447,28 @@ class Prediction:
         ]
         columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
         return as_frame(rows, columns=columns)
+
+    def low_precision(self, format: str) -> pd.DataFrame:
+        """What few bits lose of every matrix product, forward and backward.
+
+        Products of weights alone; what multiplies queries with keys, and attention with values, is
+        left at 16 bits, as is usual.
+
+        Args:
+            format: "fp8" (E4M3 forward, E5M2 for gradients, one scale a tensor), "fp8-row" (one
+                scale for a row of what is summed over), "mxfp8" (E4M3 in blocks of 32 whose scale
+                is a power of two) or "nvfp4" (E2M1 in blocks of 16 whose scale is E4M3).
+
+        Returns:
+            A row for both operands of every product: layer, weight, product ("forward", "input
+            gradient", "weight gradient"), operand ("input", "weight", "gradient"), zero and clipped
+            (shares of entries that become 0, and that lie beyond the largest number), snr and
+            product_snr (signal over noise of the operand and of the product, in dB).
+
+        Raises:
+            DomainError: no such format, or several configurations were predicted at once.
+        """
+        return low_precision(self, format)
 
     def expects(
         self,

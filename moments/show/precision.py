@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..formulas.quantization import E4M3, E5M2, Elements
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -27,15 +29,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Format:
-    """A floating-point format: torch's `name` and the usual `title`, stored bits of `mantissa` p,
-    exponent e of the smallest normal number (`lowest`), and the `largest` finite number M."""
+class Format(Elements):
+    """A floating-point format: its numbers, torch's `name` and the usual `title`."""
 
     name: str
     title: str
-    mantissa: int
-    lowest: int
-    largest: float
 
     @property
     def step(self) -> float:
@@ -60,10 +58,10 @@ class Format:
 
 
 FORMATS = (
-    Format("bfloat16", "bf16", 7, -126, (2 - 2.0**-7) * 2.0**127),
-    Format("float16", "fp16", 10, -14, 65504.0),
-    Format("float8_e4m3fn", "fp8 E4M3", 3, -6, 448.0),
-    Format("float8_e5m2", "fp8 E5M2", 2, -14, 57344.0),
+    Format(7, -126, (2 - 2.0**-7) * 2.0**127, "bfloat16", "bf16"),
+    Format(10, -14, 65504.0, "float16", "fp16"),
+    Format(E4M3.mantissa, E4M3.lowest, E4M3.largest, "float8_e4m3fn", "fp8 E4M3"),
+    Format(E5M2.mantissa, E5M2.lowest, E5M2.largest, "float8_e5m2", "fp8 E5M2"),
 )
 
 

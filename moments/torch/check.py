@@ -42,6 +42,7 @@ from .expectation import model_of
 from .factory import seen_of, unwritten
 from .findings import measure_roles
 from .measure import Loss, measure, needs_labels
+from .open_check import check_open
 from .probe import Slope
 from .roles import (
     ModuleRoles,
@@ -66,7 +67,7 @@ from .running import (
 )
 from .tensors import AuditedModule, checked_rows
 from .text import mask_tokens
-from .unread import not_read, random_outcome
+from .unread import NotRead, not_read, random_outcome
 from .weight_findings import PRE_OR_POST, Against, WeightFindings
 
 with optional("torch", "torch"):
@@ -135,7 +136,13 @@ def check_module(
     if broken := ranked(list(unwritten(module))):
         everything = ("everything else: it cannot be run",)
         return Report(type(module).__name__, "", broken, (), everything, ())
-    return Checking(module, at_hand(as_named(module, batch)), scheme, loss).report()
+    batch = at_hand(as_named(module, batch))
+    try:
+        return Checking(module, batch, scheme, loss).report()
+    except NotRead as refusal:
+        if scheme is not None:  # which says what a module's roles have to be
+            raise
+        return check_open(module, batch, refusal)
 
 
 class _Inputs(NamedTuple):

@@ -237,6 +237,11 @@ class Entries:
         names = _of_kind("id2label", self("id2label", {}), {})
         return self.count("num_labels", len(names) or 2)
 
+    def usual(self, name: str) -> Mapping[str, Any]:
+        """What the family's class says of an object that is left out."""
+        given: Mapping[str, Any] = self._defaults.get(name, {})
+        return given
+
     def rope(self) -> Mapping[str, Any]:
         """`rope_parameters`, or the entry that preceded it."""
         given: Mapping[str, Any] = {}

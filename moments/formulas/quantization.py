@@ -1,0 +1,205 @@
+"""What a tensor loses when it is cast to few bits under a scale for every group of its entries.
+
+A group of B entries is divided by a scale that its largest entry decides, cast to the nearest
+number of a format (ties are of measure zero), beyond the largest number to that, and multiplied
+again. Let entries be independent of one density, m the largest of the group and c(m) the scale.
+Given m, one entry is m itself and the other B - 1 are independent below it, so that the mean over
+a group of any function h of an entry and its cast is
+
+    E_m [ h(m)/B + (1 - 1/B) E[h(x) | |x| < m] ],      P(m < t) = F(t)^B,   F(t) = P(|x| < t).
+
+h(x) is x^2, x Q(x), Q(x)^2 or an indicator. On the cell of a number q of the format all are
+moments E[|x|^k; |x| < t], k = 0, 1, 2, between the cell's ends, which are summed once over a fine
+grid of the density. What is left is one integral over m, by Gauss-Legendre in F(m)^B. Derived here;
+a test holds it against casts bit by bit.
+
+From E x^2, E xQ and E Q^2 follows what a product of two cast operands loses. With weights that are
+independent of what they multiply, y = sum_k w_k x_k has
+
+    E |y_Q - y|^2 / E |y|^2 = q_x q_w - 2 r_x r_w + 1,    q = E Q^2/E x^2,   r = E xQ/E x^2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Numbers of a floating-point format: stored bits of `mantissa`, exponent of the smallest
+    normal number (`lowest`) and the `largest` finite number."""
+
+    mantissa: int
+    lowest: int
+    largest: float
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """The numbers from 0 up."""
+        count = 2**self.mantissa
+        top = math.floor(math.log2(self.largest))
+        found = [np.arange(count) * 2.0 ** (self.lowest - self.mantissa)]
+        for exponent in range(self.lowest, top + 1):
+            found.append((count + np.arange(count)) * 2.0 ** (exponent - self.mantissa))
+        every = np.concatenate(found)
+        return every[every <= self.largest]
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """Between which magnitudes a number is the nearest: (numbers + 1,), 0 and inf included."""
+        return np.concatenate([[0.0], (self.values[1:] + self.values[:-1]) / 2, [np.inf]])
+
+    def nearest(self, magnitude: np.ndarray) -> np.ndarray:
+        """The number nearest to magnitudes."""
+        return np.asarray(self.values[np.searchsorted(self.ends[1:-1], magnitude)])
+
+
+E4M3 = Elements(3, -6, 448.0)
+E5M2 = Elements(2, -14, 57344.0)
+E2M1 = Elements(1, 0, 6.0)
+
+
+class Entries:
+    """The law of an entry's magnitude |x|, as a fine grid of it.
+
+    Args:
+        values: of x, any shape.
+        weights: their probabilities, of the same shape; they are normalised.
+    """
+
+    def __init__(self, values: np.ndarray, weights: np.ndarray) -> None:
+        magnitudes, weights = np.abs(np.ravel(values)), np.ravel(weights) / np.sum(weights)
+        self.zeros = float(weights[magnitudes == 0].sum())
+        """Probability of an exact 0, which no cast makes."""
+        kept = magnitudes > 0
+        order = np.argsort(magnitudes[kept])
+        at, density = magnitudes[kept][order], weights[kept][order]
+        parts = density * at ** np.arange(3)[:, None]
+        # half of a grid point's weight lies below it
+        below = np.cumsum(parts, axis=-1) - parts / 2
+        above = np.cumsum(density[::-1])[::-1] - density / 2
+        self._at = np.concatenate([[0.0], at])
+        self._below = np.pad(below, ((0, 0), (1, 0)))
+        self._tail = np.concatenate([[0.0], -np.log(np.maximum(above, 1e-300))])
+        self.square = float(parts[2].sum())
+
+    def moments(self, below: np.ndarray) -> np.ndarray:
+        """E[|x|^k; 0 < |x| < t] for k = 0, 1, 2: (3, ...)."""
+        return np.stack([np.interp(below, self._at, part) for part in self._below])
+
+    def largest(self, size: int, chance: np.ndarray) -> np.ndarray:
+        """Quantiles of the largest of `size` entries."""
+        beyond = -np.expm1(np.log(chance) / size)
+        return np.interp(-np.log(beyond), self._tail, self._at)
+
+
+@cache
+def gaussian_grid(points: int = 8000, reach: float = 9.0) -> tuple[np.ndarray, np.ndarray]:
+    """Values of a standard Gaussian and their weights; an even number of points leaves out 0."""
+    at = np.linspace(-reach, reach, points)
+    return at, np.exp(-(at**2) / 2)
+
+
+class Loss(NamedTuple):
+    """Of a cast operand: `square`, E x^2; `kept`, E xQ/E x^2; `power`, E Q^2/E x^2; shares of
+    entries that become `zero` and that lie beyond the largest number (`clipped`)."""
+
+    square: float
+    kept: float
+    power: float
+    zero: float
+    clipped: float
+
+    @property
+    def noise(self) -> float:
+        """E (Q - x)^2/E x^2."""
+        return max(self.power - 2 * self.kept + 1, 0.0)
+
+
+def decibels(noise: float) -> float:
+    """A ratio of noise to signal as a signal-to-noise ratio in dB."""
+    return math.inf if noise <= 0 else -10 * math.log10(noise)
+
+
+def product_noise(one: Loss, other: Loss) -> float:
+    """Of a product of two operands that are independent of each other, noise over signal."""
+    return max(one.power * other.power - 2 * one.kept * other.kept + 1, 0.0)
+
+
+def mean(losses: list[Loss]) -> Loss:
+    """Of groups that are as often these."""
+    return Loss(*(float(np.mean(part)) for part in zip(*losses, strict=True)))
+
+
+@cache
+def _nodes(count: int) -> tuple[np.ndarray, np.ndarray]:
+    at, weights = np.polynomial.legendre.leggauss(count)
+    return (at + 1) / 2, weights / 2
+
+
+NODES = 256
+"""Of the integral over the largest entry, which the rounding of scales makes a sawtooth."""
+
+
+def loss(
+    entries: Entries,
+    elements: Elements,
+    scale: str,
+    size: int,
+    tensor_largest: float = 0.0,
+    unit: float = 1.0,
+) -> Loss:
+    """What a group of entries loses.
+
+    Args:
+        entries: their law.
+        elements: the numbers that entries are cast to.
+        scale: "any", the largest entry over the largest number; "power of two", that of the largest
+            entry over that of the largest number (OCP Microscaling Formats 1.0, section 6.3); or
+            "E4M3", as "any", itself cast to E4M3 over one scale of the whole tensor.
+        size: entries of a group.
+        tensor_largest: the largest magnitude of the whole tensor, for "E4M3".
+        unit: what a power of two is multiplied by: of entries of another size by 1/unit.
+    """
+    chance, weights = _nodes(NODES)
+    largest = entries.largest(size, chance)
+    divisor = unit * scales(largest / unit, elements, scale, tensor_largest / unit)
+    cells = np.minimum(divisor[:, None] * elements.ends, largest[:, None])
+    moments = np.diff(entries.moments(cells), axis=-1)  # (3, nodes, numbers)
+    casts = divisor[:, None] * elements.values
+    below, _, _ = entries.moments(largest)
+    whole, clipped = entries.zeros + below, largest > divisor * elements.largest * (1 + 1e-9)
+    unclipped, _, _ = entries.moments(np.minimum(divisor * elements.largest, largest))
+    own = divisor * elements.nearest(largest / divisor)
+    rest = np.stack(
+        [
+            moments[2].sum(-1),
+            np.sum(casts * moments[1], -1),
+            np.sum(casts**2 * moments[0], -1),
+            moments[0][:, 0],
+            below - unclipped,
+        ]
+    )
+    of_largest = np.stack([largest**2, largest * own, own**2, own == 0.0, clipped])
+    means = (of_largest / size + (1 - 1 / size) * rest / whole) @ weights
+    square, product, power, zero, beyond = map(float, means)
+    return Loss(square, product / square, power / square, zero, beyond)
+
+
+def scales(
+    largest: np.ndarray, elements: Elements, scale: str, tensor_largest: float
+) -> np.ndarray:
+    """What groups are divided by, from their largest entries; arguments as of `loss`."""
+    if scale == "any":
+        return largest / elements.largest
+    if scale == "power of two":
+        top = math.floor(math.log2(elements.largest))
+        return np.asarray(2.0 ** (np.floor(np.log2(largest)) - top))
+    unit = tensor_largest / (elements.largest * E4M3.largest)
+    found = unit * E4M3.nearest(largest / elements.largest / unit)
+    return np.asarray(np.maximum(found, unit * E4M3.values[1]))
