@@ -402,6 +402,9 @@ class Report:
     def _repr_html_(self) -> str:
         return fragment(_body(self, whole=False))  # a notebook has the picture beside it
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_why": None}  # which runs the module, that does not travel
+
     def __repr__(self) -> str:
         kinds = ", ".join(f.kind for f in self.findings[:4])
         return f"Report({self.source}: {kinds or 'healthy'})"
