@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from ..errors import MomentsError
 from ..files import as_frame, plain
+from ..model.summary import in_short
 from ..model.transformer import Transformer
 from .html import document, fragment, picture, table
 from .precision import precision
@@ -499,28 +500,6 @@ def _precision(report: Report) -> str:
         rows.append((f"{form}, {way}", where, *shares))
     heads = ("unscaled, at its worst point", "point", "become 0", "subnormal", "overflow")
     return table(heads, rows, text={0, 1})
-
-
-# --- a model in words -----------------------------------------------------------------------------
-
-
-def in_short(model: Transformer) -> str:
-    """What a network is, in a line: mask, norms, heads, positions, size."""
-    kinds = list(dict.fromkeys(model.placements))
-    names = {"pre": "Pre-LN", "post": "Post-LN", "none": "no norms"}
-    placement = "Mix-LN" if model.norm == "mix" else names.get(kinds[0], f"{kinds[0]} norms")
-    norm = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(
-        model.normalization, model.normalization
-    )
-    shared = model.kv_heads or model.heads
-    heads = f"{model.heads} heads" + (f" on {shared} of keys" if shared != model.heads else "")
-    parts = [f"{model.layers} layer{'s' * (model.layers > 1)} of width {model.d_model}"]
-    parts += [f"{'causal' if model.causal else 'full'} attention", placement]
-    parts += [norm] if model.norm != "none" else []
-    parts += [heads, f"{'gated ' if model.gated else ''}{model.activation}"]
-    parts += ["rotary"] if model.rotary is not None else []
-    parts += ["ALiBi"] if model.alibi else []
-    return ", ".join([*parts, f"{model.seq_len} tokens"])
 
 
 def choices(model: Transformer) -> int | None:
