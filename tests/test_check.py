@@ -336,9 +336,10 @@ def test_of_a_users_text_a_part_is_read_and_that_is_said() -> None:
     assert report.read in " ".join(str(report).split())
 
 
-def test_what_cannot_be_read_is_refused() -> None:
-    with pytest.raises(moments.MomentsError, match="Linear: no attention beside a residual stream"):
-        moments.check(torch.nn.Linear(2, 2))
+def test_what_is_no_stack_says_what_was_not_checked() -> None:
+    report = moments.check(torch.nn.Linear(2, 2))
+    assert report.model is None
+    assert "what its initialisation is meant to be" in report.unchecked
     with pytest.raises(moments.DomainError, match="batch"):
         moments.check("gpt2", torch.zeros(2, 2))
 
