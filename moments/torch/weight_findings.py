@@ -232,7 +232,7 @@ class WeightFindings:
         if rule is not None and rule.meant is not None and not self.strict:
             first = rule.model.layer_weights(1)
             drawn = {role: _std(float(getattr(first, role))) for role in groups}
-            sentence += f" ({'; '.join(_by_std(drawn, ': std '))})"
+            sentence += f": {', '.join(_by_std(drawn, ' of std '))}"
         return Finding("warning", "wrong variance", *_stated(rows, rows[0]), sentence, mend)
 
     def _variance(self, roles: list[str], group: list[Row]) -> Finding:
