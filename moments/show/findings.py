@@ -291,7 +291,7 @@ class Report:
     def _basis(self) -> str:
         """What the numbers come from."""
         if self.prediction is None:
-            return ""
+            return self.read
         tokens = self.prediction.model.seq_len
         return self.read or f"predicted at {tokens} tokens, nothing was measured"
 
