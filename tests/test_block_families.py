@@ -43,6 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LATENT | _EXPERTS | {"initializer_range": 0.12, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.12}
     | {"sliding_window": 6, "intermediate_size": 96},
+    "apertus": {"initializer_range": 0.1, "num_key_value_heads": 2},
     "granite_swa": {"num_key_value_heads": 2, "sliding_window": 6, "initializer_range": 0.1}
     | {"attention_multiplier": 0.15, "logits_scaling": 2.0, "embedding_multiplier": 3.0}
     | {"residual_multiplier": 0.7, "layer_rope_theta": [10000.0, 0.0]},
@@ -87,6 +88,10 @@ ROLES = {
     "input_layernorm": ("attention.norm.gain",),
     "post_attention_layernorm": ("ffn.norm.gain",),
     "norm": ("final.norm.gain",),
+    "attention_layernorm": ("attention.norm.gain",),
+    "feedforward_layernorm": ("ffn.norm.gain",),
+    "q_norm": ("query.norm.gain",),
+    "k_norm": ("key.norm.gain",),
 }
 
 
@@ -103,7 +108,7 @@ def quiet(config: Any, **options: Any) -> moments.Transformer:
 
 @functools.cache
 def text() -> np.ndarray:
-    return np.random.default_rng(0).integers(3, 60, (1, LENGTH))
+    return np.random.default_rng(0).integers(4, 60, (1, LENGTH))
 
 
 def roles_of(name: str) -> tuple[int, tuple[str, ...]]:
@@ -135,6 +140,8 @@ def drawn(kind: str, variant: str) -> dict[str, np.ndarray]:
         found.setdefault("stream", []).append(stream)
         found.setdefault("loss", []).append(float(loss.detach()))
         for name, parameter in module.named_parameters():
+            if name.endswith(("alpha_p", "alpha_n")):
+                continue  # of an activation: the table has no row for it
             square = float(parameter.grad.double().square().sum())
             found.setdefault(roles_of(name), []).append(square)
     return {name: np.array(values) for name, values in found.items()}
@@ -220,7 +227,7 @@ SECOND = {
     "num_key_value_heads": 1,
     "original_max_position_embeddings": 8,
     "head_dim": 8,
-    "pad_token_id": 3,
+    "pad_token_id": 5,
     "partial_rotary_factor": 0.5,
     "q_lora_rank": 24,
     "qk_nope_head_dim": 4,
@@ -240,7 +247,7 @@ SECOND = {
 # Read where another entry asks for it, or made of others by the config's class
 SPARED = {
     ("minicpm3", "original_max_position_embeddings"),
-    ("gpt_oss", "original_max_position_embeddings"),
+    *((kind, "original_max_position_embeddings") for kind in ("gpt_oss", "apertus")),
     ("minicpm3", "head_dim"),
     *((kind, "head_dim") for kind in ("youtu", "glm4_moe_lite", "deepseek_v2", "deepseek_v3")),
     *((kind, "num_experts") for kind in ("deepseek_v2",)),  # a second name, of which one is given

@@ -77,6 +77,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("gpt2", "window", 4),
     ("gpt2", "attention_sink", 0.0),
     ("gpt2", "attention_gate", "elementwise"),
+    ("gpt2", "layer_scale", True),
     ("gpt2", "mixer", Bottleneck(out="output")),
     ("gpt2", "ffn", Bottleneck()),
     ("mistral", "window", None),

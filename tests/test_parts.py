@@ -515,3 +515,18 @@ def test_norms_behind_dropout(resolved: bool) -> None:
     alone = (2 + drop_prob) * variance**2 / kept**3 / width
     assert varies.norms.mean_diagonal() == pytest.approx(alone, rel=1e-12)
     assert varies.norms.mean_pairs() == pytest.approx(2 * common**2 / width / kept**2, rel=1e-12)
+
+
+def test_a_function_known_by_its_values_is_registered_when_it_is_asked_for() -> None:
+    """xIELU against Gauss-Legendre's rule on either side of its bend."""
+    laws = moments.component("xielu")
+    nodes, weights = np.polynomial.legendre.leggauss(200)
+    mean = square = 0.0
+    for low, high in ((-9.0, 0.0), (0.0, 9.0)):
+        x = 0.5 * (high - low) * (nodes + 1.0) + low
+        share = 0.5 * (high - low) * weights * np.exp(-0.5 * x * x) / np.sqrt(2 * np.pi)
+        bent = 0.8 * (np.expm1(x) - x) if high == 0.0 else 0.8 * x * x
+        mean += share @ (bent + 0.5 * x)
+        square += share @ (bent + 0.5 * x) ** 2
+    assert float(laws.law("mean")(x_variance=1.0)) == pytest.approx(mean, rel=1e-5)
+    assert float(laws.law("variance")(x_variance=1.0)) == pytest.approx(square - mean**2, rel=2e-5)

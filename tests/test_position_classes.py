@@ -34,7 +34,7 @@ from moments.transfer.attention.kernels.position_attention import (
     PositionAttention,
 )
 from moments.transfer.attention.kernels.relative_positions import (
-    Turning,
+    RotaryMeans,
     shifted_classes,
     shifted_together,
 )
@@ -259,8 +259,8 @@ def one_layer(
     """Tokens of one correlation, whose gradients correlate by .3, and what goes back."""
     sight, size = classes.seen(window), len(classes.nodes)
     tokens = np.ones(size), np.full((size, size), correlation)
-    turning = None if rotary is None else Turning.of(sight, *rotary.frequencies(64))
-    layer = PositionAttention(ClassLogits(*[tokens] * 3, 2.7, sight, turning), d_model=512.0)
+    rotary_means = None if rotary is None else RotaryMeans.of(sight, *rotary.frequencies(64))
+    layer = PositionAttention(ClassLogits(*[tokens] * 3, 2.7, sight, rotary_means), d_model=512.0)
     return layer, layer.backward(np.ones(size), np.full((size, size), 0.3))
 
 
@@ -306,17 +306,17 @@ def test_what_turns_inside_cells_is_what_it_is_by_position(window: int | None) -
     for shared, off in ((0.5, (0.018, 0.057, 0.029, 0.044)), (0.8, (0.088, 0.093, 0.056, 0.089))):
         exact, sent = one_layer(every, shared, window, rotary)
         found, paths = one_layer(classes, shared, window, rotary)
-        turning = found.logits.turning
-        assert turning is not None
+        rotary_means = found.logits.rotary_means
+        assert rotary_means is not None
         own = (found.response[0] * classes.count).sum()
         assert own == pytest.approx(exact.response[0].sum(), rel=off[0])
-        pairs = (found.response[1] * turning.pair_count()).sum()
+        pairs = (found.response[1] * rotary_means.pair_count()).sum()
         assert pairs == pytest.approx(exact.response[1][apart].sum(), rel=off[1])
         keys = (paths.key[0] * classes.count).sum()
         assert keys == pytest.approx(sent.key[0].sum(), rel=off[2])
         keys = (paths.key[1] * classes.pair_count).sum()
         assert keys == pytest.approx(sent.key[1][apart].sum(), rel=off[3])
-        assert turning.pair_count().sum() == pytest.approx(72 * 71)
+        assert rotary_means.pair_count().sum() == pytest.approx(72 * 71)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -194,12 +194,12 @@ def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MomentsError, match=r'helium.*pip install "transformer-moments\[hf\]"'):
-        moments.from_huggingface({"model_type": "helium"})
+    with pytest.raises(MomentsError, match=r'persimmon.*pip install "transformer-moments\[hf\]"'):
+        moments.from_huggingface({"model_type": "persimmon"})
 
 
 def test_entries_that_reach_no_module_are_named() -> None:
-    entries = released("helium-2b") | {"num_hidden_layers": 1, "spectral_gate": "fourier"}
+    entries = released("persimmon-8b") | {"num_hidden_layers": 1, "spectral_gate": "fourier"}
     with pytest.warns(moments.ValidityWarning, match="left out: spectral_gate"):
         moments.from_huggingface(entries)
 
@@ -208,13 +208,14 @@ def test_entries_that_reach_no_module_are_named() -> None:
     ("changes", "words"),
     [
         ({"model_type": "marian"}, "an encoder and a decoder"),
-        ({"hidden_size": "wide"}, "config of type 'helium'"),
-        ({"hidden_act": "no_such"}, "config of type 'helium'|narrow copy"),
+        ({"hidden_size": "wide"}, "config of type 'persimmon'"),
+        ({"hidden_act": "no_such"}, "config of type 'persimmon'|narrow copy"),
     ],
 )
 def test_what_cannot_be_read_is_refused(changes: dict[str, Any], words: str) -> None:
+    entries = {k: v for k, v in released("persimmon-8b").items() if k != "rope_scaling"}
     with pytest.raises(DomainError, match=words):
-        read(released("helium-2b") | {"num_hidden_layers": 1} | changes)
+        read(entries | {"num_hidden_layers": 1} | changes)
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,26 @@ def test_a_sink_beside_few_keys_of_large_logits() -> None:
     # without the law of its own squares it would be .3234
 
 
+def test_gains_on_branches() -> None:
+    """LayerScale's gradients, and everything else as without it."""
+    declared = model(layers=2, causal=True, branch_scale=[(0.3, 0.1), (0.2, 0.5)])
+    learned = declared.replace(layer_scale=True)
+    given = {"variance": 1.0, "correlation": 0.4, "grad_variance": 1.0, "grad_correlation": 0.2}
+    one, other = (moments.predict(m, **given) for m in (declared, learned))
+    assert one.grad_variance == pytest.approx(other.grad_variance, rel=1e-12)
+    assert one.grad_variance_band == pytest.approx(other.grad_variance_band, rel=1e-6)
+    rows = other.weight_gradients().set_index(["layer", "weight"]).squared_norm
+    m = moments.simulate(learned, seeds=48, batch=2, **given)
+    drawn = m.weight_gradients().set_index(["layer", "weight"])
+    assert set(rows.index) == set(drawn.index)
+    for where in rows.index:
+        if "layer_scale" in where[1]:
+            mean, error = drawn.loc[where, ["squared_norm", "squared_norm_stderr"]]
+            assert abs(rows[where] / mean - 1) < 0.03 + 2.5 * error / mean, where
+    with pytest.raises(moments.DomainError, match="branch_scale"):
+        learned.replace(branch_scale=0.0)
+
+
 def test_one_key_beside_a_sink_is_a_sigmoid() -> None:
     # one token: its weight is sigmoid(logit - sink), and the branch its value
     declared = model(attention_sink=2.0)

@@ -493,6 +493,19 @@ def _formula(name: str, function: Function) -> Single:
     return formula
 
 
+def _xielu(x: np.ndarray) -> np.ndarray:
+    above, below = np.maximum(x, 0.0), np.minimum(x, 0.0)
+    return np.asarray(0.8 * above**2 + 0.8 * (np.expm1(below) - below) + 0.5 * x)
+
+
+def _xielu_slope(x: np.ndarray) -> np.ndarray:
+    return np.asarray(1.6 * np.maximum(x, 0.0) + 0.8 * np.expm1(np.minimum(x, 0.0)) + 0.5)
+
+
+BY_VALUES: dict[str, tuple[Function, Function]] = {"xielu": (_xielu, _xielu_slope)}
+"""Function and derivative of those that are registered when they are first asked for: xIELU of
+Huang and Schlag 2024 where its parameters start, alpha_p = alpha_n = .8 and beta = .5."""
+
 # --- names ----------------------------------------------------------------------------------------
 
 ACTIVATION_LAWS: dict[str, ComponentLaws] = {
@@ -521,7 +534,7 @@ _LEAKY = re.compile(r"leaky_relu\(([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\)"
 
 def activation_names() -> tuple[str, ...]:
     """Every name that `activation_laws` takes, besides "leaky_relu(SLOPE)" for other slopes."""
-    return (*ACTIVATION_LAWS, *_REGISTERED)
+    return tuple(dict.fromkeys((*ACTIVATION_LAWS, *BY_VALUES, *_REGISTERED)))
 
 
 def activation_laws(name: str) -> ComponentLaws:
@@ -535,6 +548,8 @@ def activation_laws(name: str) -> ComponentLaws:
     """
     if isinstance(name, str) and name in ACTIVATION_LAWS:
         return ACTIVATION_LAWS[name]
+    if isinstance(name, str) and name in BY_VALUES and name not in _REGISTERED:
+        return register_activation(name, *BY_VALUES[name])
     if isinstance(name, str) and name in _REGISTERED:
         return _REGISTERED[name][0]
     slope = leaky_slope(name)
@@ -567,7 +582,7 @@ def _leaky(slope: str) -> ComponentLaws:
 
 def registered_function(name: str) -> tuple[Function, Function] | None:
     """A registered activation's function and derivative; None: not one of the user's."""
-    return _REGISTERED[name][1:] if name in _REGISTERED else None
+    return _REGISTERED[name][1:] if name in _REGISTERED else BY_VALUES.get(name)
 
 
 def register_activation(name: str, function: Function, derivative: Function) -> ComponentLaws:

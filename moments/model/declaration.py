@@ -72,7 +72,7 @@ def check(model: Transformer) -> None:
     settle(model, ["d_model"], check_count, least=2)
     settle(model, ["post_layers"], check_count, least=0)
     flags = ("causal", "norm_affine", "norm_bias", "gated", "parallel")
-    settle(model, (*flags, "identity_attention"), check_flag)
+    settle(model, (*flags, "identity_attention", "layer_scale"), check_flag)
     settle(model, ["alibi"], _check_alibi)
     check_choice("norm", model.norm, placement_names())
     check_choice("normalization", model.normalization, NORMALIZATIONS)
@@ -240,6 +240,10 @@ def _check_together(model: Transformer) -> None:
         raise domain_error("attention_sink", model.attention_sink, "None without logits")
     if model.attention_gate is not None and model.norm == "hybrid":
         raise domain_error("attention_gate", model.attention_gate, "None beside norm='hybrid'")
+    if model.layer_scale and model.parallel:
+        raise domain_error("layer_scale", True, "False where blocks share one sum")
+    if model.layer_scale and not np.all(model.branch_scales > 0):
+        raise domain_error("branch_scale", model.branch_scale, "above 0 where it is learned")
     if model.encoder is not None and model.parallel:
         raise DomainError("encoder and parallel: cross-attention has no place in a parallel layer")
     if model.encoder is not None and model.norm not in ("pre", "post", "none"):

@@ -66,6 +66,8 @@ def rows(model: Transformer) -> list[tuple[str, str]]:
         where = model.layernorm_scaling
         place = "after the norm" if where in (True, "after-norm") else str(where)
         found.append(("layernorm scaling", f"1/sqrt(layer) {place}"))
+    if model.layer_scale:
+        found.append(("layer scale", "a gain per feature on every branch"))
     for name, blocks in (("mixer", model.mixers), ("ffn", model.ffns)):
         for block in dict.fromkeys(one for one in blocks if one is not None):
             where = listed([n for n, one in enumerate(blocks, 1) if one == block])

@@ -54,6 +54,8 @@ class Transformer:
         skip_scale: multiplies the stream at every residual addition; one number, one per layer, or
             a pair (attention, feed-forward) per layer.
         branch_scale: multiplies a block's output there; likewise.
+        layer_scale: whether `branch_scale` is a gain per feature that is learned (LayerScale) and
+            receives a gradient.
         layernorm_scaling: LayerNorm Scaling, 1/sqrt(l) in layer l. True or "after-norm": on the
             normalised output; "before-norm": on the normalisation's input; "after-block": on the
             block's output; "after-residual": on the sum; "attention-only" and "ffn-only": after the
@@ -130,6 +132,7 @@ class Transformer:
     norm_bias: bool = field(default=True, kw_only=True)
     norm_gain: PerBlock = field(default=1.0, kw_only=True)
     norm_groups: int = field(default=1, kw_only=True)
+    layer_scale: bool = field(default=False, kw_only=True)
     dyt_alpha: float = field(default=0.5, kw_only=True)
     post_layers: int = field(default=0, kw_only=True)
     gated: bool = field(default=False, kw_only=True)

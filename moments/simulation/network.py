@@ -113,7 +113,8 @@ class LayerTwin:
                 z = self.norm(z, f"{block}.post_norm")
             z = self.scaled(z, "after-block", f"{block}.scale")
             skip, branch = self.scales(block)
-            x = self.watch(skip * x + branch * z, f"{block}.sum")
+            gains = self.weights.get(f"{block}.layer_scale")
+            x = self.watch(skip * x + (branch if gains is None else gains) * z, f"{block}.sum")
             if placement == "b2t" and block == "ffn":
                 x = self.watch(x + entering, "ffn.bottom_to_top")
             x = self.scaled(x, "after-residual", f"{block}.sum_scale")

@@ -67,6 +67,11 @@ def draw_weights(
                 width = shapes[name][1] if model.qk_norm.endswith(ALL) else model.d_head or 0
                 ones = torch.ones(width, device=generator.device, dtype=dtype)
                 drawn[f"{name}.norm.gain"] = ones.requires_grad_()
+    for place in ("attention", "cross", "ffn") if model.layer_scale else ():
+        start = float(model.by_block("branch_scale")[number - 1][1 if place == "ffn" else 0])
+        if place != "cross" or model.encoder is not None:
+            full = torch.full((model.d_model,), start, device=generator.device, dtype=dtype)
+            drawn[f"{place}.layer_scale"] = full.requires_grad_()
     sink = model.attention_sinks[number - 1]
     if sink is not None:
         drawn["attention_sink"] = draw((model.heads,), sink, generator, dtype)

@@ -30,7 +30,7 @@ from .attention.gates import GatedHeads
 from .attention.latent import LatentHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .by_law import LawLeaf
-from .elementary import Activation, Dropout, Lawful, Linear, Scale
+from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
 from .experts.parts import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
@@ -176,6 +176,8 @@ class _Stack:
         which = int(name == "ffn")
         skip = self.skip[number - 1][which]
         amplitude = self.branch[number - 1][which]
+        if self.model.layer_scale:
+            branch = Chain((branch, LayerScale(f"{name}.layer_scale", amplitude)))
         return Residual(branch, skip, amplitude, f"{name}.sum")
 
     def _gain(self, name: str, number: int) -> float:
@@ -642,6 +644,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "qk_norm": model.qk_norm,
         "logit_softcap": model.logit_softcap,
         "windows": any(model.windows),
+        "layer_scale": model.layer_scale,
         "attention_gate": model.attention_gate is not None,
         "attention_sink": any(one is not None for one in model.attention_sinks),
         "identity_attention": model.identity_attention,

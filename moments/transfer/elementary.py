@@ -348,3 +348,36 @@ class Scale(Lawful):
 
     def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
         return replace(gradient, kernel=kernel)
+
+
+@dataclass(frozen=True)
+class LayerScale(Leaf):
+    """Gains per feature that multiply a branch (Touvron et al. 2021, CaiT), as parameters.
+
+    They start at the residual connection's own factor, which multiplies the branch behind this.
+
+    Attributes:
+        label: name of the gains.
+        gain: that factor; above 0.
+    """
+
+    label: str
+    gain: float
+
+    scales_pairs: ClassVar[bool] = True
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        return signal, lambda gradient: LayerScalePulled(gradient, self, signal)
+
+
+@dataclass(slots=True, eq=False)
+class LayerScalePulled(Pulled):
+    """The gradient as it came; the gains' is dL/dg = sum_i x_i dL/dy_i in every feature."""
+
+    leaf: LayerScale
+    signal: Signal
+
+    def weights(self) -> Values:
+        signal = self.signal
+        total = (signal.second_moment() * self.gradient.kernel).total(signal.seq_len)
+        return {self.leaf.label: signal.width * total / self.leaf.gain**2}

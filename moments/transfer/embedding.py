@@ -15,7 +15,7 @@ from ..errors import DomainError, domain_error
 from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
 from ..formulas.law import Theory
 from ..model.embedding import Embedding
-from .attention.kernels.relative_positions import hats_of, of_pairs, turned_means
+from .attention.kernels.relative_positions import basis_of, of_pairs, turned_means
 
 WIDEST = 2**16
 """Width at which sinusoidal positions, whose frequencies meet in pairs, take some seconds."""
@@ -211,7 +211,7 @@ def _fixed_on(d_model: int, one: PositionClasses) -> tuple[Matrix, Matrix]:
     """Means over cells, of one place or of two: the same in every document."""
     frequencies = _frequencies(d_model)
     count = len(frequencies)
-    phases, mass, twice = hats_of(one, frequencies).sums(0, one.length)
+    phases, mass, twice = basis_of(one, frequencies).sums(0, one.length)
     cosines = (phases @ phases.conj().T).real / count
     pairs = mass[:, None] * mass
     near = float(np.cos(frequencies).mean())

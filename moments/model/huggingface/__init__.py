@@ -5,6 +5,7 @@ family, sizes    what a family is, with the heads that most share; its architect
 defaults.json    what entries that are left out mean, from the config classes themselves
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
 bert, gpt, parallel, llama, t5, vit: one group of families each
+relatives        dense decoders like Llama, of which a module is read by what it computes
 latent, moe, recurrent: families whose blocks `moments.torch` does not recognise in a module
 """
 
@@ -16,10 +17,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import bert, gpt, latent, llama, moe, parallel, recurrent, t5, vit
+from . import bert, gpt, latent, llama, moe, parallel, recurrent, relatives, t5, vit
 from .family import Family
 
-__all__ = ["FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
+__all__ = ["DENSE", "FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
 _OF_BLOCKS = (latent, moe, recurrent)
@@ -40,7 +41,9 @@ FAMILIES = _of(_GROUPS)
 OF_BLOCKS = _of(_OF_BLOCKS)
 """The same of those that are read from their config alone: of a module of theirs `moments.torch`
 does not know every part."""
-READERS = FAMILIES | OF_BLOCKS
+DENSE = _of((relatives,))
+"""The same of those whose modules `moments.torch.from_config` reads."""
+READERS = FAMILIES | DENSE | OF_BLOCKS
 
 _BEYOND = {
     "one layer's weights shared by all layers": "albert",
@@ -68,19 +71,14 @@ REFUSED = {kind: feature for feature, kinds in _BEYOND.items() for kind in kinds
 _RELATIVES = {
     "bert": "bart deberta layoutlm megatron-bert modernbert mpnet rembert roformer",
     "bloom": "mpt",
-    "cohere": "cohere2",
-    "gemma2": "gemma3 gemma3_text glm4",
+    "gemma2": "gemma3",
     "gpt2": "ctrl gpt-sw3 gpt_bigcode openai-gpt",
     "gpt_neox": "gpt_neox_japanese",
     "gptj": "codegen",
-    "llama": "glm helium seed_oss smollm3",
     "mt5": "umt5",
-    "olmo": "olmo2 olmo3",
     "opt": "biogpt xglm",
-    "qwen3": "exaone4",
     "roberta": "data2vec-text roberta-prelayernorm",
     "stablelm": "persimmon",
-    "starcoder2": "nemotron",
     "t5": "blenderbot longt5 m2m_100 marian mbart pegasus",
     "vit": "beit deit dinov2 vit_mae",
     "xlm-roberta": "xlm-roberta-xl",

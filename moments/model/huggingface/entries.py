@@ -28,6 +28,7 @@ ACTIVATIONS = {
     "relu2": "relu_squared",
     "leaky_relu": "leaky_relu",
     "tanh": "tanh",
+    "xielu": "xielu",
     "sigmoid": "sigmoid",
     "linear": "identity",
 }

@@ -1,4 +1,4 @@
-"""Decoders with latent attention, and with attention sinks."""
+"""Decoders with latent attention, with attention sinks, and one whose activation is learned."""
 
 from __future__ import annotations
 
@@ -132,6 +132,13 @@ def _granite_swa(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
+def _apertus(read: Entries, seq_len: int | None) -> Transformer:
+    """No gate; queries and keys normalised. The parameters of xIELU stay out of the table."""
+    rotary, factor = yarn(read, read.count("hidden_size") // read.count("num_attention_heads"))
+    fields: dict[str, Any] = {"rotary": rotary, "temperature": factor**-2}
+    return _decoder(read, seq_len, gated=False, qk_norm="rmsnorm", **fields)
+
+
 # --- with experts ---------------------------------------------------------------------------------
 
 
@@ -204,6 +211,7 @@ _UNUSED |= {"norm_topk_prob": ..., "topk_group": ..., "n_group": ...}  # by what
 FAMILIES = {
     "minicpm3": Family(_minicpm3, "MiniCPM3ForCausalLM", "causal", _MADE),
     "youtu": Family(_youtu, "YoutuForCausalLM", "causal", _MADE | {"rope_interleave": ...}),
+    "apertus": Family(_apertus, "ApertusForCausalLM", "causal", {"mlp_bias": ...}),
     "deepseek_v2": Family(_deepseek_v2, "DeepseekV2ForCausalLM", "causal", _MADE | _UNUSED),
     "deepseek_v3": Family(_deepseek_v3, "DeepseekV3ForCausalLM", "causal", _MADE | _UNUSED),
     "glm4_moe_lite": Family(_glm4_moe_lite, "Glm4MoeLiteForCausalLM", "causal", _MADE | _UNUSED),

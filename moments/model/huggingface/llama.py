@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ...errors import domain_error
@@ -176,15 +177,27 @@ def _longrope(read: Entries, width: int, length: int) -> dict[str, Any]:
     }
 
 
+SCALED = ("linear", "llama3", "yarn")
+"""Kinds of positions for longer texts, which slow pairs down by their frequency alone."""
+
+
 def yarn(read: Entries, width: int) -> tuple[Rotary, float]:
-    """Rotary positions of so many features, slow pairs slowed down further, and the factor on
-    cosines and sines.
+    """Rotary positions of so many features, and the factor on cosines and sines."""
+    given = read.rope() or read.usual("rope_parameters")
+    return slowed(read, given, read.rotary(scaled=SCALED), width)
+
+
+def slowed(
+    read: Entries, given: Mapping[str, Any], plain: Rotary, width: int
+) -> tuple[Rotary, float]:
+    """The same of an object of rotary entries and the positions that it scales.
 
     Source:
-        Peng et al. 2023, YaRN, section 3; boundaries and factor as in transformers.
+        Peng et al. 2023, YaRN, section 3; boundaries and factor as in transformers, where Llama 3's
+        are from.
     """
-    given, plain = read.rope() or read.usual("rope_parameters"), read.rotary(scaled=("yarn",))
-    if given.get("rope_type", given.get("type")) != "yarn":
+    kind = given.get("rope_type", given.get("type"))
+    if kind not in SCALED:
         return plain, 1.0
 
     def number(name: str, otherwise: float | None = None) -> float:
@@ -194,33 +207,41 @@ def yarn(read: Entries, width: int) -> tuple[Rotary, float]:
             raise domain_error(f"rope_parameters.{name}", value, "a positive number")
         return float(value)
 
-    most = read.count("max_position_embeddings")
-    first = number(
-        "original_max_position_embeddings", read("original_max_position_embeddings", most)
-    )
+    speeds = [plain.base ** (-2 * index / width) for index in range(width // 2)]
+    if kind == "linear":
+        factor = number("factor")
+        return plain.replace(speeds=tuple(speed / factor for speed in speeds)), 1.0
+    most, name = read.count("max_position_embeddings"), "original_max_position_embeddings"
+    first = number(name, read(name, most))
     factor = number("factor", most / first)
+    if kind == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
 
-    def pair(turns: float) -> float:
-        return width * math.log(first / (turns * 2 * math.pi)) / (2 * math.log(plain.base))
+        def kept(speed: float) -> float:
+            return min(max((first * speed / (2 * math.pi) - low) / (high - low), 0.0), 1.0)
 
-    low, high = pair(number("beta_fast", 32.0)), pair(number("beta_slow", 1.0))
-    if given.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
-    high += 0.001 if low == high else 0.0
+        shares, usual = [kept(speed) for speed in speeds], 1.0
+    else:
 
-    def size(share: float) -> float:
-        return 0.1 * share * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+        def pair(turns: float) -> float:
+            return width * math.log(first / (turns * 2 * math.pi)) / (2 * math.log(plain.base))
 
-    usual = size(1.0)
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        usual = size(number("mscale")) / size(number("mscale_all_dim"))
-    speeds = []
-    for index in range(width // 2):
-        slowed = min(max((index - low) / (high - low), 0.0), 1.0)
-        kept = plain.base ** (-2 * index / width)
-        speeds.append(kept * (1.0 - slowed + slowed / factor))
-    return plain.replace(speeds=tuple(speeds)), number("attention_factor", usual)
+        low, high = pair(number("beta_fast", 32.0)), pair(number("beta_slow", 1.0))
+        if given.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        high += 0.001 if low == high else 0.0
+        shares = [1 - min(max((n - low) / (high - low), 0.0), 1.0) for n in range(len(speeds))]
+
+        def size(share: float) -> float:
+            return 0.1 * share * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+        usual = size(1.0)
+        if given.get("mscale") and given.get("mscale_all_dim"):
+            usual = size(number("mscale")) / size(number("mscale_all_dim"))
+        usual = number("attention_factor", usual)
+    found = [speed * (s + (1 - s) / factor) for speed, s in zip(speeds, shares, strict=True)]
+    return plain.replace(speeds=tuple(found)), usual
 
 
 def _phi3(read: Entries, seq_len: int | None) -> Transformer:

@@ -22,7 +22,7 @@ from ...errors import DomainError, MomentsError
 from ...model.positions import RelativeBias, alibi_slopes
 from .kernels import HeadAverage, KernelAttention, Paths, Rotation
 from .kernels.position_attention import Across, ClassLogits, PositionAttention, Words
-from .kernels.relative_positions import Turning, shifted_classes, shifted_together
+from .kernels.relative_positions import RotaryMeans, shifted_classes, shifted_together
 from .laws import AlikeLayer
 from .projections import LOGIT_VARIANCE_MAX, LogitLaw, attention_diagnostics, by_distance, positive
 from .sinks import SinkLayer
@@ -338,17 +338,17 @@ class ClassLayer(_Layer):
         scales, self.wanted = logit_scales(law)
         given = scales, norm_variance(memory)
         scales, spreads = (np.broadcast_to(one, lead).ravel() for one in given)
-        self._turning = turning = None
+        self._rotary_means = rotary_means = None
         if leaf.rotary is not None:
-            turning = Turning.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
-            self._turning = turning
+            rotary_means = RotaryMeans.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
+            self._rotary_means = rotary_means
         self._rows: list[PositionAttention] = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
         for query_tokens, key_tokens, values, scale, spread in zip(
             *kernels, scales, spreads, strict=True
         ):
             # A common shift of all keys cancels in the softmax unless it is turned.
-            plain = law.keys.gain is None and (turning is None or law.keys.kernel is tokens)
+            plain = law.keys.gain is None and (rotary_means is None or law.keys.kernel is tokens)
             keys = values if plain else key_tokens
             queries = values if law.queries.kernel is tokens else query_tokens
             told = list(zip(queries, keys, values, strict=True))
@@ -359,7 +359,7 @@ class ClassLayer(_Layer):
                 told = told[:half]
             inside, *other = told
             across = Across(*other[0], words[1]) if other else None
-            logits = ClassLogits(*inside, float(scale), sight, turning, across, words[0])
+            logits = ClassLogits(*inside, float(scale), sight, rotary_means, across, words[0])
             self._rows.append(
                 PositionAttention(
                     logits,
@@ -501,11 +501,11 @@ class ClassLayer(_Layer):
     def summed(self, query: Kernel) -> Kernel:
         classes = self._classes
         held = classes.one if isinstance(classes, TextClasses) else classes
-        if self._turning is None or type(held) is not PositionClasses:
+        if self._rotary_means is None or type(held) is not PositionClasses:
             return query
         count = classes.inside.pair_count
         usable = count > 0.0
-        share = self._turning.pair_count() / np.where(usable, count, 1.0)
+        share = self._rotary_means.pair_count() / np.where(usable, count, 1.0)
         return query.weighted(1.0, classes.within(np.where(usable, share, 1.0)))
 
     def overlap_path(self, gained: Kernel) -> Kernel:

@@ -572,7 +572,7 @@ def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
     """(1 - N^2)^2 dQ/dN of different rows."""
     size_i, other = kernel.over_tokens(kernel.diagonal)
     size = np.sqrt(size_i * other)
-    cosine = kernel.pairs / size
+    cosine = ratio_or_zero(kernel.pairs, size)
     theta, square = (
         np.sqrt(np.multiply(*kernel.over_tokens(np.asarray(of))))
         for of in (rows.logit_variance, rows.squares)

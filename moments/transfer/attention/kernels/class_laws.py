@@ -255,7 +255,7 @@ class Sums(NamedTuple):
         first, second: (c, n) and (c, k) weights of classes.
         one, two: (c, o) of one token, on keys of both.
         aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be, of
-            keys of each frequency; of one kind they are 1, and not read.
+            keys of each frequency.
         meeting: of keys of two words and of one; None: of one kind.
     """
 
@@ -297,16 +297,13 @@ class Sums(NamedTuple):
         self, law: Kinds, sweeps: int, begin: Array | None = None
     ) -> tuple[Kinds, Array]:
         """The law scaled so that its means over either key are `aims_first` and `aims_second`, over
-        those of the first key, and the first key's factors. Of one kind it is written over.
+        those of the first key, and the first key's factors.
 
         Args:
             law: not yet scaled.
             sweeps: of the scaling.
             begin: the factors of a law next to it.
         """
-        if self.mixture.share is None:
-            left, right = _balances(*self._maps(law[0]), sweeps, begin)
-            return self._scaled(law, left, right), left
         left, right = self._factors_by_frequency(self._maps_by_frequency(law), sweeps, begin)
         aims = np.where(left > 0.0, self._aims[0], 1.0)
         return self._times(law, self._products((left / aims)[None], right[None])), left
@@ -318,16 +315,13 @@ class Sums(NamedTuple):
         `joint_laws.balanced`); and of it law o (direction + u 1^T + 1 v^T) whose means over either
         key are 0 (see `joint_laws.tangent`).
 
-        Directions are written over, and of one kind the law: those steps are the same of one
-        frequency, and stand by themselves because they work in place, on maps that hold weights.
+        Directions are written over.
 
         Args:
             law: not yet scaled.
             sweeps: of the scaling.
             directions: of a key of both, all that it has with itself, and of two keys.
         """
-        if self.mixture.share is None:
-            return self._balanced_in_place(law, sweeps, directions)
         maps = self._maps_by_frequency(law)
         aims = self._aims
         left, right = self._factors_by_frequency(maps, sweeps)
@@ -371,7 +365,9 @@ class Sums(NamedTuple):
     # --- by the frequency of a key's word -------------------------------------------------------
 
     def _maps_by_frequency(self, law: Kinds) -> Maps:
-        assert self.meeting is not None
+        if self.meeting is None:
+            ((own, pairs),) = law
+            return Maps(pairs[None], (own * self.one)[None], (own * self.two)[None])
         same, free, own_free, _ = self.meeting
         often = [] if self.mixture.met is None else self.mixture.often
         agreeing, others = free is not None, law[0][1]
@@ -440,18 +436,19 @@ class Sums(NamedTuple):
         """(c, o) and (c, n, k) of every kind: factors of one token, and their means over pairs,
         summed over those of (r, T, c, n) and (r, T, c, k)."""
         frequencies = self.mixture.frequencies
-        assert self.meeting is not None
 
         def outer(one: Array, two: Array) -> Array:
             if len(one) == 1:
                 return np.asarray(one[0, :, :, None] * two[0, :, None, :])
             return np.asarray(one.transpose(1, 2, 0) @ two.transpose(1, 0, 2))
 
-        same, free, own_free, of_others = self.meeting
         own = (left[..., self.own_first] * right[..., self.own_second]).sum(0)
         portion = frequencies.portion[:, None, None]
         means = (left * portion).sum(1), (right * portion).sum(1)
         found = [(own[0], outer(*means))]
+        if self.meeting is None:
+            return found
+        same, free, own_free, of_others = self.meeting
         first, *rest = frequencies.portion.tolist()
         for kind in range(1, len(own)):
             found.append((own[kind], outer(left[:, kind], right[:, kind])))
@@ -478,71 +475,6 @@ class Sums(NamedTuple):
             found.append(((own + self.at_own(pairs)) * alone - self.at_own(both), both))
         return found
 
-    def _scaled(self, law: Kinds, left: Array, right: Array) -> Kinds:
-        ((own, pairs),) = law
-        own *= left[:, self.own_first, 0]
-        own *= right[:, self.own_second, 0]
-        pairs *= left
-        pairs *= np.swapaxes(right, -1, -2)
-        return law
-
-    # --- of one kind ----------------------------------------------------------------------------
-
-    def _sum_over_first(self, law: Matrix) -> Array:
-        """(c, k)."""
-        total: Array = (self.first[:, None, :] @ law[1])[:, 0]
-        total[:, self.own_second] += law[0] * self.one
-        return total
-
-    def _sum_over_second(self, law: Matrix) -> Array:
-        """(c, n)."""
-        total = times(law[1], self.second)
-        total[:, self.own_first] += law[0] * self.two
-        return total
-
-    def _maps(self, law: Matrix) -> tuple[Array, Array]:
-        """(c, k, n) and (c, n, k): what takes values to sums of them times the law over the first
-        key, and over the second."""
-        pairs, (keys1, keys2) = law[1], (self.own_first, self.own_second)
-        first = np.empty((len(pairs), pairs.shape[2], pairs.shape[1]))
-        np.multiply(np.swapaxes(pairs, 1, 2), self.first[:, None, :], out=first)
-        second = pairs * self.second[:, None, :]
-        own = on_diagonal(first[:, keys2, keys1]), on_diagonal(second[:, keys1, keys2])
-        own[0][...] += law[0] * self.one
-        own[1][...] += law[0] * self.two
-        return first, second
-
-    def _balanced_in_place(
-        self, law: Kinds, sweeps: int, directions: Sequence[Kinds]
-    ) -> tuple[Kinds, list[Kinds]]:
-        ((own, pairs),) = law
-        to_second, to_first = self._maps((own, pairs))
-        left, right = _balances(to_second, to_first, sweeps)
-        self._scaled(law, left, right)
-
-        whole = own + self.at_own(pairs)
-        for ((beside, between),) in directions:
-            between *= pairs
-            beside *= whole
-            beside -= self.at_own(between)
-        rows, columns = (
-            np.concatenate([-sums(one)[..., None] for (one,) in directions], -1)
-            for sums in (self._sum_over_second, self._sum_over_first)
-        )
-        u, v = _shifts(
-            rows,
-            columns,
-            lambda v: left * (to_first @ (right * v)),
-            lambda u: right * (to_second @ (left * u)),
-        )
-        for k, ((beside, between),) in enumerate(directions):
-            first, second = u[..., k], v[..., k]
-            moved = first[:, :, None] + second[:, None, :]
-            moved *= pairs
-            between += moved
-            beside += own * (first[:, self.own_first] + second[:, self.own_second])
-        return law, list(directions)
-
 
 LEAST_OTHERS = 0.05
 """Share of pairs of two words below which they count no more: there are hardly any. Chosen."""
@@ -564,17 +496,6 @@ def _shifts(
         if sweep > 1 and np.abs(v - last).max(initial=0.0) <= 1e-12 * np.abs(v).max(initial=0.0):
             break
     return u, v
-
-
-def _balances(
-    to_second: Array, to_first: Array, sweeps: int, begin: Array | None = None
-) -> tuple[Array, Array]:
-    """(c, n, 1) and (c, k, 1) factors of the keys of a law of one kind."""
-    left = right = np.ones((*to_first.shape[:2], 1)) if begin is None else begin
-    for _ in range(sweeps):
-        right = 1.0 / np.maximum(to_second @ left, 1e-300)
-        left = 1.0 / np.maximum(to_first @ right, 1e-300)
-    return left, right
 
 
 def times(matrices: Array, values: Array) -> Array:

@@ -2,8 +2,8 @@
 
 Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (own, pairs); its
 products close, so that each step of the closure keeps its form. Masks and windows are the counts of
-a `Sight`, rotary positions the means of a `Turning`. The laws of two rows are arrays over the keys
-of either; pairs of two tiles of rows are treated together, over the ranges of keys that these see.
+a `Sight`, rotary positions are `RotaryMeans`. The laws of two rows are arrays over the keys of
+either; pairs of two tiles of rows are treated together, over the ranges of keys that these see.
 With every position a node it is `KernelAttention` with a class for every row. See
 docs/theory/state.md, Classes of positions.
 """
@@ -33,12 +33,11 @@ from .joint_laws import (
     ITERATIONS,
     JOINT_SWEEPS,
     RHO_MIN,
-    TANGENT_SWEEPS,
     geometric_mean,
     sharpening,
     single,
 )
-from .relative_positions import Turning
+from .relative_positions import RotaryMeans
 from .row_statistics import AttentionRows, attention_rows, dropped_by_own, log_weights
 
 # --- pairs of rows --------------------------------------------------------------------------------
@@ -63,7 +62,7 @@ class Tile:
         long, short: (c,) their rows; the last are every row with itself where both ranges are one.
         left, right: keys of either.
         own: keys of both, in all; `own_left` and `own_right` within those of either.
-        met, met_own: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
+        mask, mask_own: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
         turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
             without rotary positions.
         still: (c, n, k) means of rho of two keys of the longer row; None likewise.
@@ -78,8 +77,8 @@ class Tile:
     own: slice
     own_left: slice
     own_right: slice
-    met: Array
-    met_own: Array
+    mask: Array
+    mask_own: Array
     turned: tuple[Array, Array] | None
     still: Array | None
     begun: Array | None
@@ -223,7 +222,7 @@ def _tile(
     left: slice,
     right: slice,
     turned: tuple[Array, Array] | None,
-    turning: Turning | None,
+    rotary_means: RotaryMeans | None,
 ) -> Tile:
     start, stop = max(left.start, right.start), min(left.stop, right.stop)
     own = slice(start, max(start, stop))
@@ -233,18 +232,18 @@ def _tile(
         for one in (left, right)
     )
     looks = sight.seen[long, left], sight.seen[short, right]
-    met = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
-    met_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
+    mask = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
+    mask_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
     begin = np.where(long > short, sight.begins[long], 0)
     begun = np.arange(own.start, own.stop) >= begin[:, None]
     several = None if begun.all() else begun.astype(float)
     where = left, right, own, own_left, own_right
-    still = None if turning is None else turning.within[long, left, right]
-    return Tile(pairs, long, short, *where, met, met_own, turned, still, several)
+    still = None if rotary_means is None else rotary_means.within[long, left, right]
+    return Tile(pairs, long, short, *where, mask, mask_own, turned, still, several)
 
 
 @functools.lru_cache(maxsize=16)
-def row_pairs(sight: Sight, turning: Turning | None) -> RowPairs:
+def row_pairs(sight: Sight, rotary_means: RotaryMeans | None) -> RowPairs:
     """Of every row with every other and with itself; the same for the same arguments."""
     size = len(sight.keys)
     ends = np.linspace(0, size, max(1, round(size / TILE)) + 1).round().astype(int)
@@ -264,15 +263,15 @@ def row_pairs(sight: Sight, turning: Turning | None) -> RowPairs:
                 long, short = np.concatenate([long, each]), np.concatenate([short, each])
                 alone = np.concatenate([alone, np.ones(len(each), bool)])
             turned = None
-            if turning is not None:
-                together = turning.of_rows(long, short)
+            if rotary_means is not None:
+                together = rotary_means.of_rows(long, short)
                 together[alone] = 1.0
-                between = turning.between(long, short, together, left, right)
-                between[alone] = turning.within[long[alone]][:, left, right]
-                turned = between, (together @ turning.shares).real
+                between = rotary_means.between(long, short, together, left, right)
+                between[alone] = rotary_means.within[long[alone]][:, left, right]
+                turned = between, (together @ rotary_means.shares).real
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            tiles.append(_tile(sight, pairs, long, short, left, right, turned, turning))
+            tiles.append(_tile(sight, pairs, long, short, left, right, turned, rotary_means))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
@@ -344,7 +343,7 @@ class ClassLogits(NamedTuple):
         queries, keys, values: kernels (own (P,), pairs (P, P)); as there.
         scale: tau.
         sight: which keys rows see.
-        turning: rotary positions; None: none.
+        rotary_means: rotary positions; None: none.
         across: the same kernels of tokens of two documents, own parts being those of two tokens at
             one place; None: there is one document.
         words: what two tokens of one word have, the rest being of two words; None: of any two.
@@ -355,7 +354,7 @@ class ClassLogits(NamedTuple):
     values: Matrix
     scale: float
     sight: Sight
-    turning: Turning | None = None
+    rotary_means: RotaryMeans | None = None
     across: Across | None = None
     words: Words | None = None
 
@@ -367,7 +366,7 @@ class ClassLogits(NamedTuple):
     @property
     def aligned(self) -> bool:
         """As in `Logits`."""
-        return self.turning is None and self.keys is self.values
+        return self.rotary_means is None and self.keys is self.values
 
     def mixture(self, left: slice = slice(None), right: slice = slice(None)) -> Mixture:
         """Of kinds of pairs of keys."""
@@ -381,17 +380,17 @@ class ClassLogits(NamedTuple):
     @property
     def within(self) -> list[Array]:
         """(P, P), or (P, P, P) by row where positions turn: of two keys of one row."""
-        if self.turning is None:
+        if self.rotary_means is None:
             return self.key_kinds
-        return [pairs * self.turning.within for pairs in self.key_kinds]
+        return [pairs * self.rotary_means.within for pairs in self.key_kinds]
 
     def among(self, rows: slice, keys: slice) -> list[Array]:
         """(n, k, k) of the same, for some rows and keys."""
         several = [pairs[keys, keys] for pairs in self.key_kinds]
-        if self.turning is None:
+        if self.rotary_means is None:
             shape = rows.stop - rows.start, *several[0].shape
             return [np.broadcast_to(pairs, shape) for pairs in several]
-        return [pairs * self.turning.within[rows, keys, keys] for pairs in several]
+        return [pairs * self.rotary_means.within[rows, keys, keys] for pairs in several]
 
     def averaged(self, function: Callable[[Array], Array]) -> tuple[Array, Array]:
         """(P,) and (P, P) or (P, P, P): of an entry of the keys' kernel within a row."""
@@ -442,7 +441,7 @@ class PositionAttention:
         self.weights = several @ logits.mixture().frequencies.portion
         self._by_frequency = ratio_or_zero(several, self.weights[:, :, None])
         self.counted = logits.sight.keys * self.weights
-        self._pairs = row_pairs(sight, logits.turning)
+        self._pairs = row_pairs(sight, logits.rotary_means)
         self._rare = np.zeros_like(self.weights)
         self._response = self._self_response()
         self._project()
@@ -652,7 +651,7 @@ class PositionAttention:
     def _project(self) -> None:
         """What joint laws are made of that knows no queries: rows that meet in several ways share
         it, half of what their laws cost."""
-        logits, pairs, turning = self.logits, self._pairs, self.logits.turning
+        logits, pairs, rotary_means = self.logits, self._pairs, self.logits.rotary_means
         moved, unturned, along_values = [], [], []
         turn = np.ones(len(pairs.long))
         self._sums = [self._sums_of(tile) for tile in pairs.tiles]
@@ -662,8 +661,8 @@ class PositionAttention:
             kernels: list[tuple[list[Array], list[Array], bool]] = [(own, of_kinds, False)]
             if tile.turned is not None:
                 of_keys, of_rows = tile.turned
-                assert turning is not None
-                within = turning.within[tile.rows, tile.left, tile.right]
+                assert rotary_means is not None
+                within = rotary_means.within[tile.rows, tile.left, tile.right]
                 turned = (
                     [one * of_rows[:, None] for one in own],
                     [kernel * of_keys for kernel in of_kinds],
@@ -685,12 +684,12 @@ class PositionAttention:
         """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
         it."""
         logits, rows, pairs = self.logits, self._rows, self._pairs
-        turning, met, temperature = logits.turning, self._kernels, logits.queries[0]
+        rotary_means, met, temperature = logits.rotary_means, self._kernels, logits.queries[0]
         own, between = met.queries
         bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
         bare = pairs.joined(np.clip(own / temperature, -1.0, 1.0), bare)
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
-        lowest = bare if turning is None else np.minimum(bare * beside, 0.0)
+        lowest = bare if rotary_means is None else np.minimum(bare * beside, 0.0)
         nodes = self._nodes
         if nodes is None or lowest.min() < nodes.low:
             self._nodes = nodes = nodes_for(lowest, float(rows.theta.max()))
@@ -702,7 +701,6 @@ class PositionAttention:
         calibration = self._calibration
         gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
         exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
-        self._exponent_slope = exponent @ nodes.slopes[:, 0]
         exponent = exponent * logits.scale * temperature[:, None]
         exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
 
@@ -714,7 +712,7 @@ class PositionAttention:
         along = factor
         exponents: list[Kinds] = moved
         factors: Array | None = factor
-        if turning is not None:
+        if rotary_means is not None:
             # What comes of fluctuating products does not know how far apart the rows are; the rest
             # is per unit of what the kernel holds of the correlation.
             alone = exponent @ nodes.basis(np.zeros(1))[0][:, 0]
@@ -744,7 +742,7 @@ class PositionAttention:
         cross = shared_part * self._growth * sharp
         # of the derivative as keys turn with their rows, and as they turn alone
         self._driven: tuple[Array, ...]
-        if turning is None:
+        if rotary_means is None:
             self._driven = (np.stack([self._over_pairs(calibration.key) * sharp, cross]),)
             return
         along = self._over_pairs(calibration.along) * bare * sharp
@@ -780,8 +778,8 @@ class PositionAttention:
         times = None if times is None else times[:, None, None]
         law = bounded_exp(law, tile.diagonal, times)
         for own, pairs in law:
-            own *= tile.met_own
-            pairs *= tile.met
+            own *= tile.mask_own
+            pairs *= tile.mask
         sloped = [
             [
                 (slope[:, None] * (beside + tile.diagonal(between)), slope[:, None, None] * between)
@@ -914,11 +912,11 @@ class PositionAttention:
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
             moved, looked = (self._apart(self._mean_of(name)) for name in ("values", "keys"))
             shift = shift * toward_keys(moved, looked, self.counted @ own)
-        if logits.turning is None:
+        if logits.rotary_means is None:
             return np.asarray(shift)
         values = self._mean_of("values")
         parts = self.counted * (values[0] - self._met_by(values))
-        return np.asarray(np.einsum("pq,pqm->pm", of_shift(parts, shift), logits.turning.keys))
+        return np.asarray(np.einsum("pq,pqm->pm", of_shift(parts, shift), logits.rotary_means.keys))
 
     def _mean_of(self, name: str) -> Matrix:
         """Means over cells of a kernel of keys or values."""
@@ -955,11 +953,13 @@ class PositionAttention:
     def _looking(self) -> Array:
         """(C,) products of two rows' shifts, each among its own document's keys; see
         `closure._looking`."""
-        turning, shift, pairs = self.logits.turning, self._shift, self._pairs
+        rotary_means, shift, pairs = self.logits.rotary_means, self._shift, self._pairs
         first, second = shift[pairs.long], shift[pairs.short]
-        if turning is None or pairs.phases is None:
+        if rotary_means is None or pairs.phases is None:
             return first * second
-        return np.asarray(((first * second.conj() * pairs.phases.conj()) @ turning.shares).real)
+        return np.asarray(
+            ((first * second.conj() * pairs.phases.conj()) @ rotary_means.shares).real
+        )
 
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
@@ -973,54 +973,33 @@ class PositionAttention:
     # --- attention dropout (see `closure`) ------------------------------------------------------
 
     def _respond_to_noise(self) -> None:
-        logits = self.logits
-        weights, seen = self.weights, logits.sight.seen
-        own = logits.values[0] + self._value_bias
-        (beside, inside), response = logits.mixture().mean_of(self._alone), self._response[0]
-        trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
-        trace = trace * (self.counted @ own)
+        """E[J D J] of every row over its weights: own and pairs, whose weighted means are 0."""
+        weights, response = self.weights, self._response[0]
+        own = self.logits.values[0] + self._value_bias
         moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
         moved[1][...] += response.pairs * (own * response.own)[:, None, :]
-        slope = self._exponent_slope
-        a, direction = slope[:, None] * moved[0], slope[:, None, None] * moved[1]
-        whole = beside + diagonal(inside)
-        mean = np.einsum("pqr,pqr,pr->pq", inside, direction, self.counted)
-        mean += (whole * (a + diagonal(direction)) - diagonal(inside * direction)) * weights
-        mean = np.where(seen, mean, 0.0)
-        met = inside * self.counted[:, None, :]
-        its_own = on_diagonal(met)
-        its_own += beside * weights
-        left = mean[..., None]
-        shift = -0.5 * left
-        for _ in range(2 * TANGENT_SWEEPS):
-            shift = 0.5 * (shift - left - met @ shift)
-        shift = shift[..., 0]
-        moved_pairs = direction + shift[:, :, None] + shift[:, None, :]
-        pairs = inside * moved_pairs
-        self._noise = whole * (a + diagonal(moved_pairs)) - diagonal(pairs), pairs
-        self._noise_left = np.einsum("pq,pqr->pr", self.counted, pairs) + weights * self._noise[0]
-        self._noise_both = (self.counted * self._noise_left).sum(1)
-        self._noise_scale = np.ones(len(weights))
-        bare = self._noise_overlap(np.ones(len(own)), None)
+        law, every = self.logits.mixture().mean_of(self._alone), slice(0, len(own))
+        counts, aims = (self.counted, self.counted), (weights > 0.0)[..., None].astype(float)
+        sums = Sums.of(ALIKE, (every, every), counts, (weights, weights), (aims, aims))
+        direction = moved[0] + diagonal(moved[1]), moved[1]
+        _, [[(beside, inside)]] = sums.balanced_with([law], 0, [[direction]])
+        # sweeps end before these means are 0
+        left = np.einsum("pq,pqr->pr", self.counted, inside) + weights * beside
+        both = (self.counted * left).sum(1)
+        inside = inside - left[:, None, :] - left[:, :, None] + both[:, None, None]
+        trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
+        bare = (self.counted * weights * (beside + diagonal(inside))).sum(1)
         usable = bare > 1e-300
-        self._noise_scale = np.where(usable, trace / np.where(usable, bare, 1.0), 0.0)
+        scale = trace * (self.counted @ own) / np.where(usable, bare, 1.0)
+        scale = np.where(usable, scale, 0.0)[:, None]
+        self._noise = scale * beside, scale[..., None] * inside
 
-    def _noise_overlap(self, own: Array, pairs: Array | None) -> Array:
-        """(P,) tr(E[J D J] X) of every row, of one kernel X, of one for every row, or of what
-        different keys do not share."""
-        counted, weights = self.counted, self.weights
-        a, inside = self._noise
-        beside, total = (a + diagonal(inside)) * own, np.zeros(len(weights))
-        mapped = weights * own
-        if pairs is not None:
-            apart = diagonal(pairs)
-            mapped = weights * (own - apart) + times(np.broadcast_to(pairs, inside.shape), counted)
-            total += (times(inside * pairs, counted) * counted).sum(1)
-            beside -= diagonal(inside) * apart
-        total += (counted * weights * beside).sum(1)
-        total -= 2.0 * (self.logits.sight.keys * self._noise_left * mapped * weights).sum(1)
-        total += self._noise_both * (counted * mapped).sum(1)
-        return np.asarray(total * self._noise_scale)
+    def _noise_overlap(self, own: Array, pairs: Array) -> Array:
+        """(P,) tr(E[J D J] X) of every row, of one kernel X, or of one for every row."""
+        counted, (beside, inside) = self.counted, self._noise
+        alone = (beside + diagonal(inside)) * own - diagonal(inside * pairs)
+        total = (times(inside * pairs, counted) * counted).sum(1)
+        return np.asarray(total + (counted * self.weights * alone).sum(1))
 
     # --- backward ------------------------------------------------------------------------------
 
@@ -1100,15 +1079,13 @@ class PositionAttention:
         logits, weights, later = self.logits, self.weights, self.logits.sight.later
         squares = logits.sight.later_own  # (key, row)
         total_own[0] += self._dropped * (squares * self._squares.T) @ given
-        driven = self._dropped * logits.scale * given * logits.queries[0] * self._noise_scale
-        a, noise = self._noise
-        left = self._noise_left
-        shape = noise - left[:, None, :] - left[:, :, None] + self._noise_both[:, None, None]
-        whole, once = a + diagonal(shape), weights[:, :, None] * weights[:, None, :]
+        driven = self._dropped * logits.scale * given * logits.queries[0]
+        beside, noise = self._noise
+        whole, once = beside + diagonal(noise), weights[:, :, None] * weights[:, None, :]
         once *= np.moveaxis(later, -1, 0)
-        turned = shape if logits.turning is None else shape * logits.turning.within
+        turned = noise if logits.rotary_means is None else noise * logits.rotary_means.within
         calibration = self._calibration
-        paths = (calibration.noise_key, turned), (calibration.noise_cross, shape)
+        paths = (calibration.noise_key, turned), (calibration.noise_cross, noise)
         for path, (factor, law) in enumerate(paths, start=1):
             total[path] += np.einsum("p,pqr->qr", factor * driven, law * once)  # of every kind
             total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)

@@ -27,7 +27,7 @@ Phases = NDArray[np.complex128]
 
 
 @dataclass(frozen=True, eq=False)
-class Turning:
+class RotaryMeans:
     """Means of rho on classes.
 
     Attributes:
@@ -45,9 +45,9 @@ class Turning:
     _speed: Array
 
     @classmethod
-    def of(cls, sight: Sight, frequencies: Array, shares: Array) -> Turning:
+    def of(cls, sight: Sight, frequencies: Array, shares: Array) -> RotaryMeans:
         """The same for the same nodes and frequencies."""
-        return _turning(sight, tuple(map(float, frequencies)), tuple(map(float, shares)))
+        return _rotary_means(sight, tuple(map(float, frequencies)), tuple(map(float, shares)))
 
     def of_rows(self, long: Indices, short: Indices) -> Phases:
         """(C, m) mean e^{i w (i - i')} of two different rows."""
@@ -122,10 +122,12 @@ def of_pairs(mean: Array, pairs: Array, itself: Array, of_itself: Any, beside: A
 
 
 @functools.lru_cache(maxsize=8)
-def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, ...]) -> Turning:
+def _rotary_means(
+    sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, ...]
+) -> RotaryMeans:
     speed, share = np.array(frequencies), np.array(shares)
     size = len(sight.classes.nodes)
-    hats = hats_of(sight.classes, speed)
+    hats = basis_of(sight.classes, speed)
     # A window begins inside a cell that its counts reach into: they are of what whole cells hold.
     whole = isinstance(sight.classes, BothSides | OneClass)
     ends = np.full(size, sight.classes.length) if whole else sight.ends
@@ -136,10 +138,10 @@ def _turning(sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, 
     near = float(np.cos(speed) @ share)
     within = of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
     rows = hats.sums(0, sight.classes.length)
-    return Turning(within, keys, share, mass, same, rows, speed)
+    return RotaryMeans(within, keys, share, mass, same, rows, speed)
 
 
-class Hats:
+class LinearBasis:
     """Sums over positions weighed by functions that are linear in log position between nodes."""
 
     def __init__(self, classes: PositionClasses, speed: Array) -> None:
@@ -176,7 +178,7 @@ class Hats:
         return phases, mass, twice
 
 
-class OneHat(Hats):
+class ConstantBasis(LinearBasis):
     """Sums over all positions alike."""
 
     def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
@@ -185,9 +187,13 @@ class OneHat(Hats):
         return phases, np.array([float(length)]), np.array([[float(length)]])
 
 
-def hats_of(classes: PositionClasses, speed: Array) -> Hats:
+def basis_of(classes: PositionClasses, speed: Array) -> LinearBasis:
     """Those of classes of positions, or of one class of all."""
-    return OneHat(classes, speed) if isinstance(classes, OneClass) else Hats(classes, speed)
+    return (
+        ConstantBasis(classes, speed)
+        if isinstance(classes, OneClass)
+        else LinearBasis(classes, speed)
+    )
 
 
 # --- biases by relative position ------------------------------------------------------------------

@@ -1,0 +1,291 @@
+"""Dense decoders of 2024 to 2026 that Llama's reader reads with a few changes.
+
+A module of theirs is read by what it computes (`moments.torch.from_config`), which is what these
+readers are held against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..positions import Rotary
+from ..transformer import Transformer
+from ..weights import Weights
+from .entries import Entries
+from .family import Family, causal_head
+from .llama import _BOTH, _FULL, _SLIDING, _decoder, _length, slowed, yarn
+
+_INWARD = ("query", "key", "value")
+_ALL = ("query", "key", "value", "output", "ffn_in", "ffn_out", "gate")
+
+
+def _head_width(read: Entries) -> int:
+    return read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
+
+
+def _turned(read: Entries) -> dict[str, Any]:
+    """Positions, scaled where the config says so, and the temperature that their factor gives."""
+    rotary, factor = yarn(read, _head_width(read))
+    return {"rotary": rotary, "temperature": factor**-2}
+
+
+def _kinds(read: Entries, full_every: int | None, pattern: str | None = None) -> list[str]:
+    """Kinds of layers: every so many-th is full, the others see a window; None: all are full."""
+    layers = read.layers("num_hidden_layers")
+    said = None if pattern is None else read(pattern, None)
+    every = said if isinstance(said, int) else full_every
+    usual = [_SLIDING if every and (n + 1) % every else _FULL for n in range(layers)]
+    return list(read("layer_types", usual))
+
+
+def _windows(read: Entries, kinds: Sequence[str], seq_len: int | None) -> Any:
+    return read.windows(kinds, _SLIDING, "sliding_window", _length(read, seq_len))
+
+
+def _by_type(read: Entries, full: float, sliding: float, local: str) -> dict[str, tuple[Any, Any]]:
+    """Positions of full layers and of those with windows, which have entries of their own.
+
+    Args:
+        full, sliding: their usual bases.
+        local: the older entry for the second.
+    """
+    nested = read("rope_parameters", {}) if read.has("rope_parameters") else {}
+    given = {kind: dict(nested.get(kind) or {}) for kind in (_FULL, _SLIDING)}
+    given[_FULL] |= read("rope_scaling", {}) if read.has("rope_scaling") else {}
+    given[_FULL].setdefault("rope_theta", read("rope_theta", full))
+    given[_SLIDING].setdefault("rope_theta", read(local, sliding))
+    found, width = {}, _head_width(read)
+    for kind, one in given.items():
+        named = one.get("rope_type", one.get("type", "default"))
+        rotary, factor = slowed(read, one, Rotary(base=float(one["rope_theta"])), width)
+        if named != "default" and rotary.speeds is None:
+            read.leave_out("rope_type", named, "unscaled rotary frequencies are assumed")
+        found[kind] = rotary, factor**-2
+    return found
+
+
+def _of_kinds(found: dict[str, tuple[Any, Any]], kinds: Sequence[str]) -> dict[str, Any]:
+    temperatures = [found[kind][1] for kind in kinds]
+    alike = len(set(temperatures)) == 1
+    return {
+        "rotary": [found[kind][0] for kind in kinds],
+        "temperature": temperatures[0] if alike else temperatures,
+    }
+
+
+def _arcee(read: Entries, seq_len: int | None) -> Transformer:
+    """No gate, ReLU squared."""
+    return _decoder(read, seq_len, biased=_BOTH, gated=False, **_turned(read))
+
+
+def _ernie4_5(read: Entries, seq_len: int | None) -> Transformer:
+    biased = _ALL if read.flag("use_bias") else ()
+    return _decoder(
+        read, seq_len, biases=read.biases(biased), attention_dropout=0.0, **_turned(read)
+    )
+
+
+def _ministral(read: Entries, seq_len: int | None) -> Transformer:
+    layers = read.layers("num_hidden_layers")
+    kinds = read("layer_types", [_FULL if read.null("sliding_window") else _SLIDING] * layers)
+    window = _windows(read, kinds, seq_len)
+    return _decoder(read, seq_len, biased=(), window=window, **_turned(read))
+
+
+def _seed_oss(read: Entries, seq_len: int | None) -> Transformer:
+    """Biases of queries, keys and values, and by another entry of the output."""
+    biased: tuple[str, ...] = _INWARD if read.flag("attention_bias") else ()
+    biased += ("output",) if read.flag("attention_out_bias") else ()
+    biased += ("ffn_in", "ffn_out", "gate") if read.flag("mlp_bias", False) else ()
+    dropout = read.number("residual_dropout")
+    return _decoder(read, seq_len, biases=read.biases(biased), dropout=dropout, **_turned(read))
+
+
+def _glm(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
+    """Half of every head's features turned; no bias on the output."""
+    biased = _INWARD if read.flag("attention_bias") else ()
+    return _decoder(read, seq_len, biases=read.biases(biased), **changes)
+
+
+def _glm4(read: Entries, seq_len: int | None) -> Transformer:
+    """Norms behind every block too."""
+    return _glm(read, seq_len, norm="sandwich")
+
+
+def _helium(read: Entries, seq_len: int | None) -> Transformer:
+    """No bias on the output."""
+    biased: tuple[str, ...] = _INWARD if read.flag("attention_bias") else ()
+    biased += ("ffn_in", "ffn_out", "gate") if read.flag("mlp_bias", False) else ()
+    return _decoder(read, seq_len, biases=read.biases(biased), **_turned(read))
+
+
+def _hunyuan(read: Entries, seq_len: int | None) -> Transformer:
+    """Queries and keys normalised; a fixed factor stretches the positions' base."""
+    given, width = read.rope(), _head_width(read)
+    rotary = read.rotary(scaled=("dynamic",))
+    if given.get("type", given.get("rope_type")) == "dynamic" and given.get("alpha"):
+        stretch = float(given["alpha"]) ** (width / (width - 2))
+        rotary = rotary.replace(base=rotary.base * stretch)
+    read.expect("use_qk_norm", True, "queries and keys are normalised")
+    return _decoder(read, seq_len, rotary=rotary, qk_norm="rmsnorm")
+
+
+def _nemotron(read: Entries, seq_len: int | None) -> Transformer:
+    """LayerNorm whose gains count from 1 and start at 1; no gate, ReLU squared."""
+    head = causal_head(read, read.variance(), read.number("norm_eps"))
+    return _decoder(
+        read,
+        seq_len,
+        normalization="layernorm",
+        epsilon="norm_eps",
+        biased=_BOTH,
+        gated=False,
+        norm_gain=2.0,
+        head=head.replace(norm_gain=2.0),
+    )
+
+
+def _nanochat(read: Entries, seq_len: int | None) -> Transformer:
+    """Norms without gains, one of the embedding too; outputs of attention divided by depth."""
+    variance, epsilon = read.variance(), read.number("rms_norm_eps")
+    output = variance / (2 * read.layers("num_hidden_layers"))
+    cap = read.cap("final_logit_softcapping")
+    return _decoder(
+        read,
+        seq_len,
+        gated=False,
+        norm_affine=False,
+        qk_norm="rmsnorm",
+        weights=Weights.normal(variance).replace(output=output),
+        embedding={"norm": True, "norm_epsilon": epsilon},
+        head=causal_head(read, variance, epsilon, logit_softcap=cap),
+    )
+
+
+def _olmo2(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
+    """Norms at every block's output alone, and of all heads' queries and keys together."""
+    clip = read("clip_qkv", None)
+    if clip is not None:
+        read.leave_out("clip_qkv", clip, "queries, keys and values are not clipped")
+    turned = changes if "rotary" in changes else _turned(read)
+    return _decoder(read, seq_len, norm="output", qk_norm="rmsnorm-all", **({**turned, **changes}))
+
+
+def _olmo3(read: Entries, seq_len: int | None) -> Transformer:
+    kinds = _kinds(read, 4)
+    found = _by_type(read, 500000.0, 500000.0, "rope_local_base_freq")
+    window = _windows(read, kinds, seq_len)
+    return _olmo2(read, seq_len, window=window, **_of_kinds(found, kinds))
+
+
+def _exaone4(read: Entries, seq_len: int | None) -> Transformer:
+    """Norms at outputs; where some layers have windows, only they have positions."""
+    free = read.null("sliding_window")
+    pattern = None if free else "sliding_window_pattern"
+    kinds = _kinds(read, None if free else 4, pattern)
+    read.read.add("sliding_window_pattern")
+    turned = _turned(read)
+    rotary = [turned["rotary"] if free or kind == _SLIDING else None for kind in kinds]
+    window = _windows(read, kinds, seq_len)
+    fields: dict[str, Any] = turned | {"rotary": rotary, "window": window}
+    return _decoder(read, seq_len, biased=(), norm="output", qk_norm="rmsnorm", **fields)
+
+
+def _smollm3(read: Entries, seq_len: int | None) -> Transformer:
+    """No positions in every fourth layer."""
+    layers, every = read.layers("num_hidden_layers"), read.count("no_rope_layer_interval")
+    flags = read("no_rope_layers", [int((n + 1) % every != 0) for n in range(layers)])
+    used = read.flag("use_sliding_window")
+    kinds = read("layer_types", [_FULL if flag or not used else _SLIDING for flag in flags])
+    turned = _turned(read)
+    rotary = [turned["rotary"] if flag else None for flag in flags]
+    fields: dict[str, Any] = turned | {"rotary": rotary, "window": _windows(read, kinds, seq_len)}
+    return _decoder(read, seq_len, biased=_BOTH, **fields)
+
+
+def _cohere2(read: Entries, seq_len: int | None) -> Transformer:
+    """Parallel blocks behind one LayerNorm without bias; positions in layers with windows alone."""
+    kinds = _kinds(read, 4, "sliding_window_pattern")
+    rotary, epsilon = read.rotary(), read.number("layer_norm_eps")
+    scale = read.number("logit_scale")
+    return _decoder(
+        read,
+        seq_len,
+        normalization="layernorm",
+        epsilon="layer_norm_eps",
+        norm_bias=False,
+        parallel=True,
+        rotary=[rotary if kind == _SLIDING else None for kind in kinds],
+        window=_windows(read, kinds, seq_len),
+        head=causal_head(read, read.variance(), epsilon, output_scale=scale),
+    )
+
+
+def _gemma3(read: Entries, seq_len: int | None) -> Transformer:
+    """Gemma 2 with norms of queries and keys, and bases of their own in layers with windows."""
+    read.refuse("use_bidirectional_attention", False, "attention without a causal mask")
+    kinds, width = _kinds(read, 6, "sliding_window_pattern"), _head_width(read)
+    fields = _of_kinds(_by_type(read, 1e6, 1e4, "rope_local_base_freq"), kinds)
+    scalar = math.sqrt(read.positive("query_pre_attn_scalar") / width)
+    fields["temperature"] = (scalar * np.asarray(fields["temperature"])).tolist()
+    caps = [
+        None if read(name, None) is None else read.cap(name)
+        for name in ("attn_logit_softcapping", "final_logit_softcapping")
+    ]
+    return _decoder(
+        read,
+        seq_len,
+        activation=read.activation("hidden_activation"),
+        norm="sandwich",
+        qk_norm="rmsnorm",
+        window=_windows(read, kinds, seq_len),
+        logit_softcap=caps[0],
+        embedding={"scale": math.sqrt(read.count("hidden_size"))},
+        head=causal_head(read, read.variance(), read.number("rms_norm_eps"), logit_softcap=caps[1]),
+        **fields,
+    )
+
+
+_OLD: dict[str, dict[str, Any]] = {
+    # Of earlier configs, which the modules do not read
+    "cohere2": {
+        "layer_switch": ...,
+        "order_of_interleaved_layers": ...,
+        "position_embedding_type": ...,
+        "rotary_pct": 1.0,
+        "use_embedding_sharing": True,
+        "use_gated_activation": True,
+        "use_parallel_block": True,
+        "use_parallel_embedding": False,
+        "use_qk_norm": False,
+        "cache_implementation": ...,
+    },
+    "gemma3_text": {"cache_implementation": ..., "rope_scaling": None},
+    "smollm3": {"max_window_layers": ...},
+    "hunyuan_v1_dense": {"eod_token_id": ...},
+}
+FAMILIES = {
+    kind: Family(read, module, "causal", _OLD.get(kind, {}))
+    for kind, read, module in (
+        ("arcee", _arcee, "ArceeForCausalLM"),
+        ("cohere2", _cohere2, "Cohere2ForCausalLM"),
+        ("ernie4_5", _ernie4_5, "Ernie4_5ForCausalLM"),
+        ("exaone4", _exaone4, "Exaone4ForCausalLM"),
+        ("gemma3_text", _gemma3, "Gemma3ForCausalLM"),
+        ("glm", _glm, "GlmForCausalLM"),
+        ("glm4", _glm4, "Glm4ForCausalLM"),
+        ("helium", _helium, "HeliumForCausalLM"),
+        ("hunyuan_v1_dense", _hunyuan, "HunYuanDenseV1ForCausalLM"),
+        ("ministral", _ministral, "MinistralForCausalLM"),
+        ("nanochat", _nanochat, "NanoChatForCausalLM"),
+        ("nemotron", _nemotron, "NemotronForCausalLM"),
+        ("olmo2", _olmo2, "Olmo2ForCausalLM"),
+        ("olmo3", _olmo3, "Olmo3ForCausalLM"),
+        ("seed_oss", _seed_oss, "SeedOssForCausalLM"),
+        ("smollm3", _smollm3, "SmolLM3ForCausalLM"),
+    )
+}
