@@ -185,9 +185,10 @@ def check(
     predictions alone, and the report says that nothing was measured.
 
     Args:
-        subject: an nn.Module, a function without arguments that makes one (or a module and its
-            batch), or a checkpoint's folder or file; or a Transformer, a plan, a preset's name, or
-            a Hugging Face config (a path to config.json or its folder, a dict or an object).
+        subject: an nn.Module, a function that makes one (or a module and its batch), without
+            arguments or of a seed, or a checkpoint's folder or file; or a Transformer, a plan, a
+            preset's name, or a Hugging Face config (a path to config.json or its folder, a dict or
+            an object).
         batch: what the module reads, as in `moments.torch.measure`; None: random input, where the
             module says what it takes. Of a text the first 32 tokens of two sequences are read.
         plan: what the initialisation is meant to be: a plan of `moments.solve`, a Transformer, or a

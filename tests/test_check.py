@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,29 @@ def test_each_measured_number_stands_beside_its_band(right: moments.Report) -> N
     matrices = frame[frame["role"] == "ffn_in"]
     assert list(matrices["parameter"]) == ["transformer.h.*.mlp.c_fc.weight"]
     assert frame.loc["loss against log(101)"].expected == math.log(101)
+
+
+def test_a_report_travels_and_a_factory_may_take_a_seed(right: moments.Report) -> None:
+    again = pickle.loads(pickle.dumps(right))
+    assert str(again) == str(right)
+    assert again.causes() == ()
+    made = moments.check(lambda seed: build(Config(**SMALL), seed + 1))
+    assert str(made) == str(right)
+    assert right.model is not None
+    assert right.model.layers == 2
+    with pytest.raises(moments.DomainError, match="plan and scheme"):
+        moments.check(build(Config(**SMALL), 1), plan="xavier", scheme="xavier")
+
+
+def test_causes_of_a_planted_slip_are_ranked() -> None:
+    module = build(Config(**SMALL, dropout=0.0), 1)
+    plan = moments.check(module).model
+    with torch.no_grad():
+        module.transformer["h"][1].mlp.c_proj.weight.mul_(20)
+    causes = moments.check(module, plan=plan).causes()
+    assert causes[0].kind == "ffn_out"
+    assert causes[0].layers == (2,)
+    assert causes[0].explains > 0.8
 
 
 def test_the_page_is_one_file_with_its_pictures(right: moments.Report) -> None:

@@ -118,7 +118,8 @@ def test_every_option_reaches_the_model() -> None:
 
 
 def test_predict_a_preset_as_a_table() -> None:
-    table = run("predict", "bert-base", "--layers", "4", "--seq-len", "64", *PUBLISHED)
+    words = ("predict", "bert-base", "--layers", "4", "--seq-len", "64", *PUBLISHED)
+    table = run(*words, "--all")
     model = moments.preset("bert-base", seq_len=64).replace(layers=4)
     expected = moments.predict(model, theory="published")
     lines = [line.replace("│", " ").replace("|", " ").split() for line in table.splitlines()]
@@ -131,6 +132,18 @@ def test_predict_a_preset_as_a_table() -> None:
             for quantity in ("variance", "correlation", "grad_variance", "grad_correlation")
         ]
         assert shown == pytest.approx(values, rel=1e-3, abs=1e-12)
+
+
+def test_predict_shows_a_screen() -> None:
+    """The verdict, what was assumed, five layers of however many, how to see all."""
+    first, *body, last = run("predict", "gpt2", "--seq-len", "64").splitlines()
+    assert first.startswith("gpt2: variance x ")
+    assert "--all" in last
+    assert any("12 layers of width 768, causal attention" in line for line in body)
+    rows = [line.split() for line in body]
+    shown = [int(row[0]) for row in rows if len(row) == 4 and row[0].isdigit()]
+    assert shown == [0, 3, 6, 9, 12]
+    assert len(body) < 10
 
 
 def test_predict_a_config_file(tmp_path: Path) -> None:
@@ -221,7 +234,7 @@ def test_options_of_schemes_reach_every_command_that_applies_them() -> None:
     assert growth == pytest.approx(post.variance[-1] / post.variance[0])
     result = RUNNER.invoke(app, ["audit", "bert-tiny", "--scheme", "xavier", *option, "--json"])
     found = json.loads(result.stdout)
-    rows = [f for f in found["findings"] if (f["role"], f["quantity"]) == ("query", "variance")]
+    rows = [f for f in found["rows"] if (f["role"], f["quantity"]) == ("query", "variance")]
     assert {row["expected"] for row in rows} == {whole.layer_weights(1).query}
     assert found["unchecked"] == []
     with pytest.raises(moments.DomainError, match="option = 'nothing'"):

@@ -350,7 +350,11 @@ def test_compare_says_its_verdict_first(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         words = ("--seeds", "2", "--layers", "1", "--no-picture")
-        result = CliRunner().invoke(app, ["compare", str(file), *words])
+        short = CliRunner().invoke(app, ["compare", str(file), *words])
+        result = CliRunner().invoke(app, ["compare", str(file), *words, "--all"])
+    first, *_, last = short.stdout.splitlines()
+    assert first.startswith(f"{file.stem}: the growth you see is")
+    assert "--all" in last
     assert result.exit_code == 0
     assert result.stdout.startswith("the growth you see is")
     assert result.stdout.index("mean, median and largest") < result.stdout.index("residual stream")

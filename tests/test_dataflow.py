@@ -278,7 +278,7 @@ def test_a_style_is_measured_audited_and_initialised() -> None:
     moments.torch.initialize(module, "xavier", seed=3)
     report = moments.torch.audit(module, "xavier")
     assert report.passed
-    assert len(report.findings) > 40
+    assert len(report.rows) > 40
     with torch.no_grad():
         module.layers["1"].attention.wo.weight.mul_(1.3)
     (worst, *_) = moments.torch.audit(module, "xavier").offenders
@@ -293,7 +293,7 @@ def test_scales_and_dropouts_are_carried_into_any_module() -> None:
     moments.torch.initialize(module, plan)
     report = moments.torch.audit(module, plan)
     assert report.passed
-    assert {f.quantity for f in report.findings} >= {"skip_scale", "branch_scale", "temperature"}
+    assert {f.quantity for f in report.rows} >= {"skip_scale", "branch_scale", "temperature"}
     found = read(module)
     assert found.model is not None
     assert found.model.skip_scale == pytest.approx(0.8)
@@ -542,7 +542,7 @@ def test_a_foreign_module_is_checked_and_diagnosed() -> None:
         module.layers["1"].feed_forward.w2.weight.mul_(3)
     diagnosis = moments.torch.diagnose(module, ids, model)
     assert not diagnosis.expected
-    assert diagnosis.causes[0].feature == "ffn_out"
+    assert diagnosis.causes()[0].kind == "ffn_out"
 
 
 @pytest.mark.parametrize("kind", ["electra", "opt"])

@@ -95,8 +95,24 @@ def test_the_page_on_checks_quotes_what_its_notebook_printed() -> None:
     outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
     printed = " ".join("".join(output.get("text", [])) for output in outputs).split()
     slips = page.partition("| slip | what is found |")[2].partition("\n\n")[0]
-    (report,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    quoted = [report, *re.findall(r'"(.+?)"', slips)]
-    assert len(quoted) == 7
-    for words in quoted:
+    quoted = re.findall(r'"(.+?)"', slips)
+    assert len(quoted) == 6
+    for words in quoted[1:]:
         assert " ".join(words.replace("\\*", "*").split()) in " ".join(printed), words
+
+
+def test_the_page_on_checks_shows_what_a_check_of_clip_prints() -> None:
+    """But for the numbers, which are of more layers there."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    page = (ROOT / "docs/check-your-model.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    torch.manual_seed(0)
+    config = transformers.CLIPTextConfig(vocab_size=99, num_hidden_layers=2)
+    report = moments.check(transformers.CLIPTextModel(config))
+    plain = [" ".join(re.sub(r"\d[\d.]*", "N", text).split()) for text in (shown, str(report))]
+    assert plain[0] == plain[1]
+    assert len(shown.splitlines()) < 25
+    quoted = re.findall(r'"(.+?)", in', page)
+    assert "sits on query, key and value instead of output" in quoted[0]
+    assert "sits on query, key and value instead of" in report.findings[0].reason

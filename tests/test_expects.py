@@ -235,10 +235,15 @@ def test_the_command_says_whether_a_number_is_expected(config: Path) -> None:
     right = predict(moments.from_huggingface(CONFIG)).variance
     found = told(config, "--measured", f"variance@3={right[3]}", "--measured", f"{right[2]}@2")
     assert found.exit_code == 0
-    assert found.output.startswith("expected: variance")
+    assert "nothing found wrong" in found.output
+    assert (
+        "note: expected: variance"
+        in told(config, "--measured", f"variance@3={right[3]}", "--all").output
+    )
     found = told(config, "--measured", "variance@3=20")
     assert found.exit_code == 1
-    assert "not expected: variance 20 at layer 3" in found.output
+    assert "1. variance 20 at layer 3, where" in found.output
+    assert "[error: not expected variance]" in " ".join(found.output.split())
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def check(
     measured: Annotated[
         list[str] | None,
         typer.Option(
-            help="What was measured of a config's stream, such as variance@24=20 (behind layer "
+            help="What was measured of the stream elsewhere, such as variance@24=20 (behind layer "
             "24), once for each number: is it expected, and what else would give it?",
         ),
     ] = None,
@@ -212,30 +212,15 @@ def check(
     """
     if scheme is not None and plan is not None:
         raise DomainError("--scheme and --plan both say what is right: give one")
-    if measured:
-        if plot is not None:
-            raise DomainError("--plot draws a whole model: leave out --measured")
-        _with_measured(subject, seq_len, measured).show(as_json, csv)
-        return
+    from ..show.expects import measurements
+
+    given = measurements(measured or (), "--measured")
     report = _checked(subject, scheme if plan is None else _planned(plan), seq_len)
+    report = report.with_measured(given) if given else report
     if html is not None:
         with replacing(html) as partial:
             Path(partial).write_text(report.to_html(), encoding="utf-8")
     _answer(report, whole).show(as_json, csv, plot)
-
-
-def _with_measured(subject: str, seq_len: int | None, measured: list[str]) -> Answer:
-    from ..prediction.predict import predict
-    from ..show.expects import measurements
-
-    given: dict[str, Any] = measurements(measured, "--measured")
-    if _of_user("SUBJECT", subject) is not None:
-        raise DomainError("--measured is for a config or preset: a module is measured by `check`")
-    model, inputs = declared(subject, {"seq_len": seq_len})
-    found = predict(shortened(model, seq_len), **inputs).expects(**given)
-    return Answer(
-        said=lambda: str(found), data=found.to_frame, frame=found.to_frame, passed=found.expected
-    )
 
 
 def _checked(subject: str, plan: Any, seq_len: int | None) -> Report:

@@ -25,6 +25,29 @@ def in_brief(model: Transformer, without: Container[str] = ()) -> str:
     return ", ".join(text for field, text in said.items() if field not in without)
 
 
+def in_short(model: Transformer) -> str:
+    """What a network is, in a line: size, mask, placement, norms, heads, positions, tokens."""
+    kinds = list(dict.fromkeys(model.placements))
+    names = {"pre": "Pre-LN", "post": "Post-LN", "none": "no norms"}
+    placement = "Mix-LN" if model.norm == "mix" else names.get(kinds[0], f"{kinds[0]} norms")
+    norm = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(
+        model.normalization, model.normalization
+    )
+    shared = model.kv_heads or model.heads
+    heads = f"{model.heads} heads" + (f" on {shared} of keys" if shared != model.heads else "")
+    attention = f"{'causal' if model.causal else 'full'} attention"
+    mixers = (attention if one is None else type(one).__name__ for one in model.mixers)
+    own = f"{'gated ' if model.gated else ''}{model.activation}"
+    blocks = (own if one is None else type(one).__name__ for one in model.ffns)
+    parts = [f"{model.layers} layer{'s' * (model.layers > 1)} of width {model.d_model}"]
+    parts += [" and ".join(dict.fromkeys(mixers)), placement]
+    parts += [norm] if model.norm != "none" else []
+    parts += [heads, " and ".join(dict.fromkeys(blocks))]
+    parts += ["rotary"] if model.rotary is not None else []
+    parts += ["ALiBi"] if model.alibi else []
+    return ", ".join([*parts, f"{model.seq_len} tokens"])
+
+
 def rows(model: Transformer) -> list[tuple[str, str]]:
     """(name, text) of everything that is not at its default."""
     mask = "causal" if model.causal else "full attention"

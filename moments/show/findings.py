@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from ..errors import MomentsError
 from ..files import as_frame, plain
+from ..model.summary import in_short
 from ..model.transformer import Transformer
 from .html import document, fragment, picture, table
 from .precision import precision
@@ -181,6 +182,11 @@ class Report:
         return tuple(sorted(failed, key=lambda row: -row.size))
 
     @property
+    def advice(self) -> tuple[str, ...]:
+        """What the findings come from, a sentence each."""
+        return tuple(finding.reason for finding in self.findings)
+
+    @property
     def expected(self) -> bool | None:
         """Whether the stream is as predicted, whatever else is not as planned; None where nothing
         was measured.
@@ -223,6 +229,7 @@ class Report:
         report = dataclasses.replace(self, rows=(*rows, *self.rows))
         if value.expected:
             return dataclasses.replace(report, notes=(*self.notes, str(value)))
+        first, *rest = str(value).splitlines()
         worst = max(value.points, key=lambda point: abs(point.deviations))
         severity = "error" if value.verdict == "not expected" else "warning"
         given = tuple(
@@ -236,8 +243,9 @@ class Report:
             tuple(sorted({point.layer for point in value.points if not point.inside})),
             worst.measured,
             worst.predicted,
-            str(value).removeprefix(f"{value.verdict}: ").replace("\n", " "),
-            "apply what the declaration says, or declare what is applied",
+            first.removeprefix(f"{value.verdict}: "),
+            " ".join(line.strip() for line in rest)
+            or "apply what the declaration says, or declare what is applied",
         )
         found = ranked([*self.findings, finding])
         return dataclasses.replace(report, findings=found, _why=lambda: given)
@@ -283,7 +291,7 @@ class Report:
     def _basis(self) -> str:
         """What the numbers come from."""
         if self.prediction is None:
-            return ""
+            return self.read
         tokens = self.prediction.model.seq_len
         return self.read or f"predicted at {tokens} tokens, nothing was measured"
 
@@ -395,6 +403,9 @@ class Report:
     def _repr_html_(self) -> str:
         return fragment(_body(self, whole=False))  # a notebook has the picture beside it
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_why": None}  # which runs the module, that does not travel
+
     def __repr__(self) -> str:
         kinds = ", ".join(f.kind for f in self.findings[:4])
         return f"Report({self.source}: {kinds or 'healthy'})"
@@ -489,28 +500,6 @@ def _precision(report: Report) -> str:
         rows.append((f"{form}, {way}", where, *shares))
     heads = ("unscaled, at its worst point", "point", "become 0", "subnormal", "overflow")
     return table(heads, rows, text={0, 1})
-
-
-# --- a model in words -----------------------------------------------------------------------------
-
-
-def in_short(model: Transformer) -> str:
-    """What a network is, in a line: mask, norms, heads, positions, size."""
-    kinds = list(dict.fromkeys(model.placements))
-    names = {"pre": "Pre-LN", "post": "Post-LN", "none": "no norms"}
-    placement = "Mix-LN" if model.norm == "mix" else names.get(kinds[0], f"{kinds[0]} norms")
-    norm = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(
-        model.normalization, model.normalization
-    )
-    shared = model.kv_heads or model.heads
-    heads = f"{model.heads} heads" + (f" on {shared} of keys" if shared != model.heads else "")
-    parts = [f"{model.layers} layer{'s' * (model.layers > 1)} of width {model.d_model}"]
-    parts += [f"{'causal' if model.causal else 'full'} attention", placement]
-    parts += [norm] if model.norm != "none" else []
-    parts += [heads, f"{'gated ' if model.gated else ''}{model.activation}"]
-    parts += ["rotary"] if model.rotary is not None else []
-    parts += ["ALiBi"] if model.alibi else []
-    return ", ".join([*parts, f"{model.seq_len} tokens"])
 
 
 def choices(model: Transformer) -> int | None:

@@ -6,9 +6,11 @@ a rule reads is measured where a module was run, else predicted.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -542,9 +544,22 @@ def is_factory(subject: Any) -> bool:
 
 def made_by(subject: Any) -> tuple[Any, Any]:
     """What a factory makes, and its batch where it gives one; anything else as it is."""
-    subject = subject() if is_factory(subject) else subject
+    if is_factory(subject):
+        seeded = not isinstance(subject, type) and _takes_one(subject)
+        subject = subject(0) if seeded else subject()
     pair = isinstance(subject, tuple) and len(subject) == 2 and hasattr(subject[0], "forward")
     return subject if pair else (subject, None)
+
+
+def _takes_one(function: Any) -> bool:
+    """Whether a function has to be given one argument: a seed."""
+    with suppress(TypeError, ValueError):
+        parameters = inspect.signature(function).parameters.values()
+        asked = [
+            p for p in parameters if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD
+        ]
+        return len(asked) == 1
+    return False
 
 
 def _config(subject: Any) -> bool:

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..model.summary import in_short
 from ..prediction.draws import QUANTITIES
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ def prediction_table(prediction: Prediction) -> Table:
     model = prediction.model
     columns = [map(number, getattr(prediction, name)) for name in QUANTITIES]
     return tabled(
-        f"{model.layers} layers, {model.norm} norm, {model.seq_len} tokens, "
-        f"theory {prediction.theory}, {prediction.resolution}",
+        in_short(model)
+        + ("" if prediction.theory == "refined" else f", {prediction.theory} theory"),
         ["layer", *(TITLES[name] for name in QUANTITIES)],
         zip(map(str, range(model.layers + 1)), *columns, strict=True),
         _caption(prediction),

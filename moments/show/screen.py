@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .findings import choices, in_short, wrapped
+from ..model.summary import in_short
+from .findings import choices, wrapped
 from .report import number
 from .verdict import growth
 

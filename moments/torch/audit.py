@@ -9,7 +9,6 @@ from ..errors import optional
 from ..show.findings import Report, ranked
 from .advice import advise, conventions
 from .architecture import fitted
-from .departures import in_words
 from .findings import measure_roles
 from .scales import FOLDED
 from .tensors import AuditedModule, checked_rows
@@ -88,5 +87,4 @@ def audit(
         ),
         rows=tuple(checked.rows),
         model=parts.architecture(),
-        read=in_words(parts.reading),
     )

@@ -273,21 +273,6 @@ def _without_tensors(stack: str, model: Transformer, found: ModuleRoles) -> Iter
             yield Departure(f"{stack}{part}.{name}", planned, None, tables)
 
 
-def in_words(reading: ModuleReading) -> str:
-    """What a module was read as: stacks, masks, norms and heads."""
-    model = reading.model
-    if model is None:
-        return f"not read as a Transformer: {', '.join(reading.reasons)}"
-    rows = []
-    for stack in (model, model.encoder):
-        if stack is not None:
-            mask = "causal" if stack.causal else "full"
-            norms = "without norms" if stack.norm == "none" else f"{stack.norm}-norm"
-            kind = f"{stack.layers} layers, {mask} attention, {stack.heads} heads, {norms}"
-            rows.append(kind)
-    return "; encoder ".join(rows)
-
-
 def shared_by(module: nn.Module, reading: ModuleReading) -> tuple[str, ...]:
     """Parameters with several uses, a phrase each, but for a head that is the token table."""
     tables = {role.parameter for role in reading.roles.named("token")}

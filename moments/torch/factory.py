@@ -65,13 +65,13 @@ def watched() -> Iterator[list[tuple[str, float, float]]]:
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     if draw is not None:
-        nn.init._no_grad_trunc_normal_ = listed  # type: ignore[attr-defined]
+        nn.init._no_grad_trunc_normal_ = listed
     try:
         yield cut
     finally:
         torch.use_deterministic_algorithms(before, warn_only=lenient)
         if draw is not None:
-            nn.init._no_grad_trunc_normal_ = draw  # type: ignore[attr-defined]
+            nn.init._no_grad_trunc_normal_ = draw
 
 
 def _caller() -> str:

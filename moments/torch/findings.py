@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class Measured:
         measured: float,
         passed: bool,
         note: str,
-        **chance: float,
+        **chance: Any,
     ) -> Row:
         """A check of these entries."""
         of = self.role.layer, self.role.full_name, self.role.label

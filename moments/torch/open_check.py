@@ -61,17 +61,23 @@ def check_open(module: nn.Module, batch: Any, refusal: NotRead) -> Report:
     unread = [f"{name} ({why})" for name, why in prediction.unread]
     return Report(
         source=type(module).__name__,
-        scheme="followed operation by operation, since it is no stack of alike layers",
+        scheme="no stack of alike layers, of which a scheme could be recognised",
         findings=ranked(findings),
         notes=tuple(notes),
         unchecked=(
-            "what its initialisation is meant to be",
+            f"what its initialisation is meant to be ({_why(refusal)})",
             *((drawn,) if prediction.sampled else ()),
             *(f"what stands behind {words}" for words in unread),
         ),
         rows=tuple(rows),
-        read=f"{prediction.tokens} tokens of {'random input' if batch is None else 'the batch'}",
+        read=f"followed operation by operation on {prediction.tokens} tokens of "
+        f"{'random input' if batch is None else 'the batch'}",
     )
+
+
+def _why(refusal: NotRead) -> str:
+    """Why it was not read as a stack of layers."""
+    return str(refusal).splitlines()[0].partition("; found nonetheless: ")[0]
 
 
 def _followed(module: nn.Module, batch: Any) -> tuple[Lowered, str | None]:

@@ -226,13 +226,13 @@ class WeightFindings:
         wanted = {role: {_std(row.expected) for row in group} for role, group in groups.items()}
         mend = "multiply the matrices that the plan scales, and no others"
         if all(len(stds) == 1 for stds in wanted.values()):
-            mend = f"draw {_by_std({role: min(stds) for role, stds in wanted.items()}, 'with std')}"
-        if self.against.rule is not None:
-            middle = {
-                role: _std(sorted(row.measured for row in group)[len(group) // 2])
-                for role, group in groups.items()
-            }
-            sentence += f": {_by_std(middle, 'of std')}"
+            values = {role: min(stds) for role, stds in wanted.items()}
+            mend = f"draw {', '.join(_by_std(values, ' with std '))}"
+        rule = self.against.rule
+        if rule is not None and rule.meant is not None and not self.strict:
+            first = rule.model.layer_weights(1)
+            drawn = {role: _std(float(getattr(first, role))) for role in groups}
+            sentence += f": {', '.join(_by_std(drawn, ' of std '))}"
         return Finding("warning", "wrong variance", *_stated(rows, rows[0]), sentence, mend)
 
     def _variance(self, roles: list[str], group: list[Row]) -> Finding:
@@ -456,9 +456,7 @@ def _std(variance: float) -> str:
     return f"{math.sqrt(max(variance, 0.0)):.3g}"
 
 
-def _by_std(values: Mapping[str, str], words: str) -> str:
-    """Roles by their standard deviation, in words."""
+def _by_std(values: Mapping[str, str], between: str) -> list[str]:
+    """Roles and their standard deviations, those that share one together."""
     groups = grouped(values.items(), lambda item: item[1])
-    return ", ".join(
-        f"{joined([role for role, _ in group])} {words} {std}" for std, group in groups.items()
-    )
+    return [f"{joined([role for role, _ in rows])}{between}{std}" for std, rows in groups.items()]
