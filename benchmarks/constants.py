@@ -75,7 +75,6 @@ TABLE = (
     Constant(f"{KERNELS}.joint_laws", "SELF_SWEEPS", (2, 8), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.joint_laws", "JOINT_SWEEPS", (2, 6), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.joint_laws", "TANGENT_SWEEPS", (3, 12), "precision", ("rotary",)),
-    Constant(f"{KERNELS}.closure", "MARGINAL_SWEEPS", (6, 24), "precision", ("text",)),
     Constant(f"{KERNELS}.finite_rows", "NEAREST_END", (0.8, 0.95), "precision", ("close", "text")),
     Constant(f"{KERNELS}.finite_rows", "MOST_ORDERS", (6, 14), "precision", ("hot", "text")),
     Constant(f"{KERNELS}.finite_rows", "TOLERANCE", (1e-1, 4e-3), "precision", BY_TOKEN),
@@ -92,8 +91,15 @@ TABLE = (
     Constant(f"{KERNELS}.attention", "FAINT", (1e-4, 1e-7), "range", ("text",)),
     Constant(f"{KERNELS}.exact_rows", "THETA_PEAKED", (100.0,), "range", ("hot",)),
     Constant("transfer.attention.layers", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
+    Constant("transfer.experts.routing", "STEP", (0.1, 0.4), "precision", ("experts",)),
+    Constant("transfer.experts.routing", "FINE", (0.025, 0.1), "precision", ("experts",)),
+    Constant("transfer.experts.routing", "OF_LOG", (0.5, 1.2), "precision", ("experts",)),
+    Constant("transfer.experts.routing", "OCTAVE", (0.06, 0.5), "precision", ("experts",)),
+    Constant("transfer.experts.routing", "SAMPLES", (5000, 80000), "precision", ("grouped",)),
     Constant("transfer.attention.sinks", "NODES", (24, 80), "precision", ("sinks",)),
     Constant("transfer.attention.sinks", "DEGREES", (8, 24), "precision", ("sinks",)),
+    Constant("transfer.attention.sinks", "STEP", (1.0, 0.25), "precision", ("sinks",)),
+    Constant("transfer.attention.sinks", "SHARED_NODES", (8, 28), "precision", ("sinks",)),
     Constant("transfer.attention.laws", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
     Constant("transfer.attention.laws", "_NODES", (20, 80), "precision", ("alike",)),
     Constant("transfer.attention.projections", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
@@ -185,6 +191,20 @@ MODELS: dict[str, Callable[[], Any]] = {
     "sinks": lambda: moments.predict(
         _plain(causal=True, attention_sink=1.0), correlation=0.3, tokens=True
     ),
+    "experts": lambda: moments.predict(
+        _plain(
+            normalization="rmsnorm",
+            norm_epsilon=0.3,
+            ffn=moments.Experts(16, 2, router_bias_variance=0.3),
+        ),
+        correlation=0.3,
+        tokens=False,
+    ),
+    "grouped": lambda: moments.predict(
+        _plain(ffn=moments.Experts(16, 4, rule="sigmoid", groups=4, kept_groups=2)),
+        correlation=0.3,
+        tokens=False,
+    ),
     "alike": lambda: moments.predict(
         _plain(layers=6, norm="post", dropout=0.1, **_head(loss="masked")), tokens=False
     ),
@@ -229,6 +249,8 @@ DESCRIBED = {
     "rotary": "rotary, grouped heads, gated units, RMSNorm, by token",
     "distances": "ALiBi of 8 heads",
     "sinks": "causal, sinks of variance 1",
+    "experts": "2 of 16 experts, logits of variance about 1",
+    "grouped": "4 of 16 experts, of 2 of 4 groups, sigmoid gates",
     "alike": "Post-LN, tokens alike, masked loss",
     "hybrid": "HybridNorm with heads of 4 features",
     "hot": "causal at logit variances of 60 to 80",

@@ -74,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Llama, 3 x 96, tied, grouped heads": llama(96, 3, 6, num_key_value_heads=2, **TIED),
     "OPT, 3 x 96": opt(96, 3, 3),
     "OPT Post-LN, 4 x 96": opt(96, 4, 3, do_layer_norm_before=False),
+    "OPT Post-LN, 2 x 64": opt(64, 2, 2, do_layer_norm_before=False),
     "GPT-NeoX, 4 x 64": neox(64, 4, 2),
     "GPT-2, 4 x 64, weights of deviation .05": gpt2(64, 4, 2, initializer_range=0.05, **UNTIED),
     "GPT-2, 2 x 128": gpt2(128, 2, 4),
@@ -231,6 +232,52 @@ def run(names: list[str]) -> None:
         print(name, row, f"{time.perf_counter() - start:.0f} s", flush=True)
 
 
+def predicted(name: str, optimizer: str = "adam") -> Any:
+    """On the batches that onsets and sweeps begin with."""
+    config = (CASES | FIXED)[name]
+    model = moments.from_huggingface(config, seq_len=TOKENS)
+    ids = batch(np.random.default_rng(0), BATCH)
+    return moments.learning_rate(moments.predict(model, token_ids=ids), optimizer)
+
+
+def steps_of(rate: float) -> float:
+    """k of a rate."""
+    return math.log(rate / 1e-3) / math.log(ROOT)
+
+
+def excess(losses: dict[str, float], rate: float) -> float:
+    """Of the loss at a rate over the best one, between neighbours on the grid."""
+    places = sorted(map(int, losses))
+    values = [losses[str(k)] for k in places]
+    return float(np.interp(steps_of(rate), places, values)) - min(values)
+
+
+def table() -> None:
+    rows = stored()
+    for kind, key in (("adam", "best"), ("sgd", "sgd")):
+        print(
+            f"\n{kind}\n| module | unstable | onset | best | best over unstable | search | ", end=""
+        )
+        print("middle over best | loss above best | unstable behind warm-up | warm-up best |")
+        print("| --- " * 10 + "|")
+        for name, row in rows.items():
+            if key not in row:
+                continue
+            rates, best = predicted(name, kind), at(int(best_of(row[key])))
+            low, high = rates.range
+            middle = math.sqrt(low * high)
+            onsets = ", ".join(f"{at(k):.2g}" for k in row["onset"]) if kind == "adam" else ""
+            warm = f"{at(int(best_of(row['warm']))):.2g}" if kind == "adam" else ""
+            print(
+                f"| {name}{', fixed on it' if name in FIXED else ''} | "
+                f"{rates.first_instability:.2g} | {onsets} | {best:.2g} | "
+                f"{best / rates.first_instability:.2f} | {low:.2g} to {high:.2g} | "
+                f"{middle / best:.2f} | {excess(row[key], middle):.3f} | "
+                f"{rates.first_instability_with_warmup:.2g}, {rates.warmup} steps | {warm} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("command", choices=["run", "table"])
@@ -239,6 +286,8 @@ def main() -> None:
     warnings.simplefilter("ignore", moments.ValidityWarning)
     if given.command == "run":
         run(given.names)
+    else:
+        table()
 
 
 if __name__ == "__main__":

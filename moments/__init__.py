@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it; loaded on first use, so that `import moments` stays light.
 _PUBLIC = {
+    "Absent": "model.mixers",
     "Biases": "model.weights",
     "Comparison": "show.comparison",
     "ComponentLaws": "formulas.law",
@@ -41,7 +42,7 @@ _PUBLIC = {
     "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
     "Sweep": "grids.result",
-    "TransferReport": "torch.transfer",
+    "TransferReport": "step.scaling",
     "Transformer": "model.transformer",
     "ValidityWarning": "errors",
     "Weights": "model.weights",
@@ -69,6 +70,7 @@ _PUBLIC = {
 _PACKAGES = {"laws": "engine.laws", "torch": "torch", "transfer": "transfer"}
 
 __all__ = [
+    "Absent",
     "Biases",
     "Comparison",
     "ComponentLaws",
@@ -134,7 +136,7 @@ if TYPE_CHECKING:
     from .model.head import Head
     from .model.latent_attention import LatentAttention
     from .model.law_block import block
-    from .model.mixers import GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
+    from .model.mixers import Absent, GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
     from .model.patches import PatchEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset
@@ -155,11 +157,11 @@ if TYPE_CHECKING:
     from .solver.plan import Plan
     from .step.measured import StepMeasurement
     from .step.result import FirstStep
+    from .step.scaling import TransferReport
     from .step.search import LearningRate, learning_rate
     from .step.sharpness import Sharpness
     from .torch.diagnose import diagnose
     from .torch.expect import expect
-    from .torch.transfer import TransferReport
     from .torch.transfer import transfer as transfer
 
 
@@ -207,12 +209,17 @@ def check(
         MomentsError: a module that cannot be read or run.
     """
     from .errors import DomainError
-    from .show.health import check_declared, declared, made_by
+    from .show.health import check_declared, declared, is_factory, made_by
 
     if plan is not None and scheme is not None:
         raise DomainError("plan and scheme both say what is meant: pass one of them")
     meant = scheme if plan is None else plan
-    subject, given = made_by(subject)
+    if is_factory(subject):
+        from .torch.factory import made
+
+        subject, given = made(subject)
+    else:
+        subject, given = made_by(subject)
     batch = given if batch is None else batch
     model = declared(subject)
     if model is not None:

@@ -214,7 +214,7 @@ def test_every_field_is_written_or_named(
     field = name.rpartition(".")[2]
     # A module that has the base plan is no silent pass for the other one.
     refusal, report = attempted(audit, right, plan)
-    said = refusal if report is None else " ".join((*report.unchecked, *report.unlike))
+    said = refusal if report is None else " ".join((*report.unchecked, *report.notes))
     failed = report is not None and not report.passed
     field = "factor_dim" if field == "factor_variance" else field  # without which there is none
     if name == "embedding":
@@ -225,7 +225,7 @@ def test_every_field_is_written_or_named(
     refusal, done = attempted(initialize, module, plan, 2)
     if done is None:
         assert field in refusal or (field, refusal[:4]) == ("post_layers", "norm")
-        for parameter, other in zip(module.parameters(), right.where(), strict=True):
+        for parameter, other in zip(module.parameters(), right.parameters(), strict=True):
             assert torch.equal(parameter, other)
         return
     report = audit(module, plan)

@@ -128,7 +128,7 @@ def test_the_output_scale_reaches_the_logits(kind):
     assert audit(module, plan).passed
     report = audit(bare, plan)
     assert [f.quantity for f in report.offenders] == ["output_scale"]
-    assert "logits" in report.advice[0]
+    assert "logits" in report.findings[0].reason
     head = describe(module, seq_len=16 if kind != "vit" else None).model.head
     assert head.output_scale == pytest.approx(plan.head.output_scale, rel=1e-4)
     fold(module, plan)

@@ -146,7 +146,7 @@ def test_folding_twice():
     fold(module, plan)
     with pytest.raises(DomainError, match="folded before"):
         fold(module, plan)
-    assert audit(module, plan).advice[0].startswith("the module was folded")
+    assert audit(module, plan).notes[0].startswith("the module was folded")
     initialize(module, plan)  # new weights and hooks: not folded any more
     fold(module, plan)
     with pytest.raises(DomainError, match="module"):

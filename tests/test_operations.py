@@ -28,7 +28,7 @@ def _keep(seen: dict[str, Tensor], path: str, _: Any, __: Any, made: Tensor) -> 
 
 
 def measured(
-    make: Callable[[], nn.Module], batch: Any, loss: Any = None, draws: int = 40
+    make: Callable[[], nn.Module], batch: Any, loss: Any = None, draws: int = 30
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Of fresh draws: mean squares of submodules' outputs and of their gradients, by path, and
     squared gradients of parameters, by name; (draws,) each."""
@@ -175,3 +175,38 @@ def test_bad_input() -> None:
         predict(open_modules.Latent(), IDS, draws=0)
     with pytest.raises(moments.MomentsError, match="depends on the batch"):
         predict(nn.Identity(), torch.randn(1, 5, 64))
+
+
+# --- checked --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Hourglass", "Chosen", "Latent"])
+def test_a_right_module_has_no_finding(kind: str) -> None:
+    for seed in range(2):
+        torch.manual_seed(seed)
+        report = moments.check(getattr(open_modules, kind)(), IDS)
+        assert report.healthy, str(report)
+        assert "operation by operation" in str(report)
+        assert any(row.quantity == "gradient variance" for row in report.rows)
+
+
+def test_one_odd_layer_is_named() -> None:
+    torch.manual_seed(0)
+    module = open_modules.Hourglass(layers=6)
+    with torch.no_grad():
+        module.mixers[3].out.weight *= 3
+    (finding,) = moments.check(module, IDS).findings
+    assert finding.kind == "odd layer"
+    assert finding.where == ("mixers.3.out.weight",)
+    assert finding.measured == pytest.approx(9 * finding.expected, rel=0.1)
+
+
+def test_entries_that_are_no_draws_are_named() -> None:
+    torch.manual_seed(0)
+    module = open_modules.Latent()
+    with torch.no_grad():  # of one rank, with the same variance
+        rows, columns = torch.randn(96, 1), torch.randn(1, 96)
+        module.out.weight.copy_(rows @ columns / 96**0.5)
+    report = moments.check(module, IDS)
+    named = {name for finding in report.findings for name in finding.where}
+    assert "out" in named

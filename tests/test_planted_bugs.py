@@ -226,10 +226,12 @@ def test_entries_that_are_not_finite_are_named() -> None:
     module = own_styles.TitanGPT()
     with torch.no_grad():
         module.layers["1"].attention.wq.weight[0, 0] = math.nan
-    with pytest.raises(
-        moments.MomentsError, match=r"layers\.1\.attention\.wq\.weight .*not finite"
-    ):
-        moments.check(module)
+    report = moments.check(module)
+    (found,) = report.findings
+    assert found.where == ("layers.1.attention.wq.weight",)
+    assert "not finite" in found.reason
+    assert report.unchecked == ("everything else: it cannot be run",)
+    assert "layers.1.attention.wq.weight" in str(report)
 
 
 def test_shared_matrices_are_refused_with_their_names() -> None:

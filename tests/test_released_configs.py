@@ -89,7 +89,7 @@ def test_every_released_config_is_read(benchmark: Any, name: str) -> None:
     matrices = sum(
         p.numel()
         for path, part in module.named_modules()
-        for p in part.where(recurse=False)
+        for p in part.parameters(recurse=False)
         if isinstance(part, torch.nn.Linear) and p.ndim == 2 and "pooler" not in path
     )
     factor = getattr(model.embedding, "factor_dim", None) or 0

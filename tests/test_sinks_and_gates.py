@@ -69,6 +69,7 @@ SINKS = {
         "key": (22959.7, 0.008),
         "value": (91949.5, 0.007),
         "output": (92507.8, 0.007),
+        "attention_sink": (21.84, 0.037),
     },
 }
 
@@ -80,7 +81,7 @@ def test_weight_gradients_behind_a_sink(causal: bool, rotary: bool, correlation:
     for tokens in (True, None) if causal else (True, None, False):
         found = predicted(declared, correlation, tokens)
         for name, (mean, error) in SINKS[causal, rotary, correlation].items():
-            bound = 0.05 if name != "attention_sink" else 0.08
+            bound = 0.03 if name != "attention_sink" else 0.06
             assert abs(found[name] / mean - 1) < bound + 2 * error, (name, tokens)
 
 
@@ -146,6 +147,19 @@ def test_the_first_step_refuses_what_it_does_not_cover() -> None:
         p = moments.predict(gpt2_with, token_ids=ids, tokens=True)
         with pytest.raises(moments.DomainError, match=r"attention_sink|GatedHeads"):
             p.after("adam", learning_rate=1e-3)
+
+
+def test_a_sink_beside_few_keys_of_large_logits() -> None:
+    """As GPT-OSS has them in its windows; means over 150 draws, each with relative errors."""
+    weights = moments.Weights.normal(0.0144)
+    given = {"causal": True, "window": 6, "temperature": 1 / 1.813, "attention_sink": 0.0144}
+    declared = moments.Transformer(
+        1, 64, 4, 20, 64, d_head=64, normalization="rmsnorm", weights=weights, **given
+    )
+    p = moments.predict(declared, variance=1.0, correlation=0.005, tokens=True)
+    heads = p.to_frame().set_index("site").variance["attention.heads"]
+    assert heads == pytest.approx(0.34948, rel=0.01)  # .0010
+    # without the law of its own squares it would be .3234
 
 
 def test_one_key_beside_a_sink_is_a_sigmoid() -> None:

@@ -304,6 +304,9 @@ def _of_user(argument: str, name: str) -> tuple[Any, Any] | None:
 
 def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
     """The module that a user's file makes, and its batch where it gives one."""
+    from ..show.health import is_factory
+    from ..torch.factory import made as factory
+
     path = Path(file)
     if not path.is_file():
         raise DomainError(f"{argument}: no file {brief(file)}")
@@ -318,8 +321,9 @@ def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
         if not hasattr(loaded, name):
             raise DomainError(f"{file} has no {brief(name)}")
         found = getattr(loaded, name)
-        if (callable(found) and not hasattr(found, "forward")) or isinstance(found, type):
-            found = found()
+        if is_factory(found):
+            thing, own = factory(found)
+            found = thing if own is None else (thing, own)
     module, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     readable = batch is None or isinstance(batch, Mapping | list) or hasattr(batch, "shape")
     if isinstance(module, tuple) or not readable:
@@ -370,6 +374,7 @@ def compare(
     as_json: JsonOption = False,
     plot: PlotOption = None,
     picture: Annotated[bool, typer.Option(help="Draw the picture.")] = True,
+    whole: WholeOption = False,
     csv: CsvOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -383,6 +388,7 @@ def compare(
     from ..prediction.predict import predict as run
     from ..show.comparison import compare as put_beside
     from ..show.report import comparison_tables, summary_table
+    from ..show.screen import comparison_screen
     from ..transfer.architecture import check_coverage
 
     if model is None:
@@ -408,6 +414,8 @@ def compare(
 
     def said() -> tuple[Any, ...]:
         drawn = () if plot is None else (f"picture: {plot}",)
+        if not whole:
+            return escaped(comparison_screen(comparison, named(model) or "model")), *drawn
         tables = (summary_table(comparison), *comparison_tables(comparison))
         return escaped(comparison.verdict()), *tables, *drawn
 

@@ -83,6 +83,7 @@ def predict(
     as_json: JsonOption = False,
     csv: CsvOption = None,
     plot: PlotOption = None,
+    whole: Annotated[bool, typer.Option("--all", help="Print every layer, not five.")] = False,
     quiet: QuietOption = False,
 ) -> None:
     """Predict every layer's variance, token correlation and gradient moments."""
@@ -90,6 +91,7 @@ def predict(
     from ..scheme.registry import scheme as known_scheme
     from ..show.report import prediction_table
     from ..show.scheme_table import input_options
+    from ..show.screen import prediction_screen
 
     described, known = declared(
         model,
@@ -126,7 +128,11 @@ def predict(
     progress = err.is_terminal and described.causal and described.seq_len > 128
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
     Answer(
-        said=lambda: (prediction_table(prediction),),
+        said=lambda: (
+            (prediction_table(prediction),)
+            if whole
+            else prediction_screen(prediction, named(model) or "model")
+        ),
         data=prediction.to_json,
         frame=prediction.to_frame,
         figure=lambda: prediction.plot(named(model)),

@@ -7,7 +7,8 @@ signal's, its derivative in X, what each replica has by itself being held, gives
 second moments (Price's theorem), that in c the squared gradients of the weights.
 
 Where a block mixes tokens, X is (..., L, L). Where it does not, it may also be (..., P + 1, P):
-pairs of different tokens of P classes, and in the last row every class' token with itself.
+pairs of different tokens of P classes, and in the last row every class' token with itself. See
+docs/theory/gradients.md, Two replicas.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ..formulas.algebra import NUMPY
 from ..formulas.gated import gated
 from ..formulas.law import Law
 from .derivative import Traced, plain, primitive
+from .response import STEP
 from .state import Array, Kernel, ratio_or_zero
 
 __all__ = ["activation", "normalized", "plain", "primitive", "selves", "variances"]
@@ -209,17 +211,13 @@ def _at(law: Law, v: Array, w: Array, x: Array) -> Array:
     return np.asarray(law.formula(NUMPY, *law.pick(values)))
 
 
-_STEP = 1e-4
-"""Relative step of differences, which second derivatives of an activation's laws are."""
-
-
 def _in_variance(order: int, v: Array, w: Array, x: Array, own: Array, pair: _Pair) -> Array:
     """Derivative in v of moment (order 0) or slope (1).
 
     Own entries are a function f(q, q, q) of one number, whose derivative is finite where those of f
     are not; half of what is not that in the covariance falls to either variance.
     """
-    h, law = _STEP, pair[order]
+    h, law = STEP, pair[order]
     of_pairs = (_at(law, v * (1 + h), w, x) - _at(law, v * (1 - h), w, x)) / (2 * h)
     whole = (_at(law, *(v * (1 + h),) * 3) - _at(law, *(v * (1 - h),) * 3)) / (2 * h)
     if order == 0:
@@ -229,7 +227,7 @@ def _in_variance(order: int, v: Array, w: Array, x: Array, own: Array, pair: _Pa
 
 def _in_covariance(v: Array, w: Array, x: Array, own: Array, pair: _Pair) -> Array:
     """Derivative of the slope in x."""
-    step = _STEP * np.sqrt(v * w)
+    step = STEP * np.sqrt(v * w)
     found = _at(pair.slope, v, w, x + step) - _at(pair.slope, v, w, x - step)
     return np.where(own, 0.0, ratio_or_zero(found, 2 * step + 0.0 * x))
 

@@ -65,6 +65,39 @@ def _check_range(block: Block, name: str, positive: bool = True) -> None:
 
 
 @dataclass(frozen=True)
+class Absent(Block):
+    """Nothing: no block, norm or residual sum in this place, as in stacks of mixers alone.
+
+    >>> str(Absent())
+    'absent'
+    """
+
+    kind: ClassVar[str] = "absent"
+    places: ClassVar[tuple[str, ...]] = ("mixer", "ffn")
+
+    def check(self, model: Transformer) -> None:
+        if model.parallel or model.encoder is not None or model.norm not in _SEQUENTIAL:
+            raise domain_error(
+                "norm",
+                model.norm,
+                f"one of {', '.join(_SEQUENTIAL)} where a block is absent",
+                "without parallel blocks and without an encoder",
+            )
+        for number, both in enumerate(zip(model.mixers, model.ffns, strict=True), 1):
+            if all(isinstance(one, Absent) for one in both):
+                raise DomainError(f"mixer and ffn are both absent in layer {number}")
+
+    def shapes(self, model: Transformer) -> Shapes:
+        return {}
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+_SEQUENTIAL = ("pre", "post", "none", "sandwich", "output", "mix")
+
+
+@dataclass(frozen=True)
 class ShortConvolution(_Mixer):
     """A gated short convolution (LFM2): W_o [q * conv(k * v)], q, k and v linear in the input.
 

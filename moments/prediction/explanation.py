@@ -43,6 +43,7 @@ KERNEL = "attention kernel"
 GAIN = "gain"
 LAW = "law"
 DIRECTIONS = "directions"
+EXPERTS = "experts"
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Step:
         site, way: of the network, and "forward" or "backward".
         component, quantity: names under which `moments.component(...).law(...)` finds the law.
         law: the formula; None for an "attention kernel", whose moments are sums over all pairs of
-            tokens, a norm's "gain", a user's block's "law", and "directions" that a gradient lacks
-            (`directions`).
+            tokens, a norm's "gain", a user's block's "law", "directions" that a gradient lacks
+            (`directions`) and "experts" behind a router.
         values, result: what its symbols were and what it gave, averaged over tokens.
     """
 
@@ -74,6 +75,8 @@ class Step:
             return "a block's own law of second moments"
         if self.component == DIRECTIONS:
             return "derived here, what the gradient lacks along its signal, of order 1/width"
+        if self.component == EXPERTS:
+            return "derived here, one expert's law times what the router makes of two tokens"
         if self.law is None:
             return "derived here, softmax of Gaussian logits over an arbitrary token kernel"
         return f"{self.law.source} [{self.law.status}]"
@@ -157,6 +160,8 @@ class Log:
             component = LAW
         elif leaf.mixes_tokens:
             component = KERNEL
+        if hasattr(leaf, "router"):
+            component = EXPERTS
         for quantity, value in zip(
             ("variance", "covariance"), self.layout.token_average(kernel), strict=True
         ):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..step.result import FirstStep
     from ..step.sharpness import Sharpness
     from .stack import OuterWeights
+    from .tangent import TangentKernel
 
 
 FORMAT_VERSION = 1
@@ -275,6 +276,31 @@ class Prediction:
         frame.attrs["sequences"], frame.attrs["batch"] = self.sequences
         return frame
 
+    def experts(self) -> Any:
+        """How tokens are routed in every layer with experts, a row each, as a DataFrame.
+
+        Columns: `logit_variance` and `logit_correlation` (two tokens') of the router;
+        `gate_square` and `gate_overlap`, E sum g^2 of a token and E sum g g' of two; `load`, the
+        share of tokens that an expert gets; `load_variance`, over experts in one draw of the
+        router and over the load's square (width does not change it: tokens that are alike choose
+        alike); and, sampled at the tokens' mean correlation, `largest_load` over an even share,
+        `starving` (the part of the experts with less than a tenth of that) and `balance_loss`
+        (E sum_e f_e p_e, without its coefficient). `learns`: whether any gradient reaches the
+        router; none does where the gate of a single expert is normalised.
+
+        Raises:
+            DomainError: the model has no experts, or several configurations were predicted.
+        """
+        from ..transfer.experts.load import rows
+
+        if self.variance.shape[:-1]:
+            raise DomainError("experts needs a single configuration, not a batch of them")
+        assert self.trace.stack is not None
+        found = list(rows(self.trace.stack))
+        if not found:
+            raise DomainError("the model has no experts: declare them by ffn=moments.Experts(...)")
+        return as_frame([tuple(row.values()) for row in found], columns=list(found[0]))
+
     @property
     def sequences(self) -> tuple[int, int]:
         """Of how many sequences `weight_gradients` are, and over how many the loss is averaged."""
@@ -373,6 +399,34 @@ class Prediction:
         from ..step.result import sharpness
 
         return sharpness(self, optimizer, **options)
+
+    def tangent_kernel(self, rates: Mapping[str, float] | None = None) -> TangentKernel:
+        """The neural tangent kernel of the last stream, over tokens or classes of positions.
+
+        Theta_ij = sum_W <dh_ik/dW, dh_jk/dW> of the tokens' features k, mean over draws: under
+        gradient descent at a small rate the stream h_i changes by -rate sum_j Theta_ij dLoss/dh_j.
+        It is of all parameters up to there, the tables that tokens read included.
+
+        >>> import moments
+        >>> p = moments.predict(moments.Transformer(2, 64, 4, 16), correlation=0.2)
+        >>> p.tangent_kernel()
+        TangentKernel(16 tokens alike: own 584.2, pairs 343.7)
+
+        Args:
+            rates: what multiplies the learning rate of parameters by name ("query", ...), 0 of
+                frozen ones; 1 of those left out.
+
+        Returns:
+            A `TangentKernel`: `own`, `pairs`, `matrix()`, `condition`, `to_frame()` by parameter,
+            `to_json()`. On classes or by token it takes one gradient's pass per pair of them.
+
+        Raises:
+            DomainError: several configurations or sequences, an encoder, another theory, more than
+                43 tokens each by itself, a parameter that is not there.
+        """
+        from .tangent import tangent_kernel
+
+        return tangent_kernel(self, rates)
 
     def attention(self) -> pd.DataFrame:
         """What attention does in every layer, averaged over rows (refined theory).

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import DomainError, listed
 from ..model.transformer import Transformer
-from ..model.weights import Biases, Weights
+from ..model.weights import MATRICES, Biases, Weights
 from ..prediction.measurement import Measurement
 
 SAMPLING = 5.0
@@ -100,6 +100,8 @@ def _weights(declared: Transformer, found: Transformer) -> Iterator[_Change]:
     assert first is not None
     assert second is not None
     for matrix, shape in declared.matrix_shapes.items():
+        if matrix not in MATRICES:
+            continue
         one, other = (_each(w.of(matrix), declared.layers) for w in (first, second))
         different = _apart(one, other, SAMPLING * math.sqrt(2 / math.prod(shape)))
         if not different:
@@ -128,7 +130,7 @@ def _apart(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
 def _biases(declared: Transformer, found: Transformer) -> Iterator[_Change]:
     rows: dict[str, str] = {}
     for name, (_, entries) in declared.matrix_shapes.items():
-        if name.startswith("cross_"):
+        if name.startswith("cross_") or name not in MATRICES:
             continue
         one, other = (_each(_bias(side, name), side.layers) for side in (declared, found))
         different = _apart(one, other, SAMPLING * math.sqrt(2 / entries))

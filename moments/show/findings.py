@@ -308,12 +308,12 @@ class Report:
             whole: every finding, note and number; else as many findings as eight lines hold.
         """
         read = "; ".join(words for words in (self.architecture, self._basis) if words)
-        body = _wrapped(read, "  ", "  ")
+        body = wrapped(read, "  ", "  ")
         if not self.findings:
-            body += _wrapped(self.scheme, "  ", "  ")
-        last = _wrapped("; ".join(self._growth()), "  ", "  ")
+            body += wrapped(self.scheme, "  ", "  ")
+        last = wrapped("; ".join(self._growth()), "  ", "  ")
         blocks = [
-            [line for part in self._paragraphs(place, one) for line in _wrapped(*part)]
+            [line for part in self._paragraphs(place, one) for line in wrapped(*part)]
             for place, one in enumerate(self.findings, start=1)
         ]
         room = LINES - len(body)
@@ -327,12 +327,12 @@ class Report:
         if shown < len(blocks):
             kinds = ", ".join(dict.fromkeys(f.kind for f in self.findings[shown:]))
             body.append(f"   and {len(blocks) - shown} more: {kinds}")
-        notes = [line for note in self.notes for line in _wrapped(f"note: {note}", "", "  ")]
+        notes = [line for note in self.notes for line in wrapped(f"note: {note}", "", "  ")]
         if not whole and len(body) + len(last) + len(notes) > LINES:
             notes = [f"{len(self.notes)} notes" if len(self.notes) > 1 else "1 note"]
         lines = [self.headline, *body, *last, *notes]
         if self.unchecked:
-            lines += _wrapped(f"not checked: {'; '.join(self.unchecked)}", "", "  ")
+            lines += wrapped(f"not checked: {'; '.join(self.unchecked)}", "", "  ")
         if whole:
             return "\n".join([*lines, *(f"  {line}" for line in self.table().splitlines())])
         return "\n".join([*lines, ALL])
@@ -377,7 +377,7 @@ class Report:
         import json
 
         data = {
-            "format": 2,
+            "format": 1,
             "source": self.source,
             "healthy": self.healthy,
             "passed": self.passed,
@@ -409,7 +409,8 @@ ALL = "everything: print(report.text(whole=True)), or --all on the command line"
 NUMBER_HEADS = ("number", "parameter", "measured", "expected", "95 % of draws")
 
 
-def _wrapped(text: str, first: str, rest: str) -> list[str]:
+def wrapped(text: str, first: str, rest: str) -> list[str]:
+    """Lines of a report, the first and the others behind their indents."""
     return textwrap.wrap(
         text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )

@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import from_huggingface
 from ..errors import domain_error, listed, without_warnings
+from ..model.experts import Experts
 from ..model.patches import PatchEmbedding
 from ..model.presets import preset
 from ..model.transformer import Transformer
@@ -73,6 +74,9 @@ LARGEST_EPSILON = 1e-3
 LARGE = 100.0
 """Variance of tokens over that of the matrices from which a stream that layers hardly change is the
 token table's doing: ten times the matrices' std."""
+
+STARVED = 0.5
+"""Part of the experts that get less than a tenth of an even share, from which it is named."""
 
 OVERFLOW = 1e-9
 """Share of entries beyond a format's range that is named: one in as many as a large model's step
@@ -152,7 +156,10 @@ class Seen(NamedTuple):
 
 def rules(seen: Seen) -> tuple[list[Finding], list[str]]:
     """Findings and notes from the numbers along the depth and at the output."""
-    every = (_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _range)
+    every = (
+        *(_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _range),
+        _experts,
+    )
     found = [one for rule in every for one in rule(seen)]
     findings = [one for one in found if isinstance(one, Finding)]
     return findings, [one for one in found if isinstance(one, str)]
@@ -485,15 +492,57 @@ def _range(seen: Seen) -> Found:
             )
 
 
+def _experts(seen: Seen) -> Found:
+    """Of what is declared: load is a matter of the router's draw and the tokens' correlation."""
+    prediction = seen.prediction
+    if not any(isinstance(block, Experts) for block in prediction.model.ffns):
+        return
+    frame = prediction.experts()
+    still = frame[~frame["learns"]]
+    if len(still):
+        yield Finding(
+            "error",
+            "router cannot learn",
+            seen.of("router") or ("router",),
+            tuple(map(int, still["layer"])),
+            0.0,
+            math.nan,
+            "the gate of a single chosen expert over itself is 1 whatever the logits are: no "
+            "gradient reaches the router, but that of a balancing loss",
+            "leave the gate as softmax or sigmoid gives it (normalised='all' or 'none'), or choose "
+            "two experts",
+        )
+    starved = frame[frame["starving"] > STARVED]
+    if len(starved):
+        worst = starved.sort_values("starving").iloc[-1]
+        yield Finding(
+            "warning",
+            "experts starve",
+            seen.of("router") or ("router",),
+            tuple(map(int, starved["layer"])),
+            float(worst["starving"]),
+            STARVED,
+            f"in one draw {100 * worst['starving']:.0f} % of {int(worst['experts'])} experts get "
+            f"less than a tenth of an even share of the tokens in layer {int(worst['layer'])}, "
+            f"where two tokens' logits correlate by {worst['logit_correlation']:.2f}, and one "
+            f"expert {worst['largest_load']:.3g} times an even share",
+            "train with a balancing loss from the first step, or keep tokens apart: a smaller "
+            "attention branch, or token embeddings of a larger share",
+        )
+
+
 # --- declarations ---------------------------------------------------------------------------------
 
 
+def is_factory(subject: Any) -> bool:
+    """Whether it is a class, or a function, that makes what is to be checked."""
+    made = hasattr(subject, "forward") or _config(subject) or not callable(subject)
+    return isinstance(subject, type) or not made
+
+
 def made_by(subject: Any) -> tuple[Any, Any]:
-    """What a function without arguments makes, and its batch where it gives one; anything else as
-    it is."""
-    a_function = callable(subject) and not hasattr(subject, "forward") and not _config(subject)
-    if isinstance(subject, type) or a_function:
-        subject = subject()
+    """What a factory makes, and its batch where it gives one; anything else as it is."""
+    subject = subject() if is_factory(subject) else subject
     pair = isinstance(subject, tuple) and len(subject) == 2 and hasattr(subject[0], "forward")
     return subject if pair else (subject, None)
 

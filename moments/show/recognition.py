@@ -98,8 +98,8 @@ def weights_of(model: Transformer) -> list[Weight]:
     return [
         Weight(n, name, float(getattr(model.layer_weights(n), name)), 1e-6, 10**12, *fans)
         for n in range(1, model.layers + 1)
-        for name, fans in model.matrix_shapes.items()
-        if not name.startswith("cross_")
+        for name, fans in model.shapes_of(n).items()
+        if name in MATRICES and not name.startswith("cross_")
     ]
 
 
@@ -380,7 +380,8 @@ def in_words(model: Transformer) -> str:
     """Deviations of a declaration's matrices, those that agree together."""
     alike: dict[tuple[str, ...], list[str]] = {}
     layers = sorted({1, model.layers})
-    names = [name for name in model.matrix_shapes if not name.startswith("cross_")]
+    shapes = model.matrix_shapes
+    names = [name for name in MATRICES if name in shapes and not name.startswith("cross_")]
     for name in names:
         values = (getattr(model.layer_weights(n), name) for n in layers)
         told = tuple(dict.fromkeys(f"{math.sqrt(v):.3g}" for v in values))

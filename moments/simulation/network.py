@@ -20,6 +20,7 @@ from .attention import cross_attention, latent_attention, self_attention
 from .functions import activation, affine_norm, dropout, normalise
 from .parameters import BLOCK_DRAWS
 from .recurrent import TWINS as RECURRENT
+from .recurrent import present
 
 Watch = Callable[[Tensor, str], Tensor]
 """Takes a tensor and the site it is at; returns the same tensor."""
@@ -103,7 +104,7 @@ class LayerTwin:
         placement = self.model.placements[self.number - 1]
         entering = x
         blocks = ("attention", "ffn") if self.memory is None else ("attention", "cross", "ffn")
-        for block in blocks:
+        for block in present(self.model, self.number, blocks):
             if placement == "hybrid" and block == "ffn":
                 x = self.norm(x, "ffn.norm")
             z = self.norm(x, f"{block}.norm") if placement in ("pre", "sandwich") else x

@@ -13,6 +13,7 @@ from ..model.block import Block
 from ..model.placement import registered_norm_sites
 from ..model.transformer import Transformer
 from .recurrent import DRAWS as RECURRENT
+from .recurrent import present
 
 CROSS = "cross_"
 ALL = "-all"
@@ -123,6 +124,7 @@ def norm_sites(model: Transformer, number: int) -> tuple[str, ...]:
         return ("attention.norm",)
     blocks = ("attention", "ffn") if model.encoder is None else ("attention", "cross", "ffn")
     names = {"sandwich": ("norm", "post_norm"), "output": ("post_norm",)}.get(placement, ("norm",))
+    blocks = present(model, number, blocks)
     return tuple(f"{block}.{name}" for block in blocks for name in names)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..model.block import Block
-from ..model.mixers import GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
+from ..model.mixers import Absent, GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
 from ..model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -22,6 +22,12 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "sigmoid": torch.sigmoid,
 }
+
+
+def present(model: Transformer, number: int, blocks: tuple[str, ...]) -> tuple[str, ...]:
+    """Of a layer's blocks, those that are not declared absent."""
+    given = {"attention": model.mixers[number - 1], "ffn": model.ffns[number - 1]}
+    return tuple(name for name in blocks if not isinstance(given.get(name), Absent))
 
 
 # --- parameters that are no matrices --------------------------------------------------------------

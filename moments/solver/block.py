@@ -201,7 +201,8 @@ class FreeBlock:
             return lambda _, factor: (0.0, self._slope * factor + self._constant)
         stage = part.of_entry(self.entering.algebra, self.free)
         if stage is None:
-            raise DomainError(f"{part.label} has no inversion: solve for another objective")
+            label = part.label or "a sum of parallel blocks"
+            raise DomainError(f"{label} has no inversion: solve for another objective")
         return stage
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class Segments:
 
     def before(self, name: str) -> Array:
         """(T, T) what a matrix reads."""
-        return self.layout.joined(self._passed[name][0])
+        return np.asarray(self.layout.joined(self._passed[name][0]))
 
     def received(self, gradient: Array) -> dict[str, Array]:
         """(T, T) gradients per feature behind every matrix, of that behind the block."""
@@ -58,7 +59,7 @@ class Segments:
         sent = leaf.width * layout.cut(np.asarray(gradient, float))
         names = [f"{one.name}.bias" for one in self.matrices]
 
-        def law(*added: Array) -> Array:
+        def law(*added: Any) -> Any:
             weights = Applied(leaf.label, leaf.weights, dict(zip(names, added, strict=True)))
             return leaf.evaluated(layout, layout.cut(self.kernel) + 0.0 * added[0], weights)
 
@@ -66,7 +67,7 @@ class Segments:
         found = zip(self.matrices, pull(sent), strict=True)
         return {one.name: layout.joined(kernel) / one.fan_out for one, kernel in found}
 
-    def _cut(self, x: Array, *behind: Array) -> tuple[Array, ...]:
+    def _cut(self, x: Any, *behind: Any) -> tuple[Any, ...]:
         names = [one.name for one in self.matrices]
         weights = Cut(self.leaf.label, self.leaf.weights, dict(zip(names, behind, strict=True)))
         found = self.leaf.evaluated(self.layout, x, weights)
@@ -82,7 +83,7 @@ class Segments:
         ways = [np.zeros(points[0].shape) for _ in at]
         ways[source] = layout.cut(np.broadcast_to(part, shape))
         _, found = tangent(self._cut, points, ways)
-        return layout.joined(np.broadcast_to(found[to], points[0].shape))
+        return np.asarray(layout.joined(np.broadcast_to(found[to], points[0].shape)))
 
     def gathered(self, to: int, changes: Sequence[Change], gradient: Array) -> Change:
         """The change there of those of all sources so far; `gradient` is E delta delta there."""

@@ -19,7 +19,8 @@ from ..prediction.predict import predict
 from .change import Change, between_trace
 from .draws import Draws
 from .ends import Words, ending, entered, tied_overlap
-from .rules import Optimizer, check_step, named_optimizer
+from .rules import Optimizer, named_optimizer
+from .rules import check_step as check_step
 from .several import Updates
 from .sharpness import Sharpness as Sharpness
 from .sharpness import sharpness as sharpness

@@ -14,6 +14,7 @@ from __future__ import annotations
 from ..errors import optional
 
 with optional("torch", "torch"):
+    from .agreement import same_initialization
     from .anatomy import hook_points
     from .audit import audit
     from .describe import describe, weight_statistics
@@ -44,6 +45,7 @@ __all__ = [
     "measure_sharpness",
     "measure_step",
     "predict",
+    "same_initialization",
     "snippet",
     "tensor_table",
     "weight_statistics",

@@ -39,8 +39,10 @@ from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
 from .entering import behaviour, first_stream, ids_read, sees_ahead
 from .entries import EntryMoments
 from .expectation import model_of
+from .factory import seen_of, unwritten
 from .findings import measure_roles
 from .measure import Loss, measure, needs_labels
+from .open_check import check_open
 from .probe import Slope
 from .roles import (
     ModuleRoles,
@@ -131,7 +133,16 @@ def check_module(
         MomentsError: a module that cannot be read, or that cannot be run.
     """
     module = opened(module)
-    return Checking(module, at_hand(as_named(module, batch)), scheme, loss).report()
+    if broken := ranked(list(unwritten(module))):
+        everything = ("everything else: it cannot be run",)
+        return Report(type(module).__name__, "", broken, (), everything, ())
+    batch = at_hand(as_named(module, batch))
+    try:
+        return Checking(module, batch, scheme, loss).report()
+    except NotRead as refusal:
+        if scheme is not None:  # which says what a module's roles have to be
+            raise
+        return check_open(module, batch, refusal)
 
 
 class _Inputs(NamedTuple):
@@ -149,7 +160,6 @@ class Checking:
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
         self.module, self.scheme, self.loss = module, scheme, loss
         self.given = batch is not None
-        _finite(module)
         forget(module)  # entries may be others than when it was read
         try:
             self.parts = anatomy_of(module, batch)
@@ -313,7 +323,7 @@ class Checking:
             and (strict or reading.published or row.quantity != "norm_output_scale")
         ]
         rows = tuple(weights.rows(measured))
-        findings = list(weights.findings(failed))
+        findings = [*seen_of(self.module), *weights.findings(failed)]
         findings += self._odd_layers(findings, strict)
         notes = [*remarks, *weights.notes, *self._remarks(reading)]
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
@@ -820,20 +830,6 @@ class Checking:
 
 
 # --- the module as it stands ----------------------------------------------------------------------
-
-
-def _finite(module: nn.Module) -> None:
-    bad = [
-        name
-        for name, p in module.named_parameters()
-        if not p.is_meta and p.is_floating_point() and not bool(torch.isfinite(p).all())
-    ]
-    if bad:
-        names = ", ".join(gathered_names(bad))
-        reason = "entries are not finite (nan or inf), so that nothing can be run"
-        mend = "draw them again; a std of nan, or storage that was never filled, gives such entries"
-        found = Finding("error", "entries not finite", tuple(bad), (), reason=reason, mend=mend)
-        raise NotRead(f"{names} of {type(module).__name__}: {reason}", (found,))
 
 
 def _misplaced(names: tuple[str, ...], layer: int, why: str) -> Finding:

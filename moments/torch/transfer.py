@@ -1,9 +1,7 @@
 """Will a learning rate found on a small model hold on a large one? `moments.transfer`.
 
 Modules of two or three sizes are read as they are, with the rates that their real optimizer gives
-every parameter, and their first steps predicted; how what a step does goes with the size is an
-exponent, 0 where rates transfer (Yang et al. 2022, Tensor Programs V, appendix J: the coordinate
-check, which trains instead). Exponents are those of root mean squares.
+every parameter, and their first steps predicted. `step.scaling` says what their exponents mean.
 """
 
 from __future__ import annotations
@@ -11,17 +9,15 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import DomainError, ValidityWarning, domain_error, optional
-from ..files import as_frame, plain
 from ..formulas.checks import check_choice, check_count
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
@@ -29,6 +25,14 @@ from ..prediction.predict import predict
 from ..prediction.result import Prediction
 from ..step.result import Stepping
 from ..step.rules import OPTIMIZERS, group_of
+from ..step.scaling import (
+    AXES,
+    QUANTITIES,
+    TransferReport,
+    along_depth,
+    along_width,
+    exponent,
+)
 from ..step.search import zipf_batch
 from ..step.walk import Walk, WeightStep
 from .describe import Description, describe
@@ -38,111 +42,11 @@ with optional("torch", "torch"):
     import torch
     from torch import nn
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-AXES = ("width", "depth")
-QUANTITIES = ("activation", "update", "logit", "loss")
-
-TOLERANCE = {"width": 0.3, "depth": 0.4}
-"""Of an exponent: slips are of a half or more, what is left of 1/size at small sizes less."""
-
 TOKENS = 16
 """Of each of two sequences that are read."""
 
 _TINY = 1e-6
 """Largest rate at which steps are predicted: linear, as exponents are."""
-
-
-@dataclass(frozen=True)
-class Slip:
-    """What does not transfer.
-
-    Attributes:
-        weight: the parameter's role, "query", "head", ...
-        parameters: the module's own names.
-        quantity: of which the exponent is: "activation", "update" or "loss".
-        exponent: of its root mean square in the size.
-        mend: what would make it 0.
-    """
-
-    weight: str
-    parameters: str
-    quantity: str
-    exponent: float
-    mend: str
-
-    def __str__(self) -> str:
-        return f"{self.parameters or self.weight} ({self.weight}): {self.mend}"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class TransferReport:
-    """Whether learning rates hold along width or depth.
-
-    Attributes:
-        axis, sizes, optimizer: what was read.
-        rows: by parameter role, exponents of root mean squares: activation (what the matrix makes
-            of its input), update (what its step adds to its output, over its input), logit and loss
-            (what its step alone changes); nan where there is none, and logit of vectors.
-        findings: what does not transfer, with its mend.
-        notes: what was assumed.
-    """
-
-    axis: str
-    sizes: tuple[int, ...]
-    optimizer: str
-    rows: tuple[Mapping[str, Any], ...]
-    findings: tuple[Slip, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        return not self.findings
-
-    def to_frame(self) -> pd.DataFrame:
-        """A row per role: weight, parameters, and exponents activation, update, logit, loss."""
-        return as_frame(self.rows, columns=["weight", "parameters", *QUANTITIES])
-
-    def table(self) -> str:
-        """The verdict, what to mend, and exponents by role, as text."""
-        sizes = ", ".join(map(str, self.sizes))
-        verdict = "rates transfer" if self.passed else "rates do not transfer"
-        lines = [f"{verdict} along {self.axis} ({sizes}) under {self.optimizer}"]
-        lines += [f"  {slip}" for slip in self.findings]
-        wide = max(len(row["weight"]) for row in self.rows)
-        lines.append(f"{'exponents':{wide}}" + "".join(f"{name:>12}" for name in QUANTITIES))
-        for row in self.rows:
-            cells = (row[name] for name in QUANTITIES)
-            shown = (f"{'-' if math.isnan(value) else f'{value:+.2f}':>12}" for value in cells)
-            lines.append(f"{row['weight']:{wide}}" + "".join(shown))
-        return "\n".join([*lines, *self.notes])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, with a format version; nan becomes None."""
-        return {
-            "format": 1,
-            "axis": self.axis,
-            "sizes": list(self.sizes),
-            "optimizer": self.optimizer,
-            "passed": self.passed,
-            "findings": [vars(slip) for slip in self.findings],
-            "rows": plain(self.rows),
-            "notes": list(self.notes),
-        }
-
-    def to_json(self) -> str:
-        """`to_dict` as one JSON object."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
-
-    def __repr__(self) -> str:
-        said = "passed" if self.passed else f"{len(self.findings)} findings"
-        return f"TransferReport({self.axis} {self.sizes}, {self.optimizer}: {said})"
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(self.table())}</pre>"
 
 
 def transfer(
@@ -174,76 +78,14 @@ def transfer(
         if not all(name in step for step in steps):
             continue
         exponents = {
-            quantity: _slope(logs, [step[name][quantity] for step in steps])
+            quantity: exponent(logs, [step[name][quantity] for step in steps])
             for quantity in QUANTITIES
         }
         rows.append({"weight": name, "parameters": read[0].names(name), **exponents})
-    growth = _slope(logs, [one.growth for one in read])
+    growth = exponent(logs, [one.growth for one in read])
     notes = tuple(dict.fromkeys(note for one in read for note in one.notes))
-    findings = _width(rows) if axis == "width" else _depth(rows, growth)
+    findings = along_width(rows) if axis == "width" else along_depth(rows, growth)
     return TransferReport(axis, wanted, read[0].kind, tuple(rows), tuple(findings), notes)
-
-
-def _slope(logs: np.ndarray, values: Sequence[float]) -> float:
-    """Of the logarithms, between the two largest sizes; nan where one is not positive."""
-    if not all(value > 0 and math.isfinite(value) for value in values):
-        return math.nan
-    return float(np.log(values[-1] / values[-2]) / (logs[-1] - logs[-2]))
-
-
-# --- what does not transfer -----------------------------------------------------------------------
-
-
-def _width(rows: Sequence[Mapping[str, Any]]) -> Iterator[Slip]:
-    """A matrix passes on what it reads, and its step adds as much at any width. The head, and the
-    queries and keys whose products meet each other, may start smaller."""
-    allowed = TOLERANCE["width"]
-    for row in rows:
-        name, made, step = row["weight"], row["activation"], row["update"]
-        may_fall = name in _MAY_FALL
-        starts = made > allowed or (made < -allowed and not may_fall)
-        moves = abs(step) > allowed
-        if name == "head" and starts and moves and step > 0:
-            yield _slip(row, "update", f"its output lacks {_power(step, 'width')}")
-            continue
-        if starts:
-            yield _slip(row, "activation", _said("initial variance", 2 * made, "width"))
-        if moves:
-            yield _slip(row, "update", _said("rate", step, "width"))
-    settled = all(not abs(row["update"]) > allowed for row in rows)
-    for row in rows:
-        if settled and row["weight"] in ("query", "key") and abs(row["loss"]) > allowed:
-            yield _slip(row, "loss", _said("product's scale", row["loss"], "width"))
-
-
-_MAY_FALL = ("head", "query", "key")
-
-
-def _depth(rows: Sequence[Mapping[str, Any]], growth: float) -> Iterator[Slip]:
-    """All layers together move the logits as much at any depth, and the stream does not grow."""
-    allowed = TOLERANCE["depth"]
-    if growth > allowed:
-        of = f"blocks' outputs lack {_power(growth, 'depth')}"
-        yield Slip("stream", "", "activation", growth, of)
-    for row in rows:
-        if abs(row["loss"]) > allowed:
-            yield _slip(row, "loss", _said("rate", row["loss"], "depth"))
-
-
-def _slip(row: Mapping[str, Any], quantity: str, mend: str) -> Slip:
-    return Slip(row["weight"], row["parameters"], quantity, row[quantity], mend)
-
-
-def _said(what: str, exponent: float, size: str) -> str:
-    if exponent > 0:
-        return f"its {what} lacks {_power(exponent, size)}"
-    return f"its {what} falls too fast with {size}: by {_power(-exponent, size)}"
-
-
-def _power(exponent: float, size: str) -> str:
-    halves = round(2 * exponent)
-    named = {1: f"1 / sqrt({size})", 2: f"1 / {size}"}
-    return named.get(halves, f"1 / {size}^{halves / 2:g}")
 
 
 # --- one size -------------------------------------------------------------------------------------

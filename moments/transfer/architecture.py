@@ -23,6 +23,7 @@ from ..model.embedding import Embedding
 from ..model.experts import SHARED, Experts
 from ..model.latent_attention import LatentAttention
 from ..model.law_block import LawBlock
+from ..model.mixers import Absent
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from .attention.gates import GatedHeads
@@ -153,6 +154,9 @@ class _Stack:
         named = {"attention": blocks.attention(), "ffn": blocks.ffn()}
         if model.encoder is not None:
             named = {"attention": named["attention"], "cross": blocks.cross(), "ffn": named["ffn"]}
+        for name, block in (("attention", model.mixers), ("ffn", model.ffns)):
+            if isinstance(block[number - 1], Absent):
+                del named[name]
         kind = "parallel" if model.parallel else model.placements[number - 1]
         return Layer(KINDS[kind](Parts(self, number, named)), number)
 
@@ -592,6 +596,7 @@ BLOCKS: dict[type[Block], BlockParts] = {
     Experts: experts,
     LatentAttention: latent,
     **dict.fromkeys(RECURRENT, recurrent_parts),
+    Absent: lambda parts, block: (),
 }
 """By the class of a block (`moments.model.block`). Register another by its class."""
 

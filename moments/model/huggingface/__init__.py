@@ -5,7 +5,7 @@ family, sizes    what a family is, with the heads that most share; its architect
 defaults.json    what entries that are left out mean, from the config classes themselves
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
 bert, gpt, parallel, llama, t5, vit: one group of families each
-latent, moe: families whose blocks `moments.torch` does not recognise in a module
+latent, moe, recurrent: families whose blocks `moments.torch` does not recognise in a module
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import bert, gpt, latent, llama, moe, parallel, t5, vit
+from . import bert, gpt, latent, llama, moe, parallel, recurrent, t5, vit
 from .family import Family
 
 __all__ = ["FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
-_OF_BLOCKS = (latent, moe)
+_OF_BLOCKS = (latent, moe, recurrent)
 
 _DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
@@ -50,15 +50,13 @@ _BEYOND = {
     "convolutions": "convnext",
     "logits of relative positions": "deberta",
     "queries, keys and values that are clipped": "dbrx",
-    "latent attention": "deepseek_v2 deepseek_v3",
-    "attention sinks": "gpt_oss",
     "experts drawn at random among near ties": "phimoe",
     "experts that drop tokens": "switch_transformers",
-    "a state-space layer": "falcon_h1 falcon_mamba jamba mamba mamba2 zamba",
+    "a state-space layer": "falcon_h1 falcon_mamba jamba mamba zamba",
     "a stack that pools its tokens": "funnel",
     "several streams side by side": "gemma3n",
     "bottlenecks around every block": "mobilebert",
-    "a recurrent layer": "minimax qwen3_next recurrent_gemma rwkv",
+    "a recurrent layer": "minimax recurrent_gemma rwkv",
     "hashed attention": "reformer",
     "windows of patches that shift between layers": "swin",
     "a convolution over sound": "wav2vec2 whisper",

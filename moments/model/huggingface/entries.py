@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import DomainError, brief, domain_error
 from ...files import MOST
+from ...formulas.activation import registered_function
 from ...formulas.checks import check_count
 from ..positions import Rotary
 from ..weights import Biases
@@ -168,8 +169,11 @@ class Entries:
     def activation(self, name: str) -> str:
         """Our name of an activation function."""
         given = self(name)
+        if isinstance(given, str) and registered_function(given) is not None:
+            return given
         if not isinstance(given, str) or given not in ACTIVATIONS:
-            raise domain_error(name, given, f"one of {', '.join(ACTIVATIONS)}")
+            remedy = "moments.register_activation(name, function, derivative) makes it known"
+            raise domain_error(name, given, f"one of {', '.join(ACTIVATIONS)}", remedy)
         return ACTIVATIONS[given]
 
     def length(self, name: str, seq_len: int | None, *, table: bool = True) -> int:
@@ -232,6 +236,11 @@ class Entries:
         """Classes of a classification."""
         names = _of_kind("id2label", self("id2label", {}), {})
         return self.count("num_labels", len(names) or 2)
+
+    def usual(self, name: str) -> Mapping[str, Any]:
+        """What the family's class says of an object that is left out."""
+        given: Mapping[str, Any] = self._defaults.get(name, {})
+        return given
 
     def rope(self) -> Mapping[str, Any]:
         """`rope_parameters`, or the entry that preceded it."""

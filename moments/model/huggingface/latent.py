@@ -10,7 +10,8 @@ from ..latent_attention import LatentAttention
 from ..transformer import Transformer
 from .entries import Entries
 from .family import Family, causal_head
-from .llama import _FULL, _SLIDING, _decoder, _length, _longrope
+from .llama import _FULL, _SLIDING, _decoder, _granite, _length, _longrope, yarn
+from .moe import first_dense, routed, sigmoid_experts, softmax_experts
 
 LATENT_EPSILON = 1e-6
 """Of the norms of latents, which transformers constructs without the config's own."""
@@ -57,8 +58,12 @@ def latent_temperature(read: Entries) -> float:
 def _latent_decoder(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
     variance = changes.pop("variance", None)
     width = read.count("qk_rope_head_dim")
-    fields: dict[str, Any] = {"rotary": read.rotary()} if "rotary" not in changes else {}
-    fields |= {"temperature": latent_temperature(read)} if "temperature" not in changes else {}
+    fields: dict[str, Any] = {}
+    if "rotary" not in changes:
+        rotary, factor = yarn(read, width)
+        fields = {"rotary": rotary, "temperature": latent_temperature(read)}
+        if factor != 1.0:
+            read.leave_out("attention_factor", factor, _FACTOR)
     return _decoder(
         read,
         seq_len,
@@ -71,13 +76,15 @@ def _latent_decoder(read: Entries, seq_len: int | None, **changes: Any) -> Trans
     )
 
 
+_FACTOR = "the turned part of queries and keys keeps its size"
+
+
 def _minicpm3(read: Entries, seq_len: int | None) -> Transformer:
     """Branches, embedding and logits times constants of depth and width."""
     length, width = _length(read, seq_len), read.count("qk_rope_head_dim")
     turned = _longrope(read, width, length)
     if turned.get("temperature", 1.0) != 1.0:
-        factor, meaning = turned["temperature"] ** -0.5, "the turned part of logits keeps its size"
-        read.leave_out("attention_factor", factor, meaning)
+        read.leave_out("attention_factor", turned["temperature"] ** -0.5, _FACTOR)
     depth, d_model = read.layers("num_hidden_layers"), read.count("hidden_size")
     scale = 1.0 if read.null("scale_depth") else read.number("scale_depth") / math.sqrt(depth)
     base = d_model if read.null("dim_model_base") else read.positive("dim_model_base")
@@ -110,35 +117,96 @@ def _youtu(read: Entries, seq_len: int | None) -> Transformer:
 
 def _granite_swa(read: Entries, seq_len: int | None) -> Transformer:
     """Granite's multipliers, windows, a rotary base per layer (0: no positions), and sinks at 0."""
-    width = read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
     layers, rotary = read.layers("num_hidden_layers"), read.rotary()
     bases = read("layer_rope_theta", None) or [rotary.base] * layers
     if len(bases) != layers:
         raise domain_error("layer_rope_theta", bases, f"one number per layer ({layers})")
     usual = [_SLIDING if number % 4 else _FULL for number in range(layers)]
     kinds = read("layer_types", usual)
-    return _decoder(
+    return _granite(
         read,
         seq_len,
-        biased=("attention_bias", "mlp_bias"),
         attention_sink=0.0,
-        temperature=1 / (read.positive("attention_multiplier") * math.sqrt(width)),
-        branch_scale=read.number("residual_multiplier"),
         rotary=[rotary.replace(base=float(base)) if base else None for base in bases],
         window=read.windows(kinds, _SLIDING, "sliding_window", _length(read, seq_len)),
-        embedding={"scale": read.number("embedding_multiplier")},
-        head=causal_head(
-            read,
-            read.variance(),
-            read.number("rms_norm_eps"),
-            output_scale=1 / read.positive("logits_scaling"),
-        ),
     )
 
 
+# --- with experts ---------------------------------------------------------------------------------
+
+
+def _deepseek_v3(read: Entries, seq_len: int | None) -> Transformer:
+    experts = routed(read, sigmoid_experts(read), first_dense(read))
+    return _latent_decoder(read, seq_len, ffn=experts)
+
+
+def _deepseek_v2(read: Entries, seq_len: int | None) -> Transformer:
+    """Softmax over all experts; groups score by their best one."""
+    method = read("topk_method")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise domain_error("topk_method", method, "'greedy' or 'group_limited_greedy'")
+    groups = (read.count("n_group"), read.count("topk_group")) if method != "greedy" else (1, 1)
+    width = read.count("moe_intermediate_size")
+    experts = softmax_experts(
+        read,
+        "n_routed_experts",
+        "num_experts",
+        d_ff=width,
+        normalised="all",
+        scale=read.positive("routed_scaling_factor"),
+        groups=groups[0],
+        kept_groups=groups[1],
+        group_best=1,
+        shared=width * int(read("n_shared_experts", 0)),
+    )
+    ffn = routed(read, experts, first_dense(read))
+    return _latent_decoder(read, seq_len, ffn=ffn)
+
+
+def _glm4_moe_lite(read: Entries, seq_len: int | None) -> Transformer:
+    """The first layer dense, unless `mlp_layer_types` say otherwise."""
+    layers = read.layers("num_hidden_layers")
+    kinds = read("mlp_layer_types", ["sparse" if number else "dense" for number in range(layers)])
+    chosen = [number for number, kind in enumerate(kinds) if kind == "sparse"]
+    return _latent_decoder(read, seq_len, ffn=routed(read, sigmoid_experts(read), chosen))
+
+
+def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
+    """Sinks, windows in every second layer; what experts multiply by counts from 1, clamped."""
+    width, layers = read.count("head_dim"), read.layers("num_hidden_layers")
+    rotary, factor = yarn(read, width)
+    kinds = read("layer_types", [_FULL if number % 2 else _SLIDING for number in range(layers)])
+    alpha = read.number("swiglu_alpha")
+    if alpha != 1.702:
+        raise domain_error("swiglu_alpha", alpha, "1.702, that of quick_gelu")
+    variance = read.variance()
+    experts = softmax_experts(
+        read, router_bias_variance=variance, shift=1.0, clamp=read.positive("swiglu_limit")
+    )
+    return _decoder(
+        read,
+        seq_len,
+        activation="quick_gelu",
+        rotary=rotary,
+        temperature=factor**-2,
+        attention_sink=variance,
+        window=read.windows(kinds, _SLIDING, "sliding_window", _length(read, seq_len)),
+        biases=read.biases((*_HEADS, *_FFN) if read.flag("attention_bias") else _FFN),
+        ffn=routed(read, experts),
+    )
+
+
+_HEADS, _FFN = ("query", "key", "value", "output"), ("ffn_in", "ffn_out", "gate")
+_BALANCE = {"router_aux_loss_coef": ..., "hidden_act": ...}
 _MADE = {"head_dim": ..., "qk_head_dim": ...}  # by the config's class of other entries
+_UNUSED = {"rope_interleave": ..., "num_mtp_layers": ..., "num_nextn_predict_layers": ...}
+_UNUSED |= {"norm_topk_prob": ..., "topk_group": ..., "n_group": ...}  # by what else is said
 FAMILIES = {
     "minicpm3": Family(_minicpm3, "MiniCPM3ForCausalLM", "causal", _MADE),
     "youtu": Family(_youtu, "YoutuForCausalLM", "causal", _MADE | {"rope_interleave": ...}),
+    "deepseek_v2": Family(_deepseek_v2, "DeepseekV2ForCausalLM", "causal", _MADE | _UNUSED),
+    "deepseek_v3": Family(_deepseek_v3, "DeepseekV3ForCausalLM", "causal", _MADE | _UNUSED),
+    "glm4_moe_lite": Family(_glm4_moe_lite, "Glm4MoeLiteForCausalLM", "causal", _MADE | _UNUSED),
+    "gpt_oss": Family(_gpt_oss, "GptOssForCausalLM", "causal", _BALANCE),
     "granite_swa": Family(_granite_swa, "GraniteSWAForCausalLM", "causal"),
 }

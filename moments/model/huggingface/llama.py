@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ...errors import domain_error
+from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases
 from .entries import Entries
@@ -32,6 +33,7 @@ def _decoder(
     fields: dict[str, Any] = {
         "activation": read.activation("hidden_act") if "activation" not in changes else None,
         "gated": True,
+        "d_ff": read("intermediate_size") if "d_ff" not in changes else None,
         "attention_dropout": None
         if "attention_dropout" in changes
         else read.number("attention_dropout"),
@@ -45,7 +47,6 @@ def _decoder(
         read,
         epsilon if isinstance(epsilon, float) else read.number(epsilon),
         seq_len=_length(read, seq_len),
-        d_ff=read("intermediate_size"),
         normalization=normalization,
         causal=True,
         embedding={"padding_id": read.padding()} | fields.pop("embedding", {}),
@@ -173,6 +174,53 @@ def _longrope(read: Entries, width: int, length: int) -> dict[str, Any]:
         "rotary": plain.replace(speeds=speeds),
         "temperature": 1 / math.sqrt(size),
     }
+
+
+def yarn(read: Entries, width: int) -> tuple[Rotary, float]:
+    """Rotary positions of so many features, slow pairs slowed down further, and the factor on
+    cosines and sines.
+
+    Source:
+        Peng et al. 2023, YaRN, section 3; boundaries and factor as in transformers.
+    """
+    given, plain = read.rope() or read.usual("rope_parameters"), read.rotary(scaled=("yarn",))
+    if given.get("rope_type", given.get("type")) != "yarn":
+        return plain, 1.0
+
+    def number(name: str, otherwise: float | None = None) -> float:
+        value = given.get(name)
+        value = otherwise if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise domain_error(f"rope_parameters.{name}", value, "a positive number")
+        return float(value)
+
+    most = read.count("max_position_embeddings")
+    first = number(
+        "original_max_position_embeddings", read("original_max_position_embeddings", most)
+    )
+    factor = number("factor", most / first)
+
+    def pair(turns: float) -> float:
+        return width * math.log(first / (turns * 2 * math.pi)) / (2 * math.log(plain.base))
+
+    low, high = pair(number("beta_fast", 32.0)), pair(number("beta_slow", 1.0))
+    if given.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high += 0.001 if low == high else 0.0
+
+    def size(share: float) -> float:
+        return 0.1 * share * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    usual = size(1.0)
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        usual = size(number("mscale")) / size(number("mscale_all_dim"))
+    speeds = []
+    for index in range(width // 2):
+        slowed = min(max((index - low) / (high - low), 0.0), 1.0)
+        kept = plain.base ** (-2 * index / width)
+        speeds.append(kept * (1.0 - slowed + slowed / factor))
+    return plain.replace(speeds=tuple(speeds)), number("attention_factor", usual)
 
 
 def _phi3(read: Entries, seq_len: int | None) -> Transformer:

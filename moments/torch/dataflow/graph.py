@@ -118,6 +118,21 @@ class Graph:
         """The parameter or buffer of a name."""
         return self.values[self._named[name]].tensor
 
+    def multiples(self) -> dict[str, float]:
+        """By what parameters are multiplied as a whole before anything is done with them."""
+        known: dict[str, float] = {}
+        for node in self.nodes:
+            if node.name not in ("mul", "div") or len(node.inputs) != 1:
+                continue
+            before, behind = self.values[node.inputs[0]], self.values[node.outputs[0]]
+            if behind.live or len(behind.params) != 1 or not before.tensor.is_floating_point():
+                continue
+            size = float(before.tensor.detach().norm())
+            if size > 0:
+                (name,) = behind.params
+                known[name] = known.get(name, 1.0) * float(behind.tensor.detach().norm()) / size
+        return known
+
     def producer(self, value: int) -> Node | None:
         index = self.values[value].producer
         return None if index is None else self.nodes[index]

@@ -478,7 +478,7 @@ class _Reading:
             ),
             logits=logits.path if logits is not None and logits.side == "output" else "",
         )
-        self.squares = _squares(self.tensors, found)
+        self.squares = _squares(self.tensors, found, self.graph.multiples())
         self._share(roles)
         model = self._model(stacks)
 
@@ -1107,15 +1107,19 @@ def _of_sines(table: Tensor) -> bool:
     return close(rows[: len(far)] @ rows[0], wanted, 0.05)
 
 
-def _squares(tensors: Mapping[str, Tensor], roles: list[Role]) -> dict[Any, float]:
-    """Mean squares by stack, layer and role, of all blocks that play it."""
+def _squares(
+    tensors: Mapping[str, Tensor], roles: list[Role], multiples: Mapping[str, float]
+) -> dict[Any, float]:
+    """Mean squares by stack, layer and role, of all blocks that play it; of a hidden matrix with
+    what it is multiplied by."""
     sums: dict[Any, tuple[float, int]] = {}
     for role in roles:
         if role.parameter in tensors and tensors[role.parameter].numel():
             block = role.part.of(tensors[role.parameter].detach())
             key = role.stack, role.layer, role.name
             total, count = sums.get(key, (0.0, 0))
-            sums[key] = total + squared_norm(block), count + block.numel()
+            factor = multiples.get(role.parameter, 1.0) if role.name in MATRICES else 1.0
+            sums[key] = total + factor**2 * squared_norm(block), count + block.numel()
     return {key: total / count for key, (total, count) in sums.items()}
 
 

@@ -395,7 +395,10 @@ class StreamReader:
             entering = next(v for v in node.inputs if read.live(v))
             block.feed.dropped = entering, node.outputs[0]
         if activation is None:
-            self.doubts.append("a feed-forward block's activation is not a known one")
+            self.doubts.append(
+                "a feed-forward block's activation is not a known one (teach it: "
+                "moments.register_activation(name, function, derivative))"
+            )
         return block
 
     def _kind_of(self, start: int, end: int) -> str:

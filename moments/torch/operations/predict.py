@@ -60,7 +60,7 @@ class OperationRow(NamedTuple):
     Attributes:
         module: path of the innermost submodule that gives it; "" of none.
         operation: what made it.
-        position: of the operation in the pass.
+        value: number of the tensor in the recorded pass.
         mean, variance: over draws of the weights and features, averaged over sites.
         correlation: mean over ordered pairs of different sites; None where there is one site.
         grad_variance: of the loss's derivative in it; None where none passes.
@@ -70,7 +70,7 @@ class OperationRow(NamedTuple):
 
     module: str
     operation: str
-    position: int
+    value: int
     mean: float
     variance: float
     correlation: float | None
@@ -188,7 +188,7 @@ def predict(
     grad_variance = check_number("grad_variance", grad_variance, NONNEGATIVE)
     draws, seed = check_count("draws", draws), check_count("seed", seed, least=0)
     done = lowered(built(module, seed), batch, loss, grad_variance, draws, seed)
-    return _summary(done, draws)
+    return summary(done, draws)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,6 +205,19 @@ class Lowered:
     end: int
     lowering: Lowering
     replicas: Replicas
+
+    @property
+    def ids(self) -> Tensor | None:
+        """(batch, tokens) the token ids that logits at its output are of; None: they are none."""
+        logits = self.graph.tensor(self.end)
+        for value in self.graph.values:
+            ids = value.tensor
+            if not value.live or value.producer is not None or ids.is_floating_point():
+                continue
+            fits = logits.ndim == 3 and ids.shape == logits.shape[:2]
+            if fits and int(ids.max()) < logits.shape[-1]:
+                return ids
+        return None
 
     @property
     def weights(self) -> dict[str, float]:
@@ -231,12 +244,12 @@ def lowered(
         graph = recorded(module, batch, rows=ROWS, tokens=TOKENS)
     lowering = Lowering(graph, draws, seed)
     end, state = _output(graph, lowering)
-    replicas = Replicas(crossed=True)
-    covariance = lowering.laws.covariance(state.variable, state.variable, replicas)
+    done = Lowered(graph, end, lowering, Replicas(crossed=True))
+    covariance = lowering.laws.covariance(state.variable, state.variable, done.replicas)
     if covariance.requires_grad:
-        covariance.backward(_cotangent(graph, end, state, lowering, loss, grad_variance))
-        replicas.collect()
-    return Lowered(graph, end, lowering, replicas)
+        covariance.backward(_cotangent(done, state, loss, grad_variance))
+        done.replicas.collect()
+    return done
 
 
 @contextlib.contextmanager
@@ -265,26 +278,20 @@ def _output(graph: Graph, lowering: Lowering) -> tuple[int, Field]:
     raise MomentsError("the module gives no tensor that depends on the batch and on random weights")
 
 
-def _cotangent(
-    graph: Graph, end: int, state: Field, lowering: Lowering, loss: str | None, variance: float
-) -> Tensor:
+def _cotangent(done: Lowered, state: Field, loss: str | None, variance: float) -> Tensor:
     """(sites, sites) sums over features of the products of two sites' gradients."""
     sites, features = torch.unique(state.site), torch.unique(state.feature)
     kernel = torch.zeros(state.variable.sites, state.variable.sites, dtype=F64)
     if loss is None:
         kernel[sites, sites] = variance * len(features)
         return kernel
-    logits = graph.tensor(end)
-    ids = next(
-        (v.tensor for v in graph.values if v.live and v.producer is None and v.tensor.ndim == 2),
-        None,
-    )
-    if logits.ndim != 3 or ids is None or ids.shape != logits.shape[:2]:
+    logits, ids = done.graph.tensor(done.end), done.ids
+    if ids is None:
         got = f"an output of shape {tuple(logits.shape)}"
         raise domain_error("loss", loss, f"None of {got}", "it takes logits of every token id")
     vocabulary = logits.shape[-1]
     at, targets = state.site[:, :-1, 0].reshape(-1), ids[:, 1:].reshape(-1)
-    z = lowering.laws.covariance(state.variable, state.variable)[at][:, at]
+    z = done.lowering.laws.covariance(state.variable, state.variable)[at][:, at]
     same = (targets[:, None] == targets[None]).to(F64)
     products = _agreement(vocabulary, z) - 2 / vocabulary + same
     kernel[at[:, None], at[None]] = products / len(at) ** 2
@@ -302,7 +309,8 @@ def _agreement(vocabulary: int, logits: Tensor) -> Tensor:
     return vocabulary * torch.exp(apart + share * (np.log(square) - apart))
 
 
-def _summary(done: Lowered, draws: int) -> ModulePrediction:
+def summary(done: Lowered, draws: int) -> ModulePrediction:
+    """What a user is given of a pass."""
     graph, lowering, replicas = done.graph, done.lowering, done.replicas
     paths = _paths(graph)
     rows: dict[int, OperationRow] = {}
@@ -367,7 +375,7 @@ def _row(
     return OperationRow(
         paths.get(-1 if node is None else node.index, ""),
         "" if node is None else node.name,
-        -1 if node is None else node.index,
+        value,
         mean,
         own,
         pairs,

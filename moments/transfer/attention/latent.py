@@ -208,8 +208,10 @@ class LatentHeads(Leaf):
         return through_attention(self._alone(record.input), record, at, walk)
 
 
-_AS_THEY_ARE = ("heads", "d_head", "value", "drop_prob", "temperature", "causal", "padding")
-_AS_THEY_ARE += ("window", "sequences")
+_AS_THEY_ARE = (
+    *("heads", "d_head", "value", "drop_prob", "temperature", "causal", "padding"),
+    *("window", "sequences"),
+)
 
 
 def _size(signal: Signal) -> float:

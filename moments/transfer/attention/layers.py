@@ -542,9 +542,9 @@ def layer_of(
         signal, memory: the tokens that ask and those attended to, which may be the same.
         kernels: of both, likewise.
     """
-    layer = _layer_of(leaf, law, signal, memory, kernels)
+    layer, (_, tokens) = _layer_of(leaf, law, signal, memory, kernels), kernels
     sink = getattr(leaf, "sink", None)
-    return layer if sink is None else SinkLayer(layer, law, sink)
+    return layer if sink is None else SinkLayer(layer, law, sink, tokens)
 
 
 def _layer_of(

@@ -77,14 +77,43 @@ class AttentionAdjoint(NamedTuple):
     """What a sensitivity Lambda to the gradient at attention's input becomes, kernels (..., L, L).
 
     Attributes:
-        given: Lambda itself.
+        given: averages of Lambda itself.
         onward: the sensitivity to the gradient at the output.
         gathered: tr(P_i C P_i' Lambda) of every two rows.
     """
 
-    given: Array
+    given: Averages
     onward: Array
     gathered: Array
+
+
+class Averages(NamedTuple):
+    """Rows of weights w over tokens of kernel X, w X and w X w^T; P_i = diag(w_i) - w_i w_i^T."""
+
+    weights: Matrix
+    kernel: Matrix
+    mixed: Matrix
+    means: Matrix
+
+    @classmethod
+    def of(cls, weights: Matrix, kernel: Matrix) -> Averages:
+        mixed = weights @ kernel
+        return cls(weights, kernel, mixed, mixed @ transposed(weights))
+
+    def gather(self, other: Averages) -> Matrix:
+        """tr(P_i X P_i' Y) of every two rows."""
+        w = self.weights
+        cross = w @ transposed(self.mixed * other.mixed)
+        found = w @ (self.kernel * other.kernel) @ transposed(w)
+        return found + self.means * other.means - cross - transposed(cross)
+
+    def spread(self, pairs: Matrix) -> Matrix:
+        """sum_ii' H_ii' P_i X P_i', the transpose of `gather` in Y, for pairs H of rows."""
+        w = self.weights
+        sent = transposed(w) @ pairs
+        cross = (sent * transposed(self.mixed)) @ w
+        found = (sent @ w) * self.kernel - cross - transposed(cross)
+        return found + transposed(w) @ (pairs * self.means) @ w
 
 
 @dataclass(frozen=True)
@@ -162,16 +191,12 @@ class AttentionResponse:
 
     def gradient_adjoint(self, sensitivity: Array) -> AttentionAdjoint:
         """Sensitivity to the gradient at the output, of one to that at the input."""
-        w = self.weights
-        seen = w @ sensitivity
-        mean = seen @ transposed(w)
-        cross = w @ transposed(self._mixed * seen)
-        gathered = w @ (self.kernel * sensitivity) @ transposed(w)
-        gathered = gathered + self._means * mean - cross - transposed(cross)
+        given = Averages.of(self.weights, sensitivity)
+        gathered = self._rows.gather(given)
         dropped = (self.squares @ own_entries(sensitivity)[..., None])[..., 0]
-        onward = mean + self.by_head * gathered + self.query * sensitivity
+        onward = given.means + self.by_head * gathered + self.query * sensitivity
         onward = onward + diagonal(dropped, onward)
-        return AttentionAdjoint(sensitivity, symmetric(onward), gathered)
+        return AttentionAdjoint(given, symmetric(onward), gathered)
 
     def signal_adjoint(
         self, sensitivity: Array, adjoint: AttentionAdjoint | None, gradient: Array
@@ -189,7 +214,7 @@ class AttentionResponse:
         w, wt = self.weights, transposed(self.weights)
         pairs = self.by_head * sensitivity
         direct = self.query * sensitivity
-        middle = sensitivity + pairs * self._means
+        middle = sensitivity
         dropped = (transposed(self.squares) @ own_entries(sensitivity)[..., None])[..., 0]
         # What follows a row's theta less than in proportion: `follows` both the query's own size
         # and how far apart its keys are, `sized` only the former, `apart` only the latter.
@@ -198,16 +223,13 @@ class AttentionResponse:
         follows = self.bend * (row_sums(self.query * self.kernel * sensitivity) + sized)
         apart = 0.0 * sized
         if adjoint is not None:
-            given = adjoint.given
+            given = adjoint.given.kernel
             twice = 2 * self.slope + self.slope_change
             again = own_entries(self.slope + self.slope_change) * self.through_keys
             twice = twice + diagonal(again, twice)
             direct = direct + twice * gradient * adjoint.gathered
-            overlaps = 2 * (self.slope + self.slope_change) * gradient * given
-            pairs = pairs + overlaps
+            pairs = pairs + 2 * (self.slope + self.slope_change) * gradient * given
             keys = twice * self.kernel * gradient
-            seen = w @ given
-            middle = middle + overlaps * self._means + keys * (seen @ wt)
             own = own_entries(gradient)
             squares = own * (self.squares_change @ own_entries(given)[..., None])[..., 0]
             sizes = row_sums(keys * adjoint.gathered + self.query_change * gradient * given)
@@ -222,25 +244,14 @@ class AttentionResponse:
         apart = ratio(follows + apart, self.apart)
         middle = middle - diagonal(apart, middle)
         dropped = dropped + (wt @ apart[..., None])[..., 0]
-        onward = wt @ pairs
-        cross = onward * transposed(self._mixed)
-        kept = (onward @ w) * self.kernel
+        found = wt @ middle @ w + self._rows.spread(pairs)
         if adjoint is not None:
-            sent = wt @ keys
-            cross = cross + sent * transposed(seen)
-            kept = kept + (sent @ w) * given
-        cross = cross @ w
-        found = wt @ middle @ w + kept - cross - transposed(cross)
+            found = found + adjoint.given.spread(keys)
         return symmetric(found + direct + diagonal(dropped, found)), direct
 
     def sent_by_head(self, gradient: Array) -> Array:
         """The part of the gradient at the input that is one vector over tokens in each head."""
-        w, wt = self.weights, transposed(self.weights)
-        pairs = self.by_head * gradient
-        onward = wt @ pairs
-        cross = (onward * transposed(self._mixed)) @ w
-        found = (onward @ w) * self.kernel - cross - transposed(cross)
-        return found + wt @ (pairs * self._means) @ w
+        return self._rows.spread(self.by_head * gradient)
 
     def agreement(self, gradient: Array) -> Array:
         """(..., L) correlation of a row's query with others', as gradients weigh them."""
@@ -263,12 +274,8 @@ class AttentionResponse:
         return np.asarray(rows.sum_square).reshape(keys.shape)
 
     @functools.cached_property
-    def _mixed(self) -> Array:
-        return self.weights @ self.kernel
-
-    @functools.cached_property
-    def _means(self) -> Array:
-        return self._mixed @ transposed(self.weights)
+    def _rows(self) -> Averages:
+        return Averages.of(self.weights, self.kernel)
 
 
 def _by_token(kernel: Array, mask: Array, tau: float) -> tuple[AttentionRows, Array, Array]:
@@ -354,16 +361,15 @@ def _response(
     factor = np.asarray(tau * _within(rows))
     factor = factor[..., None] if factor.ndim else factor
     chord, slope, change = (factor * (0.5 * (a + b)) for a, b in zip(*halves, strict=True))
-    mixed = weights @ kernel
-    means = mixed @ transposed(weights)
+    averages = Averages.of(weights, kernel)
+    mixed, means = averages.mixed, averages.means
     itself = own_entries(means)[..., :, None]
     excess = entrywise(lambda met: np.maximum(met, 0.0), own[..., None, :] - 2 * mixed + itself)
     squares_change = squares * own_entries(kernel * slope)[..., :, None] * excess
     squares = squares * (1 + own_entries(kernel * chord)[..., :, None] * excess)
     # Given the direction a query looks in, the tokens it attends to share a component along it.
     apart = (weights @ own[..., None])[..., 0] - own_entries(means)
-    cross = weights @ transposed(mixed * mixed)
-    overlap = weights @ kernel**2 @ transposed(weights) - cross - transposed(cross) + means**2
+    overlap = averages.gather(averages)
     query = slope * (overlap + _outer(apart) / d_model)
     mean = (trace_of(kernel) / count_of(kernel))[..., None]
     dropped_rows = dropped[..., None] if np.ndim(dropped) else dropped
@@ -512,7 +518,7 @@ class AttentionSublayer:
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         """The noise is that of |W_k^T W_q x|^2 in every head, which scales a query's logits."""
         gain, received = per_pair(self.gain), per_pair(self.back_gain) * self.received
-        count = len(exposure.given)
+        count = len(exposure.given.kernel)
         onward, queries = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, received)
         if count < len(sensitivity):
             rest = self.maps.signal_adjoint(gain * sensitivity[count:], None, received)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...engine.composition import Chain, Leaf, Pullback, Pulled
+from ...engine.composition import Chain, Leaf, OfEntry, Pullback, Pulled
 from ...engine.composition import forward as passed
 from ...engine.fluctuation import (
     OverlapWalk,
@@ -21,12 +21,16 @@ from ...engine.fluctuation import (
     overlap_variance,
     step_within,
 )
-from ...engine.state import Array, Gradient, Kernel, Signal, Values, ratio_or_zero
+from ...engine.state import Array, Gradient, Kernel, Signal, Values, observed, ratio_or_zero
 from ...engine.trace import Record
 from ...errors import DomainError
 from ...formulas.linear import SCALE
 from ..elementary import Scale, entrywise_overlap
 from .routing import LARGEST, LEAST, Router, functions
+
+
+def _by_nobody(*_: Any) -> None:
+    pass
 
 
 class Routed(NamedTuple):
@@ -74,6 +78,24 @@ class Mixture(Leaf):
 
     def with_variances(self, names: tuple[str, ...], factor: float) -> Mixture:
         return replace(self, expert=self.expert.with_variances(names, factor))
+
+    def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry | None:
+        parts = [part.of_entry(algebra, names) for part in self.expert.components]
+        if self.inward or None in parts:
+            return None
+
+        def found(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
+            square = np.mean(entering[0] * entering[0] + entering[1])
+            logits = self.d_model * self.router_variance * float(square) + self.bias_variance
+            for part in parts:
+                assert part is not None
+                entering = part(entering, factor)
+            return 0.0, entering[1] * functions(self.router, logits, 1.0)[0]
+
+        return found
+
+    def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
+        return self.expert.components[0].domain_share(mean, variance, algebra)
 
     def routed(self, signal: Signal, moved: Array = 0.0) -> Routed:
         """What the router makes of pairs of tokens.
@@ -130,8 +152,10 @@ class Mixture(Leaf):
         return replace(self, router=router, expert=expert, inward=False)
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        if self.inward:
-            return self._outward(signal).forward(signal)
+        with observed(_by_nobody):  # laws inside are of one expert, some at two overlaps
+            return (self._outward(signal) if self.inward else self)._forward(signal)
+
+    def _forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         inner, record = passed(self.expert, signal)
         at = self.routed(signal)
         sides = _Sides.of(self, signal)
@@ -250,6 +274,9 @@ class MixturePullback:
     """The way back: through the experts, and through the router's logits.
 
     dL/dz_e = sum_a (dg_a/dz_e) F_a.g has the covariance d G_ij K_ij N(r_ij), summed over experts.
+    What the gradient lacks along the output, it lacks along one of k equal experts by its share
+    1/k; sums of dg_a/dz_e F_a over the chosen, which a common factor of gates does not change, lie
+    across the output. Of a pair either token lacks its own.
     """
 
     leaf: Mixture
@@ -262,7 +289,10 @@ class MixturePullback:
 
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, signal, at, sides = self.leaf, self.signal, self.at, self.sides
-        record = self.record.backward(gradient.with_kernel(gradient.kernel * self.weight))
+        lacks = (1.0 - gradient.averaged().radial) / leaf.router.chosen
+        received = Gradient(gradient.kernel * self.weight, gradient.seq_len, 1.0 - lacks)
+        with observed(_by_nobody):
+            record = self.record.backward(received)
         through, slopes = record.gradient_sent.kernel, at.slopes
         if sides is not None:
             back = sides.weighted(at.gates, "gates", "back")
@@ -271,6 +301,9 @@ class MixturePullback:
             slopes = sides.weighted(slopes, "slopes", "out")
         given = self.inner.second_moment()
         logits = (gradient.kernel * given * slopes).scaled(self.inner.width)
+        if leaf.router.normalised != "chosen":
+            one, two = logits.lift(1.0 - lacks)
+            logits = logits.weighted(one, two * two)
         total = through + logits.scaled(leaf.router_variance)
         sent = Gradient(total, gradient.seq_len)
         return MixturePulled(sent, leaf, signal, record, logits)

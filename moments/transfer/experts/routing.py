@@ -144,10 +144,16 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
     share = place - below
     shape = np.shape(s)
     found = np.empty((3, *shape, len(ANGLES)))
+    below, share = (
+        np.where(share > 1 - 1e-9, below + 1, below),
+        np.where(share > 1 - 1e-9, 0.0, share),
+    )
     for step in np.unique(below):
         at_step = below == step
         rest = share[at_step][:, None] if shape else share
-        one, two = _table(router, int(step)), _table(router, int(step) + 1)
+        one = _table(router, int(step))
+        between = np.max(share[at_step]) > 1e-9
+        two = _table(router, int(step) + 1) if between else one
         if shape:
             one, two = one[:, None], two[:, None]
         found[:, at_step] = (one + rest * (two - one)).reshape(3, *np.shape(found[:, at_step])[1:])
@@ -162,10 +168,11 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
     return (float(m), float(n), float(p)) if scalar else (m, n, p)
 
 
-def sampled(router: Router, s: float, samples: int = SAMPLES) -> tuple[np.ndarray, np.ndarray]:
+def sampled(router: Router, s: float, samples: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """The three functions at `ANGLES` (3, angles), and their standard errors, by drawn logits: the
     same draws at every angle."""
     random = np.random.default_rng(0)
+    samples = SAMPLES if samples is None else samples
     total, square = np.zeros((2, 3, len(ANGLES)))
     chunk = max(1, 2**17 // router.experts)
     for start in range(0, samples, chunk):
@@ -295,6 +302,7 @@ def at(router: Router, s: float, r: float) -> np.ndarray:
     both = plain * damped[:, :, None]
     of_plain, of_weighed, of_both = (np.matmul(density, one) for one in (plain, weighed, both))
     everywhere = router.normalised == "all"
+    given, given_weighed = tilted @ density * step, (w * tilted) @ density * step
     beyond = tails.T @ density @ tails
     tail = ndtr(-x)
     none = 1 - tail[:, None] - tail + beyond
@@ -313,13 +321,12 @@ def at(router: Router, s: float, r: float) -> np.ndarray:
             t_slopes = both[i].T @ of_both[j]
             if everywhere:
                 source = 1e-4 * u[i] * u[j]
-                values = [
-                    _everywhere(router, density, tilted[i], tilted[j], of_plain, (i, j), p11, step)
-                ]
-                parts = _everywhere(
-                    router, density, w * tilted[i], w * tilted[j], of_weighed, (i, j), t_gates, step
+                at_both = _everywhere(density, tails, (i, j), tilted, of_plain, given, p11, step)
+                weighted = _everywhere(
+                    density, tails, (i, j), w * tilted, of_weighed, given_weighed, t_gates, step
                 )
-                values.append([a + source * b for a, b in zip(values[0], parts, strict=True)])
+                values = [at_both]
+                values.append([a + source * b for a, b in zip(at_both, weighted, strict=True)])
                 one, more = (
                     _sum_over_common(router, _cases(router, *v[:5]), v[5:], 1) for v in values
                 )
@@ -353,26 +360,26 @@ def _cases(router: Router, same: Any, a1: Any, a0: Any, b1: Any, b0: Any) -> Any
 
 
 def _everywhere(
-    router: Router, density: Any, one: Any, two: Any, onto: Any, at: Any, p11: Any, step: float
+    density: Any, tails: Any, at: Any, factors: Any, onto: Any, given: Any, p11: Any, step: float
 ) -> list[Any]:
     """What `_cases` and `_sum_over_common` take where every expert carries its weight: densities
     of the threshold experts, and the four regions.
 
     Args:
-        one, two: factors of the first and the second token.
-        onto: density times the factor over its tail, by node; `at` the two nodes.
+        at: the nodes of the first and the second token.
+        factors: by node.
+        onto, given: density times the factor, over its tail and over all, by node.
         p11: the region above both.
     """
     i, j = at
-    given, other = density @ two * step, one @ density * step
+    one, two = factors[i], factors[j]
+    first, second = one * given[j], two * given[i]
     a1, b1 = one[:, None] * onto[j], (two[:, None] * onto[i]).T
-    a0, b0 = (one * given)[:, None] - a1, two * other - b1
-    tails = _tails(step, len(one))
-    row, column = tails.T @ (one * given), tails.T @ (two * other)
-    every = (one * given).sum() * step
-    same = density * one[:, None] * two
+    row, column = tails.T @ first, tails.T @ second
+    every = first.sum() * step
     p10, p01 = row[:, None] - p11, column - p11
-    return [same, a1, a0, b1, b0, p11, p10, p01, every - row[:, None] - column + p11]
+    regions = [p11, p10, p01, every - row[:, None] - column + p11]
+    return [density * one[:, None] * two, a1, first[:, None] - a1, b1, second - b1, *regions]
 
 
 def _scaled(router: Router, values: np.ndarray) -> np.ndarray:

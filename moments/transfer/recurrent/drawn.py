@@ -106,6 +106,10 @@ class Back(NamedTuple):
 class DrawnHeads:
     """Draws of a head on tokens of one kernel.
 
+    Attributes:
+        norms: (L, L) covariance over draws of the mixer of two tokens' squared norms, over its
+            features; behind `forward`. What a head's values share, they share in all of them.
+
     Args:
         head: what is drawn.
         kernel: (L, L) of the input.
@@ -143,11 +147,16 @@ class DrawnHeads:
 
     def forward(self) -> Array:
         """(L, L) second moments per feature of what leaves."""
-        total = 0.0
+        total, squares = 0.0, []
         for part in self.parts:
             entering, own = self._given(part)
             run = _on_lists(self.head, list(entering), list(own), {}, self.sequences)
-            total = total + _gram(run(*entering.values(), *own.values()))
+            leaving = run(*entering.values(), *own.values())
+            total = total + _gram(leaving)
+            squares.append(np.mean(leaving * leaving, -1))
+        apart = np.concatenate(squares)
+        value = self.head.sections["value"]
+        self.norms = np.cov(apart.T, ddof=0) * (value.drawn / value.rows)
         return total / (self.draws * self.head.features)
 
     @property

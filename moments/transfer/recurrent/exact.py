@@ -20,7 +20,8 @@ import numpy as np
 from ...engine.state import Kernel, Signal, bind, evaluate
 from ...formulas.activation import activation_laws
 from ...model.mixers import LinearAttention, ShortConvolution
-from .drawn import Back
+from .drawn import Back, DrawnHeads
+from .mixers import DrawnLinearHeads as Heads
 
 Array = Any
 
@@ -39,17 +40,26 @@ class GatedConvolution:
         kernel: Array,
         gains: Mapping[str, float],
         sequences: int,
+        varies: Array = 0.0,
     ) -> None:
         self.block, self.width = block, width
         self.query, self.key, self.value = (kernel * gains[k] for k in ("query", "key", "value"))
         length = len(kernel) // sequences
         one = [np.eye(length, k=-a) for a in range(min(block.kernel, length))]
         self.shifts = [np.kron(np.eye(sequences), shift) for shift in one]
-        self.moved = [shift @ (self.key * self.value) @ shift.T for shift in self.shifts]
+        product = self.key * self.value + gains["key"] * gains["value"] * varies
+        self.moved = [shift @ product @ shift.T for shift in self.shifts]
         self.mixed = block.tap_variance * sum(self.moved)
 
     def forward(self) -> Array:
         return self.query * self.mixed
+
+    @property
+    def norms(self) -> Array:
+        """Covariance of squared norms over the width: of A taps of products, times a query, the
+        kurtosis of an entry is 3 (3 + 24/A)."""
+        kurtosis = 3 * (3 + 24 / self.block.kernel)
+        return (kurtosis - 1) / self.width * self.forward() ** 2
 
     def backward(self, received: Array) -> Back:
         block, inner = self.block, received * self.query
@@ -69,9 +79,14 @@ class LinearHeads:
     """Linear attention without a norm and without decays that the input sets."""
 
     def __init__(
-        self, block: LinearAttention, kernel: Array, gains: Mapping[str, float], sequences: int
+        self,
+        block: LinearAttention,
+        kernel: Array,
+        gains: Mapping[str, float],
+        sequences: int,
+        varies: Array = 0.0,
     ) -> None:
-        self.block = block
+        self.block, self.given = block, (kernel, gains, sequences)
         of = {
             name: moments_of(block.feature_map, kernel * gains[name])
             for name in ("query", "key", "value")
@@ -87,6 +102,8 @@ class LinearHeads:
             for one, share in decays.items()
         ]
         one, means = of["key"][0] * of["value"][0], np.outer(of["key"][2], of["key"][2])
+        if block.feature_map == "identity":
+            one = one + gains["key"] * gains["value"] * varies
         self.mixed = self._mean(one)
         self.together = self._mean(means * of["value"][0]) if np.any(means) else 0.0 * one
         self.gate = (
@@ -105,6 +122,13 @@ class LinearHeads:
         width = block.d_key
         found = query * self.mixed + (width - 1) * np.outer(mean, mean) * self.together
         return block.scale**2 * width * found
+
+    @property
+    def norms(self) -> Array:
+        """As `DrawnHeads.norms`, of draws."""
+        drawn = DrawnHeads(Heads(self.block), *self.given)
+        drawn.forward()
+        return drawn.norms
 
     def forward(self) -> Array:
         return self._summed() * (1.0 if self.gate is None else self.gate[0])

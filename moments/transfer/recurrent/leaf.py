@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ...engine.composition import Component, Leaf, Pulled
+from ...engine.fluctuation import overlap_variance
 from ...engine.layout import Padding
 from ...engine.response import Around, Response
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
@@ -46,7 +47,7 @@ class Mixer(Leaf):
 
     mixes_tokens: ClassVar[bool] = True
 
-    def _law(self, kernel: Array) -> Any:
+    def _law(self, kernel: Array, varies: Array = 0.0) -> Any:
         from .drawn import DrawnHeads
         from .exact import GatedConvolution, LinearHeads
         from .mixers import HEADS
@@ -54,9 +55,9 @@ class Mixer(Leaf):
         block, many = self.block, self.sequences
         gains = {name: self.d_model * variance for name, _, variance in self.rows}
         if isinstance(block, ShortConvolution):
-            return GatedConvolution(block, self.width, kernel, gains, many)
+            return GatedConvolution(block, self.width, kernel, gains, many, varies)
         if isinstance(block, LinearAttention) and block.norm is None and block.decay_gate is None:
-            return LinearHeads(block, kernel, gains, many)
+            return LinearHeads(block, kernel, gains, many, varies)
         return DrawnHeads(HEADS[type(block)](block), kernel, gains, many)
 
     def forward(self, signal: Signal) -> tuple[Signal, _Way]:
@@ -72,11 +73,19 @@ class Mixer(Leaf):
             )
         tokens = signal.second_moment()
         shape = np.shape(tokens.pairs)
-        laws = [self._law(one) for one in tokens.pairs.reshape(-1, *shape[-2:])]
+        varies = overlap_variance(signal)
+        varies = np.zeros(shape) if varies is None else np.broadcast_to(varies, shape)
+        both = (one.reshape(-1, *shape[-2:]) for one in (tokens.pairs, varies))
+        laws = [self._law(*one) for one in zip(*both, strict=True)]
         kernel = Kernel.of_matrix(np.stack([one.forward() for one in laws]).reshape(shape))
         fluctuation = None
         if signal.fluctuation is not None:
-            fluctuation = Fluctuation.of_gaussian(kernel, self.width)
+            norms = Kernel.of_matrix(np.stack([one.norms for one in laws]).reshape(shape))
+            none = norms.scaled(0.0)
+            if signal.fluctuation.overlaps is None:
+                fluctuation = Fluctuation(norms)
+            else:
+                fluctuation = Fluctuation(norms, norms, shared=(none, none))
         notes = tuple(dict.fromkeys(note for one in laws for note in getattr(one, "notes", ())))
         output = Signal(
             kernel,

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ....errors import domain_error
 from ..softmax.table import THETA_MAX
-from .closure import DroppedAttention, OverlapClosure, width_terms
+from .closure import OverlapClosure, width_terms
 from .finite_rows import Widths
 from .logits import Logits, Rotation, prior_weights
 from .row_statistics import AttentionRows, dropped_by_own, saturation
@@ -152,6 +152,8 @@ class KernelAttention:
         self._values = np.diag(self.kernel) + float(value_bias)
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         self._closure = OverlapClosure(self.logits, self._widths)
+        if self._dropped > 0.0:
+            self._closure.respond_to(self._values)
         temperature = self.logits.temperature
         self._norm = np.sqrt(np.outer(temperature, temperature))
         rows, pattern = self._closure.rows, self._closure.pattern
@@ -172,10 +174,6 @@ class KernelAttention:
         return np.asarray(self._closure.squares.sum(1))
 
     @functools.cached_property
-    def _noise(self) -> DroppedAttention:
-        return DroppedAttention(self._closure, self._values)
-
-    @functools.cached_property
     def _forward(self) -> tuple[Array, Array, Array]:
         """O, with the dropout of attention weights on its diagonal, and of `logits` the query path
         per unit of G, likewise, and `overlap_path`."""
@@ -190,7 +188,7 @@ class KernelAttention:
         common = closure.calibration.common[group] * np.diag(slope) / self.logits.temperature
         query = query + np.diag(common)
         if self._dropped > 0.0:
-            noise = self._noise.gather(self.logits.within)
+            noise = closure.gather_noise(self.logits.within)
             masks = (1.0 + closure.calibration.masks[group]) * (closure.squares @ variance)
             output = output + self._dropped * np.diag(masks)
             query = query + self._dropped * self.logits.scale * np.diag(noise)
@@ -240,8 +238,8 @@ class KernelAttention:
         if self._dropped > 0.0:
             received = np.diag(gradient)
             value = value + self._dropped * np.diag(self._closure.squares.T @ received)
-            scale = self._dropped * self.logit_scale
-            noise, noise_cross = self._noise.spread(scale * received * self.logits.temperature)
+            sizes = self._dropped * self.logit_scale * received * self.logits.temperature
+            noise, noise_cross = self._closure.spread_noise(sizes)
             if self.logits.rotation is not None:
                 noise, noise_cross = noise * self.logits.rotation.keys, noise_cross
             key, cross = key + noise, cross + noise_cross

@@ -4,7 +4,7 @@
 w and A_jl = E[a_j a_l]/E a_j, exact in everything for exchangeable kernels, an approximation
 otherwise. `DroppedAttention` is what attention dropout adds, E[J D J] with D = diag(C_jj):
 
-    E[J D J] = P_i N P_i,    N = (F/(w w^T)) o [(dbeta/drho)/tau (1-A) D (1-A)^T + u 1^T + 1 u^T]
+    E[J D J] = P_i N P_i,    N = (F/(w w^T)) o [(1-A) D (1-A)^T + u 1^T + 1 u^T]
 
 at rho = 1, where u keeps the marginals of F, and the trace is that of the exchangeable row with the
 same number of keys and E sum a^2. `width_terms` is what finite widths add at order 1/d_model. Where
@@ -229,132 +229,39 @@ class OverlapClosure:
                 compact[window(group.patterns, group.keys)] = 1.0
         return compact[self.pattern]
 
-    def leader_joints(self) -> dict[int, Array]:
-        """(n, n) F/(w w^T) of every class's own row with itself, symmetric, by the row's index."""
-        joints = {}
-        for block in self._laws.blocks:
-            if block.own:
-                for (wide, _), excess in zip(block.pairs, block.overlap.excess, strict=True):
-                    inside = excess[0, wide.leader_keys, wide.leader_keys].astype(np.float64)
-                    joints[wide.source.row] = 1.0 + 0.5 * (inside + inside.T)
-        return joints
+    # --- dropped attention ---------------------------------------------------------------------
 
-    @functools.cached_property
-    def exponent_slopes(self) -> Array:
-        """(classes,) dbeta/drho at rho = 1, per unit of logit scale and query norm."""
-        slope = self._nodes.slopes[:, 0]
-        return np.asarray(self._exponent_per_logit @ slope)
-
-
-# --- dropped attention ----------------------------------------------------------------------------
-
-MARGINAL_SWEEPS = 12
-"""Sweeps that bring the weighted means of the response to 0; each halves what is left, at least."""
-
-
-def marginal_free(joint: Array, direction: Array, weights: Array) -> Array:
-    """joint o (direction + u 1^T + 1 u^T) with u such that its weighted row means vanish.
-
-    Args:
-        joint: (n, n) symmetric, of weighted row means 1.
-        direction: (n, n) symmetric.
-        weights: (n,) positive, of sum 1.
-    """
-    overlap = joint * weights  # rows sum to 1; its spectrum in [0, 1] makes the iteration contract
-    mean = (overlap * direction).sum(1)
-    shift = -0.5 * mean
-    for _ in range(MARGINAL_SWEEPS):
-        shift = 0.5 * (shift - mean - overlap @ shift)
-    return np.asarray(joint * (direction + shift[:, None] + shift))
-
-
-class NoiseResponse(NamedTuple):
-    """The rows of one class.
-
-    Attributes:
-        weights: (a, n) mean attention w_i.
-        scale: (a,) what brings the trace of P_i N P_i to E tr J^2.
-        response: (n, n) N.
-        left: (a, n) w_i^T N.
-        both: (a,) w_i^T N w_i.
-    """
-
-    weights: Array
-    scale: Array
-    response: Array
-    left: Array
-    both: Array
-
-    @classmethod
-    def of(cls, weights: Array, response: Array, trace: Array) -> NoiseResponse:
-        """Form the products; `trace` (a,) is E tr J^2 of every row."""
-        left = weights @ response
-        one = cls(weights, np.ones(len(weights)), response, left, (left * weights).sum(1))
-        bare = one.gather(np.eye(len(response)))
-        usable = bare > 1e-300
-        return one._replace(scale=np.where(usable, trace / np.where(usable, bare, 1.0), 0.0))
-
-    def spread(self, row_weights: Array) -> Array:
-        """(n, n): sum_i h_i E[J_i D J_i] for (a,) weights h."""
-        weighted = self.weights * (row_weights * self.scale)[:, None]
-        crossed = weighted.T @ (self.weights * self.left)
-        total = (weighted.T @ self.weights) * self.response - crossed - crossed.T
-        return np.asarray(total + (weighted * self.both[:, None]).T @ self.weights)
-
-    def gather(self, kernel: Array) -> Array:
-        """(a,): tr(E[J_i D J_i] kernel) for a symmetric kernel (n, n)."""
-        mapped = self.weights @ kernel
-        total = ((self.weights @ (self.response * kernel)) * self.weights).sum(1)
-        total -= 2.0 * (self.left * mapped * self.weights).sum(1)
-        total += self.both * (mapped * self.weights).sum(1)
-        return np.asarray(total * self.scale)
-
-
-class DroppedAttention:
-    """E[J_i D J_i] of every row of a closure, D = diag(C_jj) for (Lk,) `variance` C_jj."""
-
-    def __init__(self, closure: OverlapClosure, variance: Array) -> None:
-        self._closure = closure
-        self._shape = (len(variance), len(variance))
-        patterns = len(closure.group)
-        members = np.unique(closure.pattern, return_index=True)[1]
+    def respond_to(self, variance: Array) -> None:
+        """Form E[J D J], D = diag(C_jj) of (Lk,) `variance` C_jj, for the two methods below."""
+        self._laws.respond_to(variance)
+        members = np.unique(self.pattern, return_index=True)[1]
         trace = exact_rows.jacobian_square(
-            closure.squares[members].sum(1), closure.rows.count[:patterns]
+            self.squares[members].sum(1), self.rows.count[: len(self.group)]
         )
-        trace = trace * (closure.weights[members] @ variance)  # tr J D J, were D uniform
-        joints = closure.leader_joints()
-        self._responses = []
-        for index, group in enumerate(closure.classes):
-            if len(group.leader_weights) > 1:
-                direction = (group.response * variance[group.keys]) @ group.response.T
-                direction = closure.exponent_slopes[index] * direction
-                response = marginal_free(joints[group.row], direction, group.leader_weights)
-                noise = NoiseResponse.of(group.weights, response, trace[group.patterns])
-                self._responses.append((index, group, noise))
+        trace = trace * (self.weights[members] @ variance)  # tr J D J, were D uniform
+        bare = self._of_noise(np.eye(len(variance)))[members]
+        usable = bare > 1e-300
+        scale = np.where(usable, trace / np.where(usable, bare, 1.0), 0.0)
+        self._noise_scale = scale[self.pattern]
 
-    def spread(self, row_weights: Array) -> Array:
-        """(2, L, L): sum_i h_i E[J_i D J_i] in the key path and in its correlation with the value
-        path, for (L,) weights h."""
-        closure = self._closure
-        total = np.zeros((2, *self._shape))
-        pattern_weights = np.zeros(len(closure.group))
-        np.add.at(pattern_weights, closure.pattern, row_weights)
-        for index, group, noise in self._responses:
-            part = noise.spread(pattern_weights[group.patterns])
-            key, cross = closure.calibration.noise_key, closure.calibration.noise_cross
-            total[window(group.keys, group.keys)] += np.stack(
-                [key[index] * part, cross[index] * part]
-            )
-        return total
+    def gather_noise(self, kernel: Array) -> Array:
+        """(Lq,): tr(E[J D J] kernel) of every row in the query path."""
+        factor = self.calibration.noise_query[self.group[self.pattern]]
+        return np.asarray(factor * self._noise_scale * self._of_noise(kernel))
 
-    def gather(self, kernel: Array) -> Array:
-        """(L,): tr(E[J_i D J_i] kernel) in the query path."""
-        closure, factor = self._closure, self._closure.calibration.noise_query
-        total = np.zeros(len(closure.group))
-        for index, group, noise in self._responses:
-            part = noise.gather(kernel[window(group.keys, group.keys)])
-            total[group.patterns] = factor[index] * part
-        return np.asarray(total[closure.pattern])
+    def spread_noise(self, row_weights: Array) -> Array:
+        """(2, Lk, Lk): sum_i h_i E[J_i D J_i] in the key path and in its correlation with the value
+        path, for (Lq,) weights h."""
+        calibration, group = self.calibration, self.group[self.pattern]
+        scale, given = single(self._noise_scale * row_weights)
+        factors = np.stack([calibration.noise_key[group], calibration.noise_cross[group]])
+        weights = np.zeros((2, 1, len(self.group), len(self.group)), dtype=np.float32)
+        for total, factor in zip(weights[:, 0], factors, strict=True):
+            np.add.at(total, (self.pattern, self.pattern), given * factor)
+        return scale * self._laws.spread("noise", weights)
+
+    def _of_noise(self, kernel: Array) -> Array:
+        return np.diagonal(self._laws.gather("noise", kernel, 1)[0])
 
 
 # --- finite width ---------------------------------------------------------------------------------

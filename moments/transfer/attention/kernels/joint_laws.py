@@ -532,6 +532,8 @@ class Block(NamedTuple):
             is the derivative in the correlation.
         turned: its first order in each of `Rotation.kernels`; None without rotation.
         plain: its first order in the values' kernel; None without rotation.
+        noise: of rows with themselves, its derivative along the keys' own variances, up to a
+            factor; None where none was asked for.
     """
 
     pairs: list[Pair]
@@ -540,6 +542,7 @@ class Block(NamedTuple):
     response: PairSum | None
     turned: PairSum | None
     plain: PairSum | None
+    noise: PairSum | None = None
 
     @classmethod
     def of(cls, pairs: list[Pair], exponents: Array, slopes: Array, projected: Projected) -> Block:
@@ -570,6 +573,15 @@ class Block(NamedTuple):
                 plain = PairSum.of(along, rows, rows2)
         with_itself = pairs[0][0] is pairs[0][1]
         return cls(pairs, with_itself, PairSum.of(joint, rows, rows2), response, turned, plain)
+
+    def with_noise(self, mixed: Mixed) -> Block:
+        """The same with `noise`, along a kernel of which this is (1 - A) C."""
+        if not self.own:
+            return self
+        sums, shares = self.overlap, stacked([one.leader_weights for one, _ in self.pairs])
+        direction, shares = _projected(mixed, self.pairs), shares[:, None]
+        moved = tangent(1.0 + sums.excess[:, :1], direction, shares, shares)
+        return self._replace(noise=PairSum.of(moved, sums.rows, sums.rows2))
 
     def of_keys(self, kernel: Single) -> Single:
         """(c, ..., n, k): the parts of a (..., Lk, Lk) kernel that the pairs meet."""
@@ -649,12 +661,18 @@ class JointLaws:
         self._order = as_slice(order) if bool(np.all(np.diff(order) == 1)) else order
         self._starts = np.searchsorted(pattern[order], np.arange(self._patterns))
         wide = padded(classes, self._patterns, self._keys)
-        projected = Projected.of_layer(wide.values(), logits)
-        self.blocks = []
+        self._classes = list(wide.values())
+        projected = Projected.of_layer(self._classes, logits)
+        self.blocks: list[Block] = []
         for indices, pairs in by_shape(wide, exponents.shape[1]):
             one, two = np.transpose(indices)
             exponent = geometric_mean(exponents[one], exponents[two])
             self.blocks.append(Block.of(pairs, exponent, exponent @ derivative, projected))
+
+    def respond_to(self, variance: Array) -> None:
+        """Form `Block.noise` along diag(`variance`) of the keys."""
+        mixed = _mixed(self._classes, np.diag(variance / max(variance.max(), 1e-300))[None])
+        self.blocks = [block.with_noise(mixed) for block in self.blocks]
 
     def compressed(self, pairs: Single) -> Single:
         """(..., P, P) sums over the rows of every two patterns."""
@@ -670,8 +688,8 @@ class JointLaws:
         scale, met = single(kernel)
         values = np.zeros((count, self._patterns, self._patterns), dtype=np.float32)
         for block in self.blocks:
-            part = getattr(block, law).gather(block.of_keys(met))
-            block.put_patterns(values, part, parity)
+            if (sums := getattr(block, law)) is not None:
+                block.put_patterns(values, sums.gather(block.of_keys(met)), parity)
         if self._pattern is not None:
             values = values[..., self._pattern[:, None], self._pattern]
         return np.asarray(values * scale, dtype=np.float64)
@@ -682,6 +700,6 @@ class JointLaws:
         total = np.zeros((len(weights), self._keys, self._keys), dtype=np.float32)
         signs = None if parity is None else parity.astype(np.float32)
         for block in self.blocks:
-            part = getattr(block, law).spread(block.of_patterns(weights))
-            block.add_to_keys(total, part, signs)
+            if (sums := getattr(block, law)) is not None:
+                block.add_to_keys(total, sums.spread(block.of_patterns(weights)), signs)
         return total.astype(np.float64)

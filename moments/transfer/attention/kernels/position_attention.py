@@ -27,9 +27,17 @@ from ..softmax.table import THETA_MAX
 from . import exact_rows
 from .attention import Paths, amplification
 from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
-from .closure import MARGINAL_SWEEPS, fixed_norms, of_shift, toward_keys, unshared_part
+from .closure import fixed_norms, of_shift, toward_keys, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
-from .joint_laws import ITERATIONS, JOINT_SWEEPS, RHO_MIN, geometric_mean, sharpening, single
+from .joint_laws import (
+    ITERATIONS,
+    JOINT_SWEEPS,
+    RHO_MIN,
+    TANGENT_SWEEPS,
+    geometric_mean,
+    sharpening,
+    single,
+)
 from .relative_positions import Turning
 from .row_statistics import AttentionRows, attention_rows, dropped_by_own, log_weights
 
@@ -984,7 +992,7 @@ class PositionAttention:
         its_own += beside * weights
         left = mean[..., None]
         shift = -0.5 * left
-        for _ in range(MARGINAL_SWEEPS):
+        for _ in range(2 * TANGENT_SWEEPS):
             shift = 0.5 * (shift - left - met @ shift)
         shift = shift[..., 0]
         moved_pairs = direction + shift[:, :, None] + shift[:, None, :]

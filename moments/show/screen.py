@@ -1,0 +1,85 @@
+"""A prediction and a comparison on one screen: the verdict, a few layers, how to see all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .findings import choices, in_short, wrapped
+from .report import number
+from .verdict import growth
+
+if TYPE_CHECKING:
+    from ..prediction.result import Prediction
+    from .comparison import Comparison
+
+ROWS = 5
+"""Layers that are shown, from the first to the last."""
+
+
+def prediction_screen(prediction: Prediction, name: str) -> str:
+    """What the depth does, and a few layers; of several configurations the table."""
+    if prediction.variance.ndim > 1:
+        return prediction.table()
+    few = _few(prediction.model.layers)
+    names = ("variance", "correlation", "grad_variance")
+    rows = [[str(n), *(number(float(getattr(prediction, q)[n])) for q in names)] for n in few]
+    heads = ("layer", "variance", "token correlation", "gradient variance")
+    lines = [*_table(heads, rows), *_loss(prediction)]
+    return _screen(f"{name}: {growth(prediction)}", prediction, lines, prediction.warnings)
+
+
+def comparison_screen(comparison: Comparison, name: str) -> str:
+    """Whether what was measured is expected, and a few layers of both."""
+    p, m = comparison.prediction, comparison.measurement
+    points = comparison.points()
+    inside = {
+        (str(row["quantity"]), int(row["layer"])): bool(row["inside"])
+        for row in points[points["stack"] == ""].to_dict("records")
+    }
+    rows = []
+    for n in _few(p.model.layers):
+        cells = [str(n)]
+        for quantity in ("variance", "grad_variance"):
+            mark = "" if inside[quantity, n] else " *"
+            pair = (float(getattr(one, quantity)[n]) for one in (p, m))
+            predicted, measured = map(number, pair)
+            cells += [predicted, measured + mark]
+        rows.append([*cells, f"{p.correlation[n]:z.3f}", f"{m.correlation[n]:z.3f}"])
+    heads = ("layer", "variance", "measured", "gradient variance", "measured")
+    lines = _table((*heads, "correlation", "measured"), rows)
+    lines += _loss(p, None if m.loss is None else float(m.loss))
+    if not all(inside.values()):
+        lines.append("* out of its 95 % band")
+    return _screen(f"{name}: {comparison.verdict()}", p, lines, p.warnings)
+
+
+def _screen(verdict: str, p: Prediction, lines: Sequence[str], notes: Sequence[str]) -> str:
+    known = wrapped(in_short(p.model), "  ", "  ")
+    said = [line for note in notes for line in wrapped(f"note: {note}", "", "  ")]
+    body = [*known, *(f"  {line}" for line in lines), *said]
+    return "\n".join([*wrapped(verdict, "", "  "), *body, "every layer: --all, or .table()"])
+
+
+def _few(layers: int) -> list[int]:
+    return sorted({round(float(n)) for n in np.linspace(0, layers, ROWS)})
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (heads, *rows)
+    ]
+
+
+def _loss(p: Prediction, measured: float | None = None) -> list[str]:
+    if p.loss is None:
+        return []
+    vocabulary = choices(p.model)
+    of = "" if vocabulary is None else f", log({vocabulary}) = {math.log(vocabulary):.3f}"
+    seen = "" if measured is None else f", measured {measured:.3f}"
+    return [f"loss {float(p.loss):.3f} +- {float(p.loss_stderr or 0.0):.2g} (one draw){seen}{of}"]

@@ -1,0 +1,146 @@
+"""What is seen of a module while it is made: memory that nothing writes, draws cut nowhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..errors import optional
+from ..show.findings import Finding
+from ..show.health import made_by
+from .roles import gathered_names
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+
+CUT = 6.0
+"""Standard deviations beyond which a bound cuts a normal draw nowhere: two entries of a billion."""
+
+ODD = 1e-2
+"""Share of entries that no initialisation draws, from which a tensor was not written."""
+
+SMALL, LARGE = 1e-30, 1e15
+"""Sizes of entries that no initialisation draws, but that stale memory holds."""
+
+_SEEN: WeakKeyDictionary[nn.Module, tuple[Finding, ...]] = WeakKeyDictionary()
+
+
+def made(factory: Callable[[], Any]) -> tuple[Any, Any]:
+    """What a factory makes, and its batch if it gives one; what was seen is kept for `seen_of`."""
+    with watched() as cut:
+        module, batch = made_by(factory)
+    if isinstance(module, nn.Module):
+        _SEEN[module] = tuple(_uncut(cut))
+    return module, batch
+
+
+def seen_of(module: nn.Module) -> tuple[Finding, ...]:
+    """Findings from the time when a module was made."""
+    return _SEEN.get(module, ())
+
+
+@contextmanager
+def watched() -> Iterator[list[tuple[str, float, float]]]:
+    """Inside, memory that is taken and not written holds nan, and truncated draws whose bounds lie
+    `CUT` standard deviations out are listed: where in the code, deviation and bound.
+
+    `torch.utils.deterministic.fill_uninitialized_memory` fills what torch.empty and `to_empty` give
+    while deterministic algorithms are asked for.
+    """
+    cut: list[tuple[str, float, float]] = []
+    draw = getattr(nn.init, "_no_grad_trunc_normal_", None)
+    before = torch.are_deterministic_algorithms_enabled()
+    lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+
+    def listed(tensor: Tensor, mean: float, std: float, a: float, b: float, *rest: Any, **kw: Any):  # type: ignore[no-untyped-def]
+        assert draw is not None
+        bound = min(abs(a - mean), abs(b - mean))
+        if std > 0 and bound > CUT * std:
+            cut.append((_caller(), float(std), float(bound)))
+        return draw(tensor, mean, std, a, b, *rest, **kw)
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if draw is not None:
+        nn.init._no_grad_trunc_normal_ = listed  # type: ignore[attr-defined]
+    try:
+        yield cut
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=lenient)
+        if draw is not None:
+            nn.init._no_grad_trunc_normal_ = draw  # type: ignore[attr-defined]
+
+
+def _caller() -> str:
+    """Where the code outside of torch stands that asked for a draw."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and "/torch/" in frame.f_code.co_filename.replace("\\", "/"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.replace(chr(92), '/').rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def _uncut(cut: list[tuple[str, float, float]]) -> Iterator[Finding]:
+    for place in dict.fromkeys(where for where, *_ in cut):
+        std, bound = next(row[1:] for row in cut if row[0] == place)
+        yield Finding(
+            "warning",
+            "nothing truncated",
+            (place,),
+            (),
+            bound / std,
+            2.0,
+            f"trunc_normal_ with std {std:.3g} cuts at {bound:.3g}, {bound / std:.3g} standard "
+            "deviations out: bounds are absolute, not in deviations, and cut nothing",
+            f"pass a={-2 * std:.3g}, b={2 * std:.3g} to cut at two deviations",
+        )
+
+
+def unwritten(module: nn.Module) -> Iterator[Finding]:
+    """Tensors without storage, or whose entries no initialisation gives."""
+    buffers = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
+    tensors = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
+    meta = [name for name, tensor in {**tensors, **buffers}.items() if tensor.is_meta]
+    if meta:
+        yield Finding(
+            "error",
+            "no storage",
+            gathered_names(meta),
+            reason="it is still on the meta device and has no entries",
+            mend="module.to_empty(device=...), then initialise every tensor, or load a checkpoint",
+        )
+    there = {n: t.detach() for n, t in tensors.items() if not t.is_meta and t.numel()}
+    bad = [n for n, t in there.items() if not bool(torch.isfinite(t).all())]
+    # A buffer may be a mask, of -inf or of the most negative number.
+    bad += [n for n, t in buffers.items() if not t.is_meta and bool(torch.isnan(t).any())]
+    if bad:
+        yield Finding(
+            "error",
+            "entries not finite",
+            gathered_names(bad),
+            reason="entries are not finite (nan or inf), so that nothing can be run: a std of nan, "
+            "or memory that was taken (torch.empty, to_empty) and never written",
+            mend="initialise it: reset_parameters of every submodule after to_empty, buffers too",
+        )
+    odd = [n for n, t in there.items() if n not in bad and _stale(t) > ODD]
+    if odd:
+        yield Finding(
+            "error",
+            "never written",
+            gathered_names(odd),
+            (),
+            max(_stale(there[n]) for n in odd),
+            0.0,
+            f"entries below {SMALL:g} or above {LARGE:g} in size, which no initialisation draws: "
+            "memory that was taken (torch.empty, to_empty) and never written",
+            "initialise it: reset_parameters of every submodule after to_empty, buffers too",
+        )
+
+
+def _stale(tensor: Tensor) -> float:
+    """Share of entries that are no number anyone draws."""
+    size = tensor.float().abs()
+    odd = ((size > 0) & (size < SMALL)) | (size > LARGE)
+    return float(odd.double().mean())

@@ -1,0 +1,229 @@
+"""`moments.check` of a module that no Transformer describes: operation by operation.
+
+What its submodules give is held against what its parameters' variances predict, its tensors against
+their like in other layers, and the gradient's way through its layers is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import MomentsError, optional
+from ..show.findings import Finding, Report, Row, ranked
+from ..show.health import GRADIENT
+from ..show.outliers import odd_layers
+from .entries import EntryMoments
+from .operations.laws import F64
+from .operations.predict import Lowered, ModulePrediction, lowered, summary
+from .operations.sampling import again
+from .roles import gathered_names
+from .unread import NotRead
+
+with optional("torch", "torch"):
+    import torch
+    from torch import Tensor, nn
+
+DRAWS = 24
+"""Of what has no law."""
+
+APART = 2.0
+"""Factor of one draw's variance from the prediction beyond which it is a finding: one draw of a
+module of width 96 scatters by up to 30 percent, and what experts give by half."""
+
+SIGNIFICANT = 1e-12
+"""Variance over the largest one below which what a submodule gives counts as nothing."""
+
+
+def check_open(module: nn.Module, batch: Any, refusal: NotRead) -> Report:
+    """Of a module that could not be read, for the reasons of the refusal.
+
+    Raises:
+        NotRead: the same, where it cannot be followed by operations either.
+    """
+    if any(finding.kind == "entries not finite" for finding in refusal.findings):
+        raise refusal
+    try:
+        done, loss = _followed(module, batch)
+    except (MomentsError, RuntimeError) as error:
+        said = f"{refusal}; and its operations could not be followed ({error})"
+        raise NotRead(said, ()) from None
+    prediction = summary(done, DRAWS)
+    gradients = _gradients(done, loss)
+    rows = list(_rows(done, prediction, gradients))
+    findings = [*refusal.findings, *_odd_tensors(module), *_unlike(rows), *_way(prediction)]
+    notes = [*_layers(prediction), *_idle(done, loss), *prediction.notes]
+    drawn = f"{sum(prediction.sampled.values())} operations without a law, which were drawn"
+    unread = [f"{name} ({why})" for name, why in prediction.unread]
+    return Report(
+        source=type(module).__name__,
+        scheme="followed operation by operation, since it is no stack of alike layers",
+        findings=ranked(findings),
+        notes=tuple(notes),
+        unchecked=(
+            "what its initialisation is meant to be",
+            *((drawn,) if prediction.sampled else ()),
+            *(f"what stands behind {words}" for words in unread),
+        ),
+        rows=tuple(rows),
+        read=f"{prediction.tokens} tokens of {'random input' if batch is None else 'the batch'}",
+    )
+
+
+def _followed(module: nn.Module, batch: Any) -> tuple[Lowered, str | None]:
+    """With the cross-entropy of the next token where it gives logits, else any gradient."""
+    try:
+        return lowered(module, batch, "cross-entropy"), "cross-entropy"
+    except MomentsError:
+        return lowered(module, batch), None
+
+
+def _gradients(done: Lowered, loss: str | None) -> dict[int, Tensor]:
+    """Gradients of the recorded pass, by value; of the loss, or of one draw at the output."""
+    graph, values = done.graph, {}
+    for number, value in enumerate(graph.values):
+        if value.producer is None and value.params and value.tensor.is_floating_point():
+            values[number] = value.tensor.detach().clone().requires_grad_(True)
+    kept: dict[int, Tensor] = dict(values)
+    with torch.enable_grad():
+        for node in graph.nodes:
+            for output, tensor in zip(node.outputs, again(graph, node, values, {}), strict=False):
+                if tensor.requires_grad:
+                    tensor.retain_grad()
+                    kept[output] = tensor
+        end = values[done.end]
+        if loss is None:
+            random = torch.Generator().manual_seed(0)
+            end.backward(torch.randn(end.shape, generator=random).to(end.dtype))
+        else:
+            ids = done.ids
+            assert ids is not None
+            logits, targets = end[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+            nn.functional.cross_entropy(logits, targets).backward()
+    return {n: t.grad for n, t in kept.items() if t.grad is not None}
+
+
+def _rows(
+    done: Lowered, prediction: ModulePrediction, gradients: Mapping[int, Tensor]
+) -> Iterator[Row]:
+    for row in prediction.outputs:
+        x = done.graph.tensor(row.value).to(F64)
+        expected, measured = row.variance + row.mean**2, float(x.square().mean())
+        yield _row(row.module, "mean square", expected, measured)
+        g = gradients.get(row.value)
+        if row.grad_variance and g is not None:
+            seen = float(g.to(F64).square().mean())
+            yield _row(row.module, "gradient variance", row.grad_variance, seen)
+
+
+def _row(path: str, quantity: str, expected: float, measured: float) -> Row:
+    if expected <= SIGNIFICANT and measured <= SIGNIFICANT:
+        return Row(0, "", path, quantity, expected, measured, None)
+    inside = expected > 0 and 1 / APART <= measured / expected <= APART
+    band = expected / APART, expected * APART
+    return Row(0, "", path, quantity, expected, measured, inside, low=band[0], high=band[1])
+
+
+def _unlike(rows: list[Row]) -> Iterator[Finding]:
+    """The first submodules whose numbers are none of what their parameters give."""
+    for quantity in ("mean square", "gradient variance"):
+        failed = [row for row in rows if row.quantity == quantity and row.passed is False]
+        if not failed:
+            continue
+        names = gathered_names([row.parameter or "the module" for row in failed])
+        first = failed[0]
+        times = first.ratio
+        yield Finding(
+            "warning",
+            f"unlike its parameters: {quantity}",
+            names,
+            (),
+            first.measured,
+            first.expected,
+            f"the {quantity} of what {first.parameter or 'the module'} gives is {times:.3g} times "
+            "what independent entries of its parameters' variances give",
+            "look for copies of one tensor, rows of unlike size, hooks that change what it gives",
+        )
+
+
+def _odd_tensors(module: nn.Module) -> Iterator[Finding]:
+    """Tensors whose variance is unlike that of their namesakes in other layers."""
+    alike: dict[str, dict[int, tuple[str, EntryMoments]]] = {}
+    for name, parameter in module.named_parameters():
+        found = re.search(r"(?:^|\.)(\d+)\.", name)
+        if found is None or parameter.ndim < 2 or not parameter.is_floating_point():
+            continue
+        pattern = f"{name[: found.start(1)]}*{name[found.end(1) :]}"
+        alike.setdefault(pattern, {})[int(found[1])] = name, EntryMoments.of(parameter)
+    for layers in alike.values():
+        rows = [layers[n] for n in sorted(layers)]
+        squares = [entries.square for _, entries in rows]
+        spreads = [entries.spread for _, entries in rows]
+        for place in odd_layers(squares, spreads, len(alike)):
+            name, others = rows[place][0], [s for n, s in enumerate(squares) if n != place]
+            usual = float(np.median(others))
+            words = f"{squares[place] / usual:.3g} times that of its namesakes in other layers"
+            if squares[place] == 0:
+                words = "0, and that of its namesakes in other layers is not"
+            reason, mend = f"its variance is {words}", "draw it as the others are drawn"
+            where, numbers = ((name,), (place + 1,)), (squares[place], usual)
+            yield Finding("error", "odd layer", *where, *numbers, reason, mend)
+
+
+def _stack(prediction: ModulePrediction) -> list[Any]:
+    """Rows of the longest list of submodules that have parts of their own, in order."""
+    lists: dict[str, list[Any]] = {}
+    whole = {row.module.rpartition(".")[0] for row in prediction.outputs}
+    for row in prediction.outputs:
+        parent, _, last = row.module.rpartition(".")
+        if last.isdigit() and row.module in whole and row.correlation is not None:
+            lists.setdefault(parent, []).append(row)
+    return max(lists.values(), key=len, default=[])
+
+
+def _way(prediction: ModulePrediction) -> Iterator[Finding]:
+    """Whether the gradient keeps its size relative to the signal through the layers."""
+    rows = [row for row in _stack(prediction) if row.grad_variance and row.variance > 0]
+    if len(rows) < 2:
+        return
+    first, last = (float(row.variance * row.grad_variance) for row in (rows[0], rows[-1]))
+    ratio = first / last
+    if 1 / GRADIENT <= ratio <= GRADIENT:
+        return
+    way = "vanishes" if ratio < 1 else "explodes"
+    yield Finding(
+        "warning",
+        f"gradient {way}",
+        (rows[0].module, rows[-1].module),
+        (),
+        ratio,
+        math.nan,
+        f"the gradient {way} towards the input: times the signal's variance it is {ratio:.2g} "
+        f"times at {rows[0].module} what it is at {rows[-1].module}",
+        "scale what blocks add by their number, or normalise what they read",
+    )
+
+
+def _layers(prediction: ModulePrediction) -> Iterator[str]:
+    """What the longest list of submodules does to its signal."""
+    rows = _stack(prediction)
+    if len(rows) > 1:
+        one, other = rows[0], rows[-1]
+        yield (
+            f"from {one.module} to {other.module} the variance goes from {one.variance:.3g} to "
+            f"{other.variance:.3g}, the correlation of tokens from {one.correlation:.2f} to "
+            f"{other.correlation:.2f}"
+        )
+
+
+def _idle(done: Lowered, loss: str | None) -> Iterator[str]:
+    """Matrices that receive no gradient in the first step."""
+    squares = done.weights
+    shapes = {v.name: v.tensor.ndim for v in done.graph.values if v.params}
+    idle = [name for name, square in squares.items() if square == 0 and shapes.get(name, 0) > 1]
+    if idle and len(idle) < len(squares):
+        yield f"no gradient reaches {', '.join(gathered_names(idle))} in the first step"

@@ -1,0 +1,187 @@
+"""`moments.transfer`: correct recipes pass, planted slips are named, exponents are those of steps
+that real modules take."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moments
+from moments.step.search import zipf_text
+
+torch = pytest.importorskip("torch")
+import scaled_modules as styles  # noqa: E402
+
+SIZES = (64, 128)
+
+
+def test_one_name_is_a_function_and_a_folder() -> None:
+    module = importlib.import_module("moments.transfer.architecture")
+    assert module.declare is moments.transfer.architecture.declare  # type: ignore[attr-defined]
+    assert callable(moments.transfer)
+    assert moments.transfer(styles.recipe("fused"), sizes=SIZES).passed
+
+
+@pytest.mark.parametrize("style", styles.STYLES)
+def test_correct_recipes_pass(style: str) -> None:
+    report = moments.transfer(styles.recipe(style), sizes=SIZES)
+    assert report.passed, report.table()
+    frame = report.to_frame().set_index("weight")
+    hidden = frame.loc[["query", "value", "output", "ffn_in", "ffn_out"]]
+    assert hidden[["activation", "update", "loss"]].abs().to_numpy().max() < 0.15
+    assert frame["activation"]["head"] == pytest.approx(-0.5, abs=0.1)
+
+
+@pytest.mark.parametrize(("style", "slip"), [styles.SLIPS[k] for k in (2, 4, 6, 9, 14, 15)])
+def test_planted_slips_are_named_alone(style: str, slip: tuple[str, str]) -> None:
+    """All twenty: `python benchmarks/transfer.py`."""
+    report = moments.transfer(styles.recipe(style, slip), sizes=SIZES)
+    assert report.findings
+    for finding in report.findings:
+        assert slip[1] in finding.parameters, report.table()
+    said = {"rate": "rate lacks 1 / width", "variance": "variance lacks 1 / width"}
+    said |= {"slow": "falls too fast", "output": "output lacks 1 / width"}
+    assert said[slip[0]] in report.findings[0].mend
+
+
+def test_one_rate_for_all_widths_is_too_much_for_every_matrix() -> None:
+    def standard(width: int) -> Any:
+        module, _ = styles.recipe("gated")(width)
+        torch.nn.init.normal_(module.lm_head.weight, std=width**-0.5)
+        module.out = 1.0
+        return module
+
+    report = moments.transfer(standard, sizes=SIZES, optimizer="adamw")
+    named = {finding.weight for finding in report.findings}
+    assert named == {"query", "key", "value", "output", "gate", "ffn_in", "ffn_out", "head"}
+    assert {finding.mend for finding in report.findings} == {"its rate lacks 1 / width"}
+
+
+def test_a_head_that_starts_at_zero_is_read_as_it_soon_is() -> None:
+    def zero(width: int) -> Any:
+        module, optimizer = styles.recipe("gated")(width)
+        torch.nn.init.zeros_(module.lm_head.weight)
+        return module, optimizer
+
+    report = moments.transfer(zero, sizes=SIZES)
+    assert report.passed, report.table()
+    assert "lm_head.weight: starts at 0" in report.table()
+
+
+def by_depth(branch: bool) -> Any:
+    def made(layers: int) -> Any:
+        module, optimizer = styles.recipe("linears", layers=layers)(64)
+        for block in module.blocks:
+            block.branch = 0.5 * 4 / layers if branch else 0.5
+        return module, optimizer
+
+    return made
+
+
+def test_blocks_over_the_depth_transfer_along_it() -> None:
+    report = moments.transfer(by_depth(True), "depth", (4, 8))
+    assert report.passed, report.table()
+
+
+def test_blocks_of_one_size_do_not_transfer_along_the_depth() -> None:
+    report = moments.transfer(by_depth(False), "depth", (4, 8))
+    assert {"ffn_in", "ffn_out", "value", "output"} <= {one.weight for one in report.findings}
+    assert "lacks 1 / " in report.table()
+
+
+@pytest.mark.parametrize("recipe", ["mup", "standard"])
+def test_exponents_are_those_of_real_steps(recipe: str) -> None:
+    """One step of torch's own AdamW: what each matrix's step makes of what it reads, and how far
+    the logits go where one matrix steps alone; over a factor 4 of width, six draws."""
+
+    def made(width: int) -> Any:
+        module, optimizer = styles.recipe("gated")(width)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-5 if recipe == "standard" else 5e-3 * group["lr"]
+        return module, optimizer
+
+    sizes, paths = (64, 256), {"query": "wq", "output": "wo", "gate": "w1", "ffn_out": "w2"}
+    frame = moments.transfer(made, sizes=sizes).to_frame().set_index("weight")
+    seen = {
+        name: np.array([steps(made, size, path) for size in sizes]) for name, path in paths.items()
+    }
+    for name, rows in seen.items():
+        logs = np.log(rows).mean(1)  # (sizes, quantities)
+        noise = 3 * np.log(rows).std(1, ddof=1).max() / math.sqrt(6) / math.log(4)
+        exponents = (logs[1] - logs[0]) / math.log(4)
+        for value, quantity in zip(exponents, ("update", "logit"), strict=True):
+            assert abs(frame[quantity][name] - value) < 0.05 + noise, (name, quantity)
+
+
+def steps(made: Any, width: int, path: str) -> list[tuple[float, float]]:
+    """Of draws: root mean square of dW x over that of x, and of the logits' change."""
+    ids = torch.as_tensor(zipf_text(styles.VOCAB, styles.LENGTH))
+    targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+    values = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        module, optimizer = made(width)
+        layer = getattr(module.blocks[0], path)
+        entering: list[Any] = []
+        handle = layer.register_forward_pre_hook(lambda _, x, into=entering: into.append(x[0]))
+        logits, loss = module(ids, targets)
+        handle.remove()
+        loss.backward()
+        for p in module.parameters():
+            p.grad = p.grad if p is layer.weight else None
+        old = layer.weight.detach().clone()
+        optimizer.step()
+        with torch.no_grad():
+            x = entering[0]
+            moved = torch.nn.functional.linear(x, layer.weight - old)
+            change = module(ids)[0] - logits
+            ratio = moved.square().mean() / x.square().mean()
+        values.append((float(ratio.sqrt()), float(change.square().mean().sqrt())))
+    return values
+
+
+def test_results_show_themselves() -> None:
+    report = moments.transfer(styles.recipe("gated", ("rate", "w3")), sizes=SIZES)
+    assert "rates do not transfer along width (64, 128)" in report.table()
+    assert repr(report) == "TransferReport(width (64, 128), adamw: 1 findings)"
+    assert json.loads(report.to_json())["findings"][0]["weight"] == "ffn_in"
+    assert list(report.to_frame()) == [
+        "weight",
+        "parameters",
+        "activation",
+        "update",
+        "logit",
+        "loss",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"axis": "experts"}, "axis = 'experts'"),
+        ({"sizes": (128,)}, "sizes"),
+        ({"sizes": (128, 64)}, "sizes"),
+        ({"optimizer": "newton"}, "optimizer = 'newton'"),
+        ({"factory": torch.nn.Linear(2, 2)}, "factory"),
+        ({"factory": lambda size: None}, "factory"),
+        ({"optimizer": lambda module: torch.optim.Rprop(module.parameters())}, "Rprop"),
+    ],
+)
+def test_bad_input(given: dict[str, Any], said: str) -> None:
+    def plain(size: int) -> Any:
+        return styles.recipe("fused")(size)[0]
+
+    with pytest.raises(moments.DomainError, match=said):
+        moments.transfer(**{"factory": plain, "sizes": SIZES} | given)
+
+
+def test_weights_that_are_multiplied_before_use_are_described_with_that() -> None:
+    module, _ = styles.recipe("unit")(64)
+    weights = moments.torch.describe(module).model.weights
+    assert weights.query == pytest.approx(1 / 64, rel=0.1)
+    assert weights.ffn_out == pytest.approx(1 / 128, rel=0.1)
