@@ -98,11 +98,13 @@ def _known(step: FirstStep | StepMeasurement, quantity: str) -> Any:
 
 def _line(ax: Axes, rows: Any, key: str, color: str, marker: str) -> None:
     if len(rows):
-        (line,) = ax.plot(rows["layer"], rows["value"], color=color, marker=marker, label=_spaced(key))
+        (line,) = ax.plot(
+            rows["layer"], rows["value"], color=color, marker=marker, label=_words(key)
+        )
         line.set(markersize=4, linewidth=1.4)
 
 
-def _spaced(key: str) -> str:
+def _words(key: str) -> str:
     return key.replace("_", " ").replace(".", " ")
 
 
