@@ -41,12 +41,12 @@ from moments.errors import MomentsError
 from moments.torch.dataflow.graph import Graph
 from moments.torch.operations.laws import F64
 from moments.torch.operations.lowering import Lowering
-from moments.torch.operations.predict import MOST_SITES, lowered
+from moments.torch.operations.predict import lowered
 from moments.torch.operations.sampling import again, by_label
 from moments.torch.operations.variables import Field
 
 DATA = Path(__file__).parent / "data" / "operations.json"
-DRAWS, TOKENS = 24, 24
+DRAWS, TOKENS = 24, 16
 
 OWN: dict[str, Callable[[int], Any]] = {
     "hourglass of skips, value tables": lambda seed: open_modules.Hourglass(),
@@ -126,7 +126,6 @@ def measured(make: Callable[[int], Any], graph: Graph, low: Lowering, end: int) 
         for n, s in low.states.items()
         if isinstance(s, Field) and n not in low.lost and graph.tensor(n).is_floating_point()
         if graph.tensor(n).numel() and bool(graph.tensor(n).isfinite().all())
-        if len(torch.unique(s.site)) <= MOST_SITES
     }
     squares: dict[int, list[float]] = {n: [] for n in states}
     grams: dict[int, Any] = dict.fromkeys(states, 0.0)

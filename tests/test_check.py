@@ -149,7 +149,7 @@ def test_the_page_is_one_file_with_its_pictures(right: moments.Report) -> None:
     assert page.count("<svg") == 1
     assert "prefers-color-scheme: dark" in page
     assert "var(--signal)" in page
-    for outside in ("http://cdn", "https://", "<script", "src="):
+    for outside in ("http://cdn", "https://", "<script ", "src="):
         assert outside not in page.replace("https://matplotlib", "")
     assert right._repr_html_().count("<svg") == 0
 
@@ -312,9 +312,11 @@ def test_of_a_users_text_a_part_is_read_and_that_is_said() -> None:
     assert report.read in " ".join(str(report).split())
 
 
-def test_what_cannot_be_read_is_refused() -> None:
+def test_what_is_no_transformer_is_followed_by_its_operations() -> None:
+    report = moments.check(torch.nn.Linear(2, 2))
+    assert "operation by operation" in str(report)
     with pytest.raises(moments.MomentsError, match="Linear: no attention beside a residual stream"):
-        moments.check(torch.nn.Linear(2, 2))
+        moments.torch.measure(torch.nn.Linear(2, 2), torch.zeros(1, 3, 2))
     with pytest.raises(moments.DomainError, match="batch"):
         moments.check("gpt2", torch.zeros(2, 2))
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 import moments
 from moments.torch import predict
 
-TOKENS = 24
+TOKENS = 16
 IDS = torch.randint(0, open_modules.WORDS, (1, TOKENS), generator=torch.Generator().manual_seed(3))
 
 

@@ -93,6 +93,9 @@ _REDUCTIONS = ("mean", "sum", "var", "std", "linalg_vector_norm", "var_mean", "n
 _SUMS = ("add", "sub", "rsub", "mul", "div", "neg")
 _NORMS = ("native_layer_norm", "_fused_rms_norm")
 
+MOST_PLACES = 1500
+"""Sites of a variable beyond which it is not followed: a covariance of two has as many squared."""
+
 _FEW = 8
 """Entries below which a parameter counts as numbers: scalars on the stream, lambdas."""
 
@@ -143,6 +146,9 @@ class Lowering:
         states = [self.states.get(v) for v in node.inputs]
         try:
             made = self._made(node, name, states)
+            for state in made:
+                if isinstance(state, Field) and state.variable.sites > MOST_PLACES:
+                    raise Unlowered(f"{state.variable.sites} places, {MOST_PLACES} at most")
         except Unlowered as reason:
             made = self._unknown(node, name, str(reason))
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError) as error:

@@ -32,7 +32,7 @@ with optional("torch", "torch"):
 if TYPE_CHECKING:
     import pandas as pd
 
-ROWS, TOKENS = 1, 24
+ROWS, TOKENS = 1, 16
 """Sequences and tokens of a batch that are followed: pairs of tokens have a law each."""
 
 _WORDS = {
@@ -49,9 +49,6 @@ _WORDS = {
     "Sampled": "a sampled operation",
 }
 """What kinds of variables are called in notes."""
-
-MOST_SITES = 1200
-"""Sites of a value beyond which it has no row of its own: its covariances would not fit."""
 
 
 class OperationRow(NamedTuple):
@@ -314,14 +311,10 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
     graph, lowering, replicas = done.graph, done.lowering, done.replicas
     paths = _paths(graph)
     rows: dict[int, OperationRow] = {}
-    skipped = 0
     for value, state in lowering.states.items():
         if not isinstance(state, Field) or value in lowering.lost:
             continue
         if not graph.tensor(value).is_floating_point() or graph.tensor(value).numel() == 0:
-            continue
-        if len(torch.unique(state.site)) > MOST_SITES:
-            skipped += 1
             continue
         row = _row(graph, lowering, replicas, value, state, paths)
         if row is not None:
@@ -335,8 +328,6 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
         f"covariances of {_WORDS[one]} and {_WORDS[other]} of the same weights are taken as 0"
         for one, other in sorted(lowering.laws.left_out)
     ]
-    if skipped:
-        notes.append(f"{skipped} tensors of more than {MOST_SITES} places have no row")
     tokens = next((v.tensor.shape[1] for v in graph.values if v.live and v.tensor.ndim > 1), 0)
     return ModulePrediction(
         tuple(rows.values()),
