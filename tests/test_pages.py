@@ -346,20 +346,3 @@ def test_without_its_extra_the_explorer_names_it(monkeypatch: pytest.MonkeyPatch
     done = CliRunner().invoke(app, ["explore", "--no-browser"])
     assert isinstance(done.exception, moments.MomentsError)
     assert "transformer-moments[notebook]" in str(done.exception)
-
-
-def test_layers_are_reported_as_they_are_passed() -> None:
-    seen: list[np.ndarray] = []
-    # token by token, where no layer is replayed
-    found = moments.predict(
-        MODEL, correlation=0.2, tokens=True, progress=lambda so_far: seen.append(so_far())
-    )
-    assert len(seen) == 2 * MODEL.layers
-    names = ("variance", "correlation", "grad_variance", "grad_correlation")
-    whole = np.array([getattr(found, name) for name in names])
-    for passed, known in enumerate(seen, 1):
-        np.testing.assert_array_equal(known[:2, : passed + 1], whole[:2, : passed + 1])
-        assert np.isnan(known[:2, passed + 1 :]).all()
-        below = max(2 * MODEL.layers - passed, 0) + 1
-        np.testing.assert_array_equal(known[2:, below:], whole[2:, below:])
-        assert np.isnan(known[2:, :1]).all()

@@ -659,7 +659,7 @@ def test_what_the_benchmark_measured_is_within_the_bounds() -> None:
         alike = {"weight gradients": 0.11, "queries and keys": 0.17} if "common" in name else {}
         for quantity, bound in (words | {"weight gradients": 0.06} | alike).items():
             assert found[quantity] < bound, (name, quantity)
-    # Of texts what differs from one to the other is averaged: told in docs/theory/state.md
+    # Of texts what differs from one to the other is averaged: docs/theory/positions.md
     texts = {"correlation": 2.5e-3, "gradient": 6e-3, "queries and keys": 0.035}
     beyond = {
         "sinusoidal positions, tables of variance 0.5, 4 x 64": {"variance": 1.3e-3},
@@ -675,10 +675,10 @@ def test_what_the_benchmark_measured_is_within_the_bounds() -> None:
     for name, found in stored["rotary positions without a mask"].items():
         assert max(found["variance"], found["correlation"]) < 1e-3, name
         assert found["gradient"] < 0.012, name
-        assert max(found["band"], found["queries and keys"]) < 0.13, name  # told in state.md
+        assert max(found["band"], found["queries and keys"]) < 0.13, name  # words.md
     assert "Llama 3 8B, 32 x 8192" in stored["twice the classes"]
     for name, found in stored["twice the classes"].items():
-        # turned positions over thousands of tokens, and tables: told in docs/theory/state.md
+        # turned positions over thousands of tokens, and tables: docs/theory/positions.md
         windowed = name.startswith("Mistral")
         for quantity in ("variance", "correlation", "gradient"):
             most = 1e-3 if windowed and quantity == "gradient" else bounds[quantity]

@@ -95,7 +95,7 @@ class Entries:
     def largest(self, size: int, chance: np.ndarray) -> np.ndarray:
         """Quantiles of the largest of `size` entries."""
         beyond = -np.expm1(np.log(chance) / size)
-        return np.interp(-np.log(beyond), self._tail, self._at)
+        return np.asarray(np.interp(-np.log(beyond), self._tail, self._at))
 
 
 @cache

@@ -73,8 +73,8 @@ STACKS: dict[str, ComponentLaws] = {
 
 
 _POSITIONS = "docs/theory/attention.md, Rotary positions"
-_PENALTIES = "docs/theory/state.md, Distance penalties"
-_BIASES = "docs/theory/state.md, Relative biases"
+_PENALTIES = "docs/theory/positions.md, Distance penalties"
+_BIASES = "docs/theory/positions.md, Relative biases"
 _LOGITS = "docs/theory/attention.md, What stands between tokens and logits"
 _STEP = "docs/theory/first-step.md, One matrix"
 
@@ -85,11 +85,11 @@ ELSEWHERE = {
     "alibi": _PENALTIES,
     "relative_bias": _BIASES,
     "t5": _BIASES,
-    "sinusoidal": "docs/theory/state.md, Sinusoidal positions",
-    "window": "docs/theory/state.md, Windows",
+    "sinusoidal": "docs/theory/positions.md, Sinusoidal positions",
+    "window": "docs/theory/positions.md, Windows",
     "causal": "docs/theory/state.md, Classes of positions",
-    "padding": "docs/theory/state.md, Several sequences",
-    "packing": "docs/theory/state.md, Several sequences",
+    "padding": "docs/theory/positions.md, Several sequences",
+    "packing": "docs/theory/positions.md, Several sequences",
     "qk_norm": _LOGITS,
     "logit_softcap": _LOGITS,
     "row_statistics": "docs/theory/softmax.md, What is needed",

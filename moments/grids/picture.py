@@ -148,7 +148,7 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Picture:
     values = _array(sweep, sweep.values[quantity], (x, by))
     curves = values.T if by is not None else values[None]
     places = _places(sweep.axes.values[x])
-    colors = mpl.colormaps[palette.SEQUENTIAL](np.linspace(0.0, 0.85, len(curves)))
+    colors = mpl.colormaps[palette.SEQUENTIAL](np.linspace(0.0, 0.75, len(curves)))
     marker = "o" if len(places) <= 30 else ""
     for i, curve in enumerate(curves):
         label = None if by is None else in_words(sweep.axes.values[by][i])

@@ -9,8 +9,6 @@ import warnings as _warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from ..engine.layout import SequenceLayout
 from ..engine.state import Gradient, Kernel
 from ..engine.trace import Trace
@@ -35,8 +33,6 @@ from .stack import (
     repeated,
 )
 
-SoFar = Callable[[], np.ndarray]
-
 INPUTS = tuple(field.name for field in dataclasses.fields(Inputs) if field.name != "texts")
 
 
@@ -59,7 +55,7 @@ def predict(
     document_ids: Any = None,
     encoder_inputs: Mapping[str, Any] | None = None,
     batch: int = 1,
-    progress: bool | Callable[[SoFar], None] = False,
+    progress: bool = False,
 ) -> Prediction:
     """Predict every layer's moments at initialisation.
 
@@ -105,11 +101,7 @@ def predict(
         batch: sequences that share the weights; the more, the narrower `grad_variance_band`. With a
             head, also those that the loss averages over. Sequences or images given one by one are
             counted already: 1 and their number mean the same.
-        progress: whether to show a bar on standard error, layer by layer; or a function that is
-            called behind every layer, in either direction, and may raise to end it. It is given a
-            function that tells what is known by then: (4, layers + 1) of the variance, correlation,
-            gradient variance and gradient correlation, nan where unknown. Layers of a shape met
-            before may be replayed, all in milliseconds: of those it is not told.
+        progress: whether to show a bar on standard error, layer by layer.
 
     Returns:
         A `Prediction`: arrays over the stream, `table()`, `to_frame()`, `plot()`.
@@ -233,13 +225,10 @@ def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inpu
 
 
 @contextlib.contextmanager
-def _followed(stacks: list[Stack], progress: bool | Callable[[SoFar], None]) -> Iterator[None]:
-    """Tell of the layers of both passes while they are under way, by a bar or to whom asks."""
+def _followed(stacks: list[Stack], progress: bool) -> Iterator[None]:
+    """A bar for the layers of both passes while they are under way."""
     runs, layers = [s.run for s in stacks], sum(s.model.layers for s in stacks)
-    if callable(progress):
-        for run in runs:
-            run.on_layer = functools.partial(progress, stacks[-1].so_far)
-    if progress is not True:
+    if not progress:
         yield
         return
     with progress_bar("layers, forward and backward", 2 * layers) as advance:

@@ -294,16 +294,6 @@ class Stack:
         """Both passes, as far as they have come."""
         return Trace(self._entering, self._layers, self._embedding, self._ending, self._logits)
 
-    def so_far(self) -> np.ndarray:
-        """What passed between layers by now, (4, layers + 1): the variance, correlation, gradient
-        variance and gradient correlation of one configuration, nan where unknown."""
-        found = np.full((4, self.model.layers + 1), np.nan)
-        for point in self.run.points:
-            if point.site == "stream":
-                # of what has no gradient yet, the last two are none
-                found[:, point.layer] = [np.mean(v) for v in self.layout.moments(point)[1:]]
-        return found
-
     def prediction(
         self,
         batch: int,

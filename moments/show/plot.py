@@ -388,7 +388,10 @@ def _steps(ax: Axes, layers: np.ndarray, curves: dict[str, np.ndarray]) -> None:
         line.set(color=SERIES[index % len(SERIES)], linestyle=DASHES[index % len(DASHES)])
         line.set_linewidth(2.6 - 0.25 * index)
     scale(ax, "variance", *curves.values())
-    ax.legend(ncols=2)
+    low, high = ax.get_ylim()  # with room for the legend above the lines
+    log = ax.get_yscale() == "log"
+    ax.set_ylim(low, high * (high / low) ** 0.4 if log else high + 0.35 * (high - low))
+    ax.legend(ncols=3, loc="upper left")
 
 
 def _range_label(deviation: np.ndarray, tolerance: float) -> str:

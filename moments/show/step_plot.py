@@ -98,8 +98,14 @@ def _known(step: FirstStep | StepMeasurement, quantity: str) -> Any:
 
 def _line(ax: Axes, rows: Any, key: str, color: str, marker: str) -> None:
     if len(rows):
-        (line,) = ax.plot(rows["layer"], rows["value"], color=color, marker=marker, label=key)
+        (line,) = ax.plot(
+            rows["layer"], rows["value"], color=color, marker=marker, label=_words(key)
+        )
         line.set(markersize=4, linewidth=1.4)
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ").replace(".", " ")
 
 
 def _marks(ax: Axes, rows: Any, color: str, marker: str) -> None:
