@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import moments
-from moments.model.huggingface import FAMILIES
+from moments.model.huggingface import READERS
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,7 +59,7 @@ def test_readme_installs_extras_that_exist() -> None:
 def test_the_counts_in_the_documents_are_the_code_s() -> None:
     """Model types, schemes and presets, wherever a document counts them."""
     counts = {
-        r"(\d+)\s+(?:Hugging Face )?model\s+types": len(FAMILIES),
+        r"(\d+)\s+(?:Hugging Face )?model\s+types": len(READERS),
         r"(\d+)\s+\[?schemes": len(moments.schemes()),
         r"(\d+)\s+presets": len(moments.preset.names()),
     }
