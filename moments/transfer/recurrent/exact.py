@@ -75,6 +75,16 @@ class GatedConvolution:
         return Back(kernels, own)
 
 
+UNSTEADY = 0.1
+"""Variance of two tokens' overlap over its mean square beyond which a note is made."""
+
+UNSTEADY_NOTED = (
+    "overlaps of tokens vary over draws by more than a tenth of their mean square, and linear "
+    "attention without a norm takes products of several: against simulation gradients of the "
+    "stream were 14 % low and those of matrices up to 36 % (4 layers of 6 heads of 64)"
+)
+
+
 class LinearHeads:
     """Linear attention without a norm and without decays that the input sets."""
 
@@ -104,6 +114,8 @@ class LinearHeads:
             for one, share in decays.items()
         ]
         one, means = of["key"][0] * of["value"][0], np.outer(of["key"][2], of["key"][2])
+        unsteady = np.mean(varies) > UNSTEADY * np.mean(kernel * kernel)
+        self.notes = (UNSTEADY_NOTED,) if unsteady else ()
         if block.feature_map == "identity":
             one = one + gains["key"] * gains["value"] * varies
         self.mixed = self._mean(one)
