@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from .errors import DomainError, MomentsError
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option."""
@@ -38,7 +40,6 @@ class Checked(pytest.Item):
         """Fails by `Unhealthy`, whose text is the report."""
         from . import check
         from .cli.check import made
-        from .errors import DomainError
 
         file, colon, name = self.subject.rpartition(":")
         if not colon or not file.endswith(".py"):
@@ -48,7 +49,6 @@ class Checked(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The report, or one line, without a traceback through this package."""
-        from .errors import MomentsError
 
         if isinstance(excinfo.value, MomentsError):
             return str(excinfo.value)

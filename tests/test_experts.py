@@ -16,7 +16,7 @@ import pytest
 import moments
 from moments import Experts
 from moments.errors import DomainError
-from moments.transfer.experts.load import one_draw
+from moments.transfer.experts.mixture import one_draw
 from moments.transfer.experts.routing import ANGLES, Router, alone, at, functions, sampled
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"

@@ -32,7 +32,7 @@ def test_wrong(moments_check):
 
 def test_factories_are_checked_beside_the_tests_of_a_folder(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(mine=FILE, test_mine=TEST)
-    result = pytester.runpytest(
+    result = pytester.runpytest_subprocess(
         *("-p", "moments.pytest_plugin", "-p", "no:cacheprovider"),
         *("--moments", "mine.py:right", "--moments", "mine.py:wrong", "--moments", "mine.py"),
     )

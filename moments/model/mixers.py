@@ -352,3 +352,7 @@ class GatedDeltaNet(_Mixer):
             "mixer_step": self.step_variance,
             "mixer_rate": self.rate_variance,
         }
+
+
+RECURRENT = ShortConvolution, LinearAttention, Mamba2, GatedDeltaNet
+"""Mixers whose laws are of recurrences and short convolutions."""

@@ -20,7 +20,7 @@ from ..formulas.law import Theory
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..transfer.architecture import declare
-from ..transfer.experts import load
+from ..transfer.experts.mixture import rows as expert_rows
 from .draws import QUANTITIES
 from .gate import Gate, computing
 from .low_precision import low_precision
@@ -295,7 +295,7 @@ class Prediction:
         if self.variance.shape[:-1]:
             raise DomainError("experts needs a single configuration, not a batch of them")
         assert self.trace.stack is not None
-        found = list(load.rows(self.trace.stack))
+        found = list(expert_rows(self.trace.stack))
         if not found:
             raise DomainError("the model has no experts: declare them by ffn=moments.Experts(...)")
         return as_frame([tuple(row.values()) for row in found], columns=list(found[0]))

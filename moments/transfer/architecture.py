@@ -23,7 +23,7 @@ from ..model.embedding import Embedding
 from ..model.experts import SHARED, Experts
 from ..model.latent_attention import LatentAttention
 from ..model.law_block import LawBlock
-from ..model.mixers import Absent
+from ..model.mixers import RECURRENT, Absent
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from .attention.gates import GatedHeads
@@ -31,10 +31,10 @@ from .attention.latent import LatentHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .by_law import LawLeaf
 from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
-from .experts.parts import experts
+from .experts.mixture import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
-from .recurrent import RECURRENT, recurrent_parts
+from .recurrent import recurrent_parts
 
 
 @functools.lru_cache(maxsize=32)

@@ -16,7 +16,7 @@ from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...errors import DomainError
 from ...model.block import Block
-from ...model.mixers import GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
+from ...model.mixers import LinearAttention, ShortConvolution
 from .drawn import Back, DrawnHeads
 from .exact import GatedConvolution, LinearHeads
 from .mixers import HEADS
@@ -169,6 +169,3 @@ def recurrent_parts(parts: Blocks, block: Block) -> tuple[Component, ...]:
     )
     projection = parts._linear("attention.projection", "output", width, model.d_model)
     return mixer, projection
-
-
-RECURRENT = ShortConvolution, LinearAttention, Mamba2, GatedDeltaNet
