@@ -50,7 +50,7 @@ def test_known_faults_are_among_them() -> None:
     assert drawn.startswith("model.embeddings.tok_embeddings.weight: 0.2")
 
 
-@pytest.mark.parametrize("kind", ["clip_text_model", "gpt_bigcode", "bamba"])
+@pytest.mark.parametrize("kind", ["clip_text_model", "gpt_bigcode"])
 def test_a_row_anew(kind: str) -> None:
     if transformers.__version__ != board.stored()["versions"]["transformers"]:
         pytest.skip("another transformers than the stored rows were made under")
@@ -135,8 +135,7 @@ def test_how_long_a_state_remembers(bias: float) -> None:
     assert found.bias == "bias"
     assert found.alike == bias
     assert found.memory == pytest.approx(1 / math.log1p(math.exp(bias)), rel=1e-5)
-    with pytest.raises(moments.MomentsError, match="no attention beside") as refused:
-        moments.check(module, ids)
-    kinds = [finding.kind for finding in refused.value.findings]
+    report = moments.check(module, ids)
+    kinds = [finding.kind for finding in report.findings]
     assert kinds == (["forgetting"] if bias == 1.0 else [])
-    assert ("all entries are 1" in str(refused.value)) == (bias == 1.0)
+    assert ("all entries are 1" in str(report)) == (bias == 1.0)

@@ -214,7 +214,6 @@ def test_types_without_a_reader(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("mixtral", "a mixture of experts"),
         ("diffllama", "something acts between an attention's heads and its output"),
         ("albert", "layers that share their weights"),
     ],

@@ -4,6 +4,7 @@ and every public name says what it takes and returns."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import html
 import importlib
 import inspect
@@ -179,7 +180,8 @@ def test_a_public_name_says_what_it_takes_and_returns(name: str, value: Any) -> 
     if inspect.isclass(value) and issubclass(value, BaseException | Warning):
         return
     if inspect.isclass(value):
-        fields = getattr(value, "__dataclass_fields__", {})
+        own = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        fields = {field.name: field for field in own}
         arrays = [f for f in fields.values() if "ndarray" in str(f.type) or "Array" in str(f.type)]
         if arrays:
             assert re.search(r"\([\w ,.+]*\)|shape", doc), f"{name} does not say shapes"
