@@ -168,6 +168,34 @@ def _watch(found: dict[Any, Any], layer: int, weights: tuple[str, ...], turned: 
     return keep
 
 
+def compared(
+    found: dict[tuple[int, str], Any], frame: Any, form: Any
+) -> dict[tuple[str, ...], list[tuple[float, ...]]]:
+    """By weight, product and operand, of every layer: predicted less measured decibels of the
+    operand and of the product, and the shares of zeros, predicted and measured."""
+    errors: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
+    for (layer, weight), (read, matrix, sent) in found.items():
+        for product, kind, one, elements, other in (
+            ("forward", "input", read, form.forward, matrix.T),
+            ("input gradient", "gradient", sent, form.gradient, matrix),
+        ):
+            first = cast(one, elements, form.scale, form.group)
+            second = cast(np.ascontiguousarray(other), form.forward, form.scale, form.group)
+            of_product = signal_to_noise(first @ second.T, one @ other.T)
+            for key, exact, changed in ((kind, one, first), ("weight", other, second)):
+                row = frame.loc[(weight, product, key, layer)]
+                zero = np.mean((changed == 0) & (exact != 0))
+                errors.setdefault((weight, product, key), []).append(
+                    (
+                        row.snr - signal_to_noise(changed, exact),
+                        row.product_snr - of_product,
+                        row.zero,
+                        zero,
+                    )
+                )
+    return errors
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_real_module_loses_what_is_predicted(family: str) -> None:
     """Means over layers: operands to .3 dB and shares of zeros to a tenth (but those of the
@@ -176,26 +204,7 @@ def test_a_real_module_loses_what_is_predicted(family: str) -> None:
     found, prediction = operands(family)
     for name, form in FORMATS.items():
         frame = prediction.low_precision(name).set_index(["weight", "product", "operand", "layer"])
-        errors: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
-        for (layer, weight), (read, matrix, sent) in found.items():
-            for product, kind, one, elements, other in (
-                ("forward", "input", read, form.forward, matrix.T),
-                ("input gradient", "gradient", sent, form.gradient, matrix),
-            ):
-                first = cast(one, elements, form.scale, form.group)
-                second = cast(np.ascontiguousarray(other), form.forward, form.scale, form.group)
-                of_product = signal_to_noise(first @ second.T, one @ other.T)
-                for key, exact, changed in ((kind, one, first), ("weight", other, second)):
-                    row = frame.loc[(weight, product, key, layer)]
-                    zero = np.mean((changed == 0) & (exact != 0))
-                    errors.setdefault((weight, product, key), []).append(
-                        (
-                            row.snr - signal_to_noise(changed, exact),
-                            row.product_snr - of_product,
-                            row.zero,
-                            zero,
-                        )
-                    )
+        errors = compared(found, frame, form)
         assert len(errors) == 4 * len({weight for _, weight in found})
         for where, rows in errors.items():
             snr, product_snr, zero, measured = np.mean(rows, axis=0)
@@ -204,6 +213,15 @@ def test_a_real_module_loses_what_is_predicted(family: str) -> None:
             if measured > 0.01:
                 heavy = where[0] in ("query", "key") and where[2] == "gradient"
                 assert zero == pytest.approx(measured, rel=0.2 if heavy else 0.1), (name, *where)
+
+
+def test_a_report_says_what_breaks_first() -> None:
+    report = moments.check(moments.preset("gpt2", seq_len=64).replace(layers=2))
+    lost = report.precision("nvfp4")
+    assert (lost.snr.iloc[0], lost.snr.iloc[-1]) == (lost.snr.min(), lost.snr.max())
+    assert f"the {lost.operand[0]} of {lost.weight[0]}" in report.breaks_first("nvfp4")
+    with pytest.raises(moments.DomainError, match="format"):
+        report.breaks_first("fp6")
 
 
 def test_what_is_no_format_is_refused() -> None:

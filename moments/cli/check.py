@@ -115,10 +115,11 @@ def audit(
     _answer(report, whole).show(as_json, csv, plot)
 
 
-def _answer(report: Report, whole: bool) -> Answer:
+def _answer(report: Report, whole: bool, precision: str | None = None) -> Answer:
+    lost = None if precision is None else report.breaks_first(precision)
     return Answer(
-        said=lambda: report.text(whole=whole),
-        data=report.to_json,
+        said=lambda: report.text(whole=whole) if lost is None else (report.text(whole=whole), lost),
+        data=lambda: json.loads(report.to_json()) | ({} if lost is None else {"precision": lost}),
         frame=report.to_frame,
         figure=report.plot,
         passed=report.healthy,
@@ -199,6 +200,13 @@ def check(
             "24), once for each number: is it expected, and what else would give it?",
         ),
     ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="Also say which operand of a matrix product breaks first under this format: fp8, "
+            "fp8-row, mxfp8 or nvfp4."
+        ),
+    ] = None,
     whole: WholeOption = False,
     as_json: JsonOption = False,
     csv: CsvOption = None,
@@ -220,7 +228,7 @@ def check(
     if html is not None:
         with replacing(html) as partial:
             Path(partial).write_text(report.to_html(), encoding="utf-8")
-    _answer(report, whole).show(as_json, csv, plot)
+    _answer(report, whole, precision).show(as_json, csv, plot)
 
 
 def _checked(subject: str, plan: Any, seq_len: int | None) -> Report:

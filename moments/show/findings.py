@@ -262,11 +262,35 @@ class Report:
         columns = [f.name for f in dataclasses.fields(Finding)]
         return as_frame([dataclasses.asdict(f) for f in self.findings], columns=columns)
 
-    def precision(self) -> pd.DataFrame:
-        """What bf16, fp16 and fp8 lose at every point, forward and backward: see
-        `moments.show.precision`."""
-        assert self.prediction is not None
-        return precision(self.prediction)
+    def precision(self, format: str | None = None) -> pd.DataFrame:
+        """What few bits lose.
+
+        Args:
+            format: one of `Prediction.low_precision`'s, whose operands are listed with what breaks
+                first on top; None: bf16, fp16 and unscaled fp8 at every point, forward and backward
+                (`moments.show.precision`).
+
+        Raises:
+            DomainError: another format, or an activation without a known function.
+            MomentsError: the report has no prediction.
+        """
+        if self.prediction is None:
+            raise MomentsError("the report has no prediction, whose numbers a format would cut")
+        if format is None:
+            return precision(self.prediction)
+        lost = self.prediction.low_precision(format)
+        return lost.sort_values("snr", ignore_index=True)
+
+    def breaks_first(self, format: str) -> str:
+        """The operand that a format loses most of, in a sentence; arguments as of `precision`."""
+        lost = self.precision(format)
+        worst = lost.iloc[0]
+        what = f"the {worst.operand} of {worst.weight} ({worst['product']}) in layer {worst.layer}"
+        return (
+            f"under {format} breaks first {what}: {worst.snr:.1f} dB of signal over noise, "
+            f"{100 * worst.zero:.2g} % of its entries become 0; the product keeps "
+            f"{worst.product_snr:.1f} dB"
+        )
 
     @property
     def architecture(self) -> str:
