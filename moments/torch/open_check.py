@@ -142,8 +142,8 @@ def _chosen(
     done: Lowered, prediction: ModulePrediction, gradients: Mapping[int, Tensor]
 ) -> set[str]:
     """Submodules, with their namesakes, that some tokens choose: experts, whose gradient in one
-    pass is what this pass chose. The first token has one key, and the last no next token: a third one
-    without a gradient chose another expert."""
+    pass is what this pass chose. The first token has one key, and the last no next token: a third
+    one without a gradient chose another expert."""
     if not any(node.name in CHOOSING for node in done.graph.nodes):
         return set()
     of = {row.module: gradients.get(row.value) for row in prediction.outputs}
