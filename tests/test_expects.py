@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -186,6 +187,17 @@ def test_a_gradient_is_judged_by_its_own_band() -> None:
     seen = {0: float(PREDICTION.grad_variance[0])}
     assert PREDICTION.expects(grad_variance=seen)
     assert not PREDICTION.expects(grad_variance={0: 50 * seen[0]})
+
+
+def test_tokens_that_do_not_correlate_leave_other_schemes() -> None:
+    """A matrix that was measured may have tokens correlate by a little below 0."""
+    table = Embedding(40, 1.0, 1.0)
+    model = Transformer(**SMALL, activation="relu", norm="post", embedding=table)
+    with mock.patch("moments.scheme.dslm._input_correlation", return_value=-1e-3):
+        found = predict(model).expects(variance={3: 3.0})
+        assert "not expected" in str(found)
+        with pytest.raises(DomainError, match=r"correlate by -0.001, and must be above 0"):
+            model.with_scheme("dslm")
 
 
 def test_nothing_that_gives_it() -> None:

@@ -154,6 +154,46 @@ def test_what_is_not_followed_is_named_and_the_rest_predicted() -> None:
     assert "not followed" in str(result)
 
 
+class Experts(nn.Module):
+    """Every token through the one of twelve matrices that it chooses."""
+
+    def __init__(self, rows_alone: bool) -> None:
+        super().__init__()
+        self.rows_alone = rows_alone
+        self.router = nn.Linear(64, 12, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, best = self.router(x).softmax(-1).max(-1)
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if not self.rows_alone:
+                made = made + expert(x) * (weight * (best == number))[..., None]
+                continue
+            rows = torch.where(best == number)
+            made = made.index_put(rows, expert(x[rows]) * weight[rows][:, None], accumulate=True)
+        return made
+
+
+def with_experts(rows_alone: bool) -> nn.Module:
+    torch.manual_seed(0)
+    table = nn.Embedding(open_modules.WORDS, 64)
+    return nn.Sequential(table, Experts(rows_alone), nn.Linear(64, open_modules.WORDS))
+
+
+def test_rows_gathered_for_each_expert_are_refused_in_words() -> None:
+    with pytest.raises(moments.MomentsError, match=r"1 gathers as many rows .* give every expert"):
+        predict(with_experts(True), IDS)
+    with pytest.raises(moments.MomentsError, match="give every expert all rows"):
+        moments.check(with_experts(True), IDS)
+
+
+def test_what_tokens_chose_is_no_finding() -> None:
+    report = moments.check(with_experts(False), IDS)
+    assert report.healthy, str(report)
+    assert any("gradients inside experts" in words for words in report.unchecked)
+
+
 def test_what_it_says() -> None:
     torch.manual_seed(0)
     result = predict(open_modules.Latent(), IDS)

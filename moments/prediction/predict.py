@@ -114,7 +114,10 @@ def predict(
     """
     asked = {name: value for name, value in locals().items() if name not in ("model", "progress")}
     if not isinstance(model, Transformer):
-        raise DomainError(f"model must be a moments.Transformer, not {type(model).__name__}")
+        raise DomainError(
+            f"model must be a moments.Transformer, not {type(model).__name__}: an nn.Module is for "
+            "moments.torch.predict(module), or declared by moments.torch.describe(module).model"
+        )
     check_choice("theory", theory, THEORIES)
     check_count("batch", batch)
     inputs = Inputs(**{name: asked[name] for name in INPUTS})

@@ -81,6 +81,11 @@ def _dslm(
     rows = correlations(start, model.layers, square, model.dropout)
     kept = 1 - model.dropout
     chosen = [entering if variant == "released" else leaving for entering, leaving in rows]
+    if min(chosen) <= 0:
+        raise DomainError(
+            f"tokens correlate by {min(chosen):.3g}, and must be above 0: dslm's constants for "
+            "values and outputs go with one over its square root"
+        )
     attention = [math.sqrt(kept / r) / model.d_model for r in chosen]
     assert scaled.weights is not None
     return scaled.replace(weights=scaled.weights.replace(value=attention, output=attention))

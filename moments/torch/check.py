@@ -645,7 +645,7 @@ class Checking:
                 name = self.tensors.names("token")[0]
                 yield (
                     f"{name} has a std of {math.sqrt(token):.3g}, nn.Embedding's own, "
-                    f" {math.sqrt(token / inner):.3g} times that of the matrices"
+                    f"{math.sqrt(token / inner):.3g} times that of the matrices"
                 )
 
     def _shared_alone(self) -> bool:

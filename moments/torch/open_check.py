@@ -6,9 +6,10 @@ their like in other layers, and the gradient's way through its layers is looked 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..errors import MomentsError, optional
 from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import GRADIENT
 from ..show.outliers import odd_layers
+from .dataflow.graph import CHOICES
 from .entries import EntryMoments
 from .operations.laws import F64
 from .operations.predict import Lowered, ModulePrediction, lowered, summary
@@ -34,6 +36,9 @@ DRAWS = 24
 APART = {"mean square": 2.0, "gradient variance": 4.0}
 """Factor of one draw's number from the prediction beyond which it is a finding: over 36 draws of
 three modules of width 96 the largest are 1.5 and 2.6."""
+
+CHOOSING = CHOICES | {"argmax", "max"}
+"""Operations by which tokens choose experts."""
 
 SIGNIFICANT = 1e-12
 """Variance over the largest one below which what a submodule gives counts as nothing."""
@@ -54,7 +59,8 @@ def check_open(module: nn.Module, batch: Any, refusal: NotRead) -> Report:
         raise NotRead(said, ()) from None
     prediction = summary(done, DRAWS)
     gradients = _gradients(done, loss)
-    rows = list(_rows(done, prediction, gradients))
+    chosen = _chosen(done, prediction, gradients)
+    rows = list(_rows(done, prediction, gradients, chosen))
     findings = [*refusal.findings, *_odd_tensors(module), *_unlike(rows), *_way(prediction)]
     notes = [*_layers(prediction), *_idle(done, loss), *prediction.notes]
     drawn = f"{sum(prediction.sampled.values())} operations without a law, which were drawn"
@@ -67,6 +73,7 @@ def check_open(module: nn.Module, batch: Any, refusal: NotRead) -> Report:
         unchecked=(
             f"what its initialisation is meant to be ({_why(refusal)})",
             *((drawn,) if prediction.sampled else ()),
+            *(("gradients inside experts, which depend on what tokens chose",) if chosen else ()),
             *(f"what stands behind {words}" for words in unread),
         ),
         rows=tuple(rows),
@@ -114,7 +121,10 @@ def _gradients(done: Lowered, loss: str | None) -> dict[int, Tensor]:
 
 
 def _rows(
-    done: Lowered, prediction: ModulePrediction, gradients: Mapping[int, Tensor]
+    done: Lowered,
+    prediction: ModulePrediction,
+    gradients: Mapping[int, Tensor],
+    chosen: Collection[str],
 ) -> Iterator[Row]:
     for row in prediction.outputs:
         x = done.graph.tensor(row.value).to(F64)
@@ -123,7 +133,27 @@ def _rows(
         g = gradients.get(row.value)
         if row.grad_variance and g is not None:
             seen = float(g.to(F64).square().mean())
-            yield _row(row.module, "gradient variance", row.grad_variance, seen)
+            judged = _row(row.module, "gradient variance", row.grad_variance, seen)
+            free = _namesakes(row.module) in chosen
+            yield dataclasses.replace(judged, passed=None) if free else judged
+
+
+def _chosen(
+    done: Lowered, prediction: ModulePrediction, gradients: Mapping[int, Tensor]
+) -> set[str]:
+    """Submodules, with their namesakes, that some tokens choose: experts, whose gradient in one
+    pass is what this pass chose. The first token has one key, and the last no next token: a third
+    one without a gradient chose another expert."""
+    if not any(node.name in CHOOSING for node in done.graph.nodes):
+        return set()
+    of = {row.module: gradients.get(row.value) for row in prediction.outputs}
+    few = (n for n, g in of.items() if g is not None and int((g == 0).all(-1).sum()) > 2)
+    return {_namesakes(name) for name in few}
+
+
+def _namesakes(path: str) -> str:
+    """A path without the last number in it."""
+    return re.sub(r"(^|\.)\d+(?=(\.[^\d.][^.]*)*$)", r"\1*", path)
 
 
 def _row(path: str, quantity: str, expected: float, measured: float) -> Row:

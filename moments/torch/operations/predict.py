@@ -239,13 +239,22 @@ def lowered(
     """Record a pass, make variables of it, and carry a gradient back; arguments as of `predict`."""
     with _spelled_out(module):
         graph = recorded(module, batch, rows=ROWS, tokens=TOKENS)
-    lowering = Lowering(graph, draws, seed)
-    end, state = _output(graph, lowering)
-    done = Lowered(graph, end, lowering, Replicas(crossed=True))
-    covariance = lowering.laws.covariance(state.variable, state.variable, done.replicas)
-    if covariance.requires_grad:
-        covariance.backward(_cotangent(done, state, loss, grad_variance))
-        done.replicas.collect()
+    try:
+        lowering = Lowering(graph, draws, seed)
+        end, state = _output(graph, lowering)
+        done = Lowered(graph, end, lowering, Replicas(crossed=True))
+        covariance = lowering.laws.covariance(state.variable, state.variable, done.replicas)
+        if covariance.requires_grad:
+            covariance.backward(_cotangent(done, state, loss, grad_variance))
+            done.replicas.collect()
+    except RuntimeError as error:  # shapes of another draw
+        if routed := graph.routed():
+            raise MomentsError(
+                f"{routed} gathers as many rows for each expert as chose it, which is another "
+                "number in every draw: give every expert all rows, with weight 0 where it was not "
+                "chosen"
+            ) from error
+        raise
     return done
 
 
