@@ -46,6 +46,9 @@ def test_what_fits_no_place_is_refused() -> None:
         moments.Transformer(3, 64, 4, 8, ffn=[None, None])
     with pytest.raises(moments.DomainError, match="a block that takes this place"):
         moments.Transformer(3, 64, 4, 8, mixer="mamba")  # type: ignore[arg-type]
+    for wrong in ({"kind": "experts"}, [{}, None]):
+        with pytest.raises(moments.DomainError, match="a block that takes this place"):
+            moments.Transformer(2, 64, 4, 8, ffn=wrong)  # type: ignore[arg-type]
     stored = moments.Transformer(1, 64, 4, 8).to_dict() | {"ffn": {"kind": "unknown"}}
     with pytest.raises(moments.DomainError, match="kind is one of"):
         moments.Transformer.from_dict(stored)
@@ -53,3 +56,15 @@ def test_what_fits_no_place_is_refused() -> None:
         moments.Transformer(2, 64, 4, 8, mixer=Bottleneck())
     with pytest.raises(moments.DomainError, match="both say what stands"):
         moments.Transformer(1, 64, 4, 8, mixer=Bottleneck(out="output"), identity_attention=True)
+
+
+def test_admin_scales_what_stands_beside_absent_blocks() -> None:
+    whole = moments.Transformer(2, 64, 4, 8)
+    for place, kept in (("ffn", 0), ("mixer", 1)):
+        model = whole.replace(**{place: moments.Absent()}).with_scheme("admin")
+        variances = moments.predict(model.replace(skip_scale=1.0)).to_frame()
+        block = ("attention", "ffn")[kept]
+        first = variances[(variances.layer == 1) & (variances.site == f"{block}.dropout")]
+        scales = model.skip_scales[:, kept]
+        assert scales[0] == 1.0
+        assert scales[1] ** 2 == pytest.approx(1.0 + float(first.variance.iloc[0]))
