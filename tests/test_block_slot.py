@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from own_block import Bottleneck
@@ -56,6 +58,23 @@ def test_what_fits_no_place_is_refused() -> None:
         moments.Transformer(2, 64, 4, 8, mixer=Bottleneck())
     with pytest.raises(moments.DomainError, match="both say what stands"):
         moments.Transformer(1, 64, 4, 8, mixer=Bottleneck(out="output"), identity_attention=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"alibi": True},
+        {"qk_norm": "rmsnorm"},
+        {"logit_softcap": 30.0},
+        {"attention_sink": 0.0},
+        {"attention_gate": "headwise"},
+    ],
+)
+def test_what_attention_alone_reads_is_refused_where_there_is_none(given: dict[str, Any]) -> None:
+    mixer = moments.ShortConvolution(3)
+    with pytest.raises(moments.DomainError, match="no layer has attention"):
+        moments.Transformer(2, 64, 4, 8, causal=True, mixer=mixer, **given)
+    moments.Transformer(2, 64, 4, 8, causal=True, mixer=[mixer, None], **given)
 
 
 def test_admin_scales_what_stands_beside_absent_blocks() -> None:
