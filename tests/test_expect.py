@@ -83,3 +83,8 @@ def test_a_declaration_has_a_loss_and_a_gradient() -> None:
     assert not any(name.startswith("l2_norm/grad/transformer") for name in expected)
     low, high = expected["lm loss"]
     assert low < float(moments.predict(model).loss or 0.0) < high
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(moments.DomainError, match=r"nn\.Module"):
+        moments.expect(3)

@@ -289,6 +289,9 @@ def test_bad_blocks_are_refused() -> None:
         ({"law": law, "weights": {"mine": (*SQUARE, -1.0)}}, "inside"),
         ({"law": law, "weights": {"mine": ("d_mdel", 3, 1.0)}}, "did you mean 'd_model'"),
         ({"law": law, "weights": {"mine": (0, 3, 1.0)}}, "a number of features"),
+        ({"law": law, "weights": {"mine": (True, 3, 1.0)}}, "a number of features"),
+        ({"law": law, "weights": {"mine": (*SQUARE, [1.0, 2.0])}}, "one number"),
+        ({"law": law, "weights": ["mine"]}, "a dictionary"),
     ):
         with pytest.raises(moments.DomainError, match=said):
             moments.block(**options)
@@ -307,3 +310,13 @@ def test_bad_blocks_are_refused() -> None:
     mask = np.array([1, 1, 1, 0])
     with pytest.raises(moments.DomainError, match="knows no padding"):
         moments.predict(broken(lambda x, w: w.value(x)), attention_mask=mask)
+
+
+def test_two_blocks_of_one_name_are_refused() -> None:
+    one, other = (
+        moments.block(law=law, name="mine", weights={"value": SQUARE}, mixes_tokens=False)
+        for law in (lambda x, w: w.value(x), lambda x, w: 2 * w.value(x))
+    )
+    with pytest.raises(moments.DomainError, match="two blocks are called 'mine'"):
+        moments.Transformer(2, 32, 4, 8, mixer=[one, other])
+    assert moments.Transformer(2, 32, 4, 8, mixer=[other, None]).mixers[0] == other

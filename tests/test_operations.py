@@ -250,3 +250,27 @@ def test_entries_that_are_no_draws_are_named() -> None:
     report = moments.check(module, IDS)
     named = {name for finding in report.findings for name in finding.where}
     assert "out" in named
+
+
+def test_what_cannot_be_followed_says_why() -> None:
+    logits = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8))
+    ids = torch.arange(4)[None]
+    with pytest.raises(moments.DomainError, match="no other follows it"):
+        predict(logits, ids[:, :1], loss="cross-entropy")
+    with pytest.raises(moments.DomainError, match="one sequence or more"):
+        predict(logits, ids[:0])
+    with pytest.raises(moments.MomentsError, match="meta device"):
+        predict(nn.Linear(4, 4, device="meta"), torch.randn(3, 4))
+    with pytest.raises(moments.MomentsError, match="gives is nan"):
+        predict(nn.Linear(4, 4), torch.full((3, 4), float("nan")))
+
+
+def test_a_check_leaves_buffers_and_random_state_as_they_were() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 4))
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    batch = torch.randn(6, 8)
+    state = torch.get_rng_state()
+    with pytest.raises(moments.MomentsError):
+        moments.check(module, batch)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+    assert torch.equal(torch.get_rng_state(), state)

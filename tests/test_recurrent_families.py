@@ -57,6 +57,14 @@ def test_blocks_are_those_of_the_layers() -> None:
     assert qwen.attention_gate == "elementwise"
 
 
+def test_a_stack_without_attention_has_none_of_its_fields() -> None:
+    folder = Path(__file__).parent / "recurrent_configs"
+    config = json.loads((folder / "qwen3-next-80b.json").read_text(encoding="utf-8"))
+    model = moments.from_huggingface(config | {"num_hidden_layers": 2}, seq_len=64)
+    assert (model.qk_norm, model.attention_gate) == (None, None)
+    assert None not in model.mixers
+
+
 RELEASED = {
     "lfm2-1.2b": ("short_convolution", 10),
     "mamba2-130m": ("mamba2", 24),

@@ -127,6 +127,14 @@ def test_what_is_not_covered_is_refused_by_name() -> None:
             read.sharpness("adam")
 
 
+def test_sharpness_under_no_grad_and_of_frozen_modules() -> None:
+    one, batch = module(CONFIGS["gpt2"], 0), {"input_ids": torch.as_tensor(TEXT)}
+    with torch.no_grad():
+        assert measure_sharpness(one, batch, "sgd", steps=1).largest != 0.0
+    with pytest.raises(moments.DomainError, match="frozen"):
+        measure_sharpness(one.requires_grad_(False), batch, "sgd", steps=1)
+
+
 def test_strong_logits_carry_a_note() -> None:
     """A tied table of deviation 1 makes logits whose softmax is far from uniform."""
     config = GPT2 | {"initializer_range": 0.3, "n_layer": 1}

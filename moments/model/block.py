@@ -95,14 +95,16 @@ def settle_blocks(model: Transformer) -> None:
         if len(per_layer) != model.layers:
             allowed = f"one block, or one or None per layer ({model.layers})"
             raise domain_error(name, f"{len(per_layer)} entries", allowed)
-        for one in set(per_layer) - {None}:
-            if not isinstance(one, Block) or name not in one.places:
+        for one in per_layer:
+            if one is not None and not (isinstance(one, Block) and name in one.places):
                 kinds = sorted(kind for kind, of in _KINDS.items() if name in of.places)
                 allowed = f"a block that takes this place ({', '.join(kinds)}), or None"
                 raise domain_error(name, one, allowed)
+        for one in set(per_layer) - {None}:
             one.check(model)
         alike = len(set(per_layer)) == 1
         set_field(model, name, per_layer[0] if alike else per_layer)
+    _check_names(model)
     pairs = zip(model.mixers, model.ffns, strict=True)
     for layer in {pair: n for n, pair in enumerate(pairs, 1)}.values():
         mixer, ffn = model.shapes_by_place(layer)
@@ -110,4 +112,16 @@ def settle_blocks(model: Transformer) -> None:
             raise DomainError(
                 f"mixer and ffn of layer {layer} both have a matrix {both[0]!r}: "
                 "give one of them another name"
+            )
+
+
+def _check_names(model: Transformer) -> None:
+    """Raise where blocks of a user's own that differ have one name, by which they are stored."""
+    known: dict[str, Block] = {}
+    for one in {*model.mixers, *model.ffns} - {None}:
+        name = getattr(one, "name", None)
+        if one is not None and name is not None and known.setdefault(name, one) != one:
+            raise DomainError(
+                f"two blocks are called {name!r}, by which stored declarations find them: "
+                'pass moments.block(..., name="...") to one of them'
             )

@@ -25,6 +25,8 @@ from .block import settle_blocks
 from .embedding import Embedding
 from .fields import Stored, set_field, settle
 from .head import Head
+from .law_block import LawBlock
+from .mixers import RECURRENT, Absent
 from .patches import PatchEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
@@ -251,8 +253,27 @@ def _check_together(model: Transformer) -> None:
     if any(model.mixers) and (model.identity_attention or model.norm == "hybrid"):
         which = "identity_attention" if model.identity_attention else "norm='hybrid'"
         raise DomainError(f"mixer and {which}: both say what stands in attention's place")
+    _check_unread(model)
     if model.encoder is not None and model.encoder.encoder is not None:
         raise domain_error("encoder", "a model with an encoder", "a model without one")
+
+
+def _check_unread(model: Transformer) -> None:
+    """Raise where attention has what no layer reads, as a block stands everywhere in its place."""
+    known = (*RECURRENT, LawBlock, Absent)
+    if model.encoder is not None or not all(isinstance(one, known) for one in model.mixers):
+        return
+    given = {
+        "alibi": model.alibi is not False,
+        "relative_bias": model.relative_bias is not None,
+        "qk_norm": model.qk_norm is not None,
+        "logit_softcap": model.logit_softcap is not None,
+        "attention_sink": any(one is not None for one in model.attention_sinks),
+        "attention_gate": model.attention_gate is not None,
+    }
+    for name in (name for name, there in given.items() if there):
+        remedy = "no layer has attention, which alone reads it"
+        raise domain_error(name, getattr(model, name), "left out beside this mixer", remedy)
 
 
 def _check_alibi(name: str, value: Any) -> bool | float:

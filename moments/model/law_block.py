@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from ..errors import DomainError, domain_error, unknown_name
-from ..formulas.checks import NONNEGATIVE, check_in
+from ..formulas.checks import NONNEGATIVE, check_number
 from .block import PLACES, Block
 from .weights import MATRICES
 
@@ -126,6 +126,8 @@ def block(
     name = getattr(law, "__name__", "<lambda>") if name is None else name
     if not isinstance(name, str) or not name or name == "<lambda>":
         raise domain_error("name", name, "a name", 'pass name="..." beside an unnamed law')
+    if not isinstance(weights, Mapping | None):
+        raise domain_error("weights", weights, "a dictionary from names to shapes, or None")
     rows = tuple(_row(one, shape) for one, shape in (weights or {}).items())
     found = _MADE[name] = LawBlock(name, law, twin, rows, bool(mixes_tokens))
     return found
@@ -146,8 +148,9 @@ def _row(name: Any, shape: Any) -> tuple[str, Fan, Fan, float | None]:
     for fan in shape[:2]:
         if isinstance(fan, str) and fan not in _SIZES:
             raise unknown_name(f"weights[{name!r}]", fan, _SIZES)
-        if not isinstance(fan, str) and (not isinstance(fan, int) or fan < 1):
+        if not isinstance(fan, str) and (type(fan) is bool or not isinstance(fan, int) or fan < 1):
             raise domain_error(f"weights[{name!r}]", fan, "a number of features, or its name")
+    variance = None
     if needed == 3:
-        check_in(f"variance of weights[{name!r}]", shape[2], NONNEGATIVE)
-    return name, shape[0], shape[1], float(shape[2]) if needed == 3 else None
+        variance = check_number(f"variance of weights[{name!r}]", shape[2], NONNEGATIVE)
+    return name, shape[0], shape[1], variance

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..errors import DomainError, without_warnings
 from ..formulas.law import Source
+from ..model.mixers import Absent
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from .registry import Scheme
@@ -29,9 +30,17 @@ def _admin(
     with without_warnings():
         found = predict(profiled, correlation=correlation)
     frame = found.to_frame()
-    outputs = frame[frame.site.isin(("attention.dropout", "ffn.dropout"))].variance.to_numpy()
+    variances = {
+        (int(row["layer"]), str(row["site"])): float(row["variance"])
+        for row in frame.to_dict("records")
+    }
+    sites = ("attention.dropout", "ffn.dropout")
+    # Absent blocks add nothing, and have no sum that a scale would reach.
+    outputs = [variances.get((n, site), 0.0) for n in range(1, model.layers + 1) for site in sites]
     before = float(found.variance[0]) + np.concatenate([[0.0], np.cumsum(outputs)[:-1]])
     before[0] = 1.0
+    if isinstance(model.mixers[0], Absent):
+        before[1] = 1.0
     return profiled.replace(skip_scale=np.sqrt(before).reshape(model.layers, 2).tolist())
 
 

@@ -17,6 +17,7 @@ from ..show.findings import choices
 from ..show.health import declared, made_by
 from .batches import inputs_of
 from .check import Checking
+from .checkpoints import opened
 from .diagnose import Text, arrays_of
 from .measure import Loss
 from .roles import ModuleRoles
@@ -78,6 +79,8 @@ def expect(subject: Any, batch: Any = None, *, loss: Loss | None = None) -> dict
     if known is not None:
         with without_warnings():
             return dict(_outputs(predict(known[0], **inputs_of(known[0], arrays_of(batch or {})))))
+    if not isinstance(subject, nn.Module):
+        subject = opened(subject)
     checking = Checking(subject, at_hand(as_named(subject, batch)), None, loss)
     prediction = _at_full_size(checking, batch, loss)
     return {

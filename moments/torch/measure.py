@@ -27,6 +27,7 @@ from .running import (
     grouped,
     hooked,
     in_mode,
+    kept_buffers,
     module_logits,
     module_loss,
     thawed,
@@ -131,7 +132,7 @@ def _draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> 
         for stack, collector in seen.items()
         for hook in _watched(module, _of_stack(points, stack), collector)
     )
-    with in_mode(module, True), thawed(module), hooked(hooks):
+    with kept_buffers(module), in_mode(module, True), thawed(module), hooked(hooks):
         output = module(*inputs.positional, **inputs.named)
         top, cotangent = _objective(output, inputs, loss)
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -255,6 +255,20 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Afterwards buffers (running means of norms, caches) hold what they did."""
+    before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                old = before.get(name)
+                if old is not None and old.shape == buffer.shape and not torch.equal(buffer, old):
+                    buffer.copy_(old)
+
+
+@contextmanager
 def thawed(module: nn.Module) -> Iterator[None]:
     """With every parameter open to gradients, which frozen ones are not to the streams they make;
     afterwards what was frozen is."""

@@ -68,10 +68,11 @@ def measure_sharpness(
         check_count(name, value)
     ends, shares = [], dict[tuple[int, str], float]()
     for draw in range(seeds):
-        with torch.random.fork_rng():
-            target = built(module, seed + draw)
-            hessian = _Hessian(target, batch, loss, optimizer != "sgd")
-        values, vector = hessian.lanczos(steps, seed + draw)
+        with torch.enable_grad():
+            with torch.random.fork_rng():
+                target = built(module, seed + draw)
+                hessian = _Hessian(target, batch, loss, optimizer != "sgd")
+            values, vector = hessian.lanczos(steps, seed + draw)
         ends.append((values[-1], values[0]))
         for key, share in hessian.shares(vector).items():
             shares[key] = shares.get(key, 0.0) + share / seeds
@@ -84,6 +85,8 @@ class _Hessian:
 
     def __init__(self, module: nn.Module, batch: Any, loss: Loss | None, adaptive: bool) -> None:
         self.named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self.named:
+            raise DomainError("every parameter is frozen: let those that train require gradients")
         inputs = _tensors(module, batch)
         if loss is None:
             _add_labels(module, inputs)

@@ -61,6 +61,8 @@ def transfer(
         raise domain_error(
             "factory", type(factory).__name__, "a function from a size to a module of that size"
         )
+    if not isinstance(sizes, Sequence | np.ndarray):
+        raise domain_error("sizes", sizes, "two or more sizes, such as (128, 256)")
     wanted = tuple(check_count("sizes", size) for size in sizes)
     if len(set(wanted)) < 2 or list(wanted) != sorted(set(wanted)):
         raise domain_error("sizes", sizes, "two or more sizes, each larger than the last")
@@ -124,6 +126,9 @@ class _Sized:
                 f"factory({size})", type(module).__name__, "a module, or a module and its optimizer"
             )
         given = optimizer if own is None else own
+        if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
+            remedy = f"lambda module: {given.__name__}(module.parameters(), lr=1e-3)"
+            raise domain_error("optimizer", given.__name__, "a function of the module", remedy)
         if callable(given) and not isinstance(given, torch.optim.Optimizer):
             several = len(inspect.signature(given).parameters) > 1
             given = given(module, size) if several else given(module)
@@ -291,7 +296,9 @@ def _rates_of(module: nn.Module, given: Any) -> tuple[str, dict[str, float], dic
                 if id(p) in named and float(group["lr"]) > 0:
                     rates[named[id(p)]] = float(group["lr"])
     if not rates:
-        raise DomainError("optimizer: none of its parameters is one of the module's")
+        raise DomainError(
+            "optimizer: none of its parameters with a rate above 0 is one of the module's"
+        )
     kind = "muon" if "muon" in kinds else kinds[0]
     if kind != "muon" and len(set(kinds)) > 1:
         raise domain_error("optimizer", ", ".join(kinds), "one kind, or Muon with Adam")

@@ -16,6 +16,7 @@ from .dataflow.graph import VIEWS, Graph, record
 from .dataflow.reading import called
 from .entering import behaviour
 from .roles import gathered_names
+from .running import in_mode, kept_buffers
 
 with optional("torch", "torch"):
     from torch import Tensor, nn
@@ -123,8 +124,9 @@ class NotRead(MomentsError):
 def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
     """The refusal of a module, with what is found in it all the same."""
     try:
-        *parts, given = called(module, batch)
-        found = [*_forgetting(list(recurrences(*parts)))]
+        near, call, passed, given = called(module, batch)
+        with kept_buffers(near), in_mode(near, True):
+            found = [*_forgetting(list(recurrences(near, call, passed)))]
         found += random_outcome(behaviour(module, given).random)
     except Exception:  # a refusal does not fail over what it could add
         found = []

@@ -23,7 +23,7 @@ from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
 from ..hook_points import ENCODER, HookPoint, ModuleBranch
 from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
-from ..running import in_mode, made_at_hand, padding_row, run
+from ..running import in_mode, kept_buffers, made_at_hand, padding_row, run
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
@@ -233,18 +233,12 @@ def _recorded(
     cuts = _examples(module) if batch is None else _cuts(batch, rows, tokens)
     for given, length in cuts:
         given = _near_batch(given)
-        buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
         try:
-            with in_mode(module, True):
+            with kept_buffers(module), in_mode(module, True):
                 graph = record(module, functools.partial(run, module, given), _tensors(given))
             return graph, length, given
         except Exception as error:  # the module's own code, on input that may be none of its
             errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
-        finally:
-            with torch.no_grad():
-                for name, buffer in module.named_buffers():
-                    if name in buffers and not torch.equal(buffer, buffers[name]):
-                        buffer.copy_(buffers[name])
     what = "nothing in it says what it reads" if not errors else errors[0]
     mend = "on the batch that was passed"
     if batch is None:

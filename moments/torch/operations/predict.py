@@ -237,16 +237,18 @@ def lowered(
     seed: int = 0,
 ) -> Lowered:
     """Record a pass, make variables of it, and carry a gradient back; arguments as of `predict`."""
+    if any(p.is_meta for p in module.parameters()):
+        raise MomentsError(
+            "the module is on the meta device and has no entries: module.to_empty(device=...), "
+            "then initialise every tensor"
+        )
+    if any(isinstance(x, Tensor) and not x.numel() for x in tree_flatten(batch)[0]):
+        raise domain_error("batch", "a tensor without entries", "one sequence or more")
     with _spelled_out(module):
         graph = recorded(module, batch, rows=ROWS, tokens=TOKENS)
     try:
-        lowering = Lowering(graph, draws, seed)
-        end, state = _output(graph, lowering)
-        done = Lowered(graph, end, lowering, Replicas(crossed=True))
-        covariance = lowering.laws.covariance(state.variable, state.variable, done.replicas)
-        if covariance.requires_grad:
-            covariance.backward(_cotangent(done, state, loss, grad_variance))
-            done.replicas.collect()
+        with torch.inference_mode(False), torch.enable_grad():
+            return _carried_back(graph, loss, grad_variance, draws, seed)
     except RuntimeError as error:  # shapes of another draw
         if routed := graph.routed():
             raise MomentsError(
@@ -255,6 +257,24 @@ def lowered(
                 "chosen"
             ) from error
         raise
+
+
+def _carried_back(
+    graph: Graph, loss: str | None, grad_variance: float, draws: int, seed: int
+) -> Lowered:
+    """Variables of a pass, and a gradient at its end carried back through their laws."""
+    lowering = Lowering(graph, draws, seed)
+    end, state = _output(graph, lowering)
+    if bool(torch.isnan(graph.tensor(end)).any()):
+        raise MomentsError(
+            "what the module gives is nan: its entries or those of the batch are not finite, or an "
+            "operation overflows; pass moments.check the module to find which"
+        )
+    done = Lowered(graph, end, lowering, Replicas(crossed=True))
+    covariance = lowering.laws.covariance(state.variable, state.variable, done.replicas)
+    if covariance.requires_grad:
+        covariance.backward(_cotangent(done, state, loss, grad_variance))
+        done.replicas.collect()
     return done
 
 
@@ -295,6 +315,8 @@ def _cotangent(done: Lowered, state: Field, loss: str | None, variance: float) -
     if ids is None:
         got = f"an output of shape {tuple(logits.shape)}"
         raise domain_error("loss", loss, f"None of {got}", "it takes logits of every token id")
+    if ids.shape[1] < 2:
+        raise domain_error("loss", loss, "None of one token", "no other follows it: pass two")
     vocabulary = logits.shape[-1]
     at, targets = state.site[:, :-1, 0].reshape(-1), ids[:, 1:].reshape(-1)
     z = done.lowering.laws.covariance(state.variable, state.variable)[at][:, at]
