@@ -37,6 +37,9 @@ APART = {"mean square": 2.0, "gradient variance": 4.0}
 """Factor of one draw's number from the prediction beyond which it is a finding: over 36 draws of
 three modules of width 96 the largest are 1.5 and 2.6."""
 
+DEVIATIONS = 4.0
+"""Of `OperationRow.scatter`, where few features or tokens that are alike give more than that."""
+
 CHOOSING = CHOICES | {"argmax", "max"}
 """Operations by which tokens choose experts."""
 
@@ -129,11 +132,11 @@ def _rows(
     for row in prediction.outputs:
         x = done.graph.tensor(row.value).to(F64)
         expected, measured = row.variance + row.mean**2, float(x.square().mean())
-        yield _row(row.module, "mean square", expected, measured)
+        yield _row(row.module, "mean square", expected, measured, row.scatter)
         g = gradients.get(row.value)
         if row.grad_variance and g is not None:
             seen = float(g.to(F64).square().mean())
-            judged = _row(row.module, "gradient variance", row.grad_variance, seen)
+            judged = _row(row.module, "gradient variance", row.grad_variance, seen, row.scatter)
             free = _namesakes(row.module) in chosen
             yield dataclasses.replace(judged, passed=None) if free else judged
 
@@ -156,10 +159,10 @@ def _namesakes(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=(\.[^\d.][^.]*)*$)", r"\1*", path)
 
 
-def _row(path: str, quantity: str, expected: float, measured: float) -> Row:
+def _row(path: str, quantity: str, expected: float, measured: float, scatter: float) -> Row:
     if expected <= SIGNIFICANT and measured <= SIGNIFICANT:
         return Row(0, "", path, quantity, expected, measured, None)
-    apart = APART[quantity]
+    apart = max(APART[quantity], math.exp(DEVIATIONS * scatter))
     inside = expected > 0 and 1 / apart <= measured / expected <= apart
     band = expected / apart, expected * apart
     return Row(0, "", path, quantity, expected, measured, inside, low=band[0], high=band[1])

@@ -63,6 +63,7 @@ class OperationRow(NamedTuple):
         grad_variance: of the loss's derivative in it; None where none passes.
         grad_correlation: likewise.
         sampled: whether it rests on an operation that has no law and was drawn.
+        scatter: relative deviation of its mean square from draw to draw, as of Gaussian features.
     """
 
     module: str
@@ -74,6 +75,7 @@ class OperationRow(NamedTuple):
     grad_variance: float | None
     grad_correlation: float | None
     sampled: bool
+    scatter: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +91,7 @@ class ModulePrediction:
         unread: (operation, reason) of what could not be followed; what stands behind it has no row.
         notes: what else is not exact here.
         tokens, draws: of the pass, and of what is sampled.
+        gradient: what gradients are of, in words.
     """
 
     operations: tuple[OperationRow, ...]
@@ -99,6 +102,7 @@ class ModulePrediction:
     notes: tuple[str, ...]
     tokens: int
     draws: int
+    gradient: str
 
     def to_frame(self) -> pd.DataFrame:
         """One row per submodule's output: the fields of `OperationRow`."""
@@ -123,6 +127,7 @@ class ModulePrediction:
             "notes": self.notes,
             "tokens": self.tokens,
             "draws": self.draws,
+            "gradient": self.gradient,
         }
         return json.dumps(plain(data), indent=2)
 
@@ -136,7 +141,8 @@ class ModulePrediction:
             numbers = (row.variance, row.correlation, row.grad_variance, row.grad_correlation)
             cells = ("" if x is None else f"{x:.3g}" for x in numbers)
             table.add_row((row.module or "(the module)") + (" ~" if row.sampled else ""), *cells)
-        lines = [render(table), "~ rests on operations without a law, which were drawn"]
+        lines = [render(table), f"gradients are those of {self.gradient}"]
+        lines += ["~ rests on operations without a law, which were drawn"] if self.sampled else []
         lines += [
             f"{name}: not followed ({why}), {n} times" for (name, why), n in self.unread.items()
         ]
@@ -196,12 +202,14 @@ class Lowered:
         graph: the pass; `end` its output's value.
         lowering: what every value is.
         replicas: covariances with their derivatives.
+        gradient: what derivatives are of, in words.
     """
 
     graph: Graph
     end: int
     lowering: Lowering
     replicas: Replicas
+    gradient: str
 
     @property
     def ids(self) -> Tensor | None:
@@ -270,7 +278,9 @@ def _carried_back(
             "what the module gives is nan: its entries or those of the batch are not finite, or an "
             "operation overflows; pass moments.check the module to find which"
         )
-    done = Lowered(graph, end, lowering, Replicas(crossed=True))
+    words = f"an independent gradient of variance {grad_variance:g} at every entry of the output"
+    words = words if loss is None else "the cross-entropy of the next token"
+    done = Lowered(graph, end, lowering, Replicas(crossed=True), words)
     covariance = lowering.laws.covariance(state.variable, state.variable, done.replicas)
     if covariance.requires_grad:
         covariance.backward(_cotangent(done, state, loss, grad_variance))
@@ -369,6 +379,7 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
         tuple(notes),
         tokens,
         draws,
+        done.gradient,
     )
 
 
@@ -404,7 +415,15 @@ def _row(
         grad_own,
         grad_pairs,
         _rests_on_draws(variable, {}),
+        _scatter(covariance, len(torch.unique(state.feature))),
     )
+
+
+def _scatter(covariance: Tensor, features: int) -> float:
+    """Of a mean of squares over sites and independent Gaussian features: sqrt(2 sum C_ij^2 / F)
+    over the sum of C_ii."""
+    whole = float(covariance.diagonal().sum())
+    return float((2 * covariance.square().sum() / features).sqrt()) / whole if whole > 0 else 0.0
 
 
 def _own_and_pairs(kernel: Tensor) -> tuple[float, float | None]:
