@@ -128,7 +128,7 @@ def _classes(model: Transformer, inputs: Inputs) -> PositionClasses | None:
             inputs.token_ids,
             "a text whose words stand spread over it: near its start "
             f"{100 * several.crowded:.1f} % of the pairs that a row reads are of one word beyond "
-            "what classes of positions can tell apart",
+            "what classes of positions can distinguish",
             "tokens=True resolves each, or cut the stretch that repeats one word",
         )
     return several
