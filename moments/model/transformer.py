@@ -65,7 +65,7 @@ class Transformer:
         head: what follows the last layer, down to the loss; None: its gradient is given.
         d_head: width of a head; None: d_model / heads.
         kv_heads: heads of keys and values, each shared by heads / kv_heads queries; None: heads.
-        temperature: divides the attention logits, besides sqrt(d_head); one number or one per layer.
+        temperature: divides the attention logits, besides sqrt(d_head); one, or one per layer.
         norm_epsilon: added to the variance under the normalisation's square root.
         norm_affine: whether norms have learnable gains (and biases); they start at `norm_gain` and
             0, and their gradients are predicted.
