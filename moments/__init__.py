@@ -180,7 +180,7 @@ def check(
     pass forward and one back, and run three more times on few tokens, for its sums and for what is
     random in it (up to six times where its input and loss have to be found). Its weights are read,
     the published scheme or framework default that they seem to be of is recognised, and every
-    number is held against what those weights, sums and norms give; a layer that is unlike the
+    number is compared with what those weights, sums and norms give; a layer that is unlike the
     others is named without any scheme. A declaration or a config is judged by its
     predictions alone, and the report says that nothing was measured.
 

@@ -487,7 +487,7 @@ def test_errors():
         audit(module, 3)
     with pytest.raises(DomainError, match="module"):
         audit("encoder", plan)
-    with pytest.raises(MomentsError, match="no attention beside a residual"):
+    with pytest.raises(MomentsError, match="no attention on a residual"):
         audit(torch.nn.Linear(2, 2), Transformer(1, 4, 2, 4))
     placed = audit(module, plan.replace(norm="post"))
     assert {f.quantity for f in placed.offenders} >= {"norm placement"}

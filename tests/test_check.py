@@ -339,7 +339,7 @@ def test_of_a_users_text_a_part_is_read_and_that_is_said() -> None:
 def test_what_is_no_transformer_is_followed_by_its_operations() -> None:
     report = moments.check(torch.nn.Linear(2, 2))
     assert "operation by operation" in str(report)
-    with pytest.raises(moments.MomentsError, match="Linear: no attention beside a residual stream"):
+    with pytest.raises(moments.MomentsError, match="Linear: no attention on a residual stream"):
         moments.torch.measure(torch.nn.Linear(2, 2), torch.zeros(1, 3, 2))
     with pytest.raises(moments.DomainError, match="batch"):
         moments.check("gpt2", torch.zeros(2, 2))

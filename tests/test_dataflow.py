@@ -233,7 +233,7 @@ def test_what_no_transformer_says_is_named(kind: str, reason: str) -> None:
 
 def test_a_module_without_attention_is_refused() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    with pytest.raises(moments.MomentsError, match="no attention beside a residual stream"):
+    with pytest.raises(moments.MomentsError, match="no attention on a residual stream"):
         read(module)
     with pytest.raises(moments.MomentsError, match=r"could not be run .*: pass batch="):
         read(nn.Bilinear(3, 4, 5))

@@ -238,7 +238,7 @@ def test_checkpoints_that_cannot_be_read(tmp_path):
         describe(tmp_path / "broken.safetensors")
     with pytest.raises(DomainError, match="module"):
         describe(3)
-    with pytest.raises(MomentsError, match="no attention beside a residual"):
+    with pytest.raises(MomentsError, match="no attention on a residual"):
         describe(torch.nn.Linear(2, 2))
 
 
@@ -267,7 +267,7 @@ def test_checkpoints_choose_no_format_and_no_code(tmp_path):
     index = pickled / "model.safetensors.index.json"
     for outside in ("../good/model.safetensors", str(tmp_path / "good" / "model.safetensors"), 3):
         index.write_text(json.dumps({"weight_map": {"x": outside}}))
-        with pytest.raises(DomainError, match="the name of a file beside the index"):
+        with pytest.raises(DomainError, match="the name of a file in the folder of the index"):
             describe(pickled)
     chosen = {"architectures": ["pipeline", "BertModel", "GPT2LMHeadModel"]}
     evil = {"attn_implementation": "evil/kernel", "auto_map": {"AutoModel": "evil--evil.Evil"}}

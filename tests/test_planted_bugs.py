@@ -273,7 +273,7 @@ def test_a_tuple_is_the_arguments_in_order_and_advice_names_them() -> None:
     assert report.prediction.model.layers == 2
     with pytest.raises(moments.MomentsError, match=r"pass batch=\{'pixels': ..., 'ids': ...\}"):
         moments.check(_Two())
-    with pytest.raises(moments.MomentsError, match="no attention beside a residual stream"):
+    with pytest.raises(moments.MomentsError, match="no attention on a residual stream"):
         moments.torch.measure(nn.Linear(3, 3))
 
 

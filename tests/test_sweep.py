@@ -205,7 +205,7 @@ def test_what_is_refused_or_doubtful_is_kept_with_its_reason() -> None:
         ({"layers": [1, 1]}, "there once"),
         ({"dropout": [float("nan")]}, "finite"),
         ({"dropout": [[0.1]]}, "a number"),
-        ({"scheme.k": [1.0]}, "beside an axis"),
+        ({"scheme.k": [1.0]}, "next to an axis"),
         ({"scheme": ["deepnorm"], "norm": ["pre"]}, "that scheme 'deepnorm' sets"),
         ({"scheme": ["deepnorn"]}, "deepnorm"),
         ({"dropout": [1.2, 1.4]}, "every configuration is refused"),

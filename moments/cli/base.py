@@ -276,7 +276,7 @@ def _with_remedy(said: str) -> str:
         return said
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     return (
-        f"{said}: beside a MODEL everything is an option, such as --scheme NAME or --layers 12; "
+        f"{said}: after a MODEL everything is an option, such as --scheme NAME or --layers 12; "
         f"`moments {command} --help` has examples to copy"
     )
 
@@ -365,7 +365,7 @@ def _options(
 
 
 def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
-    """The model that MODEL and options declare, and what `predict` is told of its input.
+    """The model that MODEL and options declare, and what `predict` is given of its input.
 
     MODEL is a preset, a config, a model as `Transformer.to_dict` wrote it, or a plan of `solve`,
     which knows the input that it was solved for; without it the options alone are the model.
@@ -526,7 +526,7 @@ def with_input(
     variance: float | None,
     correlation: float | None,
 ) -> tuple[Transformer, dict[str, Any]]:
-    """The model that MODEL and options declare, and what `predict` is told of its input: what the
+    """The model that MODEL and options declare, and what `predict` is given of its input: what the
     user says, else what a plan knows; of a vision model without either, a photograph's moments."""
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)

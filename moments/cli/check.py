@@ -1,4 +1,4 @@
-"""A model beside what it should be: `moments check`, `audit` and `compare`."""
+"""A model compared with what it should be: `moments check`, `audit` and `compare`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def audit(
         str,
         typer.Argument(
             help="FILE.py:NAME, where NAME is a module or gives one (or a module and a batch) when "
-            "called; or a checkpoint's folder or .safetensors file with config.json beside it; or "
+            "called; or a checkpoint's folder or .safetensors file with config.json next to it; or "
             "a preset or config.json, whose module is then drawn afresh.",
             show_default=False,
         ),
@@ -284,7 +284,7 @@ def _of_user(argument: str, name: str) -> tuple[Any, Any] | None:
     if path.suffix in PICKLES:
         raise DomainError(
             f"{argument} = {brief(name)}: a pickle, which may run code as it is read: name "
-            "model.safetensors with its config.json beside it, or load it in a file of your own "
+            "model.safetensors with its config.json next to it, or load it in a file of your own "
             "and name FILE.py:NAME"
         )
     if colon and file.endswith(".py"):

@@ -36,7 +36,7 @@ LABELS = {
     "grad_variance": "output_grad_variance",
     "grad_correlation": "output_grad_correlation",
 }
-"""What tables and pictures call these axes, beside the quantities that are predicted."""
+"""What tables and pictures call these axes, next to the quantities that are predicted."""
 
 PARTS = ("weights", "biases", "embedding", "head", "rotary", "relative_bias", "encoder")
 """Fields that are declarations of their own, whose fields have dotted names."""
@@ -167,7 +167,7 @@ class Axes:
     def _check_scheme(self, name: str, option: str) -> None:
         chosen = [one for one in self.values.get("scheme", ()) if one is not None]
         if option and not chosen:
-            raise domain_error("axis", name, 'beside an axis "scheme" that names the scheme')
+            raise domain_error("axis", name, 'next to an axis "scheme" that names the scheme')
         for one in chosen:
             found = scheme(str(one))
             if option and option not in found.options:

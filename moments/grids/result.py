@@ -142,7 +142,7 @@ class Sweep(Shown):
         return self.axes.declared(self._chosen(values))
 
     def arguments(self, **values: Any) -> dict[str, Any]:
-        """What `predict` is told besides, likewise."""
+        """What else `predict` is given, likewise."""
         varied = self.axes.arguments(self._chosen(values))
         given = {"theory": self.theory, **self.inputs}
         return given | {name: value for name, value in varied.items() if value is not None}

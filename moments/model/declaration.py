@@ -241,7 +241,7 @@ def _check_together(model: Transformer) -> None:
     if model.identity_attention and any(one is not None for one in model.attention_sinks):
         raise domain_error("attention_sink", model.attention_sink, "None without logits")
     if model.attention_gate is not None and model.norm == "hybrid":
-        raise domain_error("attention_gate", model.attention_gate, "None beside norm='hybrid'")
+        raise domain_error("attention_gate", model.attention_gate, "None with norm='hybrid'")
     if model.layer_scale and model.parallel:
         raise domain_error("layer_scale", True, "False where blocks share one sum")
     if model.layer_scale and not np.all(model.branch_scales > 0):
@@ -249,7 +249,7 @@ def _check_together(model: Transformer) -> None:
     if model.encoder is not None and model.parallel:
         raise DomainError("encoder and parallel: cross-attention has no place in a parallel layer")
     if model.encoder is not None and model.norm not in ("pre", "post", "none"):
-        raise domain_error("norm", model.norm, "'pre', 'post' or 'none' beside an encoder")
+        raise domain_error("norm", model.norm, "'pre', 'post' or 'none' with an encoder")
     if any(model.mixers) and (model.identity_attention or model.norm == "hybrid"):
         which = "identity_attention" if model.identity_attention else "norm='hybrid'"
         raise DomainError(f"mixer and {which}: both say what stands in attention's place")

@@ -87,7 +87,7 @@ class LatentAttention(Block):
                 raise DomainError(f"mixer: latent attention has no {name}; leave it out")
         for rotary in {one for one in model.rotaries if one is not None}:
             if not self.rope_dim or self.rope_dim % 2:
-                raise domain_error("rope_dim", self.rope_dim, "even and above 0 beside rotary")
+                raise domain_error("rope_dim", self.rope_dim, "even and above 0 with rotary")
             if rotary.fraction != 1.0:
                 remedy = "positions turn rope_dim features of every head"
                 raise domain_error("rotary.fraction", rotary.fraction, "1", remedy)

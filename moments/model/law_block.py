@@ -125,7 +125,7 @@ def block(
             raise domain_error(what, function, "a function of moments or tensors and of weights")
     name = getattr(law, "__name__", "<lambda>") if name is None else name
     if not isinstance(name, str) or not name or name == "<lambda>":
-        raise domain_error("name", name, "a name", 'pass name="..." beside an unnamed law')
+        raise domain_error("name", name, "a name", 'pass name="..." along with an unnamed law')
     if not isinstance(weights, Mapping | None):
         raise domain_error("weights", weights, "a dictionary from names to shapes, or None")
     rows = tuple(_row(one, shape) for one, shape in (weights or {}).items())

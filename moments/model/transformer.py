@@ -44,7 +44,7 @@ class Transformer:
             value normalised, and Post-LN around the feed-forward block (HybridNorm); "b2t": Post-LN
             with a connection from each layer's input to its last normalisation.
         normalization: "layernorm", "rmsnorm" or "dyt" (tanh(dyt_alpha x) instead of a norm; not
-            beside norm="hybrid").
+            with norm="hybrid").
         activation: "relu", "gelu" (erf form), "gelu_tanh", "silu", "identity", ...
             (see `moments.formulas.activation.activation_names()`); "swiglu", "geglu",
             "geglu_tanh" and "reglu" are the gated forms.
@@ -65,7 +65,7 @@ class Transformer:
         head: what follows the last layer, down to the loss; None: its gradient is given.
         d_head: width of a head; None: d_model / heads.
         kv_heads: heads of keys and values, each shared by heads / kv_heads queries; None: heads.
-        temperature: divides the attention logits, beside sqrt(d_head); one number or one per layer.
+        temperature: divides the attention logits, besides sqrt(d_head); one, or one per layer.
         norm_epsilon: added to the variance under the normalisation's square root.
         norm_affine: whether norms have learnable gains (and biases); they start at `norm_gain` and
             0, and their gradients are predicted.

@@ -74,7 +74,7 @@ class Gate:
             where = _place(values, int(np.argmin(values)), places)
             self.notes.append(
                 f"{what}, {where}{several}: down to {least:.3g} by cancellation, 0 stands in (the "
-                f"largest is {most:.3g}); what is small beside that is not resolved"
+                f"largest is {most:.3g}); what is small compared with that is not resolved"
             )
         return np.maximum(values, 0.0)
 

@@ -128,7 +128,7 @@ def _classes(model: Transformer, inputs: Inputs) -> PositionClasses | None:
             inputs.token_ids,
             "a text whose words stand spread over it: near its start "
             f"{100 * several.crowded:.1f} % of the pairs that a row reads are of one word beyond "
-            "what classes of positions can tell apart",
+            "what classes of positions can distinguish",
             "tokens=True resolves each, or cut the stretch that repeats one word",
         )
     return several
@@ -308,7 +308,7 @@ COPIES = 0.5
 """Share of the places of two texts that hold one word in both, from which they count as copies."""
 
 OF_COPIES = (
-    "texts of this batch are mostly copies of each other: what their tokens share beside those at "
+    "texts of this batch are mostly copies of each other: what their tokens share besides those at "
     "one place is read off cells, and gradients of weights were measured up to 11 % low, those of "
     "queries and keys up to 23 % (two copies of 192 tokens in Llama's widths at a logit variance "
     "of 2.7; GPT-2's within 3 %); tokens=True resolves each"

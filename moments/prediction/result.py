@@ -98,7 +98,7 @@ class Prediction:
 
     @property
     def resolution(self) -> str:
-        """How finely tokens were told apart: "tokens alike", "17 classes of positions", the same
+        """How finely tokens were distinguished: "tokens alike", "17 classes of positions", the same
         "and of words", or "by token"."""
         classes = self.layout.classes
         if classes is not None:
@@ -146,7 +146,7 @@ class Prediction:
         """Where the stream's variance under one draw of weights and input lies 95 % of the time,
         (2, ..., N + 1).
 
-        It is that of `batch` sequences which share the weights; of a decoder, beside its encoder's
+        It is that of `batch` sequences which share the weights; of a decoder, with its encoder's
         mean. docs/theory/band.md has what it covers of simulated draws.
 
         Warns:
@@ -345,7 +345,7 @@ class Prediction:
                 "muon" (every hidden matrix by itself; all else by Adam at the same rate).
             learning_rate: positive.
             options: betas (of Adam and Lion; a first step does not depend on them), eps,
-                weight_decay (of every parameter, beside the step), clip (most that the norm of all
+                weight_decay (of every parameter, besides the step), clip (most that the norm of all
                 gradients together may be, as `clip_grad_norm_` cuts it), momentum and nesterov
                 (SGD, and Muon, whose author's are .95 and True), adjust (of Muon: "original",
                 "match_rms_adamw" or "spectral"), steps (that many steps, each on as many of the

@@ -476,7 +476,7 @@ def _documents(model: Transformer, inputs: Inputs, real: np.ndarray | None) -> n
     pooled = model.head is not None and model.head.loss == "classification"
     for present, other in ((model.encoder is not None, "an encoder"), (pooled, "a classifier")):
         if present:
-            raise DomainError(f"document_ids pack texts of one stack by token: not beside {other}")
+            raise DomainError(f"document_ids pack texts of one stack by token: not with {other}")
     if inputs.pixels is not None:
         raise DomainError("document_ids pack texts: leave pixels out")
     shape: tuple[int, ...] = (model.seq_len,)

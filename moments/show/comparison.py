@@ -1,4 +1,4 @@
-"""A prediction beside a measurement, point by point, with the measurement's standard errors."""
+"""A prediction and a measurement, point by point, with the measurement's standard errors."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Comparison:
         )
 
     def points(self) -> pd.DataFrame:
-        """Every point of the stream, the encoder's first, beside the band in which it is expected.
+        """Every point of the stream, the encoder's first, with the band in which it is expected.
 
         Columns: stack ("" or "encoder."), layer, quantity ("variance" or "grad_variance"),
         predicted, measured, error (relative, as in `to_frame`), low and high (95 % of
@@ -253,7 +253,7 @@ def compare(
     same_weights: bool = False,
     tolerance: float = TOLERANCE,
 ) -> Comparison | StepComparison:
-    """Put a measurement beside a prediction of the same model.
+    """Compare a measurement with a prediction of the same model.
 
     Args:
         prediction: of a single configuration, or a first step (`Prediction.after`).

@@ -88,7 +88,7 @@ class Likely:
 @dataclass(frozen=True, eq=False)
 class Expects(Shown):
     """Whether numbers of the stream, means over so many draws of the weights, are expected; as a
-    truth value, `expected`. Its `points` are the numbers beside what is predicted."""
+    truth value, `expected`. Its `points` are the numbers next to what is predicted."""
 
     prediction: Prediction
     points: tuple[Point, ...]

@@ -68,7 +68,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured number beside the expected one.
+    """A measured number and the expected one.
 
     Attributes:
         layer, role: where, 0 outside of the layers or for all of them together; "" for the stream.
@@ -137,11 +137,11 @@ class Report:
 
     Attributes:
         source: what was checked.
-        scheme: what its initialisation seems to be, or was held against, in words.
+        scheme: what its initialisation seems to be, or was compared with, in words.
         findings: errors, then warnings.
         notes: what else was seen, and is no fault by itself.
         unchecked: what was not checked, a phrase each.
-        rows: measured numbers beside expected ones; those that failed first where tensors were
+        rows: measured numbers next to expected ones; those that failed first where tensors were
             checked one by one.
         model: the Transformer that it is, with the variances that it has; None where no such was
             read.
@@ -393,7 +393,7 @@ class Report:
         return document(f"moments check: {self.source}", _body(self, whole=True))
 
     def plot(self, name: str | None = None) -> Figure:
-        """Measured beside expected along the depth, `name` in the title; without a measurement what
+        """Measured and expected along the depth, `name` in the title; without a measurement what
         is expected."""
         name = self.source if name is None else name
         if self.comparison is not None:
@@ -495,7 +495,7 @@ def _body(report: Report, *, whole: bool) -> str:
             f"{html.escape(found.kind)}</span> {names}<br>{html.escape(found.reason)}<br>"
             f'<span class="soft">Mend:</span> {html.escape(found.mend)}</div>'
         )
-    parts.append("<h2>Measured beside expected</h2>" if report.read else "<h2>Predicted</h2>")
+    parts.append("<h2>Measured and expected</h2>" if report.read else "<h2>Predicted</h2>")
     rows = [list(row.cells()) for row in report.rows]
     out = {(place, 2) for place, row in enumerate(report.rows) if row.passed is False}
     for place, column in out:

@@ -379,7 +379,7 @@ def _tables(seen: Seen) -> Found:
             positions / total,
             POSITIONS,
             f"positions are {100 * positions / total:.1f} % of the variance that enters layer 1 "
-            f"({positions:.3g} beside {token:.3g} of the tokens)",
+            f"({positions:.3g} against {token:.3g} of the tokens)",
             mend,
         )
     epsilon, first = seen.prediction.model.norm_epsilon, float(seen.source.variance[0])

@@ -243,7 +243,7 @@ def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
 def plot_curves(
     panels: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]], x: str
 ) -> Figure:
-    """Panels beside each other by their titles, in each the lines (x, y) by their labels."""
+    """Panels next to each other by their titles, in each the lines (x, y) by their labels."""
     figure = Picture(9.5, 3.4)
     grid = figure.subplots(1, len(panels), squeeze=False)
     for ax, (title, curves) in zip(grid[0], panels.items(), strict=True):
@@ -263,7 +263,7 @@ def plot_comparison(
     comparison: Comparison, name: str | None = None, found: Prediction | None = None
 ) -> Picture:
     """Prediction as lines, measurement as points with bars of two standard errors, out of their
-    band as rings, the verdict below; `found`, another prediction, is drawn beside it.
+    band as rings, the verdict below; `found`, another prediction, is drawn next to it.
 
     Bands are where 95 % of measurements of as many draws are expected, the tolerance included.
     """

@@ -101,7 +101,7 @@ def _batch_table(prediction: Prediction) -> Table:
 
 
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
-    """Stream points, predicted beside measured: the signal and its gradient, the encoder's first,
+    """Stream points, predicted next to measured: the signal and its gradient, the encoder's first,
     then the loss where there is one."""
     tables: list[Table] = []
     for name, part in (("encoder, ", comparison.encoder), ("", comparison)):

@@ -1,4 +1,4 @@
-"""A first step as a table, and beside a measured one."""
+"""A first step as a table, alone or next to a measured one."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _beside(both: pd.DataFrame, names: tuple[str, ...], keys: list[str]) -> pd.D
 
 
 def compare_steps(step: FirstStep, measurement: StepMeasurement) -> StepComparison:
-    """A measured step beside a predicted one; DomainError where their depths or rates differ."""
+    """A measured and a predicted step; DomainError where their depths or rates differ."""
     if not isinstance(measurement, StepMeasurement):
         raise DomainError(
             "a FirstStep is compared with what moments.torch.measure_step gives, not "

@@ -23,7 +23,7 @@ NAMES = {"variance": "variance", "grad_variance": "gradient variance"}
 
 def growths(prediction: Any, measurement: Any = None, prefix: str = "") -> list[str]:
     """What the depth does to a signal and to its gradient, a phrase each; of a measurement with
-    what is expected beside it."""
+    what is expected next to it."""
     seen = prediction if measurement is None else measurement
     parts = []
     for name, ends, way in (

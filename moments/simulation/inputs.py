@@ -107,7 +107,7 @@ def _documents(model: Transformer, given: Given, batch: int, device: Any) -> Ten
     if model.encoder is not None or given.pixels is not None:
         raise DomainError("document_ids pack texts of one stack: leave encoder and pixels out")
     if model.head is not None and model.head.loss == "classification":
-        raise DomainError("document_ids pack texts by token: not beside a classifier")
+        raise DomainError("document_ids pack texts by token: not with a classifier")
     ids = _ids(model, given.document_ids, batch, "document_ids")
     return torch.as_tensor(check_documents(ids, ids.shape), device=device)
 

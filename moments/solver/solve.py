@@ -198,7 +198,7 @@ def _pairs(objective: Any) -> list[tuple[Goal, float]]:
         raise domain_error("objective", objective, "a name, or pairs (objective, target)") from None
     for name, target in pairs:
         if name not in GOALS:
-            raise domain_error("objective", name, f"one of {', '.join(GOALS)} beside another")
+            raise domain_error("objective", name, f"one of {', '.join(GOALS)} in pairs")
         check_in(f"target of {name}", target, GOALS[name].allowed)
     if not pairs:
         raise domain_error("objective", objective, "one or more pairs (objective, target)")

@@ -504,7 +504,7 @@ def _beyond_encoders(prediction: Prediction) -> dict[str, bool]:
         "an encoder that reads no text: give encoder_inputs its token_ids": outer.inputs.token_ids
         is None,
         "attention_mask of an encoder": outer.inputs.attention_mask is not None,
-        "an encoder with a token table of its own, or beside a head that is not tied": not same
+        "an encoder with a token table of its own, or with a head that is not tied": not same
         or not main.head.tied,
     }
 

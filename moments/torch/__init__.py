@@ -5,7 +5,7 @@
 residual and norm scales as hooks, `expectation` is what a model says of every role, `running` how a
 module is run and seen.
 
-The only folder beside `simulation` that imports torch; nothing but the commands imports it. Start
+The only folder besides `simulation` that imports torch; nothing but the commands imports it. Start
 with `measure`, then `audit`.
 """
 

@@ -26,7 +26,7 @@ MOST = 1 << 16
 def same_initialization(ours: Any, theirs: Any) -> Report:
     """Whether the tensors of two freshly initialised modules are of the same distributions.
 
-    Every tensor of one is held against that of the same name and shape in the other: constants
+    Every tensor of one is compared with that of the same name and shape in the other: constants
     have to be equal; of drawn ones the mean squares are compared, with the sampling errors that
     their kurtosis gives them, and the distributions by the two-sample test of Kolmogorov and
     Smirnov. Two right initialisers fail with probability 1e-5, all tensors together. Tensors that

@@ -97,7 +97,7 @@ def measured_parts(module: nn.Module, batch: Any) -> Measured:
     if why := parts.reading.unlayered:
         reasons = "; ".join((*why, *(r for r in parts.reading.reasons if r not in why)))
         raise MomentsError(
-            f"the layers of {type(module).__name__} could not be told apart: {reasons}"
+            f"the layers of {type(module).__name__} could not be distinguished: {reasons}"
         )
     layers = [point.layer for point in parts.sites if point.site == STREAM]
     if sorted(layers) != list(range(parts.found.layers + 1)):

@@ -1,6 +1,6 @@
 """Where real weights are not what the theory takes them for: independent, centred, Gaussian-like.
 
-Every departure is held against what independent entries of the same variance would show, and named
+Every departure is compared with what independent entries of the same variance would show, and named
 with the number found.
 """
 

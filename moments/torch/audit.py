@@ -73,7 +73,7 @@ def audit(
     unknown = parts.found.unidentified
     return Report(
         source=type(module).__name__,
-        scheme=f"held against {words}",
+        scheme=f"compared with {words}",
         findings=ranked([one for one in found if one.severity != "note"]),
         notes=(
             *((_FOLDED,) if folded else ()),

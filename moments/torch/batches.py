@@ -1,4 +1,4 @@
-"""A real module's batch, as `predict` is told of it."""
+"""A real module's batch, as `predict` is given it."""
 
 from __future__ import annotations
 

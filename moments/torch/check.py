@@ -1,4 +1,4 @@
-"""`moments.check` of a live module: measured once, read, recognised, and held against all of it."""
+"""`moments.check` of a live module: measured once, read, recognised, and compared with it all."""
 
 from __future__ import annotations
 
@@ -670,7 +670,7 @@ class Checking:
         before = [r.parameter for r in named("embedding.norm.gain", "embedding.norm.bias")]
         first = {parted(role.parameter)[:2] for role in named("query") if role.layer == 1}
         if before and {parted(name)[:2] for name in before} == first:
-            why = "a norm of layer 1 normalises the stream itself, beside what its block reads"
+            why = "a norm of layer 1 normalises the stream itself, besides what its block reads"
             yield _misplaced(gathered_names(before), 1, why)
         odd = self._reading.odd
         tensors = tensors_of(self.module)

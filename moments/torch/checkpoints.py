@@ -1,4 +1,4 @@
-"""Modules that are not in memory yet: a checkpoint beside its config.json, a meta module."""
+"""Modules that are not in memory yet: a checkpoint next to its config.json, a meta module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
 
     Args:
         path: a folder with config.json and model.safetensors (or its shards and their index), or
-            one .safetensors file with config.json beside it.
+            one .safetensors file with config.json next to it.
 
     Raises:
         DomainError: no such file, one that is no safetensors file, or a config of no known family.
@@ -101,7 +101,7 @@ def _shards(index: Path) -> list[str]:
     names = set(listed.values()) if isinstance(listed, dict) else set()
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise domain_error("weight_map", name, "the name of a file beside the index")
+            raise domain_error("weight_map", name, "the name of a file in the folder of the index")
     if not names:
         raise domain_error("weight_map", listed, "a JSON object of file names")
     return sorted(names)

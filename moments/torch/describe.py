@@ -55,7 +55,7 @@ def describe(
 
     Args:
         module: any; or the path of a checkpoint's folder, or of a .safetensors file with
-            config.json beside it. One on the meta device is described as its own initialisation
+            config.json next to it. One on the meta device is described as its own initialisation
             would draw it.
         batch: what to run it on; None: random token ids, features or pictures, as it takes them.
         seq_len: tokens per sequence; None: what the config allows, or 128.
@@ -66,7 +66,7 @@ def describe(
 
     Raises:
         DomainError: the checkpoint cannot be read.
-        MomentsError: the module cannot be run, or has no attention beside a residual stream.
+        MomentsError: the module cannot be run, or has no attention on a residual stream.
 
     Warns:
         ValidityWarning: for every assumption of the theory that the weights break, with numbers:

@@ -178,5 +178,5 @@ def model_of_stack(model: Transformer, stack: str) -> Transformer:
     if not stack:
         return model
     if model.encoder is None:
-        raise DomainError("the module has an encoder beside its main stack, the plan has none")
+        raise DomainError("the module has an encoder besides its main stack, the plan has none")
     return model.encoder

@@ -76,9 +76,9 @@ def measure(
         batch: keyword arguments of the module as a mapping of arrays or tensors, or its one
             positional argument; None: random input, where the module says what it takes. Tokens
             that `attention_mask` or `src_key_padding_mask` leave out are left out of every moment;
-            of a decoder beside an encoder, those that `decoder_attention_mask` leaves out. Where
+            of a decoder with an encoder, those that `decoder_attention_mask` leaves out. Where
             `position_ids` restart, rows are packed: token pairs are those of one document. What
-            they see is the module's own matter: most need a mask of shape (B, 1, L, L) beside.
+            they see is the module's own matter: most need a mask of shape (B, 1, L, L) as well.
         loss: takes the module's output and the batch as tensors, returns a scalar. None: the
             module's own loss, which may be the one scalar among its outputs; a causal head
             without labels predicts the next token; a module without a loss gets a white gradient
@@ -241,7 +241,7 @@ def _add_labels(module: nn.Module, inputs: _Inputs) -> None:
         if kind.endswith(ends):
             raise DomainError(
                 f"batch has no 'labels' and {kind} cannot make its own: pass "
-                f"them beside the inputs, as {maker} makes them, or a loss"
+                f"them along with the inputs, as {maker} makes them, or a loss"
             )
 
 

@@ -1,6 +1,6 @@
 """`moments.check` of a module that no Transformer describes: operation by operation.
 
-What its submodules give is held against what its parameters' variances predict, its tensors against
+What its submodules give is compared with what its parameters' variances predict, its tensors with
 their like in other layers, and the gradient's way through its layers is looked at.
 """
 

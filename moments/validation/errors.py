@@ -163,7 +163,7 @@ def by_class(frame: pd.DataFrame, keys: Sequence[str] = CLASS) -> pd.DataFrame:
     """Means of the measures over configurations of a class that gave numbers.
 
     Columns: `keys`, theory, runs, failed, noise and MEASURES. Measures are means over the runs that
-    did not fail: read them with `failed` beside them.
+    did not fail: read them together with `failed`.
     """
     grouped = frame.groupby([*keys, "theory"], sort=False)
     result = grouped[["noise", *MEASURES]].mean()

@@ -1,4 +1,4 @@
-"""The grid of whole models that predictions are held against: an orthogonal array and baselines."""
+"""The grid of whole models to compare predictions with: an orthogonal array and baselines."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ def _correlations() -> Setup:
         _of_block("feed-forward block", "ffn", DROPOUT, seeds=8),
     )
     panel = Panel("dropout .1", lines, "input correlation", "output correlation", diagonal=True)
-    title = "The feed-forward block lowers high correlations, dropout keeps attention's below 1"
-    settings = "d_model 256, 4 heads, 256 tokens, Xavier weights"
+    title = "The feed-forward block lowers high correlations"
+    settings = "Dropout keeps attention's below 1; d_model 256, 4 heads, 256 tokens, Xavier weights"
     return Setup("kedia-7", title, kedia("Figure 7"), settings, (panel,))
 
 

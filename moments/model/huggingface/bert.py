@@ -108,7 +108,7 @@ def _deberta(read: Entries, seq_len: int | None) -> Transformer:
     of the same matrices, of tokens with vectors of positions that share nothing, and so adds as
     much to the squared gradients of query and key as uncorrelated tokens have.
     """
-    read.refuse("conv_kernel_size", 0, "a convolution beside the first layer")
+    read.refuse("conv_kernel_size", 0, "a convolution parallel to the first layer")
     read.refuse("embedding_size", read("hidden_size"), "a projection of narrower token tables")
     terms = read.texts("pos_att_type")
     used = sum(kind in terms for kind in ("c2p", "p2c"))

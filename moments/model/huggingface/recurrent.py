@@ -69,7 +69,7 @@ def _lfm2(read: Entries, seq_len: int | None) -> Transformer:
 
 def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
     """Three gated delta nets to one layer of gated attention, with experts."""
-    read.refuse("attention_bias", False, "biases beside gates of attention's output")
+    read.refuse("attention_bias", False, "biases together with gates of attention's output")
     layers, variance = read.layers("num_hidden_layers"), read.variance()
     every = read.count("full_attention_interval", 4)
     usual = [_FULL if (n + 1) % every == 0 else _LINEAR for n in range(layers)]

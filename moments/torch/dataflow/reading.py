@@ -70,7 +70,7 @@ class ModuleReading:
         dropped: layer, what is dropped, and its probability, of the few that differ in it.
         turned: layers whose values are turned by their position.
         shared: parameters that several layers use, each with these layers.
-        unlayered: why its layers could not be told apart, a phrase each.
+        unlayered: why its layers could not be distinguished, a phrase each.
     """
 
     model: Transformer | None
@@ -412,7 +412,7 @@ class _Reading:
         stream = self.stream = StreamReader(self.graph)
         if not stream.chains:
             raise MomentsError(
-                f"{type(self.module).__name__}: no attention beside a residual stream was found in "
+                f"{type(self.module).__name__}: no attention on a residual stream was found in "
                 f"what it computes{_quantised(self.module)}"
             )
         chains = stream.chains
@@ -884,7 +884,7 @@ class _Reading:
                 skip[number, column], branch[number, column] = unit.skip or 1.0, unit.branch
                 if unit.skip == 0:
                     self.doubts.append(
-                        f"nothing passes beside the {unit.name} block of layer {number + 1}: the "
+                        f"nothing bypasses the {unit.name} block of layer {number + 1}: the "
                         "model has the stream there"
                     )
                 if stack.placements[number] == "none" and unit.before is None:
