@@ -190,7 +190,6 @@ def study(make: Callable[[int], Any], batch: Any) -> dict[str, Any]:
             gradients.append(_error(mine, seen["gradients"][n]))
     for name, squares in seen["weights"].items():
         weights.append(_error(result.weights.get(name, 0.0), squares))
-    within = lambda errors, bound, which=0: _share([e[which] <= bound for e in errors])  # noqa: E731
     print("   largest:", sorted(worst, reverse=True)[:3], dict(low.unread))
     return {
         "operations": len(forward),
@@ -218,6 +217,11 @@ def _error(expected: float, seen: list[float]) -> tuple[float, float]:
 def _correlation(gram: Any) -> float:
     own = float(gram.diagonal().mean())
     return (float(gram.mean()) * len(gram) - own) / max((len(gram) - 1) * own, 1e-300)
+
+
+def within(errors: list[tuple[float, float]], bound: float, which: int = 0) -> int:
+    """Share of relative errors (0), or of what of them is beyond two standard errors (1)."""
+    return _share([error[which] <= bound for error in errors])
 
 
 def _share(hits: list[bool]) -> int:

@@ -31,7 +31,7 @@ _PUBLIC = {
     "LearningRate": "step.search",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
-    "LatentAttention": "model.latent_attention",
+    "LatentAttention": "model.mixers",
     "PatchEmbedding": "model.patches",
     "Plan": "solver.plan",
     "Prediction": "prediction.result",
@@ -134,9 +134,15 @@ if TYPE_CHECKING:
     from .model.embedding import Embedding
     from .model.experts import Experts
     from .model.head import Head
-    from .model.latent_attention import LatentAttention
     from .model.law_block import block
-    from .model.mixers import Absent, GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
+    from .model.mixers import (
+        Absent,
+        GatedDeltaNet,
+        LatentAttention,
+        LinearAttention,
+        Mamba2,
+        ShortConvolution,
+    )
     from .model.patches import PatchEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset

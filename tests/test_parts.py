@@ -528,5 +528,19 @@ def test_a_function_known_by_its_values_is_registered_when_it_is_asked_for() -> 
         bent = 0.8 * (np.expm1(x) - x) if high == 0.0 else 0.8 * x * x
         mean += share @ (bent + 0.5 * x)
         square += share @ (bent + 0.5 * x) ** 2
-    assert float(laws.law("mean")(x_variance=1.0)) == pytest.approx(mean, rel=1e-5)
-    assert float(laws.law("variance")(x_variance=1.0)) == pytest.approx(square - mean**2, rel=2e-5)
+    assert float(laws.law("mean")(x_variance=1.0)) == pytest.approx(mean, rel=1e-9)
+    assert float(laws.law("variance")(x_variance=1.0)) == pytest.approx(square - mean**2, rel=1e-9)
+    given, shared = {"x_variance": 1.0, "x_correlation": 0.6}, 0.0
+    for low, high in ((-9.0, 0.0), (0.0, 9.0)):  # E f f' of two, by Mehler's kernel
+        for other, upper in ((-9.0, 0.0), (0.0, 9.0)):
+            x = 0.5 * (high - low) * (nodes + 1.0) + low
+            y = 0.5 * (upper - other) * (nodes + 1.0) + other
+            both = x[:, None] ** 2 - 1.2 * x[:, None] * y[None] + y[None] ** 2
+            density = np.exp(-both / (2 * 0.64)) / (2 * np.pi * 0.8)
+            ends = [
+                0.5 * t + (0.8 * (np.expm1(t) - t) if end == 0.0 else 0.8 * t * t)
+                for t, end in ((x, high), (y, upper))
+            ]
+            area = 0.25 * (high - low) * (upper - other)
+            shared += area * (weights * ends[0]) @ density @ (weights * ends[1])
+    assert float(laws.law("covariance")(**given)) == pytest.approx(shared - mean**2, rel=1e-6)

@@ -16,7 +16,6 @@ from .block import PLACES, Block, block_from_dict
 from .declaration import PARTS, check
 from .experts import SHARED
 from .fields import check_fields
-from .latent_attention import LatentAttention  # noqa: F401  (so that its kind is known)
 from .positions import RelativeBias, Rotary
 from .summary import html, text
 from .weights import Biases, LayerWeights, Weights

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..errors import DomainError, domain_error, unknown_name
 from ..model.block import Block
-from ..model.latent_attention import LatentAttention
 from ..model.law_block import LawBlock
+from ..model.mixers import LatentAttention
 from ..model.transformer import Transformer
 from .attention import cross_attention, latent_attention, self_attention
 from .functions import activation, affine_norm, dropout, normalise

@@ -44,7 +44,7 @@ CHOOSING = CHOICES | {"argmax", "max"}
 """Operations by which tokens choose experts."""
 
 SIGNIFICANT = 1e-12
-"""Variance over the largest one below which what a submodule gives counts as nothing."""
+"""Mean square below which what a submodule gives counts as nothing, and is not judged."""
 
 
 def check_open(module: nn.Module, batch: Any, refusal: NotRead) -> Report:

@@ -21,9 +21,8 @@ from ..formulas.normalization import LAYERNORM
 from ..model.block import Block
 from ..model.embedding import Embedding
 from ..model.experts import SHARED, Experts
-from ..model.latent_attention import LatentAttention
 from ..model.law_block import LawBlock
-from ..model.mixers import RECURRENT, Absent
+from ..model.mixers import RECURRENT, Absent, LatentAttention
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from .attention.gates import GatedHeads

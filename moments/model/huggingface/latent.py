@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ...errors import domain_error
-from ..latent_attention import LatentAttention
+from ..mixers import LatentAttention
 from ..transformer import Transformer
 from .entries import Entries
 from .family import Family, causal_head

@@ -887,7 +887,6 @@ class Lowering:
             made = self._mixed(w.tensor.transpose(-1, -2), flipped(x), flipped_shape(shape))
             return None if made is None else flipped(made)
         full, columns_used = torch.Size(shape), w.index[..., 0, :]
-        mean, variance = statistics(w.tensor if w.pool is None else w.pool)
         source, known, columns, matrix = None, None, [], None
         if isinstance(x, Field):
             source = x.variable
@@ -917,22 +916,8 @@ class Lowering:
             used, labels = torch.unique(columns_used, return_inverse=True)
             feature = (labels if labels.ndim == 1 else labels.unsqueeze(-2)).expand(full)
             key = (w.root, used.numpy().tobytes())
-        made_of = Product(
-            sites=sites,
-            features=_count(feature),
-            gaussian=True,
-            roots=frozenset([key]),
-            source=source,
-            known=known,
-            columns=columns,
-            key=key,
-            root=w.root,
-            variance=variance,
-            mean=mean,
-            matrix=matrix,
-            route=None if w.route is None else w.route.variable,
-        )
-        return Field(made_of, site, feature)
+        read = source, known, columns
+        return Field(_product(w, key, (sites, _count(feature)), *read, matrix), site, feature)
 
     def _pairs(self, node: Node, x: Field, y: Field) -> Field:
         """Two fields contracted."""
@@ -1050,21 +1035,8 @@ class Lowering:
             site, sites, source = site.reshape(rows.shape[:2]), len(places), x.variable
             share = 1.0 if groups == channels else 1.0 / groups
             columns = [(n * share, places[:, c]) for c, n in enumerate(counts.tolist())]
-        mean, variance = statistics(w.tensor)
         shape, key = self._shape(node.outputs[0]), (w.root, "convolution")
-        made = Product(
-            sites=sites,
-            features=shape[1],
-            gaussian=True,
-            roots=frozenset([key]),
-            source=source,
-            known=known,
-            columns=columns,
-            key=key,
-            root=w.root,
-            variance=variance,
-            mean=mean,
-        )
+        made = _product(w, key, (sites, shape[1]), source, known, columns)
         site = site.reshape(shape[0], 1, *shape[2:]).expand(shape)
         feature = torch.arange(shape[1]).reshape(1, -1, *[1] * len(taps)).expand(shape)
         out: Field | None = Field(made, site, feature)
@@ -1162,6 +1134,34 @@ def _expanded(x: Field, shape: Sequence[int]) -> Field:
 def _weights_expanded(w: Weights, shape: Sequence[int]) -> Weights:
     full = tuple(shape)
     return Weights(w.tensor.expand(full), w.root, w.index.expand(full))
+
+
+def _product(
+    w: Weights,
+    key: object,
+    shape: tuple[int, int],
+    source: Variable | None,
+    known: Tensor | None,
+    columns: list[tuple[float, Tensor]],
+    matrix: Tensor | None = None,
+) -> Product:
+    """(sites, features) of fresh weights times what they read."""
+    mean, variance = statistics(w.tensor if w.pool is None else w.pool)
+    return Product(
+        sites=shape[0],
+        features=shape[1],
+        gaussian=True,
+        roots=frozenset([key]),
+        source=source,
+        known=known,
+        columns=columns,
+        key=key,
+        root=w.root,
+        variance=variance,
+        mean=mean,
+        matrix=matrix,
+        route=None if w.route is None else w.route.variable,
+    )
 
 
 def _fixed(values: Tensor, source: Known | Weights) -> Fixed:

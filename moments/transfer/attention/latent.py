@@ -21,7 +21,7 @@ from ...engine.state import Array, Gradient, Kernel, Signal, Values
 from ...engine.trace import Record
 from ...formulas.linear import LINEAR
 from ...formulas.normalization import RMSNORM
-from ...model.latent_attention import LatentAttention
+from ...model.mixers import LatentAttention
 from ...model.positions import Rotary
 from ..elementary import Linear
 from ..normalization import FiniteNormalization
