@@ -242,14 +242,14 @@ def test_one_odd_layer_is_named() -> None:
 
 
 def test_entries_that_are_no_draws_are_named() -> None:
+    """A copy of an earlier matrix: coherent, 4096/128 times the square of an independent one."""
     torch.manual_seed(0)
-    module = open_modules.Latent()
-    with torch.no_grad():  # of one rank, with the same variance
-        rows, columns = torch.randn(96, 1), torch.randn(1, 96)
-        module.out.weight.copy_(rows @ columns / 96**0.5)
-    report = moments.check(module, IDS)
-    named = {name for finding in report.findings for name in finding.where}
-    assert "out" in named
+    module = Two()
+    with torch.no_grad():
+        module.down.weight.copy_(module.up.weight.T)
+    (finding,) = moments.check(module, torch.randn(1, 5, 64)).findings
+    assert "down" in finding.where
+    assert finding.measured / finding.expected == pytest.approx(32, rel=0.5)
 
 
 def test_what_cannot_be_followed_says_why() -> None:
