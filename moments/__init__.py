@@ -27,14 +27,17 @@ _PUBLIC = {
     "Head": "model.head",
     "Law": "formulas.law",
     "LinearAttention": "model.mixers",
-    "Mamba2": "model.mixers",
     "LearningRate": "step.search",
+    "Mamba": "model.mixers",
+    "Mamba2": "model.mixers",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
     "LatentAttention": "model.mixers",
+    "ParallelMixer": "model.mixers",
     "PatchEmbedding": "model.patches",
     "Plan": "solver.plan",
     "Prediction": "prediction.result",
+    "RGLRU": "model.mixers",
     "RelativeBias": "model.positions",
     "Report": "show.findings",
     "Rotary": "model.positions",
@@ -70,6 +73,7 @@ _PUBLIC = {
 _PACKAGES = {"laws": "engine.laws", "torch": "torch", "transfer": "transfer"}
 
 __all__ = [
+    "RGLRU",
     "Absent",
     "Biases",
     "Comparison",
@@ -86,9 +90,11 @@ __all__ = [
     "Law",
     "LearningRate",
     "LinearAttention",
+    "Mamba",
     "Mamba2",
     "Measurement",
     "MomentsError",
+    "ParallelMixer",
     "PatchEmbedding",
     "Plan",
     "Prediction",
@@ -136,11 +142,14 @@ if TYPE_CHECKING:
     from .model.head import Head
     from .model.law_block import block
     from .model.mixers import (
+        RGLRU,
         Absent,
         GatedDeltaNet,
         LatentAttention,
         LinearAttention,
+        Mamba,
         Mamba2,
+        ParallelMixer,
         ShortConvolution,
     )
     from .model.patches import PatchEmbedding

@@ -8,12 +8,23 @@ import numpy as np
 import pytest
 
 import moments
-from moments import Absent, DomainError, GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
+from moments import (
+    RGLRU,
+    Absent,
+    DomainError,
+    GatedDeltaNet,
+    LinearAttention,
+    Mamba,
+    Mamba2,
+    ParallelMixer,
+    ShortConvolution,
+)
 from moments.engine.derivative import pullback
 from moments.model.mixers import lightning_decays, retnet_decays
 from moments.transfer.recurrent import Mixer
 from moments.transfer.recurrent.drawn import OF_SECTION, DrawnHeads
 from moments.transfer.recurrent.exact import GatedConvolution, LinearHeads
+from moments.transfer.recurrent.leaf import Inward
 from moments.transfer.recurrent.mixers import HEADS
 
 torch = pytest.importorskip("torch")
@@ -43,6 +54,24 @@ MIXERS: dict[str, Any] = {
     "no norm": Mamba2(4, 8, 6, VARIANCE, VARIANCE, norm=False, rates=(1.0, 4.0)),
     "delta": GatedDeltaNet(
         2, 4, 8, 8, VARIANCE, VARIANCE, VARIANCE, rates=(0.1, 2.0), norm_epsilon=2e-4
+    ),
+    "kimi": GatedDeltaNet(
+        *(3, 3, 8, 8, VARIANCE, VARIANCE, VARIANCE),
+        rates=(0.1, 2.0),
+        norm_epsilon=2e-4,
+        decay="channel",
+        gate="sigmoid",
+        rank=6,
+        steps=(0.01, 0.5),
+    ),
+    "mamba": Mamba(64, 6, 5, VARIANCE, 0.2, 1 / 64, steps=(0.1, 1.0)),
+    "jamba": Mamba(
+        *(64, 16, 5, VARIANCE, 0.2, 1 / 64), inner_norm="affine", norm_epsilon=1e-3, steps=(0.5, 0.5)
+    ),
+    "rg_lru": RGLRU(60, 3, VARIANCE, 0.1, 0.1, tap_variance=0.2),
+    "parallel": ParallelMixer(
+        Mamba2(4, 8, 6, VARIANCE, VARIANCE, norm=False, multipliers=(0.7, 0.8, 1.2, 1.5, 0.4)),
+        *(0.8, 0.6),
     ),
 }
 EACH = pytest.mark.parametrize("name", MIXERS)
@@ -82,6 +111,10 @@ def test_heads_are_those_of_the_twin_forward_and_back(name: str) -> None:
     for part in range(parts):
         matrices = {k: arrays[k][:, columns(head, k, part, parts)] for k in head.sections}
         own = own_of(head, arrays, part, parts)
+        for name, one in head.inner.items():
+            width = arrays[name].shape[1] // one.fan_out
+            at = slice(part % width * one.fan_out, (part % width + 1) * one.fan_out)
+            own[name] = arrays[name][None, :, at]
         names = list(matrices)
 
         def run(*entering: Any, names: Any = names, own: Any = own) -> Any:
@@ -112,8 +145,14 @@ def own_of(head: Any, arrays: dict[str, Any], part: int, parts: int) -> dict[str
             found[key] = np.array(head.block.decays)[None, part * each : (part + 1) * each]
             continue
         first = key.partition(".")[0]
-        whole, of = arrays[key], columns(head, OF_SECTION.get(first, first), part, parts)
-        found[key] = whole[None] if len(whole) == of.stop - of.start else whole[None, ..., of]
+        first, whole = OF_SECTION.get(first, first), arrays[key]
+        if first in head.sections:
+            of = columns(head, first, part, parts)
+        else:  # behind an inner matrix
+            each = len(whole) // parts
+            of = slice(part * each, (part + 1) * each)
+        same = len(whole) == of.stop - of.start
+        found[key] = whole[None] if same else whole[None, ..., of]
     return found
 
 
@@ -278,15 +317,18 @@ def test_several_sequences_do_not_mix() -> None:
 
 def laws_of(block: Any, kernel: Any, gains: dict[str, float], sequences: int) -> Any:
     width = block.shapes(model_of(block))["output"][0]
-    rows = tuple((name, block.shapes(model_of(block))[name][1], gains[name]) for name in gains)
-    return Mixer("", block, 1, rows, width, sequences=sequences)._law(kernel)
+    inward = tuple(Inward(name, 1, 1, gains[name], 1.0) for name in gains)
+    return Mixer("", block, 1, inward, width, sequences=sequences)._law(kernel)
 
 
 # --- whole models ---------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
-@pytest.mark.parametrize("name", ["convolution", "lightning", "mamba2", "delta"])
+@pytest.mark.parametrize(
+    "name",
+    ["convolution", "lightning", "mamba2", "delta", "kimi", "mamba", "jamba", "rg_lru", "parallel"],
+)
 def test_predictions_hold_in_the_twin(name: str) -> None:
     """Two layers of width 48: variances within 5 %, gradients within 10 %, beyond two errors."""
     model = model_of(MIXERS[name])

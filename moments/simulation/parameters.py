@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..model.block import Block
+from ..model.mixers import ParallelMixer
 from ..model.placement import registered_norm_sites
 from ..model.transformer import Transformer
 from .recurrent import DRAWS as RECURRENT
@@ -60,7 +61,8 @@ def draw_weights(
             variance = of[name.removeprefix(CROSS)]
             drawn[f"{name}.bias"] = draw((width,), variance, generator, dtype, vector)
     hybrid = model.placements[number - 1] == "hybrid"  # whose norms of heads learn no gains
-    mixed = model.mixers[number - 1] is not None
+    mixer = model.mixers[number - 1]
+    mixed = mixer is not None and not isinstance(mixer, ParallelMixer)
     if model.norm_affine and model.qk_norm is not None and not hybrid and not mixed:
         for name in shapes:
             if name.removeprefix(CROSS) in ("query", "key"):

@@ -22,7 +22,7 @@ from ..model.block import Block
 from ..model.embedding import Embedding
 from ..model.experts import SHARED, Experts
 from ..model.law_block import LawBlock
-from ..model.mixers import RECURRENT, Absent, LatentAttention
+from ..model.mixers import MIXER, RECURRENT, Absent, LatentAttention, ParallelMixer
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from .attention.gates import GatedHeads
@@ -33,7 +33,7 @@ from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
 from .experts.mixture import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
-from .recurrent import recurrent_parts
+from .recurrent import parallel_parts, recurrent_parts
 
 
 @functools.lru_cache(maxsize=32)
@@ -384,7 +384,7 @@ class Blocks:
         }
 
     def _linear(self, label: str, weight: str, fan_in: int, fan_out: int) -> Linear:
-        like = weight.removeprefix(SHARED)
+        like = weight.removeprefix(SHARED).removeprefix(MIXER)
         variance = getattr(self.model.layer_weights(self.number), like)
         parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
         biases = self._biases
@@ -597,6 +597,7 @@ BLOCKS: dict[type[Block], BlockParts] = {
     Experts: experts,
     LatentAttention: latent,
     **dict.fromkeys(RECURRENT, recurrent_parts),
+    ParallelMixer: parallel_parts,
     Absent: lambda parts, block: (),
 }
 """By the class of a block (`moments.model.block`). Register another by its class."""

@@ -49,6 +49,19 @@ class Section(NamedTuple):
     shared: float = 1.0
 
 
+class Inner(NamedTuple):
+    """A matrix that reads what a head makes of its input.
+
+    Attributes:
+        fan_in, fan_out: in one draw.
+        served: squared gradient of the whole matrix over that of one draw.
+    """
+
+    fan_in: int
+    fan_out: int
+    served: float
+
+
 OF_SECTION = {"mixer_norm": "value", "rate": "mixer_step", "skip": "mixer_step"}
 
 FIXED = ("decay",)
@@ -61,8 +74,9 @@ class Head(Protocol):
     Attributes:
         block: the declaration.
         sections: by the name of their matrix.
+        inner: by name.
         features: that one draw gives.
-        pairs: matrices over pairs of tokens in one draw.
+        pairs, states: matrices over pairs of tokens in one draw, and numbers that its states hold.
     """
 
     @property
@@ -72,10 +86,16 @@ class Head(Protocol):
     def sections(self) -> Mapping[str, Section]: ...
 
     @property
+    def inner(self) -> Mapping[str, Inner]: ...
+
+    @property
     def features(self) -> int: ...
 
     @property
     def pairs(self) -> int: ...
+
+    @property
+    def states(self) -> int: ...
 
     def own(self, random: np.random.Generator, draws: int) -> dict[str, Array]:
         """Parameters that multiply no input, each with draws first; as many for a row as the
@@ -113,7 +133,8 @@ class DrawnHeads:
     Args:
         head: what is drawn.
         kernel: (L, L) of the input.
-        gains: variance of pre-activations per unit of it, by section.
+        gains: variance of pre-activations per unit of it, by section; of what inner matrices make
+            per unit of what they read.
         sequences: equally long ones that the kernel holds one after the other.
         draws: how many; None: by the number of features.
     """
@@ -130,15 +151,19 @@ class DrawnHeads:
         root = _root(kernel)
         if draws is None:
             rows = sum(one.drawn for one in head.sections.values())
-            many = ENTRIES // (tokens * (head.pairs * tokens + 4 * rows))
+            many = ENTRIES // (tokens * (head.pairs * tokens + head.states + 4 * rows))
             draws = min(max(many, LEAST_DRAWS), MOST_DRAWS)
         self.draws = draws
         self.entering = {
             name: np.sqrt(gains[name]) * _rows(draws, one.drawn, tokens, name) @ root
             for name, one in head.sections.items()
         }
-        self.own = head.own(np.random.default_rng(0), draws)
-        size = max(1, AT_ONCE // (head.pairs * tokens * tokens))
+        random = np.random.default_rng(0)
+        self.own = head.own(random, draws)
+        for name, one in head.inner.items():
+            entries = random.standard_normal((draws, one.fan_in, one.fan_out))
+            self.own[name] = entries * np.sqrt(gains[name] / one.fan_in)
+        size = max(1, AT_ONCE // (tokens * (head.pairs * tokens + head.states)))
         self.parts = [slice(k, k + size) for k in range(0, draws, size)]
 
     def _given(self, part: slice) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -217,11 +242,18 @@ class DrawnHeads:
                 share = section.shared / (self.draws * section.drawn)
                 kernels[name] += _gram(one) * share
             for name, one in zip(mine, sent[len(names) :], strict=True):
-                first = name.partition(".")[0]
-                of = head.sections[OF_SECTION.get(first, first)]
-                share = of.rows / of.drawn * of.shared / self.draws
-                squares[name] += float((one * one).sum()) * share
+                squares[name] += float((one * one).sum()) * served(head, name) / self.draws
         return Back(kernels, squares)
+
+
+def served(head: Head, name: str) -> float:
+    """Squared gradient of a parameter that multiplies no input, over that of its part in a draw."""
+    first = name.partition(".")[0]
+    first = OF_SECTION.get(first, first)
+    if first in head.inner:
+        return head.inner[first].served
+    of = head.sections[first]
+    return of.rows / of.drawn * of.shared
 
 
 def _for_each(x: Array, sequences: int) -> Array:
