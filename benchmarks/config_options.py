@@ -570,6 +570,11 @@ def write_defaults(kinds: Collection[str]) -> None:
             entries = Entries(said, kind, {})
             READERS[kind].read(entries, None)
             known = {name: said.get(name) for name in sorted(entries.read - {"model_type"})}
+            sizes = "hidden_size", "num_hidden_layers", "num_attention_heads"
+            wide = {k: 2 * said[k] for k in sizes if k in said}
+            other = AutoConfig.for_model(kind, **wide).to_dict()
+            same = {name for name in known if said.get(name) == other.get(name)}
+            known = {name: was for name, was in known.items() if name in same | wide.keys()}
         # A null is what the class makes of other entries; of an object what is read is kept.
         found = {name: was if said.get(name) is None else said[name] for name, was in known.items()}
         for name, was in known.items():

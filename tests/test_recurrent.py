@@ -66,7 +66,7 @@ MIXERS: dict[str, Any] = {
     ),
     "mamba": Mamba(64, 6, 5, VARIANCE, 0.2, 1 / 64, steps=(0.1, 1.0)),
     "jamba": Mamba(
-        *(64, 16, 5, VARIANCE, 0.2, 1 / 64), inner_norm="affine", norm_epsilon=1e-3, steps=(0.5, 0.5)
+        *(64, 6, 5, VARIANCE, 0.2, 1 / 64), inner_norm="affine", norm_epsilon=1e-3, steps=(0.1, 0.1)
     ),
     "rg_lru": RGLRU(60, 3, VARIANCE, 0.1, 0.1, tap_variance=0.2),
     "parallel": ParallelMixer(

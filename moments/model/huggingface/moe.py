@@ -55,7 +55,7 @@ def _normalised(read: Entries) -> str:
     return "chosen" if read.flag("norm_topk_prob") else "all"
 
 
-def sigmoid_experts(read: Entries) -> Experts:
+def sigmoid_experts(read: Entries, name: str = "n_routed_experts") -> Experts:
     """DeepSeek-V3's and its relatives': sigmoid, groups, a factor, shared experts of one width.
 
     A token's experts are chosen by gates plus a bias, which starts at zero.
@@ -63,7 +63,7 @@ def sigmoid_experts(read: Entries) -> Experts:
     width = read.count("moe_intermediate_size")
     groups = read.count("n_group", 1)
     return Experts(
-        _count(read, "n_routed_experts", "num_local_experts"),
+        _count(read, name, "num_local_experts"),
         read.count("num_experts_per_tok"),
         d_ff=width,
         rule="sigmoid",

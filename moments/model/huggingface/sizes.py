@@ -36,6 +36,10 @@ def at_depth(entries: Mapping[str, Any], layers: int) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in READERS:
         raise unknown_name("model_type", kind, sorted(READERS))
     changed = {name: value for name, value in entries.items() if name not in _PER_LAYER}
+    pattern = READERS[kind].defaults.get("layers_block_type")
+    if pattern is not None:  # one entry for every layer, and none for how many there are
+        several = list(entries.get("layers_block_type", pattern)) * layers
+        return changed | {"layers_block_type": several[:layers]}
     names = [name for name in _LAYERS if name in READERS[kind].defaults or name in entries]
     if not names:
         raise domain_error("model_type", kind, "a family with an entry for its depth")

@@ -1,0 +1,245 @@
+"""Decoders whose layers have attention, a recurrence, or both."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ...errors import domain_error
+from ..experts import Experts
+from ..mixers import Absent, GatedDeltaNet, Mamba2, ParallelMixer
+from ..transformer import Transformer
+from ..weights import Weights
+from .entries import Entries
+from .family import Family, causal_head
+from .latent import latent_attention
+from .llama import _FULL, _decoder, _granite
+from .moe import routed, sigmoid_experts, softmax_experts
+from .recurrent import (
+    _LINEAR,
+    _mixed,
+    mamba2_block,
+    mamba_block,
+    rescaled_output,
+    step_range,
+)
+
+_NAMES = {"mamba": _LINEAR, "attention": _FULL}
+"""Of kinds of layers, before transformers 5."""
+
+
+def _granitemoehybrid(read: Entries, seq_len: int | None) -> Transformer:
+    """Granite's multipliers, Mamba-2 or attention in every layer, experts beside a dense block."""
+    layers, shared = read.layers("num_hidden_layers"), read.count("shared_intermediate_size")
+    given = read("layer_types", None) or read("layers_block_type", [_LINEAR] * layers)
+    kinds = [_NAMES.get(kind, kind) for kind in given]
+    turned = read("position_embedding_type", None) == "rope"
+    experts: dict[str, Any] = {"d_ff": shared}
+    if int(read("num_local_experts")) > 0:
+        experts = {"ffn": routed(read, softmax_experts(read, shared=shared))}
+    return _granite(
+        read,
+        seq_len,
+        biased=("attention_bias",),
+        mixer=_mixed(read, kinds, {_LINEAR: mamba2_block(read)}),
+        rotary=read.rotary() if turned else None,
+        **experts,
+    )
+
+
+def _nemotron_h(read: Entries, seq_len: int | None) -> Transformer:
+    """One block a layer: Mamba-2, attention without positions, a dense block or experts."""
+    for name in ("use_bias", "mamba_proj_bias"):
+        read.refuse(name, False, "biases of a mixer's matrices")
+    read.expect("tie_word_embeddings", False, "the module has a matrix of its own for its logits")
+    read.expect("mamba_hidden_act", "silu", "SiLU is assumed behind the convolution")
+    named = {"M": _LINEAR, "*": _FULL, "-": "mlp", "E": "moe"}
+    pattern, given = read("hybrid_override_pattern", None), read("layer_types", None)
+    if given is None and pattern is not None and not read.has("layers_block_type"):
+        given = [named.get(letter, letter) for letter in pattern]
+    kinds = [_NAMES.get(kind, kind) for kind in given or read("layers_block_type")]
+    if not set(kinds) <= set(named.values()):
+        raise domain_error("layers_block_type", kinds, f"of {', '.join(named.values())}")
+    read.read.add("num_hidden_layers")  # the pattern's length, whatever it says
+    read = read.replaced(num_hidden_layers=len(kinds), tie_word_embeddings=False)
+    variance, heads = read.variance(), read.count("mamba_num_heads")
+    inner, activation = heads * read.count("mamba_head_dim"), read.activation("mlp_hidden_act")
+    block = Mamba2(
+        *(heads, read.count("mamba_head_dim"), read.count("ssm_state_size"), variance, variance),
+        groups=read.count("n_groups"),
+        kernel=read.count("conv_kernel"),
+        tap_variance=variance,
+        tap_distribution="normal",
+        tap_bias=read.flag("use_conv_bias"),
+        steps=step_range(read),
+        norm_epsilon=read.number("layer_norm_epsilon"),
+        least_step=read.positive("time_step_min"),
+    )
+    experts = None
+    if "moe" in kinds:
+        read.refuse("moe_latent_size", None, "experts between two matrices of their own")
+        width = read.count("moe_shared_expert_intermediate_size")
+        experts = sigmoid_experts(read).replace(shared=width)
+        routed(read, experts)
+    ffns: dict[str, Any] = {"mlp": None, "moe": experts}
+    mixers: dict[str, Any] = {_FULL: None, _LINEAR: block}
+    rescaled = rescaled_output(read, inner) if read.flag("rescale_prenorm_residual") else variance
+    output = [rescaled if kind == _LINEAR else variance for kind in kinds]
+    return _decoder(
+        read,
+        seq_len,
+        epsilon="layer_norm_epsilon",
+        activation=activation,
+        gated=False,
+        rotary=None,
+        biases=read.biases(("ffn_in", "ffn_out") if read.flag("mlp_bias") else ()),
+        weights=Weights.normal(variance).replace(output=output),
+        embedding={"padding_id": None},
+        mixer=[mixers.get(kind, Absent()) for kind in kinds],
+        ffn=[ffns.get(kind, Absent()) for kind in kinds],
+    )
+
+
+def _falcon_h1(read: Entries, seq_len: int | None) -> Transformer:
+    """Mamba-2 and attention of the same tokens in every layer, with multipliers everywhere."""
+    read.refuse("projectors_bias", False, "biases of a mixer's matrices")
+    width = None if read.null("mamba_d_ssm") else read.count("mamba_d_ssm")
+    several = read("ssm_multipliers", [1.0] * 5)
+    gate, down = read("mlp_multipliers", [1.0] * 2)
+    entering, reading = read.number("ssm_in_multiplier"), read.number("attention_in_multiplier")
+    mixer = mamba2_block(
+        read,
+        width,
+        norm=read.flag("mamba_rms_norm"),
+        norm_before_gate=read.flag("mamba_norm_before_gate"),
+        multipliers=tuple(entering * one for one in several),
+    )
+    both = ParallelMixer(
+        mixer,
+        reading * read.number("attention_out_multiplier"),
+        read.number("ssm_out_multiplier"),
+    )
+    if gate != 1.0:
+        meaning = "it is part of the gate's matrix, whose squared gradient is its square as large"
+        read.leave_out("mlp_multipliers", [gate, down], meaning)
+    variance, epsilon = read.variance(), read.number("rms_norm_eps")
+    scale = read.number("lm_head_multiplier")
+    return _decoder(
+        read,
+        seq_len,
+        biased=("attention_bias", "mlp_bias"),
+        temperature=1 / (read.positive("key_multiplier") * reading**2),
+        weights=Weights.normal(variance).replace(gate=variance * gate**2),
+        branch_scale=[[1.0, down]] * read.layers("num_hidden_layers"),
+        embedding={"scale": read.number("embedding_multiplier")},
+        head=causal_head(read, variance, epsilon, output_scale=scale),
+        mixer=both,
+    )
+
+
+def _jamba(read: Entries, seq_len: int | None) -> Transformer:
+    """Mamba with norms inside, attention without positions, experts in every second layer."""
+    read.refuse("mamba_proj_bias", False, "biases of a mixer's matrices")
+    layers, variance = range(read.layers("num_hidden_layers")), read.variance()
+    names = {"rank": "mamba_dt_rank", "expand": "mamba_expand", "state": "mamba_d_state"}
+    block = mamba_block(
+        read,
+        names | {"kernel": "mamba_d_conv", "tap_bias": "mamba_conv_bias"},
+        tap_variance=variance,
+        tap_distribution="normal",
+        steps=(math.log(2), math.log(2)),  # softplus(0)
+        inner_norm="affine",
+        norm_epsilon=read.number("rms_norm_eps"),
+    )
+    attends, chosen = (
+        [n for n in layers if n % read.count(f"{of}_period") == read(f"{of}_offset")]
+        for of in ("attn_layer", "expert_layer")
+    )
+    experts: Experts | None = None
+    if read.count("num_experts") > 1:
+        experts = softmax_experts(read, "num_experts", "num_local_experts", normalised="all")
+    return _decoder(
+        read,
+        seq_len,
+        biases=None,
+        rotary=None,
+        mixer=[None if number in attends else block for number in layers],
+        ffn=None if experts is None else routed(read, experts, chosen),
+    )
+
+
+def _kimi_linear(read: Entries, seq_len: int | None) -> Transformer:
+    """Kimi's delta attention, latent attention without positions, experts."""
+    values = {new: read(old, None) for old, new in _KIMI.items() if not read.has(new)}
+    read = read.replaced(**values)
+    layers, variance = read.layers("num_hidden_layers"), read.variance()
+    own = read("linear_attn_config", {})
+    names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+    names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
+    width, heads, kernel = (own.get(k) or read.count(name) for k, name in names.items())
+    usual = [_FULL if n and n % 4 == 0 else _LINEAR for n in range(layers)]
+    if "kda_layers" in own and "full_attn_layers" in own:
+        usual = [_FULL if n + 1 in own["full_attn_layers"] else _LINEAR for n in range(layers)]
+    block = GatedDeltaNet(
+        *(heads, heads, width, width, variance, variance, variance),
+        kernel=kernel,
+        tap_variance=variance,
+        rates=(1.0, 16.0),
+        steps=(1e-3, 1e-1),
+        norm_epsilon=read.number("rms_norm_eps"),
+        decay="channel",
+        gate="sigmoid",
+        rank=width,
+    )
+    mixers = _mixed(read, read("layer_types", None) or usual, {_LINEAR: block})
+    latent = latent_attention(read, variance)
+    dense = read("first_k_dense_replace", 1)
+    kinds = read("mlp_layer_types", None) or ["dense"] * dense + ["sparse"] * (layers - dense)
+    chosen = [number for number, kind in enumerate(kinds) if kind == "sparse"]
+    return _decoder(
+        read,
+        seq_len,
+        biases=None,
+        rotary=None,
+        d_head=read.count("qk_rope_head_dim"),
+        kv_heads=read.count("num_attention_heads"),
+        mixer=[latent if one is None else one for one in mixers],
+        ffn=routed(read, sigmoid_experts(read, "num_local_experts"), chosen),
+    )
+
+
+_KIMI = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""Names of entries in released configs, and those of transformers' class."""
+_USUAL = {"moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "mla_use_nope": True}
+_USUAL |= dict.fromkeys(("use_grouped_topk", "head_dim", "qk_head_dim", "rope_theta"), ...)
+_USUAL |= dict.fromkeys(("rope_parameters", "rope_scaling"), ...)  # no positions
+_BALANCE = {"router_aux_loss_coef": ..., "num_logits_to_keep": ...}
+_KERNELS = {"use_mamba_kernels": ..., "use_mambapy": ..., "use_associative_scan": ...}
+_NEXT = {"num_nextn_predict_layers": ..., "mtp_layers_block_type": ...}  # not built
+_NEXT |= {"mtp_hybrid_override_pattern": ...}
+FAMILIES = {
+    kind: Family(read, f"{module}ForCausalLM", "causal", _BALANCE | usual)
+    for kind, read, module, usual in (
+        ("granitemoehybrid", _granitemoehybrid, "GraniteMoeHybrid", {"mamba_chunk_size": ...}),
+        (
+            "nemotron_h",
+            _nemotron_h,
+            "NemotronH",
+            _KERNELS
+            | _NEXT
+            | {"chunk_size": ..., "mamba_ssm_cache_dtype": ..., "residual_in_fp32": ...}
+            | {"expand": ..., "hidden_dropout": ..., "moe_shared_expert_overlap": ...}
+            | {"sliding_window": ..., "attention_bias": ..., "time_step_limit": ...},
+        ),
+        ("falcon_h1", _falcon_h1, "FalconH1", {"mamba_chunk_size": ...}),
+        ("jamba", _jamba, "Jamba", _KERNELS),
+        ("kimi_linear", _kimi_linear, "KimiLinear", _USUAL),
+    )
+}
