@@ -22,7 +22,7 @@ from moments.model.huggingface.sizes import sized_config
 STORE = Path(__file__).parent / "data" / "recurrent_families.json"
 KINDS = ("lfm2", "mamba2", "qwen3_next", "bamba", "minimax")
 HYBRIDS = ("granitemoehybrid", "nemotron_h", "falcon_h1", "jamba", "kimi_linear")
-HYBRIDS += ("mamba", "falcon_mamba", "recurrent_gemma")
+HYBRIDS += ("mamba", "falcon_mamba", "recurrent_gemma", "gemma4_text")
 LENGTH, LAYERS, DRAWS = 16, 2, 48
 _DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -64,6 +64,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 16, "time_step_rank": 4},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "num_key_value_heads": 1}
     | {"attention_window_size": 8, "lru_width": 64, "w_init_variance_scale": 0.2},
+    "gemma4_text": {"head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2}
+    | {"sliding_window": 8, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_next": _DELTA
     | _EXPERTS
     | {"linear_num_value_heads": 16, "num_key_value_heads": 2, "head_dim": 16}
@@ -204,6 +207,17 @@ ROLES: dict[str, dict[str, str]] = {
         "up_proj": "ffn_in",
         "down_proj": "ffn_out",
         "lm_head": "head",
+    },
+    "gemma4_text": {
+        "q_proj": "query",
+        "k_proj": "key",
+        "v_proj": "value",
+        "o_proj": "output",
+        "gate_proj": "gate",
+        "up_proj": "ffn_in",
+        "down_proj": "ffn_out",
+        "q_norm": "query.norm.gain",
+        "k_norm": "key.norm.gain",
     },
     "mamba": _MAMBA,
     "falcon_mamba": _MAMBA,

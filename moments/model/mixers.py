@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .transformer import Transformer
 
 Shapes = dict[str, tuple[int, int]]
+QK_NORMS = (None, "rmsnorm", "layernorm", "rmsnorm-all", "layernorm-all")
 MIXER = "mixer_"
 """Begins the names of a mixer's matrices that attention has too, where both are in a layer."""
 
@@ -439,6 +440,48 @@ class RGLRU(_Mixer):
 
 
 @dataclass(frozen=True)
+class LayerAttention(Block):
+    """Attention that differs from the model's in this layer; what is None is as there.
+
+    Attributes:
+        d_head, kv_heads, qk_norm: as of a Transformer.
+        qk_gains: whether norms of queries and keys have gains, where the model's norms have.
+        value_norm: whether every head's values are over their root mean square, too (Gemma 4).
+    """
+
+    kind: ClassVar[str] = "attention"
+    places: ClassVar[tuple[str, ...]] = ("mixer",)
+
+    d_head: int | None = None
+    kv_heads: int | None = None
+    qk_norm: str | None = None
+    qk_gains: bool = True
+    value_norm: bool = False
+
+    def __post_init__(self) -> None:
+        settle(self, ("d_head", "kv_heads"), check_count)
+        settle(self, ("qk_gains", "value_norm"), check_flag)
+        check_choice("qk_norm", self.qk_norm, QK_NORMS)
+
+    def check(self, model: Transformer) -> None:
+        if self.value_norm and (self.qk_norm or model.qk_norm) != "rmsnorm":
+            given = self.qk_norm or model.qk_norm
+            raise domain_error("qk_norm", given, "'rmsnorm' where values are normalised")
+        if self.value_norm and model.attention_gate is not None:
+            allowed = "None where values are normalised"
+            raise domain_error("attention_gate", model.attention_gate, allowed)
+
+    def shapes(self, model: Transformer) -> Shapes:
+        return model.attention_shapes(self.d_head, self.kv_heads)
+
+    def applied(self, model: Transformer) -> Transformer:
+        """A model whose attention is this one in all layers."""
+        fields = {k: getattr(self, k) for k in ("d_head", "kv_heads", "qk_norm")}
+        given: dict[str, Any] = {name: one for name, one in fields.items() if one is not None}
+        return model.replace(mixer=None, norm_affine=model.norm_affine and self.qk_gains, **given)
+
+
+@dataclass(frozen=True)
 class ParallelMixer(Block):
     """Attention, as the model declares it, and a mixer that read the same tokens (Falcon-H1).
 
@@ -477,7 +520,7 @@ class ParallelMixer(Block):
 
     def shapes(self, model: Transformer) -> Shapes:
         mixer = {self.named(name): shape for name, shape in self.mixer.shapes(model).items()}
-        return model.attention_shapes | mixer
+        return model.attention_shapes() | mixer
 
     def variances(self, model: Transformer) -> dict[str, float]:
         return self.mixer.variances(model)

@@ -263,15 +263,16 @@ class Transformer:
             dense["gate"] = (d_model, d_ff)
         mixer, ffn = self.mixers[layer - 1], self.ffns[layer - 1]
         return (
-            self.attention_shapes if mixer is None else mixer.shapes(self),
+            self.attention_shapes() if mixer is None else mixer.shapes(self),
             dense if ffn is None else ffn.shapes(self),
         )
 
-    @property
-    def attention_shapes(self) -> dict[str, tuple[int, int]]:
-        """Of attention's matrices, as the fields say."""
-        d_model, d_head = self.d_model, self.d_head or 0
-        heads, shared = self.heads * d_head, (self.kv_heads or self.heads) * d_head
+    def attention_shapes(
+        self, d_head: int | None = None, kv_heads: int | None = None
+    ) -> dict[str, tuple[int, int]]:
+        """Of attention's matrices, as the fields or these arguments say."""
+        d_model, d_head = self.d_model, d_head or self.d_head or 0
+        heads, shared = self.heads * d_head, (kv_heads or self.kv_heads or self.heads) * d_head
         attention = {
             "query": (d_model, heads),
             "key": (d_model, shared),

@@ -22,7 +22,7 @@ from ..model.block import Block
 from ..model.embedding import Embedding
 from ..model.experts import SHARED, Experts
 from ..model.law_block import LawBlock
-from ..model.mixers import MIXER, RECURRENT, Absent, LatentAttention, ParallelMixer
+from ..model.mixers import MIXER, RECURRENT, Absent, LatentAttention, LayerAttention, ParallelMixer
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from .attention.gates import GatedHeads
@@ -592,11 +592,22 @@ def latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
     return LatentHeads(heads, block, model.norm_affine), projection
 
 
+def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ...]:
+    """Attention with fields of its own."""
+    alone = dataclasses.replace(parts, model=block.applied(parts.model))
+    heads, *rest, _ = alone.attention().components  # without dropout, which every block has
+    if block.value_norm:
+        assert isinstance(heads, SelfAttention)
+        heads = NormalizedAttention(heads)
+    return heads, *rest
+
+
 BLOCKS: dict[type[Block], BlockParts] = {
     LawBlock: by_law,
     Experts: experts,
     LatentAttention: latent,
     **dict.fromkeys(RECURRENT, recurrent_parts),
+    LayerAttention: layer_attention,
     ParallelMixer: parallel_parts,
     Absent: lambda parts, block: (),
 }

@@ -49,7 +49,7 @@ _BEYOND = {
     "one layer's weights shared by all layers": "albert",
     "cross-attention in a Post-LN decoder with a position table of its own": "bart",
     "sparse attention": "big_bird led longformer longt5",
-    "pictures and text in one model": "clip gemma3 llama4",
+    "pictures and text in one model": "clip",
     "convolutions": "convnext",
     "logits of relative positions": "deberta",
     "queries, keys and values that are clipped": "dbrx",
@@ -71,7 +71,6 @@ REFUSED = {kind: feature for feature, kinds in _BEYOND.items() for kind in kinds
 _RELATIVES = {
     "bert": "bart deberta layoutlm megatron-bert modernbert mpnet rembert roformer",
     "bloom": "mpt",
-    "gemma2": "gemma3",
     "gpt2": "ctrl gpt-sw3 gpt_bigcode openai-gpt",
     "gpt_neox": "gpt_neox_japanese",
     "gptj": "codegen",

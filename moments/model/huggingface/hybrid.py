@@ -7,13 +7,14 @@ from typing import Any
 
 from ...errors import domain_error
 from ..experts import Experts
-from ..mixers import Absent, GatedDeltaNet, Mamba2, ParallelMixer
+from ..mixers import Absent, GatedDeltaNet, LayerAttention, Mamba2, ParallelMixer
+from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Weights
 from .entries import Entries
 from .family import Family, causal_head
 from .latent import latent_attention
-from .llama import _FULL, _decoder, _granite
+from .llama import _FULL, _SLIDING, _decoder, _granite
 from .moe import routed, sigmoid_experts, softmax_experts
 from .recurrent import (
     _LINEAR,
@@ -23,6 +24,7 @@ from .recurrent import (
     rescaled_output,
     step_range,
 )
+from .relatives import _kinds, _windows
 
 _NAMES = {"mamba": _LINEAR, "attention": _FULL}
 """Of kinds of layers, before transformers 5."""
@@ -208,6 +210,60 @@ def _kimi_linear(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
+def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
+    """Gemma 3 with values normalised too, undivided logits, and full layers of other widths."""
+    experts = "experts and a dense block behind norms of their own"
+    read.refuse("enable_moe_block", False, experts)
+    read.refuse("hidden_size_per_layer_input", 0, "an embedding that every layer reads anew")
+    read.refuse("num_kv_shared_layers", 0, "keys and values of another layer")
+    if (given := read("use_bidirectional_attention", None)) == "all":
+        read.leave_out("use_bidirectional_attention", given, "a causal mask is assumed")
+    kinds = _kinds(read, 6)
+    kinds[-1] = _FULL  # as the module makes it
+    wide, shared = read.count("global_head_dim", 512), read("num_global_key_value_heads", None)
+    alike = read.flag("attention_k_eq_v")
+    if alike:
+        meaning = "full layers' keys and values are drawn apart; of the one matrix that they are, "
+        meaning += "the squared gradient is the sum of both"
+        read.leave_out("attention_k_eq_v", True, meaning)
+    else:
+        shared = None
+    layers = {int(n): of for n, of in read("per_layer_config", {}).items()}
+    own = {n: layers.get(n, {}) for n, kind in enumerate(kinds) if kind == _FULL}
+    width, mixers, temperatures = read.count("head_dim"), [], []
+    for number in range(len(kinds)):
+        head = own[number].get("head_dim", wide) if number in own else width
+        several = own[number].get("num_key_value_heads", shared) if number in own else None
+        mixers.append(LayerAttention(head, several, "rmsnorm", value_norm=True))
+        temperatures.append(head**-0.5)
+    given = read.rope()
+    usual = {_FULL: Rotary(0.25, 1e6), _SLIDING: Rotary(1.0, 1e4)}
+    rotaries = {}
+    for kind, one in usual.items():
+        of = given.get(kind) or {}
+        part = float(of.get("partial_rotary_factor", one.fraction if not of else 1.0))
+        # slowed as of all features, of which a part is turned
+        rotaries[kind] = Rotary(part, float(of.get("rope_theta", one.base)) ** part)
+        if of.get("rope_type", "default") not in ("default", "proportional") or "factor" in of:
+            read.leave_out("rope_parameters", of, "unscaled rotary frequencies are assumed")
+    variance, epsilon = read.variance(), read.number("rms_norm_eps")
+    cap = None
+    if read("final_logit_softcapping", None) is not None:
+        cap = read.cap("final_logit_softcapping")
+    return _decoder(
+        read,
+        seq_len,
+        activation=read.activation("hidden_activation"),
+        norm="sandwich",
+        rotary=[rotaries[kind] for kind in kinds],
+        temperature=temperatures,
+        window=_windows(read, kinds, seq_len),
+        embedding={"scale": math.sqrt(read.count("hidden_size"))},
+        head=causal_head(read, variance, epsilon, logit_softcap=cap),
+        mixer=mixers,
+    )
+
+
 _KIMI = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -220,6 +276,8 @@ _KIMI = {
 _USUAL = {"moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "mla_use_nope": True}
 _USUAL |= dict.fromkeys(("use_grouped_topk", "head_dim", "qk_head_dim", "rope_theta"), ...)
 _USUAL |= dict.fromkeys(("rope_parameters", "rope_scaling"), ...)  # no positions
+_GEMMA4 = {"vocab_size_per_layer_input": ..., "use_double_wide_mlp": ..., "num_experts": ...}
+_GEMMA4 |= {"top_k_experts": ..., "moe_intermediate_size": ...}  # of what is refused
 _BALANCE = {"router_aux_loss_coef": ..., "num_logits_to_keep": ...}
 _KERNELS = {"use_mamba_kernels": ..., "use_mambapy": ..., "use_associative_scan": ...}
 _NEXT = {"num_nextn_predict_layers": ..., "mtp_layers_block_type": ...}  # not built
@@ -238,6 +296,7 @@ FAMILIES = {
             | {"expand": ..., "hidden_dropout": ..., "moe_shared_expert_overlap": ...}
             | {"sliding_window": ..., "attention_bias": ..., "time_step_limit": ...},
         ),
+        ("gemma4_text", _gemma4, "Gemma4", _GEMMA4),
         ("falcon_h1", _falcon_h1, "FalconH1", {"mamba_chunk_size": ...}),
         ("jamba", _jamba, "Jamba", _KERNELS),
         ("kimi_linear", _kimi_linear, "KimiLinear", _USUAL),
