@@ -60,8 +60,8 @@ SMALL: dict[str, dict[str, Any]] = {
     | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "initializer_range": 0.06}
     | {"kv_lora_rank": 40, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16}
     | {"num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
-    "mamba": {"state_size": 16, "time_step_rank": 4},
-    "falcon_mamba": {"state_size": 16, "time_step_rank": 4},
+    "mamba": {"state_size": 16, "time_step_rank": 4, "tie_word_embeddings": False},
+    "falcon_mamba": {"state_size": 16, "time_step_rank": 4, "tie_word_embeddings": False},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "num_key_value_heads": 1}
     | {"attention_window_size": 8, "lru_width": 64, "w_init_variance_scale": 0.2},
     "gemma4_text": {"head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2}

@@ -122,8 +122,10 @@ def _falcon_h1(read: Entries, seq_len: int | None) -> Transformer:
         read.number("ssm_out_multiplier"),
     )
     if gate != 1.0:
-        meaning = "it is part of the gate's matrix, whose squared gradient is its square as large"
-        read.leave_out("mlp_multipliers", [gate, down], meaning)
+        read.notes.append(
+            f"mlp_multipliers = {[gate, down]}: the first is in the variance of the gate's matrix, "
+            f"of which the module's own has {gate * gate:.3g} of the squared gradient"
+        )
     variance, epsilon = read.variance(), read.number("rms_norm_eps")
     scale = read.number("lm_head_multiplier")
     return _decoder(
@@ -223,9 +225,10 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
     wide, shared = read.count("global_head_dim", 512), read("num_global_key_value_heads", None)
     alike = read.flag("attention_k_eq_v")
     if alike:
-        meaning = "full layers' keys and values are drawn apart; of the one matrix that they are, "
-        meaning += "the squared gradient is the sum of both"
-        read.leave_out("attention_k_eq_v", True, meaning)
+        read.notes.append(
+            "attention_k_eq_v = True: full layers' keys and values are drawn apart; of the one "
+            "matrix that they are the squared gradient is about the sum of both"
+        )
     else:
         shared = None
     layers = {int(n): of for n, of in read("per_layer_config", {}).items()}
@@ -273,32 +276,59 @@ _KIMI = {
     "num_shared_experts": "n_shared_experts",
 }
 """Names of entries in released configs, and those of transformers' class."""
-_USUAL = {"moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "mla_use_nope": True}
-_USUAL |= dict.fromkeys(("use_grouped_topk", "head_dim", "qk_head_dim", "rope_theta"), ...)
-_USUAL |= dict.fromkeys(("rope_parameters", "rope_scaling"), ...)  # no positions
-_GEMMA4 = {"vocab_size_per_layer_input": ..., "use_double_wide_mlp": ..., "num_experts": ...}
-_GEMMA4 |= {"top_k_experts": ..., "moe_intermediate_size": ...}  # of what is refused
 _BALANCE = {"router_aux_loss_coef": ..., "num_logits_to_keep": ...}
 _KERNELS = {"use_mamba_kernels": ..., "use_mambapy": ..., "use_associative_scan": ...}
-_NEXT = {"num_nextn_predict_layers": ..., "mtp_layers_block_type": ...}  # not built
-_NEXT |= {"mtp_hybrid_override_pattern": ...}
+
+
+def _none(*names: str) -> dict[str, Any]:
+    """Entries that no line of the module reads, or that say how it is computed."""
+    return dict.fromkeys(names, ...)
+
+
+_POSITIONS = _none("rope_theta", "rope_scaling", "rope_parameters")  # of layers without any
 FAMILIES = {
     kind: Family(read, f"{module}ForCausalLM", "causal", _BALANCE | usual)
     for kind, read, module, usual in (
-        ("granitemoehybrid", _granitemoehybrid, "GraniteMoeHybrid", {"mamba_chunk_size": ...}),
+        (
+            "granitemoehybrid",
+            _granitemoehybrid,
+            "GraniteMoeHybrid",
+            _POSITIONS
+            | _none("mamba_chunk_size", "init_method")
+            | {"normalization_function": "rmsnorm"},
+        ),
         (
             "nemotron_h",
             _nemotron_h,
             "NemotronH",
             _KERNELS
-            | _NEXT
-            | {"chunk_size": ..., "mamba_ssm_cache_dtype": ..., "residual_in_fp32": ...}
-            | {"expand": ..., "hidden_dropout": ..., "moe_shared_expert_overlap": ...}
-            | {"sliding_window": ..., "attention_bias": ..., "time_step_limit": ...},
+            | _none("num_nextn_predict_layers", "mtp_layers_block_type")
+            | _none("mtp_hybrid_override_pattern", "chunk_size", "mamba_ssm_cache_dtype")
+            | _none("residual_in_fp32", "expand", "hidden_dropout", "moe_shared_expert_overlap")
+            | _none("sliding_window", "attention_bias", "time_step_limit", "attention_head_dim")
+            | _none("num_query_groups", "rms_norm_eps", "time_step_rank"),
         ),
-        ("gemma4_text", _gemma4, "Gemma4", _GEMMA4),
-        ("falcon_h1", _falcon_h1, "FalconH1", {"mamba_chunk_size": ...}),
-        ("jamba", _jamba, "Jamba", _KERNELS),
-        ("kimi_linear", _kimi_linear, "KimiLinear", _USUAL),
+        (
+            "falcon_h1",
+            _falcon_h1,
+            "FalconH1",
+            _none("mamba_chunk_size", "mlp_expansion_factor") | {"mamba_use_mlp": True},
+        ),
+        (
+            "gemma4_text",
+            _gemma4,
+            "Gemma4",
+            _none("vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts")
+            | _none("top_k_experts", "moe_intermediate_size"),  # of what is refused
+        ),
+        ("jamba", _jamba, "Jamba", _KERNELS | _none("n_ctx") | {"mamba_inner_layernorms": True}),
+        (
+            "kimi_linear",
+            _kimi_linear,
+            "KimiLinear",
+            _POSITIONS
+            | _none("use_grouped_topk", "head_dim", "qk_head_dim", "num_nextn_predict_layers")
+            | {"moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "mla_use_nope": True},
+        ),
     )
 }

@@ -299,7 +299,13 @@ _IRRELEVANT = {
 }
 """Of Mamba-2: how it is computed, and an entry that nothing reads."""
 _COMPUTED = {"residual_in_fp32": ..., "use_mambapy": ..., "use_associative_scan": ...}
-_COMPUTED |= {"intermediate_size": ...}
+_COMPUTED |= dict.fromkeys(("intermediate_size", "d_inner", "d_model", "n_layer"), ...)
+_COMPUTED |= {
+    "fused_add_norm": ...,
+    "pad_vocab_size_multiple": ...,
+    "rms_norm": True,
+    "ssm_cfg": {},
+}
 
 
 def _minimax(read: Entries, seq_len: int | None) -> Transformer:
@@ -367,7 +373,12 @@ FAMILIES: dict[str, Family] = {
     "minimax": Family(
         _minimax, "MiniMaxForCausalLM", "causal", {"router_aux_loss_coef": ..., "block_size": ...}
     ),
-    "recurrent_gemma": Family(_recurrent_gemma, "RecurrentGemmaForCausalLM", "causal"),
+    "recurrent_gemma": Family(
+        _recurrent_gemma,
+        "RecurrentGemmaForCausalLM",
+        "causal",
+        {"final_w_init_variance_scale": ..., "head_dim": ..., "embeddings_scale_by_sqrt_dim": True},
+    ),
     "qwen3_next": Family(
         _qwen3_next, "Qwen3NextForCausalLM", "causal", {"router_aux_loss_coef": ...}
     ),

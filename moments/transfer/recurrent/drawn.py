@@ -151,7 +151,8 @@ class DrawnHeads:
         root = _root(kernel)
         if draws is None:
             rows = sum(one.drawn for one in head.sections.values())
-            many = ENTRIES // (tokens * (head.pairs * tokens + head.states + 4 * rows))
+            # states pass in one sweep over tokens, for the time of an eighth of their numbers
+            many = ENTRIES // (tokens * (head.pairs * tokens + head.states // 8 + 4 * rows))
             draws = min(max(many, LEAST_DRAWS), MOST_DRAWS)
         self.draws = draws
         self.entering = {
