@@ -31,6 +31,9 @@ AT_ONCE = 1 << 21
 FORGOTTEN = 0.1
 """Part of a state that is left a token later, below which it is forgotten."""
 
+TINY = 1e-300
+"""Below which a token has no size to vary."""
+
 RARE = 0.3
 """Share of the norm's mean gain that one draw in a hundred may have without a note."""
 
@@ -180,9 +183,10 @@ class DrawnHeads:
             leaving = run(*entering.values(), *own.values())
             total = total + _gram(leaving)
             squares.append(np.mean(leaving * leaving, -1))
-        apart = np.concatenate(squares)
-        value = self.head.sections["value"]
-        self.norms = np.cov(apart.T, ddof=0) * (value.drawn / value.rows)
+        apart, value = np.concatenate(squares), self.head.sections["value"]
+        self.part = 1.0 if "key" in self.head.inner else value.drawn / value.rows
+        self.norms = np.cov(apart.T, ddof=0) * self.part
+        self.sizes = 1.0 + self.part * (apart / np.maximum(apart.mean(0), TINY) - 1.0)
         return total / (self.draws * self.head.features)
 
     @property
@@ -220,9 +224,17 @@ class DrawnHeads:
             )
         return tuple(found)
 
-    def backward(self, received: Array) -> Back:
-        """Of the (L, L) gradient per feature of what leaves."""
+    def backward(self, received: Array, response: Array = 0.0, radial: Array = 1.0) -> Back:
+        """Of the (L, L) gradient per feature of what leaves, behind `forward`.
+
+        Args:
+            response, radial: (L,) of the gradient (`Gradient.norm_response`, `.radial`): draws that
+                give much receive little, and less along what they give.
+        """
         head, root = self.head, _root(received)
+        lost = 1.0 - np.sqrt(1.0 - (1.0 - np.broadcast_to(radial, len(received))) * self.part)
+        weights = 1.0 / (1.0 + response * (self.sizes - 1.0))
+        weights = np.sqrt(weights / weights.mean(0))[..., None]
         rows = _rows(self.draws, head.features, len(received), "gradient")
         kernels = {name: np.zeros_like(received) for name in head.sections}
         squares = {name: 0.0 for name in self.own if name not in FIXED}
@@ -236,8 +248,11 @@ class DrawnHeads:
                 {name: own[name] for name in own if name in FIXED},
                 self.sequences,
             )
-            _, pull = pullback(run, *entering.values(), *(own[name] for name in mine))
-            sent = pull(np.swapaxes(rows[part] @ root, 1, 2))
+            value, pull = pullback(run, *entering.values(), *(own[name] for name in mine))
+            arriving = np.swapaxes(rows[part] @ root, 1, 2) * weights[part]
+            squares_of = np.maximum(np.sum(value * value, -1, keepdims=True), TINY)
+            along = np.sum(arriving * value, -1, keepdims=True) / squares_of
+            sent = pull(arriving - lost[:, None] * along * value)
             for name, one in zip(names, sent, strict=False):
                 section = head.sections[name]
                 share = section.shared / (self.draws * section.drawn)

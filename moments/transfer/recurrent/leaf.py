@@ -134,7 +134,11 @@ class _Way:
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, shape = self.leaf, np.shape(self.tokens.pairs)
         received = np.broadcast_to(gradient.kernel.pairs, shape).reshape(-1, *shape[-2:])
-        backs = [law.backward(one) for law, one in zip(self.laws, received, strict=True)]
+        known = (
+            np.broadcast_to(one, shape[:-1]).reshape(-1, shape[-1])
+            for one in (gradient.norm_response, gradient.radial)
+        )
+        backs = [law.backward(*of) for *of, law in zip(received, *known, self.laws, strict=True)]
         sent = [
             sum(
                 one.kernels[of.name] * (of.rows * of.variance)
