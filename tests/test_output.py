@@ -300,7 +300,7 @@ def test_tokens_alike_average_over_texts(tied: bool, loss: str) -> None:
         assert found.gradient is not None
         losses.append(float(found.loss))
         singles.append(float(found.gradient.kernel.mean_diagonal()))
-        pairs.append(float(found.gradient.kernel.mean_pairs()))
+        pairs.append(float(found.gradient.kernel.mean_off_diagonal()))
     assert predicted.gradient is not None
     agree(predicted.loss, losses, 0.001)
     agree(predicted.gradient.kernel.diagonal, singles, 0.003)
@@ -322,7 +322,7 @@ def test_unknown_text_by_token_averages_to_tokens_alike() -> None:
     assert resolved.gradient is not None
     one, other = alike.gradient.kernel, resolved.gradient.kernel
     assert other.mean_diagonal() == pytest.approx(one.diagonal, rel=1e-9)
-    assert other.mean_pairs() == pytest.approx(one.pairs, rel=1e-9)
+    assert other.mean_off_diagonal() == pytest.approx(one.pairs, rel=1e-9)
     assert other.diagonal[-1] == 0  # the last token predicts nothing
 
 

@@ -200,10 +200,10 @@ def test_every_position_a_class_is_attention_by_token(monkeypatch: pytest.Monkey
     expected = by_token.backward(gradient)
     found = by_class.backward(np.diag(gradient).copy(), np.full((length, length), 0.05))
     for name in ("value", "query", "key"):
-        own_part, pair_part = getattr(found, name)
+        diagonal_factor, pair_part = getattr(found, name)
         matrix = getattr(expected, name)
         size = np.abs(np.diag(matrix)).max()
-        np.testing.assert_allclose(own_part, np.diag(matrix), rtol=3e-4, atol=3e-5 * size)
+        np.testing.assert_allclose(diagonal_factor, np.diag(matrix), rtol=3e-4, atol=3e-5 * size)
         np.testing.assert_allclose(pair_part[off], matrix[off], rtol=2e-3, atol=3e-5 * size)
 
 
@@ -245,8 +245,10 @@ def test_two_documents_are_attention_by_token_of_both(monkeypatch: pytest.Monkey
         for name in ("value", "query", "key"):
             matrix = getattr(paths, name)[:length, block]
             size = np.abs(np.diag(matrix)).max()
-            own_part, pair_part = getattr(found, name)
-            np.testing.assert_allclose(own_part, np.diag(matrix), rtol=3e-4, atol=5e-5 * size)
+            diagonal_factor, pair_part = getattr(found, name)
+            np.testing.assert_allclose(
+                diagonal_factor, np.diag(matrix), rtol=3e-4, atol=5e-5 * size
+            )
             np.testing.assert_allclose(pair_part[off], matrix[off], rtol=2e-3, atol=5e-5 * size)
 
 

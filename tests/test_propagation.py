@@ -434,7 +434,7 @@ def test_a_resolved_exchangeable_kernel_stays_the_same(component: Component) -> 
         assert many.diagonal == pytest.approx(np.full(TOKENS, one.diagonal), rel=1e-13)
         assert many.pairs == pytest.approx(expected, rel=1e-13)
         assert many.mean_diagonal() == pytest.approx(one.diagonal, rel=1e-13)
-        assert many.mean_pairs() == pytest.approx(one.pairs, rel=1e-13)
+        assert many.mean_off_diagonal() == pytest.approx(one.pairs, rel=1e-13)
         assert many.total(TOKENS) == pytest.approx(one.total(TOKENS), rel=1e-13)
     assert np.broadcast_to(resolved.mean, TOKENS) == pytest.approx(
         np.full(TOKENS, scalar.mean), rel=1e-13
@@ -531,7 +531,7 @@ def test_kernel_algebra() -> None:
         assert combined.pairs == pytest.approx(expected, rel=1e-15)
         assert combined.diagonal == pytest.approx(np.diag(expected), rel=1e-15)
     off = ~np.eye(TOKENS, dtype=bool)
-    assert first.mean_pairs() == pytest.approx(a[off].mean(), rel=1e-13)
+    assert first.mean_off_diagonal() == pytest.approx(a[off].mean(), rel=1e-13)
     assert first.total(TOKENS) == pytest.approx(a.sum(), rel=1e-13)
     row, column = first.over_tokens(first.diagonal)
     assert (row * column) == pytest.approx(np.outer(np.diag(a), np.diag(a)), rel=1e-15)
@@ -548,7 +548,7 @@ def test_token_moments_of_the_simulator_are_a_kernels() -> None:
     """The reference's own averages, against the kernel of its products."""
     x = np.random.default_rng(6).normal(size=(TOKENS, 50))
     kernel = Kernel.of_matrix(x @ x.T / 50)
-    assert token_moments(x) == pytest.approx((kernel.mean_diagonal(), kernel.mean_pairs()))
+    assert token_moments(x) == pytest.approx((kernel.mean_diagonal(), kernel.mean_off_diagonal()))
 
 
 def test_numbers_stay_possible_where_norms_vary_too_much_to_expand() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .classes import diagonal_of
 from .composition import Carry, Component, Residual, Solve, square
 from .directions import isotropic, orthogonal_parts
 from .fluctuation import followed
@@ -25,9 +26,8 @@ from .response import (
     SignalAdjoint,
     Sublayer,
     count_of,
-    diagonal,
+    diagonal_matrix,
     over_tokens,
-    own_entries,
     paired,
     per_pair,
     ratio,
@@ -254,7 +254,7 @@ class DoubleSum(NamedTuple):
         beside = held - lacks * (held + shared) ** 2
         # Through s the input receives P g/|s| with P orthogonal to y; and attention, along x, what
         # cancels that, averaged over the tokens' gradients.
-        common = ratio_or_zero(above.mean_pairs(), above.mean_diagonal())
+        common = ratio_or_zero(above.mean_off_diagonal(), above.mean_diagonal())
         turned = (alone - shared * mutual / held) / carried
         lost = beside / held
         if self.entering.centred is not None:  # the mean over features
@@ -341,8 +341,8 @@ class Bypass:
         # a falls as |u| grows
         moved = row_sums(sensitivity * kernel)
         moved[: len(given)] += row_sums(given * self.received)
-        share = self.carried / own_entries(around)
-        middle = between.sensitivity - diagonal((share * moved).astype(SINGLE), around)
+        share = self.carried / diagonal_of(around)
+        middle = between.sensitivity - diagonal_matrix((share * moved).astype(SINGLE), around)
         inner = self.attention.signal_adjoint(middle, of_attention)
         both, skip = self._both, per_pair(self.attention.skip)
         first = skip * kernel

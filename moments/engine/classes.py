@@ -719,7 +719,7 @@ class Sight:
     @functools.cached_property
     def later_own(self) -> Array:
         """(P, P) counts [q, p] of the rows that see q, of what falls like 1/size^2."""
-        return diagonal(np.swapaxes(self.later, 0, 2)).T
+        return diagonal_of(np.swapaxes(self.later, 0, 2)).T
 
     @functools.cached_property
     def seen(self) -> NDArray[np.bool_]:
@@ -883,11 +883,13 @@ Matrix = tuple[Any, Any]
 """(own, pairs): what a key has beyond `pairs` on the diagonal, (..., P), and (..., P, P)."""
 
 
-def diagonal(pairs: Array) -> Array:
-    """(..., P) values between neighbours."""
-    if pairs.shape[-2:] == (1, 1):
-        return pairs[..., 0]
-    return pairs.diagonal(axis1=-2, axis2=-1)
+def diagonal_of(matrix: Any) -> Array:
+    """(..., P) diagonal of an array (..., P, P), or of a `ClassMatrix`."""
+    if isinstance(matrix, ClassMatrix):
+        return matrix.own
+    if matrix.shape[-2:] == (1, 1):
+        return np.asarray(matrix[..., 0])
+    return np.asarray(matrix.diagonal(axis1=-2, axis2=-1))
 
 
 class ClassMatrix:
@@ -966,7 +968,7 @@ class ClassMatrix:
     @functools.cached_property
     def apart(self) -> Array:
         """(..., P) what a token has with itself beyond what it has with others of its class."""
-        return np.asarray(self.own[..., : self.mean.shape[-1]] - diagonal(self.mean))
+        return np.asarray(self.own[..., : self.mean.shape[-1]] - diagonal_of(self.mean))
 
     @functools.cached_property
     def counted(self) -> Array:
@@ -993,7 +995,7 @@ class ClassMatrix:
         beyond = other.apart
         pairs = apart[..., :, None] * other.mean + mean * beyond[..., None, :]
         pairs = pairs + mean @ other.counted
-        product = apart * beyond + diagonal(pairs), pairs
+        product = apart * beyond + diagonal_of(pairs), pairs
         return ClassMatrix(*self.classes.with_kinds(product, self, other), self.classes)
 
     def _with(self, other: Any, operation: Any) -> ClassMatrix:
@@ -1002,7 +1004,7 @@ class ClassMatrix:
                 operation(self.own, other.own), operation(self.pairs, other.pairs), self.classes
             )
         return ClassMatrix(
-            operation(self.own, own_part(other)), operation(self.pairs, other), self.classes
+            operation(self.own, diagonal_factor(other)), operation(self.pairs, other), self.classes
         )
 
     def __add__(self, other: Any) -> ClassMatrix:
@@ -1027,11 +1029,11 @@ class ClassMatrix:
     __rmul__ = __mul__
 
 
-def own_part(other: Any) -> Any:
+def diagonal_factor(other: Any) -> Any:
     """What meets a token's own entry, of an array that meets pairs (..., P or 1, P or 1)."""
     other = np.asarray(other)
     if other.ndim < 2:
         return other
     if other.shape[-1] == 1:
         return other[..., 0]
-    return other[..., 0, :] if other.shape[-2] == 1 else diagonal(other)
+    return other[..., 0, :] if other.shape[-2] == 1 else diagonal_of(other)

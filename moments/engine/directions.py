@@ -200,7 +200,7 @@ def orthogonal_parts(
     width, lost = signal.width, 1.0 - gradient.radial
     both = 1.0 if mixing else 2 - signal.correlation() ** 2
     above = gradient.kernel
-    common = ratio_or_zero(above.mean_pairs(), above.mean_diagonal()) if mixing else 1.0
+    common = ratio_or_zero(above.mean_off_diagonal(), above.mean_diagonal()) if mixing else 1.0
     one, two = kept.lift(sent.radial * lost / width)
     skip_one, skip_two = kept.lift(share * common * lost / width)
     return (

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..formulas.algebra import is_number
-from .classes import ClassRows, diagonal
+from .classes import ClassRows, diagonal_of
 from .state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def shared_with(signal: Signal) -> tuple[Kernel, Kernel]:
         return shared
     assert overlaps is not None
     first, _ = overlaps.over_tokens(ratio_or_zero(1.0, signal.second_moment().diagonal))
-    return overlaps.at_pairs(first), norms.at_pairs(first)
+    return overlaps.at_every_pair(first), norms.at_every_pair(first)
 
 
 def scaled_shared(signal: Signal, gain: Array, of_norms: Array | None = None) -> Any:
@@ -194,7 +194,7 @@ def _of_branches(
 
 
 def _both_ways(shared: Kernel, size: Array, factor: Any) -> Kernel:
-    moved = shared.at_pairs(size).scaled(factor)
+    moved = shared.at_every_pair(size).scaled(factor)
     return moved + moved.transposed()
 
 
@@ -256,7 +256,7 @@ def _by_class(
 
     def shared(of_rows: Kernel) -> Kernel:
         pairs = np.swapaxes(of_rows.pairs, -1, -2) * inverse
-        return Kernel(diagonal(pairs), pairs, tokens.resolved)
+        return Kernel(diagonal_of(pairs), pairs, tokens.resolved)
 
     free = mixed, shared(met)
     if not fixed:
@@ -283,8 +283,8 @@ def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kerne
     assert classes is not None
     found = []
     for own, pairs in classes.blocks(kernel.diagonal, kernel.pairs):
-        of_pairs = function(pairs, own - diagonal(pairs))
-        found.append((diagonal(of_pairs), of_pairs))
+        of_pairs = function(pairs, own - diagonal_of(pairs))
+        found.append((diagonal_of(of_pairs), of_pairs))
     return Kernel(*classes.joined(*found), classes)
 
 
@@ -342,10 +342,10 @@ def normalised(
     both = first * second
     shared = signal.fluctuation.shared
     if shared is not None:
-        moved = shared[0].at_pairs(second)
+        moved = shared[0].at_every_pair(second)
         shared = moved, moved.scaled(0.0)
-    free = signal.fluctuation.before_norms.at_pairs(both)
-    return Fluctuation(fixed, overlaps.at_pairs(both), free, shared)
+    free = signal.fluctuation.before_norms.at_every_pair(both)
+    return Fluctuation(fixed, overlaps.at_every_pair(both), free, shared)
 
 
 INDEPENDENT = 1e-9
@@ -382,7 +382,7 @@ def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> 
         return Fluctuation(norms)
     common = slope
     if np.all(abs(kept.diagonal) <= INDEPENDENT * before.diagonal):
-        unshared = (one.mean_diagonal() - one.mean_pairs() for one in (tokens, moment))
+        unshared = (one.mean_diagonal() - one.mean_off_diagonal() for one in (tokens, moment))
         common = slope * ratio * ratio_or_zero(*unshared)
     overlaps = _by_parts(inherited(overlaps, 2), slope * slope, common * common)
     overlaps = squared.mixed(2 / output.width, overlaps, 1.0)
@@ -397,7 +397,7 @@ def _by_parts(kernel: Kernel, unshared: Array, common: Array) -> Kernel:
     if common is unshared:
         return kernel.scaled(common)
     (one, _), (more, two) = kernel.lift(unshared), kernel.lift(common)
-    mean, _ = kernel.lift(kernel.mean_pairs())
+    mean, _ = kernel.lift(kernel.mean_off_diagonal())
     diagonal = kernel.diagonal * one + mean * (more - one)
     return Kernel.joined(diagonal, kernel.pairs * two, kernel.resolved)
 
@@ -512,13 +512,13 @@ class OverlapWalk:
 def unshared_variance(signal: Signal, real: Array | None = None) -> float:
     """What a token's second moment has beyond what two tokens share, averaged over real ones."""
     tokens = signal.second_moment()
-    return max(float(tokens.mean_diagonal(real)) - float(tokens.mean_pairs(real)), 0.0)
+    return max(float(tokens.mean_diagonal(real)) - float(tokens.mean_off_diagonal(real)), 0.0)
 
 
 def elasticity(leaf: Leaf, before: Signal, after: Signal, real: Array | None) -> float:
     """Relative change of two tokens' overlap behind an entrywise function per that before it."""
     kernel = before.kernel
-    tokens = Kernel(float(kernel.mean_diagonal(real)), float(kernel.mean_pairs(real)))
+    tokens = Kernel(float(kernel.mean_diagonal(real)), float(kernel.mean_off_diagonal(real)))
     mean = before.second_moment().mean_diagonal(real) - kernel.mean_diagonal(real)
     entering = Signal(tokens, before.seq_len, float(max(mean, 0.0)) ** 0.5, before.width)
     output, pullback = leaf.forward(entering)

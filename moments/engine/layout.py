@@ -189,12 +189,12 @@ class SequenceLayout:
     def token_average(self, kernel: Kernel) -> tuple[Array, Array]:
         """Variance of a token and covariance of two of one sequence, averaged."""
         if kernel.classes is not None:
-            return kernel.mean_diagonal(), kernel.mean_pairs()
+            return kernel.mean_diagonal(), kernel.mean_off_diagonal()
         within, numbers = self.split(kernel), self.numbers
         # Behind a pooling head every token is one sequence's.
         if within.resolved and numbers is not None and numbers.shape[-1] == within.pairs.shape[-1]:
             return self._of_documents(within, numbers)
-        found = within.mean_diagonal(), within.mean_pairs()
+        found = within.mean_diagonal(), within.mean_off_diagonal()
         if self.sequences == 1 or not kernel.resolved:
             return found
         return np.mean(found[0], axis=0), np.mean(found[1], axis=0)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .classes import ClassMatrix, OneClass, one_class, own_part
+from .classes import ClassMatrix, OneClass, diagonal_factor, diagonal_of, one_class
 from .fluctuation import norm_variance
 from .state import Array, Fluctuation, Gradient, Kernel, Signal
 from .trace import Record
@@ -119,13 +119,6 @@ def symmetric(matrix: Matrix) -> Matrix:
     return 0.5 * (matrix + transposed(matrix))
 
 
-def own_entries(matrix: Matrix) -> Array:
-    """(..., L) entries of every token with itself."""
-    if isinstance(matrix, ClassMatrix):
-        return matrix.own
-    return np.diagonal(matrix, axis1=-2, axis2=-1)
-
-
 def total(matrix: Matrix) -> Array:
     """(...) sum of all entries."""
     return matrix.total() if isinstance(matrix, ClassMatrix) else matrix.sum((-2, -1))
@@ -155,7 +148,7 @@ def count_of(matrix: Matrix) -> float:
     return float(matrix.classes.length if isinstance(matrix, ClassMatrix) else matrix.shape[-1])
 
 
-def diagonal(entries: Array, like: Matrix) -> Matrix:
+def diagonal_matrix(entries: Array, like: Matrix) -> Matrix:
     """The diagonal matrices of entries (..., L)."""
     if isinstance(like, ClassMatrix):
         none = np.zeros((*entries.shape, entries.shape[-1]), entries.dtype)
@@ -166,9 +159,9 @@ def diagonal(entries: Array, like: Matrix) -> Matrix:
     return matrix
 
 
-def off_diagonal(matrix: Matrix) -> Matrix:
+def without_diagonal(matrix: Matrix) -> Matrix:
     """The same without what tokens have with themselves."""
-    return matrix - diagonal(own_entries(matrix), matrix)
+    return matrix - diagonal_matrix(diagonal_of(matrix), matrix)
 
 
 def ones(shape: tuple[int, ...], like: Matrix) -> Matrix:
@@ -215,7 +208,7 @@ def entrywise(function: Callable[..., Any], *matrices: Any) -> Any:
     on = next((one.classes for one in matrices if isinstance(one, ClassMatrix)), None)
     if on is None:
         return function(*matrices)
-    own = function(*(m.own if isinstance(m, ClassMatrix) else own_part(m) for m in matrices))
+    own = function(*(m.own if isinstance(m, ClassMatrix) else diagonal_factor(m) for m in matrices))
     pairs = function(*(m.pairs if isinstance(m, ClassMatrix) else m for m in matrices))
     if isinstance(own, tuple):
         return tuple(ClassMatrix(a, b, on) for a, b in zip(own, pairs, strict=True))
@@ -308,7 +301,7 @@ class Elementwise:
         (out, out_near, out_grown), (back, back_near, back_grown) = outs, backs
         tokens, step = (matrix_of(one, signal.seq_len) for one in (kernel, scale.scaled(STEP)))
         onward, change = (
-            off_diagonal(entrywise(ratio, at - near, step))
+            without_diagonal(entrywise(ratio, at - near, step))
             for at, near in ((out, out_near), (back, back_near))
         )
         own = (out_grown - out) / STEP - onward * tokens
@@ -327,8 +320,8 @@ class Elementwise:
             matrix_of(one, signal.seq_len)
             for one in (output.kernel, pullback(even).gradient.kernel, kernel)
         )
-        own = diagonal(own_entries(factor) * own_entries(tokens), factor)
-        onward = off_diagonal(factor)
+        own = diagonal_matrix(diagonal_of(factor) * diagonal_of(tokens), factor)
+        onward = without_diagonal(factor)
         fields = (onward, own, back, 0 * back, 0 * back, tokens, received)
         return cls(*(field.astype(SINGLE) for field in fields))
 
@@ -347,16 +340,16 @@ class Elementwise:
         if by_pair is not None:
             found = grown(found, by_pair)
         none = np.zeros(sensitivity.shape[:-2])
-        return SignalAdjoint(found + diagonal(size, found), none, none)
+        return SignalAdjoint(found + diagonal_matrix(size, found), none, none)
 
     @functools.cached_property
     def _coherence(self) -> Array:
         factor = kernel_of(self.back)
-        return ratio(factor.mean_pairs(), factor.mean_diagonal())
+        return ratio(factor.mean_off_diagonal(), factor.mean_diagonal())
 
     def _by_size(self, pairs: Array) -> Array:
         """Each of two tokens has half a share in their pair."""
-        return ratio(row_sums(pairs), own_entries(self.kernel))
+        return ratio(row_sums(pairs), diagonal_of(self.kernel))
 
 
 @dataclass(frozen=True)
@@ -415,7 +408,7 @@ class Sum:
     @functools.cached_property
     def shares(self) -> list[Array]:
         """(...,) share of every branch in the variance of the gradient they send back."""
-        identity = diagonal(np.ones((1, *self.received.shape[:-1]), SINGLE), self.received)
+        identity = diagonal_matrix(np.ones((1, *self.received.shape[:-1]), SINGLE), self.received)
         sizes = [
             total(part.gradient_adjoint(identity).sensitivity[0] * self.received)
             for part in self.parts

@@ -24,7 +24,7 @@ import numpy as np
 
 from ..formulas.algebra import is_number, number_system
 from ..formulas.law import Law
-from .classes import PositionClasses, own_part
+from .classes import PositionClasses, diagonal_factor
 
 Array = Any  # float or numpy array; see the module docstring
 
@@ -120,7 +120,7 @@ class Kernel:
 
     def without_common(self) -> Kernel:
         """Every entry less the mean over pairs of different tokens."""
-        one, two = self.lift(self.mean_pairs())
+        one, two = self.lift(self.mean_off_diagonal())
         return Kernel(self.diagonal - one, self.pairs - two, self.resolved)
 
     def __add__(self, other: Kernel) -> Kernel:
@@ -132,10 +132,12 @@ class Kernel:
     def __mul__(self, other: Kernel) -> Kernel:
         return Kernel(self.diagonal * other.diagonal, self.pairs * other.pairs, self.resolved)
 
-    def at_pairs(self, factor: Array) -> Kernel:
+    def at_every_pair(self, factor: Array) -> Kernel:
         """Every entry times a factor per pair, a token's own being that of it with itself."""
         if self.classes is not None:
-            return Kernel(self.diagonal * own_part(factor), self.pairs * factor, self.resolved)
+            return Kernel(
+                self.diagonal * diagonal_factor(factor), self.pairs * factor, self.resolved
+            )
         if not self.resolved:
             return Kernel(self.diagonal * factor, self.pairs * factor)
         return Kernel.of_matrix(self.pairs * factor)
@@ -169,7 +171,7 @@ class Kernel:
             return self.classes.mean(values)
         return np.mean(values, axis=-1) if real is None else values @ real / real.sum()
 
-    def mean_pairs(self, real: Array | None = None) -> Array:
+    def mean_off_diagonal(self, real: Array | None = None) -> Array:
         """Average over ordered pairs of different tokens, `real` as in `average`; 0 without any."""
         if not self.resolved:
             return self.pairs

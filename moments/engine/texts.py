@@ -22,7 +22,7 @@ from .classes import (
     PositionClasses,
     Sight,
     as_many,
-    diagonal,
+    diagonal_of,
     few_points,
     to_total,
 )
@@ -240,7 +240,7 @@ class TextClasses(PositionClasses):
         beyond = beyond + left @ ((often * count)[:, None] * right)
         if one.crowded is not None:
             less = ((one.crowded - 1.0) * one.mean) @ (count[:, None] * share * right)
-            own, pairs = own + diagonal(less), pairs + less
+            own, pairs = own + diagonal_of(less), pairs + less
         if other.crowded is not None:
             given = count[:, None] * other.mean
             root = np.sqrt((given * other.crowded).sum(-2) / given.sum(-2))
@@ -254,7 +254,7 @@ class TextClasses(PositionClasses):
     def _beyond(self, matrix: ClassMatrix) -> Matrix:
         """What a token has with itself, and with others of its word, beyond two words."""
         others, same = self.kinds(matrix.pairs)
-        return matrix.own[..., : self.size] - diagonal(others), same - others
+        return matrix.own[..., : self.size] - diagonal_of(others), same - others
 
     def told_apart(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
         """Of two words, and then of one."""

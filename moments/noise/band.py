@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..engine.classes import ClassMatrix
+from ..engine.classes import ClassMatrix, diagonal_of
 from ..engine.composition import Chain, Layer
 from ..engine.response import (
     SINGLE,
@@ -25,9 +25,8 @@ from ..engine.response import (
     SignalAdjoint,
     Sublayer,
     count_of,
-    diagonal,
+    diagonal_matrix,
     matrix_of,
-    own_entries,
     paired,
     per_unit,
     stacked,
@@ -159,8 +158,8 @@ def signal_log_variance(
 
 def _averaging(kernel: Matrix, real: Array | None) -> Matrix:
     """(1, ..., L, L) sensitivity of tokens' average variance over its mean to a kernel."""
-    count = np.ones_like(own_entries(kernel)) if real is None else real + 0.0 * own_entries(kernel)
-    one = diagonal(count.astype(SINGLE), kernel)
+    count = np.ones_like(diagonal_of(kernel)) if real is None else real + 0.0 * diagonal_of(kernel)
+    one = diagonal_matrix(count.astype(SINGLE), kernel)
     return stacked([per_unit(one, total(one * kernel))], np.stack)
 
 

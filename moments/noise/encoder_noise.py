@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.classes import ClassMatrix, OneClass, one_class
+from ..engine.classes import ClassMatrix, OneClass, diagonal_of, one_class
 from ..engine.composition import Chain, Layer, forward
 from ..engine.response import (
     SINGLE,
@@ -26,15 +26,14 @@ from ..engine.response import (
     Response,
     SignalAdjoint,
     count_of,
-    diagonal,
+    diagonal_matrix,
     matrix_of,
-    off_diagonal,
-    own_entries,
     per_unit,
     ratio,
     total,
     trace_of,
     transposed,
+    without_diagonal,
 )
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Trace
@@ -344,7 +343,7 @@ class OfModes:
         per_mode = per_mode / (self.modes.count * count / self.modes.seq_len)
         mean, difference = (per_mode[..., i, None, None] for i in range(2))
         like = 0.0 * sensitivity
-        found = diagonal(own_entries(like) + difference[..., 0], like)
+        found = diagonal_matrix(diagonal_of(like) + difference[..., 0], like)
         same = _same_sequence(like, self.modes.seq_len)
         found = found + (mean - difference) / self.modes.seq_len * same
         none = np.zeros(sensitivity.shape[:-2])
@@ -400,8 +399,8 @@ class OfAverages:
     def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
         each = 0.0 * self.like
         own, pairs = sensitivity.own, sensitivity.pairs
-        by_token = off_diagonal(each + _same_sequence(self.like, self.kind.length) * pairs)
-        by_token = by_token + diagonal(own_entries(0.0 * by_token) + own, by_token)
+        by_token = without_diagonal(each + _same_sequence(self.like, self.kind.length) * pairs)
+        by_token = by_token + diagonal_matrix(diagonal_of(0.0 * by_token) + own, by_token)
         step = self.inner.gradient_adjoint(by_token.astype(SINGLE))
         return step._replace(sensitivity=sensitivity, noise=step.noise * self.sequences)
 

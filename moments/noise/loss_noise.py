@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.classes import diagonal_of
 from ..engine.composition import Chain, Component
 from ..engine.fluctuation import norm_variance
 from ..engine.response import (
@@ -30,18 +31,17 @@ from ..engine.response import (
     Response,
     Sequence,
     SignalAdjoint,
-    diagonal,
+    diagonal_matrix,
     entrywise,
     in_units,
     matrix_of,
-    off_diagonal,
     over_tokens,
-    own_entries,
     paired,
     ratio,
     row_sums,
     total,
     trace_of,
+    without_diagonal,
 )
 from ..engine.state import Array, Kernel, Signal
 from ..engine.trace import Trace
@@ -244,7 +244,7 @@ class _Ending:
         near = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
         base = matrix_of(_sent(readout), length)
         change = base - matrix_of(_sent(_moved(readout, near)), length)
-        change = off_diagonal(change / matrix_of(scale.scaled(STEP), length))
+        change = without_diagonal(change / matrix_of(scale.scaled(STEP), length))
         own = 0.0 * base
         if not readout.normalised:
             grown = dataclasses.replace(
@@ -269,7 +269,7 @@ class _Ending:
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         step, weighted = self.answer.gradient_adjoint(sensitivity), sensitivity * self.received
         noise = 2 / self.width * paired(sensitivity, self.received, self.received)
-        own = own_entries(sensitivity)
+        own = diagonal_of(sensitivity)
         spread = self.unknown * own[..., :, None] * own[..., None, :]
         noise += 2 / self.width * (total(spread) + self.shared)
         tokens = row_sums(weighted)
@@ -281,7 +281,7 @@ class _Ending:
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         # above it there is nothing, of as many tokens as the matrix sees
         by_size = exposure[1]
-        none = diagonal(np.zeros(by_size.shape, SINGLE), self.received)
+        none = diagonal_matrix(np.zeros(by_size.shape, SINGLE), self.received)
         return self.answer.signal_adjoint(none, exposure)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.classes import ClassMatrix, PositionClasses
+from ..engine.classes import ClassMatrix, PositionClasses, diagonal_of
 from ..engine.fluctuation import followed, has_fixed_norms, signed_root
 from ..engine.response import (
     SINGLE,
@@ -26,9 +26,8 @@ from ..engine.response import (
     Response,
     Sublayer,
     count_of,
-    diagonal,
+    diagonal_matrix,
     matrix_of,
-    own_entries,
     paired,
     per_unit,
     ratio,
@@ -95,7 +94,9 @@ class OneByOne:
         """From the inputs of these parts to the last gradient `top`, to which the second answer is
         the sensitivity. Of a group, only the first sensitivities may be there, if others are 0."""
         sublayers = [one.sublayer for one in self.groups]
-        identity = diagonal(np.ones((1, *sublayers[0].sent.shape[:-1]), SINGLE), sublayers[0].sent)
+        identity = diagonal_matrix(
+            np.ones((1, *sublayers[0].sent.shape[:-1]), SINGLE), sublayers[0].sent
+        )
         sensitivity, found = identity[:0], []
         for k in range(len(sublayers) + 1):
             fresh = [identity] * sum(start == k for start in starts)
@@ -407,8 +408,8 @@ class Network:
         kernel = self._entering()
         if has_fixed_norms(self.first):
             # a norm has fixed every token's size
-            lost = ratio(row_sums(sensitivity * kernel), own_entries(kernel))
-            sensitivity = sensitivity - diagonal(lost, kernel)
+            lost = ratio(row_sums(sensitivity * kernel), diagonal_of(kernel))
+            sensitivity = sensitivity - diagonal_matrix(lost, kernel)
         found += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
         if self.across is None:
             across = (total(sensitivity) * self.overlaps[0]) ** 2

@@ -149,7 +149,7 @@ class Log:
         count = max(np.shape(value))
         matrix, classes = np.broadcast_to(value, (count, count)), self.layout.classes
         if classes is not None:
-            return float(Kernel(np.diagonal(matrix), matrix, classes).mean_pairs())
+            return float(Kernel(np.diagonal(matrix), matrix, classes).mean_off_diagonal())
         return float(self.layout.token_average(Kernel.of_matrix(matrix))[1])
 
     def _complete(self, leaf: Component, way: str, kernel: Kernel, steps: list[Step]) -> None:

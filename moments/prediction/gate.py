@@ -262,7 +262,7 @@ def _of_sizes(model: Transformer, trace: Trace) -> tuple[str, ...]:
         return ()
     size = np.asarray(last.second_moment().mean_diagonal())
     with np.errstate(all="ignore"):
-        largest = float(np.max(last.fluctuation.norms.mean_pairs() / size / size))
+        largest = float(np.max(last.fluctuation.norms.mean_off_diagonal() / size / size))
     if not SIZE_SPREAD_NOTED <= largest < np.inf:
         return ()
     return (

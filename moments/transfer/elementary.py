@@ -244,7 +244,7 @@ class Activation(Lawful):
         """Change of a covariance per change of the input's, at the mean correlation."""
         law = self.laws.under(self.theory)["grad_covariance"]
         kernel, mean = signal.kernel, signal.mean
-        own, pairs = kernel.mean_diagonal(), kernel.mean_pairs()
+        own, pairs = kernel.mean_diagonal(), kernel.mean_off_diagonal()
         given = dict(self.parameters)
         given["x_variance"] = given["x_other_variance"] = own
         given["x_mean"] = given["x_other_mean"] = kernel.average(mean)

@@ -312,7 +312,7 @@ def _fluctuation(
 
 
 def _mean_pairs(like: Kernel, pairs: Array) -> Array:
-    return Kernel.joined(0.0 * like.diagonal, pairs, like.resolved).mean_pairs()
+    return Kernel.joined(0.0 * like.diagonal, pairs, like.resolved).mean_off_diagonal()
 
 
 class _Values(NamedTuple):

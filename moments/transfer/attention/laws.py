@@ -171,12 +171,12 @@ class AlikeLayer:
         returned = 2 * self._of(widths.deficit) * shared**2
         # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
         looking = self._own[1] * (1 - self._of(rows.overlap[:, 0])) ** 2
-        self._overlap_path = self._at(rows.query_shift).at_pairs(looking * self._own[0])
+        self._overlap_path = self._at(rows.query_shift).at_every_pair(looking * self._own[0])
         kept = np.exp(-stiffness * (1 + correlation)), np.exp(-2 * stiffness)
         mixed = overlap.weighted(self._alone(kept[1]), kept[0])
-        mixed = mixed + self._at(rows.growth).at_pairs(returned)
-        pulled = (self._at(rows.joint_shift) * queries).at_pairs(looking * self._wide)
-        mixed = (mixed + pulled).at_pairs(self._own[0])
+        mixed = mixed + self._at(rows.growth).at_every_pair(returned)
+        pulled = (self._at(rows.joint_shift) * queries).at_every_pair(looking * self._wide)
+        mixed = (mixed + pulled).at_every_pair(self._own[0])
         against = two(values.pairs) * (1 - self._of(rows.against))
         dropped = two(self._noise * values.diagonal) * (1 + self._of(rows.masks))
         own = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
@@ -228,18 +228,18 @@ class AlikeLayer:
             """To a key by all rows: rates of every two, and what dropout adds to a row's own."""
             dropped = self._alone(dropped + 0.0 * self._of(rows.square))
             rate = Kernel.joined(rate.diagonal + dropped, rate.pairs, rate.resolved)
-            return (gradient * rate.at_pairs(drive)).total(queries) / keys
+            return (gradient * rate.at_every_pair(drive)).total(queries) / keys
 
         ones = self._queries.with_ones()
         overlap = self._at(rows.overlap)
         held = sent(overlap, self._noise * self._of(rows.overlap[:, 0]))
         value = Kernel(held, sent(ones - overlap) / others)
         path = self.overlap_path(gradient)
-        rate = self._at(rows.query).at_pairs(unshared_value)
+        rate = self._at(rows.query).at_every_pair(unshared_value)
         own = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
         rate = Kernel.joined(rate.diagonal + self._alone(own), rate.pairs, rate.resolved)
-        query = (gradient * rate.at_pairs(scale)).mixed(1.0, path, wide)
-        driven = self._at(rows.key).at_pairs(unshared_value)
+        query = (gradient * rate.at_every_pair(scale)).mixed(1.0, path, wide)
+        driven = self._at(rows.key).at_every_pair(unshared_value)
         key = sent(driven, noise * self._of(rows.dropped_key), self._drive)
         growth = self._at(rows.growth)
         shared = 2 * wide * sent(growth, self._noise * self._of(rows.dropped_cross))

@@ -53,7 +53,7 @@ TURNED_ALIKE = (
 def turned_alike(leaf: Any, law: LogitLaw) -> bool:
     """Whether rotary positions turn tokens that correlate strongly, under logits that matter."""
     keys = law.keys.kernel
-    size, shared = keys.mean_diagonal(), keys.mean_pairs()
+    size, shared = keys.mean_diagonal(), keys.mean_off_diagonal()
     logits = law.scale * law.queries.kernel.mean_diagonal() * size
     strong = (shared > ALIKE_NOTED * size) & (np.asarray(logits) > TURNED_NOTED)
     return leaf.rotary is not None and bool(np.any(strong))
@@ -188,7 +188,7 @@ def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
     """tau of every kernel, no larger than there are laws for; and the variance that its logits were
     to have: what the tokens have of their own, which is what a row's logits vary with."""
     queries, keys = law.queries.kernel, law.keys.kernel
-    wanted = law.scale * queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_pairs())
+    wanted = law.scale * queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_off_diagonal())
     return law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)), wanted
 
 

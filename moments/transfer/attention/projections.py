@@ -359,7 +359,10 @@ def logit_law(
         count = _keys_of_a_row(leaf, length)
         count = (count + 1) / 2 if getattr(leaf, "causal", False) else count
         size = scale * queries.kernel.mean_diagonal(asks)
-        total, shared = size * keys.kernel.mean_diagonal(seen), size * keys.kernel.mean_pairs(seen)
+        total, shared = (
+            size * keys.kernel.mean_diagonal(seen),
+            size * keys.kernel.mean_off_diagonal(seen),
+        )
         unshared = np.maximum(1.0 - ratio_or_zero(shared, total), 1e-6)
         spread, dimension = 2.0 / widths[0], np.inf
         if each:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...engine.classes import ClassMatrix, ClassRows, OneClass, Sight
+from ...engine.classes import ClassMatrix, ClassRows, OneClass, Sight, diagonal_of
 from ...engine.composition import Pulled
 from ...engine.fluctuation import (
     OverlapWalk,
@@ -32,12 +32,11 @@ from ...engine.response import (
     Matrix,
     SignalAdjoint,
     count_of,
-    diagonal,
+    diagonal_matrix,
     entrywise,
     matrix_of,
     ones,
     over_tokens,
-    own_entries,
     paired,
     per_pair,
     ratio,
@@ -193,9 +192,9 @@ class AttentionResponse:
         """Sensitivity to the gradient at the output, of one to that at the input."""
         given = Averages.of(self.weights, sensitivity)
         gathered = self._rows.gather(given)
-        dropped = (self.squares @ own_entries(sensitivity)[..., None])[..., 0]
+        dropped = (self.squares @ diagonal_of(sensitivity)[..., None])[..., 0]
         onward = given.means + self.by_head * gathered + self.query * sensitivity
-        onward = onward + diagonal(dropped, onward)
+        onward = onward + diagonal_matrix(dropped, onward)
         return AttentionAdjoint(given, symmetric(onward), gathered)
 
     def signal_adjoint(
@@ -215,39 +214,39 @@ class AttentionResponse:
         pairs = self.by_head * sensitivity
         direct = self.query * sensitivity
         middle = sensitivity
-        dropped = (transposed(self.squares) @ own_entries(sensitivity)[..., None])[..., 0]
+        dropped = (transposed(self.squares) @ diagonal_of(sensitivity)[..., None])[..., 0]
         # What follows a row's theta less than in proportion: `follows` both the query's own size
         # and how far apart its keys are, `sized` only the former, `apart` only the latter.
-        own = own_entries(sensitivity)
-        sized = own * (self.squares_change @ own_entries(self.kernel)[..., None])[..., 0]
+        own = diagonal_of(sensitivity)
+        sized = own * (self.squares_change @ diagonal_of(self.kernel)[..., None])[..., 0]
         follows = self.bend * (row_sums(self.query * self.kernel * sensitivity) + sized)
         apart = 0.0 * sized
         if adjoint is not None:
             given = adjoint.given.kernel
             twice = 2 * self.slope + self.slope_change
-            again = own_entries(self.slope + self.slope_change) * self.through_keys
-            twice = twice + diagonal(again, twice)
+            again = diagonal_of(self.slope + self.slope_change) * self.through_keys
+            twice = twice + diagonal_matrix(again, twice)
             direct = direct + twice * gradient * adjoint.gathered
             pairs = pairs + 2 * (self.slope + self.slope_change) * gradient * given
             keys = twice * self.kernel * gradient
-            own = own_entries(gradient)
-            squares = own * (self.squares_change @ own_entries(given)[..., None])[..., 0]
+            own = diagonal_of(gradient)
+            squares = own * (self.squares_change @ diagonal_of(given)[..., None])[..., 0]
             sizes = row_sums(keys * adjoint.gathered + self.query_change * gradient * given)
             follows = follows + self.bend * (sizes + squares)
             # `through_keys` is per that distance over the tokens' mean size
             keyed = (
-                own_entries(self.slope * self.kernel * adjoint.gathered) * own * self.through_keys
+                diagonal_of(self.slope * self.kernel * adjoint.gathered) * own * self.through_keys
             )
             sized, apart = sized + squares, squares - keyed
             dropped = dropped + ratio(over_tokens(keyed, middle), trace_of(self.kernel))[..., None]
-        direct = direct + diagonal(ratio(follows + sized, own_entries(self.kernel)), middle)
+        direct = direct + diagonal_matrix(ratio(follows + sized, diagonal_of(self.kernel)), middle)
         apart = ratio(follows + apart, self.apart)
-        middle = middle - diagonal(apart, middle)
+        middle = middle - diagonal_matrix(apart, middle)
         dropped = dropped + (wt @ apart[..., None])[..., 0]
         found = wt @ middle @ w + self._rows.spread(pairs)
         if adjoint is not None:
             found = found + adjoint.given.spread(keys)
-        return symmetric(found + direct + diagonal(dropped, found)), direct
+        return symmetric(found + direct + diagonal_matrix(dropped, found)), direct
 
     def sent_by_head(self, gradient: Array) -> Array:
         """The part of the gradient at the input that is one vector over tokens in each head."""
@@ -255,7 +254,7 @@ class AttentionResponse:
 
     def agreement(self, gradient: Array) -> Array:
         """(..., L) correlation of a row's query with others', as gradients weigh them."""
-        size, weight = np.sqrt(own_entries(self.kernel)), own_entries(gradient)
+        size, weight = np.sqrt(diagonal_of(self.kernel)), diagonal_of(gradient)
         sizes = size[..., :, None] * size[..., None, :]
         correlation = entrywise(ratio, self.kernel, sizes)
         others = (correlation @ weight[..., None])[..., 0] - weight
@@ -350,7 +349,7 @@ def _response(
     d_model: float,
 ) -> tuple[Any, ...]:
     """All attributes but the kernel, of one sequence; of tokens alike, with leading axes."""
-    own = own_entries(kernel)
+    own = diagonal_of(kernel)
     keys, theta = np.maximum(rows.keys, 1 + 1e-6), np.maximum(rows.theta, FAINT)
     odds = np.where(rows.keys > 1 + 1e-6, rows.odds * theta, theta)
     correlation = entrywise(ratio, kernel, np.sqrt(_outer(own)))
@@ -363,18 +362,18 @@ def _response(
     chord, slope, change = (factor * (0.5 * (a + b)) for a, b in zip(*halves, strict=True))
     averages = Averages.of(weights, kernel)
     mixed, means = averages.mixed, averages.means
-    itself = own_entries(means)[..., :, None]
+    itself = diagonal_of(means)[..., :, None]
     excess = entrywise(lambda met: np.maximum(met, 0.0), own[..., None, :] - 2 * mixed + itself)
-    squares_change = squares * own_entries(kernel * slope)[..., :, None] * excess
-    squares = squares * (1 + own_entries(kernel * chord)[..., :, None] * excess)
+    squares_change = squares * diagonal_of(kernel * slope)[..., :, None] * excess
+    squares = squares * (1 + diagonal_of(kernel * chord)[..., :, None] * excess)
     # Given the direction a query looks in, the tokens it attends to share a component along it.
-    apart = (weights @ own[..., None])[..., 0] - own_entries(means)
+    apart = (weights @ own[..., None])[..., 0] - diagonal_of(means)
     overlap = averages.gather(averages)
     query = slope * (overlap + _outer(apart) / d_model)
     mean = (trace_of(kernel) / count_of(kernel))[..., None]
     dropped_rows = dropped[..., None] if np.ndim(dropped) else dropped
     through_keys = dropped_by_own(dropped_rows, ratio(rows.unshared, mean))
-    by_head = kernel * (chord + slope * (1 + diagonal(through_keys, kernel)))
+    by_head = kernel * (chord + slope * (1 + diagonal_matrix(through_keys, kernel)))
     query_change = (slope + change) * overlap
     dropped = per_pair(dropped) if np.ndim(dropped) else dropped
     squares, squares_change = dropped * squares, dropped * squares_change
@@ -430,13 +429,13 @@ class HeadNoise(NamedTuple):
 
     @classmethod
     def of(cls, maps: AttentionResponse, gradient: Matrix) -> HeadNoise:
-        own = own_entries(gradient)
+        own = diagonal_of(gradient)
         single = ratio(
             own, trace_of(gradient)[..., None]
         )  # a row that is alone: common with itself
         agreement = maps.agreement(gradient)
-        common = gradient - diagonal(own * (1 - single), gradient)
-        queries = diagonal(own * (1 - single) * agreement, gradient)
+        common = gradient - diagonal_matrix(own * (1 - single), gradient)
+        queries = diagonal_matrix(own * (1 - single) * agreement, gradient)
         alone = ((1 - single) * (1 - agreement)) ** 2
         several = 3 * maps.participation(np.ones_like(agreement)) - 1 / maps.keys
         return cls(
@@ -509,7 +508,7 @@ class AttentionSublayer:
             size = 2 * total(sensitivity * sent) ** 2 / self.d_model
             noise = noise + (by_key + size) / self.heads
         own = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
-        own = own_entries(per_pair(self.back_gain) * own * self.received)
+        own = diagonal_of(per_pair(self.back_gain) * own * self.received)
         noise = noise + over_tokens(own**2 * head.alone, self.received) / self.heads
         met = total(sensitivity * (self.received @ self.maps.weights))
         whole = total(sensitivity * self.received) * total(onward * self.received)
@@ -598,7 +597,7 @@ def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None
     else:
         met = weights @ kernel.pairs
         kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
-    unshared = [float(one.mean_diagonal(real) - one.mean_pairs(real)) for one in kernels]
+    unshared = [float(one.mean_diagonal(real) - one.mean_off_diagonal(real)) for one in kernels]
     if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:
         return 0.0
     return float(
@@ -617,7 +616,7 @@ def query_elasticity(
     response = None if pulled is None or unshared == 0.0 else pulled.response()
     if response is None:
         return 0.0
-    sent = float(response.mean_pairs(real))
+    sent = float(response.mean_off_diagonal(real))
     return float(sent * before.width / after.width * unshared_variance(before, real) / unshared)
 
 
@@ -632,4 +631,4 @@ def unshared_spread(tokens: Signal, real: Array | None = None) -> float:
     if overlaps is None:
         return 0.0
     size = float(tokens.second_moment().mean_diagonal(real))
-    return float(overlaps.mean_pairs(real)) / size**2 if size > 0.0 else 0.0
+    return float(overlaps.mean_off_diagonal(real)) / size**2 if size > 0.0 else 0.0

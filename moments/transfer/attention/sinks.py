@@ -163,7 +163,9 @@ class SinkLayer:
         # What rows sum of their keys' own parts is larger where Z is.
         self._output, self._squares = layer.forward(), alone.kept_squares
         squares = np.reshape(layer.sum_square, np.shape(size))
-        apart, _ = queries.lift(np.maximum(tokens.mean_diagonal() - tokens.mean_pairs(), 0.0))
+        apart, _ = queries.lift(
+            np.maximum(tokens.mean_diagonal() - tokens.mean_off_diagonal(), 0.0)
+        )
         part = np.minimum(ratio_or_zero(squares * apart, self._output.diagonal), 1.0)
 
         def mixed(whole: Array, of_squares: Array) -> Array:

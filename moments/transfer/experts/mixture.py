@@ -401,7 +401,7 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
         ones = at.load.with_ones().total(length)
         tokens = signal.second_moment()
         gain = leaf.d_model * leaf.router_variance
-        covariance = gain * tokens.mean_pairs() + leaf.bias_variance
+        covariance = gain * tokens.mean_off_diagonal() + leaf.bias_variance
         correlation = float(np.mean(ratio_or_zero(covariance, at.logits)))
         s = float(np.mean(at.logits))
         shared = float(np.mean(at.load.total(length) / ones))
@@ -414,7 +414,7 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
             "logit_variance": s,
             "logit_correlation": correlation,
             "gate_square": float(np.mean(at.gates.mean_diagonal())),
-            "gate_overlap": float(np.mean(at.gates.mean_pairs())),
+            "gate_overlap": float(np.mean(at.gates.mean_off_diagonal())),
             "load": even,
             "load_variance": max(shared / router.experts / even**2 - 1.0, 0.0),
             "largest_load": drawn.largest,

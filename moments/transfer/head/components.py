@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.classes import ClassMatrix, OneClass, PositionClasses, one_class
+from ...engine.classes import ClassMatrix, OneClass, PositionClasses, diagonal_of, one_class
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
-from ...engine.response import SINGLE, Around, GradientAdjoint, Response, SignalAdjoint, own_entries
+from ...engine.response import SINGLE, Around, GradientAdjoint, Response, SignalAdjoint
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...formulas.activation import (
@@ -199,7 +199,7 @@ class Pool(Leaf):
 
         blocks = [sent(np.asarray(received.mean_diagonal()))]
         if len(classes.ends) > 1:
-            blocks.append(sent(np.asarray(received.mean_pairs())))
+            blocks.append(sent(np.asarray(received.mean_off_diagonal())))
         return Pulled(Gradient(Kernel(*classes.joined(*blocks), classes), seq_len))
 
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -280,7 +280,7 @@ class _PooledClasses:
         return GradientAdjoint(onward.astype(SINGLE), None, none, none + 1.0)
 
     def signal_adjoint(self, sensitivity: Any, exposure: Any) -> SignalAdjoint:
-        none, given = np.zeros(sensitivity.shape[:-2]), own_entries(sensitivity)[..., 0]
+        none, given = np.zeros(sensitivity.shape[:-2]), diagonal_of(sensitivity)[..., 0]
         size = len(self.classes.nodes)
         first = np.eye(1, size)[0] / self.classes.count[0]
         own, pairs = given[..., None] * first, np.zeros((*given.shape, size, size))

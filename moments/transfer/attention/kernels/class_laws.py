@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import Matrix, diagonal
+from ....engine.classes import Matrix, diagonal_of
 from ....engine.texts import Frequencies
 from .joint_laws import EXPONENT_MAX, TANGENT_SWEEPS
 
@@ -75,14 +75,14 @@ class Mixture(NamedTuple):
         share = self.share if level == 1.0 else np.minimum(level * self.share, 1.0)
         return np.asarray(others + share * (same - others))
 
-    def mean_of(self, kinds: Kinds, diagonal: Diagonal = diagonal) -> Matrix:
+    def mean_of(self, kinds: Kinds, diagonal_of: Diagonal = diagonal_of) -> Matrix:
         """Over all pairs, and over tokens."""
         if self.share is None:
             return kinds[0]
         first, *rest = self.weighed([one for _, one in kinds])
         pairs = sum(rest, first)
-        alone: Any = sum(self.of_tokens([own + diagonal(one) for own, one in kinds]))
-        return alone - diagonal(pairs), pairs
+        alone: Any = sum(self.of_tokens([own + diagonal_of(one) for own, one in kinds]))
+        return alone - diagonal_of(pairs), pairs
 
     def of_tokens(self, wholes: Sequence[Array]) -> list[Array]:
         """(..., o) what sums over tokens, or over pairs at one place, count of each kind."""
@@ -124,30 +124,30 @@ class Mixture(NamedTuple):
     # --- parts that multiply by themselves ------------------------------------------------------
 
     def parts_of(
-        self, owns: Sequence[Array], values: Sequence[Array], diagonal: Diagonal
+        self, owns: Sequence[Array], values: Sequence[Array], diagonal_of: Diagonal
     ) -> list[Matrix]:
         """A kernel: `owns` as `wholes` takes them, and of two words and of one, however
         frequent."""
         whole = owns[0]
         if self.share is None:
-            return [(whole - diagonal(values[0]), values[0])]
+            return [(whole - diagonal_of(values[0]), values[0])]
         mean, more = self.mean(values), values[1] - values[0]
         if self.met is None:
-            beyond = whole - diagonal(values[0]), more
-            return [(whole - diagonal(mean), mean), *[beyond] * (self.kinds - 1)]
+            beyond = whole - diagonal_of(values[0]), more
+            return [(whole - diagonal_of(mean), mean), *[beyond] * (self.kinds - 1)]
         together = owns[1] - whole
         whole = whole + self.met * together
-        apart = together - diagonal(more)
-        return [(whole - diagonal(mean), mean), *((often * apart, more) for often in self.often)]
+        apart = together - diagonal_of(more)
+        return [(whole - diagonal_of(mean), mean), *((often * apart, more) for often in self.often)]
 
-    def parts(self, kinds: Kinds, diagonal: Diagonal = diagonal) -> list[Matrix]:
+    def parts(self, kinds: Kinds, diagonal_of: Diagonal = diagonal_of) -> list[Matrix]:
         """A matrix of any kinds."""
         if self.share is None:
             return kinds
-        found, others = [self.mean_of(kinds, diagonal)], kinds[0][1]
+        found, others = [self.mean_of(kinds, diagonal_of)], kinds[0][1]
         for own, pairs in kinds[1:]:
             beyond = pairs - others
-            found.append((own + diagonal(beyond), beyond))
+            found.append((own + diagonal_of(beyond), beyond))
         return found
 
     def joined(self, parts: Sequence[Matrix], alone: Array, placed: Any = 0.0) -> Kinds:
@@ -171,16 +171,16 @@ class Mixture(NamedTuple):
 ALIKE = Mixture(None, ONE_KIND)
 
 
-def bounded_exp(exponent: Kinds, diagonal: Diagonal, factor: Array | None) -> Kinds:
+def bounded_exp(exponent: Kinds, diagonal_of: Diagonal, factor: Array | None) -> Kinds:
     """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
     which then are written over."""
     found = []
     for own, inside in exponent:
-        whole = own + diagonal(inside)
+        whole = own + diagonal_of(inside)
         if factor is not None:
             whole, inside = factor[..., 0] * whole, factor * inside
         np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
-        found.append((np.exp(np.minimum(whole, EXPONENT_MAX)) - diagonal(inside), inside))
+        found.append((np.exp(np.minimum(whole, EXPONENT_MAX)) - diagonal_of(inside), inside))
     return found
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import Matrix, Sight, diagonal
+from ....engine.classes import Matrix, Sight, diagonal_of
 from ....engine.state import ratio_or_zero
 from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
@@ -83,7 +83,7 @@ class Tile:
     still: Array | None
     begun: Array | None
 
-    def diagonal(self, pairs: Array) -> Array:
+    def diagonal_of(self, pairs: Array) -> Array:
         """(..., o) entries of keys of both."""
         return pairs.diagonal(self.left.start - self.right.start, -2, -1)
 
@@ -449,7 +449,7 @@ class PositionAttention:
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
         own, inside = logits.mixture().mean_of(self._alone)
-        self._squares = self.weights**2 * np.maximum(own + diagonal(inside), 0.0)
+        self._squares = self.weights**2 * np.maximum(own + diagonal_of(inside), 0.0)
         self.sum_square = (sight.keys * self._squares).sum(1)
         if self._dropped > 0.0:
             self._respond_to_noise()
@@ -534,14 +534,14 @@ class PositionAttention:
         alone = np.exp(pull[..., 0] * (own - top))
         prior = logits.prior[of, among]
         total = np.einsum("pr,pqr->pq", keys * prior, of_pairs)
-        total += prior * (alone - diagonal(of_pairs))
+        total += prior * (alone - diagonal_of(of_pairs))
         spread = mixture.values
         found = []
         for kind in spread:
-            beside = np.where(seen, prior * (alone - diagonal(of_kinds[kind])) / total, 0.0)
+            beside = np.where(seen, prior * (alone - diagonal_of(of_kinds[kind])) / total, 0.0)
             found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        parts = mixture.parts_of([own], within, diagonal)
+        parts = mixture.parts_of([own], within, diagonal_of)
         counted = []
         for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
             counted.append(count[:, :, None] * pairs)
@@ -567,14 +567,14 @@ class PositionAttention:
                 middle *= response[:, None, :]
                 single: Array | float = 0.0
                 if part > 0:
-                    single = response**2 * diagonal(parts[part][1])
-                    single = single - 2.0 * middle_own * diagonal(pairs)
+                    single = response**2 * diagonal_of(parts[part][1])
+                    single = single - 2.0 * middle_own * diagonal_of(pairs)
                 whole = middle_own * response - single
                 projected.append((whole, np.subtract(middle, moved, out=moved)))
             responses = [1.0 - beside for beside, _ in found]
-            rare = responses[0] ** 2 * (own - diagonal(within[0]))
+            rare = responses[0] ** 2 * (own - diagonal_of(within[0]))
             joint = mixture.joined(projected, rare)
-            joint = bounded_exp(joint, diagonal, exponent)
+            joint = bounded_exp(joint, diagonal_of, exponent)
             for beside, pairs in joint:
                 beside *= held
                 pairs *= both
@@ -617,7 +617,7 @@ class PositionAttention:
         """(1 - A) C (1 - A')^T of pairs of rows, of kernels of a key with itself, of two words and
         of one, as `Mixture.parts_of` takes them; `kernels` else as in `Tile.projected`."""
         mixture, long, short, keys = self._mixture(tile), tile.long, tile.short, tile.own
-        divided = [mixture.parts_of(one, two, tile.diagonal) for one, two, _ in kernels]
+        divided = [mixture.parts_of(one, two, tile.diagonal_of) for one, two, _ in kernels]
         parts = []
         for part, maps in enumerate(self._response):
             given = [(one[part], kernel[2]) for one, kernel in zip(divided, kernels, strict=True)]
@@ -628,20 +628,20 @@ class PositionAttention:
         ):
             moved = []
             for part, (own, pairs) in enumerate(several):
-                apart, within = one[part][0], tile.diagonal(one[part][1])
+                apart, within = one[part][0], tile.diagonal_of(one[part][1])
                 if not by_pair and apart.ndim > 1:
                     apart, within = (of_row[long - long[0]] for of_row in (apart, within))
                 if part > 0 and mixture.met is None:
                     maps = self._response[part]
                     first, second = maps.own[long, keys], maps.own[short, keys]
-                    beyond = diagonal(maps.pairs)
+                    beyond = diagonal_of(maps.pairs)
                     own -= (beyond[long, keys] * second + first * beyond[short, keys]) * apart
                     own -= first * within * second
                 moved.append((own, pairs))
             held = self._rare[long, keys] * self._rare[short, keys]
             singles = []
             for whole in (mixture.wholes(owns)[0], owns[0]):
-                rare = whole - tile.diagonal(kinds[0])
+                rare = whole - tile.diagonal_of(kinds[0])
                 if not by_pair and rare.ndim > 1:
                     rare = rare[long - long[0]]
                 singles.append(rare * held)
@@ -776,13 +776,16 @@ class PositionAttention:
         """
         law, times = exponent
         times = None if times is None else times[:, None, None]
-        law = bounded_exp(law, tile.diagonal, times)
+        law = bounded_exp(law, tile.diagonal_of, times)
         for own, pairs in law:
             own *= tile.mask_own
             pairs *= tile.mask
         sloped = [
             [
-                (slope[:, None] * (beside + tile.diagonal(between)), slope[:, None, None] * between)
+                (
+                    slope[:, None] * (beside + tile.diagonal_of(between)),
+                    slope[:, None, None] * between,
+                )
                 for beside, between in direction
             ]
             for direction in directions
@@ -845,7 +848,7 @@ class PositionAttention:
         for itself, kernel in zip(alone, counted, strict=True):
             pairs = both * kernel
             met = sums.at_own(pairs)
-            met += (itself - tile.diagonal(kernel)) * once
+            met += (itself - tile.diagonal_of(kernel)) * once
             found.append((itself * once, pairs))
         return found
 
@@ -930,7 +933,7 @@ class PositionAttention:
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
-        apart = kernel[0] - diagonal(kernel[1])
+        apart = kernel[0] - diagonal_of(kernel[1])
         return np.asarray(self.counted @ kernel[1] + self.weights * apart)
 
     def _apart(self, kernel: Matrix) -> Array:
@@ -964,11 +967,11 @@ class PositionAttention:
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
         own, pairs = self._mean_of("values")
-        shared, apart = self.logits.sight.shared, own - diagonal(pairs)
+        shared, apart = self.logits.sight.shared, own - diagonal_of(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
         alone = (self.counted * self.weights) @ apart
-        return diagonal(smooth) + alone, np.asarray(smooth + of_own)
+        return diagonal_of(smooth) + alone, np.asarray(smooth + of_own)
 
     # --- attention dropout (see `closure`) ------------------------------------------------------
 
@@ -981,14 +984,14 @@ class PositionAttention:
         law, every = self.logits.mixture().mean_of(self._alone), slice(0, len(own))
         counts, aims = (self.counted, self.counted), (weights > 0.0)[..., None].astype(float)
         sums = Sums.of(ALIKE, (every, every), counts, (weights, weights), (aims, aims))
-        direction = moved[0] + diagonal(moved[1]), moved[1]
+        direction = moved[0] + diagonal_of(moved[1]), moved[1]
         _, [[(beside, inside)]] = sums.balanced_with([law], 0, [[direction]])
         # sweeps end before these means are 0
         left = np.einsum("pq,pqr->pr", self.counted, inside) + weights * beside
         both = (self.counted * left).sum(1)
         inside = inside - left[:, None, :] - left[:, :, None] + both[:, None, None]
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
-        bare = (self.counted * weights * (beside + diagonal(inside))).sum(1)
+        bare = (self.counted * weights * (beside + diagonal_of(inside))).sum(1)
         usable = bare > 1e-300
         scale = trace * (self.counted @ own) / np.where(usable, bare, 1.0)
         scale = np.where(usable, scale, 0.0)[:, None]
@@ -997,7 +1000,7 @@ class PositionAttention:
     def _noise_overlap(self, own: Array, pairs: Array) -> Array:
         """(P,) tr(E[J D J] X) of every row, of one kernel X, or of one for every row."""
         counted, (beside, inside) = self.counted, self._noise
-        alone = (beside + diagonal(inside)) * own - diagonal(inside * pairs)
+        alone = (beside + diagonal_of(inside)) * own - diagonal_of(inside * pairs)
         total = (times(inside * pairs, counted) * counted).sum(1)
         return np.asarray(total + (counted * self.weights * alone).sum(1))
 
@@ -1030,8 +1033,8 @@ class PositionAttention:
             alike[beside] -= twice_met
         mixture, found = self._mixture(tile), []
         for law in (laws.joint, laws.keyed):
-            of_tokens, mean = mixture.mean_of(law, tile.diagonal)
-            whole = (of_tokens + tile.diagonal(mean)) * alike
+            of_tokens, mean = mixture.mean_of(law, tile.diagonal_of)
+            whole = (of_tokens + tile.diagonal_of(mean)) * alike
             found.append((whole, mixture.alike([pairs for _, pairs in law])))
         (own, joint), (beside, keyed) = found
         if tile.turned is None:
@@ -1081,7 +1084,7 @@ class PositionAttention:
         total_own[0] += self._dropped * (squares * self._squares.T) @ given
         driven = self._dropped * logits.scale * given * logits.queries[0]
         beside, noise = self._noise
-        whole, once = beside + diagonal(noise), weights[:, :, None] * weights[:, None, :]
+        whole, once = beside + diagonal_of(noise), weights[:, :, None] * weights[:, None, :]
         once *= np.moveaxis(later, -1, 0)
         turned = noise if logits.rotary_means is None else noise * logits.rotary_means.within
         calibration = self._calibration
@@ -1100,7 +1103,7 @@ def rows_of_classes(logits: ClassLogits) -> AttentionRows:
 
     def mean(function: Callable[[Array], Array]) -> Array:
         of_own, of_pairs = logits.averaged(lambda entries: function(entries - top))
-        apart = of_own - diagonal(of_pairs)
+        apart = of_own - diagonal_of(of_pairs)
         return np.asarray(_over_keys(seen, of_pairs) + (squares * apart).sum(1))
 
     return attention_rows(
@@ -1130,7 +1133,7 @@ def _crowd(logits: ClassLogits, rows: AttentionRows, level: float = 1.0) -> tupl
     raised = pull[:, None, None]
     kinds = [np.exp(raised * (one - top)) for one in within]
     of_pairs = logits.mixture().mean(kinds, level)
-    of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
+    of_own = np.exp(pull[:, None] * (own - top)) - diagonal_of(of_pairs)
     return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
 
 

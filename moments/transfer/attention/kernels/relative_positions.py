@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import BothSides, Matrix, OneClass, PositionClasses, Sight, diagonal
+from ....engine.classes import BothSides, Matrix, OneClass, PositionClasses, Sight, diagonal_of
 from ....model.positions import RelativeBias
 
 # --- rotary positions -----------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def shifted_classes(sight: Sight, table: RelativeBias, weights: Array, kernel: M
         kernel: C.
     """
     own, pairs = kernel
-    apart = (sight.keys * weights) @ (own - diagonal(pairs))
+    apart = (sight.keys * weights) @ (own - diagonal_of(pairs))
     alone, both = _of_own_keys(sight, table)
     result = alone * apart, both * 0.5 * (apart[:, None] + apart)
     if isinstance(sight.classes, OneClass):  # different keys share the same, and U sums to 0
@@ -243,7 +243,7 @@ def shifted_classes(sight: Sight, table: RelativeBias, weights: Array, kernel: M
     portion /= portion.sum(1, keepdims=True)
     moved = weights[:, None, :] * (keys - portion[:, :, None] * keys.sum(1, keepdims=True))
     together = np.einsum("pbq,qr,sbr->ps", moved, pairs, moved, optimize=True)
-    return result[0] + diagonal(together), result[1] + together
+    return result[0] + diagonal_of(together), result[1] + together
 
 
 def _runs(table: RelativeBias, causal: bool, length: int) -> tuple[Indices, Indices]:

@@ -346,14 +346,14 @@ def statistics_of(
     # the pull `response` already contains a share P2 of the key's own variance: added back
     own_variance = np.where(several, 0.5 * keys / (keys - 1.0) * curvature + response * square, 0.0)
     sized = np.where(diagonal > 0.0, diagonal, 1.0)  # of keys without any size there is no part
-    own_part = (1.0 - overlap / sized) / (1.0 - 1.0 / keys)
+    diagonal_factor = (1.0 - overlap / sized) / (1.0 - 1.0 / keys)
     return AttentionRows(
         count,
         temperature,
         variance,
         unshared,
         np.clip(unshared / sized, 0.0, 2.0),
-        np.where(several, np.clip(own_part, 0.0, 2.0), 0.0),
+        np.where(several, np.clip(diagonal_factor, 0.0, 2.0), 0.0),
         theta,
         reference.keys,
         np.asarray(exact.entropy) + uniform - np.log(reference.keys),
