@@ -110,7 +110,7 @@ def test_gradients_are_those_of_draws(name: str, draws: Any) -> None:
     found = draws.stored()[f"block/{name}"]["found"]
     for value, (mean, error), accepted in (
         (predicted.diagonal, found["square"], 0.015 if name == "norms of groups" else 0.01),
-        (predicted.pairs, found["product"], 0.02),
+        (predicted.off_diagonal, found["product"], 0.02),
     ):
         assert value == pytest.approx(mean, abs=3 * error + accepted * mean), (found, predicted)
 

@@ -226,9 +226,9 @@ def test_composition_gives_the_tabulated_block(v: float, r: float) -> None:
     }  # fmt: skip
     block = moments.component("ffn_block").under("published")
     assert output.kernel.diagonal == pytest.approx(block["variance"](**values), rel=1e-13)
-    assert output.kernel.pairs == pytest.approx(block["covariance"](**values), rel=1e-13)
+    assert output.kernel.off_diagonal == pytest.approx(block["covariance"](**values), rel=1e-13)
     assert sent.diagonal == pytest.approx(block["grad_variance"](**values), rel=1e-13)
-    assert sent.pairs == pytest.approx(block["grad_covariance"](**values), rel=1e-13)
+    assert sent.off_diagonal == pytest.approx(block["grad_covariance"](**values), rel=1e-13)
 
 
 # --- the published recursion, written again -------------------------------------------------------

@@ -142,16 +142,18 @@ def test_arithmetic_of_class_matrices_is_that_of_blocks() -> None:
         for _ in range(2)
     )
     for matrix in (one, other):  # a class of one has no pairs of its own
-        matrix.pairs = matrix.pairs.copy()
-        matrix.pairs[0, 0] = matrix.own[0]
-    first, second = (whole(m.own, m.pairs, blocks) for m in (one, other))
+        matrix.off_diagonal = matrix.off_diagonal.copy()
+        matrix.off_diagonal[0, 0] = matrix.diagonal[0]
+    first, second = (whole(m.diagonal, m.off_diagonal, blocks) for m in (one, other))
     places = np.cumsum([0, *blocks[:-1]])
     found, expected = one @ other, first @ second
-    np.testing.assert_allclose(found.own, np.diag(expected)[places], rtol=1e-12)
+    np.testing.assert_allclose(found.diagonal, np.diag(expected)[places], rtol=1e-12)
     for p in range(size):
         for q in range(size):
             place = places[q] + (1 if p == q and blocks[q] > 1 else 0)
-            np.testing.assert_allclose(found.pairs[p, q], expected[places[p], place], rtol=1e-12)
+            np.testing.assert_allclose(
+                found.off_diagonal[p, q], expected[places[p], place], rtol=1e-12
+            )
     np.testing.assert_allclose(found.total(), expected.sum(), rtol=1e-12)
     np.testing.assert_allclose(found.trace(), np.trace(expected), rtol=1e-12)
     np.testing.assert_allclose(found.row_sums(), expected.sum(1)[places], rtol=1e-12)

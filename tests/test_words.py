@@ -300,10 +300,10 @@ def test_matrices_of_words_multiply_as_by_token() -> None:
         kinds = classes.of_kinds(np.full((1, 1), others), np.full((1, 1), same))
         found.append(ClassMatrix(np.full(2, own), kinds, classes))
     both, product = dense[0] @ dense[1], found[0] @ found[1]
-    others, same = (part.item() for part in classes.kinds(product.pairs))
+    others, same = (part.item() for part in classes.kinds(product.off_diagonal))
     assert same == pytest.approx(both[one_word & off].mean(), rel=2e-3)
     assert others == pytest.approx(both[~one_word].mean(), rel=2e-2)
-    assert product.own[0] == pytest.approx(np.diag(both).mean(), rel=2e-3)
+    assert product.diagonal[0] == pytest.approx(np.diag(both).mean(), rel=2e-3)
     assert product.total() == pytest.approx(both.sum(), rel=1e-2)
     assert product.trace() == pytest.approx(np.trace(both), rel=2e-3)
     column = rng.normal(size=1)
@@ -404,7 +404,7 @@ def test_rows_of_two_texts_move_their_own() -> None:
     ours, every = packed(2, 292, 281), packed(2, 292, 281, tokens=True)
     for layer in ours.trace.stack.walk():
         kernel = layer.output.kernel
-        assert np.abs(kernel.pairs).max() <= kernel.diagonal.max() * (1.0 + 1e-9)
+        assert np.abs(kernel.off_diagonal).max() <= kernel.diagonal.max() * (1.0 + 1e-9)
     norms = [
         one.weight_gradients().set_index(["layer", "weight"])["squared_norm"]
         for one in (ours, every)

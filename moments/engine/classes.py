@@ -90,14 +90,14 @@ class PositionClasses:
         """Tokens of every sequence or document."""
         return (self.length,)
 
-    def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+    def blocks(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         """A matrix (own (..., P), pairs (..., P, P)), by what two tokens have to do with each
         other: of one document, and where there are several of two."""
-        return ((own, pairs),)
+        return ((diagonal, off_diagonal),)
 
-    def told_apart(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+    def told_apart(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         """The same, and what else tells pairs of a cell apart."""
-        return self.blocks(own, pairs)
+        return self.blocks(diagonal, off_diagonal)
 
     def joined(self, *blocks: Matrix) -> Matrix:
         """The same back."""
@@ -108,18 +108,18 @@ class PositionClasses:
         """Those that `ClassMatrix` is on: of one document."""
         return self.inside
 
-    def alone(self, own: Array, pairs: Array) -> Matrix:
+    def alone(self, diagonal: Array, off_diagonal: Array) -> Matrix:
         """A matrix of one document, on `of_one`."""
-        return self.blocks(own, pairs)[0]
+        return self.blocks(diagonal, off_diagonal)[0]
 
-    def between(self, own: Array, pairs: Array) -> Matrix | None:
+    def between(self, diagonal: Array, off_diagonal: Array) -> Matrix | None:
         """That of two, own parts being those of two tokens at one place; None: there is one."""
-        _, *across = self.blocks(own, pairs)
+        _, *across = self.blocks(diagonal, off_diagonal)
         return across[0] if across else None
 
-    def over_kinds(self, pairs: Array) -> Array:
+    def over_kinds(self, off_diagonal: Array) -> Array:
         """(..., P, P) means over what else tells pairs of two cells apart."""
-        return pairs
+        return off_diagonal
 
     def with_kinds(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
         """The product of two matrices, of that of their means over cells."""
@@ -130,9 +130,9 @@ class PositionClasses:
         """(L,), or (documents, longest): whether a document has that position."""
         return np.ones(self.length, dtype=bool)
 
-    def within(self, pairs: Array) -> Array:
+    def within(self, off_diagonal: Array) -> Array:
         """The matrix of pairs of one document, and 0 where two are."""
-        return pairs
+        return off_diagonal
 
     @property
     def at_one_place(self) -> Array:
@@ -148,9 +148,9 @@ class PositionClasses:
         found = np.diag(beside.astype(float), 1)
         inside = np.append(~beside, False)
         inside[-2] = True
-        pairs = np.maximum(np.diagonal(one.pair_count), 0.0)
-        several = inside & (pairs > 0.0)
-        found[several, several] = np.minimum(one.count[several] / pairs[several], 1.0)
+        off_diagonal = np.maximum(np.diagonal(one.pair_count), 0.0)
+        several = inside & (off_diagonal > 0.0)
+        found[several, several] = np.minimum(one.count[several] / off_diagonal[several], 1.0)
         found = self.within(found)
         total = float(self.there.sum() - len(np.atleast_2d(self.there)))
         return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
@@ -177,9 +177,9 @@ class PositionClasses:
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different tokens: as many as there are, so that what is the same
         for all pairs averages to itself."""
-        pairs = self.count[:, None] * (self.causal.seen().keys - np.eye(len(self.nodes)))
-        pairs = pairs + pairs.T
-        return np.asarray(pairs * (self.length * (self.length - 1.0) / pairs.sum()))
+        off_diagonal = self.count[:, None] * (self.causal.seen().keys - np.eye(len(self.nodes)))
+        off_diagonal = off_diagonal + off_diagonal.T
+        return np.asarray(off_diagonal * (self.length * (self.length - 1.0) / off_diagonal.sum()))
 
     def seen(self, window: int | None = None) -> Sight:
         """What the rows of a causal mask see; the same for the same window."""
@@ -190,13 +190,13 @@ class PositionClasses:
         """(...) average over tokens of (..., P) values."""
         return np.asarray((values * self.count).sum(-1) / self.length)
 
-    def mean_of_pairs(self, pairs: Array) -> Array:
+    def mean_of_pairs(self, off_diagonal: Array) -> Array:
         """(...) average over pairs of different tokens of one sequence, of (..., P, P)."""
-        return self.sum_of_pairs(pairs) / max(self.length * (self.length - 1), 1)
+        return self.sum_of_pairs(off_diagonal) / max(self.length * (self.length - 1), 1)
 
-    def sum_of_pairs(self, pairs: Array) -> Array:
+    def sum_of_pairs(self, off_diagonal: Array) -> Array:
         """(...) sum over ordered pairs of different tokens."""
-        return np.asarray((pairs * self.pair_count).sum((-2, -1)))
+        return np.asarray((off_diagonal * self.pair_count).sum((-2, -1)))
 
     @functools.cached_property
     def _cells(self) -> tuple[NDArray[np.intp], Array]:
@@ -272,13 +272,13 @@ class PairSums(NamedTuple):
     """Pairs of positions of two cells, (P, P), or some other such pairs.
 
     Attributes:
-        found: how many are as asked for, by `PositionClasses.hats`.
-        pairs: how many there are.
+        matching: how many are as asked for, by `PositionClasses.hats`.
+        total: how many there are.
         expected: the same as sums over pairs count them.
     """
 
-    found: Array
-    pairs: Array
+    matching: Array
+    total: Array
     expected: Array
 
 
@@ -431,12 +431,12 @@ class DocumentClasses(PositionClasses):
     def inside_count(self) -> Array:
         """(P, P) ordered pairs of different tokens of one document."""
         counts, many = self._counts
-        pairs = (many @ counts)[:, None] * (
+        off_diagonal = (many @ counts)[:, None] * (
             self.one.causal.seen().keys - np.eye(len(self.one.nodes))
         )
         lengths = np.array(self.lengths, float)
-        pairs = pairs + pairs.T
-        return np.asarray(pairs * to_total(pairs, float(lengths @ (lengths - 1.0))))
+        off_diagonal = off_diagonal + off_diagonal.T
+        return np.asarray(off_diagonal * to_total(off_diagonal, float(lengths @ (lengths - 1.0))))
 
     @functools.cached_property
     def across_count(self) -> Matrix:
@@ -445,19 +445,19 @@ class DocumentClasses(PositionClasses):
         # Of two documents as many as the shorter one has places, and then the rest of the longer.
         longer = many.sum() - np.cumsum(many)
         met = (many * (many - 1.0 + 2.0 * longer)) @ counts
-        pairs = met[:, None] * (self.one.causal.seen().keys - np.eye(len(met)))
+        off_diagonal = met[:, None] * (self.one.causal.seen().keys - np.eye(len(met)))
         rest = np.cumsum((many[:, None] * counts)[::-1], axis=0)[::-1]
         rest = rest - (longer + many)[:, None] * counts
-        pairs += np.einsum("n,np,nq->pq", many, rest, counts)
-        return met, np.asarray(pairs + pairs.T)
+        off_diagonal += np.einsum("n,np,nq->pq", many, rest, counts)
+        return met, np.asarray(off_diagonal + off_diagonal.T)
 
     @functools.cached_property
     def pair_count(self) -> Array:
-        own, pairs = self.across_count
-        inner = np.diagonal(pairs)
+        diagonal, off_diagonal = self.across_count
+        inner = np.diagonal(off_diagonal)
         # Those beside the diagonal are counted where they are read from.
-        across = pairs - np.diag(inner) + inner[:, None] * self._aside
-        across = 0.5 * (across + across.T) + np.diag(own)
+        across = off_diagonal - np.diag(inner) + inner[:, None] * self._aside
+        across = 0.5 * (across + across.T) + np.diag(diagonal)
         return 0.5 * np.block([[self.inside_count, across], [across, self.inside_count]])
 
     @functools.cached_property
@@ -477,9 +477,11 @@ class DocumentClasses(PositionClasses):
                 found[node, held] += lagrange(logs[held], logs[[node]])[:, 0] / len(sides)
         return found
 
-    def mean_of_pairs(self, pairs: Array) -> Array:
+    def mean_of_pairs(self, off_diagonal: Array) -> Array:
         size, count = len(self.one.nodes), self.inside_count
-        return np.asarray((pairs[..., :size, :size] * count).sum((-2, -1)) / max(count.sum(), 1.0))
+        return np.asarray(
+            (off_diagonal[..., :size, :size] * count).sum((-2, -1)) / max(count.sum(), 1.0)
+        )
 
     @functools.cached_property
     def documents(self) -> Matrix | None:
@@ -503,13 +505,13 @@ class DocumentClasses(PositionClasses):
     def seen(self, window: int | None = None) -> Sight:
         return self.one.seen(window)
 
-    def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+    def blocks(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         size = len(self.one.nodes)
-        across, index = np.array(pairs[..., :size, size:]), np.arange(size)
+        across, index = np.array(off_diagonal[..., :size, size:]), np.arange(size)
         at_one_place = np.array(across[..., index, index])
         across[..., index, index] = 0.0
         across[..., index, index] = (across * self._aside).sum(-1)
-        return (own[..., :size], pairs[..., :size, :size]), (at_one_place, across)
+        return (diagonal[..., :size], off_diagonal[..., :size, :size]), (at_one_place, across)
 
     def joined(self, *blocks: Matrix) -> Matrix:
         inside, across = blocks
@@ -522,9 +524,9 @@ class DocumentClasses(PositionClasses):
         )
         return np.concatenate([inside[0]] * 2, axis=-1), np.concatenate([top, bottom], axis=-2)
 
-    def within(self, pairs: Array) -> Array:
-        none = np.zeros_like(pairs)
-        return np.block([[pairs, none], [none, pairs]])
+    def within(self, off_diagonal: Array) -> Array:
+        none = np.zeros_like(off_diagonal)
+        return np.block([[off_diagonal, none], [none, off_diagonal]])
 
     @functools.cached_property
     def there(self) -> NDArray[np.bool_]:
@@ -536,8 +538,8 @@ class DocumentClasses(PositionClasses):
         return np.tile(sums / (self.one.hats @ self._reaching), 2)
 
     def of_sums(self, *means: Array) -> Array:
-        inner, outer, own = means
-        return np.asarray(self.joined((np.diagonal(inner), inner), (own, outer))[1])
+        inner, outer, diagonal = means
+        return np.asarray(self.joined((np.diagonal(inner), inner), (diagonal, outer))[1])
 
     def pair_sums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[PairSums]:
         """Of one document, of two, and at one place of two: of (documents, longest) values, of
@@ -769,9 +771,9 @@ def _seen(classes: PositionClasses, reach: int) -> Sight:
 def _everything(classes: OneClass) -> Sight:
     """Of one class."""
     size, none = float(classes.length), np.zeros(1, np.intp)
-    pairs, cubes = np.full((1, 1), size), np.full((1, 1, 1), size)
+    off_diagonal, cubes = np.full((1, 1), size), np.full((1, 1, 1), size)
     ends = none, classes.nodes, np.array([size])
-    counts = pairs, cubes, cubes, pairs, cubes, cubes
+    counts = off_diagonal, cubes, cubes, off_diagonal, cubes, cubes
     return Sight(classes, classes.length, *ends, *counts, none)
 
 
@@ -880,13 +882,13 @@ class ClassRows(NamedTuple):
 # --- matrices over keys ---------------------------------------------------------------------------
 
 Matrix = tuple[Any, Any]
-"""(own, pairs): what a key has beyond `pairs` on the diagonal, (..., P), and (..., P, P)."""
+"""(own, pairs): what a key has beyond `off_diagonal` on the diagonal, (..., P), and (..., P, P)."""
 
 
 def diagonal_of(matrix: Any) -> Array:
     """(..., P) diagonal of an array (..., P, P), or of a `ClassMatrix`."""
     if isinstance(matrix, ClassMatrix):
-        return matrix.own
+        return matrix.diagonal
     if matrix.shape[-2:] == (1, 1):
         return np.asarray(matrix[..., 0])
     return np.asarray(matrix.diagonal(axis1=-2, axis2=-1))
@@ -901,8 +903,8 @@ class ClassMatrix:
     order of a cell in how a mask's edge is met.
 
     Attributes:
-        own: (..., nodes) entries of a token with itself.
-        pairs: (..., nodes, nodes) of two different tokens.
+        diagonal: (..., nodes) entries of a token with itself.
+        off_diagonal: (..., nodes, nodes) of two different tokens.
         classes: the positions, those of a text's words, or one class of tokens alike.
         crowded: (..., P, P) of rows of attention, what two keys of one word get together over what
             two others do: they crowd each other. None: no such rows, or no words.
@@ -911,14 +913,23 @@ class ClassMatrix:
     __array_ufunc__ = None
 
     def __init__(
-        self, own: Array, pairs: Array, classes: PositionClasses, crowded: Array | None = None
+        self,
+        diagonal: Array,
+        off_diagonal: Array,
+        classes: PositionClasses,
+        crowded: Array | None = None,
     ) -> None:
-        entries, matrix = own.shape, pairs.shape
+        entries, matrix = diagonal.shape, off_diagonal.shape
         if entries != matrix[:-1] or matrix[-1] != matrix[-2]:
             shape, size = np.broadcast_shapes(entries[:-1], matrix[:-2]), matrix[-1]
-            own = np.broadcast_to(own, (*shape, size))
-            pairs = np.broadcast_to(pairs, (*shape, size, size))
-        self.own, self.pairs, self.classes, self.crowded = own, pairs, classes, crowded
+            diagonal = np.broadcast_to(diagonal, (*shape, size))
+            off_diagonal = np.broadcast_to(off_diagonal, (*shape, size, size))
+        self.diagonal, self.off_diagonal, self.classes, self.crowded = (
+            diagonal,
+            off_diagonal,
+            classes,
+            crowded,
+        )
 
     @classmethod
     def of_rows(
@@ -926,28 +937,30 @@ class ClassMatrix:
     ) -> ClassMatrix:
         """Of what rows give to one key of a class that they see, (..., P, P)."""
         count, inside = sight.classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
-        pairs, seen = rows * sight.keys / count, np.diagonal(sight.keys)
+        off_diagonal, seen = rows * sight.keys / count, np.diagonal(sight.keys)
         several = count > 1.5
         beside = (seen - 1.0) / np.where(several, count - 1.0, 1.0)
         index = np.arange(len(count))
-        pairs[..., index, index] = np.where(several, inside * beside, inside * seen / count)
-        own = np.where(several, inside, pairs[..., index, index])
-        return cls(*classes.everywhere((own, pairs)), classes, crowded)
+        off_diagonal[..., index, index] = np.where(several, inside * beside, inside * seen / count)
+        diagonal = np.where(several, inside, off_diagonal[..., index, index])
+        return cls(*classes.everywhere((diagonal, off_diagonal)), classes, crowded)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.pairs.shape
+        return self.off_diagonal.shape
 
     @property
     def size(self) -> int:
-        return int(self.pairs.size)
+        return int(self.off_diagonal.size)
 
     def astype(self, kind: Any) -> ClassMatrix:
         crowded = None if self.crowded is None else self.crowded.astype(kind)
-        return ClassMatrix(self.own.astype(kind), self.pairs.astype(kind), self.classes, crowded)
+        return ClassMatrix(
+            self.diagonal.astype(kind), self.off_diagonal.astype(kind), self.classes, crowded
+        )
 
     def transposed(self) -> ClassMatrix:
-        return ClassMatrix(self.own, np.swapaxes(self.pairs, -1, -2), self.classes)
+        return ClassMatrix(self.diagonal, np.swapaxes(self.off_diagonal, -1, -2), self.classes)
 
     def total(self) -> Array:
         """(...) sum of all entries."""
@@ -958,17 +971,17 @@ class ClassMatrix:
         return self.classes.repeated(self.apart + self.mean @ self.classes.inside.count)
 
     def trace(self) -> Array:
-        return np.asarray((self.own * self.classes.count).sum(-1))
+        return np.asarray((self.diagonal * self.classes.count).sum(-1))
 
     @functools.cached_property
     def mean(self) -> Array:
         """(..., P, P) over all pairs of two classes."""
-        return self.classes.over_kinds(self.pairs)
+        return self.classes.over_kinds(self.off_diagonal)
 
     @functools.cached_property
     def apart(self) -> Array:
         """(..., P) what a token has with itself beyond what it has with others of its class."""
-        return np.asarray(self.own[..., : self.mean.shape[-1]] - diagonal_of(self.mean))
+        return np.asarray(self.diagonal[..., : self.mean.shape[-1]] - diagonal_of(self.mean))
 
     @functools.cached_property
     def counted(self) -> Array:
@@ -976,10 +989,10 @@ class ClassMatrix:
         return np.asarray(self.classes.inside.count[:, None] * self.mean)
 
     def __getitem__(self, index: Any) -> ClassMatrix:
-        return ClassMatrix(self.own[index], self.pairs[index], self.classes)
+        return ClassMatrix(self.diagonal[index], self.off_diagonal[index], self.classes)
 
     def __len__(self) -> int:
-        return len(self.pairs)
+        return len(self.off_diagonal)
 
     def __array__(self, *_: Any, **__: Any) -> Array:
         raise TypeError("a matrix on classes is no array: apply functions of entries `entrywise`")
@@ -993,18 +1006,22 @@ class ClassMatrix:
             )
             return np.swapaxes(self.classes.repeated(np.swapaxes(found, -1, -2)), -1, -2)
         beyond = other.apart
-        pairs = apart[..., :, None] * other.mean + mean * beyond[..., None, :]
-        pairs = pairs + mean @ other.counted
-        product = apart * beyond + diagonal_of(pairs), pairs
+        off_diagonal = apart[..., :, None] * other.mean + mean * beyond[..., None, :]
+        off_diagonal = off_diagonal + mean @ other.counted
+        product = apart * beyond + diagonal_of(off_diagonal), off_diagonal
         return ClassMatrix(*self.classes.with_kinds(product, self, other), self.classes)
 
     def _with(self, other: Any, operation: Any) -> ClassMatrix:
         if isinstance(other, ClassMatrix):
             return ClassMatrix(
-                operation(self.own, other.own), operation(self.pairs, other.pairs), self.classes
+                operation(self.diagonal, other.diagonal),
+                operation(self.off_diagonal, other.off_diagonal),
+                self.classes,
             )
         return ClassMatrix(
-            operation(self.own, diagonal_factor(other)), operation(self.pairs, other), self.classes
+            operation(self.diagonal, diagonal_factor(other)),
+            operation(self.off_diagonal, other),
+            self.classes,
         )
 
     def __add__(self, other: Any) -> ClassMatrix:
@@ -1020,7 +1037,7 @@ class ClassMatrix:
         return self._with(other, np.divide)
 
     def __pow__(self, power: int) -> ClassMatrix:
-        return ClassMatrix(self.own**power, self.pairs**power, self.classes)
+        return ClassMatrix(self.diagonal**power, self.off_diagonal**power, self.classes)
 
     def __rsub__(self, other: Any) -> ClassMatrix:
         return (self * -1.0).__add__(other)

@@ -695,7 +695,7 @@ def returned(kernel: Kernel, addend: Gradient, branch: Component, width: Array) 
         return kernel
     grown, shared = addend.persistence
     if not branch.mixes_tokens:
-        return kernel.weighted(1 + grown.diagonal, 1 + grown.pairs)
+        return kernel.weighted(1 + grown.diagonal, 1 + grown.off_diagonal)
     lost, _ = kernel.lift((1 - addend.averaged().radial) / width)
     one, first, second = at_tokens(kernel, 1 + shared - lost)
     return kernel.weighted(one, (first + second) / 2)

@@ -106,8 +106,10 @@ def realigned(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Arr
     of_one, of_two = kernel.lift(more)
     one, first, second = at_tokens(kernel, 1 - gradient.radial)
     falls, falls_first, falls_second = at_tokens(kernel, gradient.norm_response)
-    pairs = of_pairs(first, second, output.cosine_square()) + (falls_first + falls_second) / 2
-    return kernel.weighted(1 / (1 + of_one * (one + falls)), 1 / (1 + of_two * pairs))
+    off_diagonal = (
+        of_pairs(first, second, output.cosine_square()) + (falls_first + falls_second) / 2
+    )
+    return kernel.weighted(1 / (1 + of_one * (one + falls)), 1 / (1 + of_two * off_diagonal))
 
 
 def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
@@ -118,8 +120,8 @@ def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
     """
     if is_number(response) and response == 0.0:
         return tokens
-    own = ratio_or_zero(spread.diagonal, tokens.diagonal * tokens.diagonal)
-    one, first, second = at_tokens(tokens, response * own)
+    diagonal = ratio_or_zero(spread.diagonal, tokens.diagonal * tokens.diagonal)
+    one, first, second = at_tokens(tokens, response * diagonal)
     return tokens.weighted(1 / (1 + one), 1 / (1 + (first + second) / 2))
 
 
@@ -133,8 +135,8 @@ def persistence(signal: Signal, response: Array) -> Kernel:
     kernel = signal.kernel
     one, first, second = at_tokens(kernel, response)
     v, w = kernel.over_tokens(single)
-    pairs = (first * v + second * w + (first + second) * common) / 4
-    return Kernel.joined(one * single, pairs, kernel.resolved)
+    off_diagonal = (first * v + second * w + (first + second) * common) / 4
+    return Kernel.joined(one * single, off_diagonal, kernel.resolved)
 
 
 def shared_persistence(
@@ -154,20 +156,20 @@ def shared_persistence(
         counted = above.diagonal * classes.count
         share = ratio_or_zero(counted, counted.sum(-1, keepdims=True) + 0.0 * counted) * response
         share, count = classes.in_one(share), classes.in_one(classes.count)
-        (own, inside), *_ = classes.blocks(single, common)
-        apart = own - np.diagonal(inside, axis1=-2, axis2=-1)
+        (diagonal, inside), *_ = classes.blocks(single, common)
+        apart = diagonal - np.diagonal(inside, axis1=-2, axis2=-1)
         met = (share[..., None, :] @ inside)[..., 0, :]
         return classes.repeated(met + share * apart / count)
     leading, count = common.shape[:-2], common.shape[-1]
     blocks = common.reshape(*leading, count // length, length, count // length, length)
-    own = np.einsum("...bibj->...bij", blocks)
-    sizes = np.broadcast_to(above.diagonal, (*leading, count)).reshape(*own.shape[:-1])
+    diagonal = np.einsum("...bibj->...bij", blocks)
+    sizes = np.broadcast_to(above.diagonal, (*leading, count)).reshape(*diagonal.shape[:-1])
     received = sizes.sum(-1, keepdims=True) + 0.0 * sizes
     if documents is not None:
         together = one_document(documents) + 0.0
-        received, own = np.einsum("...bi,bij->...bj", sizes, together), own * together
-    fallen = sizes * np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
-    found = np.einsum("...bi,...bij->...bj", fallen, own)
+        received, diagonal = np.einsum("...bi,bij->...bj", sizes, together), diagonal * together
+    fallen = sizes * np.broadcast_to(response, (*leading, count)).reshape(*diagonal.shape[:-1])
+    found = np.einsum("...bi,...bij->...bj", fallen, diagonal)
     return ratio_or_zero(found, received).reshape(*leading, count)
 
 
@@ -182,7 +184,7 @@ def relative_spread(signal: Signal, features: bool = True) -> tuple[Array, Array
         spread = spread - (kernel * kernel).scaled(2 / signal.width)
     first, second = kernel.over_tokens(kernel.diagonal)
     single = ratio_or_zero(spread.diagonal, kernel.diagonal * kernel.diagonal)
-    return single, ratio_or_zero(spread.pairs, first * second)
+    return single, ratio_or_zero(spread.off_diagonal, first * second)
 
 
 def orthogonal_parts(

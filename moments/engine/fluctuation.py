@@ -31,17 +31,20 @@ def has_fixed_norms(signal: Signal) -> bool:
     """Whether a normalisation put all tokens on one sphere."""
     if signal.fluctuation is None:
         return False
-    own = signal.fluctuation.norms.diagonal
-    return own == 0.0 if is_number(own) else not np.any(own)
+    diagonal = signal.fluctuation.norms.diagonal
+    return diagonal == 0.0 if is_number(diagonal) else not np.any(diagonal)
 
 
 def signed_root(square: Kernel, like: Kernel) -> Kernel:
     """Square roots with the signs of another kernel."""
     if is_number(square.diagonal):
-        pairs = max(square.pairs, 0.0) ** 0.5
-        return Kernel(max(square.diagonal, 0.0) ** 0.5, -pairs if like.pairs < 0 else pairs)
-    pairs = np.copysign(np.sqrt(np.maximum(square.pairs, 0.0)), like.pairs)
-    return Kernel(np.sqrt(np.maximum(square.diagonal, 0.0)), pairs, square.resolved)
+        off_diagonal = max(square.off_diagonal, 0.0) ** 0.5
+        return Kernel(
+            max(square.diagonal, 0.0) ** 0.5,
+            -off_diagonal if like.off_diagonal < 0 else off_diagonal,
+        )
+    off_diagonal = np.copysign(np.sqrt(np.maximum(square.off_diagonal, 0.0)), like.off_diagonal)
+    return Kernel(np.sqrt(np.maximum(square.diagonal, 0.0)), off_diagonal, square.resolved)
 
 
 def norm_variance(signal: Signal) -> Array:
@@ -70,23 +73,23 @@ def overlap_variance(signal: Signal) -> Array | None:
     kernel = signal.second_moment()
     root = signed_root(square, kernel)
     first, second = root.over_tokens(root.diagonal)
-    variance = 0.5 * (first * second + square.pairs)
+    variance = 0.5 * (first * second + square.off_diagonal)
     if not has_fixed_norms(signal):
         return variance
     size, other = kernel.over_tokens(kernel.diagonal)
-    one = ratio_or_zero(first * kernel.pairs, size)
-    two = ratio_or_zero(second * kernel.pairs, other)
+    one = ratio_or_zero(first * kernel.off_diagonal, size)
+    two = ratio_or_zero(second * kernel.off_diagonal, other)
     # d o - (r d q_i + r' d q_j)/2, r = C_ij/C_ii
-    fixed = variance - (one + two) * root.pairs
+    fixed = variance - (one + two) * root.off_diagonal
     fixed = fixed + 0.25 * (one * one + two * two)
-    fixed = fixed + 0.5 * ratio_or_zero(kernel.pairs**2, size * other) * square.pairs
+    fixed = fixed + 0.5 * ratio_or_zero(kernel.off_diagonal**2, size * other) * square.off_diagonal
     return np.maximum(fixed, 0.0) if np.ndim(fixed) else max(fixed, 0.0)
 
 
 def step_within(kernel: Kernel, variance: Array) -> Array:
     """sqrt(Var o_ij), no further than to where two tokens are parallel or opposite."""
     first, second = kernel.over_tokens(kernel.diagonal)
-    room = (first * second) ** 0.5 - abs(kernel.pairs)
+    room = (first * second) ** 0.5 - abs(kernel.off_diagonal)
     if is_number(room):
         return min(variance**0.5, max(room, 0.0))
     return np.minimum(variance**0.5, np.maximum(room, 0.0))
@@ -179,14 +182,14 @@ def _of_branches(
     overlaps = source.fluctuation.overlaps
     assert overlaps is not None
     found = []
-    for own, entered, one, other in zip(
+    for diagonal, entered, one, other in zip(
         (overlaps, source.fluctuation.norms), shared_with(source), first, second, strict=True
     ):
         met = entered * entered.transposed()
-        product = one.transposed() * other * own
+        product = one.transposed() * other * diagonal
         both = Kernel(
             ratio_or_zero(product.diagonal, met.diagonal),
-            ratio_or_zero(product.pairs, met.pairs),
+            ratio_or_zero(product.off_diagonal, met.off_diagonal),
             product.resolved,
         )
         found.append(both + both.transposed())
@@ -226,7 +229,7 @@ _Averages = tuple[Kernel, Kernel, Kernel, Kernel]
 def _by_token(
     tokens: Kernel, square: Kernel, weights: Array, fixed: bool, _seq_len: int
 ) -> _Averages:
-    root = signed_root(square, tokens).pairs
+    root = signed_root(square, tokens).off_diagonal
     turned = np.swapaxes(weights, -1, -2)
     met = weights @ root
     mixed = (met @ turned) ** 2
@@ -236,11 +239,11 @@ def _by_token(
     free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(met, -1, -2) * inverse)
     if not fixed:
         return (*free, *free)
-    lost = weights * ratio_or_zero(weights @ tokens.pairs, tokens.diagonal[..., None, :])
+    lost = weights * ratio_or_zero(weights @ tokens.off_diagonal, tokens.diagonal[..., None, :])
     back = np.swapaxes(lost, -1, -2)
     cross = met @ back
-    mixed = mixed - cross - np.swapaxes(cross, -1, -2) + lost @ square.pairs @ back
-    shared = (np.swapaxes(met, -1, -2) - square.pairs @ back) * inverse
+    mixed = mixed - cross - np.swapaxes(cross, -1, -2) + lost @ square.off_diagonal @ back
+    shared = (np.swapaxes(met, -1, -2) - square.off_diagonal @ back) * inverse
     return (*free, Kernel.of_matrix(mixed), Kernel.of_matrix(shared))
 
 
@@ -255,8 +258,8 @@ def _by_class(
     inverse, _ = tokens.over_tokens(1.0 / tokens.diagonal)
 
     def shared(of_rows: Kernel) -> Kernel:
-        pairs = np.swapaxes(of_rows.pairs, -1, -2) * inverse
-        return Kernel(diagonal_of(pairs), pairs, tokens.resolved)
+        off_diagonal = np.swapaxes(of_rows.off_diagonal, -1, -2) * inverse
+        return Kernel(diagonal_of(off_diagonal), off_diagonal, tokens.resolved)
 
     free = mixed, shared(met)
     if not fixed:
@@ -264,11 +267,11 @@ def _by_class(
     # A row loses to the keys of its own document alone.
     assert tokens.classes is not None
     size = tokens.diagonal[..., : len(tokens.classes.inside.nodes)]
-    inside = met_by(weights, tokens).pairs[..., : size.shape[-1], : size.shape[-1]]
+    inside = met_by(weights, tokens).off_diagonal[..., : size.shape[-1], : size.shape[-1]]
     lost = ClassRows(weights.weights * inside / size[..., None, :], weights.sight)
 
-    def crossed(pairs: Array, _own: Array) -> Array:
-        found: Array = pairs @ np.swapaxes(lost.counted, -1, -2)
+    def crossed(off_diagonal: Array, _own: Array) -> Array:
+        found: Array = off_diagonal @ np.swapaxes(lost.counted, -1, -2)
         return found
 
     cross = _of_rows(crossed, met)
@@ -282,8 +285,8 @@ def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kerne
     classes = kernel.classes
     assert classes is not None
     found = []
-    for own, pairs in classes.blocks(kernel.diagonal, kernel.pairs):
-        of_pairs = function(pairs, own - diagonal_of(pairs))
+    for diagonal, off_diagonal in classes.blocks(kernel.diagonal, kernel.off_diagonal):
+        of_pairs = function(off_diagonal, diagonal - diagonal_of(off_diagonal))
         found.append((diagonal_of(of_pairs), of_pairs))
     return Kernel(*classes.joined(*found), classes)
 
@@ -292,7 +295,10 @@ def met_by(rows: ClassRows, kernel: Kernel) -> Kernel:
     """[row, key] of rows W times a kernel on classes, for one key of a class; a row has with the
     key at its own position what it has with one beside that."""
     return _of_rows(
-        lambda pairs, apart: rows.counted @ pairs + rows.weights * apart[..., None, :], kernel
+        lambda off_diagonal, apart: (
+            rows.counted @ off_diagonal + rows.weights * apart[..., None, :]
+        ),
+        kernel,
     )
 
 
@@ -300,22 +306,22 @@ def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
     """W K W^T on classes."""
     counted, each, shared = rows.counted, rows.weights, rows.sight.shared
 
-    def between(pairs: Array, apart: Array) -> Array:
+    def between(off_diagonal: Array, apart: Array) -> Array:
         alone = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, apart)
-        return np.asarray(counted @ pairs @ np.swapaxes(counted, -1, -2) + alone)
+        return np.asarray(counted @ off_diagonal @ np.swapaxes(counted, -1, -2) + alone)
 
     return _of_rows(between, kernel)
 
 
 def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: int) -> _Averages:
     root = signed_root(square, tokens)
-    met = ((root.diagonal + (seq_len - 1) * root.pairs) / seq_len) ** 2
+    met = ((root.diagonal + (seq_len - 1) * root.off_diagonal) / seq_len) ** 2
     inverse = ratio_or_zero(1.0, tokens.diagonal)
     free = Kernel(met, met), Kernel(met * inverse, met * inverse)
     if not fixed:
         return (*free, *free)
-    lost = (1 + (seq_len - 1) * tokens.pairs * inverse) / seq_len
-    mean = (square.diagonal + (seq_len - 1) * square.pairs) / seq_len
+    lost = (1 + (seq_len - 1) * tokens.off_diagonal * inverse) / seq_len
+    mean = (square.diagonal + (seq_len - 1) * square.off_diagonal) / seq_len
     mixed = met - 2 * lost * met + lost * lost * mean
     shared = (met - lost * mean) * inverse
     return (*free, Kernel(mixed, mixed), Kernel(shared, shared))
@@ -399,7 +405,7 @@ def _by_parts(kernel: Kernel, unshared: Array, common: Array) -> Kernel:
     (one, _), (more, two) = kernel.lift(unshared), kernel.lift(common)
     mean, _ = kernel.lift(kernel.mean_off_diagonal())
     diagonal = kernel.diagonal * one + mean * (more - one)
-    return Kernel.joined(diagonal, kernel.pairs * two, kernel.resolved)
+    return Kernel.joined(diagonal, kernel.off_diagonal * two, kernel.resolved)
 
 
 def dropped(signal: Signal, drop_prob: Any) -> Fluctuation:
@@ -525,6 +531,6 @@ def elasticity(leaf: Leaf, before: Signal, after: Signal, real: Array | None) ->
     unshared = unshared_variance(output)
     if unshared == 0.0:
         return 1.0
-    sent = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.pairs
+    sent = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.off_diagonal
     gain = before.width / after.width * unshared_variance(entering) / unshared
     return float(sent) * float(gain)

@@ -181,8 +181,8 @@ class SequenceLayout:
         """What tokens of one sequence share, (sequences, L, L); unchanged if there is only one."""
         if self.sequences == 1 or kernel.resolved is not True:
             return kernel
-        length = kernel.pairs.shape[-1] // self.sequences
-        blocks = np.reshape(kernel.pairs, (self.sequences, length, self.sequences, length))
+        length = kernel.off_diagonal.shape[-1] // self.sequences
+        blocks = np.reshape(kernel.off_diagonal, (self.sequences, length, self.sequences, length))
         index = np.arange(self.sequences)
         return Kernel.of_matrix(blocks[index, :, index, :])
 
@@ -192,7 +192,11 @@ class SequenceLayout:
             return kernel.mean_diagonal(), kernel.mean_off_diagonal()
         within, numbers = self.split(kernel), self.numbers
         # Behind a pooling head every token is one sequence's.
-        if within.resolved and numbers is not None and numbers.shape[-1] == within.pairs.shape[-1]:
+        if (
+            within.resolved
+            and numbers is not None
+            and numbers.shape[-1] == within.off_diagonal.shape[-1]
+        ):
             return self._of_documents(within, numbers)
         found = within.mean_diagonal(), within.mean_off_diagonal()
         if self.sequences == 1 or not kernel.resolved:
@@ -201,14 +205,16 @@ class SequenceLayout:
 
     def _of_documents(self, kernel: Kernel, documents: np.ndarray) -> tuple[Array, Array]:
         """Averages over all tokens, and over all pairs of one document; 0 without any."""
-        documents = documents.reshape(-1, kernel.pairs.shape[-1])
+        documents = documents.reshape(-1, kernel.off_diagonal.shape[-1])
         axes: tuple[int, ...] = (-3, -2, -1)
         if self.sequences == 1:
             documents, axes = documents[0], axes[1:]
-        real, pairs = (documents > 0) + 0.0, one_document(documents) + 0.0
-        pairs -= np.eye(pairs.shape[-1]) * real[..., None]
+        real, off_diagonal = (documents > 0) + 0.0, one_document(documents) + 0.0
+        off_diagonal -= np.eye(off_diagonal.shape[-1]) * real[..., None]
         variance = (kernel.diagonal * real).sum(axes[1:]) / real.sum()
-        return variance, (kernel.pairs * pairs).sum(axes) / max(pairs.sum(), 1.0)
+        return variance, (kernel.off_diagonal * off_diagonal).sum(axes) / max(
+            off_diagonal.sum(), 1.0
+        )
 
     def average(self, values: Array) -> Array:
         """Over the tokens that do not pad, of (..., L) numbers by token; one for all stays."""

@@ -93,20 +93,20 @@ Matrix = Any
 def matrix_of(kernel: Kernel, seq_len: int) -> Matrix:
     """A kernel's entries; tokens alike are one class of `seq_len`."""
     if kernel.classes is not None:  # of one document, for all: others are sequences of a batch
-        own, pairs = kernel.classes.alone(kernel.diagonal, kernel.pairs)
-        return ClassMatrix(own, pairs, kernel.classes.of_one)
+        diagonal, off_diagonal = kernel.classes.alone(kernel.diagonal, kernel.off_diagonal)
+        return ClassMatrix(diagonal, off_diagonal, kernel.classes.of_one)
     if kernel.resolved:
-        return kernel.pairs
-    own, pairs = np.broadcast_arrays(kernel.diagonal, kernel.pairs)
-    return ClassMatrix(own[..., None], pairs[..., None, None], one_class(seq_len))
+        return kernel.off_diagonal
+    diagonal, off_diagonal = np.broadcast_arrays(kernel.diagonal, kernel.off_diagonal)
+    return ClassMatrix(diagonal[..., None], off_diagonal[..., None, None], one_class(seq_len))
 
 
 def kernel_of(matrix: Matrix) -> Kernel:
     """The kernel of these entries."""
     if isinstance(matrix, ClassMatrix):
         if isinstance(matrix.classes, OneClass):
-            return Kernel(matrix.own[..., 0], matrix.pairs[..., 0, 0])
-        return Kernel(matrix.own, matrix.pairs, matrix.classes)
+            return Kernel(matrix.diagonal[..., 0], matrix.off_diagonal[..., 0, 0])
+        return Kernel(matrix.diagonal, matrix.off_diagonal, matrix.classes)
     return Kernel.of_matrix(matrix)
 
 
@@ -175,16 +175,19 @@ def stacked(matrices: Several[Matrix], axis: Any = np.concatenate) -> Matrix:
     """Matrices one after the other along their first axis, or along a new one by np.stack."""
     first = matrices[0]
     if isinstance(first, ClassMatrix):
-        own, pairs = axis([one.own for one in matrices]), axis([one.pairs for one in matrices])
+        diagonal, off_diagonal = (
+            axis([one.diagonal for one in matrices]),
+            axis([one.off_diagonal for one in matrices]),
+        )
         crowded = None if first.crowded is None else axis([one.crowded for one in matrices])
-        return ClassMatrix(own, pairs, first.classes, crowded)
+        return ClassMatrix(diagonal, off_diagonal, first.classes, crowded)
     return axis(matrices)
 
 
 def present(matrix: Matrix) -> bool:
     """Whether any entry is not 0."""
     if isinstance(matrix, ClassMatrix):
-        return bool(np.any(matrix.own) or np.any(matrix.pairs))
+        return bool(np.any(matrix.diagonal) or np.any(matrix.off_diagonal))
     return bool(np.any(matrix))
 
 
@@ -208,11 +211,15 @@ def entrywise(function: Callable[..., Any], *matrices: Any) -> Any:
     on = next((one.classes for one in matrices if isinstance(one, ClassMatrix)), None)
     if on is None:
         return function(*matrices)
-    own = function(*(m.own if isinstance(m, ClassMatrix) else diagonal_factor(m) for m in matrices))
-    pairs = function(*(m.pairs if isinstance(m, ClassMatrix) else m for m in matrices))
-    if isinstance(own, tuple):
-        return tuple(ClassMatrix(a, b, on) for a, b in zip(own, pairs, strict=True))
-    return ClassMatrix(own, pairs, on)
+    diagonal = function(
+        *(m.diagonal if isinstance(m, ClassMatrix) else diagonal_factor(m) for m in matrices)
+    )
+    off_diagonal = function(
+        *(m.off_diagonal if isinstance(m, ClassMatrix) else m for m in matrices)
+    )
+    if isinstance(diagonal, tuple):
+        return tuple(ClassMatrix(a, b, on) for a, b in zip(diagonal, off_diagonal, strict=True))
+    return ClassMatrix(diagonal, off_diagonal, on)
 
 
 def per_pair(values: Any) -> Array:
@@ -245,17 +252,17 @@ class Elementwise:
     Attributes:
         onward, back: (..., L, L) derivative of an output pair by its input pair, and the factor on
             a gradient pair.
-        own, back_own: (..., L, L) change of an output pair, and of that factor, where both tokens
-            grow, over the tokens' relative growth; correlated as they were.
+        growth, back_growth: (..., L, L) change of an output pair, and of that factor, where both
+            tokens grow, over the tokens' relative growth; correlated as they were.
         back_change: (..., L, L) derivative of that factor by the pair.
         kernel, gradient: second moments at the input, gradient at the output.
     """
 
     onward: Matrix
-    own: Matrix
+    growth: Matrix
     back: Matrix
     back_change: Matrix
-    back_own: Matrix
+    back_growth: Matrix
     kernel: Matrix
     gradient: Matrix
 
@@ -304,9 +311,9 @@ class Elementwise:
             without_diagonal(entrywise(ratio, at - near, step))
             for at, near in ((out, out_near), (back, back_near))
         )
-        own = (out_grown - out) / STEP - onward * tokens
-        back_own = (back_grown - back) / STEP - change * tokens
-        fields = (onward, own, back, change, back_own, tokens, received)
+        growth = (out_grown - out) / STEP - onward * tokens
+        back_growth = (back_grown - back) / STEP - change * tokens
+        fields = (onward, growth, back, change, back_growth, tokens, received)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     @classmethod
@@ -320,21 +327,21 @@ class Elementwise:
             matrix_of(one, signal.seq_len)
             for one in (output.kernel, pullback(even).gradient.kernel, kernel)
         )
-        own = diagonal_matrix(diagonal_of(factor) * diagonal_of(tokens), factor)
+        growth = diagonal_matrix(diagonal_of(factor) * diagonal_of(tokens), factor)
         onward = without_diagonal(factor)
-        fields = (onward, own, back, 0 * back, 0 * back, tokens, received)
+        fields = (onward, growth, back, 0 * back, 0 * back, tokens, received)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         paired = sensitivity * self.gradient
         none = np.zeros(sensitivity.shape[:-2])
         by_pair = self.back_change * paired if present(self.back_change) else None
-        exposure = by_pair, self._by_size(self.back_own * paired)
+        exposure = by_pair, self._by_size(self.back_growth * paired)
         return GradientAdjoint(self.back * sensitivity, exposure, none, none + self._coherence)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         by_pair, by_size = exposure
-        size = self._by_size(self.own * sensitivity)
+        size = self._by_size(self.growth * sensitivity)
         size[: len(by_size)] += by_size
         found = self.onward * sensitivity
         if by_pair is not None:
@@ -347,9 +354,9 @@ class Elementwise:
         factor = kernel_of(self.back)
         return ratio(factor.mean_off_diagonal(), factor.mean_diagonal())
 
-    def _by_size(self, pairs: Array) -> Array:
+    def _by_size(self, entries: Array) -> Array:
         """Each of two tokens has half a share in their pair."""
-        return ratio(row_sums(pairs), diagonal_of(self.kernel))
+        return ratio(row_sums(entries), diagonal_of(self.kernel))
 
 
 @dataclass(frozen=True)
@@ -653,8 +660,8 @@ def _side_by_side(signals: Several[Signal], axes: tuple[int, ...]) -> Signal:
         first = values[0]
         if isinstance(first, Kernel):
             axis_count, several = int(bool(first.resolved)), [one.diagonal for one in values]
-            pairs = entries([one.pairs for one in values], 2 * axis_count)
-            return Kernel(entries(several, axis_count), pairs, first.resolved)
+            off_diagonal = entries([one.off_diagonal for one in values], 2 * axis_count)
+            return Kernel(entries(several, axis_count), off_diagonal, first.resolved)
         if isinstance(first, tuple):
             found = [together(one) for one in zip(*values, strict=True)]
             return type(first)(*found) if hasattr(first, "_fields") else tuple(found)

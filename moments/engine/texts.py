@@ -118,8 +118,8 @@ class TextClasses(PositionClasses):
     def in_one(self, sums: Array) -> Array:
         return self.one.in_one(sums[..., : self.size])
 
-    def within(self, pairs: Array) -> Array:
-        return np.tile(self.one.within(pairs), (2, 2))
+    def within(self, off_diagonal: Array) -> Array:
+        return np.tile(self.one.within(off_diagonal), (2, 2))
 
     def spread_out(self, values: Array) -> Array:
         return self.one.spread_out(values[..., : self.size])
@@ -150,15 +150,15 @@ class TextClasses(PositionClasses):
         total = float(self.length - len(self.ends))
         return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
 
-    def mean_of_pairs(self, pairs: Array) -> Array:
-        return self.one.mean_of_pairs(self._over_words(pairs))
+    def mean_of_pairs(self, off_diagonal: Array) -> Array:
+        return self.one.mean_of_pairs(self._over_words(off_diagonal))
 
     @functools.cached_property
     def shares(self) -> tuple[Matrix, ...]:
         """`share` in one document and in two, own parts being those of pairs at one place."""
         found = self.one.blocks(np.zeros(self.size), self.share)
         # Of two documents a cell with itself is read off those beside it, which may lead beyond.
-        return tuple((own, np.clip(share, 0.0, 1.0)) for own, share in found)
+        return tuple((diagonal, np.clip(share, 0.0, 1.0)) for diagonal, share in found)
 
     @functools.cached_property
     def most_of_a_cell(self) -> float:
@@ -181,10 +181,10 @@ class TextClasses(PositionClasses):
     def _twice(self, values: Array) -> Array:
         return np.concatenate([values, values], axis=-1)
 
-    def kinds(self, pairs: Array) -> tuple[Array, Array]:
+    def kinds(self, off_diagonal: Array) -> tuple[Array, Array]:
         """(..., P, P) of two words and of one."""
         size = self.size
-        return pairs[..., :size, :size], pairs[..., :size, size:]
+        return off_diagonal[..., :size, :size], off_diagonal[..., :size, size:]
 
     def of_kinds(self, others: Array, same: Array) -> Array:
         """(..., 2 P, 2 P) of these."""
@@ -192,14 +192,14 @@ class TextClasses(PositionClasses):
         top, bottom = (np.concatenate(row, axis=-1) for row in ((others, same), (same, others)))
         return np.concatenate([top, bottom], axis=-2)
 
-    def _over_words(self, pairs: Array) -> Array:
+    def _over_words(self, off_diagonal: Array) -> Array:
         """(..., P, P) means over cells."""
-        others, same = self.kinds(pairs)
+        others, same = self.kinds(off_diagonal)
         return np.asarray(others + self.share * (same - others))
 
-    def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+    def blocks(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         """Of means over cells."""
-        return self.one.blocks(own[..., : self.size], self._over_words(pairs))
+        return self.one.blocks(diagonal[..., : self.size], self._over_words(off_diagonal))
 
     @functools.cached_property
     def of_one(self) -> TextClasses:
@@ -209,64 +209,66 @@ class TextClasses(PositionClasses):
         counts = self.frequencies, self.others, self.others_across
         return TextClasses(one.length, np.tile(one.nodes, 2), one, share, *counts)
 
-    def alone(self, own: Array, pairs: Array) -> Matrix:
+    def alone(self, diagonal: Array, off_diagonal: Array) -> Matrix:
         if len(self.ends) == 1:
-            return own, pairs
-        inside, _, alike, _ = self.told_apart(own, pairs)
+            return diagonal, off_diagonal
+        inside, _, alike, _ = self.told_apart(diagonal, off_diagonal)
         return self.of_one.joined(inside, alike)
 
-    def between(self, own: Array, pairs: Array) -> Matrix | None:
+    def between(self, diagonal: Array, off_diagonal: Array) -> Matrix | None:
         if len(self.ends) == 1:
             return None
         (_, (met, across)), inside = self.shares, self.of_one
-        _, (placed, others), _, (together, same) = self.told_apart(own, pairs)
+        _, (placed, others), _, (together, same) = self.told_apart(diagonal, off_diagonal)
         # As many words are shared across as inside, and the mean is what it was.
         beyond = same - others
         others = others + (across - inside.share) * beyond
-        own = placed + met * (together - placed)
-        return inside.joined((own, others), (own, others + beyond))
+        diagonal = placed + met * (together - placed)
+        return inside.joined((diagonal, others), (diagonal, others + beyond))
 
-    def over_kinds(self, pairs: Array) -> Array:
-        return self._over_words(pairs)
+    def over_kinds(self, off_diagonal: Array) -> Array:
+        return self._over_words(off_diagonal)
 
     def with_kinds(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
         """By parts: what a token has with itself beyond two words stands by itself. Rows of
         attention give two keys of one word less, be they met from the left, X = w C w^T, or from
         the right, w^T R w."""
-        (own, pairs), share, count = product, self.share, self.inside.count
+        (diagonal, off_diagonal), share, count = product, self.share, self.inside.count
         (first, left), (second, right) = (self._beyond(matrix) for matrix in (one, other))
         often = float(self.frequencies.of_pairs[1:] @ self.others)
         beyond = first[..., :, None] * right + left * second[..., None, :]
         beyond = beyond + left @ ((often * count)[:, None] * right)
         if one.crowded is not None:
             less = ((one.crowded - 1.0) * one.mean) @ (count[:, None] * share * right)
-            own, pairs = own + diagonal_of(less), pairs + less
+            diagonal, off_diagonal = diagonal + diagonal_of(less), off_diagonal + less
         if other.crowded is not None:
             given = count[:, None] * other.mean
             root = np.sqrt((given * other.crowded).sum(-2) / given.sum(-2))
-            beyond = beyond + (root[..., :, None] * root[..., None, :] - 1.0) * pairs
-        others = pairs - share * beyond
+            beyond = beyond + (root[..., :, None] * root[..., None, :] - 1.0) * off_diagonal
+        others = off_diagonal - share * beyond
         # Of a token with itself the other one is of its word for both, or for neither.
         spread = share * (1.0 - share) * (count - np.eye(len(count)))
-        alone = own + (left * spread * np.swapaxes(right, -1, -2)).sum(-1)
+        alone = diagonal + (left * spread * np.swapaxes(right, -1, -2)).sum(-1)
         return self._twice(alone), self.of_kinds(others, others + beyond)
 
     def _beyond(self, matrix: ClassMatrix) -> Matrix:
         """What a token has with itself, and with others of its word, beyond two words."""
-        others, same = self.kinds(matrix.pairs)
-        return matrix.own[..., : self.size] - diagonal_of(others), same - others
+        others, same = self.kinds(matrix.off_diagonal)
+        return matrix.diagonal[..., : self.size] - diagonal_of(others), same - others
 
-    def told_apart(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+    def told_apart(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         """Of two words, and then of one."""
-        single = own[..., : self.size]
-        return tuple(block for kind in self.kinds(pairs) for block in self.one.blocks(single, kind))
+        single = diagonal[..., : self.size]
+        return tuple(
+            block for kind in self.kinds(off_diagonal) for block in self.one.blocks(single, kind)
+        )
 
     def joined(self, *blocks: Matrix) -> Matrix:
         """Of matrices of both kinds, or of means over cells, in which one word is as two."""
         every = min(len(self.ends), 2)
-        own, others = self.one.joined(*blocks[:every])
+        diagonal, others = self.one.joined(*blocks[:every])
         _, same = self.one.joined(*blocks[-every:])
-        return self._twice(own), self.of_kinds(others, same)
+        return self._twice(diagonal), self.of_kinds(others, same)
 
     def cell_means(self, values: Array) -> Array:
         return self._twice(self.one.cell_means(values))
@@ -285,14 +287,16 @@ class TextClasses(PositionClasses):
         words = np.reshape(words, self.ids.shape)
         one, two = np.reshape(codes, (2, *first.shape)) * (int(words.max()) + 1)
         others, same = [], []
-        for (found, pairs, expected), (alike, *_), (of_word, share) in zip(
+        for (matching, count, expected), (alike, *_), (of_word, share) in zip(
             self.one.pair_sums(first, second),
             self.one.pair_sums(one + words, two + words),
             self._of_one_word,
             strict=True,
         ):
-            others.append(as_many(found - alike, pairs - of_word.found, expected * (1.0 - share)))
-            same.append(as_many(alike, of_word.found, expected * share))
+            others.append(
+                as_many(matching - alike, count - of_word.matching, expected * (1.0 - share))
+            )
+            same.append(as_many(alike, of_word.matching, expected * share))
         return self.of_kinds(self.one.of_sums(*others), self.one.of_sums(*same))
 
 

@@ -19,8 +19,8 @@ from ..engine.structure import fields_of, flattened, joined
 from ..engine.trace import Record, Run, Trace
 from .network import AllAtOnce, Group
 
-_OF_KERNELS = ("diagonal", "pairs")
-_EITHER = ("pairs", "norm_response")
+_OF_KERNELS = ("diagonal", "off_diagonal")
+_EITHER = ("off_diagonal", "norm_response")
 
 
 class Alike(NamedTuple):
@@ -96,16 +96,16 @@ def across_sequences(
     """
     embedded = trace.embedding is not None
     entering = averaged_tokens(trace.entering.kernel, trace.entering.seq_len)
-    overlap = entering.pairs if embedded else 0.0 * entering.pairs
+    overlap = entering.off_diagonal if embedded else 0.0 * entering.off_diagonal
     width, memory = trace.entering.width, None
     if trace.memory is not None:
         read = averaged_tokens(trace.memory.second_moment(), trace.memory.seq_len)
-        memory = Kernel(read.diagonal, read.pairs * float(embedded))
+        memory = Kernel(read.diagonal, read.off_diagonal * float(embedded))
     sublayers = [sublayer for layer in layers for sublayer in layer.body.in_order()]
     found = [overlap]
     for sublayer, variance in zip(sublayers, variances, strict=True):
         tokens = Signal(Kernel(0.0 * overlap + variance, overlap), 2, width=width)
-        overlap = sublayer.two_sequences(tokens, memory).kernel.pairs
+        overlap = sublayer.two_sequences(tokens, memory).kernel.off_diagonal
         found.append(overlap)
     return found
 
@@ -147,7 +147,7 @@ def averaged_tokens(kernel: Kernel, seq_len: int) -> Kernel:
     if not kernel.resolved:
         return kernel
     several = kernel.resolved is True and seq_len > 1
-    sequences = kernel.pairs.shape[-1] // seq_len if several else 1
+    sequences = kernel.off_diagonal.shape[-1] // seq_len if several else 1
     return Kernel(*SequenceLayout(sequences).token_average(kernel))
 
 

@@ -111,7 +111,7 @@ def _alone(trace: Trace, batch: float) -> float:
     first = trace.entering
     if first.resolved is not True:
         return batch
-    together = int(first.kernel.pairs.shape[-1]) // first.seq_len
+    together = int(first.kernel.off_diagonal.shape[-1]) // first.seq_len
     return max(1.0, batch // together)
 
 
@@ -150,8 +150,8 @@ def signal_log_variance(
         starts = sublayer_starts(layers)
 
         def variance(points: Sequence[int]) -> Array:
-            own = [_averaging(kernels[n], real) for n in points[::-1]]
-            return network.signal_variance([starts[n] for n in points[::-1]], own)[::-1]
+            diagonal = [_averaging(kernels[n], real) for n in points[::-1]]
+            return network.signal_variance([starts[n] for n in points[::-1]], diagonal)[::-1]
 
         return _at_points(network, variance, len(layers), False)
 
@@ -171,7 +171,7 @@ def between_documents(trace: Trace) -> list[Matrix] | None:
     for signal in (*(one.input for one in records), records[-1].output):
         kernel = signal.second_moment()
         assert kernel.classes is not None
-        across = kernel.classes.between(kernel.diagonal, kernel.pairs)
+        across = kernel.classes.between(kernel.diagonal, kernel.off_diagonal)
         if across is None:
             return None
         found.append(ClassMatrix(*across, kernel.classes.of_one).astype(SINGLE))

@@ -65,19 +65,21 @@ class Modes:
 
     def of(self, kernel: Kernel) -> Array:
         """Eigenvalues (..., 2) of a kernel."""
-        own, pairs = np.broadcast_arrays(kernel.diagonal, kernel.pairs)
-        return np.stack([own + (self.seq_len - 1) * pairs, own - pairs], axis=-1)
+        diagonal, off_diagonal = np.broadcast_arrays(kernel.diagonal, kernel.off_diagonal)
+        return np.stack(
+            [diagonal + (self.seq_len - 1) * off_diagonal, diagonal - off_diagonal], axis=-1
+        )
 
     def kernel(self, modes: Array) -> Kernel:
         """The kernel with eigenvalues (..., 2)."""
         mean, difference = modes[..., 0], modes[..., 1]
-        pairs = (mean - difference) / self.seq_len
-        return Kernel(difference + pairs, pairs)
+        off_diagonal = (mean - difference) / self.seq_len
+        return Kernel(difference + off_diagonal, off_diagonal)
 
     def sensitivity(self, derivative: Array) -> Array:
         """(..., 2) to a token's moment and to that of two, of derivatives by both eigenvalues."""
         kernel = self.kernel(ratio(derivative, self.count))
-        return np.stack([kernel.diagonal, kernel.pairs], axis=-1)
+        return np.stack([kernel.diagonal, kernel.off_diagonal], axis=-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +144,7 @@ class DecoderTop:
             end: tuple[Matrix, Response] = Fresh.of(self.trace)
         else:
             if first.resolved is True:
-                sequences = first.kernel.pairs.shape[-1] // first.seq_len
+                sequences = first.kernel.off_diagonal.shape[-1] // first.seq_len
             end = self.top.met(self.trace, max(1, batch // sequences))
         if not first.resolved:
             return end
@@ -257,9 +259,9 @@ def _noise(
     noise = noise + (2 * direct**2 / width / of_memory.modes.count)[..., None] * np.eye(2)
     tokens = _first(of_memory.memory.second_moment())
     law = logit_law(attention, query_tokens, tokens, (attention.d_model, width))
-    own = law.keys.kernel.diagonal - law.keys.kernel.pairs
+    diagonal = law.keys.kernel.diagonal - law.keys.kernel.off_diagonal
     # Squared weights are those of doubled logits, of four times their variance.
-    theta = np.maximum(4 * law.scale * law.queries.kernel.diagonal * own, 0.0)
+    theta = np.maximum(4 * law.scale * law.queries.kernel.diagonal * diagonal, 0.0)
     squares = AlikeRows.of(of_memory.modes.seq_len).rows(theta).sum_square
     share = 2 / attention.heads * (squares + 1 / width)
     noise[..., 1, 1] += share * (returned[..., 1, 0] * received[..., 0]) ** 2
@@ -292,9 +294,9 @@ def _covariance(
             inflow[place + 1] = Inflow(to_gradient[..., j, :], share[..., j], exposure[..., j, :])
             parts.append((place, one.added[0][..., j, :], one.noise[..., j, :, :]))
     carried: Array = 0.0
-    for _, added, own in sorted(parts, key=lambda part: -part[0]):
+    for _, added, diagonal in sorted(parts, key=lambda part: -part[0]):
         cross = 4 * carried * added / of_memory.width / of_memory.modes.count
-        noise = noise + own + cross[..., None] * np.eye(2)
+        noise = noise + diagonal + cross[..., None] * np.eye(2)
         carried = carried + added
     noise = noise / (of_memory.batch * size[..., None, None] ** 2)
     found = network.along(walk.of(inflow)).variance([0, 0, 0])
@@ -304,7 +306,7 @@ def _covariance(
 
 
 def _first(kernel: Kernel) -> Kernel:
-    return Kernel(kernel.diagonal[0], kernel.pairs[0])
+    return Kernel(kernel.diagonal[0], kernel.off_diagonal[0])
 
 
 # --- between gradients by token and those of tokens alike -----------------------------------------
@@ -374,10 +376,10 @@ def _means(kernel: Matrix, seq_len: int) -> Array:
 
 def _alike(matrix: Matrix, kind: OneClass) -> ClassMatrix:
     """Averages of tokens of one sequence, and of their pairs."""
-    own = trace_of(matrix) / count_of(matrix)
+    diagonal = trace_of(matrix) / count_of(matrix)
     mean = kind.length * _means(matrix, kind.length) / count_of(matrix)
-    pairs = (mean - own) / max(kind.length - 1, 1)
-    return ClassMatrix(own[..., None], pairs[..., None, None], kind)
+    off_diagonal = (mean - diagonal) / max(kind.length - 1, 1)
+    return ClassMatrix(diagonal[..., None], off_diagonal[..., None, None], kind)
 
 
 @dataclass(frozen=True)
@@ -398,9 +400,11 @@ class OfAverages:
 
     def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
         each = 0.0 * self.like
-        own, pairs = sensitivity.own, sensitivity.pairs
-        by_token = without_diagonal(each + _same_sequence(self.like, self.kind.length) * pairs)
-        by_token = by_token + diagonal_matrix(diagonal_of(0.0 * by_token) + own, by_token)
+        diagonal, off_diagonal = sensitivity.diagonal, sensitivity.off_diagonal
+        by_token = without_diagonal(
+            each + _same_sequence(self.like, self.kind.length) * off_diagonal
+        )
+        by_token = by_token + diagonal_matrix(diagonal_of(0.0 * by_token) + diagonal, by_token)
         step = self.inner.gradient_adjoint(by_token.astype(SINGLE))
         return step._replace(sensitivity=sensitivity, noise=step.noise * self.sequences)
 

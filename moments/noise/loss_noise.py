@@ -64,8 +64,8 @@ def across(readout: Readout) -> Array:
     first, second = overlap.over_tokens(targets.active)
     agree = first * second * targets.same_target * common**2
     if overlap.resolved:
-        own, kind = overlap.diagonal, overlap.resolved
-        apart, alone = Kernel.joined(0.0 * own, agree, kind), overlap.weighted(1.0, 0.0)
+        diagonal, kind = overlap.diagonal, overlap.resolved
+        apart, alone = Kernel.joined(0.0 * diagonal, agree, kind), overlap.weighted(1.0, 0.0)
         return apart.total(readout.seq_len) / alone.total(readout.seq_len) ** 2
     return agree / overlap.diagonal**2
 
@@ -76,10 +76,10 @@ def mean_square(readout: Readout) -> Kernel:
     targets, overlap = readout.targets, readout.overlap
     common = _common(readout)
     same = targets.same_target
-    pairs = ratio(overlap.pairs**2, targets.both + 0 * overlap.pairs)
-    pairs = pairs + targets.both * same * (1 - same) * common**2
+    off_diagonal = ratio(overlap.off_diagonal**2, targets.both + 0 * overlap.off_diagonal)
+    off_diagonal = off_diagonal + targets.both * same * (1 - same) * common**2
     diagonal = ratio(overlap.diagonal**2, targets.active + 0 * overlap.diagonal)
-    return Kernel.joined(diagonal, pairs, overlap.resolved)
+    return Kernel.joined(diagonal, off_diagonal, overlap.resolved)
 
 
 def _common(readout: Readout) -> Array:
@@ -100,7 +100,7 @@ def logit_agreement(readout: Readout) -> Matrix:
     same, kernel = readout.targets.same_target, readout.kernel
     other = readout.vocab_size - 1
     first, second = kernel.over_tokens(kernel.diagonal)
-    agree = (same - (1 - same) / other) * kernel.pairs / np.sqrt(first * second)
+    agree = (same - (1 - same) / other) * kernel.off_diagonal / np.sqrt(first * second)
     agree = Kernel.joined(1.0 + 0.0 * kernel.diagonal, agree, kernel.resolved)
     return matrix_of(agree.scaled(1 + 1 / other), readout.seq_len).astype(SINGLE)
 
@@ -245,19 +245,19 @@ class _Ending:
         base = matrix_of(_sent(readout), length)
         change = base - matrix_of(_sent(_moved(readout, near)), length)
         change = without_diagonal(change / matrix_of(scale.scaled(STEP), length))
-        own = 0.0 * base
+        diagonal = 0.0 * base
         if not readout.normalised:
             grown = dataclasses.replace(
                 readout,
                 kernel=kernel.scaled(1 + _COARSE),
                 carried=readout.carried * np.sqrt(1 + _COARSE),
             )
-            own = (matrix_of(_sent(grown), length) - base) / _COARSE
-            own = own - change * matrix_of(kernel, length)
-        back, change, own = (in_units(entry, unit) for entry in (base, change, own))
+            diagonal = (matrix_of(_sent(grown), length) - base) / _COARSE
+            diagonal = diagonal - change * matrix_of(kernel, length)
+        back, change, diagonal = (in_units(entry, unit) for entry in (base, change, diagonal))
         none = 0.0 * back
-        pairs = (matrix_of(kernel, length) + 0.0 * base).astype(SINGLE)
-        answer = Elementwise(none, none, back, change, own, pairs, none + 1)
+        off_diagonal = (matrix_of(kernel, length) + 0.0 * base).astype(SINGLE)
+        answer = Elementwise(none, none, back, change, diagonal, off_diagonal, none + 1)
         excess = matrix_of(mean_square(readout), length) - matrix_of(readout.overlap, length) ** 2
         size = readout.scale**2 * readout.weight_variance
         unknown = entrywise(lambda more: np.maximum(more, 0.0), excess) * size**2
@@ -269,8 +269,8 @@ class _Ending:
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         step, weighted = self.answer.gradient_adjoint(sensitivity), sensitivity * self.received
         noise = 2 / self.width * paired(sensitivity, self.received, self.received)
-        own = diagonal_of(sensitivity)
-        spread = self.unknown * own[..., :, None] * own[..., None, :]
+        diagonal = diagonal_of(sensitivity)
+        spread = self.unknown * diagonal[..., :, None] * diagonal[..., None, :]
         noise += 2 / self.width * (total(spread) + self.shared)
         tokens = row_sums(weighted)
         met = (self.agreement @ tokens[..., :, None])[..., 0]

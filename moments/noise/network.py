@@ -118,13 +118,15 @@ class OneByOne:
             sensitivity = adjoint.sensitivity
         return found, sensitivity
 
-    def fall(self, starts: Sequence[int], own: Sequence[Matrix]) -> tuple[list[Passed], Matrix]:
+    def fall(
+        self, starts: Sequence[int], diagonal: Sequence[Matrix]
+    ) -> tuple[list[Passed], Matrix]:
         """The same of numbers that are made of signals alone: each of that which enters a part (or
-        leaves the last), with the sensitivity `own` to it; from the last part to the first."""
+        leaves the last), with the sensitivity `diagonal` to it; from the last part to the first."""
         assert list(starts) == sorted(starts, reverse=True)
-        sensitivity, found = own[0][:0], []
+        sensitivity, found = diagonal[0][:0], []
         for k in range(len(self.groups), -1, -1):
-            fresh = [one for start, one in zip(starts, own, strict=True) if start == k]
+            fresh = [one for start, one in zip(starts, diagonal, strict=True) if start == k]
             sensitivity = stacked([sensitivity, *fresh])
             if k and len(sensitivity):
                 group = self.groups[k - 1]
@@ -228,9 +230,11 @@ class AllAtOnce:
             found.append(Passed(group, sensitivity, adjoint))
         return found, _matrix(at, last.classes)
 
-    def fall(self, starts: Sequence[int], own: Sequence[Matrix]) -> tuple[list[Passed], Matrix]:
+    def fall(
+        self, starts: Sequence[int], diagonal: Sequence[Matrix]
+    ) -> tuple[list[Passed], Matrix]:
         """As `OneByOne.fall`, whatever the order."""
-        kind, given = own[0].classes, np.concatenate([_numbers(one) for one in own])
+        kind, given = diagonal[0].classes, np.concatenate([_numbers(one) for one in diagonal])
         begins = np.asarray(starts).reshape(-1, *(1,) * (given.ndim - 1))
         at, behind = np.zeros_like(given), [given] * len(self._sent)
         for k in range(len(self._sent), -1, -1):
@@ -257,7 +261,9 @@ def _matrix(numbers: Array, kind: PositionClasses) -> ClassMatrix:
 
 def _numbers(matrix: ClassMatrix) -> Array:
     """The same back."""
-    return np.stack([matrix.own[..., 0], matrix.pairs[..., 0, 0]], axis=-1).astype(float)
+    return np.stack([matrix.diagonal[..., 0], matrix.off_diagonal[..., 0, 0]], axis=-1).astype(
+        float
+    )
 
 
 def _in_total(matrix: ClassMatrix) -> Array:
@@ -328,12 +334,12 @@ class Network:
             noise[: len(floor)] += group.summed(floor)
         return noise + self._signal(ups, sensitivity, last.exposure)
 
-    def signal_variance(self, starts: Sequence[int], own: Sequence[Matrix]) -> Array:
+    def signal_variance(self, starts: Sequence[int], diagonal: Sequence[Matrix]) -> Array:
         """(starts, ...): of a number made of the signal at the inputs of these parts (or the
         network's output), from the last to the first, with these sensitivities to it."""
         if self.batch > 1:
             self._known(self.walk.up([0], self.top)[0])
-        downs, sensitivity = self.walk.fall(starts, own)
+        downs, sensitivity = self.walk.fall(starts, diagonal)
         found = np.zeros(sensitivity.shape[:-2])
         return self._below(found, downs, sensitivity)
 

@@ -114,14 +114,19 @@ def unit_growth(unit: ChainUnit) -> dict[str, float]:
     if found is None:  # behind a component of one's own that does not follow them
         return {}
     step = step_within(kernel, found)
-    at = _norms(unit, kernel, kernel.pairs, tokens, gradient, True)
+    at = _norms(unit, kernel, kernel.off_diagonal, tokens, gradient, True)
     above, below = (
-        _norms(unit, kernel, kernel.pairs + side * step, tokens, gradient) for side in (1, -1)
+        _norms(unit, kernel, kernel.off_diagonal + side * step, tokens, gradient)
+        for side in (1, -1)
     )
     grown = {name: 0.5 * (above[0][name] + below[0][name]) for name in at[0]}
     if unit.before is not None:
         slope = ratio_or_zero(0.5 * (above[1] - below[1]), step)  # a token with itself has no step
-        along = (first * second + 2.0 * kernel.pairs * kernel.pairs) * slope / tokens.width
+        along = (
+            (first * second + 2.0 * kernel.off_diagonal * kernel.off_diagonal)
+            * slope
+            / tokens.width
+        )
         diagonal = 0.0 * kernel.diagonal
         total = Kernel.joined(diagonal, along, kernel.resolved).total(tokens.seq_len)
         grown[unit.before] += unit.along * float(np.sum(total))
@@ -131,13 +136,13 @@ def unit_growth(unit: ChainUnit) -> dict[str, float]:
 def _norms(
     unit: ChainUnit,
     kernel: Kernel,
-    pairs: Array,
+    off_diagonal: Array,
     tokens: Signal,
     gradient: Gradient,
     averaged: bool = False,
 ) -> tuple[dict[str, float], Array]:
     """Squared norms, or what they are in proportion to, and the gradient's pairs at the tokens."""
-    moved = Kernel.joined(kernel.diagonal, pairs, kernel.resolved)
+    moved = Kernel.joined(kernel.diagonal, off_diagonal, kernel.resolved)
     signal = Signal(
         moved,
         tokens.seq_len,
@@ -157,4 +162,4 @@ def _norms(
     gradient = record.gradient_sent
     if unit.before is not None:
         found[unit.before] = (moved * gradient.kernel).total(tokens.seq_len)
-    return {name: float(np.sum(norm)) for name, norm in found.items()}, gradient.kernel.pairs
+    return {name: float(np.sum(norm)) for name, norm in found.items()}, gradient.kernel.off_diagonal

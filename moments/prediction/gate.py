@@ -163,9 +163,11 @@ def breakdown(theory: Theory, traces: Sequence[Run | Trace]) -> DomainError:
     if not points:
         return DomainError("the moments of what enters layer 1 overflow: use smaller variances")
     behind = "at"
-    lost = [p for p in points if not np.all(np.isfinite(p.signal.kernel.pairs))]
+    lost = [p for p in points if not np.all(np.isfinite(p.signal.kernel.off_diagonal))]
     sent = [p for p in points[::-1] if p.gradient is not None]
-    lost += [p for p in sent if p.gradient and not np.all(np.isfinite(p.gradient.kernel.pairs))]
+    lost += [
+        p for p in sent if p.gradient and not np.all(np.isfinite(p.gradient.kernel.off_diagonal))
+    ]
     empty = [p for p in points if np.any(np.asarray(p.signal.kernel.diagonal) == 0)]
     if not lost:
         behind, lost = "behind", points[-1:]

@@ -228,8 +228,8 @@ def _units_of(
     if "ffn.in" in places:
         return _rounded(sites[places["ffn.in"]]["variance"])
     entering = sites[places["ffn.activation"] - 1]
-    own = weights.gate if model.gated else weights.ffn_in
-    return _rounded((entering["variance"] + entering["mean"] ** 2) * model.d_model * own)
+    diagonal = weights.gate if model.gated else weights.ffn_in
+    return _rounded((entering["variance"] + entering["mean"] ** 2) * model.d_model * diagonal)
 
 
 def _rounded(value: float) -> float:

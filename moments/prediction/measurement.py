@@ -256,10 +256,10 @@ def last_grad_kernel(measurement: Measurement) -> np.ndarray:
     variance = measurement.token_grad_variance[-1]
     deviation = np.sqrt(variance)
     kernel = np.outer(deviation, deviation)
-    pairs = kernel.sum() - np.trace(kernel)
+    off_diagonal = kernel.sum() - np.trace(kernel)
     length = variance.size
     mean = measurement.grad_correlation[-1] * variance.mean() * length * (length - 1)
     # Tokens without a target have no gradient; no kernel of the rest falls below -1/(active - 1).
     active = max(int((variance > 0).sum()), 2)
-    share = float(np.clip(mean / pairs, -1 / (active - 1), 1.0)) if pairs > 0 else 0.0
+    share = float(np.clip(mean / off_diagonal, -1 / (active - 1), 1.0)) if off_diagonal > 0 else 0.0
     return np.where(np.eye(length, dtype=bool), kernel, share * kernel)

@@ -409,14 +409,14 @@ class Prediction:
         >>> import moments
         >>> p = moments.predict(moments.Transformer(2, 64, 4, 16), correlation=0.2)
         >>> p.tangent_kernel()
-        TangentKernel(16 tokens alike: own 584.2, pairs 343.7)
+        TangentKernel(16 tokens alike: diagonal 584.2, off-diagonal 343.7)
 
         Args:
             rates: what multiplies the learning rate of parameters by name ("query", ...), 0 of
                 frozen ones; 1 of those left out.
 
         Returns:
-            A `TangentKernel`: `own`, `pairs`, `matrix()`, `condition`, `to_frame()` by parameter,
+            A `TangentKernel`: `diagonal`, `off_diagonal`, `matrix()`, `condition`, `to_frame()`,
             `to_json()`. On classes or by token it takes one gradient's pass per pair of them.
 
         Raises:

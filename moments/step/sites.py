@@ -81,7 +81,7 @@ class Site:
         assert self.signal is not None
         assert other.signal is not None
         total = added(self.signal, other.signal, 1.0, 1.0, source=entering.signal)
-        kernel = np.asarray(total.second_moment().pairs, float)
+        kernel = np.asarray(total.second_moment().off_diagonal, float)
         return dataclasses.replace(other, signal=total, kernel=kernel)
 
     @classmethod
@@ -92,8 +92,8 @@ class Site:
             point.layer,
             prefix + point.site,
             point.signal,
-            np.asarray(point.signal.second_moment().pairs, float),
-            np.asarray(point.gradient.kernel.pairs, float),
+            np.asarray(point.signal.second_moment().off_diagonal, float),
+            np.asarray(point.gradient.kernel.off_diagonal, float),
             float(point.signal.width),
             attended,
         )
@@ -112,7 +112,7 @@ class Site:
         size = 2 * float((self.kernel**2).sum())
         if size == 0.0:
             return 0.0
-        return max(float(np.asarray(varies.pairs).sum()) / size - 1 / self.width, 0.0)
+        return max(float(np.asarray(varies.off_diagonal).sum()) / size - 1 / self.width, 0.0)
 
     def attention_rows(
         self, leaf: Any, leaving: Site, memory: Site, norm: Callable[[str], float | None]
@@ -139,7 +139,7 @@ class Site:
             raise DomainError(f"the first step resolves attention by token ({leaf.label})")
         way, paths = self.attended.way, self.attended.sides
         layer, tokens = way.layer, len(self.kernel)
-        sent = [np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)]
+        sent = [np.asarray(path.off_diagonal) for path in (paths.query, paths.key, paths.value)]
         by_query, by_key, by_value = (
             pairs * (1.0 if at.weights is None else np.outer(at.weights, at.weights))
             for pairs, at in zip(sent, (self, memory, memory), strict=True)
@@ -172,9 +172,9 @@ class Site:
                 frequencies,
                 np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
             ),
-            np.asarray(layer.response().pairs),
+            np.asarray(layer.response().off_diagonal),
             d * value,
-            np.asarray(received.pairs),
+            np.asarray(received.off_diagonal),
             by_key,
             Three(
                 # the paths are on the scale of the tokens attended to
@@ -248,13 +248,13 @@ class Stream:
         assert outer.received is not None
         length, d = model.seq_len, model.d_model
         if isinstance(model.embedding, PatchEmbedding):
-            before = np.asarray(image_kernel(model.embedding, inputs.pixels).pairs)
+            before = np.asarray(image_kernel(model.embedding, inputs.pixels).off_diagonal)
             tables, patch = _of_images(model.embedding, inputs.pixels)
             ids = np.full(len(before), -1)
         else:
             assert model.embedding is not None
             given = inputs.token_ids, inputs.segment_ids
-            before = np.asarray(joint_kernel(model.embedding, length, *given, d).pairs)
+            before = np.asarray(joint_kernel(model.embedding, length, *given, d).off_diagonal)
             rows = table_rows(model.embedding, length, *given, None)
             tables, patch = _of_text(model.embedding, rows), None
             ids = rows[0]
@@ -263,7 +263,7 @@ class Stream:
             declare(model, "refined", *layout.places),
             ending,
             before,
-            np.asarray(outer.received.kernel.pairs),
+            np.asarray(outer.received.kernel.off_diagonal),
             tables,
             patch,
             ids,

@@ -169,10 +169,12 @@ class LawLeaf(Leaf):
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         if not self.mixes_tokens:
             return self.forward(signal)[0]
-        own, across = (np.asarray(one)[..., None, None, None, None] for one in _both(signal.kernel))
+        diagonal, across = (
+            np.asarray(one)[..., None, None, None, None] for one in _both(signal.kernel)
+        )
         size, layout = self.seq_len, Layout(True, 2)
         itself = np.eye(2)[:, :, None, None] * np.eye(size)
-        found = self.evaluated(layout, across + (own - across) * itself)
+        found = self.evaluated(layout, across + (diagonal - across) * itself)
         one = np.diagonal(found[..., 0, 0, :, :], axis1=-2, axis2=-1).mean(-1)
         return Signal(Kernel(one, found[..., 0, 1, :, :].mean((-2, -1))), 2, width=self.width)
 
@@ -189,7 +191,9 @@ class LawLeaf(Leaf):
         moments = record.input.second_moment()
         layout = Layout.of(moments, self.seq_len)
         ratio = self.width / record.input.width
-        return LawResponse(self, layout, moments.pairs, ratio * around.received(record), ratio)
+        return LawResponse(
+            self, layout, moments.off_diagonal, ratio * around.received(record), ratio
+        )
 
 
 MOST_NUMBERS = 2**17
@@ -215,10 +219,10 @@ class Moves:
         have that mean."""
         kernel, square = signal.second_moment(), followed(signal)
         assert square is not None
-        values, vectors = np.linalg.eigh(signed_root(square, kernel).pairs)
+        values, vectors = np.linalg.eigh(signed_root(square, kernel).off_diagonal)
         root = vectors * np.sqrt(np.maximum(values, 0.0))[..., None, :]
         count = root.shape[-1]
-        numbers, pairs = kernel.pairs.size, count * (count + 1) // 2
+        numbers, pairs = kernel.off_diagonal.size, count * (count + 1) // 2
         if pairs * numbers <= MOST_NUMBERS:
             one, two = np.triu_indices(count)
             signs = np.zeros((pairs, count, count))
@@ -234,7 +238,7 @@ class Moves:
         steps = root @ signs @ np.swapaxes(root, -1, -2)
         if has_fixed_norms(signal):
             lost = np.diagonal(steps, axis1=-2, axis2=-1) / kernel.diagonal
-            steps = steps - 0.5 * kernel.pairs * (lost[..., :, None] + lost[..., None, :])
+            steps = steps - 0.5 * kernel.off_diagonal * (lost[..., :, None] + lost[..., None, :])
         exact = pairs * numbers <= MOST_NUMBERS
         return cls(layout.cut(steps), 1.0 if exact else 1.0 / len(steps))
 
@@ -245,7 +249,7 @@ class Moves:
 
 
 def _both(kernel: Kernel) -> tuple[Array, ...]:
-    return tuple(np.broadcast_arrays(kernel.diagonal, kernel.pairs))
+    return tuple(np.broadcast_arrays(kernel.diagonal, kernel.off_diagonal))
 
 
 @dataclass(slots=True, eq=False)
@@ -327,11 +331,11 @@ class LawResponse:
         direction = self.layout.cut(given)
 
         def number(c: Array) -> Array:
-            own = self.leaf.evaluated(self.layout, c, follow=True)
+            diagonal = self.leaf.evaluated(self.layout, c, follow=True)
             if not len(exposure):
-                return np.sum(own * above)
+                return np.sum(diagonal * above)
             _, sent = tangent(self._across, [c], [direction])
-            return np.sum(own * above) + np.sum(sent * received)
+            return np.sum(diagonal * above) + np.sum(sent * received)
 
         _, pull = pullback(number, point)
         found = self.layout.joined(pull(1.0)[0]).astype(SINGLE)

@@ -74,9 +74,9 @@ class Lawful(Leaf):
         algebra, kernel = signal.algebra, signal.kernel
         one, two = bind(signal, self.parameters)
         variance = evaluate(laws["variance"], algebra, one) + 0 * kernel.diagonal
-        pairs = evaluate(laws["covariance"], algebra, two) + 0 * kernel.pairs
+        off_diagonal = evaluate(laws["covariance"], algebra, two) + 0 * kernel.off_diagonal
         output = Signal(
-            Kernel.joined(variance, pairs, signal.resolved),
+            Kernel.joined(variance, off_diagonal, signal.resolved),
             signal.seq_len,
             mean=evaluate(laws["mean"], algebra, one),
             width=signal.width if self.width is None else self.width,
@@ -137,14 +137,14 @@ class LawfulPullback:
         laws = leaf.laws.under(leaf.theory)
         if gradient.resolved:
             single = self.one | {"grad_variance": received.diagonal}
-            pair = self.two | {"grad_covariance": received.pairs}
+            pair = self.two | {"grad_covariance": received.off_diagonal}
         else:
             single = pair = self.one.copy()
             single["grad_variance"] = received.diagonal
-            single["grad_covariance"] = received.pairs
+            single["grad_covariance"] = received.off_diagonal
         variance = evaluate(laws["grad_variance"], algebra, single)
-        pairs = evaluate(laws["grad_covariance"], algebra, pair)
-        kernel = Kernel.joined(variance, pairs, gradient.resolved)
+        off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
+        kernel = Kernel.joined(variance, off_diagonal, gradient.resolved)
         return leaf._pulled(leaf._sent(self, gradient, kernel), self.signal, gradient)
 
 
@@ -244,11 +244,11 @@ class Activation(Lawful):
         """Change of a covariance per change of the input's, at the mean correlation."""
         law = self.laws.under(self.theory)["grad_covariance"]
         kernel, mean = signal.kernel, signal.mean
-        own, pairs = kernel.mean_diagonal(), kernel.mean_off_diagonal()
+        diagonal, off_diagonal = kernel.mean_diagonal(), kernel.mean_off_diagonal()
         given = dict(self.parameters)
-        given["x_variance"] = given["x_other_variance"] = own
+        given["x_variance"] = given["x_other_variance"] = diagonal
         given["x_mean"] = given["x_other_mean"] = kernel.average(mean)
-        given["x_correlation"] = ratio_or_zero(pairs, own)
+        given["x_correlation"] = ratio_or_zero(off_diagonal, diagonal)
         given["grad_covariance"] = 1.0
         return evaluate(law, signal.algebra, given)
 

@@ -84,8 +84,10 @@ def drawn_alike(
     total = Kernel(0.0, 0.0)
     for laws, variance, pattern in tables:
         values = {"table_variance": variance, "pattern_correlation": pattern}
-        own, pairs = (float(laws.law(n, theory).of(values)) for n in ("variance", "covariance"))
-        total = total + Kernel(own, pairs)
+        diagonal, off_diagonal = (
+            float(laws.law(n, theory).of(values)) for n in ("variance", "covariance")
+        )
+        total = total + Kernel(diagonal, off_diagonal)
     return total
 
 
@@ -121,7 +123,7 @@ def joint_kernel(
         + embedding.position_variance * _same(where)
     )
     fixed = fixed_positions(embedding, seq_len, d_model, len(ids) // seq_len, documents)
-    return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.pairs)
+    return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.off_diagonal)
 
 
 def class_kernel(embedding: Embedding, classes: TextClasses, d_model: int | None = None) -> Kernel:
@@ -135,10 +137,10 @@ def class_kernel(embedding: Embedding, classes: TextClasses, d_model: int | None
         d_model: width; needed for sinusoidal positions.
     """
     token = embedding.row_variance
-    pairs = token * classes.one_word + embedding.segment_variance
-    pairs = pairs + embedding.position_variance * classes.at_one_place
-    own = token + embedding.segment_variance + embedding.position_variance
-    found = Kernel(np.full(len(classes.nodes), own), pairs, classes)
+    off_diagonal = token * classes.one_word + embedding.segment_variance
+    off_diagonal = off_diagonal + embedding.position_variance * classes.at_one_place
+    diagonal = token + embedding.segment_variance + embedding.position_variance
+    found = Kernel(np.full(len(classes.nodes), diagonal), off_diagonal, classes)
     fixed = fixed_positions(embedding, classes.length, d_model, classes=classes)
     return found if fixed is None else found + fixed.kernel
 
@@ -196,7 +198,9 @@ def fixed_positions(
         return FixedPart(*(Kernel(*classes.everywhere(block), classes) for block in blocks))
     if sequences is None:
         alike = _fixed_on(d_model, one_class(seq_len))
-        return FixedPart(*(Kernel(own[0], pairs[0, 0]) for own, pairs in alike))
+        return FixedPart(
+            *(Kernel(diagonal[0], off_diagonal[0, 0]) for diagonal, off_diagonal in alike)
+        )
     frequencies = _frequencies(d_model)
     angles = np.multiply.outer(np.arange(seq_len), frequencies)
     rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
@@ -220,12 +224,12 @@ def _fixed_on(d_model: int, one: PositionClasses) -> tuple[Matrix, Matrix]:
     turned = turned_means(one.length, frequencies, np.full(count, 0.5 / count))
     means = turned.real + turned.imag
     sums, squares = one.hats @ means, (one.hats * means**2) @ one.hats.T
-    own = one.hats @ means**2 / mass
+    diagonal = one.hats @ means**2 / mass
     common = np.outer(sums, sums) - squares
     rest = pairs - twice
     usable = rest > 0.5
     common = np.where(usable, common / np.where(usable, rest, 1.0), 0.0)
-    return (np.full(len(mass), 0.5), kernel), (own, common)
+    return (np.full(len(mass), 0.5), kernel), (diagonal, common)
 
 
 def embedding_gradients(
@@ -267,13 +271,13 @@ def embedding_gradients(
         pairs = gradient.total(seq_len) - alone
         repeated, shared = token * pairs, 0.0 * alone
         if classes is not None:
-            shared = classes.sum_of_pairs(gradient.pairs * classes.at_one_place)
+            shared = classes.sum_of_pairs(gradient.off_diagonal * classes.at_one_place)
             if isinstance(classes, TextClasses):
-                repeated = classes.sum_of_pairs(gradient.pairs * classes.one_word)
+                repeated = classes.sum_of_pairs(gradient.off_diagonal * classes.one_word)
         found = {"token": scale * (alone + repeated), "position": alone + shared}
         found["segment"] = alone + segment * pairs
     else:
-        count = gradient.pairs.shape[-1]
+        count = gradient.off_diagonal.shape[-1]
         if token_ids is None:
             token, _ = _patterns(embedding, seq_len, "refined", None, None)
             where, segments = _places(seq_len, count // seq_len, documents), np.zeros(count)
@@ -285,9 +289,9 @@ def embedding_gradients(
                 raise domain_error("token_ids", f"{ids.size} tokens", allowed)
             of_one = _same(ids) * (ids != embedding.padding_id)
         found = {
-            "token": scale * (gradient.pairs * of_one).sum((-2, -1)),
-            "position": (gradient.pairs * _same(where)).sum((-2, -1)),
-            "segment": (gradient.pairs * _same(segments)).sum((-2, -1)),
+            "token": scale * (gradient.off_diagonal * of_one).sum((-2, -1)),
+            "position": (gradient.off_diagonal * _same(where)).sum((-2, -1)),
+            "segment": (gradient.off_diagonal * _same(segments)).sum((-2, -1)),
         }
     there = {
         "token": True,

@@ -84,7 +84,7 @@ def image_gradients(
         DomainError: pixels of another shape, or not as many tokens as the gradient has.
     """
     features, shared = _layout(embedding, pixels)
-    received = gradient.pairs
+    received = gradient.off_diagonal
     if np.shape(received) != (len(features), len(features)):
         allowed = f"of shape {(len(features), len(features))}, one row per token"
         raise domain_error("gradient", f"shape {np.shape(received)}", allowed)

@@ -87,17 +87,19 @@ class FiniteNormalization(Leaf):
         spreads = two
         if self.groups > 1:  # whose norms fluctuate too much to expand
             spreads = two | {name: 0.0 for name in two if name.endswith("norm_spread")}
-        pairs = evaluate(laws["covariance"], algebra, spreads)
+        off_diagonal = evaluate(laws["covariance"], algebra, spreads)
         if self.groups > 1:
-            pairs = pairs * expected_cosine(self.freedom(signal.width), two["x_correlation"])
+            off_diagonal = off_diagonal * expected_cosine(
+                self.freedom(signal.width), two["x_correlation"]
+            )
         varies = one["norm_spread"]
         if np.any(varies > _EXPANDED):
-            normal = Kernel.joined(variance, pairs, kernel.resolved)
+            normal = Kernel.joined(variance, off_diagonal, kernel.resolved)
             first, second = kernel.over_tokens(varies)
             far = np.maximum(first, second) > _EXPANDED
-            held: Array = np.where(far, _possible(normal, inner), pairs)
-            pairs = float(held) if algebra.scalar else held
-        normal = Kernel.joined(variance, pairs, kernel.resolved)
+            held: Array = np.where(far, _possible(normal, inner), off_diagonal)
+            off_diagonal = float(held) if algebra.scalar else held
+        normal = Kernel.joined(variance, off_diagonal, kernel.resolved)
         square = self.gain * self.gain
         scaled = normal.scaled(square)
         output = Signal(
@@ -135,13 +137,13 @@ class FiniteNormalization(Leaf):
         first, second = tokens.over_tokens(tokens.diagonal + epsilon)
         scale = (first * second) ** 0.5
         variance = received.diagonal * expected_pull(n, 1.0) / (tokens.diagonal + epsilon)
-        pairs = received.pairs * expected_pull(n, signal.correlation()) / scale
+        off_diagonal = received.off_diagonal * expected_pull(n, signal.correlation()) / scale
         if signal.fluctuation is None:
-            return variance, pairs
+            return variance, off_diagonal
         # what all groups' norms share
-        own, common = relative_spread(signal, features=False)
-        v, w = tokens.over_tokens(own)
-        return variance * (1 + own), pairs * (1 + 0.375 * (v + w) + common / 4)
+        diagonal, common = relative_spread(signal, features=False)
+        v, w = tokens.over_tokens(diagonal)
+        return variance * (1 + diagonal), off_diagonal * (1 + 0.375 * (v + w) + common / 4)
 
     def _norms(self, signal: Signal) -> Kernel | None:
         """Covariance of the squared norms that are divided by."""
@@ -172,15 +174,15 @@ class FiniteNormalization(Leaf):
         }
         if spread is None:
             spread = kernel.scaled(0.0)
-        own = spread.diagonal / (kernel.diagonal + eps) ** 2
-        one["norm_spread"] = own
-        two["norm_spread"], two["other_norm_spread"] = kernel.over_tokens(own)
+        diagonal = spread.diagonal / (kernel.diagonal + eps) ** 2
+        one["norm_spread"] = diagonal
+        two["norm_spread"], two["other_norm_spread"] = kernel.over_tokens(diagonal)
         first, second = first + eps_pairs, second + eps_pairs
-        two["pair_norm_spread"] = spread.pairs / (first * second)
+        two["pair_norm_spread"] = spread.off_diagonal / (first * second)
         root = signed_root(spread, kernel)
         one_root, other_root = root.over_tokens(root.diagonal)
         both = one_root / first + other_root / second
-        two["overlap_norm_spread"] = 0.5 * both * root.pairs / (first * second) ** 0.5
+        two["overlap_norm_spread"] = 0.5 * both * root.off_diagonal / (first * second) ** 0.5
         return one, two
 
     def _lost_directions(self, gradient: Gradient) -> tuple[Any, Any]:
@@ -224,12 +226,12 @@ class NormalizationPullback:
         lost = of_pairs(along_first, along_second, overlap) + received.lift(mean)[1]
         pair_share = pair_share * lost
         single = one | {"grad_variance": received.diagonal, "removed_share": share}
-        pair = two | {"grad_covariance": received.pairs, "removed_pair_share": pair_share}
+        pair = two | {"grad_covariance": received.off_diagonal, "removed_pair_share": pair_share}
         variance = evaluate(laws["grad_variance"], algebra, single)
-        pairs = evaluate(laws["grad_covariance"], algebra, pair)
+        off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
         if leaf.groups > 1:
-            variance, pairs = leaf._by_group(self.signal, received, self.epsilon)
-        kernel = Kernel.joined(variance, pairs, received.resolved)
+            variance, off_diagonal = leaf._by_group(self.signal, received, self.epsilon)
+        kernel = Kernel.joined(variance, off_diagonal, received.resolved)
         # What is normalised has no scale, so its gradient is orthogonal to it.
         centred = 1.0 if leaf.centres else gradient.centred_share
         sent = Gradient(kernel, gradient.seq_len, 0.0, centred, norm_response=1.0)
@@ -247,9 +249,9 @@ _FAR = 0.3
 def _possible(normal: Kernel, inner: Signal) -> Array:
     """Covariances no larger than the variances allow, and of the sign they had."""
     first, second = normal.over_tokens(normal.diagonal)
-    sign = np.sign(inner.kernel.pairs)
-    pairs = sign * np.clip(sign * normal.pairs, 0.0, (first * second) ** 0.5)
-    return pairs if normal.resolved or np.ndim(pairs) else float(pairs)
+    sign = np.sign(inner.kernel.off_diagonal)
+    off_diagonal = sign * np.clip(sign * normal.off_diagonal, 0.0, (first * second) ** 0.5)
+    return off_diagonal if normal.resolved or np.ndim(off_diagonal) else float(off_diagonal)
 
 
 def _undefined(epsilon: Array) -> tuple[str, ...]:

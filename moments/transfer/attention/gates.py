@@ -48,15 +48,15 @@ class GatedHeads(Component):
         return run.passed(Record(self, run.layer, signal, output, records))
 
     def _product(self, heads: Signal, gate: Signal) -> Signal:
-        square, own = gate.second_moment(), heads.kernel
+        square, diagonal = gate.second_moment(), heads.kernel
         fluctuation, excess = None, gate.kurtosis - 1.0
         if heads.fluctuation is not None:
             # Of independent features: the heads', and E g^4 - E^2 g^2 of the gates, which a head's
             # features share.
-            both = own * own * square * square
+            both = diagonal * diagonal * square * square
             more = (2.0 + self.each) / heads.width
             one, two = both.lift(more)
-            added = both.weighted(excess * one, _mean(own, excess) * two)
+            added = both.weighted(excess * one, _mean(diagonal, excess) * two)
             norms, overlaps, _, shared = heads.fluctuation
             if shared is not None:
                 shared = (shared[0] * square, shared[1] * square)
@@ -66,7 +66,7 @@ class GatedHeads(Component):
                 shared=shared,
             )
         return heads.replace(
-            kernel=own * square,
+            kernel=diagonal * square,
             kurtosis=heads.kurtosis * gate.kurtosis,
             fluctuation=fluctuation,
             notes=heads.notes + gate.notes,

@@ -130,9 +130,9 @@ class LatentHeads(Leaf):
         """Variance of a key's entry, averaged over both parts, and the shared one's part of it, of
         tokens of that size."""
         block, leaf = self.block, self.attention
-        own = block.nope_dim * block.kv_rank * float(leaf.key) * block.kv_factor**2
+        diagonal = block.nope_dim * block.kv_rank * float(leaf.key) * block.kv_factor**2
         shared = block.rope_dim * float(leaf.d_model) * block.kv_down * size
-        total = own + shared
+        total = diagonal + shared
         return total / float(leaf.d_head), shared / total if total > 0.0 else 0.0
 
     def core(self, size: float) -> _Core:
@@ -241,8 +241,8 @@ class _Back:
         total = total + _down(self.stands, rest + key.scaled(-share), length, parts)
         # of the parts that all heads share, per feature of theirs
         shared = key.scaled(share * block.kv_rank * block.kv_factor**2)
-        own = float(self.heads.attention.d_model) * _size(self.signal)
-        total = total + shared.scaled(1.0 / own)
+        diagonal = float(self.heads.attention.d_model) * _size(self.signal)
+        total = total + shared.scaled(1.0 / diagonal)
         return _Pulled(Gradient(total, length), self, gradient.kernel, sides, shared, tuple(parts))
 
 

@@ -136,14 +136,17 @@ class AlikeLayer:
         self.keys = float(key_count)
         self._values, self.wanted = values, wanted
         self._noise = drop_prob / (1 - drop_prob)
-        unshared_value, unshared_key = values.diagonal - values.pairs, keys.diagonal - keys.pairs
+        unshared_value, unshared_key = (
+            values.diagonal - values.off_diagonal,
+            keys.diagonal - keys.off_diagonal,
+        )
         size = queries.diagonal
         if queries.resolved:  # of two rows the geometric mean, as of their log odds by token
             first, second = queries.over_tokens(size)
             size = np.sqrt(first * second)
         two = self._at_pairs
         theta = two(scale) * size * two(unshared_key)
-        correlation = np.clip(ratio_or_zero(queries.pairs, size), -1.0, 1.0)
+        correlation = np.clip(ratio_or_zero(queries.off_diagonal, size), -1.0, 1.0)
         apart_from = two(ratio_or_zero(unshared_key, keys.diagonal))
         whole = two(scale * keys.diagonal) * size
         flat = np.broadcast_arrays(1.0 * theta, correlation, apart_from, whole, two(norm_spread))
@@ -177,10 +180,10 @@ class AlikeLayer:
         mixed = mixed + self._at(rows.growth).at_every_pair(returned)
         pulled = (self._at(rows.joint_shift) * queries).at_every_pair(looking * self._wide)
         mixed = (mixed + pulled).at_every_pair(self._own[0])
-        against = two(values.pairs) * (1 - self._of(rows.against))
+        against = two(values.off_diagonal) * (1 - self._of(rows.against))
         dropped = two(self._noise * values.diagonal) * (1 + self._of(rows.masks))
-        own = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
-        mixed = Kernel.joined(own, mixed.pairs + against, queries.resolved)
+        diagonal = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
+        mixed = Kernel.joined(diagonal, mixed.off_diagonal + against, queries.resolved)
         self._mixed = _plain(mixed)
 
     def forward(self) -> Kernel:
@@ -190,7 +193,7 @@ class AlikeLayer:
     def mean_output(self) -> Kernel:
         """Overlap of two heads that share keys and values: of two uniform averages."""
         values = self._values
-        mean = values.pairs + (values.diagonal - values.pairs) / self._counts[1]
+        mean = values.off_diagonal + (values.diagonal - values.off_diagonal) / self._counts[1]
         return Kernel(mean, mean)
 
     def weights(self) -> None:
@@ -227,7 +230,7 @@ class AlikeLayer:
         def sent(rate: Kernel, dropped: Array = 0.0, drive: Array = 1.0) -> Array:
             """To a key by all rows: rates of every two, and what dropout adds to a row's own."""
             dropped = self._alone(dropped + 0.0 * self._of(rows.square))
-            rate = Kernel.joined(rate.diagonal + dropped, rate.pairs, rate.resolved)
+            rate = Kernel.joined(rate.diagonal + dropped, rate.off_diagonal, rate.resolved)
             return (gradient * rate.at_every_pair(drive)).total(queries) / keys
 
         ones = self._queries.with_ones()
@@ -236,8 +239,10 @@ class AlikeLayer:
         value = Kernel(held, sent(ones - overlap) / others)
         path = self.overlap_path(gradient)
         rate = self._at(rows.query).at_every_pair(unshared_value)
-        own = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
-        rate = Kernel.joined(rate.diagonal + self._alone(own), rate.pairs, rate.resolved)
+        diagonal = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
+        rate = Kernel.joined(
+            rate.diagonal + self._alone(diagonal), rate.off_diagonal, rate.resolved
+        )
         query = (gradient * rate.at_every_pair(scale)).mixed(1.0, path, wide)
         driven = self._at(rows.key).at_every_pair(unshared_value)
         key = sent(driven, noise * self._of(rows.dropped_key), self._drive)
@@ -262,15 +267,15 @@ class AlikeLayer:
 
     def _at(self, values: Array) -> Kernel:
         """For a row with itself and with another."""
-        own, pairs = self._alone(self._of(values[:, 0])), self._of(values[:, 1])
-        return Kernel.joined(own, pairs, self._queries.resolved)
+        diagonal, off_diagonal = self._alone(self._of(values[:, 0])), self._of(values[:, 1])
+        return Kernel.joined(diagonal, off_diagonal, self._queries.resolved)
 
 
 def _plain(kernel: Kernel) -> Kernel:
     """A configuration without axes has plain numbers."""
-    if np.ndim(kernel.diagonal) or np.ndim(kernel.pairs):
+    if np.ndim(kernel.diagonal) or np.ndim(kernel.off_diagonal):
         return kernel
-    return Kernel(float(kernel.diagonal), float(kernel.pairs))
+    return Kernel(float(kernel.diagonal), float(kernel.off_diagonal))
 
 
 def _few(scales: Array) -> bool:

@@ -140,7 +140,7 @@ def build(
     """
     queries, keys = law.queries.kernel, law.keys.kernel
     scales, wanted = logit_scales(law)
-    lead = memory.pairs.shape[:-2]
+    lead = memory.off_diagonal.shape[:-2]
     scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
     heads: list[HeadAverage] = []
     turned = leaf.rotary is not None
@@ -199,7 +199,7 @@ def memory_gain(leaf: Any) -> float:
 
 def flat(kernel: Kernel) -> Array:
     """(matrices, n, n)."""
-    return np.asarray(kernel.pairs.reshape(-1, *kernel.pairs.shape[-2:]))
+    return np.asarray(kernel.off_diagonal.reshape(-1, *kernel.off_diagonal.shape[-2:]))
 
 
 class _Layer:
@@ -237,7 +237,11 @@ class TokenLayer(_Layer):
         self, leaf: Any, law: LogitLaw, queries: Kernel, memory: Kernel, norm_spread: Array
     ) -> None:
         """Kernels of the tokens that ask and of those attended to: one, where they are the same."""
-        self._leaf, self._shape, self._memory_shape = leaf, queries.pairs.shape, memory.pairs.shape
+        self._leaf, self._shape, self._memory_shape = (
+            leaf,
+            queries.off_diagonal.shape,
+            memory.off_diagonal.shape,
+        )
         count = int(np.prod(self._shape[:-2], dtype=int))
         self._masks = leaf.sight(self._shape[-1], self._memory_shape[-1], count)
         self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread)
@@ -333,7 +337,9 @@ class ClassLayer(_Layer):
     def __init__(self, leaf: Any, law: LogitLaw, memory: Signal, tokens: Kernel) -> None:
         self._alike = tokens.classes is None
         self._classes = classes = tokens.classes or one_class(memory.seq_len)
-        self._lead = lead = np.shape(tokens.pairs) if self._alike else tokens.pairs.shape[:-2]
+        self._lead = lead = (
+            np.shape(tokens.off_diagonal) if self._alike else tokens.off_diagonal.shape[:-2]
+        )
         self._sight = sight = classes.seen(leaf.window)
         scales, self.wanted = logit_scales(law)
         given = scales, norm_variance(memory)
@@ -394,25 +400,34 @@ class ClassLayer(_Layer):
         """Of every configuration, its kernel by what two tokens have to do with each other, or the
         means of that over cells."""
         size = len(self._classes.nodes)
-        own, pairs = kernel.diagonal, kernel.pairs
+        diagonal, off_diagonal = kernel.diagonal, kernel.off_diagonal
         if self._alike:
-            own, pairs = np.asarray(own)[..., None], np.asarray(pairs)[..., None, None]
+            diagonal, off_diagonal = (
+                np.asarray(diagonal)[..., None],
+                np.asarray(off_diagonal)[..., None, None],
+            )
         shape = (*self._lead, size)
-        if own.shape != shape or pairs.shape != (*shape, size):
-            own, pairs = np.broadcast_to(own, shape), np.broadcast_to(pairs, (*shape, size))
-        every = zip(own.reshape(-1, size), pairs.reshape(-1, size, size), strict=True)
+        if diagonal.shape != shape or off_diagonal.shape != (*shape, size):
+            diagonal, off_diagonal = (
+                np.broadcast_to(diagonal, shape),
+                np.broadcast_to(off_diagonal, (*shape, size)),
+            )
+        every = zip(diagonal.reshape(-1, size), off_diagonal.reshape(-1, size, size), strict=True)
         divided = self._classes.blocks if means else self._classes.told_apart
         return [divided(*one) for one in every]
 
     def _kernel(self, kernels: list[Any]) -> Kernel:
-        own, pairs = kernels[0]
+        diagonal, off_diagonal = kernels[0]
         if self._lead:
-            shape = own.shape, pairs.shape
-            own, pairs = (np.stack(part) for part in zip(*kernels, strict=True))
-            own, pairs = own.reshape(*self._lead, *shape[0]), pairs.reshape(*self._lead, *shape[1])
+            shape = diagonal.shape, off_diagonal.shape
+            diagonal, off_diagonal = (np.stack(part) for part in zip(*kernels, strict=True))
+            diagonal, off_diagonal = (
+                diagonal.reshape(*self._lead, *shape[0]),
+                off_diagonal.reshape(*self._lead, *shape[1]),
+            )
         if self._alike:
-            return Kernel(own[..., 0][()], pairs[..., 0, 0][()])
-        return Kernel(own, pairs, self._classes)
+            return Kernel(diagonal[..., 0][()], off_diagonal[..., 0, 0][()])
+        return Kernel(diagonal, off_diagonal, self._classes)
 
     def _of_rows(self, function: Callable[..., Matrix], *kernels: Kernel) -> Kernel:
         """A kernel that rows make of others, those of one document and those of two."""
@@ -479,12 +494,14 @@ class ClassLayer(_Layer):
             both = rows[number::half], given[number::half]
             portions = (1.0 - alike, 1.0 - share), (alike, share)
             parts = [
-                row.backward(one * own, several * pairs)
-                for row, (own, pairs), (one, several) in zip(*both, portions, strict=True)
+                row.backward(one * diagonal, several * off_diagonal)
+                for row, (diagonal, off_diagonal), (one, several) in zip(
+                    *both, portions, strict=True
+                )
             ]
             of_query = [
-                (own * row.response[0], pairs * row.response[1])
-                for row, (own, pairs) in zip(*both, strict=True)
+                (diagonal * row.response[0], off_diagonal * row.response[1])
+                for row, (diagonal, off_diagonal) in zip(*both, strict=True)
             ]
             for kind, query in enumerate(of_query):
                 of_path = {"query": query}

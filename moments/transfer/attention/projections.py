@@ -131,21 +131,21 @@ def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, 
     kernel = tokens
     if np.any(shift):
         one, two = tokens.lift(shift)
-        kernel = Kernel(tokens.diagonal + one, tokens.pairs + two, tokens.resolved)
+        kernel = Kernel(tokens.diagonal + one, tokens.off_diagonal + two, tokens.resolved)
     if norm is None:
         return Side(kernel, None, gain)
     first, second = kernel.over_tokens(kernel.diagonal)
-    correlation = np.clip(ratio_or_zero(kernel.pairs, np.sqrt(first * second)), -1.0, 1.0)
+    correlation = np.clip(ratio_or_zero(kernel.off_diagonal, np.sqrt(first * second)), -1.0, 1.0)
     inverse = ratio_or_zero(gain + 0.0 * kernel.diagonal, kernel.diagonal * gain + epsilon)
     shrunk = kernel.diagonal * inverse
     left, right = kernel.over_tokens(np.sqrt(shrunk))
     square = correlation**2
-    pairs = left * right * correlation * (1.0 - (1.0 - square) / (2.0 * width))
-    directions = Kernel.joined(shrunk, pairs, kernel.resolved)
+    off_diagonal = left * right * correlation * (1.0 - (1.0 - square) / (2.0 * width))
+    directions = Kernel.joined(shrunk, off_diagonal, kernel.resolved)
     left, right = kernel.over_tokens(np.sqrt(inverse))
     back = left * right * np.maximum(1.0 + (1.5 * square - 0.5) / width, 0.0)
-    own = inverse * (1.0 + 1.0 / width)
-    returned = Kernel.joined(own, back, kernel.resolved)
+    diagonal = inverse * (1.0 + 1.0 / width)
+    returned = Kernel.joined(diagonal, back, kernel.resolved)
     # On the scale of the largest: epsilon may leave next to nothing.
     largest = shrunk.max(-1) if kernel.resolved else shrunk
     one = ratio_or_zero(1.0, largest)
@@ -182,7 +182,7 @@ class Bent(NamedTuple):
 
 
 def bent(
-    own: Any, shared: Any, keys: float, spread: float, cap: float | None, dimension: Any
+    diagonal: Any, shared: Any, keys: float, spread: float, cap: float | None, dimension: Any
 ) -> Bent:
     """Of logits f = c tanh(s/c), s the coordinates of points on a sphere.
 
@@ -191,7 +191,7 @@ def bent(
     the logits of a row share; and with it shared/own E|J f'|^2.
 
     Args:
-        own, shared: variance of the logits within a row, and of what all of a row share.
+        diagonal, shared: variance of the logits within a row, and of what all of a row share.
         keys: how many a row has.
         spread: relative variance of a row's logit variance.
         cap: c; None: f = s.
@@ -201,9 +201,9 @@ def bent(
         the integrals of `_bent_row`; see docs/theory/attention.md.
     """
     most = max(LOGIT_VARIANCE_MAX, 0.0 if cap is None else 100.0 * cap**2)
-    shared = shared * np.minimum(most / np.maximum(own, most), 1.0)
-    own = np.minimum(np.maximum(own, BENT_LEAST), most)
-    own, shared, dimension = np.broadcast_arrays(own, np.maximum(shared, 0.0), dimension)
+    shared = shared * np.minimum(most / np.maximum(diagonal, most), 1.0)
+    diagonal = np.minimum(np.maximum(diagonal, BENT_LEAST), most)
+    diagonal, shared, dimension = np.broadcast_arrays(diagonal, np.maximum(shared, 0.0), dimension)
     keys = min(max(float(keys), 1.0 + 1e-6), LENGTH_MAX)
     norms = chi_square_rule(2.0 / spread if spread > 0.0 else np.inf)
     rows = AlikeRows.of(keys)
@@ -213,29 +213,31 @@ def bent(
         fields = found.sum_square, found.jacobian_square, found.sum_square_slope
         return [np.tensordot(norms.weights, one, 1) for one in fields]
 
-    each = [_bent_rows(xi * own, xi * shared, keys, cap, dimension) for xi in norms.nodes]
+    each = [_bent_rows(xi * diagonal, xi * shared, keys, cap, dimension) for xi in norms.nodes]
     square, driven, common = np.tensordot(norms.weights, each, 1)
-    theta = np.array(own)
+    theta = np.array(diagonal)
     for _ in range(BENT_SWEEPS):
         reached, _, slope = averages(theta)
         step = np.clip((square - reached) / np.maximum(slope, 1e-300), -1.0, 1.0)
-        theta = np.minimum(theta * np.exp(step), own)
+        theta = np.minimum(theta * np.exp(step), diagonal)
     jacobian = np.maximum(averages(theta)[1], 1e-300)
-    whole = driven + shared / own * common
-    return Bent(theta / own, driven / jacobian, whole / jacobian)
+    whole = driven + shared / diagonal * common
+    return Bent(theta / diagonal, driven / jacobian, whole / jacobian)
 
 
 def _bent_rows(
-    own: Array, shared: Array, keys: float, cap: float | None, dimension: Array
+    diagonal: Array, shared: Array, keys: float, cap: float | None, dimension: Array
 ) -> Array:
     """(3, ...) `_bent_row` of every variance."""
-    given = zip(*(np.ravel(one).tolist() for one in (own, shared, dimension)), strict=True)
+    given = zip(*(np.ravel(one).tolist() for one in (diagonal, shared, dimension)), strict=True)
     found = np.transpose([_bent_row(*one, keys, cap) for one in given])
-    return np.asarray(found.reshape(3, *np.shape(own)))
+    return np.asarray(found.reshape(3, *np.shape(diagonal)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _bent_row(own: float, shared: float, dimension: float, keys: float, cap: float | None) -> Array:
+def _bent_row(
+    diagonal: float, shared: float, dimension: float, keys: float, cap: float | None
+) -> Array:
     """P2, E tr J D^2 y^2 J and E |J f'|^2 of a row of logits f(s + u), averaged over u.
 
     E sum over distinct keys of prod a_j^p g(s_j) is n (n-1) .. / Gamma(sum p) int phi^{n-c} prod
@@ -244,7 +246,7 @@ def _bent_row(own: float, shared: float, dimension: float, keys: float, cap: flo
     (J f')_l = sum_k a_l a_k (f'_l - f'_k).
     """
     # e^{-t e^f} is analytic in a strip of the width of pi/sigma, which bounds the spacing
-    half = min(math.ceil(6.4 / min(0.3, 1.07 / own**0.5)), BENT_NODES)
+    half = min(math.ceil(6.4 / min(0.3, 1.07 / diagonal**0.5)), BENT_NODES)
     if dimension < BENT_GAUSSIAN:
         top = min(0.5 * np.pi, 6.4 / dimension**0.5 * (1.0 + 6.4 / dimension**0.5))
         angle = np.linspace(-top, top, 2 * half + 1)
@@ -255,7 +257,7 @@ def _bent_row(own: float, shared: float, dimension: float, keys: float, cap: flo
         z = np.linspace(-6.4, 6.4, 2 * half + 1)
         weights, orthogonal = np.exp(-0.5 * z * z), np.ones(len(z))
     weights = weights / weights.sum()
-    logits, slopes, shares = own**0.5 * z[None], np.ones((1, len(z))), np.ones(1)
+    logits, slopes, shares = diagonal**0.5 * z[None], np.ones((1, len(z))), np.ones(1)
     if cap is not None:
         shifts, shares = np.polynomial.hermite_e.hermegauss(6 if shared > 0.0 else 1)
         turned = np.tanh((logits + shared**0.5 * shifts[:, None]) / cap)
@@ -575,7 +577,7 @@ def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
     """(1 - N^2)^2 dQ/dN of different rows."""
     size_i, other = kernel.over_tokens(kernel.diagonal)
     size = np.sqrt(size_i * other)
-    cosine = ratio_or_zero(kernel.pairs, size)
+    cosine = ratio_or_zero(kernel.off_diagonal, size)
     theta, square = (
         np.sqrt(np.multiply(*kernel.over_tokens(np.asarray(of))))
         for of in (rows.logit_variance, rows.squares)
@@ -583,8 +585,8 @@ def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
     # p of the own key of a row beside the others'
     odds = ratio_or_zero(square, np.maximum(1 - square, 0.0)) * np.exp((cosine - 1) * theta)
     slope = theta * (1 - odds) / (1 + odds)
-    pairs = size * (1 - cosine * cosine) ** 2 * slope * path.pairs
-    return Kernel.joined(0.0 * kernel.diagonal, pairs, kernel.resolved)
+    off_diagonal = size * (1 - cosine * cosine) ** 2 * slope * path.off_diagonal
+    return Kernel.joined(0.0 * kernel.diagonal, off_diagonal, kernel.resolved)
 
 
 def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) -> dict[str, Array]:

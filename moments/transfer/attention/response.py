@@ -106,13 +106,13 @@ class Averages(NamedTuple):
         found = w @ (self.kernel * other.kernel) @ transposed(w)
         return found + self.means * other.means - cross - transposed(cross)
 
-    def spread(self, pairs: Matrix) -> Matrix:
+    def spread(self, off_diagonal: Matrix) -> Matrix:
         """sum_ii' H_ii' P_i X P_i', the transpose of `gather` in Y, for pairs H of rows."""
         w = self.weights
-        sent = transposed(w) @ pairs
+        sent = transposed(w) @ off_diagonal
         cross = (sent * transposed(self.mixed)) @ w
         found = (sent @ w) * self.kernel - cross - transposed(cross)
-        return found + transposed(w) @ (pairs * self.means) @ w
+        return found + transposed(w) @ (off_diagonal * self.means) @ w
 
 
 @dataclass(frozen=True)
@@ -211,14 +211,14 @@ class AttentionResponse:
             gradient: G at the output.
         """
         w, wt = self.weights, transposed(self.weights)
-        pairs = self.by_head * sensitivity
+        off_diagonal = self.by_head * sensitivity
         direct = self.query * sensitivity
         middle = sensitivity
         dropped = (transposed(self.squares) @ diagonal_of(sensitivity)[..., None])[..., 0]
         # What follows a row's theta less than in proportion: `follows` both the query's own size
         # and how far apart its keys are, `sized` only the former, `apart` only the latter.
-        own = diagonal_of(sensitivity)
-        sized = own * (self.squares_change @ diagonal_of(self.kernel)[..., None])[..., 0]
+        diagonal = diagonal_of(sensitivity)
+        sized = diagonal * (self.squares_change @ diagonal_of(self.kernel)[..., None])[..., 0]
         follows = self.bend * (row_sums(self.query * self.kernel * sensitivity) + sized)
         apart = 0.0 * sized
         if adjoint is not None:
@@ -227,15 +227,17 @@ class AttentionResponse:
             again = diagonal_of(self.slope + self.slope_change) * self.through_keys
             twice = twice + diagonal_matrix(again, twice)
             direct = direct + twice * gradient * adjoint.gathered
-            pairs = pairs + 2 * (self.slope + self.slope_change) * gradient * given
+            off_diagonal = off_diagonal + 2 * (self.slope + self.slope_change) * gradient * given
             keys = twice * self.kernel * gradient
-            own = diagonal_of(gradient)
-            squares = own * (self.squares_change @ diagonal_of(given)[..., None])[..., 0]
+            diagonal = diagonal_of(gradient)
+            squares = diagonal * (self.squares_change @ diagonal_of(given)[..., None])[..., 0]
             sizes = row_sums(keys * adjoint.gathered + self.query_change * gradient * given)
             follows = follows + self.bend * (sizes + squares)
             # `through_keys` is per that distance over the tokens' mean size
             keyed = (
-                diagonal_of(self.slope * self.kernel * adjoint.gathered) * own * self.through_keys
+                diagonal_of(self.slope * self.kernel * adjoint.gathered)
+                * diagonal
+                * self.through_keys
             )
             sized, apart = sized + squares, squares - keyed
             dropped = dropped + ratio(over_tokens(keyed, middle), trace_of(self.kernel))[..., None]
@@ -243,7 +245,7 @@ class AttentionResponse:
         apart = ratio(follows + apart, self.apart)
         middle = middle - diagonal_matrix(apart, middle)
         dropped = dropped + (wt @ apart[..., None])[..., 0]
-        found = wt @ middle @ w + self._rows.spread(pairs)
+        found = wt @ middle @ w + self._rows.spread(off_diagonal)
         if adjoint is not None:
             found = found + adjoint.given.spread(keys)
         return symmetric(found + direct + diagonal_matrix(dropped, found)), direct
@@ -289,7 +291,7 @@ def _on_classes(
     kernel: ClassMatrix, sight: Sight, tau: float
 ) -> tuple[AttentionRows, Matrix, Matrix]:
     classes = kernel.classes
-    tokens, *alike = classes.told_apart(kernel.own, kernel.pairs)
+    tokens, *alike = classes.told_apart(kernel.diagonal, kernel.off_diagonal)
     logits = ClassLogits(tokens, tokens, tokens, tau, sight)
     if isinstance(classes, TextClasses):
         (same,) = alike
@@ -311,16 +313,16 @@ def _on_classes(
 def _alike(kernel: ClassMatrix, tau: Array) -> tuple[AttentionRows, Matrix, Matrix]:
     """Of tokens that all see all, whose rows are their own references; leading axes as tau's."""
     length = kernel.classes.length
-    own, pairs = kernel.own, kernel.pairs[..., 0]
-    count = np.full(own.shape, float(length))
+    diagonal, off_diagonal = kernel.diagonal, kernel.off_diagonal[..., 0]
+    count = np.full(diagonal.shape, float(length))
     found = statistics_of(
-        ReferenceRow(np.maximum(own - pairs, 0.0), count),
+        ReferenceRow(np.maximum(diagonal - off_diagonal, 0.0), count),
         1.0,
         count,
-        own,
+        diagonal,
         tau,
-        own,
-        (own + (length - 1) * pairs) / length,
+        diagonal,
+        (diagonal + (length - 1) * off_diagonal) / length,
         np.log(count),
     )
     weights = ones(kernel.shape, kernel) * (1.0 / length)
@@ -331,11 +333,11 @@ def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:
     """Fields of every leading entry, as one."""
     found = stacked(fields, np.stack)
     if isinstance(found, ClassMatrix):
-        own = found.own.reshape(*axes, *found.own.shape[1:])
-        pairs, crowded = found.pairs.reshape(*axes, *found.shape[1:]), found.crowded
+        diagonal = found.diagonal.reshape(*axes, *found.diagonal.shape[1:])
+        off_diagonal, crowded = found.off_diagonal.reshape(*axes, *found.shape[1:]), found.crowded
         if crowded is not None:
             crowded = crowded.reshape(*axes, *crowded.shape[1:])
-        return ClassMatrix(own, pairs, found.classes, crowded)
+        return ClassMatrix(diagonal, off_diagonal, found.classes, crowded)
     return found.reshape(*axes, *found.shape[1:])
 
 
@@ -349,10 +351,10 @@ def _response(
     d_model: float,
 ) -> tuple[Any, ...]:
     """All attributes but the kernel, of one sequence; of tokens alike, with leading axes."""
-    own = diagonal_of(kernel)
+    diagonal = diagonal_of(kernel)
     keys, theta = np.maximum(rows.keys, 1 + 1e-6), np.maximum(rows.theta, FAINT)
     odds = np.where(rows.keys > 1 + 1e-6, rows.odds * theta, theta)
-    correlation = entrywise(ratio, kernel, np.sqrt(_outer(own)))
+    correlation = entrywise(ratio, kernel, np.sqrt(_outer(diagonal)))
     halves = (
         entrywise(saturation, correlation, *map(to_rows, (keys, theta, odds)))
         for to_rows in (lambda v: v[..., :, None], lambda v: v[..., None, :])
@@ -363,11 +365,13 @@ def _response(
     averages = Averages.of(weights, kernel)
     mixed, means = averages.mixed, averages.means
     itself = diagonal_of(means)[..., :, None]
-    excess = entrywise(lambda met: np.maximum(met, 0.0), own[..., None, :] - 2 * mixed + itself)
+    excess = entrywise(
+        lambda met: np.maximum(met, 0.0), diagonal[..., None, :] - 2 * mixed + itself
+    )
     squares_change = squares * diagonal_of(kernel * slope)[..., :, None] * excess
     squares = squares * (1 + diagonal_of(kernel * chord)[..., :, None] * excess)
     # Given the direction a query looks in, the tokens it attends to share a component along it.
-    apart = (weights @ own[..., None])[..., 0] - diagonal_of(means)
+    apart = (weights @ diagonal[..., None])[..., 0] - diagonal_of(means)
     overlap = averages.gather(averages)
     query = slope * (overlap + _outer(apart) / d_model)
     mean = (trace_of(kernel) / count_of(kernel))[..., None]
@@ -429,13 +433,13 @@ class HeadNoise(NamedTuple):
 
     @classmethod
     def of(cls, maps: AttentionResponse, gradient: Matrix) -> HeadNoise:
-        own = diagonal_of(gradient)
+        diagonal = diagonal_of(gradient)
         single = ratio(
-            own, trace_of(gradient)[..., None]
+            diagonal, trace_of(gradient)[..., None]
         )  # a row that is alone: common with itself
         agreement = maps.agreement(gradient)
-        common = gradient - diagonal_matrix(own * (1 - single), gradient)
-        queries = diagonal_matrix(own * (1 - single) * agreement, gradient)
+        common = gradient - diagonal_matrix(diagonal * (1 - single), gradient)
+        queries = diagonal_matrix(diagonal * (1 - single) * agreement, gradient)
         alone = ((1 - single) * (1 - agreement)) ** 2
         several = 3 * maps.participation(np.ones_like(agreement)) - 1 / maps.keys
         return cls(
@@ -507,9 +511,9 @@ class AttentionSublayer:
             by_key = (3 * crowding - 1) * paired(sensitivity, sent, sent)
             size = 2 * total(sensitivity * sent) ** 2 / self.d_model
             noise = noise + (by_key + size) / self.heads
-        own = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
-        own = diagonal_of(per_pair(self.back_gain) * own * self.received)
-        noise = noise + over_tokens(own**2 * head.alone, self.received) / self.heads
+        diagonal = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
+        diagonal = diagonal_of(per_pair(self.back_gain) * diagonal * self.received)
+        noise = noise + over_tokens(diagonal**2 * head.alone, self.received) / self.heads
         met = total(sensitivity * (self.received @ self.maps.weights))
         whole = total(sensitivity * self.received) * total(onward * self.received)
         return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * met**2, whole))
@@ -577,7 +581,7 @@ def uniform_rows(leaf: Any, tokens: Signal) -> Any:
     if classes is not None:
         sight = classes.seen(leaf.window)
         return ClassRows(sight.seen / sight.size[:, None], sight)
-    mask = self_masks(leaf, tokens.kernel.pairs.shape[-1], 1)[0]
+    mask = self_masks(leaf, tokens.kernel.off_diagonal.shape[-1], 1)[0]
     return np.asarray(mask / mask.sum(1, keepdims=True))
 
 
@@ -595,7 +599,7 @@ def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None
     if kernel.classes is not None:
         kernels = met_by(weights, kernel), kernel, between_rows(weights, kernel)
     else:
-        met = weights @ kernel.pairs
+        met = weights @ kernel.off_diagonal
         kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
     unshared = [float(one.mean_diagonal(real) - one.mean_off_diagonal(real)) for one in kernels]
     if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:

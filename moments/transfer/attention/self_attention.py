@@ -350,9 +350,9 @@ def _with_bias(leaf: Any, heads: Kernel, squares: Array, rows: Kernel | None) ->
         return heads
     dropped = leaf.drop_prob / (1 - leaf.drop_prob)
     one, two = heads.lift(leaf.value_bias)
-    own, pairs = (1.0, 1.0) if rows is None else (rows.diagonal, rows.pairs)
-    diagonal = heads.diagonal + one * (own + dropped * squares)
-    return Kernel.joined(diagonal, heads.pairs + two * pairs, heads.resolved)
+    of_one, of_two = (1.0, 1.0) if rows is None else (rows.diagonal, rows.off_diagonal)
+    diagonal = heads.diagonal + one * (of_one + dropped * squares)
+    return Kernel.joined(diagonal, heads.off_diagonal + two * of_two, heads.resolved)
 
 
 def concatenated(
@@ -472,12 +472,12 @@ class CrossAttention(Attention, Reader):
         return way.output, way.to_both
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        one = 1.0 + 0.0 * signal.kernel.pairs
+        one = 1.0 + 0.0 * signal.kernel.off_diagonal
         if memory is None:
             memory = Kernel(signal.kernel.diagonal, 0.0 * one)
         kernel = memory.scaled(self.memory_width * self.value)
         width = self.heads * self.d_head
-        return Signal(Kernel(kernel.diagonal * one, kernel.pairs * one), 2, width=width)
+        return Signal(Kernel(kernel.diagonal * one, kernel.off_diagonal * one), 2, width=width)
 
     @property
     def reads(self) -> CrossAttention:
@@ -572,8 +572,8 @@ class NormalizedAttention(Leaf):
         attention = self.attention
         unit = FiniteNormalization(RMSNORM, attention.label, attention.norm_epsilon, centres=False)
         width, size = attention.d_model, _size(signal)
-        own, bias = width * attention.value * size, attention.value_bias
-        bias = bias / (own + bias) if bias > 0 else 0.0
+        diagonal, bias = width * attention.value * size, attention.value_bias
+        bias = bias / (diagonal + bias) if bias > 0 else 0.0
         plain = dataclasses.replace(
             attention,
             query_bias=attention.query_bias / size,

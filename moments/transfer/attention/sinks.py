@@ -133,14 +133,14 @@ class SinkLayer:
 
         # Of what two rows have in common: keys' own parts by those that both see.
         first, second = queries.over_tokens(size)
-        cosine = np.clip(ratio_or_zero(queries.pairs, np.sqrt(first * second)), -1.0, 1.0)
+        cosine = np.clip(ratio_or_zero(queries.off_diagonal, np.sqrt(first * second)), -1.0, 1.0)
         common, both = (np.sqrt(np.multiply(*queries.over_tokens(one))) for one in (shared, theta))
         most = np.maximum(*queries.over_tokens(count))
         fenton = np.log1p(np.expm1(np.minimum(theta, 500.0)) / count)
         narrow = np.sqrt(np.multiply(*queries.over_tokens(ratio_or_zero(alone.variance, fenton))))
-        own = narrow * np.log1p(np.expm1(np.minimum(cosine * both, 500.0)) / most)
+        diagonal = narrow * np.log1p(np.expm1(np.minimum(cosine * both, 500.0)) / most)
         sizes = np.sqrt(np.multiply(*queries.over_tokens(variance)))
-        correlation = np.clip(ratio_or_zero(cosine * common + own + sink, sizes), -1.0, 1.0)
+        correlation = np.clip(ratio_or_zero(cosine * common + diagonal + sink, sizes), -1.0, 1.0)
 
         z, weights, polynomials = _hermite()
         logits = np.asarray(alone.center)[..., None] + np.sqrt(variance)[..., None] * z
@@ -150,15 +150,15 @@ class SinkLayer:
         entropy = entropy + np.where(kept < 1.0, -(1 - kept) * np.log1p(-kept * (kept < 1.0)), 0.0)
         self._entropy = (entropy * weights).sum(-1)
 
-        def moments(values: Array, own: Array) -> Kernel:
+        def moments(values: Array, diagonal: Array) -> Kernel:
             terms = (values * weights) @ polynomials.T
             one, other = terms, terms
             if queries.resolved:
                 one, other = terms[..., :, None, :], terms[..., None, :, :]
-            pairs = np.zeros(np.broadcast_shapes(np.shape(correlation), one.shape[:-1]))
+            off_diagonal = np.zeros(np.broadcast_shapes(np.shape(correlation), one.shape[:-1]))
             for k in reversed(range(DEGREES)):
-                pairs = pairs * correlation + one[..., k] * other[..., k]
-            return Kernel.joined(own, pairs[()], queries.resolved)
+                off_diagonal = off_diagonal * correlation + one[..., k] * other[..., k]
+            return Kernel.joined(diagonal, off_diagonal[()], queries.resolved)
 
         # What rows sum of their keys' own parts is larger where Z is.
         self._output, self._squares = layer.forward(), alone.kept_squares

@@ -121,16 +121,18 @@ class Mixture(Leaf):
         gain = self.d_model * self.router_variance
         logits = gain * own + self.bias_variance
         first, second = tokens.over_tokens(tokens.diagonal)
-        cosine = np.clip(ratio_or_zero(tokens.pairs + moved, (first * second) ** 0.5), -1.0, 1.0)
+        cosine = np.clip(
+            ratio_or_zero(tokens.off_diagonal + moved, (first * second) ** 0.5), -1.0, 1.0
+        )
         _, two = tokens.lift(ratio_or_zero(gain * own, logits))
         # a constant shared by all tokens' logits is a bias, which they have in common
-        pairs = 1.0 - two * (1.0 - cosine)
+        off_diagonal = 1.0 - two * (1.0 - cosine)
         single = functions(self.router, logits, 1.0 + 0.0 * own)
-        joint = functions(self.router, logits, pairs)
+        joint = functions(self.router, logits, off_diagonal)
         found = []
         for alone, both in zip(single, joint, strict=True):
             diagonal = tokens.lift(alone)[0] + 0.0 * tokens.diagonal
-            found.append(Kernel.joined(diagonal, both + 0.0 * tokens.pairs, tokens.resolved))
+            found.append(Kernel.joined(diagonal, both + 0.0 * tokens.off_diagonal, tokens.resolved))
         return Routed(found[0], found[1], found[2], logits)
 
     def _outward(self, signal: Signal) -> Mixture:
@@ -195,7 +197,7 @@ class Mixture(Leaf):
         gaussian = (inner.kernel * inner.kernel).scaled(2 / inner.width)
         shares = Kernel.joined(
             ratio_or_zero(1.0, at.load.diagonal),
-            ratio_or_zero(1.0, at.load.pairs),
+            ratio_or_zero(1.0, at.load.off_diagonal),
             at.load.resolved,
         )
 
@@ -260,26 +262,26 @@ class _Sides(NamedTuple):
         step = step_within(tokens, variance)
         routed, out, back = [], [], []
         for side in (1.0, -1.0):
-            pairs = tokens.pairs + side * step
-            moved = Kernel.joined(tokens.diagonal, pairs, tokens.resolved)
+            off_diagonal = tokens.off_diagonal + side * step
+            moved = Kernel.joined(tokens.diagonal, off_diagonal, tokens.resolved)
             still = Signal(moved, signal.seq_len, mean=0.0 * moved.diagonal, width=signal.width)
             given, record = passed(leaf.expert, still)
             even = Gradient(moved.with_ones(), signal.seq_len)
             routed.append(leaf.routed(signal, side * step))
-            out.append(abs(given.second_moment().pairs))
-            back.append(abs(record.backward(even).gradient_sent.kernel.pairs))
+            out.append(abs(given.second_moment().off_diagonal))
+            back.append(abs(record.backward(even).gradient_sent.kernel.off_diagonal))
         return cls(tuple(routed), tuple(out), tuple(back))  # type: ignore[arg-type]
 
     def weighted(self, kernel: Kernel, name: str, by: str) -> Kernel:
         """A factor of the router, its pairs weighted by an expert's size at either value."""
-        one, two = (getattr(at, name).pairs for at in self.routed)
+        one, two = (getattr(at, name).off_diagonal for at in self.routed)
         first, second = getattr(self, by)
         total = first + second
         share = np.where(total > 0, ratio_or_zero(first, total), 0.5)
-        pairs = two + share * (one - two)
-        if np.ndim(pairs) == 0 and np.ndim(kernel.pairs) == 0:
-            pairs = float(pairs)
-        return Kernel.joined(kernel.diagonal, pairs, kernel.resolved)
+        off_diagonal = two + share * (one - two)
+        if np.ndim(off_diagonal) == 0 and np.ndim(kernel.off_diagonal) == 0:
+            off_diagonal = float(off_diagonal)
+        return Kernel.joined(kernel.diagonal, off_diagonal, kernel.resolved)
 
 
 @dataclass(slots=True, eq=False)
@@ -309,8 +311,10 @@ class MixturePullback:
         through, slopes = record.gradient_sent.kernel, at.slopes
         if sides is not None:
             back = sides.weighted(at.gates, "gates", "back")
-            pairs = through.pairs * ratio_or_zero(back.pairs, self.weight.pairs)
-            through = Kernel.joined(through.diagonal, pairs, through.resolved)
+            off_diagonal = through.off_diagonal * ratio_or_zero(
+                back.off_diagonal, self.weight.off_diagonal
+            )
+            through = Kernel.joined(through.diagonal, off_diagonal, through.resolved)
             slopes = sides.weighted(slopes, "slopes", "out")
         given = self.inner.second_moment()
         logits = (gradient.kernel * given * slopes).scaled(self.inner.width)

@@ -120,8 +120,8 @@ def _table(router: Router, step: int) -> np.ndarray:
     if router.sampled:
         values = sampled(router, s)[0]
     else:
-        pairs = [at(router, s, float(np.cos(angle))) for angle in ANGLES[1:]]
-        values = np.stack([alone(router, s), *pairs], -1)
+        off_diagonal = [at(router, s, float(np.cos(angle))) for angle in ANGLES[1:]]
+        values = np.stack([alone(router, s), *off_diagonal], -1)
     m, n, p = values
     return np.linalg.solve(
         np.vander(ANGLES, increasing=True), np.stack([np.log(m), n / m, np.log(p)]).T

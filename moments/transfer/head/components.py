@@ -157,24 +157,24 @@ class Pool(Leaf):
             return self._alike(signal)
         if signal.kernel.classes is not None:
             return self._on_classes(signal, signal.kernel.classes)
-        weights = self.weights(signal.kernel.pairs.shape[-1])
-        pooled = Kernel.of_matrix(weights @ signal.second_moment().pairs @ weights.T)
+        weights = self.weights(signal.kernel.off_diagonal.shape[-1])
+        pooled = Kernel.of_matrix(weights @ signal.second_moment().off_diagonal @ weights.T)
         return _gaussian(pooled, signal), functools.partial(self._sent, signal.seq_len, weights)
 
     def _sent(self, seq_len: int, weights: np.ndarray, gradient: Gradient) -> Pulled:
-        sent = Kernel.of_matrix(weights.T @ gradient.kernel.pairs @ weights)
+        sent = Kernel.of_matrix(weights.T @ gradient.kernel.off_diagonal @ weights)
         return Pulled(Gradient(sent, seq_len))
 
     def _on_classes(self, signal: Signal, classes: PositionClasses) -> tuple[Signal, Pullback]:
         """Of equally long documents, each of which has one vector."""
         tokens = signal.second_moment()
-        inside, *across = classes.blocks(tokens.diagonal, tokens.pairs)
+        inside, *across = classes.blocks(tokens.diagonal, tokens.off_diagonal)
         one, count = classes.inside, float(classes.inside.length)
 
-        def pooled(own: Array, pairs: Array) -> Array:
+        def pooled(diagonal: Array, off_diagonal: Array) -> Array:
             if self.kind == "first":
-                return own[..., 0]
-            return (one.mean(own) + (count - 1.0) * one.mean_of_pairs(pairs)) / count
+                return diagonal[..., 0]
+            return (one.mean(diagonal) + (count - 1.0) * one.mean_of_pairs(off_diagonal)) / count
 
         alone = pooled(*inside)
         between = pooled(*across[0]) if across else 0.0 * alone
@@ -206,7 +206,7 @@ class Pool(Leaf):
         kernel, count = signal.second_moment(), signal.seq_len
         variance = kernel.diagonal
         if self.kind == "mean":
-            variance = (kernel.diagonal + (count - 1) * kernel.pairs) / count
+            variance = (kernel.diagonal + (count - 1) * kernel.off_diagonal) / count
         output = _gaussian(Kernel(variance, 0.0 * variance), signal)
         return output, functools.partial(self._sent_alike, count)
 
@@ -223,7 +223,7 @@ class Pool(Leaf):
             return _PooledClasses(self.kind, one_class(record.input.seq_len))
         if classes is not None:
             return _PooledClasses(self.kind, classes.of_one)
-        return _Pooled(self.weights(record.input.kernel.pairs.shape[-1]))
+        return _Pooled(self.weights(record.input.kernel.off_diagonal.shape[-1]))
 
     def weights(self, count: int) -> np.ndarray:
         """(sequences, count) with which tokens enter their sequence's vector."""
@@ -271,7 +271,7 @@ class _PooledClasses:
 
     def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
-        found = np.asarray(sensitivity.own[..., 0])
+        found = np.asarray(sensitivity.diagonal[..., 0])
         if self.kind == "mean":
             found = np.asarray(sensitivity.total() / self.classes.length**2)
         onward: Any = found[..., None, None]
@@ -283,8 +283,10 @@ class _PooledClasses:
         none, given = np.zeros(sensitivity.shape[:-2]), diagonal_of(sensitivity)[..., 0]
         size = len(self.classes.nodes)
         first = np.eye(1, size)[0] / self.classes.count[0]
-        own, pairs = given[..., None] * first, np.zeros((*given.shape, size, size))
+        diagonal, off_diagonal = given[..., None] * first, np.zeros((*given.shape, size, size))
         if self.kind == "mean":
-            pairs = pairs + given[..., None, None] / self.classes.length**2
-            own = pairs[..., 0]
-        return SignalAdjoint(ClassMatrix(own, pairs, self.classes).astype(SINGLE), none, none)
+            off_diagonal = off_diagonal + given[..., None, None] / self.classes.length**2
+            diagonal = off_diagonal[..., 0]
+        return SignalAdjoint(
+            ClassMatrix(diagonal, off_diagonal, self.classes).astype(SINGLE), none, none
+        )

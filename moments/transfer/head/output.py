@@ -140,7 +140,7 @@ def output_moments(
         raise DomainError("the model has no head: declare model.head")
     sequences = 1
     if signal.resolved is True:
-        sequences = signal.kernel.pairs.shape[-1] // model.seq_len
+        sequences = signal.kernel.off_diagonal.shape[-1] // model.seq_len
     elif signal.kernel.classes is not None:
         sequences = len(signal.kernel.classes.ends)
     run = Run() if run is None else run

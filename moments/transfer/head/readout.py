@@ -163,11 +163,11 @@ class Readout:
         i, j = self.kernel.over_tokens(length)
         forth, back = tied.gradients(self)
         k, other_k = self.kernel.over_tokens(self.weight_variance * self.carried + 0 * length)
-        pairs = i * j * self.kernel.pairs + i * k * forth + j * other_k * back
+        off_diagonal = i * j * self.kernel.off_diagonal + i * k * forth + j * other_k * back
         first = tied.own_gradient(self)
         diagonal = length**2 * self.kernel.diagonal
         diagonal = diagonal + 2 * length * self.weight_variance * self.carried * first
-        found = Kernel.joined(diagonal, pairs, self.kernel.resolved)
+        found = Kernel.joined(diagonal, off_diagonal, self.kernel.resolved)
         removed = tied.projected(self).scaled(-self.weight_variance)
         return (found.scaled(count**-2.0) + removed).scaled(self.scale**2)
 
@@ -192,8 +192,8 @@ class Readout:
         along = along + self.weight_variance * self.carried * tied.own_gradient(self)
         i, j = kernel.over_tokens(along)
         first, second = kernel.over_tokens(kernel.diagonal)
-        pairs = i * j * (1 + 2 * ratio_or_zero(kernel.pairs**2, first * second))
-        total = Kernel.joined(3 * along**2, pairs, kernel.resolved).total(self.seq_len)
+        off_diagonal = i * j * (1 + 2 * ratio_or_zero(kernel.off_diagonal**2, first * second))
+        total = Kernel.joined(3 * along**2, off_diagonal, kernel.resolved).total(self.seq_len)
         return self.width * self.scale**2 * total / self.targets.count**2
 
     def matrix_gradient(self) -> Array:
@@ -217,16 +217,18 @@ class Readout:
         if kernel.resolved:
             swapped = hit.swapaxes(-1, -2)
         both = (targets.same_target, targets.same_token, hit, swapped)
-        correlation = at * ratio_or_zero(kernel.pairs, np.sqrt(first * second))
+        correlation = at * ratio_or_zero(kernel.off_diagonal, np.sqrt(first * second))
         # One draw's overlap of two tokens of independent features varies by 1/width.
         wander = (1 - correlation**2) * at / self.width**0.5
         blank = targets.blank if drawn else 0.0
-        pairs = targets.both * self._products(correlation, both, kernel.over_tokens, blank, wander)
+        off_diagonal = targets.both * self._products(
+            correlation, both, kernel.over_tokens, blank, wander
+        )
         alone = (1.0, 1.0, targets.own, targets.own)
         alike = at + 0 * kernel.diagonal
         one = self._products(alike, alone, lambda value: (value, value), blank)
         single = targets.active * one
-        return Kernel.joined(single, pairs, kernel.resolved)
+        return Kernel.joined(single, off_diagonal, kernel.resolved)
 
     def _products(
         self,

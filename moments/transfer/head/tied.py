@@ -55,7 +55,7 @@ def projected(readout: Readout) -> Kernel:
     share_i, share_j = kernel.over_tokens(share)
     first_i, first_j = kernel.over_tokens(first)
     scale_i, scale_j = kernel.over_tokens(kernel.diagonal)
-    correlation = ratio_or_zero(kernel.pairs, np.sqrt(scale_i * scale_j))
+    correlation = ratio_or_zero(kernel.off_diagonal, np.sqrt(scale_i * scale_j))
     forth, back = gradients(readout)
     # Two tokens that read the same one have correlated own probabilities.
     p_i, p_j = kernel.over_tokens(own.probability_slope)
@@ -68,10 +68,10 @@ def projected(readout: Readout) -> Kernel:
     _, slope_j = kernel.over_tokens(other.slope)
     together = targets.both_hit - own_i * _turned(readout, targets.hit)
     together = kept**2 * slope_i * slope_j * targets.both * together
-    pairs = np.sqrt(share_i * share_j) * correlation * (first_i * first_j + beyond)
-    pairs = pairs - share_i * (first_i * forth + beyond + together)
-    pairs = pairs - share_j * (first_j * back + beyond + _turned(readout, together))
-    return Kernel.joined(-share * square, pairs, kernel.resolved).scaled(targets.count**-2.0)
+    off_diagonal = np.sqrt(share_i * share_j) * correlation * (first_i * first_j + beyond)
+    off_diagonal = off_diagonal - share_i * (first_i * forth + beyond + together)
+    off_diagonal = off_diagonal - share_j * (first_j * back + beyond + _turned(readout, together))
+    return Kernel.joined(-share * square, off_diagonal, kernel.resolved).scaled(targets.count**-2.0)
 
 
 def cross_gradient(readout: Readout) -> Array:
@@ -90,18 +90,18 @@ def cross_gradient(readout: Readout) -> Array:
     k, other_k = kernel.over_tokens(carried + 0 * first)
     if readout.normalised:
         lost, _ = kernel.over_tokens(ratio_or_zero(size * carried * first, kernel.diagonal))
-        pairs = k * forth * (size * other_k * back - lost * kernel.pairs)
+        off_diagonal = k * forth * (size * other_k * back - lost * kernel.off_diagonal)
         alone = 0.0 * first
     else:
         length, _ = kernel.over_tokens(readout.radial_length)
-        pairs = k * forth * (size * other_k * back + length * kernel.pairs)
+        off_diagonal = k * forth * (size * other_k * back + length * kernel.off_diagonal)
         along = size * carried * first + readout.radial_length * kernel.diagonal
         alone = carried * first * along
-    found = Kernel.joined(alone, pairs, kernel.resolved)
+    found = Kernel.joined(alone, off_diagonal, kernel.resolved)
     total = found.total(readout.seq_len) / readout.targets.count**2
     return 2 * readout.scale**2 * readout.width * total
 
 
-def _turned(readout: Readout, pairs: Array) -> Array:
+def _turned(readout: Readout, off_diagonal: Array) -> Array:
     """The value for (j, i)."""
-    return pairs.swapaxes(-1, -2) if readout.kernel.resolved else pairs
+    return off_diagonal.swapaxes(-1, -2) if readout.kernel.resolved else off_diagonal

@@ -180,7 +180,7 @@ def moments_of(function: str, kernel: Array) -> tuple[Array, Array, Array]:
         for name in ("mean", "variance", "covariance", "grad_variance", "grad_covariance")
     }
     moment, slope = (
-        Kernel.joined(values[single], values[pair], True).pairs + 0.0 * kernel
+        Kernel.joined(values[single], values[pair], True).off_diagonal + 0.0 * kernel
         for single, pair in (("variance", "covariance"), ("grad_variance", "grad_covariance"))
     )
     mean = values["mean"] + np.zeros(len(kernel))

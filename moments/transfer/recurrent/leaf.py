@@ -76,10 +76,10 @@ class Mixer(Leaf):
                 "its state runs on through them; predict sequences of one length"
             )
         tokens = signal.second_moment()
-        shape = np.shape(tokens.pairs)
+        shape = np.shape(tokens.off_diagonal)
         varies = overlap_variance(signal)
         varies = np.zeros(shape) if varies is None else np.broadcast_to(varies, shape)
-        both = (one.reshape(-1, *shape[-2:]) for one in (tokens.pairs, varies))
+        both = (one.reshape(-1, *shape[-2:]) for one in (tokens.off_diagonal, varies))
         laws = [self._law(*one) for one in zip(*both, strict=True)]
         kernel = Kernel.of_matrix(np.stack([one.forward() for one in laws]).reshape(shape))
         fluctuation = None
@@ -117,8 +117,8 @@ class _Way:
     laws: list[Any]
 
     def __call__(self, gradient: Gradient) -> Pulled:
-        leaf, shape = self.leaf, np.shape(self.tokens.pairs)
-        received = np.broadcast_to(gradient.kernel.pairs, shape).reshape(-1, *shape[-2:])
+        leaf, shape = self.leaf, np.shape(self.tokens.off_diagonal)
+        received = np.broadcast_to(gradient.kernel.off_diagonal, shape).reshape(-1, *shape[-2:])
         backs = [law.backward(one) for law, one in zip(self.laws, received, strict=True)]
         sent = [
             sum(one.kernels[name] * (rows * variance) for name, rows, variance in leaf.rows)
@@ -137,7 +137,7 @@ class _Pulled(Pulled):
 
     def weights(self) -> Mapping[str, Array]:
         # dW = sum_t dp_t x_t^T: E|dW|^2 = d_model rows sum_tt' E dp_t dp_t' E x_t x_t'
-        leaf, pairs = self.way.leaf, self.way.tokens.pairs
+        leaf, pairs = self.way.leaf, self.way.tokens.off_diagonal
         shape = np.shape(pairs)[:-2]
         flat = pairs.reshape(-1, *np.shape(pairs)[-2:])
         norms: dict[str, list[float]] = {}

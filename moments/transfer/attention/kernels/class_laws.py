@@ -32,7 +32,7 @@ class Mixture(NamedTuple):
 
     A matrix over keys that tells them apart multiplies as several that do not, its parts: its means
     over cells, by the counts of those, and what pairs of one word have beyond those of two, by the
-    counts of that word's other tokens. Since these are few, a token's own part is counted by itself
+    counts of that word's other tokens. Since these are few, a token's diagonal part is counted by itself
     there, and stands for all that it has with itself beyond two words.
 
     Of the first kind a token with itself is one whose word is read once. Of two documents no token
@@ -81,7 +81,7 @@ class Mixture(NamedTuple):
             return kinds[0]
         first, *rest = self.weighed([one for _, one in kinds])
         pairs = sum(rest, first)
-        alone: Any = sum(self.of_tokens([own + diagonal_of(one) for own, one in kinds]))
+        alone: Any = sum(self.of_tokens([excess + diagonal_of(one) for excess, one in kinds]))
         return alone - diagonal_of(pairs), pairs
 
     def of_tokens(self, wholes: Sequence[Array]) -> list[Array]:
@@ -105,14 +105,17 @@ class Mixture(NamedTuple):
         pairs = zip(self._portions[1:], self.frequencies.portion[1:], strict=True)
         return [met / max(portion, 1e-300) for met, portion in pairs]
 
-    def wholes(self, owns: Sequence[Array]) -> list[Array]:
+    def wholes(self, diagonals: Sequence[Array]) -> list[Array]:
         """Of every kind what a kernel has of a token with itself, or of two at one place that are
         two words, and one."""
         if self.met is None:
-            return [owns[0]] * self.kinds
+            return [diagonals[0]] * self.kinds
         first, *several = self._portions
         once = np.maximum(self.met - sum(several), 0.0) / np.where(first > 0.0, first, 1.0)
-        return [owns[0] + once * (owns[1] - owns[0]), *[owns[1]] * (self.kinds - 1)]
+        return [
+            diagonals[0] + once * (diagonals[1] - diagonals[0]),
+            *[diagonals[1]] * (self.kinds - 1),
+        ]
 
     def alike(self, kinds: Sequence[Array]) -> list[Array]:
         """Of two words and of one, however frequent."""
@@ -124,18 +127,18 @@ class Mixture(NamedTuple):
     # --- parts that multiply by themselves ------------------------------------------------------
 
     def parts_of(
-        self, owns: Sequence[Array], values: Sequence[Array], diagonal_of: Diagonal
+        self, diagonals: Sequence[Array], values: Sequence[Array], diagonal_of: Diagonal
     ) -> list[Matrix]:
         """A kernel: `owns` as `wholes` takes them, and of two words and of one, however
         frequent."""
-        whole = owns[0]
+        whole = diagonals[0]
         if self.share is None:
             return [(whole - diagonal_of(values[0]), values[0])]
         mean, more = self.mean(values), values[1] - values[0]
         if self.met is None:
             beyond = whole - diagonal_of(values[0]), more
             return [(whole - diagonal_of(mean), mean), *[beyond] * (self.kinds - 1)]
-        together = owns[1] - whole
+        together = diagonals[1] - whole
         whole = whole + self.met * together
         apart = together - diagonal_of(more)
         return [(whole - diagonal_of(mean), mean), *((often * apart, more) for often in self.often)]
@@ -145,27 +148,27 @@ class Mixture(NamedTuple):
         if self.share is None:
             return kinds
         found, others = [self.mean_of(kinds, diagonal_of)], kinds[0][1]
-        for own, pairs in kinds[1:]:
+        for excess, pairs in kinds[1:]:
             beyond = pairs - others
-            found.append((own + diagonal_of(beyond), beyond))
+            found.append((excess + diagonal_of(beyond), beyond))
         return found
 
     def joined(self, parts: Sequence[Matrix], alone: Array, placed: Any = 0.0) -> Kinds:
-        """The matrix of such parts, own parts being those beyond pairs of one word; of a token
+        """The matrix of such parts, diagonals being those beyond pairs of one word; of a token
         whose word is read once, `alone`; and of two words at one place, `placed`."""
         if self.share is None:
             return [parts[0]]
         others = parts[0][1]
         for share, (_, beyond) in zip(self.frequencies.of_pairs[1:], parts[1:], strict=True):
             others = others - (share * self.share) * beyond
-        owns = [own for own, _ in parts[1:]]
+        excesses = [excess for excess, _ in parts[1:]]
         if self.met is not None:
-            owns = [
-                placed + own / np.where(often > 0.0, often, 1.0)
-                for own, often in zip(owns, self.often, strict=True)
+            excesses = [
+                placed + excess / np.where(often > 0.0, often, 1.0)
+                for excess, often in zip(excesses, self.often, strict=True)
             ]
-        several = zip(owns, parts[1:], strict=True)
-        return [(alone, others), *((own, others + beyond) for own, (_, beyond) in several)]
+        several = zip(excesses, parts[1:], strict=True)
+        return [(alone, others), *((excess, others + beyond) for excess, (_, beyond) in several)]
 
 
 ALIKE = Mixture(None, ONE_KIND)
@@ -175,8 +178,8 @@ def bounded_exp(exponent: Kinds, diagonal_of: Diagonal, factor: Array | None) ->
     """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
     which then are written over."""
     found = []
-    for own, inside in exponent:
-        whole = own + diagonal_of(inside)
+    for excess, inside in exponent:
+        whole = excess + diagonal_of(inside)
         if factor is not None:
             whole, inside = factor[..., 0] * whole, factor * inside
         np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
@@ -196,20 +199,22 @@ class Meeting(NamedTuple):
         same: (n, k) by frequency, of the keys that a key meets in a cell those of its word.
         free: (n, k) of pairs of two cells, those whose frequencies do not depend on each other;
             None: all.
-        own_free: (c, o) the same of two keys of one cell.
+        free_common: (c, o) the same of two keys of one cell.
         of_others: (n, k) one over the part of pairs that are of two words.
     """
 
     same: list[Array]
     free: Array | None
-    own_free: Array
+    free_common: Array
     of_others: Array
 
     @classmethod
-    def of(cls, mixture: Mixture, own: tuple[slice, slice], counts: tuple[Array, Array]) -> Meeting:
+    def of(
+        cls, mixture: Mixture, common: tuple[slice, slice], counts: tuple[Array, Array]
+    ) -> Meeting:
         """Args:
         mixture: of kinds of pairs of keys.
-        own: keys of both among those of either.
+        common: keys of both among those of either.
         counts: (c, o) tokens that either row sees of these.
         """
         share, frequencies = mixture.share, mixture.frequencies
@@ -219,13 +224,13 @@ class Meeting(NamedTuple):
         found = np.full(share.shape, 1.0 / max(first, 1e-300))
         for one, others in zip(same, rest, strict=True):
             np.minimum(found, (1.0 - one) / max(others, 1e-300), out=found)
-        of_cell = on_diagonal(found[None, own[0], own[1]])
+        of_cell = on_diagonal(found[None, common[0], common[1]])
         others = 1.0 - 1.0 / np.maximum(np.minimum(*counts), 1.0)
-        own_free = np.minimum(of_cell * others, 1.0)
+        free_common = np.minimum(of_cell * others, 1.0)
         of_cell[...] = 1.0
         free = None if found.min() >= 1.0 else np.minimum(found, 1.0)
         alike: Any = sum(p * one for p, one in zip(frequencies.portion[1:], same, strict=True))
-        return cls(same, free, own_free, 1.0 / np.maximum(1.0 - alike, LEAST_OTHERS))
+        return cls(same, free, free_common, 1.0 / np.maximum(1.0 - alike, LEAST_OTHERS))
 
 
 class Maps(NamedTuple):
@@ -251,7 +256,7 @@ class Sums(NamedTuple):
 
     Attributes:
         mixture: of kinds of pairs of keys.
-        own_first, own_second: keys of both among those of either.
+        common_first, common_second: keys of both among those of either.
         first, second: (c, n) and (c, k) weights of classes.
         one, two: (c, o) of one token, on keys of both.
         aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be, of
@@ -260,8 +265,8 @@ class Sums(NamedTuple):
     """
 
     mixture: Mixture
-    own_first: slice
-    own_second: slice
+    common_first: slice
+    common_second: slice
     first: Array
     second: Array
     one: Array
@@ -274,7 +279,7 @@ class Sums(NamedTuple):
     def of(
         cls,
         mixture: Mixture,
-        own: tuple[slice, slice],
+        common: tuple[slice, slice],
         weights: tuple[Array, Array],
         of_one: tuple[Array, Array],
         aims: tuple[Array, Array],
@@ -284,14 +289,14 @@ class Sums(NamedTuple):
         if mixture.share is not None:
             counts = [
                 np.where(one > 0.0, whole[:, keys] / np.where(one > 0.0, one, 1.0), np.inf)
-                for whole, keys, one in zip(weights, own, of_one, strict=True)
+                for whole, keys, one in zip(weights, common, of_one, strict=True)
             ]
-            meeting = Meeting.of(mixture, own, (counts[0], counts[1]))
-        return cls(mixture, *own, *weights, *of_one, *aims, meeting)
+            meeting = Meeting.of(mixture, common, (counts[0], counts[1]))
+        return cls(mixture, *common, *weights, *of_one, *aims, meeting)
 
-    def at_own(self, pairs: Array) -> Array:
+    def at_common(self, pairs: Array) -> Array:
         """(c, o) entries of keys of both, to be written to."""
-        return on_diagonal(pairs[:, self.own_first, self.own_second])
+        return on_diagonal(pairs[:, self.common_first, self.common_second])
 
     def over_first(
         self, law: Kinds, sweeps: int, begin: Array | None = None
@@ -330,13 +335,13 @@ class Sums(NamedTuple):
             one / np.where(aim > 0.0, aim, 1.0)
             for one, aim in zip((left, right), aims, strict=True)
         )
-        wholes = [own + self.at_own(pairs) for own, pairs in law]
+        wholes = [excess + self.at_common(pairs) for excess, pairs in law]
         rows, columns = (np.empty((len(directions), *one.shape)) for one in (left, right))
         for k, direction in enumerate(directions):
             for whole, (_, pairs), (beside, along) in zip(wholes, law, direction, strict=True):
                 along *= pairs
                 beside *= whole
-            moved = [(beside - self.at_own(along), along) for beside, along in direction]
+            moved = [(beside - self.at_common(along), along) for beside, along in direction]
             along_maps = self._maps_by_frequency(moved)
             sums = self._over_second(along_maps, right), self._over_first(along_maps, left)
             rows[k], columns[k] = -over_left * sums[0], -over_right * sums[1]
@@ -358,7 +363,7 @@ class Sums(NamedTuple):
                 along *= factors[1]
                 shift[1][...] *= pairs
                 along += shift[1]
-                tangent.append((beside - self.at_own(along), along))
+                tangent.append((beside - self.at_common(along), along))
             tangents.append(tangent)
         return self._times(law, products), tangents
 
@@ -366,42 +371,42 @@ class Sums(NamedTuple):
 
     def _maps_by_frequency(self, law: Kinds) -> Maps:
         if self.meeting is None:
-            ((own, pairs),) = law
-            return Maps(pairs[None], (own * self.one)[None], (own * self.two)[None])
-        same, free, own_free, _ = self.meeting
+            ((excess, pairs),) = law
+            return Maps(pairs[None], (excess * self.one)[None], (excess * self.two)[None])
+        same, free, free_common, _ = self.meeting
         often = [] if self.mixture.met is None else self.mixture.often
         agreeing, others = free is not None, law[0][1]
         pairs = np.empty((len(law) + agreeing, *others.shape))
-        own = np.empty((len(law), *law[0][0].shape))
-        pairs[0], own[0] = others, law[0][0]
+        excess = np.empty((len(law), *law[0][0].shape))
+        pairs[0], excess[0] = others, law[0][0]
         for kind, (alone, together) in enumerate(law[1:], start=1):
             more = np.subtract(together, others, out=pairs[kind + agreeing])
-            whole = alone + self.at_own(more)
+            whole = alone + self.at_common(more)
             if often:  # what stands at its place of another document, the more often of its word
                 whole = law[0][0] + often[kind - 1] * (whole - law[0][0])
             more *= same[kind - 1]
-            np.subtract(whole, self.at_own(more), out=own[kind])
+            np.subtract(whole, self.at_common(more), out=excess[kind])
         if free is not None:
             pairs[0] *= free
             np.subtract(others, pairs[0], out=pairs[1])
             pairs[2:] += pairs[1]
-        of_cell = self.at_own(pairs[0])
-        agreeing_own = of_cell * (1.0 - own_free)
-        of_cell -= agreeing_own
-        one = own * self.one + agreeing_own * self.first[:, self.own_first]
-        two = own * self.two + agreeing_own * self.second[:, self.own_second]
+        of_cell = self.at_common(pairs[0])
+        agreeing_common = of_cell * (1.0 - free_common)
+        of_cell -= agreeing_common
+        one = excess * self.one + agreeing_common * self.first[:, self.common_first]
+        two = excess * self.two + agreeing_common * self.second[:, self.common_second]
         return Maps(pairs, one, two)
 
     def _over_second(self, maps: Maps, values: Array) -> Array:
         """(..., T, c, n) of (..., T, c, k)."""
         total = self._summed(maps.pairs, self.second * values)
-        total[..., self.own_first] += maps.two * values[..., self.own_second]
+        total[..., self.common_first] += maps.two * values[..., self.common_second]
         return total
 
     def _over_first(self, maps: Maps, values: Array) -> Array:
         """(..., T, c, k) of (..., T, c, n)."""
         total = self._summed(np.swapaxes(maps.pairs, -1, -2), self.first * values)
-        total[..., self.own_second] += maps.one * values[..., self.own_first]
+        total[..., self.common_second] += maps.one * values[..., self.common_first]
         return total
 
     def _summed(self, pairs: Array, given: Array) -> Array:
@@ -442,16 +447,16 @@ class Sums(NamedTuple):
                 return np.asarray(one[0, :, :, None] * two[0, :, None, :])
             return np.asarray(one.transpose(1, 2, 0) @ two.transpose(1, 0, 2))
 
-        own = (left[..., self.own_first] * right[..., self.own_second]).sum(0)
+        shared = (left[..., self.common_first] * right[..., self.common_second]).sum(0)
         portion = frequencies.portion[:, None, None]
         means = (left * portion).sum(1), (right * portion).sum(1)
-        found = [(own[0], outer(*means))]
+        found = [(shared[0], outer(*means))]
         if self.meeting is None:
             return found
-        same, free, own_free, of_others = self.meeting
+        same, free, free_common, of_others = self.meeting
         first, *rest = frequencies.portion.tolist()
-        for kind in range(1, len(own)):
-            found.append((own[kind], outer(left[:, kind], right[:, kind])))
+        for kind in range(1, len(shared)):
+            found.append((shared[kind], outer(left[:, kind], right[:, kind])))
         # of two words: of any frequencies, and of those that agree, less those of one word
         others = found[0][1]
         if free is not None:
@@ -459,20 +464,20 @@ class Sums(NamedTuple):
             for part, (_, both) in zip(rest, found[1:], strict=True):
                 agreed += part * both
             others += (1.0 - free) * (agreed - others)
-        of_cell = self.at_own(others)
-        of_cell += (1.0 - own_free) * (np.tensordot(frequencies.portion, own, 1) - of_cell)
+        of_cell = self.at_common(others)
+        of_cell += (1.0 - free_common) * (np.tensordot(frequencies.portion, shared, 1) - of_cell)
         for part, one, (_, both) in zip(rest, same, found[1:], strict=True):
             others -= (part * one) * both
         others *= of_others
         if self.mixture.met is not None:
-            return [(self.at_own(pairs).copy(), pairs) for _, pairs in found]
+            return [(self.at_common(pairs).copy(), pairs) for _, pairs in found]
         return found
 
     def _times(self, law: Kinds, factors: list[tuple[Array, Array]]) -> Kinds:
         found = []
-        for (own, pairs), (alone, both) in zip(law, factors, strict=True):
+        for (excess, pairs), (alone, both) in zip(law, factors, strict=True):
             both *= pairs
-            found.append(((own + self.at_own(pairs)) * alone - self.at_own(both), both))
+            found.append(((excess + self.at_common(pairs)) * alone - self.at_common(both), both))
         return found
 
 

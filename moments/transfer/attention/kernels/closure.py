@@ -214,7 +214,7 @@ class OverlapClosure:
         """(Lq, Lk) E a_ij^2."""
         compact = np.zeros((len(self.group), len(self.logits.values)))
         for block in self._laws.blocks:
-            if block.own:
+            if block.with_itself:
                 sums = block.overlap
                 for index, (wide, _) in enumerate(block.pairs):
                     group = wide.source

@@ -526,7 +526,7 @@ class Block(NamedTuple):
 
     Attributes:
         pairs: the c pairs of classes.
-        own: whether every pair is a class with itself.
+        with_itself: whether every pair is a class with itself.
         overlap: F/(w w') - 1 at the r nodes of the queries' correlation.
         response: its derivative along the values' kernel, per unit of correlation; None where that
             is the derivative in the correlation.
@@ -537,7 +537,7 @@ class Block(NamedTuple):
     """
 
     pairs: list[Pair]
-    own: bool
+    with_itself: bool
     overlap: PairSum
     response: PairSum | None
     turned: PairSum | None
@@ -576,7 +576,7 @@ class Block(NamedTuple):
 
     def with_noise(self, mixed: Mixed) -> Block:
         """The same with `noise`, along a kernel of which this is (1 - A) C."""
-        if not self.own:
+        if not self.with_itself:
             return self
         sums, shares = self.overlap, stacked([one.leader_weights for one, _ in self.pairs])
         direction, shares = _projected(mixed, self.pairs), shares[:, None]
@@ -596,7 +596,7 @@ class Block(NamedTuple):
         change sign when it turns."""
         for (one, two), part in zip(self.pairs, parts, strict=True):
             total[window(one.keys, two.keys)] += part
-            if not self.own:
+            if not self.with_itself:
                 turned = part if parity is None else parity[:, None, None] * part
                 total[window(two.keys, one.keys)] += turned.swapaxes(-1, -2)
 
@@ -608,7 +608,7 @@ class Block(NamedTuple):
             rows, rows2 = one.source.patterns, two.source.patterns
             inside = part[..., one.leader_patterns, two.leader_patterns]
             total[..., rows, rows2] = inside
-            if not self.own:
+            if not self.with_itself:
                 total[..., rows2, rows] = sign * inside.swapaxes(-1, -2)
 
 

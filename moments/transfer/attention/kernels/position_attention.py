@@ -1,6 +1,6 @@
 """Causal softmax attention on classes of positions: the closure of `closure` in their algebra.
 
-Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (own, pairs); its
+Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (diagonal, pairs); its
 products close, so that each step of the closure keeps its form. Masks and windows are the counts of
 a `Sight`, rotary positions are `RotaryMeans`. The laws of two rows are arrays over the keys of
 either; pairs of two tiles of rows are treated together, over the ranges of keys that these see.
@@ -61,8 +61,8 @@ class Tile:
         pairs: where they are among all.
         long, short: (c,) their rows; the last are every row with itself where both ranges are one.
         left, right: keys of either.
-        own: keys of both, in all; `own_left` and `own_right` within those of either.
-        mask, mask_own: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
+        common: keys of both, in all; `common_left` and `common_right` within those of either.
+        mask, mask_common: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
         turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
             without rotary positions.
         still: (c, n, k) means of rho of two keys of the longer row; None likewise.
@@ -74,11 +74,11 @@ class Tile:
     short: Indices
     left: slice
     right: slice
-    own: slice
-    own_left: slice
-    own_right: slice
+    common: slice
+    common_left: slice
+    common_right: slice
     mask: Array
-    mask_own: Array
+    mask_common: Array
     turned: tuple[Array, Array] | None
     still: Array | None
     begun: Array | None
@@ -93,80 +93,80 @@ class Tile:
         return slice(int(self.long[0]), int(self.long[-1]) + 1)
 
     def projected(self, maps: RowMaps, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
-        """X C X'^T of rows' maps and kernels C of their own and pairs' entries.
+        """X C X'^T of rows' maps and kernels C, diagonals and pairs.
 
         Args:
             maps: of all rows.
             kernels: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or, where it is
                 said to be by pair, (c, o) and (c, n, k). What a key has beyond pairs, and pairs.
         """
-        own_keys, size = (self.own_left, self.own_right), self.left.stop - self.left.start
-        second = maps.own[self.short, self.own]
-        once = maps.once[self.short, self.own]
-        middles, owns = [], []
+        common_keys, size = (self.common_left, self.common_right), self.left.stop - self.left.start
+        second = maps.excess[self.short, self.common]
+        once = maps.once[self.short, self.common]
+        middles, excesses = [], []
         for kernel, by_pair in kernels:
             if self.begun is not None:
                 kernel, by_pair = self._of_pairs(kernel, by_pair), True
             first = self.long if by_pair else self.rows
             apart = kernel[0] if self.begun is None else kernel[0] * self.begun
             middle = maps.whole[first, self.left, self.left] @ kernel[1]
-            beside = maps.pairs[first, self.left, self.own] * apart[..., None, :]
-            middle[:, :, self.own_right] += beside
-            own = maps.own[first, self.own] * apart
+            beside = maps.pairs[first, self.left, self.common] * apart[..., None, :]
+            middle[:, :, self.common_right] += beside
+            excess = maps.excess[first, self.common] * apart
             if not by_pair:
                 where = self.long - self.long[0]
-                middle, own = middle[where], own[where]
+                middle, excess = middle[where], excess[where]
             middles.append(middle)
-            owns.append(own)
+            excesses.append(excess)
         found = np.concatenate(middles, axis=1) if len(middles) > 1 else middles[0]
         parts = [slice(k * size, (k + 1) * size) for k in range(len(kernels))]
-        # One token of its own meets what counts multiply below; what it is with itself is `own`.
-        for part, own in zip(parts, owns, strict=True):
-            diagonal = on_diagonal(found[:, part][:, own_keys[0], own_keys[1]])
-            diagonal += own * once
+        # One token of its own meets what counts multiply below; what it is with itself is `excess`.
+        for part, excess in zip(parts, excesses, strict=True):
+            diagonal = on_diagonal(found[:, part][:, common_keys[0], common_keys[1]])
+            diagonal += excess * once
         found = found @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
         matrices = []
-        for part, own in zip(parts, owns, strict=True):
-            pairs, own = found[:, part], own * second
-            diagonal = on_diagonal(pairs[:, own_keys[0], own_keys[1]])
-            diagonal -= own * once
-            matrices.append((own, pairs))
+        for part, excess in zip(parts, excesses, strict=True):
+            pairs, excess = found[:, part], excess * second
+            diagonal = on_diagonal(pairs[:, common_keys[0], common_keys[1]])
+            diagonal -= excess * once
+            matrices.append((excess, pairs))
         return matrices
 
     def _of_pairs(self, kernel: Matrix, by_pair: bool) -> Matrix:
         """(c, n, k) of what is of all rows, or of the longer ones."""
         if by_pair:
             return kernel
-        own, pairs = kernel
+        diagonal, pairs = kernel
         where = self.long - self.long[0]
-        own = own[where] if own.ndim == 2 else own
+        diagonal = diagonal[where] if diagonal.ndim == 2 else diagonal
         if pairs.ndim == 3:
-            return own, pairs[where]
-        return own, np.broadcast_to(pairs, (len(self.long), *pairs.shape))
+            return diagonal, pairs[where]
+        return diagonal, np.broadcast_to(pairs, (len(self.long), *pairs.shape))
 
 
 class RowMaps(NamedTuple):
-    """A map of kernels over keys for every row, X = (own, pairs), and all of it by the counts of
+    """A map of kernels over keys for every row, X = (excess, pairs), and all of it by the counts of
     the second key.
 
     Attributes:
-        own, pairs: (P, P) and (P, P, P).
+        excess, pairs: (P, P) on the diagonal, beyond `pairs`, and (P, P, P).
         once: (P, P) one over the counts of a row's keys.
-        whole: (P, P, P) pairs times counts, and own on the diagonal.
+        whole: (P, P, P) pairs times counts, and the excess on the diagonal.
     """
 
-    own: Array
+    excess: Array
     pairs: Array
     once: Array
     whole: Array
 
     @classmethod
-    def of(cls, own: Array, pairs: Array, counts: Array) -> RowMaps:
+    def of(cls, excess: Array, pairs: Array, counts: Array) -> RowMaps:
         whole = pairs * counts[:, None, :]
-        its_own = on_diagonal(whole)
-        its_own += own
+        entries = on_diagonal(whole)
+        entries += excess
         there = counts > 0.0
-        return cls(own, pairs, np.where(there, 1.0 / np.where(there, counts, 1.0), 0.0), whole)
+        return cls(excess, pairs, np.where(there, 1.0 / np.where(there, counts, 1.0), 0.0), whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,16 +202,16 @@ class RowPairs:
         return found
 
     def split(self, of_pairs: Array) -> Matrix:
-        """(own (P,), pairs (P, P)) of a symmetric number for every pair."""
-        own, several = of_pairs[self.alone], ~self.alone
-        pairs = np.empty((len(own), len(own)))
+        """(diagonal (P,), pairs (P, P)) of a symmetric number for every pair."""
+        diagonal, several = of_pairs[self.alone], ~self.alone
+        pairs = np.empty((len(diagonal), len(diagonal)))
         pairs[self.long[several], self.short[several]] = of_pairs[several]
         pairs[self.short[several], self.long[several]] = of_pairs[several]
-        return own, pairs
+        return diagonal, pairs
 
-    def joined(self, own: Array, pairs: Array) -> Array:
+    def joined(self, diagonal: Array, pairs: Array) -> Array:
         """(C,) of the same."""
-        return np.where(self.alone, own[self.long], pairs[self.long, self.short])
+        return np.where(self.alone, diagonal[self.long], pairs[self.long, self.short])
 
 
 def _tile(
@@ -225,21 +225,21 @@ def _tile(
     rotary_means: RotaryMeans | None,
 ) -> Tile:
     start, stop = max(left.start, right.start), min(left.stop, right.stop)
-    own = slice(start, max(start, stop))
-    empty = own.stop == own.start
-    own_left, own_right = (
+    common = slice(start, max(start, stop))
+    empty = common.stop == common.start
+    common_left, common_right = (
         slice(0, 0) if empty else slice(start - one.start, stop - one.start)
         for one in (left, right)
     )
     looks = sight.seen[long, left], sight.seen[short, right]
     mask = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
-    mask_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
+    mask_common = (looks[0][:, common_left] & looks[1][:, common_right]).astype(float)
     begin = np.where(long > short, sight.begins[long], 0)
-    begun = np.arange(own.start, own.stop) >= begin[:, None]
+    begun = np.arange(common.start, common.stop) >= begin[:, None]
     several = None if begun.all() else begun.astype(float)
-    where = left, right, own, own_left, own_right
+    where = left, right, common, common_left, common_right
     still = None if rotary_means is None else rotary_means.within[long, left, right]
-    return Tile(pairs, long, short, *where, mask, mask_own, turned, still, several)
+    return Tile(pairs, long, short, *where, mask, mask_common, turned, still, several)
 
 
 @functools.lru_cache(maxsize=16)
@@ -300,7 +300,7 @@ class Words(NamedTuple):
     """`queries`, `keys` and `values` of `ClassLogits` for two tokens of one word.
 
     Attributes:
-        queries, keys, values: own parts are of a token with itself, or of two at one place.
+        queries, keys, values: diagonals are of a token with itself, or of two at one place.
         share: (P, P) of pairs that are.
         frequencies: of words.
         others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
@@ -316,10 +316,10 @@ class Words(NamedTuple):
     met: Array | None = None
 
     def mixture(
-        self, left: slice = slice(None), right: slice = slice(None), own: slice = slice(None)
+        self, left: slice = slice(None), right: slice = slice(None), common: slice = slice(None)
     ) -> Mixture:
-        """Of kinds of pairs of keys; `own`: those of both."""
-        met = None if self.met is None else self.met[own]
+        """Of kinds of pairs of keys; `common`: those of both."""
+        met = None if self.met is None else self.met[common]
         return Mixture(self.share[left, right], self.frequencies, met)
 
     def counts(self, keys: Array) -> list[Array]:
@@ -340,11 +340,11 @@ class ClassLogits(NamedTuple):
     """`logits.Logits` on classes.
 
     Attributes:
-        queries, keys, values: kernels (own (P,), pairs (P, P)); as there.
+        queries, keys, values: kernels (diagonal (P,), pairs (P, P)); as there.
         scale: tau.
         sight: which keys rows see.
         rotary_means: rotary positions; None: none.
-        across: the same kernels of tokens of two documents, own parts being those of two tokens at
+        across: the same kernels of tokens of two documents, diagonals being those of two tokens at
             one place; None: there is one document.
         words: what two tokens of one word have, the rest being of two words; None: of any two.
     """
@@ -448,8 +448,8 @@ class PositionAttention:
         self._nodes: Nodes | None = None
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
-        own, inside = logits.mixture().mean_of(self._alone)
-        self._squares = self.weights**2 * np.maximum(own + diagonal_of(inside), 0.0)
+        diagonal, inside = logits.mixture().mean_of(self._alone)
+        self._squares = self.weights**2 * np.maximum(diagonal + diagonal_of(inside), 0.0)
         self.sum_square = (sight.keys * self._squares).sum(1)
         if self._dropped > 0.0:
             self._respond_to_noise()
@@ -482,7 +482,10 @@ class PositionAttention:
             mean, *several = self._response
             counts = kernels.words.counts(self.logits.sight.keys)
             of_words = zip(several, counts, strict=True)
-            found._response = [mean, *(RowMaps.of(m.own, m.pairs, n) for m, n in of_words)]
+            found._response = [
+                mean,
+                *(RowMaps.of(m.excess, m.pairs, n) for m, n in of_words),
+            ]
         alike = all(
             getattr(kernels, name) is getattr(self._kernels, name)
             for name in ("keys", "values", "words")
@@ -512,15 +515,15 @@ class PositionAttention:
         found = np.zeros((len(counts), *self.weights.shape))
         inside = np.zeros((*found.shape, found.shape[-1]))
         for rows, keys in self._pairs.together:
-            for part, (own, pairs) in enumerate(self._responses(rows, keys)):
-                found[part, rows, keys], inside[part, rows, keys, keys] = own, pairs
+            for part, (excess, pairs) in enumerate(self._responses(rows, keys)):
+                found[part, rows, keys], inside[part, rows, keys, keys] = excess, pairs
         return [RowMaps.of(*one) for one in zip(found, inside, counts, strict=True)]
 
     def _responses(self, of: slice, among: slice) -> list[Matrix]:
         """1 - A of some rows, over the keys that they see."""
         logits, rows = self.logits, self._rows
         keys, seen = logits.sight.keys[of, among], logits.sight.seen[of, among]
-        weights, own = self.weights[of, among], logits.keys[0][among]
+        weights, diagonal = self.weights[of, among], logits.keys[0][among]
         mixture, counts = logits.mixture(among, among), self._counts(keys)
         held = seen.astype(float)
         both = held[:, :, None] * held[:, None, :]
@@ -528,10 +531,10 @@ class PositionAttention:
         several = rows.keys > 1.0  # one key is all of its row, whatever its logit
         pull = np.where(several, rows.odds * temperature * rows.held, 0.0)[of, None, None]
         within = logits.among(of, among)
-        top = max(own.max(), *(one.max() for one in within))
+        top = max(diagonal.max(), *(one.max() for one in within))
         of_kinds = [np.exp(pull * (one - top)) for one in within]
         of_pairs = mixture.mean(of_kinds)
-        alone = np.exp(pull[..., 0] * (own - top))
+        alone = np.exp(pull[..., 0] * (diagonal - top))
         prior = logits.prior[of, among]
         total = np.einsum("pr,pqr->pq", keys * prior, of_pairs)
         total += prior * (alone - diagonal_of(of_pairs))
@@ -541,16 +544,16 @@ class PositionAttention:
             beside = np.where(seen, prior * (alone - diagonal_of(of_kinds[kind])) / total, 0.0)
             found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        parts = mixture.parts_of([own], within, diagonal_of)
+        parts = mixture.parts_of([diagonal], within, diagonal_of)
         counted = []
         for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
             counted.append(count[:, :, None] * pairs)
-            its_own = on_diagonal(counted[-1])
-            its_own += beside
+            entries = on_diagonal(counted[-1])
+            entries += beside
         steady = rows.step[of]
         step, last = steady, None
         balance = None
-        every, aims, sent = slice(0, len(own)), self._by_frequency[of, among], keys * weights
+        every, aims, sent = slice(0, len(diagonal)), self._by_frequency[of, among], keys * weights
         sums = Sums.of(mixture, (every, every), (sent, sent), (weights, weights), (aims, aims))
         for _ in range(ITERATIONS):
             # (1 - A) C (1 - A)^T, of every part A = (found, inside): `product` twice, in place
@@ -559,20 +562,20 @@ class PositionAttention:
                 response, apart = 1.0 - beside, parts[part][0]
                 middle = response[:, :, None] * parts[part][1]
                 middle -= pairs @ counted[part]
-                middle_own = response * apart
+                middle_diagonal = response * apart
                 moved = middle * counts[part][:, None, :]
-                its_own = on_diagonal(moved)
-                its_own += middle_own
+                entries = on_diagonal(moved)
+                entries += middle_diagonal
                 moved = moved @ np.swapaxes(pairs, -1, -2)
                 middle *= response[:, None, :]
                 single: Array | float = 0.0
                 if part > 0:
                     single = response**2 * diagonal_of(parts[part][1])
-                    single = single - 2.0 * middle_own * diagonal_of(pairs)
-                whole = middle_own * response - single
+                    single = single - 2.0 * middle_diagonal * diagonal_of(pairs)
+                whole = middle_diagonal * response - single
                 projected.append((whole, np.subtract(middle, moved, out=moved)))
             responses = [1.0 - beside for beside, _ in found]
-            rare = responses[0] ** 2 * (own - diagonal_of(within[0]))
+            rare = responses[0] ** 2 * (diagonal - diagonal_of(within[0]))
             joint = mixture.joined(projected, rare)
             joint = bounded_exp(joint, diagonal_of, exponent)
             for beside, pairs in joint:
@@ -609,38 +612,38 @@ class PositionAttention:
 
     def _mixture(self, tile: Tile) -> Mixture:
         words = self._kernels.words
-        return ALIKE if words is None else words.mixture(tile.left, tile.right, tile.own)
+        return ALIKE if words is None else words.mixture(tile.left, tile.right, tile.common)
 
     def _projected(
         self, tile: Tile, kernels: Sequence[tuple[list[Array], list[Array], bool]]
     ) -> list[Kinds]:
         """(1 - A) C (1 - A')^T of pairs of rows, of kernels of a key with itself, of two words and
         of one, as `Mixture.parts_of` takes them; `kernels` else as in `Tile.projected`."""
-        mixture, long, short, keys = self._mixture(tile), tile.long, tile.short, tile.own
+        mixture, long, short, keys = self._mixture(tile), tile.long, tile.short, tile.common
         divided = [mixture.parts_of(one, two, tile.diagonal_of) for one, two, _ in kernels]
         parts = []
         for part, maps in enumerate(self._response):
             given = [(one[part], kernel[2]) for one, kernel in zip(divided, kernels, strict=True)]
             parts.append(tile.projected(maps, given))
         found = []
-        for one, (owns, kinds, by_pair), several in zip(
+        for one, (diagonals, kinds, by_pair), several in zip(
             divided, kernels, zip(*parts, strict=True), strict=True
         ):
             moved = []
-            for part, (own, pairs) in enumerate(several):
+            for part, (excess, pairs) in enumerate(several):
                 apart, within = one[part][0], tile.diagonal_of(one[part][1])
                 if not by_pair and apart.ndim > 1:
                     apart, within = (of_row[long - long[0]] for of_row in (apart, within))
                 if part > 0 and mixture.met is None:
                     maps = self._response[part]
-                    first, second = maps.own[long, keys], maps.own[short, keys]
+                    first, second = maps.excess[long, keys], maps.excess[short, keys]
                     beyond = diagonal_of(maps.pairs)
-                    own -= (beyond[long, keys] * second + first * beyond[short, keys]) * apart
-                    own -= first * within * second
-                moved.append((own, pairs))
+                    excess -= (beyond[long, keys] * second + first * beyond[short, keys]) * apart
+                    excess -= first * within * second
+                moved.append((excess, pairs))
             held = self._rare[long, keys] * self._rare[short, keys]
             singles = []
-            for whole in (mixture.wholes(owns)[0], owns[0]):
+            for whole in (mixture.wholes(diagonals)[0], diagonals[0]):
                 rare = whole - tile.diagonal_of(kinds[0])
                 if not by_pair and rare.ndim > 1:
                     rare = rare[long - long[0]]
@@ -657,17 +660,17 @@ class PositionAttention:
         self._sums = [self._sums_of(tile) for tile in pairs.tiles]
         self._traces = [self._trace(*one) for one in zip(pairs.tiles, self._sums, strict=True)]
         for tile, trace in zip(pairs.tiles, self._traces, strict=True):
-            own, of_kinds = self._between_keys(tile)
-            kernels: list[tuple[list[Array], list[Array], bool]] = [(own, of_kinds, False)]
+            diagonal, of_kinds = self._between_keys(tile)
+            kernels: list[tuple[list[Array], list[Array], bool]] = [(diagonal, of_kinds, False)]
             if tile.turned is not None:
                 of_keys, of_rows = tile.turned
                 assert rotary_means is not None
                 within = rotary_means.within[tile.rows, tile.left, tile.right]
                 turned = (
-                    [one * of_rows[:, None] for one in own],
+                    [one * of_rows[:, None] for one in diagonal],
                     [kernel * of_keys for kernel in of_kinds],
                 )
-                still = own, [kernel * within for kernel in of_kinds]
+                still = diagonal, [kernel * within for kernel in of_kinds]
                 kernels = [(*turned, True), (*still, False)]
             if not logits.aligned:
                 kernels.append((*self._between_values(tile), False))
@@ -685,9 +688,9 @@ class PositionAttention:
         it."""
         logits, rows, pairs = self.logits, self._rows, self._pairs
         rotary_means, met, temperature = logits.rotary_means, self._kernels, logits.queries[0]
-        own, between = met.queries
+        diagonal, between = met.queries
         bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
-        bare = pairs.joined(np.clip(own / temperature, -1.0, 1.0), bare)
+        bare = pairs.joined(np.clip(diagonal / temperature, -1.0, 1.0), bare)
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
         lowest = bare if rotary_means is None else np.minimum(bare * beside, 0.0)
         nodes = self._nodes
@@ -777,8 +780,8 @@ class PositionAttention:
         law, times = exponent
         times = None if times is None else times[:, None, None]
         law = bounded_exp(law, tile.diagonal_of, times)
-        for own, pairs in law:
-            own *= tile.mask_own
+        for diagonal, pairs in law:
+            diagonal *= tile.mask_common
             pairs *= tile.mask
         sloped = [
             [
@@ -799,12 +802,12 @@ class PositionAttention:
         # keys that the other row does not see lack what that row's own terms add
         return Sums.of(
             self._mixture(tile),
-            (tile.own_left, tile.own_right),
+            (tile.common_left, tile.common_right),
             (
                 sight.split[short, long, left] * weights[long, left],
                 sight.split[long, short, right] * weights[short, right],
             ),
-            (weights[long, tile.own], weights[short, tile.own]),
+            (weights[long, tile.common], weights[short, tile.common]),
             (self._by_frequency[long, left], self._by_frequency[short, right]),
         )
 
@@ -820,8 +823,8 @@ class PositionAttention:
             alone = self._pairs.alone[tile.pairs]
             rows = tile.long[alone]
             if len(rows):
-                for (own, inside), (beside, pairs) in zip(found, law.joint, strict=True):
-                    own[rows, tile.left] = beside[alone]
+                for (excess, inside), (beside, pairs) in zip(found, law.joint, strict=True):
+                    excess[rows, tile.left] = beside[alone]
                     inside[rows, tile.left, tile.right] = pairs[alone]
         return found
 
@@ -836,9 +839,9 @@ class PositionAttention:
         sight, weights = self.logits.sight, self.weights
         long, short, same = tile.long, tile.short, self._pairs.alone[tile.pairs]
         values, kernels = self._between_values(tile)
-        once = sight.shared[long, short, tile.own] * weights[long, tile.own]
-        once[same] = self.counted[long[same], tile.own]
-        once *= weights[short, tile.own]
+        once = sight.shared[long, short, tile.common] * weights[long, tile.common]
+        once[same] = self.counted[long[same], tile.common]
+        once *= weights[short, tile.common]
         both = sums.first[:, :, None] * sums.second[:, None, :]
         spread = sums.mixture.values
         counted = sums.mixture.weighed([kernels[kind] for kind in spread])
@@ -847,7 +850,7 @@ class PositionAttention:
         alone = sums.mixture.of_tokens(sums.mixture.wholes(values))
         for itself, kernel in zip(alone, counted, strict=True):
             pairs = both * kernel
-            met = sums.at_own(pairs)
+            met = sums.at_common(pairs)
             met += (itself - tile.diagonal_of(kernel)) * once
             found.append((itself * once, pairs))
         return found
@@ -862,7 +865,7 @@ class PositionAttention:
     def _forward(self) -> None:
         logits, weights, rows, sight = self.logits, self.weights, self._rows, self.logits.sight
         met, itself = self._kernels, self._kernels is logits
-        own, pairs, calibration = logits.values[0], self._pairs, self._calibration
+        diagonal, pairs, calibration = logits.values[0], self._pairs, self._calibration
         long, short, alone = pairs.long, pairs.short, pairs.alone
         width = self._widths.d_model
         whole = self.mean_output()
@@ -879,7 +882,7 @@ class PositionAttention:
         if self._widths.deficit > 0.0:
             held = np.zeros(len(long))  # of the same tokens, which two documents do not have
             if met.values is logits.values:
-                apart = self.counted @ own - whole[0]
+                apart = self.counted @ diagonal - whole[0]
                 unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
                 shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
                 held = pairs.joined((self.counted * weights).sum(1), shared)
@@ -898,7 +901,7 @@ class PositionAttention:
 
         moved, query = sent(slope), path / width
         if self._dropped > 0.0:
-            masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
+            masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ diagonal)
             output[alone] += self._dropped * masks
             within = logits.mixture().mean(logits.within)
             noise = calibration.noise_query * self._noise_overlap(logits.keys[0], within)
@@ -910,11 +913,11 @@ class PositionAttention:
         """What a row's direction adds to the tokens that it attends to, whose average has that
         variance: (P,), or (P, m) of keys that turn with their positions."""
         logits = self.logits
-        own = logits.values[0]
-        shift = self.counted @ own - output
+        diagonal = logits.values[0]
+        shift = self.counted @ diagonal - output
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
             moved, looked = (self._apart(self._mean_of(name)) for name in ("values", "keys"))
-            shift = shift * toward_keys(moved, looked, self.counted @ own)
+            shift = shift * toward_keys(moved, looked, self.counted @ diagonal)
         if logits.rotary_means is None:
             return np.asarray(shift)
         values = self._mean_of("values")
@@ -923,13 +926,13 @@ class PositionAttention:
 
     def _mean_of(self, name: str) -> Matrix:
         """Means over cells of a kernel of keys or values."""
-        (own, pairs), words = getattr(self._kernels, name), self._kernels.words
+        (diagonal, pairs), words = getattr(self._kernels, name), self._kernels.words
         if words is None:
-            return own, pairs
+            return diagonal, pairs
         (alike, same), mixture = getattr(words, name), words.mixture()
         if mixture.met is not None:
-            own = own + mixture.met * (alike - own)
-        return own, mixture.mean([pairs, same])
+            diagonal = diagonal + mixture.met * (alike - diagonal)
+        return diagonal, mixture.mean([pairs, same])
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
@@ -944,10 +947,10 @@ class PositionAttention:
     @property
     def amplification(self) -> Matrix:
         """`attention.amplification` of a row with itself, and of two."""
-        rows, (own, pairs) = self._rows, self._kernels.queries
+        rows, (diagonal, pairs) = self._rows, self._kernels.queries
         size, every = np.sqrt(self.logits.queries[0]), np.arange(len(self.weights))
         unshared = ratio_or_zero(rows.unshared, np.mean(self.logits.keys[0]))
-        alone = amplification(rows, every, every, ratio_or_zero(own, size**2))
+        alone = amplification(rows, every, every, ratio_or_zero(diagonal, size**2))
         correlation = ratio_or_zero(pairs, np.multiply.outer(size, size))
         both = amplification(rows, every[:, None], every[None, :], correlation)
         return alone * (1.0 + dropped_by_own(self._dropped, unshared)), both
@@ -966,8 +969,8 @@ class PositionAttention:
 
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
-        own, pairs = self._mean_of("values")
-        shared, apart = self.logits.sight.shared, own - diagonal_of(pairs)
+        diagonal, pairs = self._mean_of("values")
+        shared, apart = self.logits.sight.shared, diagonal - diagonal_of(pairs)
         smooth = self.counted @ pairs @ self.counted.T
         of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
         alone = (self.counted * self.weights) @ apart
@@ -976,12 +979,15 @@ class PositionAttention:
     # --- attention dropout (see `closure`) ------------------------------------------------------
 
     def _respond_to_noise(self) -> None:
-        """E[J D J] of every row over its weights: own and pairs, whose weighted means are 0."""
+        """E[J D J] of every row over its weights: diagonal and pairs, whose weighted means are 0."""
         weights, response = self.weights, self._response[0]
-        own = self.logits.values[0] + self._value_bias
-        moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
-        moved[1][...] += response.pairs * (own * response.own)[:, None, :]
-        law, every = self.logits.mixture().mean_of(self._alone), slice(0, len(own))
+        diagonal = self.logits.values[0] + self._value_bias
+        moved = (
+            response.excess**2 * diagonal,
+            (response.whole * diagonal) @ np.swapaxes(response.pairs, -1, -2),
+        )
+        moved[1][...] += response.pairs * (diagonal * response.excess)[:, None, :]
+        law, every = self.logits.mixture().mean_of(self._alone), slice(0, len(diagonal))
         counts, aims = (self.counted, self.counted), (weights > 0.0)[..., None].astype(float)
         sums = Sums.of(ALIKE, (every, every), counts, (weights, weights), (aims, aims))
         direction = moved[0] + diagonal_of(moved[1]), moved[1]
@@ -993,14 +999,14 @@ class PositionAttention:
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
         bare = (self.counted * weights * (beside + diagonal_of(inside))).sum(1)
         usable = bare > 1e-300
-        scale = trace * (self.counted @ own) / np.where(usable, bare, 1.0)
+        scale = trace * (self.counted @ diagonal) / np.where(usable, bare, 1.0)
         scale = np.where(usable, scale, 0.0)[:, None]
         self._noise = scale * beside, scale[..., None] * inside
 
-    def _noise_overlap(self, own: Array, pairs: Array) -> Array:
+    def _noise_overlap(self, diagonal: Array, pairs: Array) -> Array:
         """(P,) tr(E[J D J] X) of every row, of one kernel X, or of one for every row."""
         counted, (beside, inside) = self.counted, self._noise
-        alone = (beside + diagonal_of(inside)) * own - diagonal_of(inside * pairs)
+        alone = (beside + diagonal_of(inside)) * diagonal - diagonal_of(inside * pairs)
         total = (times(inside * pairs, counted) * counted).sum(1)
         return np.asarray(total + (counted * self.weights * alone).sum(1))
 
@@ -1022,7 +1028,7 @@ class PositionAttention:
         )
         both = (twice * weights[long, left])[:, :, None] * weights[short, right][:, None, :]
         both = both * counts[0] * counts[1]
-        alike = twice * sent[long, tile.own] * sent[short, tile.own]
+        alike = twice * sent[long, tile.common] * sent[short, tile.common]
         if alone.any():  # a row with itself instead of its neighbour
             rows = long[alone]
             once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
@@ -1036,52 +1042,52 @@ class PositionAttention:
             of_tokens, mean = mixture.mean_of(law, tile.diagonal_of)
             whole = (of_tokens + tile.diagonal_of(mean)) * alike
             found.append((whole, mixture.alike([pairs for _, pairs in law])))
-        (own, joint), (beside, keyed) = found
+        (excess, joint), (beside, keyed) = found
         if tile.turned is None:
-            return [_in_single(own, joint, both), _in_single(beside, keyed, both)]
+            return [_in_single(excess, joint, both), _in_single(beside, keyed, both)]
         rho, of_rows = tile.turned
         assert tile.still is not None
         turned, still = ([pairs * means for _, pairs in laws.keyed] for means in (rho, tile.still))
         return [
-            _in_single(own, joint, both),
+            _in_single(excess, joint, both),
             _in_single(beside * of_rows[:, None], mixture.alike(turned), both),
             _in_single(beside, mixture.alike(still), both),
         ]
 
-    def backward(self, own: Array, pairs: Any) -> Paths[Matrix]:
+    def backward(self, diagonal: Array, pairs: Any) -> Paths[Matrix]:
         """Second moments per feature of the gradient at the attention's input, by path: each
-        (own (P,), pairs (P, P)), or (2, P, P) of two words and of one.
+        (diagonal (P,), pairs (P, P)), or (2, P, P) of two words and of one.
 
         Args:
-            own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
+            diagonal, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
         """
         size, tiles = self.weights.shape[1], self._pairs.tiles
-        scale, given = single(self._pairs.joined(own, pairs))
+        scale, given = single(self._pairs.joined(diagonal, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
         kinds = len(self.logits.key_kinds)
-        total_own, total = np.zeros((3, size)), np.zeros((3, kinds, size, size))
+        total_diagonal, total = np.zeros((3, size)), np.zeros((3, kinds, size, size))
         for tile, sent in zip(tiles, self._sent, strict=True):
             shape = tile.left.stop - tile.left.start, tile.right.stop - tile.right.start
             for (path, of_law), law in zip(driven, sent, strict=True):
-                total_own[path, tile.own] += of_law[:, tile.pairs] @ law[0]
+                total_diagonal[path, tile.common] += of_law[:, tile.pairs] @ law[0]
                 found = of_law[:, tile.pairs] @ law[1]
                 total[path, :, tile.left, tile.right] += found.reshape(-1, kinds, *shape)
-        total_own, total = scale * total_own, scale * total
+        total_diagonal, total = scale * total_diagonal, scale * total
         if self._dropped > 0.0:
-            self._send_noise(own, total_own, total)
+            self._send_noise(diagonal, total_diagonal, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
         if kinds == 1:
             total = total[:, 0]
-        query = own * self.response[0], pairs * self.response[1]
-        by_path = [(total_own[path], total[path]) for path in range(3)]
+        query = diagonal * self.response[0], pairs * self.response[1]
+        by_path = [(total_diagonal[path], total[path]) for path in range(3)]
         return Paths(by_path[0], query, by_path[1], by_path[2])
 
-    def _send_noise(self, given: Array, total_own: Array, total: Array) -> None:
+    def _send_noise(self, given: Array, total_diagonal: Array, total: Array) -> None:
         """Add what dropped attention sends."""
         logits, weights, later = self.logits, self.weights, self.logits.sight.later
         squares = logits.sight.later_own  # (key, row)
-        total_own[0] += self._dropped * (squares * self._squares.T) @ given
+        total_diagonal[0] += self._dropped * (squares * self._squares.T) @ given
         driven = self._dropped * logits.scale * given * logits.queries[0]
         beside, noise = self._noise
         whole, once = beside + diagonal_of(noise), weights[:, :, None] * weights[:, None, :]
@@ -1091,15 +1097,15 @@ class PositionAttention:
         paths = (calibration.noise_key, turned), (calibration.noise_cross, noise)
         for path, (factor, law) in enumerate(paths, start=1):
             total[path] += np.einsum("p,pqr->qr", factor * driven, law * once)  # of every kind
-            total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
+            total_diagonal[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
 
 
 def rows_of_classes(logits: ClassLogits) -> AttentionRows:
     """Of every node as a row."""
-    keys, temperature, own = logits.sight.keys, logits.queries[0], logits.keys[0]
+    keys, temperature, diagonal = logits.sight.keys, logits.queries[0], logits.keys[0]
     prior, within = logits.prior, logits.within
     seen, squares = keys * prior, keys * prior**2
-    top = float(max(own.max(), *(one.max() for one in within)))
+    top = float(max(diagonal.max(), *(one.max() for one in within)))
 
     def mean(function: Callable[[Array], Array]) -> Array:
         of_own, of_pairs = logits.averaged(lambda entries: function(entries - top))
@@ -1112,7 +1118,7 @@ def rows_of_classes(logits: ClassLogits) -> AttentionRows:
         (temperature, float(logits.sight.classes.mean(temperature))),
         logits.scale,
         1.0 / squares.sum(1),
-        seen @ own,
+        seen @ diagonal,
         -(seen * np.log(np.where(prior > 0.0, prior, 1.0))).sum(1),
     )
 
@@ -1126,23 +1132,23 @@ def _over_keys(keys: Array, pairs: Array) -> Array:
 
 def _crowd(logits: ClassLogits, rows: AttentionRows, level: float = 1.0) -> tuple[Array, Array]:
     """(P, P) of `log_weights`, by others and by a key itself, without the logarithm."""
-    own, prior = logits.keys[0], logits.prior
+    diagonal, prior = logits.keys[0], logits.prior
     pull = rows.own_response * logits.scale * logits.queries[0] * rows.softening
     within = logits.within
-    top = max(own.max(), *(one.max() for one in within))
+    top = max(diagonal.max(), *(one.max() for one in within))
     raised = pull[:, None, None]
     kinds = [np.exp(raised * (one - top)) for one in within]
     of_pairs = logits.mixture().mean(kinds, level)
-    of_own = np.exp(pull[:, None] * (own - top)) - diagonal_of(of_pairs)
+    of_own = np.exp(pull[:, None] * (diagonal - top)) - diagonal_of(of_pairs)
     return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
 
 
 def attention_by_frequency(logits: ClassLogits, rows: AttentionRows) -> Array:
     """(P, P, T) mean attention [row, key] to one token of a class, of words that are as frequent as
     some are; see `row_statistics`."""
-    keys, own, scale, prior = logits.sight.keys, logits.keys[0], logits.scale, logits.prior
+    keys, diagonal, scale, prior = logits.sight.keys, logits.keys[0], logits.scale, logits.prior
     seen, held = keys * prior, logits.sight.seen
-    relative, every = own - (seen @ own)[:, None], np.arange(len(keys))
+    relative, every = diagonal - (seen @ diagonal)[:, None], np.arange(len(keys))
     frequencies, several = logits.mixture().frequencies, []
     for level in frequencies.level.tolist():
         crowd = np.log(np.maximum(np.add(*_crowd(logits, rows, level)), 1e-300))
@@ -1159,35 +1165,37 @@ def _among(
 ) -> tuple[list[Array], list[Array]]:
     """Of keys of both rows: (o,), and (n, k) of each kind of pair."""
     kinds = [kernel] if words is None else [kernel, getattr(words, name)]
-    return [own[tile.own] for own, _ in kinds], [pairs[tile.left, tile.right] for _, pairs in kinds]
+    return [diagonal[tile.common] for diagonal, _ in kinds], [
+        pairs[tile.left, tile.right] for _, pairs in kinds
+    ]
 
 
 def _mixed(share: Array, one: Kinds, other_share: Array, other: Kinds) -> Kinds:
     """Of pairs of rows, each times a factor."""
     found = []
-    for (own, pairs), (own2, pairs2) in zip(one, other, strict=True):
+    for (excess, pairs), (excess2, pairs2) in zip(one, other, strict=True):
         total = share[:, None, None] * pairs
         total += other_share[:, None, None] * pairs2
-        found.append((share[:, None] * own + other_share[:, None] * own2, total))
+        found.append((share[:, None] * excess + other_share[:, None] * excess2, total))
     return found
 
 
 def _gathered(trace: Kinds, law: Kinds) -> Array:
     """(c,) sums of a law of pairs of rows with what `PositionAttention._trace` says."""
     found: Any = 0.0
-    for (own, pairs), (alone, counted) in zip(law, trace, strict=True):
-        count = len(own)
+    for (excess, pairs), (alone, counted) in zip(law, trace, strict=True):
+        count = len(excess)
         found = found + np.vecdot(pairs.reshape(count, -1), counted.reshape(count, -1))
-        found = found + np.vecdot(own, alone)
+        found = found + np.vecdot(excess, alone)
     return np.asarray(found)
 
 
-def _in_single(own: Array, kinds: Sequence[Array], factor: Array) -> Matrix:
+def _in_single(excess: Array, kinds: Sequence[Array], factor: Array) -> Matrix:
     """(c, o), and (c, kinds n k) of pairs times a factor, rounded to single precision."""
-    found = np.empty((len(own), len(kinds), *factor.shape[1:]), np.float32)
+    found = np.empty((len(excess), len(kinds), *factor.shape[1:]), np.float32)
     for kind, pairs in enumerate(kinds):
         np.multiply(pairs, factor, out=found[:, kind], casting="same_kind")
-    return own.astype(np.float32), found.reshape(len(own), -1)
+    return excess.astype(np.float32), found.reshape(len(excess), -1)
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:

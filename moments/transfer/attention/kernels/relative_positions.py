@@ -232,8 +232,8 @@ def shifted_classes(sight: Sight, table: RelativeBias, weights: Array, kernel: M
         weights: (P, P) mean attention [row, key] to one token of a class.
         kernel: C.
     """
-    own, pairs = kernel
-    apart = (sight.keys * weights) @ (own - diagonal_of(pairs))
+    diagonal, pairs = kernel
+    apart = (sight.keys * weights) @ (diagonal - diagonal_of(pairs))
     alone, both = _of_own_keys(sight, table)
     result = alone * apart, both * 0.5 * (apart[:, None] + apart)
     if isinstance(sight.classes, OneClass):  # different keys share the same, and U sums to 0
