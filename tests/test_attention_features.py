@@ -147,9 +147,9 @@ def test_rotated_keys_of_tokens_without_correlation() -> None:
         mean, error = truth[name]
         assert abs(found - mean) < 4 * error + 0.03 * mean  # 16 % low without
     on_classes = PositionClasses(length, np.arange(1, length + 1))
-    rotary_means = RotaryMeans.of(on_classes.seen(), *Rotary().frequencies(narrow))
+    rotary_means = RotaryMeans.of(on_classes.key_counts(), *Rotary().frequencies(narrow))
     one = np.ones(length), np.zeros((length, length))
-    logits = ClassLogits(one, one, one, scale, on_classes.seen(), rotary_means)
+    logits = ClassLogits(one, one, one, scale, on_classes.key_counts(), rotary_means)
     own, pairs = PositionAttention(logits, **widths).backward(*alike_on_classes(gradient)).key
     np.testing.assert_allclose(own, np.diagonal(key), rtol=0.02)
     np.testing.assert_allclose(pairs.sum() - np.trace(pairs), key.sum() - np.trace(key), rtol=0.02)

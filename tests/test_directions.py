@@ -51,7 +51,7 @@ def sent_back(*parts: Component, groups: int = 1) -> Kernel:
     """Second moments of the gradient at the input, of a generic one above a last norm."""
     signal = gaussian(Kernel(1.0, CORRELATION), TOKENS, WIDTH, True)
     _, record = forward(Chain((*parts, norm("final", groups))), signal)
-    return record.backward(Gradient(Kernel(1.0, 0.3), TOKENS)).gradient_sent.kernel
+    return record.backward(Gradient(Kernel(1.0, 0.3), TOKENS)).grad_in.kernel
 
 
 def feed_forward() -> tuple[Component, ...]:

@@ -225,7 +225,7 @@ def test_averages_on_classes_are_those_of_tokens(fixed: bool) -> None:
     kernel = matrix / np.outer(size, size) if fixed else matrix / 9
     rows = np.tril(rng.random((length, length)))
     rows /= rows.sum(1, keepdims=True)
-    on_classes = ClassRows(rows, classes.seen(None))
+    on_classes = ClassRows(rows, classes.key_counts(None))
     met = met_by(on_classes, Kernel(np.diag(kernel), kernel, classes))
     assert met.off_diagonal == pytest.approx(rows @ kernel, abs=1e-12)
 
@@ -268,5 +268,5 @@ def test_a_gradient_that_falls_with_norms_meets_shorter_tokens() -> None:
     each = each.sum((1, 2))
     error = each.std() / draws**0.5
     assert found == pytest.approx(each.mean(), abs=3 * error + 0.02 * found)
-    loose = first.gradient_received.kernel * tokens.kernel
+    loose = first.grad_out.kernel * tokens.kernel
     assert width**2 * loose.total(2) > each.mean() + 5 * error + 0.03 * found

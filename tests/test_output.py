@@ -271,7 +271,7 @@ def test_hidden_layer_and_its_norm_return_the_gradient_of_one_token() -> None:
     signal = gaussian(kernel, LENGTH, WIDTH, True)
     _, record = forward(head_chain(model, head, 1), signal)
     # The matrix has as many outputs as inputs and variance 1/d: it leaves the variance as it is.
-    sent = record.backward(Gradient(Kernel(1.0, 0.0), LENGTH)).gradient_sent.kernel.diagonal
+    sent = record.backward(Gradient(Kernel(1.0, 0.0), LENGTH)).grad_in.kernel.diagonal
     agree(sent, z.grad.square().mean(1).tolist(), 0.002)
 
 

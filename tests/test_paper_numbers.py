@@ -219,7 +219,7 @@ def test_composition_gives_the_tabulated_block(v: float, r: float) -> None:
     )
     assert isinstance(chain, Chain)
     output, record = forward(chain, Signal(Kernel(v, v * r), 16, width=d))
-    sent = record.backward(Gradient(Kernel(g2, g2 * rg), 16)).gradient_sent.kernel
+    sent = record.backward(Gradient(Kernel(g2, g2 * rg), 16)).grad_in.kernel
     values = {
         "d_model": d, "d_ff": d_ff, "ffn_in": s1, "ffn_out": s2, "drop_prob": p,
         "x_variance": v, "x_correlation": r, "grad_variance": g2, "grad_correlation": rg,

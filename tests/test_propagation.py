@@ -412,7 +412,7 @@ def exchangeable_matrix(variance: float, covariance: float) -> np.ndarray:
 
 def both(component: Component, signal: Signal, gradient: Gradient) -> tuple[Signal, Gradient]:
     output, record = forward(component, signal)
-    return output, record.backward(gradient).gradient_sent
+    return output, record.backward(gradient).grad_in
 
 
 @elementwise

@@ -292,7 +292,7 @@ def test_scale_invariance_takes_a_direction_from_the_gradient() -> None:
     branch = Linear(LINEAR, "refined", "branch", parameters, d)
     layer = Residual(branch) >> FiniteNormalization(LAYERNORM, "norm")
     _, record = forward(layer, signal)
-    sent = record.backward(Gradient(Kernel(2.0, 1.0), 2)).gradient_sent.kernel
+    sent = record.backward(Gradient(Kernel(2.0, 1.0), 2)).grad_in.kernel
     assert sent.diagonal == pytest.approx(float((pulled**2).mean()), rel=0.01)
     pairs = float((pulled[:, 0] * pulled[:, 1]).mean())
     assert sent.off_diagonal == pytest.approx(pairs, rel=0.02)

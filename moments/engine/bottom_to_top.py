@@ -77,10 +77,10 @@ class BottomToTop(Component):
         total = DoubleSum.of(self, record.input, record.children)
         run.met(ffn, gradient)
         ffn = total.ffn_completed(record.output, gradient, ffn, run)
-        norm = self.norm.backpropagate(norm, ffn.gradient_sent, run)
-        attention = self.attention.backpropagate(attention, norm.gradient_sent, run)
-        sent = total.returned(record.output, gradient, attention.gradient_sent)
-        return record.completed(gradient, sent, (attention, norm, ffn))
+        norm = self.norm.backpropagate(norm, ffn.grad_in, run)
+        attention = self.attention.backpropagate(attention, norm.grad_in, run)
+        grad_in = total.returned(record.output, gradient, attention.grad_in)
+        return record.completed(gradient, grad_in, (attention, norm, ffn))
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         between = self.attention.two_sequences(signal, memory)
@@ -225,22 +225,24 @@ class DoubleSum(NamedTuple):
         held, whole = square(node.skip_scale) * entering, self.inner.kernel.mean_diagonal()
         added, shared = whole - held, self._overlap()
         done = branch.backward(gradient.at_addend(handed, added / total), run)
-        sent = done.gradient_sent
+        grad_in = done.grad_in
         lacking = (2 * (held + shared) + added) / total - 1.0
         share = ratio_or_zero(added * lacking, held)
-        kept, returned = orthogonal_parts(self.entering, share, gradient, kept, sent, mixing=False)
+        kept, returned = orthogonal_parts(
+            self.entering, share, gradient, kept, grad_in, mixing=False
+        )
         merged = kept + returned
         radial: Array = 1.0
         if not isotropic(gradient.radial):
             along = whole - (1.0 - gradient.radial) * (whole + shared) ** 2 / total
-            received = gradient.kernel.mean_diagonal()
-            radial = ratio_or_zero(along * received, entering * merged.mean_diagonal())
+            grad_out = gradient.kernel.mean_diagonal()
+            radial = ratio_or_zero(along * grad_out, entering * merged.mean_diagonal())
         kept_share = ratio_or_zero(kept.mean_diagonal(), merged.mean_diagonal())
         centred = gradient.centred_share * kept_share
         found = Gradient(merged, gradient.seq_len, radial, centred)
         return ffn.completed(above, found, (done,))
 
-    def returned(self, output: Signal, gradient: Gradient, sent: Gradient) -> Gradient:
+    def returned(self, output: Signal, gradient: Gradient, grad_in: Gradient) -> Gradient:
         """The gradient at the input, of what the sum received and what attention's side sends."""
         gradient = gradient.averaged()
         above = gradient.kernel
@@ -264,14 +266,16 @@ class DoubleSum(NamedTuple):
         _, two = above.lift(1.0 - (lost + turned) / width)
         first, second = above.over_tokens(self.carried * norms)
         cross = above.weighted(2 * self.carried * norms * one, (first + second) * two)
-        kernel = sent.kernel + above + cross
-        received, kept = above.mean_diagonal(), (above + cross).mean_diagonal()
+        kernel = grad_in.kernel + above + cross
+        grad_out, kept = above.mean_diagonal(), (above + cross).mean_diagonal()
         size = kernel.mean_diagonal()
-        centred = kept * gradient.centred_share + sent.kernel.mean_diagonal() * sent.centred_share
+        centred = (
+            kept * gradient.centred_share + grad_in.kernel.mean_diagonal() * grad_in.centred_share
+        )
         return Gradient(
             kernel,
             gradient.seq_len,
-            ratio_or_zero(alone * received, carried * size),
+            ratio_or_zero(alone * grad_out, carried * size),
             ratio_or_zero(centred, size),
         )
 
@@ -297,7 +301,7 @@ class Bypass:
         attention, norm, ffn: residual connection, normalisation, residual connection.
         carried: (..., L) a.
         leaving: kernel of the signal y.
-        sent, received: kernels of the gradient at x and at y.
+        grad_in, grad_out: kernels of the gradient at x and at y.
     """
 
     attention: Sublayer
@@ -305,8 +309,8 @@ class Bypass:
     ffn: Sublayer
     carried: Array
     leaving: Array
-    sent: Array
-    received: Array
+    grad_in: Array
+    grad_out: Array
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         inner = self.attention.gradient_adjoint(sensitivity)
@@ -314,14 +318,14 @@ class Bypass:
         top = self.ffn.gradient_adjoint(between.sensitivity)
         both, skip = self._both, per_pair(self.ffn.skip)
         # The feed-forward block's branch, then attention's beside all the rest.
-        first = skip * self.received
-        deep = self.ffn.sent - first
+        first = skip * self.grad_out
+        deep = self.ffn.grad_in - first
         crossed = between.sensitivity + ratio(0.5 * (both - 1), skip) * sensitivity
         noise = self._added(crossed, between.sensitivity, first, deep, self.ffn.back_kappa)
-        attended = self.sent - both * self.received
-        attended = attended - per_pair(self.attention.skip) * self.norm.sent
+        attended = self.grad_in - both * self.grad_out
+        attended = attended - per_pair(self.attention.skip) * self.norm.grad_in
         noise += self._added(
-            sensitivity, sensitivity, self.sent - attended, attended, self.attention.back_kappa
+            sensitivity, sensitivity, self.grad_in - attended, attended, self.attention.back_kappa
         )
         sizes = total(sensitivity * attended), total(between.sensitivity * deep)
         met = sizes[0] * inner.coherence + sizes[1] * top.coherence
@@ -340,7 +344,7 @@ class Bypass:
         kernel, around = self.attention.entering, self.attention.leaving
         # a falls as |u| grows
         moved = row_sums(sensitivity * kernel)
-        moved[: len(given)] += row_sums(given * self.received)
+        moved[: len(given)] += row_sums(given * self.grad_out)
         share = self.carried / diagonal_of(around)
         middle = between.sensitivity - diagonal_matrix((share * moved).astype(SINGLE), around)
         inner = self.attention.signal_adjoint(middle, of_attention)
@@ -399,8 +403,8 @@ def bypassed(
         kernels: of the signal that enters and leaves, of the gradient sent and received.
     """
     attention, norm, ffn = sublayers
-    entering, leaving, sent, received = kernels
-    answer = Bypass(attention, norm, ffn, carried, leaving, sent, received)
+    entering, leaving, grad_in, grad_out = kernels
+    answer = Bypass(attention, norm, ffn, carried, leaving, grad_in, grad_out)
     # What different directions share passes the connections on average over tokens.
     each = over_tokens((1 + carried) ** 2, entering) / count_of(entering)
     added = [one.leaving - per_pair(one.skip) * one.entering for one in (attention, ffn)]

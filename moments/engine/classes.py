@@ -73,7 +73,7 @@ class PositionClasses:
     @functools.cached_property
     def count(self) -> Array:
         """(P,) tokens that a node stands for."""
-        return np.asarray(self.causal.seen().keys[-1])
+        return np.asarray(self.causal.key_counts().keys[-1])
 
     @property
     def inside(self) -> PositionClasses:
@@ -177,11 +177,13 @@ class PositionClasses:
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different tokens: as many as there are, so that what is the same
         for all pairs averages to itself."""
-        off_diagonal = self.count[:, None] * (self.causal.seen().keys - np.eye(len(self.nodes)))
+        off_diagonal = self.count[:, None] * (
+            self.causal.key_counts().keys - np.eye(len(self.nodes))
+        )
         off_diagonal = off_diagonal + off_diagonal.T
         return np.asarray(off_diagonal * (self.length * (self.length - 1.0) / off_diagonal.sum()))
 
-    def seen(self, window: int | None = None) -> Sight:
+    def key_counts(self, window: int | None = None) -> KeyCounts:
         """What the rows of a causal mask see; the same for the same window."""
         whole = window is None or window >= self.length
         return _seen(self, self.length if whole or window is None else window)
@@ -211,7 +213,7 @@ class PositionClasses:
         return left, (np.log(place) - logs[left]) / (logs[left + 1] - logs[left])
 
     @functools.cached_property
-    def hats(self) -> Array:
+    def basis(self) -> Array:
         """(P, L) functions linear in log position between nodes, 1 at their own: cells."""
         (left, share), place = self._cells, np.arange(self.length)
         found = np.zeros((len(self.nodes) + 1, self.length))
@@ -241,12 +243,15 @@ class PositionClasses:
         """Of the same, by what else tells pairs apart."""
         known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
         sums = [
-            np.array([np.bincount(one, hat, len(known)) for hat in self.hats])
+            np.array([np.bincount(one, hat, len(known)) for hat in self.basis])
             for one in np.split(where, 2)
         ]
-        size = self.hats.sum(1)
-        itself = (self.hats * (first == second)) @ self.hats.T
-        found, count = sums[0] @ sums[1].T - itself, np.outer(size, size) - self.hats @ self.hats.T
+        size = self.basis.sum(1)
+        itself = (self.basis * (first == second)) @ self.basis.T
+        found, count = (
+            sums[0] @ sums[1].T - itself,
+            np.outer(size, size) - self.basis @ self.basis.T,
+        )
         return [PairSums(found, count, self.pair_count)]
 
     def spread_out(self, values: Array) -> Array:
@@ -272,7 +277,7 @@ class PairSums(NamedTuple):
     """Pairs of positions of two cells, (P, P), or some other such pairs.
 
     Attributes:
-        matching: how many are as asked for, by `PositionClasses.hats`.
+        matching: how many are as asked for, by `PositionClasses.basis`.
         total: how many there are.
         expected: the same as sums over pairs count them.
     """
@@ -313,7 +318,7 @@ class BothSides(PositionClasses):
     """Positions of sequences without a mask, whose rows see those less than a window away on both
     sides: nodes as under a mask, since what differs at either end does so over a window."""
 
-    def seen(self, window: int | None = None) -> Sight:
+    def key_counts(self, window: int | None = None) -> KeyCounts:
         return _seen_both(self, self.length if window is None else min(window, self.length))
 
     @property
@@ -338,10 +343,10 @@ class OneClass(PositionClasses):
     over tokens and over pairs of different ones."""
 
     @property
-    def hats(self) -> Array:
+    def basis(self) -> Array:
         return np.ones((1, self.length))
 
-    def seen(self, window: int | None = None) -> Sight:
+    def key_counts(self, window: int | None = None) -> KeyCounts:
         return _everything(self)
 
 
@@ -432,7 +437,7 @@ class DocumentClasses(PositionClasses):
         """(P, P) ordered pairs of different tokens of one document."""
         counts, many = self._counts
         off_diagonal = (many @ counts)[:, None] * (
-            self.one.causal.seen().keys - np.eye(len(self.one.nodes))
+            self.one.causal.key_counts().keys - np.eye(len(self.one.nodes))
         )
         lengths = np.array(self.lengths, float)
         off_diagonal = off_diagonal + off_diagonal.T
@@ -445,7 +450,7 @@ class DocumentClasses(PositionClasses):
         # Of two documents as many as the shorter one has places, and then the rest of the longer.
         longer = many.sum() - np.cumsum(many)
         met = (many * (many - 1.0 + 2.0 * longer)) @ counts
-        off_diagonal = met[:, None] * (self.one.causal.seen().keys - np.eye(len(met)))
+        off_diagonal = met[:, None] * (self.one.causal.key_counts().keys - np.eye(len(met)))
         rest = np.cumsum((many[:, None] * counts)[::-1], axis=0)[::-1]
         rest = rest - (longer + many)[:, None] * counts
         off_diagonal += np.einsum("n,np,nq->pq", many, rest, counts)
@@ -502,8 +507,8 @@ class DocumentClasses(PositionClasses):
         values = np.asarray(values)
         return super().mean(values if values.shape[-1] == len(self.nodes) else np.tile(values, 2))
 
-    def seen(self, window: int | None = None) -> Sight:
-        return self.one.seen(window)
+    def key_counts(self, window: int | None = None) -> KeyCounts:
+        return self.one.key_counts(window)
 
     def blocks(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         size = len(self.one.nodes)
@@ -534,8 +539,8 @@ class DocumentClasses(PositionClasses):
 
     def cell_means(self, values: Array) -> Array:
         """(2 P,) means over cells of (documents, longest) values, each as far as it reaches."""
-        sums = self.one.hats @ np.where(self.there, values, 0.0).sum(0)
-        return np.tile(sums / (self.one.hats @ self._reaching), 2)
+        sums = self.one.basis @ np.where(self.there, values, 0.0).sum(0)
+        return np.tile(sums / (self.one.basis @ self._reaching), 2)
 
     def of_sums(self, *means: Array) -> Array:
         inner, outer, diagonal = means
@@ -544,16 +549,16 @@ class DocumentClasses(PositionClasses):
     def pair_sums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[PairSums]:
         """Of one document, of two, and at one place of two: of (documents, longest) values, of
         which those that are not there do not count."""
-        hats, there = self.one.hats, self.there
+        basis, there = self.one.basis, self.there
         weights = there + 0.0
         known, where = np.unique(np.stack([first, second]), return_inverse=True)
         one, two = np.reshape(where, (2, *there.shape))
-        size, values = len(hats), len(known)
+        size, values = len(basis), len(known)
         held = np.arange(size)[:, None] * values
 
         def sums(which: NDArray[np.intp], by: Array) -> Array:
             flat = (held + which).ravel()
-            found = np.bincount(flat, (hats * by).ravel(), size * values)
+            found = np.bincount(flat, (basis * by).ravel(), size * values)
             return np.asarray(found.reshape(size, values), np.float64)
 
         every = [np.zeros((size, values)), np.zeros((size, values))]
@@ -562,7 +567,7 @@ class DocumentClasses(PositionClasses):
             both = sums(one[number], weights[number]), sums(two[number], weights[number])
             inside += both[0] @ both[1].T
             every = [total + part for total, part in zip(every, both, strict=True)]
-            cells = hats @ there[number]
+            cells = basis @ there[number]
             places += np.outer(cells, cells)
         itself = (weights * (one == two)).sum(0)
         at_place = np.arange(there.shape[1])[None, :] * values
@@ -572,16 +577,16 @@ class DocumentClasses(PositionClasses):
         met *= np.bincount(right.ravel(), weights.ravel(), len(codes))
         met = np.bincount(codes // values, met, there.shape[1]) - itself
         others = self._reaching * (self._reaching - 1.0)
-        whole = np.outer(hats @ self._reaching, hats @ self._reaching)
+        whole = np.outer(basis @ self._reaching, basis @ self._reaching)
         counts = (
-            places - (hats * self._reaching) @ hats.T,
-            whole - places - (hats * others) @ hats.T,
-            hats @ others,
+            places - (basis * self._reaching) @ basis.T,
+            whole - places - (basis * others) @ basis.T,
+            basis @ others,
         )
         shares = (
-            inside - (hats * itself) @ hats.T,
-            every[0] @ every[1].T - inside - (hats * met) @ hats.T,
-            hats @ met,
+            inside - (basis * itself) @ basis.T,
+            every[0] @ every[1].T - inside - (basis * met) @ basis.T,
+            basis @ met,
         )
         expected = self.inside_count, self.across_count[1], self.across_count[0]
         return [PairSums(*one) for one in zip(shares, counts, expected, strict=True)]
@@ -681,7 +686,7 @@ def stencil(cell: int, low: int, high: int) -> slice:
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
+class KeyCounts:
     """What the rows of a causal mask see, in counts.
 
     A row at node p sees the keys x_p - window < j <= x_p, and sums over them or over the rows that
@@ -719,18 +724,18 @@ class Sight:
     begins: NDArray[np.intp]
 
     @functools.cached_property
-    def later_own(self) -> Array:
+    def later_diagonal(self) -> Array:
         """(P, P) counts [q, p] of the rows that see q, of what falls like 1/size^2."""
         return diagonal_of(np.swapaxes(self.later, 0, 2)).T
 
     @functools.cached_property
-    def seen(self) -> NDArray[np.bool_]:
+    def visible(self) -> NDArray[np.bool_]:
         """(P, P) whether a row counts a key."""
         return np.asarray(self.keys != 0.0)
 
 
 @functools.lru_cache(maxsize=16)
-def _seen(classes: PositionClasses, reach: int) -> Sight:
+def _seen(classes: PositionClasses, reach: int) -> KeyCounts:
     nodes, total = classes.nodes, len(classes.nodes)
     starts = np.maximum(nodes - reach, 0)
     first = np.searchsorted(nodes, starts, "right")  # of a row's keys
@@ -762,23 +767,23 @@ def _seen(classes: PositionClasses, reach: int) -> Sight:
                         rest = sums(end, nodes[p] + reach - 1, last[s] + 1, last[p], 1)
                         sending[p, s] = together + rest
     size = np.minimum(nodes, reach).astype(float)
-    return Sight(
+    return KeyCounts(
         classes, reach, starts, nodes, size, keys, shared, split, rows, sending, later, first
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _everything(classes: OneClass) -> Sight:
+def _everything(classes: OneClass) -> KeyCounts:
     """Of one class."""
     size, none = float(classes.length), np.zeros(1, np.intp)
     off_diagonal, cubes = np.full((1, 1), size), np.full((1, 1, 1), size)
     ends = none, classes.nodes, np.array([size])
     counts = off_diagonal, cubes, cubes, off_diagonal, cubes, cubes
-    return Sight(classes, classes.length, *ends, *counts, none)
+    return KeyCounts(classes, classes.length, *ends, *counts, none)
 
 
 @functools.lru_cache(maxsize=16)
-def _seen_both(classes: BothSides, reach: int) -> Sight:
+def _seen_both(classes: BothSides, reach: int) -> KeyCounts:
     """Of rows that see both sides: nothing jumps at a node, since no row ends there."""
     nodes, total, length = classes.nodes, len(classes.nodes), classes.length
     starts, ends = np.maximum(nodes - reach, 0), np.minimum(nodes + reach - 1, length)
@@ -799,7 +804,7 @@ def _seen_both(classes: BothSides, reach: int) -> Sight:
     cube, none = (total, total, total), np.zeros(total, np.intp)
     split, sending = np.broadcast_to(keys, cube), np.broadcast_to(rows[:, None], cube)
     sizes = size(nodes.astype(float))
-    return Sight(
+    return KeyCounts(
         classes, reach, starts, ends, sizes, keys, shared, split, rows, sending, later, none
     )
 
@@ -867,16 +872,16 @@ class ClassRows(NamedTuple):
 
     Attributes:
         weights: (..., P, P) [row, key], to one token of a class.
-        sight: what rows see.
+        key_counts: what rows see.
     """
 
     weights: Array
-    sight: Sight
+    key_counts: KeyCounts
 
     @property
     def counted(self) -> Array:
         """(..., P, P) to all tokens of a class that a row sees."""
-        return self.sight.keys * self.weights
+        return self.key_counts.keys * self.weights
 
 
 # --- matrices over keys ---------------------------------------------------------------------------
@@ -933,11 +938,15 @@ class ClassMatrix:
 
     @classmethod
     def of_rows(
-        cls, rows: Array, sight: Sight, classes: PositionClasses, crowded: Array | None = None
+        cls,
+        rows: Array,
+        key_counts: KeyCounts,
+        classes: PositionClasses,
+        crowded: Array | None = None,
     ) -> ClassMatrix:
         """Of what rows give to one key of a class that they see, (..., P, P)."""
-        count, inside = sight.classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
-        off_diagonal, seen = rows * sight.keys / count, np.diagonal(sight.keys)
+        count, inside = key_counts.classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
+        off_diagonal, seen = rows * key_counts.keys / count, np.diagonal(key_counts.keys)
         several = count > 1.5
         beside = (seen - 1.0) / np.where(several, count - 1.0, 1.0)
         index = np.arange(len(count))
@@ -968,7 +977,7 @@ class ClassMatrix:
 
     def row_sums(self) -> Array:
         """(..., P) sums over the second token."""
-        return self.classes.repeated(self.apart + self.mean @ self.classes.inside.count)
+        return self.classes.repeated(self.excess + self.mean @ self.classes.inside.count)
 
     def trace(self) -> Array:
         return np.asarray((self.diagonal * self.classes.count).sum(-1))
@@ -979,7 +988,7 @@ class ClassMatrix:
         return self.classes.over_kinds(self.off_diagonal)
 
     @functools.cached_property
-    def apart(self) -> Array:
+    def excess(self) -> Array:
         """(..., P) what a token has with itself beyond what it has with others of its class."""
         return np.asarray(self.diagonal[..., : self.mean.shape[-1]] - diagonal_of(self.mean))
 
@@ -998,17 +1007,17 @@ class ClassMatrix:
         raise TypeError("a matrix on classes is no array: apply functions of entries `entrywise`")
 
     def __matmul__(self, other: Any) -> Any:
-        apart, mean = self.apart, self.mean
+        excess, mean = self.excess, self.mean
         if not isinstance(other, ClassMatrix):  # a column per token
             columns = np.asarray(other)[..., : mean.shape[-1], :]
-            found = apart[..., None] * columns + mean @ (
+            found = excess[..., None] * columns + mean @ (
                 self.classes.inside.count[:, None] * columns
             )
             return np.swapaxes(self.classes.repeated(np.swapaxes(found, -1, -2)), -1, -2)
-        beyond = other.apart
-        off_diagonal = apart[..., :, None] * other.mean + mean * beyond[..., None, :]
+        beyond = other.excess
+        off_diagonal = excess[..., :, None] * other.mean + mean * beyond[..., None, :]
         off_diagonal = off_diagonal + mean @ other.counted
-        product = apart * beyond + diagonal_of(off_diagonal), off_diagonal
+        product = excess * beyond + diagonal_of(off_diagonal), off_diagonal
         return ClassMatrix(*self.classes.with_kinds(product, self, other), self.classes)
 
     def _with(self, other: Any, operation: Any) -> ClassMatrix:

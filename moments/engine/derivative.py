@@ -229,10 +229,10 @@ def pullback(function: Callable[..., Array], *arguments: Array) -> tuple[Array, 
                 sums[end.order] = one if known is None else known + one
                 nodes[end.order] = end
         for node in _backwards(list(nodes.values())):
-            received = sums[node.order]
+            grad_out = sums[node.order]
             for parent, rule in node.parents:
-                sent, known = rule(received), sums.get(parent.order)
-                sums[parent.order] = sent if known is None else known + sent
+                grad_in, known = rule(grad_out), sums.get(parent.order)
+                sums[parent.order] = grad_in if known is None else known + grad_in
         return tuple(sums.get(one.order, np.zeros(np.shape(plain(one)))) for one in starts)
 
     return (values if several else values[0]), pull

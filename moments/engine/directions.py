@@ -157,20 +157,20 @@ def shared_persistence(
         share = ratio_or_zero(counted, counted.sum(-1, keepdims=True) + 0.0 * counted) * response
         share, count = classes.in_one(share), classes.in_one(classes.count)
         (diagonal, inside), *_ = classes.blocks(single, common)
-        apart = diagonal - np.diagonal(inside, axis1=-2, axis2=-1)
+        excess = diagonal - np.diagonal(inside, axis1=-2, axis2=-1)
         met = (share[..., None, :] @ inside)[..., 0, :]
-        return classes.repeated(met + share * apart / count)
+        return classes.repeated(met + share * excess / count)
     leading, count = common.shape[:-2], common.shape[-1]
     blocks = common.reshape(*leading, count // length, length, count // length, length)
     diagonal = np.einsum("...bibj->...bij", blocks)
     sizes = np.broadcast_to(above.diagonal, (*leading, count)).reshape(*diagonal.shape[:-1])
-    received = sizes.sum(-1, keepdims=True) + 0.0 * sizes
+    grad_out = sizes.sum(-1, keepdims=True) + 0.0 * sizes
     if documents is not None:
         together = one_document(documents) + 0.0
-        received, diagonal = np.einsum("...bi,bij->...bj", sizes, together), diagonal * together
+        grad_out, diagonal = np.einsum("...bi,bij->...bj", sizes, together), diagonal * together
     fallen = sizes * np.broadcast_to(response, (*leading, count)).reshape(*diagonal.shape[:-1])
     found = np.einsum("...bi,...bij->...bj", fallen, diagonal)
-    return ratio_or_zero(found, received).reshape(*leading, count)
+    return ratio_or_zero(found, grad_out).reshape(*leading, count)
 
 
 def relative_spread(signal: Signal, features: bool = True) -> tuple[Array, Array]:
@@ -188,12 +188,12 @@ def relative_spread(signal: Signal, features: bool = True) -> tuple[Array, Array
 
 
 def orthogonal_parts(
-    signal: Signal, share: Array, gradient: Gradient, kept: Kernel, sent: Gradient, mixing: bool
+    signal: Signal, share: Array, gradient: Gradient, kept: Kernel, grad_in: Gradient, mixing: bool
 ) -> tuple[Kernel, Kernel]:
     """What scale invariance takes from the two parts of a gradient, to order 1/d.
 
     Along x, which enters u = x + M x, the branch returns what cancels the skip connection. The
-    branch loses one direction in d, of which its matrices have left `sent.radial`, the skip
+    branch loses one direction in d, of which its matrices have left `grad_in.radial`, the skip
     connection `share` of one, the branch's part of |u|^2; of a gradient that keeps `radial` of its
     component along u both lose the rest. Exact in this order where the branch has degree 1, acts on
     every token alone and has the same gain both ways; one that mixes tokens loses the direction of
@@ -203,9 +203,9 @@ def orthogonal_parts(
     both = 1.0 if mixing else 2 - signal.correlation() ** 2
     above = gradient.kernel
     common = ratio_or_zero(above.mean_off_diagonal(), above.mean_diagonal()) if mixing else 1.0
-    one, two = kept.lift(sent.radial * lost / width)
+    one, two = kept.lift(grad_in.radial * lost / width)
     skip_one, skip_two = kept.lift(share * common * lost / width)
     return (
         kept.weighted(1 - skip_one, 1 - skip_two * both),
-        sent.kernel.weighted(1 - one, 1 - two * both),
+        grad_in.kernel.weighted(1 - one, 1 - two * both),
     )

@@ -268,7 +268,7 @@ def _by_class(
     assert tokens.classes is not None
     size = tokens.diagonal[..., : len(tokens.classes.inside.nodes)]
     inside = met_by(weights, tokens).off_diagonal[..., : size.shape[-1], : size.shape[-1]]
-    lost = ClassRows(weights.weights * inside / size[..., None, :], weights.sight)
+    lost = ClassRows(weights.weights * inside / size[..., None, :], weights.key_counts)
 
     def crossed(off_diagonal: Array, _own: Array) -> Array:
         found: Array = off_diagonal @ np.swapaxes(lost.counted, -1, -2)
@@ -295,8 +295,8 @@ def met_by(rows: ClassRows, kernel: Kernel) -> Kernel:
     """[row, key] of rows W times a kernel on classes, for one key of a class; a row has with the
     key at its own position what it has with one beside that."""
     return _of_rows(
-        lambda off_diagonal, apart: (
-            rows.counted @ off_diagonal + rows.weights * apart[..., None, :]
+        lambda off_diagonal, excess: (
+            rows.counted @ off_diagonal + rows.weights * excess[..., None, :]
         ),
         kernel,
     )
@@ -304,10 +304,10 @@ def met_by(rows: ClassRows, kernel: Kernel) -> Kernel:
 
 def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
     """W K W^T on classes."""
-    counted, each, shared = rows.counted, rows.weights, rows.sight.shared
+    counted, each, shared = rows.counted, rows.weights, rows.key_counts.shared
 
-    def between(off_diagonal: Array, apart: Array) -> Array:
-        alone = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, apart)
+    def between(off_diagonal: Array, excess: Array) -> Array:
+        alone = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, excess)
         return np.asarray(counted @ off_diagonal @ np.swapaxes(counted, -1, -2) + alone)
 
     return _of_rows(between, kernel)
@@ -531,6 +531,6 @@ def elasticity(leaf: Leaf, before: Signal, after: Signal, real: Array | None) ->
     unshared = unshared_variance(output)
     if unshared == 0.0:
         return 1.0
-    sent = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.off_diagonal
+    grad_in = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.off_diagonal
     gain = before.width / after.width * unshared_variance(entering) / unshared
-    return float(sent) * float(gain)
+    return float(grad_in) * float(gain)

@@ -244,12 +244,12 @@ def _times(slope: Callable[..., Array], argument: int) -> Callable[..., Any]:
         shape = np.shape(plain(given[argument]))
 
         def pull(g: Array) -> Array:
-            sent = g * slope(*given)
+            grad_in = g * slope(*given)
             axes = tuple(
-                k for k, n in enumerate(shape, -len(shape)) if n < np.shape(plain(sent))[k]
+                k for k, n in enumerate(shape, -len(shape)) if n < np.shape(plain(grad_in))[k]
             )
-            lead = tuple(range(np.ndim(sent) - len(shape)))
-            total = np.sum(np.sum(sent, axis=axes, keepdims=True), axis=lead)
+            lead = tuple(range(np.ndim(grad_in) - len(shape)))
+            total = np.sum(np.sum(grad_in, axis=axes, keepdims=True), axis=lead)
             return np.reshape(total, shape)
 
         return pull

@@ -272,7 +272,7 @@ class Elementwise:
         leaf: Any,
         signal: Signal,
         gradient: Gradient,
-        received: Array,
+        grad_out: Array,
         linear: bool,
         at_once: bool = True,
     ) -> Elementwise:
@@ -282,28 +282,28 @@ class Elementwise:
             leaf: one, or what has its `forward`.
             signal: that one.
             gradient: at the output.
-            received: the same, as sensitivities have it.
+            grad_out: the same, as sensitivities have it.
             linear: whether the leaf scales every pair by a factor, the same at any kernel.
             at_once: whether it takes several signals on an axis before those of configurations.
         """
         kernel = signal.second_moment()
         if linear:
-            return cls._linear(leaf, signal, gradient, received)
+            return cls._linear(leaf, signal, gradient, grad_out)
         base = signal.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
         nearer = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
         risen = base.replace(kernel=kernel.scaled(1 + STEP), fluctuation=_grown(signal.fluctuation))
         ends = base, base.replace(kernel=nearer), risen
-        groups = [_side_by_side(ends, received.shape[:-2])] if at_once else ends
+        groups = [_side_by_side(ends, grad_out.shape[:-2])] if at_once else ends
         outs: list[Matrix] = []
         backs: list[Matrix] = []
         for entering in groups:
             output, pullback = leaf.forward(entering)
-            sent = pullback(_ones(gradient, entering.kernel)).gradient.kernel
-            for found, one in ((outs, output.second_moment()), (backs, sent)):
+            grad_in = pullback(_ones(gradient, entering.kernel)).gradient.kernel
+            for found, one in ((outs, output.second_moment()), (backs, grad_in)):
                 found += _each(
-                    matrix_of(one, signal.seq_len), received.shape, len(ends) if at_once else 1
+                    matrix_of(one, signal.seq_len), grad_out.shape, len(ends) if at_once else 1
                 )
         (out, out_near, out_grown), (back, back_near, back_grown) = outs, backs
         tokens, step = (matrix_of(one, signal.seq_len) for one in (kernel, scale.scaled(STEP)))
@@ -313,11 +313,11 @@ class Elementwise:
         )
         growth = (out_grown - out) / STEP - onward * tokens
         back_growth = (back_grown - back) / STEP - change * tokens
-        fields = (onward, growth, back, change, back_growth, tokens, received)
+        fields = (onward, growth, back, change, back_growth, tokens, grad_out)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     @classmethod
-    def _linear(cls, leaf: Any, signal: Signal, gradient: Gradient, received: Array) -> Elementwise:
+    def _linear(cls, leaf: Any, signal: Signal, gradient: Gradient, grad_out: Array) -> Elementwise:
         """What needs no differences."""
         kernel = signal.second_moment()
         even = _ones(gradient, kernel)
@@ -329,7 +329,7 @@ class Elementwise:
         )
         growth = diagonal_matrix(diagonal_of(factor) * diagonal_of(tokens), factor)
         onward = without_diagonal(factor)
-        fields = (onward, growth, back, 0 * back, 0 * back, tokens, received)
+        fields = (onward, growth, back, 0 * back, 0 * back, tokens, grad_out)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
@@ -393,11 +393,11 @@ class Sum:
 
     Attributes:
         parts: the branches.
-        received: (..., L, L) gradient at the output.
+        grad_out: (..., L, L) gradient at the output.
     """
 
     parts: tuple[Response, ...]
-    received: Array
+    grad_out: Array
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         steps = [part.gradient_adjoint(sensitivity) for part in self.parts]
@@ -415,9 +415,9 @@ class Sum:
     @functools.cached_property
     def shares(self) -> list[Array]:
         """(...,) share of every branch in the variance of the gradient they send back."""
-        identity = diagonal_matrix(np.ones((1, *self.received.shape[:-1]), SINGLE), self.received)
+        identity = diagonal_matrix(np.ones((1, *self.grad_out.shape[:-1]), SINGLE), self.grad_out)
         sizes = [
-            total(part.gradient_adjoint(identity).sensitivity[0] * self.received)
+            total(part.gradient_adjoint(identity).sensitivity[0] * self.grad_out)
             for part in self.parts
         ]
         return [ratio(size, sum(sizes)) for size in sizes]
@@ -433,7 +433,7 @@ class Sublayer:
         skip, scale: (...,) squared factors of skip connection and branch; 0 and 1 where there is
             none.
         entering, leaving: kernels of the signal.
-        sent, received: kernels of the gradient, at the input and at the output, in units of the
+        grad_in, grad_out: kernels of the gradient, at the input and at the output, in units of the
             former's trace.
         kappa: (...,) d_model times the relative variance of |branch|^2.
         back_kappa: the same of the gradient, beyond what `response` calls noise.
@@ -448,8 +448,8 @@ class Sublayer:
     scale: Array
     entering: Matrix
     leaving: Matrix
-    sent: Matrix
-    received: Matrix
+    grad_in: Matrix
+    grad_out: Matrix
     kappa: Array
     back_kappa: Array
     width: float
@@ -469,8 +469,8 @@ class Sublayer:
 
     def gradient_noise(self, sensitivity: Array) -> Array:
         """Variance that the addition of the gradients adds."""
-        carried = per_pair(self.skip) * self.received
-        return self._noise(sensitivity, carried, self.sent - carried, self.back_kappa)
+        carried = per_pair(self.skip) * self.grad_out
+        return self._noise(sensitivity, carried, self.grad_in - carried, self.back_kappa)
 
     def signal_noise(self, sensitivity: Array) -> Array:
         """Variance that the addition of the signals adds."""
@@ -514,10 +514,10 @@ class Around:
         """(..., L) numbers for every token of a kernel, as sensitivities have them."""
         return np.asarray(values) if kernel.resolved else np.asarray(values)[..., None]
 
-    def received(self, record: Record) -> Matrix:
+    def grad_out(self, record: Record) -> Matrix:
         """The gradient at the output."""
-        received = matrix_of(record.gradient_received.kernel, record.output.seq_len)
-        return in_units(received, self.unit)
+        grad_out = matrix_of(record.grad_out.kernel, record.output.seq_len)
+        return in_units(grad_out, self.unit)
 
     def kernels(self, record: Record) -> tuple[Matrix, Matrix, Matrix, Matrix]:
         """Of the signal that enters and leaves, and of the gradient sent and received."""
@@ -525,8 +525,8 @@ class Around:
             matrix_of(one.second_moment(), one.seq_len).astype(SINGLE)
             for one in (record.input, record.output)
         )
-        sent = in_units(matrix_of(record.gradient_sent.kernel, record.input.seq_len), self.unit)
-        return entering, leaving, sent, self.received(record)
+        grad_in = in_units(matrix_of(record.grad_in.kernel, record.input.seq_len), self.unit)
+        return entering, leaving, grad_in, self.grad_out(record)
 
     def whole(self, record: Record) -> Sublayer:
         """A part without a skip connection."""
@@ -684,8 +684,8 @@ def _each(matrix: Matrix, shape: tuple[int, ...], count: int) -> list[Matrix]:
 def _ones(gradient: Gradient, kernel: Kernel) -> Gradient:
     """A gradient of covariance 1 everywhere, otherwise as the one given."""
     tokens = matrix_of(kernel, gradient.seq_len)
-    received = matrix_of(gradient.kernel, gradient.seq_len)
-    even = kernel_of(ones(np.broadcast_shapes(received.shape, tokens.shape), tokens))
+    grad_out = matrix_of(gradient.kernel, gradient.seq_len)
+    even = kernel_of(ones(np.broadcast_shapes(grad_out.shape, tokens.shape), tokens))
     axes = np.ndim(gradient.kernel.diagonal)
 
     def held(value: Array) -> Array:  # what is of every token or configuration stays that

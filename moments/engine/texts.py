@@ -20,7 +20,7 @@ from .classes import (
     Matrix,
     PairSums,
     PositionClasses,
-    Sight,
+    KeyCounts,
     as_many,
     diagonal_of,
     few_points,
@@ -108,8 +108,8 @@ class TextClasses(PositionClasses):
     def count(self) -> Array:
         return np.concatenate([self.one.count, np.zeros(self.size)])
 
-    def seen(self, window: int | None = None) -> Sight:
-        return self.one.seen(window)
+    def key_counts(self, window: int | None = None) -> KeyCounts:
+        return self.one.key_counts(window)
 
     def mean(self, values: Array) -> Array:
         """Of (..., 2 P), or of the first (..., P) of them."""
@@ -171,7 +171,7 @@ class TextClasses(PositionClasses):
         """Mean over rows of how many pairs of their keys are of one word beyond that."""
         inside, size = self.one.inside, len(self.one.inside.nodes)
         beyond = np.maximum(self.share[:size, :size] - self.most_of_a_cell, 0.0)
-        keys = inside.seen().keys
+        keys = inside.key_counts().keys
         keys = keys / keys.sum(1, keepdims=True)
         return float(inside.mean(np.einsum("pq,qr,pr->p", keys, beyond, keys)))
 

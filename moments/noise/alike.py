@@ -69,7 +69,7 @@ class Alike(NamedTuple):
             record = body.propagate(signals, Run(memory)).backward(gradients)
             for position, one in enumerate(record.in_order()):
                 places = [starts[n] + position for n in numbers]
-                axes = one.input.kernel.diagonal, one.gradient_sent.kernel.diagonal
+                axes = one.input.kernel.diagonal, one.grad_in.kernel.diagonal
                 shape = np.broadcast_shapes(*map(np.shape, axes))
                 found.append((Group(sublayer_of(one, shape), places, True), one))
         return found
@@ -81,7 +81,7 @@ class Alike(NamedTuple):
 
 def sublayer_of(record: Record, shape: tuple[int, ...]) -> Sublayer:
     """What a part does, in as many configurations."""
-    unit = trace_of(matrix_of(record.gradient_sent.kernel, record.input.seq_len))
+    unit = trace_of(matrix_of(record.grad_in.kernel, record.input.seq_len))
     return record.component.sublayer(record, Around(np.broadcast_to(unit, shape)))
 
 

@@ -199,19 +199,19 @@ def shared(
 class Fresh:
     """A Gaussian gradient of its own at the last layer, kernel (..., L, L)."""
 
-    received: Matrix
+    grad_out: Matrix
     width: Array
 
     @classmethod
     def of(cls, trace: Trace) -> tuple[Matrix, Fresh]:
         """The gradient, and what it comes from."""
         signal, gradient = trace.passing()[-1]
-        received = matrix_of(gradient.kernel, signal.seq_len)
-        received = per_unit(received, trace_of(received)).astype(SINGLE)
-        return received, cls(received, signal.width)
+        grad_out = matrix_of(gradient.kernel, signal.seq_len)
+        grad_out = per_unit(grad_out, trace_of(grad_out)).astype(SINGLE)
+        return grad_out, cls(grad_out, signal.width)
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        noise = 2 / self.width * paired(sensitivity, self.received, self.received)
+        noise = 2 / self.width * paired(sensitivity, self.grad_out, self.grad_out)
         return GradientAdjoint(sensitivity, None, noise, 0.0 * noise)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:

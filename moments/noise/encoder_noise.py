@@ -104,10 +104,10 @@ class DecoderTop:
         last = trace.stream()[-1]
         assert last.gradient is not None
         signal, modes = last.signal, Modes(last.signal.seq_len)
-        received = matrix_of(last.gradient.kernel, signal.seq_len)
+        grad_out = matrix_of(last.gradient.kernel, signal.seq_len)
         kernel = matrix_of(signal.second_moment(), signal.seq_len)
-        relative = per_unit(received, trace_of(received)).astype(SINGLE)
-        sequences = int(count_of(received)) // signal.seq_len
+        relative = per_unit(grad_out, trace_of(grad_out)).astype(SINGLE)
+        sequences = int(count_of(grad_out)) // signal.seq_len
         response, covariance = self._of_modes(signal, modes, batch * sequences)
         return relative, OfModes(response, batch * covariance, relative, kernel, modes)
 
@@ -120,19 +120,19 @@ class DecoderTop:
         decoder = Alike.of(self.trace)
         parts = decoder.sublayers(layers)
         groups = [group for group, _ in parts]
-        shape = groups[0].sublayer.sent.shape[:-3]
+        shape = groups[0].sublayer.grad_in.shape[:-3]
         of_memory = _Reading.of(self.read, signal, modes, batch, shape)
-        sent: list[tuple[Group, _Sent]] = []
+        grad_in: list[tuple[Group, _Sent]] = []
         for group, record in parts:
             reading = [one for one in record.leaves() if one.memory is not None]
-            sent += [(group, _of_part(record, reading[0], of_memory)) for _ in reading[:1]]
-        whole = np.add.reduce([one.added.sum(-2) for _, one in sent])
+            grad_in += [(group, _of_part(record, reading[0], of_memory)) for _ in reading[:1]]
+        whole = np.add.reduce([one.added.sum(-2) for _, one in grad_in])
         last = matrix_times(of_memory.back, whole[:3])
         gradient, size = last[0] @ modes.average, whole[0] @ modes.average
         walk = AllAtOnce(groups)
         overlaps = shared(layers, self.trace, walk, batch)
         network = Network(walk, decoder.entering, batch, overlaps, self._end(batch))
-        covariance = _covariance(network, walk, sent, size, of_memory)
+        covariance = _covariance(network, walk, grad_in, size, of_memory)
         through = of_memory.back[0] * (size / gradient)[..., None, None]
         response = (last[1:] - last[0]) / (STEP * gradient[..., None])
         return np.moveaxis(response, 0, -1), through @ covariance @ transposed(through)
@@ -148,9 +148,9 @@ class DecoderTop:
             end = self.top.met(self.trace, max(1, batch // sequences))
         if not first.resolved:
             return end
-        received, response = end
+        grad_out, response = end
         kind = one_class(first.seq_len)
-        return _alike(received, kind), OfAverages(response, received, kind, sequences)
+        return _alike(grad_out, kind), OfAverages(response, grad_out, kind, sequences)
 
 
 class _Sent(NamedTuple):
@@ -202,7 +202,7 @@ class _Reading(NamedTuple):
         )
         memory, record = forward(read, entering)
         basis = modes.kernel(np.eye(2).reshape(2, 1, *axes, 2))
-        pulled = modes.of(record.backward(Gradient(basis, modes.seq_len)).gradient_sent.kernel)
+        pulled = modes.of(record.backward(Gradient(basis, modes.seq_len)).grad_in.kernel)
         pulled = np.broadcast_to(pulled, np.broadcast_shapes(pulled.shape, (2, 5, *base.shape)))
         back = np.moveaxis(pulled, 0, -1)[:3]
         plain = dataclasses.replace(memory, diagnostics=None, notes=())
@@ -212,9 +212,9 @@ class _Reading(NamedTuple):
 def _of_part(record: Record, reading: Record, of_memory: _Reading) -> _Sent:
     """Of the parts of a group, and one reader in them."""
     modes, attention = Modes(record.input.seq_len), reading.component
-    kernel, gradient = record.input.kernel, record.gradient_received.kernel
+    kernel, gradient = record.input.kernel, record.grad_out.kernel
     shape = (*of_memory.shape, np.shape(kernel.diagonal)[-1], 2)
-    base, received = (np.broadcast_to(modes.of(one), shape) for one in (kernel, gradient))
+    base, grad_out = (np.broadcast_to(modes.of(one), shape) for one in (kernel, gradient))
     axes = (1,) * (base.ndim - 1)
     steps = STEP * np.array([[0, 0], [0, 0], [0, 0], [1, 0], [0, 1]])
     nudged = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
@@ -228,20 +228,20 @@ def _of_part(record: Record, reading: Record, of_memory: _Reading) -> _Sent:
     path = next(one for one in node.paths() if reading in one)
     through = Chain(tuple(one.component for one in path))
     passed = forward(through, signal, of_memory.memory)[1].backward(basis)
-    (read,) = (one for one in passed.leaves() if one.sent_to_memory is not None)
-    assert read.sent_to_memory is not None
-    sent = of_memory.modes.of(read.sent_to_memory.kernel)
-    sent = np.broadcast_to(sent, np.broadcast_shapes(sent.shape, (2, 5, *base.shape)))
-    returned = np.asarray(scale)[..., None, None] * np.moveaxis(sent, 0, -1)
+    (read,) = (one for one in passed.leaves() if one.grad_memory is not None)
+    assert read.grad_memory is not None
+    grad_in = of_memory.modes.of(read.grad_memory.kernel)
+    grad_in = np.broadcast_to(grad_in, np.broadcast_shapes(grad_in.shape, (2, 5, *base.shape)))
+    returned = np.asarray(scale)[..., None, None] * np.moveaxis(grad_in, 0, -1)
     query_tokens = _first(read.input.kernel)
-    noise = _noise(attention, returned[0], received, query_tokens, of_memory, modes)
-    return _Sent(returned[0], matrix_times(returned, received), base, noise)
+    noise = _noise(attention, returned[0], grad_out, query_tokens, of_memory, modes)
+    return _Sent(returned[0], matrix_times(returned, grad_out), base, noise)
 
 
 def _noise(
     attention: Any,
     returned: Array,
-    received: Array,
+    grad_out: Array,
     query_tokens: Kernel,
     of_memory: _Reading,
     modes: Modes,
@@ -251,10 +251,10 @@ def _noise(
     the decoder's mean sends into the memory's differences, in every head one vector over tokens.
     """
     inner, width = attention.heads * attention.d_head, attention.memory_width
-    stage = returned * (2 / inner * received**2 / modes.count)[..., None, :]
+    stage = returned * (2 / inner * grad_out**2 / modes.count)[..., None, :]
     noise = stage @ transposed(returned)
     direct = np.stack(
-        [matrix_times(returned, received)[..., 0], returned[..., 1, 1] * received[..., 1]], axis=-1
+        [matrix_times(returned, grad_out)[..., 0], returned[..., 1, 1] * grad_out[..., 1]], axis=-1
     )
     noise = noise + (2 * direct**2 / width / of_memory.modes.count)[..., None] * np.eye(2)
     tokens = _first(of_memory.memory.second_moment())
@@ -264,14 +264,14 @@ def _noise(
     theta = np.maximum(4 * law.scale * law.queries.kernel.diagonal * diagonal, 0.0)
     squares = AlikeRows.of(of_memory.modes.seq_len).rows(theta).sum_square
     share = 2 / attention.heads * (squares + 1 / width)
-    noise[..., 1, 1] += share * (returned[..., 1, 0] * received[..., 0]) ** 2
+    noise[..., 1, 1] += share * (returned[..., 1, 0] * grad_out[..., 0]) ** 2
     return noise
 
 
 def _covariance(
     network: Network,
     walk: AllAtOnce,
-    sent: Sequence[tuple[Group, _Sent]],
+    grad_in: Sequence[tuple[Group, _Sent]],
     size: Array,
     of_memory: _Reading,
 ) -> Array:
@@ -282,8 +282,8 @@ def _covariance(
     inflow: dict[int, Inflow] = {}
     noise: Array = 0.0
     parts = []
-    for group, one in sent:
-        modes = Modes(group.sublayer.sent.classes.length)
+    for group, one in grad_in:
+        modes = Modes(group.sublayer.grad_in.classes.length)
         weights, over = units[..., None, :], size[..., None, None]
         to_gradient = modes.sensitivity(matrix_times(transposed(one.returned), weights))
         share = (weights * one.added[0] / over).sum(-1)
@@ -318,21 +318,21 @@ class OfModes:
 
     Attributes:
         response, covariance: (..., 2, 2) as `DecoderTop` finds them.
-        received: the gradient, of trace 1.
+        grad_out: the gradient, of trace 1.
         kernel: of the signal.
         modes: of the tokens of a sequence.
     """
 
     response: Array
     covariance: Array
-    received: Matrix
+    grad_out: Matrix
     kernel: Matrix
     modes: Modes
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        mean = _means(sensitivity @ self.received, self.modes.seq_len)
-        split = np.stack([mean, total(sensitivity * self.received) - mean], axis=-1)
-        weights = ratio(split, self._relative(self.received))
+        mean = _means(sensitivity @ self.grad_out, self.modes.seq_len)
+        split = np.stack([mean, total(sensitivity * self.grad_out) - mean], axis=-1)
+        weights = ratio(split, self._relative(self.grad_out))
         noise = (weights * matrix_times(self.covariance, weights)).sum(-1)
         return GradientAdjoint(sensitivity, weights, noise, 0.0 * noise)
 

@@ -160,13 +160,13 @@ class HeadTop:
         before = trace.stream()[-1]
         assert before.gradient is not None
         assert trace.ending is not None
-        received = matrix_of(before.gradient.kernel, before.signal.seq_len)
-        unit = trace_of(received)
-        last = first = in_units(received, unit)
+        grad_out = matrix_of(before.gradient.kernel, before.signal.seq_len)
+        unit = trace_of(grad_out)
+        last = first = in_units(grad_out, unit)
         around = Around(np.asarray(unit))
         parts: list[Response] = []
         for record in trace.ending.children:
-            last, leaf, output = around.received(record), record.component, record.output
+            last, leaf, output = around.grad_out(record), record.component, record.output
             answer = leaf.response(record, around)
             if not isinstance(leaf, Pool):
                 answer = _Drawn(answer, output, last, _kappa(leaf, output))
@@ -193,12 +193,12 @@ class _Drawn:
 
     inner: Response
     output: Signal
-    received: Array
+    grad_out: Array
     kappa: Array
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         step = self.inner.gradient_adjoint(sensitivity)
-        noise = step.noise + self._noise(step.sensitivity, self.received)
+        noise = step.noise + self._noise(step.sensitivity, self.grad_out)
         return step._replace(noise=noise)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
@@ -218,17 +218,17 @@ class _Ending:
 
     Attributes:
         answer: of the gradient at what the matrix multiplies, to its kernel.
-        received: (..., L, L) that gradient.
+        grad_out: (..., L, L) that gradient.
         width: features that the matrix multiplies.
         agreement, effect: how far tokens' D_ii vary together, and how much, over draws.
         batch: sequences that share the weights.
-        unknown: (..., L, L) variance of `received` over texts, that of D_ij.
+        unknown: (..., L, L) variance of `grad_out` over texts, that of D_ij.
         shared: E of the squares of what a token's gradient shares with those of other sequences,
             summed over them, relative to that of all its own.
     """
 
     answer: Elementwise
-    received: Array
+    grad_out: Array
     width: float
     agreement: Array
     effect: tuple[Array, Array]
@@ -237,7 +237,7 @@ class _Ending:
     shared: Array
 
     @classmethod
-    def of(cls, readout: Readout, received: Array, unit: Array, batch: float) -> _Ending:
+    def of(cls, readout: Readout, grad_out: Array, unit: Array, batch: float) -> _Ending:
         kernel, length = readout.kernel, readout.seq_len
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
@@ -264,24 +264,24 @@ class _Ending:
         unknown = in_units(unknown, unit**2)
         drawn = logit_agreement(readout), logit_effect(readout), batch
         shared = (batch - 1) * across(readout)
-        return cls(answer, received, float(readout.width), *drawn, unknown, shared)
+        return cls(answer, grad_out, float(readout.width), *drawn, unknown, shared)
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        step, weighted = self.answer.gradient_adjoint(sensitivity), sensitivity * self.received
-        noise = 2 / self.width * paired(sensitivity, self.received, self.received)
+        step, weighted = self.answer.gradient_adjoint(sensitivity), sensitivity * self.grad_out
+        noise = 2 / self.width * paired(sensitivity, self.grad_out, self.grad_out)
         diagonal = diagonal_of(sensitivity)
         spread = self.unknown * diagonal[..., :, None] * diagonal[..., None, :]
         noise += 2 / self.width * (total(spread) + self.shared)
         tokens = row_sums(weighted)
         met = (self.agreement @ tokens[..., :, None])[..., 0]
-        share = over_tokens(tokens * met, self.received)
+        share = over_tokens(tokens * met, self.grad_out)
         noise += log_variance_of_mean(self.effect, share / self.batch) * self.batch
         return step._replace(noise=noise)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         # above it there is nothing, of as many tokens as the matrix sees
         by_size = exposure[1]
-        none = diagonal_matrix(np.zeros(by_size.shape, SINGLE), self.received)
+        none = diagonal_matrix(np.zeros(by_size.shape, SINGLE), self.grad_out)
         return self.answer.signal_adjoint(none, exposure)
 
 

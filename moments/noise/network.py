@@ -78,10 +78,10 @@ class Passed(NamedTuple):
     adjoint: Any
 
 
-def normalised(sensitivity: Matrix, sent: Matrix) -> Matrix:
+def normalised(sensitivity: Matrix, grad_in: Matrix) -> Matrix:
     """In units of y: a linear map's paths together hand on the whole, and what traced moments lost
     to corrections of order 1/d, and the maps to their approximations, is put back."""
-    return per_unit(sensitivity, total(sensitivity * sent))
+    return per_unit(sensitivity, total(sensitivity * grad_in))
 
 
 class OneByOne:
@@ -95,13 +95,15 @@ class OneByOne:
         the sensitivity. Of a group, only the first sensitivities may be there, if others are 0."""
         sublayers = [one.sublayer for one in self.groups]
         identity = diagonal_matrix(
-            np.ones((1, *sublayers[0].sent.shape[:-1]), SINGLE), sublayers[0].sent
+            np.ones((1, *sublayers[0].grad_in.shape[:-1]), SINGLE), sublayers[0].grad_in
         )
         sensitivity, found = identity[:0], []
         for k in range(len(sublayers) + 1):
             fresh = [identity] * sum(start == k for start in starts)
             sensitivity = stacked([sensitivity, *fresh])
-            sensitivity = normalised(sensitivity, sublayers[k].sent if k < len(sublayers) else top)
+            sensitivity = normalised(
+                sensitivity, sublayers[k].grad_in if k < len(sublayers) else top
+            )
             if k < len(sublayers):
                 adjoint = sublayers[k].gradient_adjoint(sensitivity)
                 found.append(Passed(self.groups[k], sensitivity, adjoint))
@@ -164,22 +166,22 @@ class AllAtOnce:
         self.groups = groups
         self._inflow: Mapping[int, Inflow] | None = None
         count = sum(len(group.places) for group in groups)
-        gradient, signal, sent = ([np.zeros(0)] * count for _ in range(3))
+        gradient, signal, grad_in = ([np.zeros(0)] * count for _ in range(3))
         for group in groups:
             sublayer = group.sublayer
-            kind = sublayer.sent.classes
-            axes = sublayer.sent.shape[:-2]
+            kind = sublayer.grad_in.classes
+            axes = sublayer.grad_in.shape[:-2]
             units = np.eye(2).reshape(2, *(1,) * len(axes), 2)
             basis = _matrix(np.broadcast_to(units, (2, *axes, 2)), kind)
             onward = sublayer.gradient_adjoint(basis).sensitivity
             nothing = sublayer.gradient_adjoint(basis[:0]).exposure
             back = sublayer.signal_adjoint(basis, nothing).sensitivity
-            sizes = _in_total(sublayer.sent)
+            sizes = _in_total(sublayer.grad_in)
             maps = [np.moveaxis(_numbers(one), 0, -1) for one in (onward, back)]
             for j, place in enumerate(group.places):
                 gradient[place], signal[place] = (one[..., j, :, :] for one in maps)
-                sent[place] = sizes[..., j, :]
-        self._gradient, self._signal, self._sent = gradient, signal, sent
+                grad_in[place] = sizes[..., j, :]
+        self._gradient, self._signal, self._sent = gradient, signal, grad_in
 
     def of(self, inflow: Mapping[int, Inflow]) -> AllAtOnce:
         """The walk of a number made of what parts send elsewhere, by the place behind each, in
@@ -192,14 +194,17 @@ class AllAtOnce:
         begins = np.asarray(starts).reshape(-1, *(1,) * self._sent[0].ndim)
         at: Array = np.zeros((len(starts), *self._sent[0].shape))
         share, identity, before = at[..., 0], np.array([1.0, 0.0]), []
-        for k, sent in enumerate([*self._sent, _in_total(top)]):
-            at = _sharing(at, sent, share)
+        for k, grad_in in enumerate([*self._sent, _in_total(top)]):
+            at = _sharing(at, grad_in, share)
             if self._inflow is None:
                 here = begins == k
-                at, share = np.where(here, _sharing(identity, sent, 1.0), at), share + here[..., 0]
+                at, share = (
+                    np.where(here, _sharing(identity, grad_in, 1.0), at),
+                    share + here[..., 0],
+                )
             elif k in self._inflow:
                 begun = self._inflow[k]
-                at = at + _sharing(begun.sensitivity, sent, begun.share)
+                at = at + _sharing(begun.sensitivity, grad_in, begun.share)
                 share = share + begun.share
             before.append(at)
             if k < len(self._sent):
@@ -272,9 +277,9 @@ def _in_total(matrix: ClassMatrix) -> Array:
     return np.array([1.0, length - 1.0]) * length * _numbers(matrix)
 
 
-def _sharing(sensitivity: Array, sent: Array, share: Array) -> Array:
+def _sharing(sensitivity: Array, grad_in: Array, share: Array) -> Array:
     """In the unit in which y has that share there."""
-    unit = ratio(share, (sensitivity * sent).sum(-1))
+    unit = ratio(share, (sensitivity * grad_in).sum(-1))
     return np.asarray(sensitivity * unit[..., None])
 
 
@@ -360,9 +365,9 @@ class Network:
             sublayer = group.sublayer
             if not sublayer.residual:
                 continue
-            whole = total(given * sublayer.sent)
-            carried = sublayer.skip * total(given * sublayer.received)
-            alone = ratio(paired(given, sublayer.sent, sublayer.sent), whole**2) / self.batch
+            whole = total(given * sublayer.grad_in)
+            carried = sublayer.skip * total(given * sublayer.grad_out)
+            alone = ratio(paired(given, sublayer.grad_in, sublayer.grad_in), whole**2) / self.batch
             added, others = whole - carried, np.clip(1 - alone, 0.0, 1.0)
             coherent = adjoint.coherence * added
             shares.append((group, carried, added, coherent, others))

@@ -89,7 +89,7 @@ def units(chain: Record) -> Iterator[ChainUnit]:
     parts = [one.component for one in chain.children]
     for index, part in enumerate(parts):
         found = part.hidden
-        if found is None or chain.children[index].received is None:
+        if found is None or chain.children[index].grad_out is None:
             continue
         first = index + 1 - found.parts
         if first < 0 or not parts[first].matrices:
@@ -107,7 +107,7 @@ def units(chain: Record) -> Iterator[ChainUnit]:
 
 def unit_growth(unit: ChainUnit) -> dict[str, float]:
     """Factors on squared gradient norms, by name."""
-    tokens, gradient = unit.records[0].input, unit.records[-1].gradient_received
+    tokens, gradient = unit.records[0].input, unit.records[-1].grad_out
     kernel = tokens.second_moment()
     first, second = kernel.over_tokens(kernel.diagonal)
     found = overlap_variance(tokens)
@@ -159,7 +159,7 @@ def _norms(
     record = record.backward(gradient)
     for one in record.leaves():
         found |= one.weights()
-    gradient = record.gradient_sent
+    gradient = record.grad_in
     if unit.before is not None:
         found[unit.before] = (moved * gradient.kernel).total(tokens.seq_len)
     return {name: float(np.sum(norm)) for name, norm in found.items()}, gradient.kernel.off_diagonal

@@ -112,15 +112,15 @@ class Log:
             self.backward(child)
         if not component.children:
             with self._at(component.label, "backward") as steps:
-                sent = record.backward(record.gradient_received).gradient_sent
-            self._complete(component, "backward", sent.kernel, steps)
+                grad_in = record.backward(record.grad_out).grad_in
+            self._complete(component, "backward", grad_in.kernel, steps)
         found = component.addition(record)
         if found is not None:
             # The branch was sent branch_scale^2 of the gradient, and the law counts it again.
             factor = 1 / found.adding if found.adding else 0.0
-            kept = found.kept.gradient_received.kernel
-            added = found.added.gradient_sent.kernel.scaled(factor)
-            total = record.gradient_sent.kernel
+            kept = found.kept.grad_out.kernel
+            added = found.added.grad_in.kernel.scaled(factor)
+            total = record.grad_in.kernel
             self._sum(component.label, found, "backward", kept, added, total)
 
     @contextmanager

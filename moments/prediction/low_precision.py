@@ -164,11 +164,11 @@ def _rows(
     for name, (inputs, outputs) in model.shapes_of(layer).items():
         if READS.get(name) not in places:
             continue
-        read, sent = _operands(model, sites, places, layer, name)
+        read, grad_in = _operands(model, sites, places, layer, name)
         weight = Operand("gaussian", _rounded(float(getattr(variances, name))))
         for product, along, operands in (
             ("forward", inputs, {"input": (read, form.forward)}),
-            ("input gradient", outputs, {"gradient": (sent, form.gradient)}),
+            ("input gradient", outputs, {"gradient": (grad_in, form.gradient)}),
         ):
             losses = {}
             for kind, (operand, elements) in (
@@ -214,8 +214,8 @@ def _operands(
     units = _units_of(model, sites, places, layer)
     laws = ("gated hidden", "gate gradient") if model.gated else ("hidden", "hidden gradient")
     if name == "ffn_out":
-        sent = Operand("gaussian", _rounded(sites[at]["grad_variance"]))
-        return Operand(laws[0], units, model.activation, model.gated), sent
+        grad_in = Operand("gaussian", _rounded(sites[at]["grad_variance"]))
+        return Operand(laws[0], units, model.activation, model.gated), grad_in
     law = "linear gradient" if model.gated and name == "ffn_in" else laws[1]
     return read, Operand(law, units, model.activation, True)
 

@@ -126,8 +126,8 @@ def predict(
         inputs, other = as_many(inputs, other)
         if inputs.sequences > 1 and model.head is not None and model.head.loss != "classification":
             targets = repeated(targets, 2, inputs.sequences)
-    received = {"grad_variance": grad_variance, "grad_correlation": grad_correlation}
-    shapes = {name: given_shape(value) for name, value in received.items()}
+    grad_out = {"grad_variance": grad_variance, "grad_correlation": grad_correlation}
+    shapes = {name: given_shape(value) for name, value in grad_out.items()}
     shapes["grad_kernel"] = given_shape(grad_kernel)[:-2]
     shape = configurations(inputs=inputs.shape, encoder_inputs=other.shape, **shapes)
     resolved = resolution(model, theory, tokens, inputs, other, grad_kernel, targets)
@@ -155,7 +155,7 @@ def predict(
         )
         stack.backward(outcome)
         if model.encoder is not None:
-            stacks[0].backward(stacks[0].read_back(stack.trace.sent_to_memory()))
+            stacks[0].backward(stacks[0].read_back(stack.trace.grad_memory()))
     encoder = None
     if model.encoder is not None:
         read = functools.partial(

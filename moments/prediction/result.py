@@ -535,8 +535,8 @@ class Prediction:
         first, last = self.variance[..., 0], self.variance[..., -1]
         if self.variance.ndim > 1:
             return f"Prediction({self.variance.shape[:-1]} configurations, {self.theory})"
-        sent = self.grad_variance[-1]
-        growth = f"x {self.grad_variance[0] / sent:.4g} down to the input" if sent else "0"
+        grad_in = self.grad_variance[-1]
+        growth = f"x {self.grad_variance[0] / grad_in:.4g} down to the input" if grad_in else "0"
         return (
             f"Prediction({self.model.layers} layers, {self.theory}: variance x {last / first:.4g}, "
             f"correlation {self.correlation[0]:.3f} to {self.correlation[-1]:.3f}, "

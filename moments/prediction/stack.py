@@ -264,7 +264,7 @@ class Stack:
         gradient, output = outcome.gradient, outcome.output
         self._layers = self._layers.backward(gradient, self.run)
         if self._embedding is not None:
-            self._embedding = self._embedding.backward(self._layers.gradient_sent, self.run)
+            self._embedding = self._embedding.backward(self._layers.grad_in, self.run)
         if output is None:
             return
         self._ending, self._logits = output.record, output.logits
@@ -287,7 +287,7 @@ class Stack:
         assert self._ending is not None
         total = sum_of([gradient.kernel for gradient in gradients])
         self._ending = self._ending.backward(Gradient(total, self.model.seq_len), self.run)
-        return Outcome(self._ending.gradient_sent)
+        return Outcome(self._ending.grad_in)
 
     @property
     def trace(self) -> Trace:
@@ -305,7 +305,7 @@ class Stack:
         """What both passes found, the gradient at the last layer coming from `top` if any; `alone`
         as in `Prediction`."""
         model, trace, layout = self.model, self.trace, self.layout
-        embedded = None if self._embedding is None else self._embedding.gradient_sent
+        embedded = None if self._embedding is None else self._embedding.grad_in
         columns: list[tuple[Any, ...]] = [layout.moments(point)[1:] for point in trace.stream()]
         if any(np.ndim(one) for column in columns for one in column):
             columns = [tuple(np.broadcast_arrays(*column)) for column in columns]
@@ -363,13 +363,13 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class OuterWeights:
-    """What lies outside the layers, the embedding and the head: the gradient `received` at the sum
+    """What lies outside the layers, the embedding and the head: the gradient `gradient` at the sum
     of the tables, the head's output, every token's document (None where each row is one), and the
     loss's targets as given."""
 
     model: Transformer
     inputs: Inputs
-    received: Gradient | None
+    gradient: Gradient | None
     output: OutputMoments | None
     documents: np.ndarray | None
     targets: Any
@@ -382,18 +382,18 @@ class OuterWeights:
     def rows(self) -> list[tuple[int, str, Array]]:
         """Squared gradient norms: (layer, name, norm); layer 0 and that above the last."""
         model, inputs, output = self.model, self.inputs, self.output
-        embedding, received = model.embedding, self.received
+        embedding, gradient = model.embedding, self.gradient
         norms: dict[str, Array] = {}
-        if embedding is None or received is None:
+        if embedding is None or gradient is None:
             norms = {}
         elif inputs.pixels is not None:
-            norms = image_gradients(embedding, inputs.pixels, model.d_model, received.kernel)
+            norms = image_gradients(embedding, inputs.pixels, model.d_model, gradient.kernel)
         elif isinstance(embedding, Embedding):
             norms = embedding_gradients(
                 embedding,
                 model.seq_len,
                 embedding.table_width(model.d_model),
-                received.kernel,
+                gradient.kernel,
                 inputs.token_ids,
                 inputs.segment_ids,
                 self.documents,

@@ -60,11 +60,11 @@ class TangentKernel:
         if self.positions is not None and len(self.positions) == length:
             return self.off_diagonal
         if self.positions is None:
-            hats = np.ones((1, length))
+            basis = np.ones((1, length))
         else:
-            hats = PositionClasses(length, self.positions).hats
-        found: np.ndarray = hats.T @ self.off_diagonal @ hats
-        np.fill_diagonal(found, self.diagonal @ hats)
+            basis = PositionClasses(length, self.positions).basis
+        found: np.ndarray = basis.T @ self.off_diagonal @ basis
+        np.fill_diagonal(found, self.diagonal @ basis)
         return found
 
     @property
@@ -137,14 +137,14 @@ class _Read:
         stack = trace.stack.backward(Gradient(kernel, prediction.model.seq_len))
         embedding = trace.embedding
         if embedding is not None:
-            embedding = embedding.backward(stack.gradient_sent)
+            embedding = embedding.backward(stack.grad_in)
         found = prediction._overlaps.weights(Trace(trace.entering, stack, embedding))
         outer = prediction.outer_weights
-        if outer is not None and outer.received is not None and embedding is not None:
-            received = dataclasses.replace(
-                outer, received=embedding.gradient_sent, output=None, targets=None
+        if outer is not None and outer.gradient is not None and embedding is not None:
+            grad_out = dataclasses.replace(
+                outer, gradient=embedding.grad_in, output=None, targets=None
             )
-            found = [*received.rows(), *found]
+            found = [*grad_out.rows(), *found]
         if unknown := sorted(self.rates.keys() - {name for _, name, _ in found}):
             raise unknown_name("rates", unknown[0], sorted({name for _, name, _ in found}))
         return [(n, name, norm * self.rates.get(name, 1.0)) for n, name, norm in found]

@@ -245,7 +245,7 @@ class Stream:
     def of(cls, prediction: Prediction, inputs: Any, ending: Chain) -> Stream:
         model, layout, outer = prediction.model, prediction.layout, prediction.outer_weights
         assert outer is not None
-        assert outer.received is not None
+        assert outer.gradient is not None
         length, d = model.seq_len, model.d_model
         if isinstance(model.embedding, PatchEmbedding):
             before = np.asarray(image_kernel(model.embedding, inputs.pixels).off_diagonal)
@@ -263,7 +263,7 @@ class Stream:
             declare(model, "refined", *layout.places),
             ending,
             before,
-            np.asarray(outer.received.kernel.off_diagonal),
+            np.asarray(outer.gradient.kernel.off_diagonal),
             tables,
             patch,
             ids,
@@ -442,7 +442,7 @@ def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:
         for record in (trace.embedding, None, trace.stack, trace.ending):
             if record is None:
                 if not any(point.site == "stream" for own, point, _ in found if own == prefix):
-                    sent = None if trace.stack is None else trace.stack.sent
+                    sent = None if trace.stack is None else trace.stack.grad_in
                     found.append((prefix, Point(0, "stream", trace.entering, sent), trace.entering))
                 continue
             for one in record.walk():

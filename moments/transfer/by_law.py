@@ -192,7 +192,7 @@ class LawLeaf(Leaf):
         layout = Layout.of(moments, self.seq_len)
         ratio = self.width / record.input.width
         return LawResponse(
-            self, layout, moments.off_diagonal, ratio * around.received(record), ratio
+            self, layout, moments.off_diagonal, ratio * around.grad_out(record), ratio
         )
 
 
@@ -264,8 +264,8 @@ class LawPullback:
 
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, layout = self.leaf, self.layout
-        received = layout.array(gradient.kernel) * (leaf.width / self.signal.width)
-        shape = np.broadcast_shapes(received.shape, self.x.shape)
+        grad_out = layout.array(gradient.kernel) * (leaf.width / self.signal.width)
+        shape = np.broadcast_shapes(grad_out.shape, self.x.shape)
         none = [np.zeros(shape) for _ in leaf.names]
 
         def law(x: Array, *extra: Array) -> Array:
@@ -275,9 +275,9 @@ class LawPullback:
             return leaf.averaged(layout, x, self.moves, weights)
 
         _, pull = pullback(law, np.broadcast_to(self.x, shape), *none)
-        sent, *weights = (layout.kernel(one) for one in pull(np.broadcast_to(received, shape)))
+        grad_in, *weights = (layout.kernel(one) for one in pull(np.broadcast_to(grad_out, shape)))
         by_name = dict(zip(leaf.names, weights, strict=True))
-        return LawPulled(gradient.with_kernel(sent), by_name, self.signal)
+        return LawPulled(gradient.with_kernel(grad_in), by_name, self.signal)
 
 
 @dataclass(slots=True, eq=False)
@@ -302,14 +302,14 @@ class LawResponse:
     Attributes:
         leaf, layout: of the law.
         moments: (..., L, L) at the input.
-        received: (..., L, L) the gradient at the output, times `ratio`.
+        grad_out: (..., L, L) the gradient at the output, times `ratio`.
         ratio: of the features that leave to those that enter.
     """
 
     leaf: LawLeaf
     layout: Layout
     moments: Array
-    received: Array
+    grad_out: Array
     ratio: float
 
     def _across(self, x: Array) -> Array:
@@ -325,7 +325,7 @@ class LawResponse:
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         (point,), (above,) = self._with(sensitivity)
-        received = self.layout.cut(np.broadcast_to(self.received, sensitivity.shape))
+        grad_out = self.layout.cut(np.broadcast_to(self.grad_out, sensitivity.shape))
         given = np.zeros(sensitivity.shape)
         given[: len(exposure)] = exposure
         direction = self.layout.cut(given)
@@ -334,8 +334,8 @@ class LawResponse:
             diagonal = self.leaf.evaluated(self.layout, c, follow=True)
             if not len(exposure):
                 return np.sum(diagonal * above)
-            _, sent = tangent(self._across, [c], [direction])
-            return np.sum(diagonal * above) + np.sum(sent * received)
+            _, grad_in = tangent(self._across, [c], [direction])
+            return np.sum(diagonal * above) + np.sum(grad_in * grad_out)
 
         _, pull = pullback(number, point)
         found = self.layout.joined(pull(1.0)[0]).astype(SINGLE)

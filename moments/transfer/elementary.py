@@ -112,8 +112,8 @@ class Lawful(Leaf):
         """What varies over draws of an output of these moments: fields of `Signal`."""
         return {}
 
-    def _pulled(self, sent: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
-        return Pulled(sent)
+    def _pulled(self, grad_in: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
+        return Pulled(grad_in)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,15 +133,15 @@ class LawfulPullback:
     two: Values
 
     def __call__(self, gradient: Gradient) -> Pulled:
-        leaf, received, algebra = self.leaf, gradient.kernel, self.signal.algebra
+        leaf, grad_out, algebra = self.leaf, gradient.kernel, self.signal.algebra
         laws = leaf.laws.under(leaf.theory)
         if gradient.resolved:
-            single = self.one | {"grad_variance": received.diagonal}
-            pair = self.two | {"grad_covariance": received.off_diagonal}
+            single = self.one | {"grad_variance": grad_out.diagonal}
+            pair = self.two | {"grad_covariance": grad_out.off_diagonal}
         else:
             single = pair = self.one.copy()
-            single["grad_variance"] = received.diagonal
-            single["grad_covariance"] = received.off_diagonal
+            single["grad_variance"] = grad_out.diagonal
+            single["grad_covariance"] = grad_out.off_diagonal
         variance = evaluate(laws["grad_variance"], algebra, single)
         off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
         kernel = Kernel.joined(variance, off_diagonal, gradient.resolved)
@@ -186,8 +186,8 @@ class Linear(Lawful):
             kernel = without(kernel, way.signal, (1 - gradient.radial) / self.parameters["fan_in"])
         return gradient.along(kernel)
 
-    def _pulled(self, sent: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
-        return LinearPulled(sent, self, signal, gradient)
+    def _pulled(self, grad_in: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
+        return LinearPulled(grad_in, self, signal, gradient)
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -201,12 +201,12 @@ class LinearPulled(Pulled):
 
     leaf: Linear
     signal: Signal
-    received: Gradient
+    grad_out: Gradient
 
     def weights(self) -> Values:
         # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
         # db = sum_i g_i. Where gradients fall with the tokens' norms, they meet shorter tokens.
-        leaf, signal, gradient = self.leaf, self.signal, self.received
+        leaf, signal, gradient = self.leaf, self.signal, self.grad_out
         size = leaf.parameters["fan_in"] * leaf.parameters["fan_out"]
         tokens = signal.second_moment()
         if signal.fluctuation is not None:

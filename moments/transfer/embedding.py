@@ -223,8 +223,8 @@ def _fixed_on(d_model: int, one: PositionClasses) -> tuple[Matrix, Matrix]:
     # A token's mean over features is sum_m (sin + cos)(w_m t)/d, t counted from 0.
     turned = turned_means(one.length, frequencies, np.full(count, 0.5 / count))
     means = turned.real + turned.imag
-    sums, squares = one.hats @ means, (one.hats * means**2) @ one.hats.T
-    diagonal = one.hats @ means**2 / mass
+    sums, squares = one.basis @ means, (one.basis * means**2) @ one.basis.T
+    diagonal = one.basis @ means**2 / mass
     common = np.outer(sums, sums) - squares
     rest = pairs - twice
     usable = rest > 0.5

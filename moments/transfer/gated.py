@@ -355,9 +355,9 @@ class GatedPullback:
     factor: Pullback
 
     def __call__(self, gradient: Gradient) -> Pulled:
-        received, values, output = gradient.kernel, self.values, self.output
-        single = {"grad_variance": received.diagonal}
-        pair = {"grad_covariance": received.off_diagonal}
+        grad_out, values, output = gradient.kernel, self.values, self.output
+        single = {"grad_variance": grad_out.diagonal}
+        pair = {"grad_covariance": grad_out.off_diagonal}
         at_gate = values.both("grad_variance", single, pair, gradient.resolved)
         at_factor = values.both("grad_factor", single, pair, gradient.resolved)
         if values.signal.fluctuation is not None and knows_directions(gradient):
@@ -370,8 +370,8 @@ class GatedPullback:
         through_factor = self.factor(gradient.with_kernel(at_factor))
         # The two matrices are independent, and so are what they send back.
         total = through_gate.gradient.kernel + through_factor.gradient.kernel
-        sent = Gradient(total, gradient.seq_len)
-        return GatedPulled(sent, through_gate, through_factor)
+        grad_in = Gradient(total, gradient.seq_len)
+        return GatedPulled(grad_in, through_gate, through_factor)
 
 
 @dataclass(slots=True, eq=False)

@@ -84,19 +84,19 @@ def image_gradients(
         DomainError: pixels of another shape, or not as many tokens as the gradient has.
     """
     features, shared = _layout(embedding, pixels)
-    received = gradient.off_diagonal
-    if np.shape(received) != (len(features), len(features)):
+    grad_out = gradient.off_diagonal
+    if np.shape(grad_out) != (len(features), len(features)):
         allowed = f"of shape {(len(features), len(features))}, one row per token"
-        raise domain_error("gradient", f"shape {np.shape(received)}", allowed)
+        raise domain_error("gradient", f"shape {np.shape(grad_out)}", allowed)
     there = {
         "patch.bias": embedding.bias_variance is not None,
         "class": embedding.class_token,
         "position": embedding.position_variance > 0,
     }
-    found = {"patch": d_model * float((received * (features @ features.T)).sum())}
+    found = {"patch": d_model * float((grad_out * (features @ features.T)).sum())}
     for name, present in there.items():
         if present:
-            found[name] = d_model * float((received * shared[name]).sum())
+            found[name] = d_model * float((grad_out * shared[name]).sum())
     return found
 
 

@@ -127,7 +127,7 @@ class FiniteNormalization(Leaf):
         found = np.where(kernel.diagonal + one == 0.0, np.inf, one)[()]
         return float(found) if is_number(kernel.diagonal) else found
 
-    def _by_group(self, signal: Signal, received: Kernel, epsilon: Array) -> tuple[Array, Array]:
+    def _by_group(self, signal: Signal, grad_out: Kernel, epsilon: Array) -> tuple[Array, Array]:
         """The gradient behind small groups, whose norms fluctuate too much to expand.
 
         A group's m Gaussian features leave a chi-square norm of n degrees of freedom: n = m, or
@@ -136,8 +136,8 @@ class FiniteNormalization(Leaf):
         tokens, n = signal.second_moment(), self.freedom(signal.width)
         first, second = tokens.over_tokens(tokens.diagonal + epsilon)
         scale = (first * second) ** 0.5
-        variance = received.diagonal * expected_pull(n, 1.0) / (tokens.diagonal + epsilon)
-        off_diagonal = received.off_diagonal * expected_pull(n, signal.correlation()) / scale
+        variance = grad_out.diagonal * expected_pull(n, 1.0) / (tokens.diagonal + epsilon)
+        off_diagonal = grad_out.off_diagonal * expected_pull(n, signal.correlation()) / scale
         if signal.fluctuation is None:
             return variance, off_diagonal
         # what all groups' norms share
@@ -217,25 +217,25 @@ class NormalizationPullback:
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, one, two, width = self.leaf, self.one, self.two, self.signal.width
         laws, algebra = leaf.laws.under("refined"), self.signal.algebra
-        received = gradient.kernel.scaled(leaf.gain * leaf.gain)
+        grad_out = gradient.kernel.scaled(leaf.gain * leaf.gain)
         radial, mean = leaf._lost_directions(gradient)
-        along, along_first, along_second = at_tokens(received, radial)
-        share = (along + received.lift(mean)[0]) / width
+        along, along_first, along_second = at_tokens(grad_out, radial)
+        share = (along + grad_out.lift(mean)[0]) / width
         overlap = two["x_correlation"] ** 2
-        _, pair_share = received.lift(1 / width)
-        lost = of_pairs(along_first, along_second, overlap) + received.lift(mean)[1]
+        _, pair_share = grad_out.lift(1 / width)
+        lost = of_pairs(along_first, along_second, overlap) + grad_out.lift(mean)[1]
         pair_share = pair_share * lost
-        single = one | {"grad_variance": received.diagonal, "removed_share": share}
-        pair = two | {"grad_covariance": received.off_diagonal, "removed_pair_share": pair_share}
+        single = one | {"grad_variance": grad_out.diagonal, "removed_share": share}
+        pair = two | {"grad_covariance": grad_out.off_diagonal, "removed_pair_share": pair_share}
         variance = evaluate(laws["grad_variance"], algebra, single)
         off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
         if leaf.groups > 1:
-            variance, off_diagonal = leaf._by_group(self.signal, received, self.epsilon)
-        kernel = Kernel.joined(variance, off_diagonal, received.resolved)
+            variance, off_diagonal = leaf._by_group(self.signal, grad_out, self.epsilon)
+        kernel = Kernel.joined(variance, off_diagonal, grad_out.resolved)
         # What is normalised has no scale, so its gradient is orthogonal to it.
         centred = 1.0 if leaf.centres else gradient.centred_share
-        sent = Gradient(kernel, gradient.seq_len, 0.0, centred, norm_response=1.0)
-        return AffinePulled(sent, leaf, width, self.normal, gradient)
+        grad_in = Gradient(kernel, gradient.seq_len, 0.0, centred, norm_response=1.0)
+        return AffinePulled(grad_in, leaf, width, self.normal, gradient)
 
 
 _EXPANDED = 0.05
@@ -358,19 +358,19 @@ class AffinePulled(Pulled):
         norm: that one.
         width: number of features.
         normal: kernel of what the gain multiplies.
-        received: gradient at the output.
+        grad_out: gradient at the output.
     """
 
     norm: FiniteNormalization | DynamicTanh
     width: Any
     normal: Kernel
-    received: Gradient
+    grad_out: Gradient
 
     def weights(self) -> Values:
         """d gain_k = sum_i g_ik n_ik and d bias_k = sum_i g_ik, n what the gain multiplies:
         gradients and signal are independent entry by entry, up to order 1/width where the gradient
         is orthogonal."""
-        norm, gradient = self.norm, self.received
+        norm, gradient = self.norm, self.grad_out
         if not norm.affine:
             return {}
         overlap = (self.normal * gradient.kernel).total(gradient.seq_len)

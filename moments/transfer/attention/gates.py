@@ -75,15 +75,15 @@ class GatedHeads(Component):
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         run.met(record, gradient)
         heads, gate = record.children
-        received, length = gradient.kernel, gradient.seq_len
+        grad_out, length = gradient.kernel, gradient.seq_len
         back = (
-            heads.backward(Gradient(received * gate.output.second_moment(), length), run),
+            heads.backward(Gradient(grad_out * gate.output.second_moment(), length), run),
             gate.backward(
-                Gradient((received * heads.output.kernel).scaled(self.each), length), run
+                Gradient((grad_out * heads.output.kernel).scaled(self.each), length), run
             ),
         )
-        sent = sum_of([one.gradient_sent.kernel for one in back])
-        return record.completed(gradient, Gradient(sent, length), back)
+        grad_in = sum_of([one.grad_in.kernel for one in back])
+        return record.completed(gradient, Gradient(grad_in, length), back)
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk

@@ -73,7 +73,7 @@ class _Core(SelfAttention):
     def value_width(self) -> Any:
         return self.heads * self.value_dim
 
-    def sight(self, queries: int, keys: int, matrices: int) -> list[Mask]:
+    def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
         """Which keys each query sees: it stands where its key does."""
         return self_masks(self, keys, matrices)
 
@@ -200,7 +200,7 @@ class LatentHeads(Leaf):
 
     def response(self, record: Record, around: Around) -> Response:
         signal = record.input
-        return AttentionSublayer.of(self._alone(signal), signal, around.received(record))
+        return AttentionSublayer.of(self._alone(signal), signal, around.grad_out(record))
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -261,7 +261,7 @@ class _Pulled(Pulled):
 
     Attributes:
         way: around what.
-        received: gradient's kernel at the heads.
+        grad_out: gradient's kernel at the heads.
         sides: attention's paths.
         shared: gradient's kernel at tokens that keys' shared part would be made of with matrices of
             unit gain.
@@ -269,7 +269,7 @@ class _Pulled(Pulled):
     """
 
     way: _Back
-    received: Kernel
+    grad_out: Kernel
     sides: Any
     shared: Kernel
     parts: tuple[Pulled, ...]
@@ -278,7 +278,7 @@ class _Pulled(Pulled):
         way = self.way
         heads, signal = way.heads, way.signal
         block = heads.block
-        found = dict(way.way.weights(self.received, self.sides))
+        found = dict(way.way.weights(self.grad_out, self.sides))
         # The matrix of the keys' own part has nope_dim of d_head features, and its own variance.
         found["key"] = found["key"] * (block.nope_dim / (block.nope_dim + block.rope_dim))
         for part in self.parts:
@@ -296,5 +296,5 @@ class _Pulled(Pulled):
 
     def response(self) -> Kernel | None:
         way = self.way
-        found = way.way.response(self.received)
+        found = way.way.response(self.grad_out)
         return _down(way.asks, found, way.signal.seq_len, []) if way.asks else found

@@ -227,7 +227,7 @@ class AlikeLayer:
         unshared_value, scale, masked = self._own
         noise = self._noise * masked
 
-        def sent(rate: Kernel, dropped: Array = 0.0, drive: Array = 1.0) -> Array:
+        def grad_in(rate: Kernel, dropped: Array = 0.0, drive: Array = 1.0) -> Array:
             """To a key by all rows: rates of every two, and what dropout adds to a row's own."""
             dropped = self._alone(dropped + 0.0 * self._of(rows.square))
             rate = Kernel.joined(rate.diagonal + dropped, rate.off_diagonal, rate.resolved)
@@ -235,8 +235,8 @@ class AlikeLayer:
 
         ones = self._queries.with_ones()
         overlap = self._at(rows.overlap)
-        held = sent(overlap, self._noise * self._of(rows.overlap[:, 0]))
-        value = Kernel(held, sent(ones - overlap) / others)
+        held = grad_in(overlap, self._noise * self._of(rows.overlap[:, 0]))
+        value = Kernel(held, grad_in(ones - overlap) / others)
         path = self.overlap_path(gradient)
         rate = self._at(rows.query).at_every_pair(unshared_value)
         diagonal = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
@@ -245,9 +245,9 @@ class AlikeLayer:
         )
         query = (gradient * rate.at_every_pair(scale)).mixed(1.0, path, wide)
         driven = self._at(rows.key).at_every_pair(unshared_value)
-        key = sent(driven, noise * self._of(rows.dropped_key), self._drive)
+        key = grad_in(driven, noise * self._of(rows.dropped_key), self._drive)
         growth = self._at(rows.growth)
-        shared = 2 * wide * sent(growth, self._noise * self._of(rows.dropped_cross))
+        shared = 2 * wide * grad_in(growth, self._noise * self._of(rows.dropped_cross))
         paths = value, query, Kernel(key, -key / others), Kernel(shared, -shared / others)
         return Paths(*map(_plain, paths))
 

@@ -243,7 +243,7 @@ class TokenLayer(_Layer):
             memory.off_diagonal.shape,
         )
         count = int(np.prod(self._shape[:-2], dtype=int))
-        self._masks = leaf.sight(self._shape[-1], self._memory_shape[-1], count)
+        self._masks = leaf.key_masks(self._shape[-1], self._memory_shape[-1], count)
         self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread)
         self._length = self._shape[-1]
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
@@ -340,13 +340,13 @@ class ClassLayer(_Layer):
         self._lead = lead = (
             np.shape(tokens.off_diagonal) if self._alike else tokens.off_diagonal.shape[:-2]
         )
-        self._sight = sight = classes.seen(leaf.window)
+        self._key_counts = key_counts = classes.key_counts(leaf.window)
         scales, self.wanted = logit_scales(law)
         given = scales, norm_variance(memory)
         scales, spreads = (np.broadcast_to(one, lead).ravel() for one in given)
         self._rotary_means = rotary_means = None
         if leaf.rotary is not None:
-            rotary_means = RotaryMeans.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
+            rotary_means = RotaryMeans.of(key_counts, *leaf.rotary.frequencies(int(leaf.d_head)))
             self._rotary_means = rotary_means
         self._rows: list[PositionAttention] = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
@@ -365,7 +365,7 @@ class ClassLayer(_Layer):
                 told = told[:half]
             inside, *other = told
             across = Across(*other[0], words[1]) if other else None
-            logits = ClassLogits(*inside, float(scale), sight, rotary_means, across, words[0])
+            logits = ClassLogits(*inside, float(scale), key_counts, rotary_means, across, words[0])
             self._rows.append(
                 PositionAttention(
                     logits,
@@ -378,7 +378,7 @@ class ClassLayer(_Layer):
             )
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
         self._tokens, self._length = tokens, classes.length
-        self.keys = self._of_tokens(sight.size)
+        self.keys = self._of_tokens(key_counts.size)
 
     def _words(
         self, classes: TextClasses, told: Sequence[tuple[Matrix, Matrix, Matrix]]
@@ -456,7 +456,7 @@ class ClassLayer(_Layer):
         if self._alike:
             return None
         found = np.stack([one.weights for one in self._rows])
-        return ClassRows(found.reshape(*self._lead, *found.shape[1:]), self._sight)
+        return ClassRows(found.reshape(*self._lead, *found.shape[1:]), self._key_counts)
 
     @functools.cached_property
     def sum_square(self) -> Array:
@@ -534,7 +534,7 @@ class ClassLayer(_Layer):
     def _shifted(self, table: RelativeBias) -> Kernel:
         shifted = [
             self._classes.joined(
-                *(shifted_classes(self._sight, table, one.weights, block) for block in blocks)
+                *(shifted_classes(self._key_counts, table, one.weights, block) for block in blocks)
             )
             for one, blocks in zip(self._rows, self._flat(self._tokens, means=True), strict=True)
         ]

@@ -425,7 +425,7 @@ def through(path: Kernel, side: Side, gradient_scale: Array) -> Kernel:
 
 
 def normalised_cross(
-    law: LogitLaw, rows: RowMoments, weights: Any, width: Any, received: Array, plain: Paths[Kernel]
+    law: LogitLaw, rows: RowMoments, weights: Any, width: Any, grad_out: Array, plain: Paths[Kernel]
 ) -> Kernel:
     """Correlation of the value and key paths of normalised keys.
 
@@ -434,33 +434,33 @@ def normalised_cross(
         rows: of the attention, in the shape of the queries.
         weights: mean attention, an array or `ClassRows`; None: uniform.
         width: of the tokens attended to.
-        received: variance of the gradient at every row.
+        grad_out: variance of the gradient at every row.
         plain: the paths of keys that are not normalised.
     """
     queries, keys = law.queries.kernel, law.keys.kernel
     total = queries.scaled(law.scale * keys.mean_diagonal()).diagonal
-    apart = np.clip(ratio_or_zero(rows.logit_variance, total), 0.0, 1.0)
+    unshared = np.clip(ratio_or_zero(rows.logit_variance, total), 0.0, 1.0)
     several = np.maximum((1 - rows.squares) * (1 - 2 * rows.squares), 0.0)
-    lost = 2 / width * rows.logit_variance * apart * several
+    lost = 2 / width * rows.logit_variance * unshared * several
     value = plain.value
     if weights is None:
         value = value.scaled(queries.average(lost))
     else:
-        one, two = (_of_keys(weights, received, lost, power, value) for power in (2, 1))
+        one, two = (_of_keys(weights, grad_out, lost, power, value) for power in (2, 1))
         first, second = value.over_tokens(two)
         value = value.weighted(one, (first + second) / 2)
-    return plain.cross.scaled(1 - queries.average(apart)) - value
+    return plain.cross.scaled(1 - queries.average(unshared)) - value
 
 
-def _of_keys(attention: Any, received: Array, values: Array, power: int, keys: Kernel) -> Array:
+def _of_keys(attention: Any, grad_out: Array, values: Array, power: int, keys: Kernel) -> Array:
     """A number per row at every one of `keys`: its average over the rows, by powers of their
     weights."""
-    sizes, sums = np.asarray(received), np.asarray(received * values)
+    sizes, sums = np.asarray(grad_out), np.asarray(grad_out * values)
     if not isinstance(attention, ClassRows):
         return _averaged(attention**power, sizes, sums)
-    sight, classes = attention.sight, keys.classes
+    key_counts, classes = attention.key_counts, keys.classes
     assert classes is not None
-    met = sight.later_own if power == 2 else sight.rows
+    met = key_counts.later_diagonal if power == 2 else key_counts.rows
     weights = attention.weights**power * np.swapaxes(met, -1, -2)
     of_one = (classes.in_one(one + 0.0 * keys.diagonal) for one in (sizes, sums))
     return classes.repeated(_averaged(weights, *of_one))
@@ -493,7 +493,7 @@ def projection_gradients(
     signal: Signal,
     memory: Signal,
     mixed: Kernel,
-    received: Kernel,
+    grad_out: Kernel,
     paths: ProjectionPaths,
     rows: RowMoments,
 ) -> dict[str, Array]:
@@ -504,7 +504,7 @@ def projection_gradients(
         law: of its logits.
         signal, memory: the tokens that ask, and those attended to.
         mixed: second moments per feature of sum_j a_ij y_j over the latter.
-        received: gradient's kernel at the heads.
+        grad_out: gradient's kernel at the heads.
         paths: of it.
         rows: of the attention.
     """
@@ -514,9 +514,9 @@ def projection_gradients(
     sides = (("query", signal, paths.query), ("key", memory, paths.key))
     inverse = _inverse_variances(leaf)
     for side, tokens, path in sides:
-        sent = _of_side(leaf, law, side, tokens, path)
-        found |= {name: norm * inverse[side] for name, norm in sent.items()}
-    found["value"] = leaf.memory_width * width * (mixed * received).total(length)
+        grad_in = _of_side(leaf, law, side, tokens, path)
+        found |= {name: norm * inverse[side] for name, norm in grad_in.items()}
+    found["value"] = leaf.memory_width * width * (mixed * grad_out).total(length)
     found["key"] = found["key"] + grown["key"] / leaf.memory_width
     if leaf.qk_norm is not None and leaf.norm_affine:
         # E (tr J)^2 of two rows, which the overlaps' variance stands beside, is that of any two.
@@ -526,7 +526,7 @@ def projection_gradients(
         found["query.norm.gain"] = found["key.norm.gain"] = gain
     if "value" in biased(leaf.has_bias):
         dropped = leaf.drop_prob / (1 - leaf.drop_prob)
-        ones = received.with_diagonal(received.diagonal * (1 + dropped * rows.squares))
+        ones = grad_out.with_diagonal(grad_out.diagonal * (1 + dropped * rows.squares))
         found["value.bias"] = width * ones.total(length)
     if "key.bias" in found:
         moved = _moves_with_keys(leaf)
@@ -596,10 +596,10 @@ def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) 
     kernel, length = tokens.second_moment(), tokens.seq_len
     if name == "key" and not _moves_with_keys(leaf):
         kernel = kernel.without_common()
-    sent, size = through(path, side, law.gradient_scale), leaf.memory_width
-    found = {name: size * (kernel * sent).total(length)}
+    grad_in, size = through(path, side, law.gradient_scale), leaf.memory_width
+    found = {name: size * (kernel * grad_in).total(length)}
     if name in biased(leaf.has_bias):
-        found[f"{name}.bias"] = size / tokens.width * sent.total(length)
+        found[f"{name}.bias"] = size / tokens.width * grad_in.total(length)
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...engine.classes import ClassMatrix, ClassRows, OneClass, Sight, diagonal_of
+from ...engine.classes import ClassMatrix, ClassRows, OneClass, KeyCounts, diagonal_of
 from ...engine.composition import Pulled
 from ...engine.fluctuation import (
     OverlapWalk,
@@ -109,9 +109,9 @@ class Averages(NamedTuple):
     def spread(self, off_diagonal: Matrix) -> Matrix:
         """sum_ii' H_ii' P_i X P_i', the transpose of `gather` in Y, for pairs H of rows."""
         w = self.weights
-        sent = transposed(w) @ off_diagonal
-        cross = (sent * transposed(self.mixed)) @ w
-        found = (sent @ w) * self.kernel - cross - transposed(cross)
+        grad_in = transposed(w) @ off_diagonal
+        cross = (grad_in * transposed(self.mixed)) @ w
+        found = (grad_in @ w) * self.kernel - cross - transposed(cross)
         return found + transposed(w) @ (off_diagonal * self.means) @ w
 
 
@@ -140,7 +140,7 @@ class AttentionResponse:
         query_change: (slope + slope_change) tr(P_i C P_i' C).
         squares_change: C_ii d(squares)/dC_ii, as if theta's odds grew in proportion.
         through_keys: (..., L) what dropout adds to the keys' part of a row with itself.
-        apart: (..., L) sum_j w_ij C_jj - (w C w^T)_ii, which theta is proportional to.
+        unshared: (..., L) sum_j w_ij C_jj - (w C w^T)_ii, which theta is proportional to.
         bend: (..., L) d log t/d log theta - 1 of every row.
         logit_variance, keys: (..., L) theta and effective number of keys of every row.
     """
@@ -155,7 +155,7 @@ class AttentionResponse:
     query_change: Matrix
     squares_change: Matrix
     through_keys: Array
-    apart: Array
+    unshared: Array
     bend: Array
     logit_variance: Array
     keys: Array
@@ -181,7 +181,7 @@ class AttentionResponse:
         for place, index in enumerate(np.ndindex(axes)):
             one = kernel[index]
             if allowed is None:
-                rows = _on_classes(one, one.classes.seen(attention.window), tau)
+                rows = _on_classes(one, one.classes.key_counts(attention.window), tau)
             else:
                 rows = _by_token(one, allowed[place], tau)
             built.append(_response(one, *rows, tau, dropped, float(attention.d_model)))
@@ -220,7 +220,7 @@ class AttentionResponse:
         diagonal = diagonal_of(sensitivity)
         sized = diagonal * (self.squares_change @ diagonal_of(self.kernel)[..., None])[..., 0]
         follows = self.bend * (row_sums(self.query * self.kernel * sensitivity) + sized)
-        apart = 0.0 * sized
+        paths = 0.0 * sized
         if adjoint is not None:
             given = adjoint.given.kernel
             twice = 2 * self.slope + self.slope_change
@@ -239,12 +239,12 @@ class AttentionResponse:
                 * diagonal
                 * self.through_keys
             )
-            sized, apart = sized + squares, squares - keyed
+            sized, paths = sized + squares, squares - keyed
             dropped = dropped + ratio(over_tokens(keyed, middle), trace_of(self.kernel))[..., None]
         direct = direct + diagonal_matrix(ratio(follows + sized, diagonal_of(self.kernel)), middle)
-        apart = ratio(follows + apart, self.apart)
-        middle = middle - diagonal_matrix(apart, middle)
-        dropped = dropped + (wt @ apart[..., None])[..., 0]
+        paths = ratio(follows + paths, self.unshared)
+        middle = middle - diagonal_matrix(paths, middle)
+        dropped = dropped + (wt @ paths[..., None])[..., 0]
         found = wt @ middle @ w + self._rows.spread(off_diagonal)
         if adjoint is not None:
             found = found + adjoint.given.spread(keys)
@@ -288,11 +288,11 @@ def _by_token(kernel: Array, mask: Array, tau: float) -> tuple[AttentionRows, Ar
 
 
 def _on_classes(
-    kernel: ClassMatrix, sight: Sight, tau: float
+    kernel: ClassMatrix, key_counts: KeyCounts, tau: float
 ) -> tuple[AttentionRows, Matrix, Matrix]:
     classes = kernel.classes
     tokens, *alike = classes.told_apart(kernel.diagonal, kernel.off_diagonal)
-    logits = ClassLogits(tokens, tokens, tokens, tau, sight)
+    logits = ClassLogits(tokens, tokens, tokens, tau, key_counts)
     if isinstance(classes, TextClasses):
         (same,) = alike
         counts = classes.share, classes.frequencies, classes.others
@@ -304,8 +304,8 @@ def _on_classes(
     if isinstance(classes, TextClasses):
         relative = ratio(by_frequency[..., 1:], mean[..., None])
         crowded = relative**2 @ classes.frequencies.of_pairs[1:]
-    weights = ClassMatrix.of_rows(mean, sight, classes, crowded)
-    squares = ClassMatrix.of_rows(by_frequency**2 @ portion, sight, classes)
+    weights = ClassMatrix.of_rows(mean, key_counts, classes, crowded)
+    squares = ClassMatrix.of_rows(by_frequency**2 @ portion, key_counts, classes)
     several = {f.name: classes.repeated(getattr(rows, f.name)) for f in dataclasses.fields(rows)}
     return dataclasses.replace(rows, **several), weights, squares
 
@@ -371,9 +371,9 @@ def _response(
     squares_change = squares * diagonal_of(kernel * slope)[..., :, None] * excess
     squares = squares * (1 + diagonal_of(kernel * chord)[..., :, None] * excess)
     # Given the direction a query looks in, the tokens it attends to share a component along it.
-    apart = (weights @ diagonal[..., None])[..., 0] - diagonal_of(means)
+    unshared = (weights @ diagonal[..., None])[..., 0] - diagonal_of(means)
     overlap = averages.gather(averages)
-    query = slope * (overlap + _outer(apart) / d_model)
+    query = slope * (overlap + _outer(unshared) / d_model)
     mean = (trace_of(kernel) / count_of(kernel))[..., None]
     dropped_rows = dropped[..., None] if np.ndim(dropped) else dropped
     through_keys = dropped_by_own(dropped_rows, ratio(rows.unshared, mean))
@@ -382,7 +382,7 @@ def _response(
     dropped = per_pair(dropped) if np.ndim(dropped) else dropped
     squares, squares_change = dropped * squares, dropped * squares_change
     maps = weights, squares, by_head, query, slope, change, query_change, squares_change
-    return *maps, through_keys, apart, _bend(rows), rows.theta, rows.keys
+    return *maps, through_keys, unshared, _bend(rows), rows.theta, rows.keys
 
 
 def _outer(entries: Array) -> Array:
@@ -457,7 +457,7 @@ class AttentionSublayer:
     Attributes:
         maps: of the attention weights.
         gain, back_gain: of the value projection, on a signal and on a gradient.
-        received: (..., L, L) gradient at the output.
+        grad_out: (..., L, L) gradient at the output.
         head_noise: what a head's rows send together.
         heads, d_head, d_model: number and width of the heads, width of the tokens.
     """
@@ -465,14 +465,14 @@ class AttentionSublayer:
     maps: AttentionResponse
     gain: Array
     back_gain: Array
-    received: Matrix
+    grad_out: Matrix
     head_noise: HeadNoise
     heads: float
     d_head: float
     d_model: float
 
     @classmethod
-    def of(cls, attention: Any, signal: Signal, received: Matrix) -> AttentionSublayer:
+    def of(cls, attention: Any, signal: Signal, grad_out: Matrix) -> AttentionSublayer:
         """Around the signal that enters and the gradient kernel received."""
         tokens = signal.second_moment()
         kernel = matrix_of(tokens, signal.seq_len)
@@ -490,8 +490,8 @@ class AttentionSublayer:
             maps,
             attention.d_model * attention.value,
             back_gain,
-            received,
-            HeadNoise.of(maps, per_pair(back_gain) * received),
+            grad_out,
+            HeadNoise.of(maps, per_pair(back_gain) * grad_out),
             attention.heads,
             attention.d_head,
             attention.d_model,
@@ -502,29 +502,29 @@ class AttentionSublayer:
         what a head's realised weights and keys send: few vectors over tokens in each head."""
         adjoint = self.maps.gradient_adjoint(sensitivity)
         onward = per_pair(self.back_gain) * adjoint.onward
-        noise = 2 / (self.heads * self.d_head) * paired(onward, self.received, self.received)
+        noise = 2 / (self.heads * self.d_head) * paired(onward, self.grad_out, self.grad_out)
         head = self.head_noise
-        sizes = entrywise(np.abs, self.maps.by_head * self.received * adjoint.gathered)
+        sizes = entrywise(np.abs, self.maps.by_head * self.grad_out * adjoint.gathered)
         rows = row_sums(sizes)
         crowding = ratio(over_tokens(rows * head.crowding, sizes), over_tokens(rows, sizes))
-        for sent in (head.gradients, head.queries):
-            by_key = (3 * crowding - 1) * paired(sensitivity, sent, sent)
-            size = 2 * total(sensitivity * sent) ** 2 / self.d_model
+        for grad_in in (head.gradients, head.queries):
+            by_key = (3 * crowding - 1) * paired(sensitivity, grad_in, grad_in)
+            size = 2 * total(sensitivity * grad_in) ** 2 / self.d_model
             noise = noise + (by_key + size) / self.heads
         diagonal = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
-        diagonal = diagonal_of(per_pair(self.back_gain) * diagonal * self.received)
-        noise = noise + over_tokens(diagonal**2 * head.alone, self.received) / self.heads
-        met = total(sensitivity * (self.received @ self.maps.weights))
-        whole = total(sensitivity * self.received) * total(onward * self.received)
+        diagonal = diagonal_of(per_pair(self.back_gain) * diagonal * self.grad_out)
+        noise = noise + over_tokens(diagonal**2 * head.alone, self.grad_out) / self.heads
+        met = total(sensitivity * (self.grad_out @ self.maps.weights))
+        whole = total(sensitivity * self.grad_out) * total(onward * self.grad_out)
         return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * met**2, whole))
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         """The noise is that of |W_k^T W_q x|^2 in every head, which scales a query's logits."""
-        gain, received = per_pair(self.gain), per_pair(self.back_gain) * self.received
+        gain, grad_out = per_pair(self.gain), per_pair(self.back_gain) * self.grad_out
         count = len(exposure.given.kernel)
-        onward, queries = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, received)
+        onward, queries = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, grad_out)
         if count < len(sensitivity):
-            rest = self.maps.signal_adjoint(gain * sensitivity[count:], None, received)
+            rest = self.maps.signal_adjoint(gain * sensitivity[count:], None, grad_out)
             onward, queries = (stacked(pair) for pair in zip((onward, queries), rest, strict=True))
         relative = 2 * (1 / self.d_head + 1 / self.d_model) / self.heads
         kernel = self.maps.kernel
@@ -579,8 +579,8 @@ def uniform_rows(leaf: Any, tokens: Signal) -> Any:
     """(L, L) attention that keeps to the mask alone, of tokens resolved; `ClassRows` on classes."""
     classes = tokens.kernel.classes
     if classes is not None:
-        sight = classes.seen(leaf.window)
-        return ClassRows(sight.seen / sight.size[:, None], sight)
+        key_counts = classes.key_counts(leaf.window)
+        return ClassRows(key_counts.visible / key_counts.size[:, None], key_counts)
     mask = self_masks(leaf, tokens.kernel.off_diagonal.shape[-1], 1)[0]
     return np.asarray(mask / mask.sum(1, keepdims=True))
 
@@ -620,8 +620,8 @@ def query_elasticity(
     response = None if pulled is None or unshared == 0.0 else pulled.response()
     if response is None:
         return 0.0
-    sent = float(response.mean_off_diagonal(real))
-    return float(sent * before.width / after.width * unshared_variance(before, real) / unshared)
+    grad_in = float(response.mean_off_diagonal(real))
+    return float(grad_in * before.width / after.width * unshared_variance(before, real) / unshared)
 
 
 def unshared_spread(tokens: Signal, real: Array | None = None) -> float:

@@ -158,7 +158,7 @@ class SelfAttention(Attention, Leaf):
         way = attended(self, signal, signal)
         return way.output, way
 
-    def sight(self, queries: int, keys: int, matrices: int) -> list[Mask]:
+    def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
         """Which keys each query sees, one mask for every kernel."""
         return self_masks(self, keys, matrices)
 
@@ -188,7 +188,7 @@ class SelfAttention(Attention, Leaf):
         return dataclasses.replace(free, rotary=None, alibi=False, relative_bias=None)
 
     def response(self, record: Record, around: Around) -> Response:
-        return AttentionSublayer.of(self, record.input, around.received(record))
+        return AttentionSublayer.of(self, record.input, around.grad_out(record))
 
     @property
     def _width(self) -> Any:
@@ -226,17 +226,17 @@ class AttentionPullback:
         query, rest, sides = self._sent(gradient.kernel)
         return self._pulled(query, gradient, sides), Gradient(rest, self.memory.seq_len)
 
-    def _pulled(self, sent: Kernel, gradient: Gradient, sides: Any) -> AttentionPulled:
-        return AttentionPulled(Gradient(sent, gradient.seq_len), self, gradient.kernel, sides)
+    def _pulled(self, grad_in: Kernel, gradient: Gradient, sides: Any) -> AttentionPulled:
+        return AttentionPulled(Gradient(grad_in, gradient.seq_len), self, gradient.kernel, sides)
 
-    def _sent(self, received: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
+    def _sent(self, grad_out: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
         """Through the queries, through keys and values, and the paths."""
-        sides: Paths[Kernel] = self.layer.backward(received.scaled(self.gain))
+        sides: Paths[Kernel] = self.layer.backward(grad_out.scaled(self.gain))
         if self.leaf.qk_norm is not None and not over_all_heads(self.leaf):
             queries, width = self.law.queries.kernel, self.leaf.memory_width
             rows = of_rows(self.output, np.shape(queries.diagonal) if queries.resolved else ())
             attention = self.layer.weights()
-            cross = normalised_cross(self.law, rows, attention, width, received.diagonal, sides)
+            cross = normalised_cross(self.law, rows, attention, width, grad_out.diagonal, sides)
             sides = sides._replace(cross=cross)
         key = through(sides.key, self.law.keys, self.law.key_scale)
         return self._at_queries(sides.query), sides.value + sides.cross + key, sides
@@ -253,9 +253,9 @@ class AttentionPullback:
             return found
         return found.scaled(self.leaf.memory_width / self.leaf.d_model)
 
-    def overlap_path(self, received: Kernel) -> Kernel:
+    def overlap_path(self, grad_out: Kernel) -> Kernel:
         """What the query path gains per unit of the overlaps' variance."""
-        found: Kernel = self.layer.overlap_path(received.scaled(self.gain))
+        found: Kernel = self.layer.overlap_path(grad_out.scaled(self.gain))
         return found
 
     def summed(self, query: Kernel) -> Kernel:
@@ -263,15 +263,15 @@ class AttentionPullback:
         found: Kernel = self.layer.summed(query)
         return found
 
-    def response(self, received: Kernel) -> Kernel:
+    def response(self, grad_out: Kernel) -> Kernel:
         """The query path of a gradient of ones."""
         found: Kernel = self.layer.response()
         return self._at_queries(found.scaled(self.gain))
 
-    def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
+    def weights(self, grad_out: Kernel, sides: Any) -> dict[str, Array]:
         """`projection_gradients` of the paths of a gradient, and that of a table of biases."""
-        gained = received.scaled(self.gain)
-        norms = self._of_projections(received, sides)
+        gained = grad_out.scaled(self.gain)
+        norms = self._of_projections(grad_out, sides)
         table = self.layer.table_gradient(self.leaf, gained)
         if table is not None:
             norms |= {"relative_bias": table}
@@ -279,16 +279,16 @@ class AttentionPullback:
         if kept is None:
             return norms
         if "value.bias" in norms:
-            share = ratio_or_zero((received * kept).total(length), received.total(length))
+            share = ratio_or_zero((grad_out * kept).total(length), grad_out.total(length))
             norms["value.bias"] = norms["value.bias"] * share
         return norms | {"attention_sink": self.layer.sink_gradient(self.leaf, gained, length)}
 
-    def _of_projections(self, received: Kernel, sides: Any) -> dict[str, Array]:
+    def _of_projections(self, grad_out: Kernel, sides: Any) -> dict[str, Array]:
         query = self.summed(sides.query)
-        paths = ProjectionPaths(query, sides.key, self.overlap_path(received))
+        paths = ProjectionPaths(query, sides.key, self.overlap_path(grad_out))
         rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         return projection_gradients(
-            self.leaf, self.law, self.signal, self.memory, self.mixed, received, paths, rows
+            self.leaf, self.law, self.signal, self.memory, self.mixed, grad_out, paths, rows
         )
 
 
@@ -297,18 +297,18 @@ class AttentionPulled(Pulled):
     """What attention sent back, the gradient received, and its paths."""
 
     way: AttentionPullback
-    received: Kernel
+    grad_out: Kernel
     sides: Any
 
     def weights(self) -> dict[str, Array]:
-        return self.way.weights(self.received, self.sides)
+        return self.way.weights(self.grad_out, self.sides)
 
     def overlaps(self) -> dict[str, Array]:
         way = self.way
-        return overlap_gradients(way.leaf, way.law, way.signal, way.overlap_path(self.received))
+        return overlap_gradients(way.leaf, way.law, way.signal, way.overlap_path(self.grad_out))
 
     def response(self) -> Kernel:
-        return self.way.response(self.received)
+        return self.way.response(self.grad_out)
 
 
 def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
@@ -497,7 +497,7 @@ class CrossAttention(Attention, Reader):
         by_head = 2 * (2 / self.d_head + rank) / self.heads
         return 2.0 + self.d_model * by_head
 
-    def sight(self, queries: int, keys: int, matrices: int) -> list[Mask]:
+    def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
         """A (queries, keys) mask for every kernel: a token's own sequence, its real tokens."""
         mask = same_sequence(queries, keys, self.sequences)
         if self.padding is None:
@@ -594,14 +594,14 @@ class NormalizedAttention(Leaf):
         # the fast maps.
         signal = record.input
         unit, plain = self.values_normalised(signal)
-        received = around.received(record)
+        grad_out = around.grad_out(record)
         tokens, _ = unit.forward(signal)
-        attention = AttentionSublayer.of(plain, tokens, received)
-        sent, _ = attention.maps.signal_adjoint(
-            SINGLE(attention.back_gain) * received, None, received
+        attention = AttentionSublayer.of(plain, tokens, grad_out)
+        grad_in, _ = attention.maps.signal_adjoint(
+            SINGLE(attention.back_gain) * grad_out, None, grad_out
         )
-        at_tokens = Gradient(kernel_of(sent), record.gradient_received.seq_len)
-        normed = Elementwise.of(unit, signal, at_tokens, sent, False)
+        at_tokens = Gradient(kernel_of(grad_in), record.grad_out.seq_len)
+        normed = Elementwise.of(unit, signal, at_tokens, grad_in, False)
         return Sequence((normed, attention))
 
 
@@ -626,8 +626,8 @@ class _Pullback:
     def __call__(self, gradient: Gradient) -> Pulled:
         inner = self.attention(gradient)
         kernel = inner.gradient.kernel.weighted(self.factor, self.both)
-        sent = self.norm(Gradient(kernel, gradient.seq_len)).gradient
-        return _Pulled(sent, self, inner)
+        grad_in = self.norm(Gradient(kernel, gradient.seq_len)).gradient
+        return _Pulled(grad_in, self, inner)
 
 
 @dataclass(slots=True, eq=False)

@@ -163,10 +163,10 @@ class SinkLayer:
         # What rows sum of their keys' own parts is larger where Z is.
         self._output, self._squares = layer.forward(), alone.kept_squares
         squares = np.reshape(layer.sum_square, np.shape(size))
-        apart, _ = queries.lift(
+        unshared, _ = queries.lift(
             np.maximum(tokens.mean_diagonal() - tokens.mean_off_diagonal(), 0.0)
         )
-        part = np.minimum(ratio_or_zero(squares * apart, self._output.diagonal), 1.0)
+        part = np.minimum(ratio_or_zero(squares * unshared, self._output.diagonal), 1.0)
 
         def mixed(whole: Array, of_squares: Array) -> Array:
             return whole + part * (of_squares - whole)
@@ -228,8 +228,8 @@ class SinkLayer:
         in a row's logits are its weights."""
         plain: Paths[Kernel] = self.layer.backward(gained * self._mixing)
         sums = self._of_sums(gained)
-        sent = (sums * self._law.queries.kernel).scaled(self._law.scale)
-        keys = self.layer.backward(sent).value
+        grad_in = (sums * self._law.queries.kernel).scaled(self._law.scale)
+        keys = self.layer.backward(grad_in).value
         return plain._replace(query=plain.query + sums * self._logits, key=plain.key + keys)
 
     def overlap_path(self, gained: Kernel) -> Kernel:

@@ -269,7 +269,7 @@ class _Sides(NamedTuple):
             even = Gradient(moved.with_ones(), signal.seq_len)
             routed.append(leaf.routed(signal, side * step))
             out.append(abs(given.second_moment().off_diagonal))
-            back.append(abs(record.backward(even).gradient_sent.kernel.off_diagonal))
+            back.append(abs(record.backward(even).grad_in.kernel.off_diagonal))
         return cls(tuple(routed), tuple(out), tuple(back))  # type: ignore[arg-type]
 
     def weighted(self, kernel: Kernel, name: str, by: str) -> Kernel:
@@ -305,10 +305,10 @@ class MixturePullback:
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, signal, at, sides = self.leaf, self.signal, self.at, self.sides
         lacks = (1.0 - gradient.averaged().radial) / leaf.router.chosen
-        received = Gradient(gradient.kernel * self.weight, gradient.seq_len, 1.0 - lacks)
+        grad_out = Gradient(gradient.kernel * self.weight, gradient.seq_len, 1.0 - lacks)
         with observed(_by_nobody):
-            record = self.record.backward(received)
-        through, slopes = record.gradient_sent.kernel, at.slopes
+            record = self.record.backward(grad_out)
+        through, slopes = record.grad_in.kernel, at.slopes
         if sides is not None:
             back = sides.weighted(at.gates, "gates", "back")
             off_diagonal = through.off_diagonal * ratio_or_zero(
@@ -322,8 +322,8 @@ class MixturePullback:
             one, two = logits.lift(1.0 - lacks)
             logits = logits.weighted(one, two * two)
         total = through + logits.scaled(leaf.router_variance)
-        sent = Gradient(total, gradient.seq_len)
-        return MixturePulled(sent, leaf, signal, record, logits)
+        grad_in = Gradient(total, gradient.seq_len)
+        return MixturePulled(grad_in, leaf, signal, record, logits)
 
 
 @dataclass(slots=True, eq=False)

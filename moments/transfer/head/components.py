@@ -162,8 +162,8 @@ class Pool(Leaf):
         return _gaussian(pooled, signal), functools.partial(self._sent, signal.seq_len, weights)
 
     def _sent(self, seq_len: int, weights: np.ndarray, gradient: Gradient) -> Pulled:
-        sent = Kernel.of_matrix(weights.T @ gradient.kernel.off_diagonal @ weights)
-        return Pulled(Gradient(sent, seq_len))
+        grad_in = Kernel.of_matrix(weights.T @ gradient.kernel.off_diagonal @ weights)
+        return Pulled(Gradient(grad_in, seq_len))
 
     def _on_classes(self, signal: Signal, classes: PositionClasses) -> tuple[Signal, Pullback]:
         """Of equally long documents, each of which has one vector."""
@@ -186,10 +186,10 @@ class Pool(Leaf):
     def _sent_on_classes(
         self, seq_len: int, classes: PositionClasses, gradient: Gradient
     ) -> Pulled:
-        received, one = gradient.kernel, classes.inside
+        grad_out, one = gradient.kernel, classes.inside
         size, count = len(one.nodes), float(one.length)
 
-        def sent(value: Array) -> tuple[Array, Array]:
+        def grad_in(value: Array) -> tuple[Array, Array]:
             if self.kind == "mean":
                 each = value[..., None] / count**2
                 ones = np.ones((size, size))
@@ -197,9 +197,9 @@ class Pool(Leaf):
             first = np.eye(1, size)[0]
             return value[..., None] * first, np.zeros((*np.shape(value), size, size))
 
-        blocks = [sent(np.asarray(received.mean_diagonal()))]
+        blocks = [grad_in(np.asarray(grad_out.mean_diagonal()))]
         if len(classes.ends) > 1:
-            blocks.append(sent(np.asarray(received.mean_off_diagonal())))
+            blocks.append(grad_in(np.asarray(grad_out.mean_off_diagonal())))
         return Pulled(Gradient(Kernel(*classes.joined(*blocks), classes), seq_len))
 
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -211,11 +211,11 @@ class Pool(Leaf):
         return output, functools.partial(self._sent_alike, count)
 
     def _sent_alike(self, count: int, gradient: Gradient) -> Pulled:
-        received = gradient.kernel.diagonal
-        sent = Kernel(received / count, 0.0 * received)
+        grad_out = gradient.kernel.diagonal
+        grad_in = Kernel(grad_out / count, 0.0 * grad_out)
         if self.kind == "mean":
-            sent = Kernel(received / count**2, received / count**2)
-        return Pulled(Gradient(sent, count))
+            grad_in = Kernel(grad_out / count**2, grad_out / count**2)
+        return Pulled(Gradient(grad_in, count))
 
     def response(self, record: Record, around: Around) -> Response:
         classes = record.input.kernel.classes

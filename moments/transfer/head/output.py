@@ -185,8 +185,8 @@ def output_moments(
     if head.loss is None:
         square = readout.logit_square
         return OutputMoments(None, None, None, None, square, record, logits, (), model, readout)
-    received = Gradient(readout.overlap.scaled(1 / vocab_size), read.seq_len)
-    logits = logits._replace(gradient=received)
+    grad_out = Gradient(readout.overlap.scaled(1 / vocab_size), read.seq_len)
+    logits = logits._replace(gradient=grad_out)
     kernel = readout.gradient()
     radial = None
     if not readout.normalised:
@@ -195,7 +195,7 @@ def output_moments(
         radial = readout.radial()
     record = record.backward(Gradient(kernel, read.seq_len), run)
     loss = readout.loss, np.sqrt(readout.loss_variance())[()]
-    moments = *loss, record.gradient_sent, radial, readout.logit_square
+    moments = *loss, record.grad_in, radial, readout.logit_square
     notes = output_notes(head, readout, signal)
     return OutputMoments(*moments, record, logits, notes, model, readout)
 

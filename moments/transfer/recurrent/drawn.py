@@ -194,11 +194,11 @@ class DrawnHeads:
             )
         return tuple(found)
 
-    def backward(self, received: Array) -> Back:
+    def backward(self, grad_out: Array) -> Back:
         """Of the (L, L) gradient per feature of what leaves."""
-        head, root = self.head, _root(received)
-        rows = _rows(self.draws, head.features, len(received), "gradient")
-        kernels = {name: np.zeros_like(received) for name in head.sections}
+        head, root = self.head, _root(grad_out)
+        rows = _rows(self.draws, head.features, len(grad_out), "gradient")
+        kernels = {name: np.zeros_like(grad_out) for name in head.sections}
         squares = {name: 0.0 for name in self.own if name not in FIXED}
         for part in self.parts:
             entering, own = self._given(part)
@@ -211,12 +211,12 @@ class DrawnHeads:
                 self.sequences,
             )
             _, pull = pullback(run, *entering.values(), *(own[name] for name in mine))
-            sent = pull(np.swapaxes(rows[part] @ root, 1, 2))
-            for name, one in zip(names, sent, strict=False):
+            grad_in = pull(np.swapaxes(rows[part] @ root, 1, 2))
+            for name, one in zip(names, grad_in, strict=False):
                 section = head.sections[name]
                 share = section.shared / (self.draws * section.drawn)
                 kernels[name] += _gram(one) * share
-            for name, one in zip(mine, sent[len(names) :], strict=True):
+            for name, one in zip(mine, grad_in[len(names) :], strict=True):
                 first = name.partition(".")[0]
                 of = head.sections[OF_SECTION.get(first, first)]
                 share = of.rows / of.drawn * of.shared / self.draws

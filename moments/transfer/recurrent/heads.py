@@ -85,9 +85,9 @@ def _decays(logs: Array) -> Array:
     return np.exp(found, out=found)
 
 
-def _back_to_logs(received: Array) -> Array:
+def _back_to_logs(grad_out: Array) -> Array:
     """Of gradient times value: what rows less columns sum to, at this token and behind."""
-    rest = received.sum(-1) - received.sum(-2)
+    rest = grad_out.sum(-1) - grad_out.sum(-2)
     return np.flip(np.cumsum(np.flip(rest, -1), -1), -1)
 
 

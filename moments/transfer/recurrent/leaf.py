@@ -104,8 +104,8 @@ class Mixer(Leaf):
     def response(self, record: Record, around: Around) -> Response:
         # Pairs of tokens are moved together, each answering for itself.
         few = replace(self, draws=BAND_DRAWS)
-        received, sent = around.received(record), record.gradient_received
-        return Elementwise.of(few, record.input, sent, received, False)
+        grad_out, grad_in = around.grad_out(record), record.grad_out
+        return Elementwise.of(few, record.input, grad_in, grad_out, False)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,13 +118,13 @@ class _Way:
 
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, shape = self.leaf, np.shape(self.tokens.off_diagonal)
-        received = np.broadcast_to(gradient.kernel.off_diagonal, shape).reshape(-1, *shape[-2:])
-        backs = [law.backward(one) for law, one in zip(self.laws, received, strict=True)]
-        sent = [
+        grad_out = np.broadcast_to(gradient.kernel.off_diagonal, shape).reshape(-1, *shape[-2:])
+        backs = [law.backward(one) for law, one in zip(self.laws, grad_out, strict=True)]
+        grad_in = [
             sum(one.kernels[name] * (rows * variance) for name, rows, variance in leaf.rows)
             for one in backs
         ]
-        kernel = Kernel.of_matrix(np.stack(sent).reshape(shape))
+        kernel = Kernel.of_matrix(np.stack(grad_in).reshape(shape))
         return _Pulled(gradient.with_kernel(kernel), self, backs)
 
 

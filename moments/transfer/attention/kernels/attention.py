@@ -236,9 +236,9 @@ class KernelAttention:
         value, key, cross = self._linear * self._closure.spread(gradient)
         value = value + self.mean_attention.T @ gradient @ self.mean_attention
         if self._dropped > 0.0:
-            received = np.diag(gradient)
-            value = value + self._dropped * np.diag(self._closure.squares.T @ received)
-            sizes = self._dropped * self.logit_scale * received * self.logits.temperature
+            grad_out = np.diag(gradient)
+            value = value + self._dropped * np.diag(self._closure.squares.T @ grad_out)
+            sizes = self._dropped * self.logit_scale * grad_out * self.logits.temperature
             noise, noise_cross = self._closure.spread_noise(sizes)
             if self.logits.rotation is not None:
                 noise, noise_cross = noise * self.logits.rotation.keys, noise_cross

@@ -140,8 +140,11 @@ class Mixture(NamedTuple):
             return [(whole - diagonal_of(mean), mean), *[beyond] * (self.kinds - 1)]
         together = diagonals[1] - whole
         whole = whole + self.met * together
-        apart = together - diagonal_of(more)
-        return [(whole - diagonal_of(mean), mean), *((often * apart, more) for often in self.often)]
+        excess = together - diagonal_of(more)
+        return [
+            (whole - diagonal_of(mean), mean),
+            *((often * excess, more) for often in self.often),
+        ]
 
     def parts(self, kinds: Kinds, diagonal_of: Diagonal = diagonal_of) -> list[Matrix]:
         """A matrix of any kinds."""

@@ -284,7 +284,7 @@ def width_terms(
     rows, pattern, variance = closure.rows, closure.pattern, np.diagonal(logits.values)
     shift = weights @ variance - np.diagonal(mean + excess)
     if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-        moved, looked = _apart(weights, logits.values), _apart(weights, logits.keys)
+        moved, looked = _unshared(weights, logits.values), _unshared(weights, logits.keys)
         shift = shift * toward_keys(moved, looked, weights @ variance)
     looking = logits.scale * _looking(weights, logits, shift)
     overlap_path = looking * pairs.query_shift
@@ -322,18 +322,18 @@ def of_shift(parts: Array, shift: Array) -> Array:
     return np.asarray(parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None])
 
 
-def unshared_part(effective_keys: Array, apart: Array, square: Array) -> Array:
+def unshared_part(effective_keys: Array, unshared_sum: Array, square: Array) -> Array:
     """(Lq,) own part of a row's keys, those that move together counting as one: n_e of them, of
     which a row holds 1/n_e in common with itself. Rows of one key have nothing to fluctuate.
 
     Args:
         effective_keys: n_e.
-        apart: w.diag(C) - w^T C w.
+        unshared_sum: w.diag(C) - w^T C w.
         square: sum_j w_j^2.
     """
     keys = np.maximum(effective_keys, 1.0)
     several = keys > 1.0 + 1e-6
-    unshared = np.where(several, apart / np.where(several, keys - 1.0, 1.0), 0.0)
+    unshared = np.where(several, unshared_sum / np.where(several, keys - 1.0, 1.0), 0.0)
     return np.asarray(np.maximum(unshared, 0.0) / square)
 
 
@@ -369,10 +369,10 @@ def fixed_norms(
     return np.asarray(output + shared[one] * shared[two] * growth * slope)
 
 
-def _apart(weights: Array, kernel: Array) -> Array:
+def _unshared(weights: Array, kernel: Array) -> Array:
     """(Lq,) w.diag(C) - w^T C w, at least 0: what the attended tokens do not share."""
-    apart = weights @ np.diagonal(kernel) - np.einsum("ij,ij->i", weights @ kernel, weights)
-    return np.asarray(np.maximum(apart, 0.0))
+    unshared = weights @ np.diagonal(kernel) - np.einsum("ij,ij->i", weights @ kernel, weights)
+    return np.asarray(np.maximum(unshared, 0.0))
 
 
 def _looking(weights: Array, logits: Logits, shift: Array) -> Array:

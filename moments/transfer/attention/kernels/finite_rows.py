@@ -203,12 +203,12 @@ def averages(
     rule = _rules(widths.variance)
     shared = np.clip(1.0 - unshared, 0.0, 1.0)
     spreads = pair_spreads(np.maximum(rho, 0.0), shared[:, None], share)
-    apart = np.maximum(spreads.difference - spreads.along**2 * spreads.total, 0.0)
+    difference = np.maximum(spreads.difference - spreads.along**2 * spreads.total, 0.0)
     total = np.sqrt(spreads.total)[..., None] * (rule.first[..., None, :] - 1.0)
-    apart = np.sqrt(apart)[..., None] * (rule.second[..., None, :] - 1.0)
+    difference = np.sqrt(difference)[..., None] * (rule.second[..., None, :] - 1.0)
     plus = 0.5 * (1.0 + rho[..., None]) * np.maximum(1.0 + total, 0.0)
     along = np.asarray(spreads.along)[..., None] * total
-    minus = 0.5 * (1.0 - rho[..., None]) * np.maximum(1.0 + apart + along, 0.0)
+    minus = 0.5 * (1.0 - rho[..., None]) * np.maximum(1.0 + difference + along, 0.0)
     norm = np.maximum(plus + minus, 1e-12)
     size = exact_rows.tabulated(theta[:, None, None] * norm)
     psi = size * (plus - minus) / norm

@@ -325,9 +325,9 @@ def _turn(rotation: Rotation, overlaps: Array, bare: Array, low: float) -> Array
     share = share / np.where(usable, overlaps[0], 1.0)
     turn = rotation.queries + np.where(usable, share, 0.0)
     turn = 0.5 * (turn + turn.T)
-    apart = np.abs(bare) > 1e-12
-    inside = np.clip(turn * bare, low, 1.0) / np.where(apart, bare, 1.0)
-    return np.where(apart, inside, np.clip(turn, -1.0, 1.0))
+    nonzero = np.abs(bare) > 1e-12
+    inside = np.clip(turn * bare, low, 1.0) / np.where(nonzero, bare, 1.0)
+    return np.where(nonzero, inside, np.clip(turn, -1.0, 1.0))
 
 
 def sharpening(
@@ -342,9 +342,9 @@ def sharpening(
         return 1.0
     inside = np.sqrt(stats.theta)
     beyond = np.sqrt(np.maximum(stats.logit_variance, stats.theta))
-    apart = 1.0 - correlation
-    inner = 1.0 / (inside[first] * inside[second]) + apart
-    return np.asarray(np.sqrt(inner / (1.0 / (beyond[first] * beyond[second]) + apart)))
+    unlike = 1.0 - correlation
+    inner = 1.0 / (inside[first] * inside[second]) + unlike
+    return np.asarray(np.sqrt(inner / (1.0 / (beyond[first] * beyond[second]) + unlike)))
 
 
 def row_scale(

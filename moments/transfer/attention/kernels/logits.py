@@ -249,8 +249,8 @@ def group_patterns(prior: Array, temperature: Array, biased: bool) -> list[Indic
         if not free[leader]:
             continue
         if biased:
-            apart = 0.5 * np.abs(prior - prior[leader]).sum(1)
-            alike = apart <= SUPPORT_SLACK * max(1.0 - EXACT_KEYS / count[leader], 0.0)
+            distance = 0.5 * np.abs(prior - prior[leader]).sum(1)
+            alike = distance <= SUPPORT_SLACK * max(1.0 - EXACT_KEYS / count[leader], 0.0)
         else:
             slack = SUPPORT_SLACK * np.maximum(either[leader] - EXACT_KEYS, 0.0)
             alike = either[leader] - shared[leader] <= slack

@@ -2,7 +2,7 @@
 
 Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (diagonal, pairs); its
 products close, so that each step of the closure keeps its form. Masks and windows are the counts of
-a `Sight`, rotary positions are `RotaryMeans`. The laws of two rows are arrays over the keys of
+a `KeyCounts`, rotary positions are `RotaryMeans`. The laws of two rows are arrays over the keys of
 either; pairs of two tiles of rows are treated together, over the ranges of keys that these see.
 With every position a node it is `KernelAttention` with a class for every row. See
 docs/theory/state.md, Classes of positions.
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import Matrix, Sight, diagonal_of
+from ....engine.classes import Matrix, KeyCounts, diagonal_of
 from ....engine.state import ratio_or_zero
 from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
@@ -108,11 +108,11 @@ class Tile:
             if self.begun is not None:
                 kernel, by_pair = self._of_pairs(kernel, by_pair), True
             first = self.long if by_pair else self.rows
-            apart = kernel[0] if self.begun is None else kernel[0] * self.begun
+            diagonal_excess = kernel[0] if self.begun is None else kernel[0] * self.begun
             middle = maps.whole[first, self.left, self.left] @ kernel[1]
-            beside = maps.pairs[first, self.left, self.common] * apart[..., None, :]
+            beside = maps.pairs[first, self.left, self.common] * diagonal_excess[..., None, :]
             middle[:, :, self.common_right] += beside
-            excess = maps.excess[first, self.common] * apart
+            excess = maps.excess[first, self.common] * diagonal_excess
             if not by_pair:
                 where = self.long - self.long[0]
                 middle, excess = middle[where], excess[where]
@@ -215,7 +215,7 @@ class RowPairs:
 
 
 def _tile(
-    sight: Sight,
+    key_counts: KeyCounts,
     pairs: slice,
     long: Indices,
     short: Indices,
@@ -231,10 +231,10 @@ def _tile(
         slice(0, 0) if empty else slice(start - one.start, stop - one.start)
         for one in (left, right)
     )
-    looks = sight.seen[long, left], sight.seen[short, right]
+    looks = key_counts.visible[long, left], key_counts.visible[short, right]
     mask = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
     mask_common = (looks[0][:, common_left] & looks[1][:, common_right]).astype(float)
-    begin = np.where(long > short, sight.begins[long], 0)
+    begin = np.where(long > short, key_counts.begins[long], 0)
     begun = np.arange(common.start, common.stop) >= begin[:, None]
     several = None if begun.all() else begun.astype(float)
     where = left, right, common, common_left, common_right
@@ -243,13 +243,13 @@ def _tile(
 
 
 @functools.lru_cache(maxsize=16)
-def row_pairs(sight: Sight, rotary_means: RotaryMeans | None) -> RowPairs:
+def row_pairs(key_counts: KeyCounts, rotary_means: RotaryMeans | None) -> RowPairs:
     """Of every row with every other and with itself; the same for the same arguments."""
-    size = len(sight.keys)
+    size = len(key_counts.keys)
     ends = np.linspace(0, size, max(1, round(size / TILE)) + 1).round().astype(int)
     rows = []
     for low, high in itertools.pairwise(ends):
-        seen = np.flatnonzero(sight.seen[low:high].any(0))
+        seen = np.flatnonzero(key_counts.visible[low:high].any(0))
         rows.append((slice(int(low), int(high)), slice(int(seen[0]), int(seen[-1]) + 1)))
     tiles, longs, shorts, alones, phases, count = [], [], [], [], [], 0
     for index, (rows1, left) in enumerate(rows):
@@ -271,7 +271,7 @@ def row_pairs(sight: Sight, rotary_means: RotaryMeans | None) -> RowPairs:
                 turned = between, (together @ rotary_means.shares).real
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            tiles.append(_tile(sight, pairs, long, short, left, right, turned, rotary_means))
+            tiles.append(_tile(key_counts, pairs, long, short, left, right, turned, rotary_means))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
@@ -342,7 +342,7 @@ class ClassLogits(NamedTuple):
     Attributes:
         queries, keys, values: kernels (diagonal (P,), pairs (P, P)); as there.
         scale: tau.
-        sight: which keys rows see.
+        key_counts: which keys rows see.
         rotary_means: rotary positions; None: none.
         across: the same kernels of tokens of two documents, diagonals being those of two tokens at
             one place; None: there is one document.
@@ -353,7 +353,7 @@ class ClassLogits(NamedTuple):
     keys: Matrix
     values: Matrix
     scale: float
-    sight: Sight
+    key_counts: KeyCounts
     rotary_means: RotaryMeans | None = None
     across: Across | None = None
     words: Words | None = None
@@ -361,7 +361,7 @@ class ClassLogits(NamedTuple):
     @property
     def prior(self) -> Array:
         """(P, P) weight of a key's token where logits vanish; a row's sum to 1."""
-        return np.asarray(self.sight.seen / self.sight.keys.sum(1, keepdims=True))
+        return np.asarray(self.key_counts.visible / self.key_counts.keys.sum(1, keepdims=True))
 
     @property
     def aligned(self) -> bool:
@@ -435,13 +435,13 @@ class PositionAttention:
         self._kernels: Across | ClassLogits = logits
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
-        sight = logits.sight
+        key_counts = logits.key_counts
         self._rows = rows = rows_of_classes(logits)
         several = attention_by_frequency(logits, rows)
         self.weights = several @ logits.mixture().frequencies.portion
         self._by_frequency = ratio_or_zero(several, self.weights[:, :, None])
-        self.counted = logits.sight.keys * self.weights
-        self._pairs = row_pairs(sight, logits.rotary_means)
+        self.counted = logits.key_counts.keys * self.weights
+        self._pairs = row_pairs(key_counts, logits.rotary_means)
         self._rare = np.zeros_like(self.weights)
         self._response = self._self_response()
         self._project()
@@ -450,7 +450,7 @@ class PositionAttention:
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
         diagonal, inside = logits.mixture().mean_of(self._alone)
         self._squares = self.weights**2 * np.maximum(diagonal + diagonal_of(inside), 0.0)
-        self.sum_square = (sight.keys * self._squares).sum(1)
+        self.sum_square = (key_counts.keys * self._squares).sum(1)
         if self._dropped > 0.0:
             self._respond_to_noise()
         self._forward()
@@ -480,7 +480,7 @@ class PositionAttention:
         found._kernels, found._dropped, found.others = kernels, 0.0, ()
         if kernels.words is not None and kernels.words.met is not None:
             mean, *several = self._response
-            counts = kernels.words.counts(self.logits.sight.keys)
+            counts = kernels.words.counts(self.logits.key_counts.keys)
             of_words = zip(several, counts, strict=True)
             found._response = [
                 mean,
@@ -511,7 +511,7 @@ class PositionAttention:
 
     def _self_response(self) -> list[RowMaps]:
         """1 - A of every row, by the parts of `Mixture`; see `joint_laws.self_overlap`."""
-        counts = self._counts(self.logits.sight.keys)
+        counts = self._counts(self.logits.key_counts.keys)
         found = np.zeros((len(counts), *self.weights.shape))
         inside = np.zeros((*found.shape, found.shape[-1]))
         for rows, keys in self._pairs.together:
@@ -522,7 +522,7 @@ class PositionAttention:
     def _responses(self, of: slice, among: slice) -> list[Matrix]:
         """1 - A of some rows, over the keys that they see."""
         logits, rows = self.logits, self._rows
-        keys, seen = logits.sight.keys[of, among], logits.sight.seen[of, among]
+        keys, seen = logits.key_counts.keys[of, among], logits.key_counts.visible[of, among]
         weights, diagonal = self.weights[of, among], logits.keys[0][among]
         mixture, counts = logits.mixture(among, among), self._counts(keys)
         held = seen.astype(float)
@@ -553,16 +553,22 @@ class PositionAttention:
         steady = rows.step[of]
         step, last = steady, None
         balance = None
-        every, aims, sent = slice(0, len(diagonal)), self._by_frequency[of, among], keys * weights
-        sums = Sums.of(mixture, (every, every), (sent, sent), (weights, weights), (aims, aims))
+        every, aims, grad_in = (
+            slice(0, len(diagonal)),
+            self._by_frequency[of, among],
+            keys * weights,
+        )
+        sums = Sums.of(
+            mixture, (every, every), (grad_in, grad_in), (weights, weights), (aims, aims)
+        )
         for _ in range(ITERATIONS):
             # (1 - A) C (1 - A)^T, of every part A = (found, inside): `product` twice, in place
             projected = []
             for part, (beside, pairs) in enumerate(mixture.parts(found)):
-                response, apart = 1.0 - beside, parts[part][0]
+                response, diagonal_excess = 1.0 - beside, parts[part][0]
                 middle = response[:, :, None] * parts[part][1]
                 middle -= pairs @ counted[part]
-                middle_diagonal = response * apart
+                middle_diagonal = response * diagonal_excess
                 moved = middle * counts[part][:, None, :]
                 entries = on_diagonal(moved)
                 entries += middle_diagonal
@@ -631,14 +637,18 @@ class PositionAttention:
         ):
             moved = []
             for part, (excess, pairs) in enumerate(several):
-                apart, within = one[part][0], tile.diagonal_of(one[part][1])
-                if not by_pair and apart.ndim > 1:
-                    apart, within = (of_row[long - long[0]] for of_row in (apart, within))
+                diagonal_excess, within = one[part][0], tile.diagonal_of(one[part][1])
+                if not by_pair and diagonal_excess.ndim > 1:
+                    diagonal_excess, within = (
+                        of_row[long - long[0]] for of_row in (diagonal_excess, within)
+                    )
                 if part > 0 and mixture.met is None:
                     maps = self._response[part]
                     first, second = maps.excess[long, keys], maps.excess[short, keys]
                     beyond = diagonal_of(maps.pairs)
-                    excess -= (beyond[long, keys] * second + first * beyond[short, keys]) * apart
+                    excess -= (
+                        beyond[long, keys] * second + first * beyond[short, keys]
+                    ) * diagonal_excess
                     excess -= first * within * second
                 moved.append((excess, pairs))
             held = self._rare[long, keys] * self._rare[short, keys]
@@ -719,8 +729,10 @@ class PositionAttention:
             # What comes of fluctuating products does not know how far apart the rows are; the rest
             # is per unit of what the kernel holds of the correlation.
             alone = exponent @ nodes.basis(np.zeros(1))[0][:, 0]
-            apart = np.abs(rho) > RHO_MIN
-            along = np.where(apart, (factor - alone) / np.where(apart, rho, 1.0), slope) * bare
+            distinct = np.abs(rho) > RHO_MIN
+            along = (
+                np.where(distinct, (factor - alone) / np.where(distinct, rho, 1.0), slope) * bare
+            )
             exponents, factors = [], None
             for tile, one, other in zip(pairs.tiles, moved, unturned, strict=True):
                 exponents.append(_mixed(along[tile.pairs], one, alone[tile.pairs], other))
@@ -797,15 +809,15 @@ class PositionAttention:
         return _Laws(joint, tangents[0], tangents[-1])
 
     def _sums_of(self, tile: Tile) -> Sums:
-        sight, weights = self.logits.sight, self.weights
+        key_counts, weights = self.logits.key_counts, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         # keys that the other row does not see lack what that row's own terms add
         return Sums.of(
             self._mixture(tile),
             (tile.common_left, tile.common_right),
             (
-                sight.split[short, long, left] * weights[long, left],
-                sight.split[long, short, right] * weights[short, right],
+                key_counts.split[short, long, left] * weights[long, left],
+                key_counts.split[long, short, right] * weights[short, right],
             ),
             (weights[long, tile.common], weights[short, tile.common]),
             (self._by_frequency[long, left], self._by_frequency[short, right]),
@@ -836,10 +848,10 @@ class PositionAttention:
     def _trace(self, tile: Tile, sums: Sums) -> Kinds:
         """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
         values' kernel."""
-        sight, weights = self.logits.sight, self.weights
+        key_counts, weights = self.logits.key_counts, self.weights
         long, short, same = tile.long, tile.short, self._pairs.alone[tile.pairs]
         values, kernels = self._between_values(tile)
-        once = sight.shared[long, short, tile.common] * weights[long, tile.common]
+        once = key_counts.shared[long, short, tile.common] * weights[long, tile.common]
         once[same] = self.counted[long[same], tile.common]
         once *= weights[short, tile.common]
         both = sums.first[:, :, None] * sums.second[:, None, :]
@@ -863,7 +875,12 @@ class PositionAttention:
     # --- forward -------------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        logits, weights, rows, sight = self.logits, self.weights, self._rows, self.logits.sight
+        logits, weights, rows, key_counts = (
+            self.logits,
+            self.weights,
+            self._rows,
+            self.logits.key_counts,
+        )
         met, itself = self._kernels, self._kernels is logits
         diagonal, pairs, calibration = logits.values[0], self._pairs, self._calibration
         long, short, alone = pairs.long, pairs.short, pairs.alone
@@ -882,9 +899,9 @@ class PositionAttention:
         if self._widths.deficit > 0.0:
             held = np.zeros(len(long))  # of the same tokens, which two documents do not have
             if met.values is logits.values:
-                apart = self.counted @ diagonal - whole[0]
-                unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
-                shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
+                unshared_sum = self.counted @ diagonal - whole[0]
+                unshared = unshared_part(rows.keys, unshared_sum, (self.counted * weights).sum(1))
+                shared = np.einsum("psq,pq,sq->ps", key_counts.shared, weights, weights)
                 held = pairs.joined((self.counted * weights).sum(1), shared)
                 held = held * np.sqrt(unshared[long] * unshared[short])
             of_pairs = (long, short), self._correlation, self._growth
@@ -893,15 +910,15 @@ class PositionAttention:
         path = looking * of_query
         norm = np.sqrt(temperature)
 
-        def sent(slope: Array) -> Array:
+        def grad_in(slope: Array) -> Array:
             found = self._query * slope / (norm[long] * norm[short])
             if itself:
                 found[alone] += calibration.common * slope[alone] / temperature
             return np.asarray(found)
 
-        moved, query = sent(slope), path / width
+        moved, query = grad_in(slope), path / width
         if self._dropped > 0.0:
-            masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ diagonal)
+            masks = (1.0 + calibration.masks) * ((key_counts.keys * self._squares) @ diagonal)
             output[alone] += self._dropped * masks
             within = logits.mixture().mean(logits.within)
             noise = calibration.noise_query * self._noise_overlap(logits.keys[0], within)
@@ -916,7 +933,7 @@ class PositionAttention:
         diagonal = logits.values[0]
         shift = self.counted @ diagonal - output
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-            moved, looked = (self._apart(self._mean_of(name)) for name in ("values", "keys"))
+            moved, looked = (self._unshared(self._mean_of(name)) for name in ("values", "keys"))
             shift = shift * toward_keys(moved, looked, self.counted @ diagonal)
         if logits.rotary_means is None:
             return np.asarray(shift)
@@ -936,10 +953,10 @@ class PositionAttention:
 
     def _met_by(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
-        apart = kernel[0] - diagonal_of(kernel[1])
-        return np.asarray(self.counted @ kernel[1] + self.weights * apart)
+        excess = kernel[0] - diagonal_of(kernel[1])
+        return np.asarray(self.counted @ kernel[1] + self.weights * excess)
 
-    def _apart(self, kernel: Matrix) -> Array:
+    def _unshared(self, kernel: Matrix) -> Array:
         """(P,) what the attended tokens of a row do not share."""
         held = (self.counted * self._met_by(kernel)).sum(1)
         return np.asarray(np.maximum(self.counted @ kernel[0] - held, 0.0))
@@ -970,10 +987,10 @@ class PositionAttention:
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
         diagonal, pairs = self._mean_of("values")
-        shared, apart = self.logits.sight.shared, diagonal - diagonal_of(pairs)
+        shared, excess = self.logits.key_counts.shared, diagonal - diagonal_of(pairs)
         smooth = self.counted @ pairs @ self.counted.T
-        of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
-        alone = (self.counted * self.weights) @ apart
+        of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, excess)
+        alone = (self.counted * self.weights) @ excess
         return diagonal_of(smooth) + alone, np.asarray(smooth + of_own)
 
     # --- attention dropout (see `closure`) ------------------------------------------------------
@@ -1016,24 +1033,27 @@ class PositionAttention:
         """What every pair of rows sends to their keys per unit of its gradient, by the joint law
         and by its derivative along the values as its rows turn, and as they do not: (c, o) and
         (c, kinds n k) of each."""
-        sight, weights = self.logits.sight, self.weights
+        key_counts, weights = self.logits.key_counts, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
-        sent, beside = sight.rows.T * weights, (long == short) & ~self._pairs.alone[tile.pairs]
+        grad_in, beside = (
+            key_counts.rows.T * weights,
+            (long == short) & ~self._pairs.alone[tile.pairs],
+        )
         alone = self._pairs.alone[tile.pairs]
         twice = np.where(long == short, 1.0, 2.0)[:, None]
         # a key that one of the rows does not see lacks what that row's own terms add
         counts = (
-            np.moveaxis(sight.sending[left, right][:, :, long], -1, 0),
-            np.moveaxis(sight.sending[right, left][:, :, short], -1, 0).swapaxes(1, 2),
+            np.moveaxis(key_counts.sending[left, right][:, :, long], -1, 0),
+            np.moveaxis(key_counts.sending[right, left][:, :, short], -1, 0).swapaxes(1, 2),
         )
         both = (twice * weights[long, left])[:, :, None] * weights[short, right][:, None, :]
         both = both * counts[0] * counts[1]
-        alike = twice * sent[long, tile.common] * sent[short, tile.common]
+        alike = twice * grad_in[long, tile.common] * grad_in[short, tile.common]
         if alone.any():  # a row with itself instead of its neighbour
             rows = long[alone]
             once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
-            once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
-            twice_met = (sight.later_own[left][:, rows] * weights[rows, left].T ** 2).T
+            once *= np.moveaxis(key_counts.later[left, right][:, :, rows], -1, 0)
+            twice_met = (key_counts.later_diagonal[left][:, rows] * weights[rows, left].T ** 2).T
             both[alone], alike[alone] = once, twice_met
             both[beside] -= once
             alike[beside] -= twice_met
@@ -1067,9 +1087,9 @@ class PositionAttention:
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
         kinds = len(self.logits.key_kinds)
         total_diagonal, total = np.zeros((3, size)), np.zeros((3, kinds, size, size))
-        for tile, sent in zip(tiles, self._sent, strict=True):
+        for tile, grad_in in zip(tiles, self._sent, strict=True):
             shape = tile.left.stop - tile.left.start, tile.right.stop - tile.right.start
-            for (path, of_law), law in zip(driven, sent, strict=True):
+            for (path, of_law), law in zip(driven, grad_in, strict=True):
                 total_diagonal[path, tile.common] += of_law[:, tile.pairs] @ law[0]
                 found = of_law[:, tile.pairs] @ law[1]
                 total[path, :, tile.left, tile.right] += found.reshape(-1, kinds, *shape)
@@ -1085,8 +1105,8 @@ class PositionAttention:
 
     def _send_noise(self, given: Array, total_diagonal: Array, total: Array) -> None:
         """Add what dropped attention sends."""
-        logits, weights, later = self.logits, self.weights, self.logits.sight.later
-        squares = logits.sight.later_own  # (key, row)
+        logits, weights, later = self.logits, self.weights, self.logits.key_counts.later
+        squares = logits.key_counts.later_diagonal  # (key, row)
         total_diagonal[0] += self._dropped * (squares * self._squares.T) @ given
         driven = self._dropped * logits.scale * given * logits.queries[0]
         beside, noise = self._noise
@@ -1102,20 +1122,20 @@ class PositionAttention:
 
 def rows_of_classes(logits: ClassLogits) -> AttentionRows:
     """Of every node as a row."""
-    keys, temperature, diagonal = logits.sight.keys, logits.queries[0], logits.keys[0]
+    keys, temperature, diagonal = logits.key_counts.keys, logits.queries[0], logits.keys[0]
     prior, within = logits.prior, logits.within
     seen, squares = keys * prior, keys * prior**2
     top = float(max(diagonal.max(), *(one.max() for one in within)))
 
     def mean(function: Callable[[Array], Array]) -> Array:
         of_own, of_pairs = logits.averaged(lambda entries: function(entries - top))
-        apart = of_own - diagonal_of(of_pairs)
-        return np.asarray(_over_keys(seen, of_pairs) + (squares * apart).sum(1))
+        excess = of_own - diagonal_of(of_pairs)
+        return np.asarray(_over_keys(seen, of_pairs) + (squares * excess).sum(1))
 
     return attention_rows(
         mean,
         (float(min(one.min() for one in within)), top),
-        (temperature, float(logits.sight.classes.mean(temperature))),
+        (temperature, float(logits.key_counts.classes.mean(temperature))),
         logits.scale,
         1.0 / squares.sum(1),
         seen @ diagonal,
@@ -1140,14 +1160,19 @@ def _crowd(logits: ClassLogits, rows: AttentionRows, level: float = 1.0) -> tupl
     kinds = [np.exp(raised * (one - top)) for one in within]
     of_pairs = logits.mixture().mean(kinds, level)
     of_own = np.exp(pull[:, None] * (diagonal - top)) - diagonal_of(of_pairs)
-    return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
+    return np.einsum("pr,pqr->pq", logits.key_counts.keys * prior, of_pairs), prior * of_own
 
 
 def attention_by_frequency(logits: ClassLogits, rows: AttentionRows) -> Array:
     """(P, P, T) mean attention [row, key] to one token of a class, of words that are as frequent as
     some are; see `row_statistics`."""
-    keys, diagonal, scale, prior = logits.sight.keys, logits.keys[0], logits.scale, logits.prior
-    seen, held = keys * prior, logits.sight.seen
+    keys, diagonal, scale, prior = (
+        logits.key_counts.keys,
+        logits.keys[0],
+        logits.scale,
+        logits.prior,
+    )
+    seen, held = keys * prior, logits.key_counts.visible
     relative, every = diagonal - (seen @ diagonal)[:, None], np.arange(len(keys))
     frequencies, several = logits.mixture().frequencies, []
     for level in frequencies.level.tolist():

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import BothSides, Matrix, OneClass, PositionClasses, Sight, diagonal_of
+from ....engine.classes import BothSides, Matrix, OneClass, PositionClasses, KeyCounts, diagonal_of
 from ....model.positions import RelativeBias
 
 # --- rotary positions -----------------------------------------------------------------------------
@@ -45,9 +45,9 @@ class RotaryMeans:
     _speed: Array
 
     @classmethod
-    def of(cls, sight: Sight, frequencies: Array, shares: Array) -> RotaryMeans:
+    def of(cls, key_counts: KeyCounts, frequencies: Array, shares: Array) -> RotaryMeans:
         """The same for the same nodes and frequencies."""
-        return _rotary_means(sight, tuple(map(float, frequencies)), tuple(map(float, shares)))
+        return _rotary_means(key_counts, tuple(map(float, frequencies)), tuple(map(float, shares)))
 
     def of_rows(self, long: Indices, short: Indices) -> Phases:
         """(C, m) mean e^{i w (i - i')} of two different rows."""
@@ -123,21 +123,21 @@ def of_pairs(mean: Array, pairs: Array, itself: Array, of_itself: Any, beside: A
 
 @functools.lru_cache(maxsize=8)
 def _rotary_means(
-    sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, ...]
+    key_counts: KeyCounts, frequencies: tuple[float, ...], shares: tuple[float, ...]
 ) -> RotaryMeans:
     speed, share = np.array(frequencies), np.array(shares)
-    size = len(sight.classes.nodes)
-    hats = basis_of(sight.classes, speed)
+    size = len(key_counts.classes.nodes)
+    basis = basis_of(key_counts.classes, speed)
     # A window begins inside a cell that its counts reach into: they are of what whole cells hold.
-    whole = isinstance(sight.classes, BothSides | OneClass)
-    ends = np.full(size, sight.classes.length) if whole else sight.ends
-    found = [hats.sums(0, int(end)) for end in ends]
+    whole = isinstance(key_counts.classes, BothSides | OneClass)
+    ends = np.full(size, key_counts.classes.length) if whole else key_counts.ends
+    found = [basis.sums(0, int(end)) for end in ends]
     sums, mass, same = (np.stack(part) for part in zip(*found, strict=True))
     keys = np.divide(sums, mass[:, :, None], out=np.zeros_like(sums), where=mass[:, :, None] > 0.0)
     total = np.asarray(((keys * share) @ np.swapaxes(keys.conj(), -1, -2)).real)
     near = float(np.cos(speed) @ share)
     within = of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
-    rows = hats.sums(0, sight.classes.length)
+    rows = basis.sums(0, key_counts.classes.length)
     return RotaryMeans(within, keys, share, mass, same, rows, speed)
 
 
@@ -154,9 +154,9 @@ class LinearBasis:
         if (cell, low, high) not in self._parts:
             ends = np.log(self._nodes[cell : cell + 2])
             rising = (np.log(np.arange(low + 1.0, high)) - ends[0]) / (ends[1] - ends[0])
-            hats = np.stack([1.0 - rising, rising])
-            phases = turned_sums(hats, low + 1, self._speed)
-            self._parts[cell, low, high] = phases, hats.sum(1), hats @ hats.T
+            basis = np.stack([1.0 - rising, rising])
+            phases = turned_sums(basis, low + 1, self._speed)
+            self._parts[cell, low, high] = phases, basis.sum(1), basis @ basis.T
         return self._parts[cell, low, high]
 
     def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
@@ -223,22 +223,24 @@ def shifted_together(weights: Array, bucket: Indices, kernel: Array) -> Array:
     return result
 
 
-def shifted_classes(sight: Sight, table: RelativeBias, weights: Array, kernel: Matrix) -> Matrix:
+def shifted_classes(
+    key_counts: KeyCounts, table: RelativeBias, weights: Array, kernel: Matrix
+) -> Matrix:
     """The same on classes: what different keys share by counts of buckets in classes, and what a
     key has of its own by rows that see their keys alike.
 
     Args:
-        sight, table: of the layer.
+        key_counts, table: of the layer.
         weights: (P, P) mean attention [row, key] to one token of a class.
         kernel: C.
     """
     diagonal, pairs = kernel
-    apart = (sight.keys * weights) @ (diagonal - diagonal_of(pairs))
-    alone, both = _of_own_keys(sight, table)
-    result = alone * apart, both * 0.5 * (apart[:, None] + apart)
-    if isinstance(sight.classes, OneClass):  # different keys share the same, and U sums to 0
+    excess = (key_counts.keys * weights) @ (diagonal - diagonal_of(pairs))
+    alone, both = _of_own_keys(key_counts, table)
+    result = alone * excess, both * 0.5 * (excess[:, None] + excess)
+    if isinstance(key_counts.classes, OneClass):  # different keys share the same, and U sums to 0
         return result
-    keys = _keys_of_buckets(sight, table)
+    keys = _keys_of_buckets(key_counts, table)
     portion = np.einsum("pbq,pq->pb", keys, weights)
     portion /= portion.sum(1, keepdims=True)
     moved = weights[:, None, :] * (keys - portion[:, :, None] * keys.sum(1, keepdims=True))
@@ -263,7 +265,7 @@ def _grid(length: int) -> Indices:
 
 
 def _hats(classes: PositionClasses, place: Indices) -> Array:
-    """(P, n) of positions, as `PositionClasses.hats`."""
+    """(P, n) of positions, as `PositionClasses.basis`."""
     size, every = len(classes.nodes), np.arange(len(place))
     if size == 1:
         return np.ones((1, len(place)))
@@ -273,15 +275,15 @@ def _hats(classes: PositionClasses, place: Indices) -> Array:
 
 
 @functools.lru_cache(maxsize=8)
-def _keys_of_buckets(sight: Sight, table: RelativeBias) -> Array:
+def _keys_of_buckets(key_counts: KeyCounts, table: RelativeBias) -> Array:
     """(P, b, P) keys of a row's buckets in a class."""
-    classes, size = sight.classes, len(sight.classes.nodes)
+    classes, size = key_counts.classes, len(key_counts.classes.nodes)
     begins, _ = _runs(table, True, classes.length)
     result = np.zeros((size, len(begins), size))
     for number, row in enumerate(classes.nodes.tolist()):
         grid = _grid(row)
         edges = np.concatenate([grid, row - grid, 1 - begins[1:]])
-        edges = np.unique(np.clip(edges, 0, min(row, sight.window)))
+        edges = np.unique(np.clip(edges, 0, min(row, key_counts.window)))
         kind = np.searchsorted(begins, -edges[:-1], "right") - 1
         middle = row - (edges[:-1] + edges[1:] - 1) // 2
         np.add.at(result[number], kind, (_hats(classes, middle) * np.diff(edges)).T)
@@ -289,16 +291,16 @@ def _keys_of_buckets(sight: Sight, table: RelativeBias) -> Array:
 
 
 @functools.lru_cache(maxsize=8)
-def _of_own_keys(sight: Sight, table: RelativeBias) -> Matrix:
+def _of_own_keys(key_counts: KeyCounts, table: RelativeBias) -> Matrix:
     """sum_b U^b.U^b of rows that see their keys alike: means over the rows of a cell, and over
     pairs of different rows of two."""
-    classes, grid = sight.classes, _grid(sight.classes.length)
+    classes, grid = key_counts.classes, _grid(key_counts.classes.length)
     places, counts = (grid[:-1] + grid[1:] + 1) // 2, np.diff(grid)
-    rows, apart = (one.ravel() for one in np.meshgrid(places, np.append(0, places), indexing="ij"))
+    rows, offset = (one.ravel() for one in np.meshgrid(places, np.append(0, places), indexing="ij"))
     shares = np.outer(counts, np.append(1, counts)).ravel()
-    there = apart < rows
-    rows, others, shares = rows[there], (rows - apart)[there], shares[there]
-    common, itself = _of_two_rows(sight, table, rows, others), rows == others
+    there = offset < rows
+    rows, others, shares = rows[there], (rows - offset)[there], shares[there]
+    common, itself = _of_two_rows(key_counts, table, rows, others), rows == others
     first, second = _hats(classes, rows), _hats(classes, others)
 
     def mean(sums: Callable[[Array], Array]) -> Array:
@@ -312,9 +314,11 @@ def _of_own_keys(sight: Sight, table: RelativeBias) -> Matrix:
     return mean(lambda weights: first @ np.where(itself, weights, 0.0)), mean(of_pairs)
 
 
-def _of_two_rows(sight: Sight, table: RelativeBias, rows: Indices, others: Indices) -> Array:
+def _of_two_rows(
+    key_counts: KeyCounts, table: RelativeBias, rows: Indices, others: Indices
+) -> Array:
     """(n,) the same of two rows each: buckets are ranges of positions."""
-    length, causal = sight.classes.length, not isinstance(sight.classes, OneClass)
+    length, causal = key_counts.classes.length, not isinstance(key_counts.classes, OneClass)
     begins, ends = _runs(table, causal, length)
 
     def size(*ranges: tuple[Indices, Indices]) -> Array:
@@ -326,7 +330,9 @@ def _of_two_rows(sight: Sight, table: RelativeBias, rows: Indices, others: Indic
     for row in (rows[:, None], others[:, None]):
         kinds.append((row + begins, row + ends))
         start, end = np.ones_like(row), np.full_like(row, length)
-        seen.append((np.maximum(row - sight.window + 1, start), row) if causal else (start, end))
+        seen.append(
+            (np.maximum(row - key_counts.window + 1, start), row) if causal else (start, end)
+        )
     one, other = (size(k, s) / size(s) for k, s in zip(kinds, seen, strict=True))
     common = size(*kinds, *seen) - size(kinds[0], *seen) * other - size(kinds[1], *seen) * one
     common += size(*seen) * one * other
