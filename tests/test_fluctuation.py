@@ -13,7 +13,7 @@ import pytest
 
 from moments.engine.classes import ClassRows, PositionClasses
 from moments.engine.composition import Chain, Layer, Parallel, Residual, forward
-from moments.engine.fluctuation import met_by, of_averages, overlap_variance
+from moments.engine.fluctuation import of_averages, overlap_variance, rows_times
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.engine.trace import Record
 from moments.formulas.activation import activation_laws
@@ -226,7 +226,7 @@ def test_averages_on_classes_are_those_of_tokens(fixed: bool) -> None:
     rows = np.tril(rng.random((length, length)))
     rows /= rows.sum(1, keepdims=True)
     on_classes = ClassRows(rows, classes.key_counts(None))
-    met = met_by(on_classes, Kernel(np.diag(kernel), kernel, classes))
+    met = rows_times(on_classes, Kernel(np.diag(kernel), kernel, classes))
     assert met.off_diagonal == pytest.approx(rows @ kernel, abs=1e-12)
 
     def averaged(resolved: object, weights: object) -> Fluctuation:

@@ -72,10 +72,10 @@ class BottomToTop(Component):
         return run.passed(Record(self, run.layer, signal, output, children))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.met(record, gradient)
+        run.returning(record, gradient)
         attention, norm, ffn = record.children
         total = DoubleSum.of(self, record.input, record.children)
-        run.met(ffn, gradient)
+        run.returning(ffn, gradient)
         ffn = total.ffn_completed(record.output, gradient, ffn, run)
         norm = self.norm.backpropagate(norm, ffn.grad_in, run)
         attention = self.attention.backpropagate(attention, norm.grad_in, run)
@@ -180,11 +180,11 @@ class DoubleSum(NamedTuple):
         skip = square(self.node.attention.skip_scale)
         added = between.kernel - tokens.scaled(skip)
         fresh = inner.kernel - self.entering.kernel.scaled(square(self.node.ffn.skip_scale))
-        met = tokens * added
-        sizes = behind - before.scaled(skip * skip) - met.scaled(4 * skip / width)
+        crossing = tokens * added
+        sizes = behind - before.scaled(skip * skip) - crossing.scaled(4 * skip / width)
         total = between.kernel.diagonal
         share = skip * tokens.diagonal / total
-        turned = self._by_token(met, self.carried * (1 - share)).scaled(1 / (skip * width))
+        turned = self._by_token(crossing, self.carried * (1 - share)).scaled(1 / (skip * width))
         sized = self._by_token(sizes, 0.5 * self.carried * tokens.diagonal / total)
         both = ((tokens + self.crossed(tokens)) * fresh).scaled(4 / width)
         return inner.fluctuation.norms + before + both + (turned + sized).scaled(4.0)
@@ -200,12 +200,12 @@ class DoubleSum(NamedTuple):
         if before is None or behind is None:
             return None
         tokens = signal.kernel
-        held = self._by_token(tokens, self.carried)
+        carried_kernel = self._by_token(tokens, self.carried)
         more = self._by_token(tokens, 1 + self.carried)
-        rest = inner.kernel - held
+        rest = inner.kernel - carried_kernel
         squares = self._by_token(before, (1 + self.carried) ** 2)
         squares = squares - self._by_token(before, self.carried**2)
-        crossed = ((more - held) * rest).scaled(4 / signal.width)
+        crossed = ((more - carried_kernel) * rest).scaled(4 / signal.width)
         return behind + squares + crossed
 
     # --- the way back -----------------------------------------------------------------------------
@@ -222,12 +222,15 @@ class DoubleSum(NamedTuple):
         kept = gradient.kernel.scaled(square(node.skip_scale))
         handed = gradient.kernel.scaled(square(node.branch_scale))
         total, entering = output.kernel.mean_diagonal(), self.entering.kernel.mean_diagonal()
-        held, whole = square(node.skip_scale) * entering, self.inner.kernel.mean_diagonal()
-        added, shared = whole - held, self._overlap()
+        carried_kernel, whole = (
+            square(node.skip_scale) * entering,
+            self.inner.kernel.mean_diagonal(),
+        )
+        added, shared = whole - carried_kernel, self._overlap()
         done = branch.backward(gradient.at_addend(handed, added / total), run)
         grad_in = done.grad_in
-        lacking = (2 * (held + shared) + added) / total - 1.0
-        share = ratio_or_zero(added * lacking, held)
+        lacking = (2 * (carried_kernel + shared) + added) / total - 1.0
+        share = ratio_or_zero(added * lacking, carried_kernel)
         kept, returned = orthogonal_parts(
             self.entering, share, gradient, kept, grad_in, mixing=False
         )
@@ -239,8 +242,8 @@ class DoubleSum(NamedTuple):
             radial = ratio_or_zero(along * grad_out, entering * merged.mean_diagonal())
         kept_share = ratio_or_zero(kept.mean_diagonal(), merged.mean_diagonal())
         centred = gradient.centred_share * kept_share
-        found = Gradient(merged, gradient.seq_len, radial, centred)
-        return ffn.completed(above, found, (done,))
+        result = Gradient(merged, gradient.seq_len, radial, centred)
+        return ffn.completed(above, result, (done,))
 
     def returned(self, output: Signal, gradient: Gradient, grad_in: Gradient) -> Gradient:
         """The gradient at the input, of what the sum received and what attention's side sends."""
@@ -248,17 +251,17 @@ class DoubleSum(NamedTuple):
         above = gradient.kernel
         carried, total = self.signal.kernel.mean_diagonal(), output.kernel.mean_diagonal()
         skip = square(self.node.ffn.skip_scale)
-        held, shared = skip * self.entering.kernel.mean_diagonal(), self._overlap()
+        carried_kernel, shared = skip * self.entering.kernel.mean_diagonal(), self._overlap()
         lacks = (1.0 - gradient.radial) / total
         # E (x.g)^2, E (x.g)(y.g), E (y.g)^2, y what the skip connection of u holds
         alone = carried - lacks * (carried + shared) ** 2
-        mutual = shared - lacks * (carried + shared) * (held + shared)
-        beside = held - lacks * (held + shared) ** 2
+        mutual = shared - lacks * (carried + shared) * (carried_kernel + shared)
+        remainder = carried_kernel - lacks * (carried_kernel + shared) ** 2
         # Through s the input receives P g/|s| with P orthogonal to y; and attention, along x, what
         # cancels that, averaged over the tokens' gradients.
         common = ratio_or_zero(above.mean_off_diagonal(), above.mean_diagonal())
-        turned = (alone - shared * mutual / held) / carried
-        lost = beside / held
+        turned = (alone - shared * mutual / carried_kernel) / carried
+        lost = remainder / carried_kernel
         if self.entering.centred is not None:  # the mean over features
             lost = lost + 1.0 - gradient.centred_share
         width, norms = self.signal.width, self._norm_mean()
@@ -328,13 +331,13 @@ class Bypass:
             sensitivity, sensitivity, self.grad_in - attended, attended, self.attention.back_kappa
         )
         sizes = total(sensitivity * attended), total(between.sensitivity * deep)
-        met = sizes[0] * inner.coherence + sizes[1] * top.coherence
+        crossing = sizes[0] * inner.coherence + sizes[1] * top.coherence
         exposure = (inner.exposure, between.exposure, top.exposure, sensitivity)
         return GradientAdjoint(
             top.sensitivity + both * sensitivity,
             exposure,
             noise + inner.noise + between.noise + top.noise,
-            between.coherence * ratio(met, sizes[0] + sizes[1]),
+            between.coherence * ratio(crossing, sizes[0] + sizes[1]),
         )
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:

@@ -95,7 +95,7 @@ class PositionClasses:
         other: of one document, and where there are several of two."""
         return ((diagonal, off_diagonal),)
 
-    def told_apart(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
+    def blocks_by_relation(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         """The same, and what else tells pairs of a cell apart."""
         return self.blocks(diagonal, off_diagonal)
 
@@ -117,11 +117,11 @@ class PositionClasses:
         _, *across = self.blocks(diagonal, off_diagonal)
         return across[0] if across else None
 
-    def over_kinds(self, off_diagonal: Array) -> Array:
+    def over_relations(self, off_diagonal: Array) -> Array:
         """(..., P, P) means over what else tells pairs of two cells apart."""
         return off_diagonal
 
-    def with_kinds(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
+    def with_relations(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
         """The product of two matrices, of that of their means over cells."""
         return product
 
@@ -144,16 +144,16 @@ class PositionClasses:
         """(P, P) share of pairs (i, j) in which j is the token behind i, as many as there are: two
         nodes that are one position apart, and beyond them two of one class."""
         one = self.inside
-        beside = np.diff(one.nodes) == 1
-        found = np.diag(beside.astype(float), 1)
-        inside = np.append(~beside, False)
+        neighbours = np.diff(one.nodes) == 1
+        result = np.diag(neighbours.astype(float), 1)
+        inside = np.append(~neighbours, False)
         inside[-2] = True
         off_diagonal = np.maximum(np.diagonal(one.pair_count), 0.0)
         several = inside & (off_diagonal > 0.0)
-        found[several, several] = np.minimum(one.count[several] / off_diagonal[several], 1.0)
-        found = self.within(found)
+        result[several, several] = np.minimum(one.count[several] / off_diagonal[several], 1.0)
+        result = self.within(result)
         total = float(self.there.sum() - len(np.atleast_2d(self.there)))
-        return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
+        return np.minimum(result * to_total(result * self.pair_count, total), 1.0)
 
     @property
     def documents(self) -> Matrix | None:
@@ -216,9 +216,9 @@ class PositionClasses:
     def basis(self) -> Array:
         """(P, L) functions linear in log position between nodes, 1 at their own: cells."""
         (left, share), place = self._cells, np.arange(self.length)
-        found = np.zeros((len(self.nodes) + 1, self.length))
-        found[left, place], found[left + 1, place] = 1.0 - share, share
-        return found[:-1]
+        result = np.zeros((len(self.nodes) + 1, self.length))
+        result[left, place], result[left + 1, place] = 1.0 - share, share
+        return result[:-1]
 
     def cell_means(self, values: Array) -> Array:
         """(P,) means over cells of (L,) values."""
@@ -248,11 +248,11 @@ class PositionClasses:
         ]
         size = self.basis.sum(1)
         itself = (self.basis * (first == second)) @ self.basis.T
-        found, count = (
+        result, count = (
             sums[0] @ sums[1].T - itself,
             np.outer(size, size) - self.basis @ self.basis.T,
         )
-        return [PairSums(found, count, self.pair_count)]
+        return [PairSums(result, count, self.pair_count)]
 
     def spread_out(self, values: Array) -> Array:
         """(..., L) mean squares at every position, from (..., P).
@@ -263,14 +263,14 @@ class PositionClasses:
         inner = values[..., :-1]
         positive = np.all(inner > 0, axis=-1, keepdims=True)
         known = np.where(positive, np.log(np.where(positive, inner, 1.0)), inner)
-        found = np.empty((*values.shape[:-1], self.length))
-        found[..., self.nodes[:-1] - 1] = known
-        for inside, held, weights in _between(tuple(self.nodes.tolist())):
-            found[..., inside] = known[..., held] @ weights
-        others = found[..., :-1]
+        result = np.empty((*values.shape[:-1], self.length))
+        result[..., self.nodes[:-1] - 1] = known
+        for inside, near, weights in _between(tuple(self.nodes.tolist())):
+            result[..., inside] = known[..., near] @ weights
+        others = result[..., :-1]
         np.exp(others, out=others, where=positive)
-        found[..., -1] = values[..., -1]
-        return found
+        result[..., -1] = values[..., -1]
+        return result
 
 
 class PairSums(NamedTuple):
@@ -449,12 +449,14 @@ class DocumentClasses(PositionClasses):
         counts, many = self._counts
         # Of two documents as many as the shorter one has places, and then the rest of the longer.
         longer = many.sum() - np.cumsum(many)
-        met = (many * (many - 1.0 + 2.0 * longer)) @ counts
-        off_diagonal = met[:, None] * (self.one.causal.key_counts().keys - np.eye(len(met)))
+        at_place = (many * (many - 1.0 + 2.0 * longer)) @ counts
+        off_diagonal = at_place[:, None] * (
+            self.one.causal.key_counts().keys - np.eye(len(at_place))
+        )
         rest = np.cumsum((many[:, None] * counts)[::-1], axis=0)[::-1]
         rest = rest - (longer + many)[:, None] * counts
         off_diagonal += np.einsum("n,np,nq->pq", many, rest, counts)
-        return met, np.asarray(off_diagonal + off_diagonal.T)
+        return at_place, np.asarray(off_diagonal + off_diagonal.T)
 
     @functools.cached_property
     def pair_count(self) -> Array:
@@ -470,7 +472,7 @@ class DocumentClasses(PositionClasses):
         """(P, P) weights by which a row's other entries give that beside its diagonal: linear in
         log position from either side, along which the rest is smooth, and their mean."""
         logs, size = np.log(self.one.nodes), len(self.one.nodes)
-        found = np.zeros((size, size))
+        result = np.zeros((size, size))
         for node in range(size):
             sides = [
                 range(node - 1, max(node - 3, -1), -1),
@@ -478,9 +480,9 @@ class DocumentClasses(PositionClasses):
             ]
             sides = [side for side in sides if len(side)] or [range(node - 1, node - 2, -1)]
             for side in sides:
-                held = np.array(side)
-                found[node, held] += lagrange(logs[held], logs[[node]])[:, 0] / len(sides)
-        return found
+                near = np.array(side)
+                result[node, near] += lagrange(logs[near], logs[[node]])[:, 0] / len(sides)
+        return result
 
     def mean_of_pairs(self, off_diagonal: Array) -> Array:
         size, count = len(self.one.nodes), self.inside_count
@@ -554,12 +556,12 @@ class DocumentClasses(PositionClasses):
         known, where = np.unique(np.stack([first, second]), return_inverse=True)
         one, two = np.reshape(where, (2, *there.shape))
         size, values = len(basis), len(known)
-        held = np.arange(size)[:, None] * values
+        offsets = np.arange(size)[:, None] * values
 
         def sums(which: NDArray[np.intp], by: Array) -> Array:
-            flat = (held + which).ravel()
-            found = np.bincount(flat, (basis * by).ravel(), size * values)
-            return np.asarray(found.reshape(size, values), np.float64)
+            flat = (offsets + which).ravel()
+            result = np.bincount(flat, (basis * by).ravel(), size * values)
+            return np.asarray(result.reshape(size, values), np.float64)
 
         every = [np.zeros((size, values)), np.zeros((size, values))]
         inside, places = np.zeros((size, size)), np.zeros((size, size))
@@ -571,11 +573,11 @@ class DocumentClasses(PositionClasses):
             places += np.outer(cells, cells)
         itself = (weights * (one == two)).sum(0)
         at_place = np.arange(there.shape[1])[None, :] * values
-        codes, found = np.unique(np.stack([at_place + one, at_place + two]), return_inverse=True)
-        left, right = np.reshape(found, (2, *there.shape))
-        met = np.bincount(left.ravel(), weights.ravel(), len(codes))
-        met *= np.bincount(right.ravel(), weights.ravel(), len(codes))
-        met = np.bincount(codes // values, met, there.shape[1]) - itself
+        codes, result = np.unique(np.stack([at_place + one, at_place + two]), return_inverse=True)
+        left, right = np.reshape(result, (2, *there.shape))
+        pairs_at_place = np.bincount(left.ravel(), weights.ravel(), len(codes))
+        pairs_at_place *= np.bincount(right.ravel(), weights.ravel(), len(codes))
+        pairs_at_place = np.bincount(codes // values, pairs_at_place, there.shape[1]) - itself
         others = self._reaching * (self._reaching - 1.0)
         whole = np.outer(basis @ self._reaching, basis @ self._reaching)
         counts = (
@@ -585,8 +587,8 @@ class DocumentClasses(PositionClasses):
         )
         shares = (
             inside - (basis * itself) @ basis.T,
-            every[0] @ every[1].T - inside - (basis * met) @ basis.T,
-            basis @ met,
+            every[0] @ every[1].T - inside - (basis * pairs_at_place) @ basis.T,
+            basis @ pairs_at_place,
         )
         expected = self.inside_count, self.across_count[1], self.across_count[0]
         return [PairSums(*one) for one in zip(shares, counts, expected, strict=True)]
@@ -600,22 +602,22 @@ LEAST_SHARED = 1e-9
 """Pairs of documents that reach two positions, of those that reach one, below which none do."""
 
 
-def as_many(found: Array, count: Array, expected: Array) -> Array:
+def as_many(result: Array, count: Array, expected: Array) -> Array:
     """Sums over their counts, such that weighed by what is counted elsewhere they are as many. A
     cell of one position has no pairs: those with the next stand in."""
-    usable, total = count > 0.5, float(found.sum())
-    found = np.where(usable, found / np.where(usable, count, 1.0), 0.0)
-    if found.ndim == 2:
+    usable, total = count > 0.5, float(result.sum())
+    result = np.where(usable, result / np.where(usable, count, 1.0), 0.0)
+    if result.ndim == 2:
         for place in map(int, np.flatnonzero(~np.diagonal(usable))):
-            beside = [min(place + 1, len(found) - 1), max(place - 1, 0)]
-            found[place, place] = found[place, beside].mean()
-    return found * to_total(found * expected, total)
+            neighbours = [min(place + 1, len(result) - 1), max(place - 1, 0)]
+            result[place, place] = result[place, neighbours].mean()
+    return result * to_total(result * expected, total)
 
 
 def to_total(counts: Array, total: float) -> float:
     """The factor by which counts sum to what they should."""
-    found = float(counts.sum())
-    return total / found if found > 0.0 else 0.0
+    result = float(counts.sum())
+    return total / result if result > 0.0 else 0.0
 
 
 @functools.lru_cache(maxsize=16)
@@ -653,16 +655,16 @@ def few_points(values: Array, most: int, shares: Array | None = None) -> tuple[A
     centre, size = points.mean(), np.ptp(points) or 1.0
     x = (points - centre) / size
     basis = [np.sqrt(weights)]
-    diagonal, beside = [], []
+    diagonal, neighbours = [], []
     for order in range(most):
         moved = x * basis[-1]
         diagonal.append(float(basis[-1] @ moved))
         for vector in basis:
             moved = moved - (vector @ moved) * vector
-        beside.append(float(np.linalg.norm(moved)))
+        neighbours.append(float(np.linalg.norm(moved)))
         if order + 1 < most:
-            basis.append(moved / beside[-1])
-    jacobi = np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1)
+            basis.append(moved / neighbours[-1])
+    jacobi = np.diag(diagonal) + np.diag(neighbours[:-1], 1) + np.diag(neighbours[:-1], -1)
     nodes, vectors = np.linalg.eigh(jacobi)
     return centre + size * nodes, vectors[0] ** 2
 
@@ -841,30 +843,30 @@ class _Sums:
         for cell in range(max(0, behind - 1), len(places) - 2):
             if places[cell] >= high:
                 break
-            held = stencil(cell, first, inner)
+            near = stencil(cell, first, inner)
             ends = max(low, places[cell]), min(high + 1, places[cell + 1])
-            key = held.start, held.stop, *ends, power
+            key = near.start, near.stop, *ends, power
             if key not in self._cells:
                 points, masses = positions_between(*ends)
-                basis = lagrange(self._logs[held], np.log(points)) * masses
+                basis = lagrange(self._logs[near], np.log(points)) * masses
                 if power:
-                    sizes = self._size(self._nodes[held])[:, None]
+                    sizes = self._size(self._nodes[near])[:, None]
                     basis = basis * (sizes / self._size(points)) ** power
                 self._cells[key] = basis.sum(1)
-            counts[held] += self._cells[key]
+            counts[near] += self._cells[key]
         return counts
 
 
 @functools.lru_cache(maxsize=4)
 def _between(nodes: tuple[int, ...]) -> list[tuple[slice, slice, Array]]:
     """Between every two nodes the positions, the nodes that give them, and the weights of those."""
-    logs, found = np.log(nodes), []
+    logs, result = np.log(nodes), []
     for cell, (low, high) in enumerate(itertools.pairwise(nodes)):
         if high > low + 1:
-            held = stencil(cell, 0, len(nodes) - 2)
-            weights = lagrange(logs[held], np.log(np.arange(low + 1, high)))
-            found.append((slice(low, high - 1), held, weights))
-    return found
+            near = stencil(cell, 0, len(nodes) - 2)
+            weights = lagrange(logs[near], np.log(np.arange(low + 1, high)))
+            result.append((slice(low, high - 1), near, weights))
+    return result
 
 
 class ClassRows(NamedTuple):
@@ -948,9 +950,11 @@ class ClassMatrix:
         count, inside = key_counts.classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
         off_diagonal, seen = rows * key_counts.keys / count, np.diagonal(key_counts.keys)
         several = count > 1.5
-        beside = (seen - 1.0) / np.where(several, count - 1.0, 1.0)
+        neighbours = (seen - 1.0) / np.where(several, count - 1.0, 1.0)
         index = np.arange(len(count))
-        off_diagonal[..., index, index] = np.where(several, inside * beside, inside * seen / count)
+        off_diagonal[..., index, index] = np.where(
+            several, inside * neighbours, inside * seen / count
+        )
         diagonal = np.where(several, inside, off_diagonal[..., index, index])
         return cls(*classes.everywhere((diagonal, off_diagonal)), classes, crowded)
 
@@ -985,7 +989,7 @@ class ClassMatrix:
     @functools.cached_property
     def mean(self) -> Array:
         """(..., P, P) over all pairs of two classes."""
-        return self.classes.over_kinds(self.off_diagonal)
+        return self.classes.over_relations(self.off_diagonal)
 
     @functools.cached_property
     def excess(self) -> Array:
@@ -1010,15 +1014,15 @@ class ClassMatrix:
         excess, mean = self.excess, self.mean
         if not isinstance(other, ClassMatrix):  # a column per token
             columns = np.asarray(other)[..., : mean.shape[-1], :]
-            found = excess[..., None] * columns + mean @ (
+            result = excess[..., None] * columns + mean @ (
                 self.classes.inside.count[:, None] * columns
             )
-            return np.swapaxes(self.classes.repeated(np.swapaxes(found, -1, -2)), -1, -2)
+            return np.swapaxes(self.classes.repeated(np.swapaxes(result, -1, -2)), -1, -2)
         beyond = other.excess
         off_diagonal = excess[..., :, None] * other.mean + mean * beyond[..., None, :]
         off_diagonal = off_diagonal + mean @ other.counted
         product = excess * beyond + diagonal_of(off_diagonal), off_diagonal
-        return ClassMatrix(*self.classes.with_kinds(product, self, other), self.classes)
+        return ClassMatrix(*self.classes.with_relations(product, self, other), self.classes)
 
     def _with(self, other: Any, operation: Any) -> ClassMatrix:
         if isinstance(other, ClassMatrix):

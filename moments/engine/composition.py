@@ -269,8 +269,8 @@ class Component(abc.ABC):
     def documents(self) -> np.ndarray | None:
         """(B, L) the documents that attention in it keeps apart; None: each row is one."""
         for child in self.children:
-            if (found := child.documents) is not None:
-                return found
+            if (result := child.documents) is not None:
+                return result
         numbers = self.padding
         if numbers is None or np.max(numbers) < 2:
             return None
@@ -316,7 +316,7 @@ class Leaf(Component):
         return run.passed(Record(self, run.layer, signal, output, (), pullback))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.met(record, gradient)
+        run.returning(record, gradient)
         pulled = record.pullback(gradient)
         return record.completed(gradient, pulled.gradient, (), pulled)
 
@@ -347,7 +347,7 @@ class Reader(Component):
         return run.passed(Record(self, run.layer, signal, output, (), pullback, memory))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.met(record, gradient)
+        run.returning(record, gradient)
         pulled, to_memory = record.pullback(gradient)
         return record.completed(gradient, pulled.gradient, (), pulled, to_memory)
 
@@ -404,10 +404,10 @@ class Chain(Component):
         return record.children
 
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
-        found: list[tuple[Record, ...]] = [()]
+        result: list[tuple[Record, ...]] = [()]
         for child in record.children:
-            found = [one + path for one in found for path in child.paths()]
-        return found
+            result = [one + path for one in result for path in child.paths()]
+        return result
 
     def response(self, record: Record, around: Around) -> Response:
         return Sequence(tuple(one.component.response(one, around) for one in record.children))
@@ -472,8 +472,8 @@ class Parallel(Component):
         return [path for child in record.children for path in child.paths()]
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        found = [branch.two_sequences(signal, memory) for branch in self.branches]
-        return Signal(sum_of([one.kernel for one in found]), 2, width=found[0].width)
+        result = [branch.two_sequences(signal, memory) for branch in self.branches]
+        return Signal(sum_of([one.kernel for one in result]), 2, width=result[0].width)
 
     def response(self, record: Record, around: Around) -> Response:
         inner = tuple(one.component.response(one, around) for one in record.children)
@@ -517,7 +517,7 @@ class Residual(Component):
         return added(signal, branch, *scales, keeps_mean=True)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.met(record, gradient)
+        run.returning(record, gradient)
         (child,) = record.children
 
         def back(addend: Gradient) -> Record:
@@ -629,7 +629,7 @@ class Layer(Component):
         return record
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.met(record, gradient)
+        run.returning(record, gradient)
         (child,) = record.children
         done = self.body.backpropagate(child, gradient, run)
         run.layer_done()

@@ -257,8 +257,8 @@ def tangent(
     several = isinstance(value, tuple)
     none = [np.zeros(np.shape(one)) for one in (value if several else (value,))]
     _, push = pullback(lambda *given: pull(given if several else given[0]), *none)
-    found = push(tuple(directions))
-    return value, found if several else found[0]
+    result = push(tuple(directions))
+    return value, result if several else result[0]
 
 
 def _number(value: Array) -> Array:
@@ -306,9 +306,9 @@ def _elementwise(function: Any, *slopes: Any) -> Callable[..., Array]:
 
         return made
 
-    found = primitive(function, *(rule(k, slope) for k, slope in enumerate(slopes)))
-    _RULES[function] = found
-    return found
+    operation = primitive(function, *(rule(k, slope) for k, slope in enumerate(slopes)))
+    _RULES[function] = operation
+    return operation
 
 
 add = primitive(
@@ -385,9 +385,9 @@ total = primitive(
 
 
 def _scattered(g: Array, shape: tuple[int, ...], index: Any) -> Array:
-    found = np.zeros(shape)
-    np.add.at(found, index, g)
-    return found
+    result = np.zeros(shape)
+    np.add.at(result, index, g)
+    return result
 
 
 _placed: Callable[..., Array] = primitive(_scattered, lambda r, g, shape, index: lambda h: h[index])

@@ -49,8 +49,8 @@ def expected_pull(freedom: float, correlation: Array) -> Array:
     half = 0.5 * math.exp(2 * (math.lgamma((n - 1) / 2) - math.lgamma(n / 2)))
     both = hyp2f1(0.5, 0.5, n / 2, square)
     apart = (1 - square) * hyp2f1(1.5, 1.5, n / 2 + 1, square)
-    found = half * (n - 1) * (both - apart / n)
-    return found if np.ndim(found) else float(found)
+    result = half * (n - 1) * (both - apart / n)
+    return result if np.ndim(result) else float(result)
 
 
 # --- directions -----------------------------------------------------------------------------------
@@ -169,8 +169,8 @@ def shared_persistence(
         together = one_document(documents) + 0.0
         grad_out, diagonal = np.einsum("...bi,bij->...bj", sizes, together), diagonal * together
     fallen = sizes * np.broadcast_to(response, (*leading, count)).reshape(*diagonal.shape[:-1])
-    found = np.einsum("...bi,...bij->...bj", fallen, diagonal)
-    return ratio_or_zero(found, grad_out).reshape(*leading, count)
+    result = np.einsum("...bi,...bij->...bj", fallen, diagonal)
+    return ratio_or_zero(result, grad_out).reshape(*leading, count)
 
 
 def relative_spread(signal: Signal, features: bool = True) -> tuple[Array, Array]:

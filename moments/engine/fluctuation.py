@@ -56,8 +56,8 @@ def norm_variance(signal: Signal) -> Array:
     if signal.fluctuation is None:
         return 0.0
     square = signal.second_moment().diagonal ** 2
-    found = signal.kernel.average(ratio_or_zero(signal.fluctuation.norms.diagonal, square))
-    return np.maximum(found, 0.0)
+    result = signal.kernel.average(ratio_or_zero(signal.fluctuation.norms.diagonal, square))
+    return np.maximum(result, 0.0)
 
 
 def followed(signal: Signal) -> Kernel | None:
@@ -181,19 +181,19 @@ def _of_branches(
     assert source.fluctuation is not None
     overlaps = source.fluctuation.overlaps
     assert overlaps is not None
-    found = []
+    result = []
     for diagonal, entered, one, other in zip(
         (overlaps, source.fluctuation.norms), shared_with(source), first, second, strict=True
     ):
-        met = entered * entered.transposed()
+        averaged = entered * entered.transposed()
         product = one.transposed() * other * diagonal
         both = Kernel(
-            ratio_or_zero(product.diagonal, met.diagonal),
-            ratio_or_zero(product.off_diagonal, met.off_diagonal),
+            ratio_or_zero(product.diagonal, averaged.diagonal),
+            ratio_or_zero(product.off_diagonal, averaged.off_diagonal),
             product.resolved,
         )
-        found.append(both + both.transposed())
-    return found[0], found[1]
+        result.append(both + both.transposed())
+    return result[0], result[1]
 
 
 def _both_ways(shared: Kernel, size: Array, factor: Any) -> Kernel:
@@ -218,9 +218,9 @@ def of_averages(signal: Signal, weights: Array | None, gain: Any) -> Fluctuation
     mixed, shared, _, _ = average(tokens, overlaps, weights, False, signal.seq_len)
     norms = signal.fluctuation.before_norms
     _, _, mixed_norms, shared_norms = average(tokens, norms, weights, fixed, signal.seq_len)
-    found = shared.scaled(gain), shared_norms.scaled(gain)
+    result = shared.scaled(gain), shared_norms.scaled(gain)
     square = gain * gain
-    return Fluctuation(mixed_norms.scaled(square), mixed.scaled(square), shared=found)
+    return Fluctuation(mixed_norms.scaled(square), mixed.scaled(square), shared=result)
 
 
 _Averages = tuple[Kernel, Kernel, Kernel, Kernel]
@@ -231,19 +231,19 @@ def _by_token(
 ) -> _Averages:
     root = signed_root(square, tokens).off_diagonal
     turned = np.swapaxes(weights, -1, -2)
-    met = weights @ root
-    mixed = (met @ turned) ** 2
-    met = met * met
+    averaged = weights @ root
+    mixed = (averaged @ turned) ** 2
+    averaged = averaged * averaged
     size = tokens.diagonal[..., :, None]
     inverse = ratio_or_zero(1.0, size)
-    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(met, -1, -2) * inverse)
+    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(averaged, -1, -2) * inverse)
     if not fixed:
         return (*free, *free)
     lost = weights * ratio_or_zero(weights @ tokens.off_diagonal, tokens.diagonal[..., None, :])
     back = np.swapaxes(lost, -1, -2)
-    cross = met @ back
+    cross = averaged @ back
     mixed = mixed - cross - np.swapaxes(cross, -1, -2) + lost @ square.off_diagonal @ back
-    shared = (np.swapaxes(met, -1, -2) - square.off_diagonal @ back) * inverse
+    shared = (np.swapaxes(averaged, -1, -2) - square.off_diagonal @ back) * inverse
     return (*free, Kernel.of_matrix(mixed), Kernel.of_matrix(shared))
 
 
@@ -251,8 +251,8 @@ def _by_class(
     tokens: Kernel, square: Kernel, weights: Any, fixed: bool, _seq_len: int
 ) -> _Averages:
     root = signed_root(square, tokens)
-    met = met_by(weights, root)
-    met = met * met
+    averaged = rows_times(weights, root)
+    averaged = averaged * averaged
     mixed = between_rows(weights, root)
     mixed = mixed * mixed
     inverse, _ = tokens.over_tokens(1.0 / tokens.diagonal)
@@ -261,22 +261,22 @@ def _by_class(
         off_diagonal = np.swapaxes(of_rows.off_diagonal, -1, -2) * inverse
         return Kernel(diagonal_of(off_diagonal), off_diagonal, tokens.resolved)
 
-    free = mixed, shared(met)
+    free = mixed, shared(averaged)
     if not fixed:
         return (*free, *free)
     # A row loses to the keys of its own document alone.
     assert tokens.classes is not None
     size = tokens.diagonal[..., : len(tokens.classes.inside.nodes)]
-    inside = met_by(weights, tokens).off_diagonal[..., : size.shape[-1], : size.shape[-1]]
+    inside = rows_times(weights, tokens).off_diagonal[..., : size.shape[-1], : size.shape[-1]]
     lost = ClassRows(weights.weights * inside / size[..., None, :], weights.key_counts)
 
     def crossed(off_diagonal: Array, _own: Array) -> Array:
-        found: Array = off_diagonal @ np.swapaxes(lost.counted, -1, -2)
-        return found
+        result: Array = off_diagonal @ np.swapaxes(lost.counted, -1, -2)
+        return result
 
-    cross = _of_rows(crossed, met)
+    cross = _of_rows(crossed, averaged)
     mixed = mixed - cross - cross.transposed() + between_rows(lost, square)
-    return (*free, mixed, shared(met - met_by(lost, square)))
+    return (*free, mixed, shared(averaged - rows_times(lost, square)))
 
 
 def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kernel:
@@ -284,14 +284,14 @@ def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kerne
     and across them; what belongs to one place is that beside it: the rows are the same."""
     classes = kernel.classes
     assert classes is not None
-    found = []
+    result = []
     for diagonal, off_diagonal in classes.blocks(kernel.diagonal, kernel.off_diagonal):
         of_pairs = function(off_diagonal, diagonal - diagonal_of(off_diagonal))
-        found.append((diagonal_of(of_pairs), of_pairs))
-    return Kernel(*classes.joined(*found), classes)
+        result.append((diagonal_of(of_pairs), of_pairs))
+    return Kernel(*classes.joined(*result), classes)
 
 
-def met_by(rows: ClassRows, kernel: Kernel) -> Kernel:
+def rows_times(rows: ClassRows, kernel: Kernel) -> Kernel:
     """[row, key] of rows W times a kernel on classes, for one key of a class; a row has with the
     key at its own position what it has with one beside that."""
     return _of_rows(
@@ -315,15 +315,15 @@ def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
 
 def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: int) -> _Averages:
     root = signed_root(square, tokens)
-    met = ((root.diagonal + (seq_len - 1) * root.off_diagonal) / seq_len) ** 2
+    averaged = ((root.diagonal + (seq_len - 1) * root.off_diagonal) / seq_len) ** 2
     inverse = ratio_or_zero(1.0, tokens.diagonal)
-    free = Kernel(met, met), Kernel(met * inverse, met * inverse)
+    free = Kernel(averaged, averaged), Kernel(averaged * inverse, averaged * inverse)
     if not fixed:
         return (*free, *free)
     lost = (1 + (seq_len - 1) * tokens.off_diagonal * inverse) / seq_len
     mean = (square.diagonal + (seq_len - 1) * square.off_diagonal) / seq_len
-    mixed = met - 2 * lost * met + lost * lost * mean
-    shared = (met - lost * mean) * inverse
+    mixed = averaged - 2 * lost * averaged + lost * lost * mean
+    shared = (averaged - lost * mean) * inverse
     return (*free, Kernel(mixed, mixed), Kernel(shared, shared))
 
 

@@ -109,14 +109,14 @@ class Layout:
 
     def diagonal(self, shape: tuple[int, ...]) -> Array:
         """Which entries are of a token with itself."""
-        found = np.zeros(shape, bool)
+        result = np.zeros(shape, bool)
         if self.resolved is not True:
-            found[..., -1, :] = True
-            return found
+            result[..., -1, :] = True
+            return result
         one = np.eye(shape[-1], dtype=bool)
         if self.sequences == 1:
-            return found | one
-        return found | (np.eye(self.sequences, dtype=bool)[:, :, None, None] & one)
+            return result | one
+        return result | (np.eye(self.sequences, dtype=bool)[:, :, None, None] & one)
 
 
 class _At(NamedTuple):
@@ -233,8 +233,8 @@ def _in_variance(order: int, v: Array, w: Array, x: Array, diagonal: Array, pair
 def _in_covariance(v: Array, w: Array, x: Array, diagonal: Array, pair: _Pair) -> Array:
     """Derivative of the slope in x."""
     step = STEP * np.sqrt(v * w)
-    found = of_pairs(pair.slope, v, w, x + step) - of_pairs(pair.slope, v, w, x - step)
-    return np.where(diagonal, 0.0, ratio_or_zero(found, 2 * step + 0.0 * x))
+    result = of_pairs(pair.slope, v, w, x + step) - of_pairs(pair.slope, v, w, x - step)
+    return np.where(diagonal, 0.0, ratio_or_zero(result, 2 * step + 0.0 * x))
 
 
 def _times(slope: Callable[..., Array], argument: int) -> Callable[..., Any]:
@@ -325,9 +325,9 @@ class Applied:
         return self[name]
 
     def _applied(self, matrix: LawMatrix, x: Array) -> Array:
-        found = self._behind(matrix, x)
-        self._passed[matrix.name] = x, found
-        return found
+        result = self._behind(matrix, x)
+        self._passed[matrix.name] = x, result
+        return result
 
     def _behind(self, matrix: LawMatrix, x: Array) -> Array:
         variance = matrix.variance + self._extra.get(matrix.name, 0.0)

@@ -89,10 +89,10 @@ def by_document(values: Any, where: np.ndarray) -> np.ndarray:
         where: as from `spans`.
     """
     every = np.atleast_2d(np.asarray(values))
-    found = np.full((len(where), int(where[:, 2].max())), -1, dtype=every.dtype)
-    for one, (row, first, length) in zip(found, where, strict=True):
+    result = np.full((len(where), int(where[:, 2].max())), -1, dtype=every.dtype)
+    for one, (row, first, length) in zip(result, where, strict=True):
         one[:length] = every[row, first : first + length]
-    return found
+    return result
 
 
 def one_document(documents: Any) -> np.ndarray:
@@ -198,10 +198,10 @@ class SequenceLayout:
             and numbers.shape[-1] == within.off_diagonal.shape[-1]
         ):
             return self._of_documents(within, numbers)
-        found = within.mean_diagonal(), within.mean_off_diagonal()
+        result = within.mean_diagonal(), within.mean_off_diagonal()
         if self.sequences == 1 or not kernel.resolved:
-            return found
-        return np.mean(found[0], axis=0), np.mean(found[1], axis=0)
+            return result
+        return np.mean(result[0], axis=0), np.mean(result[1], axis=0)
 
     def _of_documents(self, kernel: Kernel, documents: np.ndarray) -> tuple[Array, Array]:
         """Averages over all tokens, and over all pairs of one document; 0 without any."""
@@ -247,8 +247,8 @@ class SequenceLayout:
 
     def by_token(self, diagonal: Array) -> Array:
         """(..., L): averaged over the sequences, those that have a real token there if any has."""
-        found = self.by_sequence(diagonal)
-        return found if self.sequences == 1 else self._over_rows(found)
+        result = self.by_sequence(diagonal)
+        return result if self.sequences == 1 else self._over_rows(result)
 
     def placed(self, values: Array, padding: float | None = None) -> Array:
         """(..., L) averages over sequences of (..., longest) values by place in a document.
@@ -265,8 +265,8 @@ class SequenceLayout:
         assert where is not None
         for row, first, length in where:
             place[row, first : first + length] = np.arange(length)
-        found = values[..., place]
-        return self._over_rows(found if padding is None else np.where(place < 0, padding, found))
+        result = values[..., place]
+        return self._over_rows(result if padding is None else np.where(place < 0, padding, result))
 
     def _over_rows(self, values: Array) -> Array:
         """(..., L) from (..., sequences, L)."""

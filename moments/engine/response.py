@@ -78,11 +78,11 @@ def ratio(numerator: Array, denominator: Array) -> Array:
     numerator, denominator = np.asarray(numerator), np.asarray(denominator)
     present = denominator != 0
     if present.all():
-        found = numerator / denominator
+        result = numerator / denominator
     else:
-        found = numerator / np.where(present, denominator, denominator.dtype.type(1))
-        found = np.where(present, found, 0)
-    return np.asarray(found, numerator.dtype)
+        result = numerator / np.where(present, denominator, denominator.dtype.type(1))
+        result = np.where(present, result, 0)
+    return np.asarray(result, numerator.dtype)
 
 
 # --- matrices over tokens: arrays (..., L, L), or on classes --------------------------------------
@@ -193,10 +193,10 @@ def present(matrix: Matrix) -> bool:
 
 def sum_of(matrices: Several[Any]) -> Any:
     """Of matrices or kernels, at least one."""
-    found = matrices[0]
+    result = matrices[0]
     for one in matrices[1:]:
-        found = found + one
-    return found
+        result = result + one
+    return result
 
 
 def grown(matrix: Matrix, first: Matrix) -> Matrix:
@@ -301,8 +301,8 @@ class Elementwise:
         for entering in groups:
             output, pullback = leaf.forward(entering)
             grad_in = pullback(_ones(gradient, entering.kernel)).gradient.kernel
-            for found, one in ((outs, output.second_moment()), (backs, grad_in)):
-                found += _each(
+            for result, one in ((outs, output.second_moment()), (backs, grad_in)):
+                result += _each(
                     matrix_of(one, signal.seq_len), grad_out.shape, len(ends) if at_once else 1
                 )
         (out, out_near, out_grown), (back, back_near, back_grown) = outs, backs
@@ -343,11 +343,11 @@ class Elementwise:
         by_pair, by_size = exposure
         size = self._by_size(self.growth * sensitivity)
         size[: len(by_size)] += by_size
-        found = self.onward * sensitivity
+        result = self.onward * sensitivity
         if by_pair is not None:
-            found = grown(found, by_pair)
+            result = grown(result, by_pair)
         none = np.zeros(sensitivity.shape[:-2])
-        return SignalAdjoint(found + diagonal_matrix(size, found), none, none)
+        return SignalAdjoint(result + diagonal_matrix(size, result), none, none)
 
     @functools.cached_property
     def _coherence(self) -> Array:
@@ -458,14 +458,14 @@ class Sublayer:
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         """What a sensitivity to the gradient sent says; see `GradientAdjoint`."""
-        found = self.response.gradient_adjoint(sensitivity)
-        onward = per_pair(self.scale) * found.sensitivity + per_pair(self.skip) * sensitivity
-        return found._replace(sensitivity=onward)
+        result = self.response.gradient_adjoint(sensitivity)
+        onward = per_pair(self.scale) * result.sensitivity + per_pair(self.skip) * sensitivity
+        return result._replace(sensitivity=onward)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         """What a sensitivity to the signal that leaves says; see `SignalAdjoint`."""
-        found = self.response.signal_adjoint(per_pair(self.scale) * sensitivity, exposure)
-        return found._replace(sensitivity=found.sensitivity + per_pair(self.skip) * sensitivity)
+        result = self.response.signal_adjoint(per_pair(self.scale) * sensitivity, exposure)
+        return result._replace(sensitivity=result.sensitivity + per_pair(self.skip) * sensitivity)
 
     def gradient_noise(self, sensitivity: Array) -> Array:
         """Variance that the addition of the gradients adds."""
@@ -490,8 +490,8 @@ class Sublayer:
             return (cross + self.kappa * coherent**2 * overlap) / self.width
         # two matrices one after the other: behind the first, overlaps have grown by 1/inner
         twice = 2 * overlap * self.width / self.inner + 2 * (overlap + 1 / self.inner)
-        beside = 0.0 if np.all(self.attends == 1) else self.kappa * coherent**2 * overlap
-        return (cross + twice * (self.attends * added) ** 2 + beside) / self.width
+        common = 0.0 if np.all(self.attends == 1) else self.kappa * coherent**2 * overlap
+        return (cross + twice * (self.attends * added) ** 2 + common) / self.width
 
     def _noise(self, sensitivity: Array, carried: Array, added: Array, kappa: Array) -> Array:
         if not self.residual:
@@ -566,12 +566,12 @@ def kappas(branch: Record, answer: Any) -> tuple[Array, Array, Array]:
     Of parallel branches, whose sum varies by 2 (sum B)^2/d if each does by 2 B^2/d; unless a
     normalisation behind them fixes the size of the sum.
     """
-    found = branch.paths()
-    common = set(found[0]).intersection(*found[1:]) if len(found) > 1 else set()
-    if fixed_behind(found[0], common):
-        found, common = [tuple(branch.leaves())], set()
+    result = branch.paths()
+    common = set(result[0]).intersection(*result[1:]) if len(result) > 1 else set()
+    if fixed_behind(result[0], common):
+        result, common = [tuple(branch.leaves())], set()
     sizes, of_signal, of_gradient, attention_flags = [], [], [], []
-    for path in found:
+    for path in result:
         reached = last_matrix([leaf for leaf in path if leaf not in common]).output
         of_signal.append(_own_fluctuation(path, branch.input, reached))
         sizes.append(np.asarray(reached.second_moment().mean_diagonal()))
@@ -582,7 +582,7 @@ def kappas(branch: Record, answer: Any) -> tuple[Array, Array, Array]:
             if leaf.memory is not None:
                 of_gradient[-1] = reader.back_kappa(leaf.memory.seq_len)
         attention_flags.append(float(attends))
-    if len(found) == 1:
+    if len(result) == 1:
         return of_signal[0], of_gradient[0], 1.0
     shares = _path_shares(answer)
     return (
@@ -663,8 +663,8 @@ def _side_by_side(signals: Several[Signal], axes: tuple[int, ...]) -> Signal:
             off_diagonal = entries([one.off_diagonal for one in values], 2 * axis_count)
             return Kernel(entries(several, axis_count), off_diagonal, first.resolved)
         if isinstance(first, tuple):
-            found = [together(one) for one in zip(*values, strict=True)]
-            return type(first)(*found) if hasattr(first, "_fields") else tuple(found)
+            result = [together(one) for one in zip(*values, strict=True)]
+            return type(first)(*result) if hasattr(first, "_fields") else tuple(result)
         return first
 
     kernel, centred, fluctuation = (
@@ -688,9 +688,9 @@ def _ones(gradient: Gradient, kernel: Kernel) -> Gradient:
     even = kernel_of(ones(np.broadcast_shapes(grad_out.shape, tokens.shape), tokens))
     axes = np.ndim(gradient.kernel.diagonal)
 
-    def held(value: Array) -> Array:  # what is of every token or configuration stays that
+    def spread_over(value: Array) -> Array:  # what is of every token or configuration stays that
         by_token = axes and np.ndim(value) == axes
         return np.broadcast_to(value, np.shape(even.diagonal)) if by_token else value
 
-    radial, share = held(gradient.radial), held(gradient.centred_share)
+    radial, share = spread_over(gradient.radial), spread_over(gradient.centred_share)
     return Gradient(even, gradient.seq_len, radial, share)

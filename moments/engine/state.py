@@ -35,8 +35,8 @@ def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
         return numerator / denominator if denominator else 0.0 * numerator
     if denominator.all():
         return np.asarray(numerator / denominator, dtype=float)
-    found = np.zeros(np.broadcast_shapes(np.shape(numerator), denominator.shape))
-    return np.divide(numerator, denominator, out=found, where=denominator != 0)
+    result = np.zeros(np.broadcast_shapes(np.shape(numerator), denominator.shape))
+    return np.divide(numerator, denominator, out=result, where=denominator != 0)
 
 
 @dataclass(slots=True, eq=False)

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from .classes import (
     Array,
     ClassMatrix,
+    KeyCounts,
     Matrix,
     PairSums,
     PositionClasses,
-    KeyCounts,
     as_many,
     diagonal_of,
     few_points,
@@ -55,8 +55,8 @@ class Frequencies(NamedTuple):
         total = weights.sum()
         if not total > 0.0:
             return cls(np.zeros(1), np.ones(1), np.zeros(1))
-        held = several > 0.0
-        nodes, rule = few_points(several[held], size, weights[held] / total)
+        repeated_words = several > 0.0
+        nodes, rule = few_points(several[repeated_words], size, weights[repeated_words] / total)
         portion = total * rule / nodes
         rest = max(1.0 - portion.sum(), 0.0)
         return cls(np.append(0.0, nodes / total), np.append(rest, portion), np.append(0.0, rule))
@@ -127,7 +127,11 @@ class TextClasses(PositionClasses):
     @property
     def documents(self) -> Matrix | None:
         counts = self.one.documents
-        return None if counts is None else (self._twice(counts[0]), self.of_kinds(*[counts[1]] * 2))
+        return (
+            None
+            if counts is None
+            else (self._twice(counts[0]), self.of_relations(*[counts[1]] * 2))
+        )
 
     @functools.cached_property
     def pair_count(self) -> Array:
@@ -137,18 +141,18 @@ class TextClasses(PositionClasses):
     @functools.cached_property
     def one_word(self) -> Array:
         """(2 P, 2 P) 1 for tokens of one word, else 0."""
-        return self.of_kinds(np.zeros_like(self.share), np.ones_like(self.share))
+        return self.of_relations(np.zeros_like(self.share), np.ones_like(self.share))
 
     @functools.cached_property
     def at_one_place(self) -> Array:
         placed = self.one.at_one_place + 0.0 * self.share
-        return self.of_kinds(placed, placed)
+        return self.of_relations(placed, placed)
 
     @functools.cached_property
     def following_pairs(self) -> Array:
-        found = self.of_kinds(self.one.following_pairs, self.one.following_pairs)
+        result = self.of_relations(self.one.following_pairs, self.one.following_pairs)
         total = float(self.length - len(self.ends))
-        return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
+        return np.minimum(result * to_total(result * self.pair_count, total), 1.0)
 
     def mean_of_pairs(self, off_diagonal: Array) -> Array:
         return self.one.mean_of_pairs(self._over_words(off_diagonal))
@@ -156,9 +160,9 @@ class TextClasses(PositionClasses):
     @functools.cached_property
     def shares(self) -> tuple[Matrix, ...]:
         """`share` in one document and in two, own parts being those of pairs at one place."""
-        found = self.one.blocks(np.zeros(self.size), self.share)
+        result = self.one.blocks(np.zeros(self.size), self.share)
         # Of two documents a cell with itself is read off those beside it, which may lead beyond.
-        return tuple((diagonal, np.clip(share, 0.0, 1.0)) for diagonal, share in found)
+        return tuple((diagonal, np.clip(share, 0.0, 1.0)) for diagonal, share in result)
 
     @functools.cached_property
     def most_of_a_cell(self) -> float:
@@ -181,12 +185,12 @@ class TextClasses(PositionClasses):
     def _twice(self, values: Array) -> Array:
         return np.concatenate([values, values], axis=-1)
 
-    def kinds(self, off_diagonal: Array) -> tuple[Array, Array]:
+    def by_relation(self, off_diagonal: Array) -> tuple[Array, Array]:
         """(..., P, P) of two words and of one."""
         size = self.size
         return off_diagonal[..., :size, :size], off_diagonal[..., :size, size:]
 
-    def of_kinds(self, others: Array, same: Array) -> Array:
+    def of_relations(self, others: Array, same: Array) -> Array:
         """(..., 2 P, 2 P) of these."""
         others, same = np.broadcast_arrays(others, same)
         top, bottom = (np.concatenate(row, axis=-1) for row in ((others, same), (same, others)))
@@ -194,7 +198,7 @@ class TextClasses(PositionClasses):
 
     def _over_words(self, off_diagonal: Array) -> Array:
         """(..., P, P) means over cells."""
-        others, same = self.kinds(off_diagonal)
+        others, same = self.by_relation(off_diagonal)
         return np.asarray(others + self.share * (same - others))
 
     def blocks(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
@@ -212,24 +216,24 @@ class TextClasses(PositionClasses):
     def alone(self, diagonal: Array, off_diagonal: Array) -> Matrix:
         if len(self.ends) == 1:
             return diagonal, off_diagonal
-        inside, _, alike, _ = self.told_apart(diagonal, off_diagonal)
+        inside, _, alike, _ = self.blocks_by_relation(diagonal, off_diagonal)
         return self.of_one.joined(inside, alike)
 
     def between(self, diagonal: Array, off_diagonal: Array) -> Matrix | None:
         if len(self.ends) == 1:
             return None
-        (_, (met, across)), inside = self.shares, self.of_one
-        _, (placed, others), _, (together, same) = self.told_apart(diagonal, off_diagonal)
+        (_, (coincidence, across)), inside = self.shares, self.of_one
+        _, (placed, others), _, (together, same) = self.blocks_by_relation(diagonal, off_diagonal)
         # As many words are shared across as inside, and the mean is what it was.
         beyond = same - others
         others = others + (across - inside.share) * beyond
-        diagonal = placed + met * (together - placed)
+        diagonal = placed + coincidence * (together - placed)
         return inside.joined((diagonal, others), (diagonal, others + beyond))
 
-    def over_kinds(self, off_diagonal: Array) -> Array:
+    def over_relations(self, off_diagonal: Array) -> Array:
         return self._over_words(off_diagonal)
 
-    def with_kinds(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
+    def with_relations(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
         """By parts: what a token has with itself beyond two words stands by itself. Rows of
         attention give two keys of one word less, be they met from the left, X = w C w^T, or from
         the right, w^T R w."""
@@ -249,18 +253,20 @@ class TextClasses(PositionClasses):
         # Of a token with itself the other one is of its word for both, or for neither.
         spread = share * (1.0 - share) * (count - np.eye(len(count)))
         alone = diagonal + (left * spread * np.swapaxes(right, -1, -2)).sum(-1)
-        return self._twice(alone), self.of_kinds(others, others + beyond)
+        return self._twice(alone), self.of_relations(others, others + beyond)
 
     def _beyond(self, matrix: ClassMatrix) -> Matrix:
         """What a token has with itself, and with others of its word, beyond two words."""
-        others, same = self.kinds(matrix.off_diagonal)
+        others, same = self.by_relation(matrix.off_diagonal)
         return matrix.diagonal[..., : self.size] - diagonal_of(others), same - others
 
-    def told_apart(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
+    def blocks_by_relation(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         """Of two words, and then of one."""
         single = diagonal[..., : self.size]
         return tuple(
-            block for kind in self.kinds(off_diagonal) for block in self.one.blocks(single, kind)
+            block
+            for kind in self.by_relation(off_diagonal)
+            for block in self.one.blocks(single, kind)
         )
 
     def joined(self, *blocks: Matrix) -> Matrix:
@@ -268,7 +274,7 @@ class TextClasses(PositionClasses):
         every = min(len(self.ends), 2)
         diagonal, others = self.one.joined(*blocks[:every])
         _, same = self.one.joined(*blocks[-every:])
-        return self._twice(diagonal), self.of_kinds(others, same)
+        return self._twice(diagonal), self.of_relations(others, same)
 
     def cell_means(self, values: Array) -> Array:
         return self._twice(self.one.cell_means(values))
@@ -277,8 +283,8 @@ class TextClasses(PositionClasses):
     def _of_one_word(self) -> list[tuple[PairSums, Array]]:
         """Of the classes' kinds of pairs, those of one word, and their share."""
         assert self.ids is not None
-        found = self.one.pair_sums(self.ids, self.ids)
-        return [(one, np.clip(as_many(*one), 0.0, 1.0)) for one in found]
+        result = self.one.pair_sums(self.ids, self.ids)
+        return [(one, np.clip(as_many(*one), 0.0, 1.0)) for one in result]
 
     def pair_means(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> Array:
         assert self.ids is not None
@@ -297,7 +303,7 @@ class TextClasses(PositionClasses):
                 as_many(matching - alike, count - of_word.matching, expected * (1.0 - share))
             )
             same.append(as_many(alike, of_word.matching, expected * share))
-        return self.of_kinds(self.one.of_sums(*others), self.one.of_sums(*same))
+        return self.of_relations(self.one.of_sums(*others), self.one.of_sums(*same))
 
 
 def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
@@ -316,9 +322,9 @@ def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
     level, length = frequencies.level[1:], float(ends @ ends) / tokens
     total = float(often @ count) / tokens
     others = np.maximum(level * total * (length - 1.0) - 1.0, LEAST) / (length - 2.0)
-    met = float(shares @ elsewhere) / max(float(elsewhere.sum()), 1.0)
+    coincidence = float(shares @ elsewhere) / max(float(elsewhere.sum()), 1.0)
     relative = level / max(float(level @ frequencies.of_pairs[1:]), LEAST)
-    across = np.maximum(relative * met, LEAST / length)
+    across = np.maximum(relative * coincidence, LEAST / length)
     nodes = np.tile(one.nodes, 2)
     return TextClasses(one.length, nodes, one, share, frequencies, others, across, ids)
 

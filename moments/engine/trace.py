@@ -165,7 +165,7 @@ class Run:
         self.reached.append(record)
         return record
 
-    def met(self, record: Record, gradient: Gradient) -> None:
+    def returning(self, record: Record, gradient: Gradient) -> None:
         """Note a site on the way back."""
         self.returned.append(record)
         self.gradients.append(gradient)
@@ -197,12 +197,12 @@ class Trace:
     @functools.cached_property
     def points(self) -> list[Point]:
         """Every site, in the order of the forward pass."""
-        found = [] if self.embedding is None else [one.point for one in self.embedding.sites()]
-        found.append(Point(0, "stream", self.entering, self.stack.grad_in if self.stack else None))
+        result = [] if self.embedding is None else [one.point for one in self.embedding.sites()]
+        result.append(Point(0, "stream", self.entering, self.stack.grad_in if self.stack else None))
         for record in (self.stack, self.ending):
             if record is not None:
-                found += [one.point for one in record.sites()]
-        return found if self.logits is None else [*found, self.logits]
+                result += [one.point for one in record.sites()]
+        return result if self.logits is None else [*result, self.logits]
 
     def stream(self) -> list[Point]:
         """The N + 1 points of the residual stream."""

@@ -185,15 +185,15 @@ class _Stack:
     def _norm(self, name: str, number: int) -> tuple[Component, ...]:
         where = self.model.layernorm_scaling
         label = f"{name}.norm"
-        found = norm(self.model, self.theory, label, self._gain(name, number))
+        result = norm(self.model, self.theory, label, self._gain(name, number))
         if number == 1:
-            return (found,)
+            return (result,)
         if where == "before-norm":
-            return self._lns(f"{label}_scale", number), found
+            return self._lns(f"{label}_scale", number), result
         scaled = {"attention-only": ("attention", "cross"), "ffn-only": ("ffn",)}
         if where in (True, "after-norm") or name in scaled.get(str(where), ()):
-            return found, self._lns(f"{label}_scale", number)
-        return (found,)
+            return result, self._lns(f"{label}_scale", number)
+        return (result,)
 
     def _lns(self, label: str, number: int) -> Component:
         return scale(self.theory, label, self.factor[number - 1] ** 2)

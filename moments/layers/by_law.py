@@ -80,7 +80,7 @@ class LawLeaf(Leaf):
         given = self.applied() if weights is None else weights
         with evaluating(layout, level):
             try:
-                found = self.law(x, given)
+                result = self.law(x, given)
             except (ValueError, TypeError, IndexError) as error:
                 if isinstance(error, DomainError):
                     raise
@@ -93,7 +93,7 @@ class LawLeaf(Leaf):
                 f"the law of block {self.label!r} never applies its weight {unused[0]!r}: write "
                 f"w.{unused[0]}(x) where the twin does, or leave it out of weights"
             )
-        return found
+        return result
 
     def applied(self, *extra: Array) -> Applied:
         """Its weights across replicas, with `extra` covariances of those in `names`."""
@@ -139,32 +139,32 @@ class LawLeaf(Leaf):
                 0.0 * kernel.diagonal, step_within(kernel, variance), kernel.resolved
             )
             return Moves(layout.array(step)[None])
-        found = Moves.of(signal, layout)
-        mean = found.steps.mean(0)
+        result = Moves.of(signal, layout)
+        mean = result.steps.mean(0)
         above, below = (self.evaluated(layout, x + side * mean) for side in (1, -1))
         linear = np.allclose(above + below, 2 * base, rtol=0, atol=1e-13 * np.max(np.abs(base)))
-        return None if linear else found
+        return None if linear else result
 
     def _checked(self, layout: Layout, x: Array) -> Array:
-        found = self.evaluated(layout, x)
-        if np.shape(found) != x.shape:
+        result = self.evaluated(layout, x)
+        if np.shape(result) != x.shape:
             raise DomainError(
-                f"the law of block {self.label!r} makes shape {np.shape(found)} of {x.shape}: "
+                f"the law of block {self.label!r} makes shape {np.shape(result)} of {x.shape}: "
                 "it returns moments of as many tokens as it takes"
             )
-        first, second = layout.variances(np.asarray(found))
-        if not np.all(np.isfinite(found)) or np.any(first < 0):
+        first, second = layout.variances(np.asarray(result))
+        if not np.all(np.isfinite(result)) or np.any(first < 0):
             raise DomainError(
                 f"the law of block {self.label!r} gives variances that are negative or not finite, "
                 f"such as {np.min(first):.4g}: second moments of tokens that exist have none"
             )
-        if np.any(np.abs(found) > (1 + 1e-6) * np.sqrt(first * second) + 1e-300):
-            worst = np.max(np.abs(found) / np.maximum(np.sqrt(first * second), 1e-300))
+        if np.any(np.abs(result) > (1 + 1e-6) * np.sqrt(first * second) + 1e-300):
+            worst = np.max(np.abs(result) / np.maximum(np.sqrt(first * second), 1e-300))
             raise DomainError(
                 f"the law of block {self.label!r} makes two tokens correlate by {worst:.4g}: one "
                 "law serves own entries and pairs, so that at most 1 can come out"
             )
-        return found
+        return result
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         if not self.mixes_tokens:
@@ -174,9 +174,9 @@ class LawLeaf(Leaf):
         )
         size, layout = self.seq_len, Layout(True, 2)
         itself = np.eye(2)[:, :, None, None] * np.eye(size)
-        found = self.evaluated(layout, across + (diagonal - across) * itself)
-        one = np.diagonal(found[..., 0, 0, :, :], axis1=-2, axis2=-1).mean(-1)
-        return Signal(Kernel(one, found[..., 0, 1, :, :].mean((-2, -1))), 2, width=self.width)
+        result = self.evaluated(layout, across + (diagonal - across) * itself)
+        one = np.diagonal(result[..., 0, 0, :, :], axis1=-2, axis2=-1).mean(-1)
+        return Signal(Kernel(one, result[..., 0, 1, :, :].mean((-2, -1))), 2, width=self.width)
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -319,8 +319,8 @@ class LawResponse:
         none = np.zeros(sensitivity.shape[:-2])
         if not sensitivity.size:  # of a number made of signals alone
             return GradientAdjoint(sensitivity, sensitivity, none, none + 1.0)
-        _, found = tangent(self._across, *self._with(sensitivity))
-        onward = (self.ratio * self.layout.joined(found)).astype(SINGLE)
+        _, result = tangent(self._across, *self._with(sensitivity))
+        onward = (self.ratio * self.layout.joined(result)).astype(SINGLE)
         return GradientAdjoint(onward, sensitivity, none, none + 1.0)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
@@ -338,9 +338,9 @@ class LawResponse:
             return np.sum(diagonal * above) + np.sum(grad_in * grad_out)
 
         _, pull = pullback(number, point)
-        found = self.layout.joined(pull(1.0)[0]).astype(SINGLE)
+        result = self.layout.joined(pull(1.0)[0]).astype(SINGLE)
         none = np.zeros(sensitivity.shape[:-2])
-        return SignalAdjoint(0.5 * (found + np.swapaxes(found, -1, -2)), none, none)
+        return SignalAdjoint(0.5 * (result + np.swapaxes(result, -1, -2)), none, none)
 
     def _with(self, sensitivity: Array) -> tuple[list[Array], list[Array]]:
         """The law's argument and a direction, in one shape."""

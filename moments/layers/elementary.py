@@ -58,7 +58,7 @@ class Lawful(Leaf):
         values = dict(self.parameters)
         weight = None if set(names).isdisjoint(self.matrices) else values["weight_variance"]
 
-        def found(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
+        def result(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
             values["x_mean"], values["x_variance"] = entering
             if weight is not None:
                 values["weight_variance"] = weight * factor
@@ -67,7 +67,7 @@ class Lawful(Leaf):
                 variance.formula(algebra, *variance.pick(values)),
             )
 
-        return found
+        return result
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         laws = self.laws.under(self.theory)

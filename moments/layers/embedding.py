@@ -140,9 +140,9 @@ def class_kernel(embedding: Embedding, classes: TextClasses, d_model: int | None
     off_diagonal = token * classes.one_word + embedding.segment_variance
     off_diagonal = off_diagonal + embedding.position_variance * classes.at_one_place
     diagonal = token + embedding.segment_variance + embedding.position_variance
-    found = Kernel(np.full(len(classes.nodes), diagonal), off_diagonal, classes)
+    result = Kernel(np.full(len(classes.nodes), diagonal), off_diagonal, classes)
     fixed = fixed_positions(embedding, classes.length, d_model, classes=classes)
-    return found if fixed is None else found + fixed.kernel
+    return result if fixed is None else result + fixed.kernel
 
 
 def _frequencies(d_model: int) -> np.ndarray:
@@ -274,8 +274,8 @@ def embedding_gradients(
             shared = classes.sum_of_pairs(gradient.off_diagonal * classes.at_one_place)
             if isinstance(classes, TextClasses):
                 repeated = classes.sum_of_pairs(gradient.off_diagonal * classes.one_word)
-        found = {"token": scale * (alone + repeated), "position": alone + shared}
-        found["segment"] = alone + segment * pairs
+        result = {"token": scale * (alone + repeated), "position": alone + shared}
+        result["segment"] = alone + segment * pairs
     else:
         count = gradient.off_diagonal.shape[-1]
         if token_ids is None:
@@ -288,7 +288,7 @@ def embedding_gradients(
                 allowed = f"{count}, as the gradient has"
                 raise domain_error("token_ids", f"{ids.size} tokens", allowed)
             of_one = _same(ids) * (ids != embedding.padding_id)
-        found = {
+        result = {
             "token": scale * (gradient.off_diagonal * of_one).sum((-2, -1)),
             "position": (gradient.off_diagonal * _same(where)).sum((-2, -1)),
             "segment": (gradient.off_diagonal * _same(segments)).sum((-2, -1)),
@@ -298,7 +298,7 @@ def embedding_gradients(
         "position": embedding.position_variance > 0,
         "segment": embedding.segment_variance > 0,
     }
-    norms = {name: d_model * value for name, value in found.items() if there[name]}
+    norms = {name: d_model * value for name, value in result.items() if there[name]}
     if embedding.factor_dim is not None and not embedding.norm:
         # Both meet the same sums: a row's gradient is the matrix's turn of what arrives, the
         # matrix's the rows' products with it.

@@ -88,15 +88,15 @@ class GatedLinear(Leaf):
 
     def with_variances(self, names: tuple[str, ...], factor: float) -> GatedLinear:
         own = ("gate", "ffn_in")
-        held = {one: getattr(self, one) * factor for one in own if self.prefix + one in names}
-        return replace(self, **held)
+        changed = {one: getattr(self, one) * factor for one in own if self.prefix + one in names}
+        return replace(self, **changed)
 
     def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
         product = gated(self.activation).under("refined")["variance"]
         mean = self.activation.under("refined")["mean"]
         gate, factor = (one.of_entry(algebra, names) for one in self._maps())
 
-        def found(entering: tuple[Array, Array], times: float) -> tuple[Array, Array]:
+        def result(entering: tuple[Array, Array], times: float) -> tuple[Array, Array]:
             _, of_gate = gate(entering, times)
             of_factor = factor(entering, times)[1] + self.shift**2
             values = {"x_variance": of_gate, "factor_variance": of_factor, "x_mean": 0.0}
@@ -106,7 +106,7 @@ class GatedLinear(Leaf):
             common = self.shift * mean.formula(algebra, *mean.pick(values))
             return common, square - common * common
 
-        return found
+        return result
 
     def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
         upper = gated(self.activation).under("refined")["variance"].domain["x_variance"].upper

@@ -93,11 +93,11 @@ def image_gradients(
         "class": embedding.class_token,
         "position": embedding.position_variance > 0,
     }
-    found = {"patch": d_model * float((grad_out * (features @ features.T)).sum())}
+    result = {"patch": d_model * float((grad_out * (features @ features.T)).sum())}
     for name, present in there.items():
         if present:
-            found[name] = d_model * float((grad_out * shared[name]).sum())
-    return found
+            result[name] = d_model * float((grad_out * shared[name]).sum())
+    return result
 
 
 def _layout(embedding: PatchEmbedding, pixels: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -131,8 +131,8 @@ def photograph(image_size: int, top: bool = True) -> np.ndarray:
     from matplotlib.cbook import get_sample_data
     from PIL import Image
 
-    found = get_sample_data("grace_hopper.jpg", asfileobj=False)
-    with Image.open(str(found)) as file:
+    result = get_sample_data("grace_hopper.jpg", asfileobj=False)
+    with Image.open(str(result)) as file:
         image = file.convert("RGB")
     side = min(image.size)
     start = 0 if top else image.size[1] - side

@@ -97,8 +97,8 @@ class FiniteNormalization(Leaf):
             normal = Kernel.joined(variance, off_diagonal, kernel.resolved)
             first, second = kernel.over_tokens(varies)
             far = np.maximum(first, second) > _EXPANDED
-            held: Array = np.where(far, _possible(normal, inner), off_diagonal)
-            off_diagonal = float(held) if algebra.scalar else held
+            bounded: Array = np.where(far, _possible(normal, inner), off_diagonal)
+            off_diagonal = float(bounded) if algebra.scalar else bounded
         normal = Kernel.joined(variance, off_diagonal, kernel.resolved)
         square = self.gain * self.gain
         scaled = normal.scaled(square)
@@ -124,8 +124,8 @@ class FiniteNormalization(Leaf):
         one, _ = kernel.lift(self.epsilon)
         if np.all(kernel.diagonal + one):
             return one
-        found = np.where(kernel.diagonal + one == 0.0, np.inf, one)[()]
-        return float(found) if is_number(kernel.diagonal) else found
+        result = np.where(kernel.diagonal + one == 0.0, np.inf, one)[()]
+        return float(result) if is_number(kernel.diagonal) else result
 
     def _by_group(self, signal: Signal, grad_out: Kernel, epsilon: Array) -> tuple[Array, Array]:
         """The gradient behind small groups, whose norms fluctuate too much to expand.
@@ -374,7 +374,7 @@ class AffinePulled(Pulled):
         if not norm.affine:
             return {}
         overlap = (self.normal * gradient.kernel).total(gradient.seq_len)
-        found = {f"{norm.label}.gain": self.width * overlap}
+        result = {f"{norm.label}.gain": self.width * overlap}
         if norm.bias:
-            found[f"{norm.label}.bias"] = self.width * gradient.kernel.total(gradient.seq_len)
-        return found
+            result[f"{norm.label}.bias"] = self.width * gradient.kernel.total(gradient.seq_len)
+        return result

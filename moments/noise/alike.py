@@ -62,7 +62,7 @@ class Alike(NamedTuple):
         for n, (layer, (signal, gradient)) in enumerate(zip(layers, self.passing, strict=True)):
             key = kinds[id(layer.body)], structure(signal), structure(gradient)
             alike.setdefault(key, []).append(n)
-        memory, found = None if self.memory is None else stacked([self.memory]), []
+        memory, result = None if self.memory is None else stacked([self.memory]), []
         for numbers in alike.values():
             body = stacked([bodies[id(layers[n].body)] for n in numbers])
             signals, gradients = (stacked([self.passing[n][i] for n in numbers]) for i in (0, 1))
@@ -71,8 +71,8 @@ class Alike(NamedTuple):
                 places = [starts[n] + position for n in numbers]
                 axes = one.input.kernel.diagonal, one.grad_in.kernel.diagonal
                 shape = np.broadcast_shapes(*map(np.shape, axes))
-                found.append((Group(sublayer_of(one, shape), places, True), one))
-        return found
+                result.append((Group(sublayer_of(one, shape), places, True), one))
+        return result
 
     def walk(self, layers: Sequence[Layer]) -> AllAtOnce:
         """Through all of them."""
@@ -102,12 +102,12 @@ def across_sequences(
         read = averaged_tokens(trace.memory.second_moment(), trace.memory.seq_len)
         memory = Kernel(read.diagonal, read.off_diagonal * float(embedded))
     sublayers = [sublayer for layer in layers for sublayer in layer.body.in_order()]
-    found = [overlap]
+    result = [overlap]
     for sublayer, variance in zip(sublayers, variances, strict=True):
         tokens = Signal(Kernel(0.0 * overlap + variance, overlap), 2, width=width)
         overlap = sublayer.two_sequences(tokens, memory).kernel.off_diagonal
-        found.append(overlap)
-    return found
+        result.append(overlap)
+    return result
 
 
 def sublayer_starts(layers: Sequence[Layer]) -> list[int]:
@@ -123,9 +123,9 @@ def structure(value: Any) -> Any:
     which numbers vanish, since 0 often says that there is nothing. Where two tokens share nothing,
     or a gradient does not answer to norms, it is a number like others: sweeps hold both at once."""
     numbers: list[Any] = []
-    found = flattened(value, numbers, axes=True)
-    pairs = zip(fields_of(found), numbers, strict=True)
-    return found, tuple(name in _EITHER or not np.any(number) for name, number in pairs)
+    result = flattened(value, numbers, axes=True)
+    pairs = zip(fields_of(result), numbers, strict=True)
+    return result, tuple(name in _EITHER or not np.any(number) for name, number in pairs)
 
 
 def stacked(values: Sequence[Any]) -> Any:

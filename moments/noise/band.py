@@ -59,7 +59,7 @@ CHUNK_ENTRIES = 2**23
 class End(Protocol):
     """Where the gradient at the last layer comes from."""
 
-    def met(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
+    def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """That gradient, and how it answers to all that is behind it.
 
         Args:
@@ -91,15 +91,15 @@ def log_variance(
     layers = _layers(declaration)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         alone = _alone(trace, batch)
-        end = Fresh.of(trace) if top is None else top.met(trace, alone)
+        end = Fresh.of(trace) if top is None else top.gradient_response(trace, alone)
         network = _network(layers, trace, batch, end, across)
         starts = sublayer_starts(layers)
 
         def variance(points: Sequence[int]) -> Array:
             return network.variance([starts[n] for n in points])
 
-        found = _at_points(network, variance, len(layers))
-    return _where_it_arrives(found, trace)
+        result = _at_points(network, variance, len(layers))
+    return _where_it_arrives(result, trace)
 
 
 def _layers(declaration: Chain) -> list[Layer]:
@@ -167,15 +167,15 @@ def between_documents(trace: Trace) -> list[Matrix] | None:
     """What tokens of two documents share before every part of every layer, and behind the last, of
     a trace on `classes.DocumentClasses`; None where there is one document."""
     records = [one for layer in trace.layers for one in layer.children[0].in_order()]
-    found = []
+    result = []
     for signal in (*(one.input for one in records), records[-1].output):
         kernel = signal.second_moment()
         assert kernel.classes is not None
         across = kernel.classes.between(kernel.diagonal, kernel.off_diagonal)
         if across is None:
             return None
-        found.append(ClassMatrix(*across, kernel.classes.of_one).astype(SINGLE))
-    return found
+        result.append(ClassMatrix(*across, kernel.classes.of_one).astype(SINGLE))
+    return result
 
 
 def _means(matrices: Sequence[Matrix]) -> list[Array]:
@@ -252,10 +252,10 @@ def _at_points(
     targets = np.unique(np.append(below, layers)).astype(int)
     parts = sum(len(group.places) for group in network.walk.groups)
     size = max(1, CHUNK_ENTRIES // (network.top.size * parts))
-    found = [
+    result = [
         variance(targets[first : first + size].tolist()) for first in range(0, len(targets), size)
     ]
-    deviation = np.sqrt(np.concatenate(found))
+    deviation = np.sqrt(np.concatenate(result))
     points = np.arange(layers + 1)
     after = np.clip(np.searchsorted(targets, points), 1, len(targets) - 1)
     way = (points - targets[after - 1]) / (targets[after] - targets[after - 1])

@@ -98,7 +98,7 @@ class DecoderTop:
     trace: Trace
     top: End | None = None
 
-    def met(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
+    def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """The encoder's last gradient, and how it answers to the decoder; `trace` is the
         encoder's."""
         last = trace.stream()[-1]
@@ -145,7 +145,7 @@ class DecoderTop:
         else:
             if first.resolved is True:
                 sequences = first.kernel.off_diagonal.shape[-1] // first.seq_len
-            end = self.top.met(self.trace, max(1, batch // sequences))
+            end = self.top.gradient_response(self.trace, max(1, batch // sequences))
         if not first.resolved:
             return end
         grad_out, response = end
@@ -299,9 +299,9 @@ def _covariance(
         noise = noise + diagonal + cross[..., None] * np.eye(2)
         carried = carried + added
     noise = noise / (of_memory.batch * size[..., None, None] ** 2)
-    found = network.along(walk.of(inflow)).variance([0, 0, 0])
-    cross = (found[2] - found[0] - found[1]) / 2
-    rows = np.stack([found[0], cross], -1), np.stack([cross, found[1]], -1)
+    result = network.along(walk.of(inflow)).variance([0, 0, 0])
+    cross = (result[2] - result[0] - result[1]) / 2
+    rows = np.stack([result[0], cross], -1), np.stack([cross, result[1]], -1)
     return noise + np.stack(rows, axis=-2)
 
 
@@ -345,11 +345,11 @@ class OfModes:
         per_mode = per_mode / (self.modes.count * count / self.modes.seq_len)
         mean, difference = (per_mode[..., i, None, None] for i in range(2))
         like = 0.0 * sensitivity
-        found = diagonal_matrix(diagonal_of(like) + difference[..., 0], like)
+        result = diagonal_matrix(diagonal_of(like) + difference[..., 0], like)
         same = _same_sequence(like, self.modes.seq_len)
-        found = found + (mean - difference) / self.modes.seq_len * same
+        result = result + (mean - difference) / self.modes.seq_len * same
         none = np.zeros(sensitivity.shape[:-2])
-        return SignalAdjoint(sensitivity + found.astype(SINGLE), none, none)
+        return SignalAdjoint(sensitivity + result.astype(SINGLE), none, none)
 
     def _relative(self, kernel: Matrix) -> Array:
         """(..., 2) modes over the variance."""

@@ -155,7 +155,7 @@ class HeadTop:
     chain: Chain
     readout: Readout
 
-    def met(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
+    def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """The last layer's gradient, and how it answers to all that is behind it."""
         before = trace.stream()[-1]
         assert before.gradient is not None

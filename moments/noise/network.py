@@ -97,7 +97,7 @@ class OneByOne:
         identity = diagonal_matrix(
             np.ones((1, *sublayers[0].grad_in.shape[:-1]), SINGLE), sublayers[0].grad_in
         )
-        sensitivity, found = identity[:0], []
+        sensitivity, result = identity[:0], []
         for k in range(len(sublayers) + 1):
             fresh = [identity] * sum(start == k for start in starts)
             sensitivity = stacked([sensitivity, *fresh])
@@ -106,19 +106,19 @@ class OneByOne:
             )
             if k < len(sublayers):
                 adjoint = sublayers[k].gradient_adjoint(sensitivity)
-                found.append(Passed(self.groups[k], sensitivity, adjoint))
+                result.append(Passed(self.groups[k], sensitivity, adjoint))
                 sensitivity = adjoint.sensitivity
-        return found, sensitivity
+        return result, sensitivity
 
     def down(self, ups: Sequence[Passed], last: Matrix) -> tuple[list[Passed], Matrix]:
         """And back, from the last signal to the first, to which the second answer is the
         sensitivity."""
-        found, sensitivity = [], last
+        result, sensitivity = [], last
         for group, _, up in reversed(ups):
             adjoint = group.sublayer.signal_adjoint(sensitivity, up.exposure)
-            found.append(Passed(group, sensitivity, adjoint))
+            result.append(Passed(group, sensitivity, adjoint))
             sensitivity = adjoint.sensitivity
-        return found, sensitivity
+        return result, sensitivity
 
     def fall(
         self, starts: Sequence[int], diagonal: Sequence[Matrix]
@@ -126,16 +126,16 @@ class OneByOne:
         """The same of numbers that are made of signals alone: each of that which enters a part (or
         leaves the last), with the sensitivity `diagonal` to it; from the last part to the first."""
         assert list(starts) == sorted(starts, reverse=True)
-        sensitivity, found = diagonal[0][:0], []
+        sensitivity, result = diagonal[0][:0], []
         for k in range(len(self.groups), -1, -1):
             fresh = [one for start, one in zip(starts, diagonal, strict=True) if start == k]
             sensitivity = stacked([sensitivity, *fresh])
             if k and len(sensitivity):
                 group = self.groups[k - 1]
                 adjoint = signal_alone(group.sublayer, sensitivity)
-                found.append(Passed(group, sensitivity, adjoint))
+                result.append(Passed(group, sensitivity, adjoint))
                 sensitivity = adjoint.sensitivity
-        return found, sensitivity
+        return result, sensitivity
 
 
 def signal_alone(sublayer: Sublayer, sensitivity: Matrix) -> Any:
@@ -186,9 +186,9 @@ class AllAtOnce:
     def of(self, inflow: Mapping[int, Inflow]) -> AllAtOnce:
         """The walk of a number made of what parts send elsewhere, by the place behind each, in
         place of the gradient's variance at the starts given."""
-        found = copy.copy(self)
-        found._inflow = inflow
-        return found
+        result = copy.copy(self)
+        result._inflow = inflow
+        return result
 
     def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Passed], Matrix]:
         begins = np.asarray(starts).reshape(-1, *(1,) * self._sent[0].ndim)
@@ -209,11 +209,11 @@ class AllAtOnce:
             before.append(at)
             if k < len(self._sent):
                 at = matrix_times(self._gradient[k], at)
-        found = []
+        result = []
         for group in self.groups:
             sensitivity = _matrix(_gathered(group, before), top.classes)
-            found.append(Passed(group, sensitivity, group.sublayer.gradient_adjoint(sensitivity)))
-        return found, _matrix(before[-1], top.classes)
+            result.append(Passed(group, sensitivity, group.sublayer.gradient_adjoint(sensitivity)))
+        return result, _matrix(before[-1], top.classes)
 
     def down(self, ups: Sequence[Passed], last: Matrix) -> tuple[list[Passed], Matrix]:
         exposed: list[Array] = [0.0] * len(self._sent)
@@ -228,12 +228,12 @@ class AllAtOnce:
             at = matrix_times(self._signal[k], at) + exposed[k]
             if self._inflow is not None and k + 1 in self._inflow:
                 at = at + self._inflow[k + 1].exposure
-        found = []
+        result = []
         for group, _, up in ups:
             sensitivity = _matrix(_gathered(group, behind), last.classes)
             adjoint = group.sublayer.signal_adjoint(sensitivity, up.exposure)
-            found.append(Passed(group, sensitivity, adjoint))
-        return found, _matrix(at, last.classes)
+            result.append(Passed(group, sensitivity, adjoint))
+        return result, _matrix(at, last.classes)
 
     def fall(
         self, starts: Sequence[int], diagonal: Sequence[Matrix]
@@ -247,12 +247,12 @@ class AllAtOnce:
             if k:
                 behind[k - 1] = at
                 at = matrix_times(self._signal[k - 1], at)
-        found = []
+        result = []
         for group in self.groups:
             sensitivity = _matrix(_gathered(group, behind), kind)
             adjoint = signal_alone(group.sublayer, sensitivity)
-            found.append(Passed(group, sensitivity, adjoint))
-        return found, _matrix(at, kind)
+            result.append(Passed(group, sensitivity, adjoint))
+        return result, _matrix(at, kind)
 
 
 SensitivityWalk = OneByOne | AllAtOnce
@@ -319,9 +319,9 @@ class Network:
 
     def along(self, walk: SensitivityWalk) -> Network:
         """The same on another walk through the same parts."""
-        found = copy.copy(self)
-        found.walk = walk
-        return found
+        result = copy.copy(self)
+        result.walk = walk
+        return result
 
     def variance(self, starts: Sequence[int]) -> Array:
         """(starts, ...): of y at the inputs of these parts (or the network's output), in order.
@@ -345,8 +345,8 @@ class Network:
         if self.batch > 1:
             self._known(self.walk.up([0], self.top)[0])
         downs, sensitivity = self.walk.fall(starts, diagonal)
-        found = np.zeros(sensitivity.shape[:-2])
-        return self._below(found, downs, sensitivity)
+        result = np.zeros(sensitivity.shape[:-2])
+        return self._below(result, downs, sensitivity)
 
     def _known(self, ups: Sequence[Passed]) -> None:
         """Keep the coherence of every part."""
@@ -384,24 +384,24 @@ class Network:
             overlaps[k] = overlap[: len(fresh)]
             overlap = overlap.copy()
             overlap[: len(fresh)] = kept * overlaps[k] + fresh
-        found = []
+        result = []
         for group, carried, added, coherent, others in shares:
             sublayer, begins = group.sublayer, np.asarray(starts[: len(carried)])
             met = np.less_equal.outer(begins, group.places).astype(float)
             axes = (1,) * (carried.ndim - 1 - group.several)
             met = met.reshape(len(begins), *axes, *((-1,) if group.several else ()))
             floor = sublayer.floor(carried, added, coherent, group.gathered(overlaps))
-            found.append((group, floor * others * met))
-        return found
+            result.append((group, floor * others * met))
+        return result
 
     # --- signal --------------------------------------------------------------------------------
 
     def _signal(self, ups: Sequence[Passed], like: Matrix, exposure: Any) -> Array:
         last = self.end.signal_adjoint(0.0 * like, exposure)
-        found = np.zeros(like.shape[:-2]) + last.noise / self.batch
-        return self._below(found, *self.walk.down(ups, last.sensitivity))
+        result = np.zeros(like.shape[:-2]) + last.noise / self.batch
+        return self._below(result, *self.walk.down(ups, last.sensitivity))
 
-    def _below(self, found: Array, downs: Sequence[Passed], sensitivity: Matrix) -> Array:
+    def _below(self, result: Array, downs: Sequence[Passed], sensitivity: Matrix) -> Array:
         """With what every part adds on the way down, and what enters the first."""
         overlaps = self._signal_overlaps() if self.batch > 1 else {}
         for group, given, adjoint in downs:
@@ -415,18 +415,18 @@ class Network:
                 floor = sublayer.floor(carried, added, coherent, group.gathered(overlaps))
                 noise = noise + (1 - 1 / self.batch) * floor + self._across(given, group)
             noise = group.summed(noise)
-            found[: len(noise)] += noise
+            result[: len(noise)] += noise
         kernel = self._entering()
         if has_fixed_norms(self.first):
             # a norm has fixed every token's size
             lost = ratio(row_sums(sensitivity * kernel), diagonal_of(kernel))
             sensitivity = sensitivity - diagonal_matrix(lost, kernel)
-        found += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
+        result += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
         if self.across is None:
             across = (total(sensitivity) * self.overlaps[0]) ** 2
         else:
             across = paired(sensitivity, self.across[0], self.across[0])
-        return found + 2 / self.width * (1 - 1 / self.batch) * across
+        return result + 2 / self.width * (1 - 1 / self.batch) * across
 
     def _entering(self) -> Matrix:
         """The kernel of independent features whose overlaps vary as those of what enters do: its
@@ -448,15 +448,15 @@ class Network:
                 carried, kappa = np.broadcast_arrays(carried, sublayer.kappa)
                 pairs = zip(group.by_place(carried), group.by_place(kappa), strict=True)
                 shares |= {k: (one, more) for (k, one), (_, more) in pairs}
-        overlap, found = 1 / self.width + 0 * next(iter(self._coherence.values())), {}
+        overlap, result = 1 / self.width + 0 * next(iter(self._coherence.values())), {}
         for k in range(len(self._coherence)):
-            found[k] = overlap
+            result[k] = overlap
             if k in shares:
                 carried, kappa = shares[k]
                 added = 1 - carried
                 fresh = self._fresh(carried, added, kappa)
                 overlap = (carried + self._coherence[k] * added) ** 2 * overlap + fresh
-        return found
+        return result
 
     def _fresh(self, carried: Array, added: Array, kappa: Any) -> Array:
         """What an addition adds to the overlap q, of shares of their sum."""

@@ -88,10 +88,10 @@ def units(chain: Record) -> Iterator[ChainUnit]:
     """The units of a chain that a gradient has come back through."""
     parts = [one.component for one in chain.children]
     for index, part in enumerate(parts):
-        found = part.hidden
-        if found is None or chain.children[index].grad_out is None:
+        result = part.hidden
+        if result is None or chain.children[index].grad_out is None:
             continue
-        first = index + 1 - found.parts
+        first = index + 1 - result.parts
         if first < 0 or not parts[first].matrices:
             continue
         # scales do not change what a gain meets, nor masks what a matrix does
@@ -101,7 +101,7 @@ def units(chain: Record) -> Iterator[ChainUnit]:
             chain.children[first : index + 1],
             before[-1].gain_name if before else None,
             next(iter(behind[0].matrices), None) if behind else None,
-            found.along,
+            result.along,
         )
 
 
@@ -110,10 +110,10 @@ def unit_growth(unit: ChainUnit) -> dict[str, float]:
     tokens, gradient = unit.records[0].input, unit.records[-1].grad_out
     kernel = tokens.second_moment()
     first, second = kernel.over_tokens(kernel.diagonal)
-    found = overlap_variance(tokens)
-    if found is None:  # behind a component of one's own that does not follow them
+    result = overlap_variance(tokens)
+    if result is None:  # behind a component of one's own that does not follow them
         return {}
-    step = step_within(kernel, found)
+    step = step_within(kernel, result)
     at = _norms(unit, kernel, kernel.off_diagonal, tokens, gradient, True)
     above, below = (
         _norms(unit, kernel, kernel.off_diagonal + side * step, tokens, gradient)
@@ -152,14 +152,16 @@ def _norms(
     )
     _, record = forward(Chain(tuple(one.component for one in unit.records)), signal)
     signal = record.output
-    found: dict[str, Array] = {}
+    result: dict[str, Array] = {}
     if unit.behind is not None:
         hidden = signal.second_moment() * gradient.kernel
-        found[unit.behind] = hidden.total(tokens.seq_len)
+        result[unit.behind] = hidden.total(tokens.seq_len)
     record = record.backward(gradient)
     for one in record.leaves():
-        found |= one.weights()
+        result |= one.weights()
     gradient = record.grad_in
     if unit.before is not None:
-        found[unit.before] = (moved * gradient.kernel).total(tokens.seq_len)
-    return {name: float(np.sum(norm)) for name, norm in found.items()}, gradient.kernel.off_diagonal
+        result[unit.before] = (moved * gradient.kernel).total(tokens.seq_len)
+    return {
+        name: float(np.sum(norm)) for name, norm in result.items()
+    }, gradient.kernel.off_diagonal

@@ -142,22 +142,22 @@ class Measurement:
         encoder = None
         if read:
             encoder = cls.from_draws(read, batch=batch, source=f"the encoder of {source}")
-        found: dict[str, tuple[Any, Any]] = {
+        result: dict[str, tuple[Any, Any]] = {
             name: (array(name, "value"), array(name, "stderr"))
             for name in (*QUANTITIES, "grad_variance_typical")
         }
-        found["token_variance"] = by_token(lambda draw: draw.signal)
-        found["token_grad_variance"] = by_token(lambda draw: draw.gradient)
-        found["loss"] = scalar([draw.loss for draw in draws])
-        found["logit_variance"] = scalar([draw.logit_variance for draw in draws])
+        result["token_variance"] = by_token(lambda draw: draw.signal)
+        result["token_grad_variance"] = by_token(lambda draw: draw.gradient)
+        result["loss"] = scalar([draw.loss for draw in draws])
+        result["logit_variance"] = scalar([draw.logit_variance for draw in draws])
         return cls(
             layers=layers,
-            seq_len=found["token_variance"][0].shape[1],
+            seq_len=result["token_variance"][0].shape[1],
             seeds=len(draws),
             batch=batch,
             source=source,
-            **{name: value for name, (value, _) in found.items()},
-            **{f"{name}_stderr": stderr for name, (_, stderr) in found.items()},
+            **{name: value for name, (value, _) in result.items()},
+            **{f"{name}_stderr": stderr for name, (_, stderr) in result.items()},
             samples={name: array(name, "samples").T for name in QUANTITIES},
             site_rows=tuple(rows),
             weight_gradient_rows=tuple(weight_rows),
@@ -187,8 +187,8 @@ class Measurement:
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, with a format version; nan becomes None."""
         fields = vars(self) | {"encoder": self.encoder and self.encoder.to_dict()}
-        found: dict[str, Any] = plain({"format_version": FORMAT_VERSION} | fields)
-        return found
+        result: dict[str, Any] = plain({"format_version": FORMAT_VERSION} | fields)
+        return result
 
     def to_json(self) -> str:
         """`to_dict` as one JSON object."""

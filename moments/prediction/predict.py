@@ -166,11 +166,11 @@ def predict(
     if stack.classes is not None and stack.classes.of_one is not stack.classes:
         given = (grad_variance, grad_correlation)
         alone = functools.partial(_of_one_document, stack, stack.classes.ends, given, batch)
-    found = stack.prediction(batch, outcome, encoder, alone=alone)
-    found = dataclasses.replace(found, asked=asked)
-    for note in found.warnings:
+    result = stack.prediction(batch, outcome, encoder, alone=alone)
+    result = dataclasses.replace(result, asked=asked)
+    for note in result.warnings:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
-    return found
+    return result
 
 
 def _of_one_document(

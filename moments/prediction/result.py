@@ -235,13 +235,13 @@ class Prediction:
         gate = self._gate()
         for column in ("correlation", "grad_correlation"):
             known = whole[column].notna()
-            found = whole[known]
-            if len(found):
+            result = whole[known]
+            if len(result):
                 places = [
-                    f"layer {n}, {site}" for n, site in zip(found.layer, found.site, strict=True)
+                    f"layer {n}, {site}" for n, site in zip(result.layer, result.site, strict=True)
                 ]
                 what = "the " + column.replace("grad_", "gradient ")
-                values = found[column].to_numpy(dtype=float)
+                values = result[column].to_numpy(dtype=float)
                 whole.loc[known, column] = gate.correlation(what, values, places)
         for note in gate.notes:
             warnings.warn(note, ValidityWarning, stacklevel=2)
@@ -295,10 +295,10 @@ class Prediction:
         if self.variance.shape[:-1]:
             raise DomainError("experts needs a single configuration, not a batch of them")
         assert self.trace.stack is not None
-        found = list(expert_rows(self.trace.stack))
-        if not found:
+        result = list(expert_rows(self.trace.stack))
+        if not result:
             raise DomainError("the model has no experts: declare them by ffn=moments.Experts(...)")
-        return as_frame([tuple(row.values()) for row in found], columns=list(found[0]))
+        return as_frame([tuple(row.values()) for row in result], columns=list(result[0]))
 
     @property
     def sequences(self) -> tuple[int, int]:
@@ -366,10 +366,10 @@ class Prediction:
         from ..step.result import check_step
 
         check_step(optimizer, learning_rate, **options)
-        found: FirstStep = self._stepping.after(optimizer, learning_rate, **options)
-        for note in found.warnings:
+        result: FirstStep = self._stepping.after(optimizer, learning_rate, **options)
+        for note in result.warnings:
             warnings.warn(note, ValidityWarning, stacklevel=2)
-        return found
+        return result
 
     def sharpness(self, optimizer: str, **options: Any) -> Sharpness:
         """The largest and the least eigenvalue of the (preconditioned) Hessian of the batch's loss.

@@ -92,8 +92,8 @@ class Inputs:
         of its kind."""
         if self.sequences == count:
             return self
-        found = {name: repeated(getattr(self, name), rank, count) for name, rank in RANKS.items()}
-        return dataclasses.replace(self, texts=count, **found)
+        result = {name: repeated(getattr(self, name), rank, count) for name, rank in RANKS.items()}
+        return dataclasses.replace(self, texts=count, **result)
 
     @property
     def moments(self) -> bool:
@@ -202,13 +202,13 @@ class Stack:
         several = self.classes
         assert several is not None
         first, one = several.alone(self.first.diagonal, self.first.off_diagonal), several.of_one
-        found = copy.copy(self)
-        found.resolved = found.classes = one
-        found.first = Kernel(*first, one)
-        found.layout = SequenceLayout(classes=one)
-        found.run = Run()
-        found._embedding = found._layers = found._ending = found._logits = None
-        return found
+        result = copy.copy(self)
+        result.resolved = result.classes = one
+        result.first = Kernel(*first, one)
+        result.layout = SequenceLayout(classes=one)
+        result.run = Run()
+        result._embedding = result._layers = result._ending = result._logits = None
+        return result
 
     def _first(self, real: np.ndarray | None) -> Kernel:
         told = self.resolved, self.inputs, self.ids, self.documents
@@ -400,10 +400,10 @@ class OuterWeights:
             )
         if output is not None and "token" in norms:
             norms["token"] = norms["token"] + output.table()
-        found = [(0, name, norm) for name, norm in norms.items()]
+        result = [(0, name, norm) for name, norm in norms.items()]
         if output is not None:
-            found += [(model.layers + 1, name, n) for name, n in output.weights().items()]
-        return found
+            result += [(model.layers + 1, name, n) for name, n in output.weights().items()]
+        return result
 
 
 def last_gradient(
@@ -709,9 +709,9 @@ def first_kernel(
         tables = embedded_alike(*alone)
         return alike(tables.diagonal, tables.off_diagonal / tables.diagonal, model.seq_len, False)
     tables = drawn_alike(embedding, model.seq_len, theory, token_ids, segment_ids)
-    found = alike(tables.diagonal, tables.off_diagonal / tables.diagonal, model.seq_len, resolved)
+    result = alike(tables.diagonal, tables.off_diagonal / tables.diagonal, model.seq_len, resolved)
     fixed = placed_positions(model, resolved, 1, documents)
-    return found if fixed is None else found + fixed.kernel
+    return result if fixed is None else result + fixed.kernel
 
 
 def embedded(model: Transformer, theory: Theory) -> tuple[float, float]:

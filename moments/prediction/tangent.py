@@ -63,9 +63,9 @@ class TangentKernel:
             basis = np.ones((1, length))
         else:
             basis = PositionClasses(length, self.positions).basis
-        found: np.ndarray = basis.T @ self.off_diagonal @ basis
-        np.fill_diagonal(found, self.diagonal @ basis)
-        return found
+        result: np.ndarray = basis.T @ self.off_diagonal @ basis
+        np.fill_diagonal(result, self.diagonal @ basis)
+        return result
 
     @property
     def condition(self) -> float:
@@ -75,7 +75,7 @@ class TangentKernel:
         return float(values[-1] / values[0]) if values[0] > 0 else float("inf")
 
     def to_frame(self) -> pd.DataFrame:
-        """Columns layer, weight and diagonal: a parameter's part of the mean of `diagonal` over tokens."""
+        """Columns layer, weight and diagonal: a parameter's part of `diagonal`, mean over tokens."""
         return as_frame(list(self.weights), columns=["layer", "weight", "diagonal"])
 
     def to_json(self) -> str:
@@ -88,7 +88,8 @@ class TangentKernel:
     def __repr__(self) -> str:
         diagonal, off_diagonal = float(np.mean(self.diagonal)), float(np.mean(self.off_diagonal))
         where = "alike" if self.positions is None else f"at {len(self.positions)} positions"
-        return f"TangentKernel({self.seq_len} tokens {where}: diagonal {diagonal:.4g}, off-diagonal {off_diagonal:.4g})"
+        entries = f"diagonal {diagonal:.4g}, off-diagonal {off_diagonal:.4g}"
+        return f"TangentKernel({self.seq_len} tokens {where}: {entries})"
 
 
 def tangent_kernel(
@@ -138,16 +139,16 @@ class _Read:
         embedding = trace.embedding
         if embedding is not None:
             embedding = embedding.backward(stack.grad_in)
-        found = prediction._overlaps.weights(Trace(trace.entering, stack, embedding))
+        result = prediction._overlaps.weights(Trace(trace.entering, stack, embedding))
         outer = prediction.outer_weights
         if outer is not None and outer.gradient is not None and embedding is not None:
             grad_out = dataclasses.replace(
                 outer, gradient=embedding.grad_in, output=None, targets=None
             )
-            found = [*grad_out.rows(), *found]
-        if unknown := sorted(self.rates.keys() - {name for _, name, _ in found}):
-            raise unknown_name("rates", unknown[0], sorted({name for _, name, _ in found}))
-        return [(n, name, norm * self.rates.get(name, 1.0)) for n, name, norm in found]
+            result = [*grad_out.rows(), *result]
+        if unknown := sorted(self.rates.keys() - {name for _, name, _ in result}):
+            raise unknown_name("rates", unknown[0], sorted({name for _, name, _ in result}))
+        return [(n, name, norm * self.rates.get(name, 1.0)) for n, name, norm in result]
 
     def total(self, kernel: Kernel) -> Array:
         """Over all of them."""

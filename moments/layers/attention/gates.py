@@ -73,7 +73,7 @@ class GatedHeads(Component):
         )
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.met(record, gradient)
+        run.returning(record, gradient)
         heads, gate = record.children
         grad_out, length = gradient.kernel, gradient.seq_len
         back = (

@@ -278,23 +278,23 @@ class _Pulled(Pulled):
         way = self.way
         heads, signal = way.heads, way.signal
         block = heads.block
-        found = dict(way.way.weights(self.grad_out, self.sides))
+        result = dict(way.way.weights(self.grad_out, self.sides))
         # The matrix of the keys' own part has nope_dim of d_head features, and its own variance.
-        found["key"] = found["key"] * (block.nope_dim / (block.nope_dim + block.rope_dim))
+        result["key"] = result["key"] * (block.nope_dim / (block.nope_dim + block.rope_dim))
         for part in self.parts:
-            found |= dict(part.weights())
+            result |= dict(part.weights())
         for name, factor in ((QUERY_LATENT, block.query_factor), (KV_LATENT, block.kv_factor)):
-            if f"{name}.gain" in found:
-                found[f"{name}.gain"] = found[f"{name}.gain"] * factor**2
+            if f"{name}.gain" in result:
+                result[f"{name}.gain"] = result[f"{name}.gain"] * factor**2
         if block.rope_dim:
             tokens = signal.second_moment()
             if heads.attention.rotary is None:
                 tokens = tokens.without_common()
             total = (tokens * self.shared).total(signal.seq_len)
-            found["kv_down"] += total / max(block.kv_down * _size(signal), 1e-300)
-        return found
+            result["kv_down"] += total / max(block.kv_down * _size(signal), 1e-300)
+        return result
 
     def response(self) -> Kernel | None:
         way = self.way
-        found = way.way.response(self.grad_out)
-        return _down(way.asks, found, way.signal.seq_len, []) if way.asks else found
+        result = way.way.response(self.grad_out)
+        return _down(way.asks, result, way.signal.seq_len, []) if way.asks else result

@@ -88,12 +88,12 @@ def profiled_rows(
 ) -> FiniteRows:
     """`alike_rows` of such tokens by interpolation, (m,) of few logit scales; no correlation is
     negative."""
-    found = np.empty((sum(_COLUMNS), correlation.size))
+    result = np.empty((sum(_COLUMNS), correlation.size))
     for scale in np.unique(logit_scale).tolist():
         at = logit_scale == scale
         basis = chebyshev_basis(2 * correlation[at] - 1, _NODES)
-        found[:, at] = _profile(scale, keys, widths.d_model, widths.d_head) @ basis
-    parts = np.split(found, np.cumsum(_COLUMNS)[:-1])
+        result[:, at] = _profile(scale, keys, widths.d_model, widths.d_head) @ basis
+    parts = np.split(result, np.cumsum(_COLUMNS)[:-1])
     return FiniteRows(*(part.T if len(part) > 1 else part[0] for part in parts))
 
 

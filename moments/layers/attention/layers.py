@@ -265,8 +265,8 @@ class TokenLayer(_Layer):
 
     def weights(self) -> Array:
         """Mean attention."""
-        found = self._numbers("mean_attention")
-        return found.reshape(*self._shape[:-2], *found.shape[-2:])
+        result = self._numbers("mean_attention")
+        return result.reshape(*self._shape[:-2], *result.shape[-2:])
 
     def head_weights(self) -> Array:
         """(heads, n, n) mean attention of every head of one kernel; one, where all are alike."""
@@ -278,12 +278,12 @@ class TokenLayer(_Layer):
         few, _ = head_slopes(self._leaf)
         where = positions(len(nodes[0]), self._leaf)
         distance = np.abs(np.subtract.outer(where, where))
-        found = []
+        result = []
         for slope in every:
             near = int(np.argmin(np.abs(np.log(few / slope))))
             weights = nodes[near] * np.exp((few[near] - slope) * distance)
-            found.append(weights / weights.sum(-1, keepdims=True))
-        return np.stack(found)
+            result.append(weights / weights.sum(-1, keepdims=True))
+        return np.stack(result)
 
     @functools.cached_property
     def sum_square(self) -> Array:
@@ -300,15 +300,15 @@ class TokenLayer(_Layer):
         parts = [one.backward(matrix) for one, matrix in zip(self._rows, flat(gained), strict=True)]
         query = self._kernel([one.query for one in parts])
         value, key, cross = (
-            Kernel.of_matrix(np.stack(found).reshape(self._memory_shape))
-            for found in zip(*((one.value, one.key, one.cross) for one in parts), strict=True)
+            Kernel.of_matrix(np.stack(result).reshape(self._memory_shape))
+            for result in zip(*((one.value, one.key, one.cross) for one in parts), strict=True)
         )
         return Paths(value, query, key, cross)
 
     def overlap_path(self, gained: Kernel) -> Kernel:
         """What the query path gains per unit of the relative variance of two tokens' overlap."""
-        found = [one.overlap_path * g for one, g in zip(self._rows, flat(gained), strict=True)]
-        return self._kernel(found)
+        result = [one.overlap_path * g for one, g in zip(self._rows, flat(gained), strict=True)]
+        return self._kernel(result)
 
     def response(self) -> Kernel:
         """What the query path is per unit of the gradient."""
@@ -357,13 +357,13 @@ class ClassLayer(_Layer):
             plain = law.keys.gain is None and (rotary_means is None or law.keys.kernel is tokens)
             keys = values if plain else key_tokens
             queries = values if law.queries.kernel is tokens else query_tokens
-            told = list(zip(queries, keys, values, strict=True))
+            blocks = list(zip(queries, keys, values, strict=True))
             words: list[Words | None] = [None, None]
             if isinstance(classes, TextClasses):
-                half = len(told) // 2
-                words = self._words(classes, told[half:])
-                told = told[:half]
-            inside, *other = told
+                half = len(blocks) // 2
+                words = self._words(classes, blocks[half:])
+                blocks = blocks[:half]
+            inside, *other = blocks
             across = Across(*other[0], words[1]) if other else None
             logits = ClassLogits(*inside, float(scale), key_counts, rotary_means, across, words[0])
             self._rows.append(
@@ -381,20 +381,22 @@ class ClassLayer(_Layer):
         self.keys = self._of_tokens(key_counts.size)
 
     def _words(
-        self, classes: TextClasses, told: Sequence[tuple[Matrix, Matrix, Matrix]]
+        self, classes: TextClasses, blocks: Sequence[tuple[Matrix, Matrix, Matrix]]
     ) -> list[Words | None]:
         """What two tokens of one word have, in one document and in two: of queries, keys and
         values."""
-        found: list[Words | None] = []
+        result: list[Words | None] = []
         others = classes.others, classes.others_across
-        for (met, share), counts, kernels in zip(classes.shares, others, told, strict=False):
+        for (coincidence, share), counts, kernels in zip(
+            classes.shares, others, blocks, strict=False
+        ):
             queries, keys, values = kernels
-            at_one_place = met if found else None
+            at_one_place = coincidence if result else None
             words = classes.frequencies, counts, at_one_place
             # beyond it no words of that frequency are left: `prediction.stack` refuses many such
             share = np.minimum(share, classes.most_of_a_cell)
-            found.append(Words(queries, keys, values, share, *words))
-        return [*found, None]
+            result.append(Words(queries, keys, values, share, *words))
+        return [*result, None]
 
     def _flat(self, kernel: Kernel, means: bool = False) -> list[tuple[Matrix, ...]]:
         """Of every configuration, its kernel by what two tokens have to do with each other, or the
@@ -413,7 +415,7 @@ class ClassLayer(_Layer):
                 np.broadcast_to(off_diagonal, (*shape, size)),
             )
         every = zip(diagonal.reshape(-1, size), off_diagonal.reshape(-1, size, size), strict=True)
-        divided = self._classes.blocks if means else self._classes.told_apart
+        divided = self._classes.blocks if means else self._classes.blocks_by_relation
         return [divided(*one) for one in every]
 
     def _kernel(self, kernels: list[Any]) -> Kernel:
@@ -431,16 +433,16 @@ class ClassLayer(_Layer):
 
     def _of_rows(self, function: Callable[..., Matrix], *kernels: Kernel) -> Kernel:
         """A kernel that rows make of others, those of one document and those of two."""
-        found = []
+        result = []
         for one, *given in zip(self._rows, *map(self._flat, kernels), strict=True):
             rows = [one, *one.others]
             blocks = [function(*block) for block in zip(rows, *given, strict=True)]
-            found.append(self._classes.joined(*blocks))
-        return self._kernel(found)
+            result.append(self._classes.joined(*blocks))
+        return self._kernel(result)
 
     def _numbers(self, name: str) -> Array:
-        found = np.stack([getattr(one, name) for one in self._rows])
-        return self._of_tokens(found.reshape(*self._lead, *found.shape[1:]))
+        result = np.stack([getattr(one, name) for one in self._rows])
+        return self._of_tokens(result.reshape(*self._lead, *result.shape[1:]))
 
     def _of_tokens(self, values: Array) -> Array:
         return values[..., 0] if self._alike else self._classes.repeated(values)
@@ -455,8 +457,8 @@ class ClassLayer(_Layer):
         """Uniform, as far as tokens alike can tell."""
         if self._alike:
             return None
-        found = np.stack([one.weights for one in self._rows])
-        return ClassRows(found.reshape(*self._lead, *found.shape[1:]), self._key_counts)
+        result = np.stack([one.weights for one in self._rows])
+        return ClassRows(result.reshape(*self._lead, *result.shape[1:]), self._key_counts)
 
     @functools.cached_property
     def sum_square(self) -> Array:
@@ -467,7 +469,7 @@ class ClassLayer(_Layer):
         return attention_diagnostics(theta, square, entropy, self.keys)
 
     def backward(self, gained: Kernel) -> Paths[Kernel]:
-        found: list[list[Matrix]] = [[] for _ in Paths._fields]
+        result: list[list[Matrix]] = [[] for _ in Paths._fields]
         counts = self._classes.documents
         totals = gained if counts is None else gained.weighted(*counts)
         for one, given in zip(self._rows, self._flat(totals), strict=True):
@@ -476,9 +478,9 @@ class ClassLayer(_Layer):
                 parts = self._backward_by_word(self._classes, rows, given)
             else:
                 parts = [row.backward(*block) for row, block in zip(rows, given, strict=True)]
-            for of_path, blocks in zip(found, zip(*parts, strict=True), strict=True):
+            for of_path, blocks in zip(result, zip(*parts, strict=True), strict=True):
                 of_path.append(self._classes.joined(*blocks))
-        paths = Paths(*map(self._kernel, found))
+        paths = Paths(*map(self._kernel, result))
         if counts is None:
             return paths
         each = [ratio_or_zero(1.0, count) for count in counts]
@@ -488,7 +490,7 @@ class ClassLayer(_Layer):
         self, classes: TextClasses, rows: list[Any], given: tuple[Matrix, ...]
     ) -> list[Any]:
         """Paths of two words and then of one, in one document and in two."""
-        found: list[list[Any]] = [[], []]
+        result: list[list[Any]] = [[], []]
         half = len(classes.shares)
         for number, (alike, share) in enumerate(classes.shares):
             both = rows[number::half], given[number::half]
@@ -512,13 +514,13 @@ class ClassLayer(_Layer):
                         mean = several[0] + share * (several[1] - several[0])
                         whole = whole + np.diagonal(several[kind] - mean)
                     of_path[name] = whole, several[kind]
-                found[kind].append(parts[0]._replace(**of_path))
-        return found[0] + found[1]
+                result[kind].append(parts[0]._replace(**of_path))
+        return result[0] + result[1]
 
     def summed(self, query: Kernel) -> Kernel:
         classes = self._classes
-        held = classes.one if isinstance(classes, TextClasses) else classes
-        if self._rotary_means is None or type(held) is not PositionClasses:
+        inner = classes.one if isinstance(classes, TextClasses) else classes
+        if self._rotary_means is None or type(inner) is not PositionClasses:
             return query
         count = classes.inside.pair_count
         usable = count > 0.0

@@ -122,8 +122,8 @@ class RowMoments(NamedTuple):
 def of_rows(output: Signal, shape: tuple[int, ...] = ()) -> RowMoments:
     """What an attention's output tells of its rows, by token in that shape."""
     assert output.diagnostics is not None
-    found = (np.asarray(output.diagnostics[name]) for name in ("square_sum", "logit_variance"))
-    return RowMoments(*(one.reshape(shape) if shape else one for one in found))
+    result = (np.asarray(output.diagnostics[name]) for name in ("square_sum", "logit_variance"))
+    return RowMoments(*(one.reshape(shape) if shape else one for one in result))
 
 
 def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, width: Any) -> Side:
@@ -209,8 +209,8 @@ def bent(
     rows = AlikeRows.of(keys)
 
     def averages(theta: Any) -> list[Array]:
-        found = rows.rows(np.multiply.outer(norms.nodes, theta))
-        fields = found.sum_square, found.jacobian_square, found.sum_square_slope
+        result = rows.rows(np.multiply.outer(norms.nodes, theta))
+        fields = result.sum_square, result.jacobian_square, result.sum_square_slope
         return [np.tensordot(norms.weights, one, 1) for one in fields]
 
     each = [_bent_rows(xi * diagonal, xi * shared, keys, cap, dimension) for xi in norms.nodes]
@@ -230,8 +230,8 @@ def _bent_rows(
 ) -> Array:
     """(3, ...) `_bent_row` of every variance."""
     given = zip(*(np.ravel(one).tolist() for one in (diagonal, shared, dimension)), strict=True)
-    found = np.transpose([_bent_row(*one, keys, cap) for one in given])
-    return np.asarray(found.reshape(3, *np.shape(diagonal)))
+    result = np.transpose([_bent_row(*one, keys, cap) for one in given])
+    return np.asarray(result.reshape(3, *np.shape(diagonal)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -460,8 +460,8 @@ def _of_keys(attention: Any, grad_out: Array, values: Array, power: int, keys: K
         return _averaged(attention**power, sizes, sums)
     key_counts, classes = attention.key_counts, keys.classes
     assert classes is not None
-    met = key_counts.later_diagonal if power == 2 else key_counts.rows
-    weights = attention.weights**power * np.swapaxes(met, -1, -2)
+    counts = key_counts.later_diagonal if power == 2 else key_counts.rows
+    weights = attention.weights**power * np.swapaxes(counts, -1, -2)
     of_one = (classes.in_one(one + 0.0 * keys.diagonal) for one in (sizes, sums))
     return classes.repeated(_averaged(weights, *of_one))
 
@@ -510,28 +510,28 @@ def projection_gradients(
     """
     width, length = leaf.value_width, signal.seq_len
     grown = _overlap_gradients(leaf, law, signal, paths.overlap_path)
-    found: dict[str, Array] = {}
+    result: dict[str, Array] = {}
     sides = (("query", signal, paths.query), ("key", memory, paths.key))
     inverse = _inverse_variances(leaf)
     for side, tokens, path in sides:
         grad_in = _of_side(leaf, law, side, tokens, path)
-        found |= {name: norm * inverse[side] for name, norm in grad_in.items()}
-    found["value"] = leaf.memory_width * width * (mixed * grad_out).total(length)
-    found["key"] = found["key"] + grown["key"] / leaf.memory_width
+        result |= {name: norm * inverse[side] for name, norm in grad_in.items()}
+    result["value"] = leaf.memory_width * width * (mixed * grad_out).total(length)
+    result["key"] = result["key"] + grown["key"] / leaf.memory_width
     if leaf.qk_norm is not None and leaf.norm_affine:
         # E (tr J)^2 of two rows, which the overlaps' variance stands beside, is that of any two.
         path = paths.query + paths.overlap_path.scaled(-1 / leaf.memory_width)
         within = _within_heads(law.queries.kernel, path, rows).scaled(2 / _freedom(leaf))
         gain = _of_gain(leaf, law, law.queries.kernel * paths.query + within, length)
-        found["query.norm.gain"] = found["key.norm.gain"] = gain
+        result["query.norm.gain"] = result["key.norm.gain"] = gain
     if "value" in biased(leaf.has_bias):
         dropped = leaf.drop_prob / (1 - leaf.drop_prob)
         ones = grad_out.with_diagonal(grad_out.diagonal * (1 + dropped * rows.squares))
-        found["value.bias"] = width * ones.total(length)
-    if "key.bias" in found:
+        result["value.bias"] = width * ones.total(length)
+    if "key.bias" in result:
         moved = _moves_with_keys(leaf)
-        found["key.bias"] = np.maximum(found["key.bias"], 0.0) if moved else 0.0
-    return _prefixed(leaf, dict(sorted(found.items(), key=lambda one: one[0].count("."))))
+        result["key.bias"] = np.maximum(result["key.bias"], 0.0) if moved else 0.0
+    return _prefixed(leaf, dict(sorted(result.items(), key=lambda one: one[0].count("."))))
 
 
 def biased(given: bool | tuple[str, ...]) -> tuple[str, ...]:
@@ -597,10 +597,10 @@ def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) 
     if name == "key" and not _moves_with_keys(leaf):
         kernel = kernel.without_common()
     grad_in, size = through(path, side, law.gradient_scale), leaf.memory_width
-    found = {name: size * (kernel * grad_in).total(length)}
+    result = {name: size * (kernel * grad_in).total(length)}
     if name in biased(leaf.has_bias):
-        found[f"{name}.bias"] = size / tokens.width * grad_in.total(length)
-    return found
+        result[f"{name}.bias"] = size / tokens.width * grad_in.total(length)
+    return result
 
 
 def _moves_with_keys(leaf: Any) -> bool:

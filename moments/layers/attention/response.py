@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...engine.classes import ClassMatrix, ClassRows, OneClass, KeyCounts, diagonal_of
+from ...engine.classes import ClassMatrix, ClassRows, KeyCounts, OneClass, diagonal_of
 from ...engine.composition import Pulled
 from ...engine.fluctuation import (
     OverlapWalk,
@@ -23,7 +23,7 @@ from ...engine.fluctuation import (
     between_rows,
     followed,
     has_fixed_norms,
-    met_by,
+    rows_times,
     unshared_variance,
 )
 from ...engine.response import (
@@ -103,16 +103,16 @@ class Averages(NamedTuple):
         """tr(P_i X P_i' Y) of every two rows."""
         w = self.weights
         cross = w @ transposed(self.mixed * other.mixed)
-        found = w @ (self.kernel * other.kernel) @ transposed(w)
-        return found + self.means * other.means - cross - transposed(cross)
+        result = w @ (self.kernel * other.kernel) @ transposed(w)
+        return result + self.means * other.means - cross - transposed(cross)
 
     def spread(self, off_diagonal: Matrix) -> Matrix:
         """sum_ii' H_ii' P_i X P_i', the transpose of `gather` in Y, for pairs H of rows."""
         w = self.weights
         grad_in = transposed(w) @ off_diagonal
         cross = (grad_in * transposed(self.mixed)) @ w
-        found = (grad_in @ w) * self.kernel - cross - transposed(cross)
-        return found + transposed(w) @ (off_diagonal * self.means) @ w
+        result = (grad_in @ w) * self.kernel - cross - transposed(cross)
+        return result + transposed(w) @ (off_diagonal * self.means) @ w
 
 
 @dataclass(frozen=True)
@@ -245,10 +245,10 @@ class AttentionResponse:
         paths = ratio(follows + paths, self.unshared)
         middle = middle - diagonal_matrix(paths, middle)
         dropped = dropped + (wt @ paths[..., None])[..., 0]
-        found = wt @ middle @ w + self._rows.spread(off_diagonal)
+        result = wt @ middle @ w + self._rows.spread(off_diagonal)
         if adjoint is not None:
-            found = found + adjoint.given.spread(keys)
-        return symmetric(found + direct + diagonal_matrix(dropped, found)), direct
+            result = result + adjoint.given.spread(keys)
+        return symmetric(result + direct + diagonal_matrix(dropped, result)), direct
 
     def sent_by_head(self, gradient: Array) -> Array:
         """The part of the gradient at the input that is one vector over tokens in each head."""
@@ -291,7 +291,7 @@ def _on_classes(
     kernel: ClassMatrix, key_counts: KeyCounts, tau: float
 ) -> tuple[AttentionRows, Matrix, Matrix]:
     classes = kernel.classes
-    tokens, *alike = classes.told_apart(kernel.diagonal, kernel.off_diagonal)
+    tokens, *alike = classes.blocks_by_relation(kernel.diagonal, kernel.off_diagonal)
     logits = ClassLogits(tokens, tokens, tokens, tau, key_counts)
     if isinstance(classes, TextClasses):
         (same,) = alike
@@ -315,7 +315,7 @@ def _alike(kernel: ClassMatrix, tau: Array) -> tuple[AttentionRows, Matrix, Matr
     length = kernel.classes.length
     diagonal, off_diagonal = kernel.diagonal, kernel.off_diagonal[..., 0]
     count = np.full(diagonal.shape, float(length))
-    found = statistics_of(
+    result = statistics_of(
         ReferenceRow(np.maximum(diagonal - off_diagonal, 0.0), count),
         1.0,
         count,
@@ -326,19 +326,22 @@ def _alike(kernel: ClassMatrix, tau: Array) -> tuple[AttentionRows, Matrix, Matr
         np.log(count),
     )
     weights = ones(kernel.shape, kernel) * (1.0 / length)
-    return found, weights, weights**2
+    return result, weights, weights**2
 
 
 def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:
     """Fields of every leading entry, as one."""
-    found = stacked(fields, np.stack)
-    if isinstance(found, ClassMatrix):
-        diagonal = found.diagonal.reshape(*axes, *found.diagonal.shape[1:])
-        off_diagonal, crowded = found.off_diagonal.reshape(*axes, *found.shape[1:]), found.crowded
+    result = stacked(fields, np.stack)
+    if isinstance(result, ClassMatrix):
+        diagonal = result.diagonal.reshape(*axes, *result.diagonal.shape[1:])
+        off_diagonal, crowded = (
+            result.off_diagonal.reshape(*axes, *result.shape[1:]),
+            result.crowded,
+        )
         if crowded is not None:
             crowded = crowded.reshape(*axes, *crowded.shape[1:])
-        return ClassMatrix(diagonal, off_diagonal, found.classes, crowded)
-    return found.reshape(*axes, *found.shape[1:])
+        return ClassMatrix(diagonal, off_diagonal, result.classes, crowded)
+    return result.reshape(*axes, *result.shape[1:])
 
 
 def _response(
@@ -597,7 +600,7 @@ def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None
     """
     kernel = tokens.second_moment()
     if kernel.classes is not None:
-        kernels = met_by(weights, kernel), kernel, between_rows(weights, kernel)
+        kernels = rows_times(weights, kernel), kernel, between_rows(weights, kernel)
     else:
         met = weights @ kernel.off_diagonal
         kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)

@@ -248,25 +248,25 @@ class AttentionPullback:
 
     def _at_queries(self, path: Kernel) -> Kernel:
         """At the tokens that ask, of a path counted on the scale of those attended to."""
-        found = through(path, self.law.queries, self.law.gradient_scale)
+        result = through(path, self.law.queries, self.law.gradient_scale)
         if self.memory is self.signal:
-            return found
-        return found.scaled(self.leaf.memory_width / self.leaf.d_model)
+            return result
+        return result.scaled(self.leaf.memory_width / self.leaf.d_model)
 
     def overlap_path(self, grad_out: Kernel) -> Kernel:
         """What the query path gains per unit of the overlaps' variance."""
-        found: Kernel = self.layer.overlap_path(grad_out.scaled(self.gain))
-        return found
+        result: Kernel = self.layer.overlap_path(grad_out.scaled(self.gain))
+        return result
 
     def summed(self, query: Kernel) -> Kernel:
         """The query path for sums over tokens."""
-        found: Kernel = self.layer.summed(query)
-        return found
+        result: Kernel = self.layer.summed(query)
+        return result
 
     def response(self, grad_out: Kernel) -> Kernel:
         """The query path of a gradient of ones."""
-        found: Kernel = self.layer.response()
-        return self._at_queries(found.scaled(self.gain))
+        result: Kernel = self.layer.response()
+        return self._at_queries(result.scaled(self.gain))
 
     def weights(self, grad_out: Kernel, sides: Any) -> dict[str, Array]:
         """`projection_gradients` of the paths of a gradient, and that of a table of biases."""
@@ -390,13 +390,13 @@ def concatenated(
         if together > 1:
             common = shared().scaled(gain).resolved_as(kernel)
             alone += (common * common).scaled(2 * (together - 1) / width)
-        found = of_averages(memory, weights(), gain)
+        result = of_averages(memory, weights(), gain)
         fluctuation = Fluctuation(alone)
-        if found is not None and found.overlaps is not None:  # the averages' own vary too
+        if result is not None and result.overlaps is not None:  # the averages' own vary too
             # Of another stack's tokens, those that ask are taken to know nothing; what the layers
             # before read of them, and thus have in common with this one, is left out.
-            known = found.shared if memory is signal else (alone.scaled(0.0),) * 2
-            norms, overlaps = (one.resolved_as(kernel) for one in (found.norms, found.overlaps))
+            known = result.shared if memory is signal else (alone.scaled(0.0),) * 2
+            norms, overlaps = (one.resolved_as(kernel) for one in (result.norms, result.overlaps))
             fluctuation = Fluctuation(alone + norms, alone + overlaps, shared=known)
     return Signal(
         kernel,
@@ -638,21 +638,21 @@ class _Pulled(Pulled):
     inner: Pulled
 
     def weights(self) -> Mapping[str, Array]:
-        way, found = self.way, dict(self.inner.weights())
+        way, result = self.way, dict(self.inner.weights())
         for name in ("value", "value.bias"):
-            if name in found:
-                found[name] = found[name] * way.factor / way.gain
-        biased = {name for name in found if name.endswith(".bias")}
-        return {name: norm / way.size if name in biased else norm for name, norm in found.items()}
+            if name in result:
+                result[name] = result[name] * way.factor / way.gain
+        biased = {name for name in result if name.endswith(".bias")}
+        return {name: norm / way.size if name in biased else norm for name, norm in result.items()}
 
     def overlaps(self) -> Mapping[str, Array]:
         return self.inner.overlaps()
 
     def response(self) -> Kernel | None:
-        found = self.inner.response()
-        if found is None:
+        result = self.inner.response()
+        if result is None:
             return None
-        return self.way.norm(Gradient(found, self.gradient.seq_len)).gradient.kernel
+        return self.way.norm(Gradient(result, self.gradient.seq_len)).gradient.kernel
 
 
 def _size(signal: Signal) -> float:

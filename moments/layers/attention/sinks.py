@@ -85,7 +85,7 @@ def one_row(theta: Array, count: Array, shared: Array) -> OneRow:
     inverse = [STEP * (np.exp(k * x) * every).sum(1) for k in (1, 2)]
     variance = np.maximum(np.log(inverse[1] / inverse[0] ** 2), 0.0)
     squares = STEP * rest.sum(1)
-    found = (
+    result = (
         0.5 * variance - np.log(inverse[0]),
         variance,
         1.0 - 2.0 * p[0] + p[1],
@@ -93,7 +93,7 @@ def one_row(theta: Array, count: Array, shared: Array) -> OneRow:
         total(0, rest) / squares,
         total(2, rest) / (6.0 * squares),
     )
-    return OneRow(*(one.reshape(shape)[()] for one in found))
+    return OneRow(*(one.reshape(shape)[()] for one in result))
 
 
 @functools.lru_cache(maxsize=1)
@@ -122,10 +122,10 @@ class SinkLayer:
         """
         self.layer, self._law = layer, law
         queries, keys = law.queries.kernel, law.keys.kernel
-        told = layer.diagnostics()
+        statistics = layer.diagnostics()
         size = queries.diagonal
-        theta = np.reshape(told["logit_variance"], np.shape(size))
-        count = np.reshape(layer.keys + 0.0 * told["logit_variance"], np.shape(size))
+        theta = np.reshape(statistics["logit_variance"], np.shape(size))
+        count = np.reshape(layer.keys + 0.0 * statistics["logit_variance"], np.shape(size))
         scale, mean = (queries.lift(one)[0] for one in (law.scale, keys.mean_diagonal()))
         shared = np.maximum(scale * mean * size - theta, 0.0)
         alone = one_row(theta, count, shared + sink)
@@ -187,41 +187,41 @@ class SinkLayer:
 
     def forward(self) -> Kernel:
         """Second moments per feature of sum_j a_ij x_j."""
-        found: Kernel = self._output * self._mixing
-        return found
+        result: Kernel = self._output * self._mixing
+        return result
 
     def mean_output(self) -> Kernel:
         """Overlap of the outputs of two heads that share keys and values, not their sinks."""
         first, second = self.rows.over_tokens(self._mean)
-        found: Kernel = self.layer.mean_output()
-        return found.weighted(self._mean**2, first * second)
+        result: Kernel = self.layer.mean_output()
+        return result.weighted(self._mean**2, first * second)
 
     def weights(self) -> Any:
         """Mean attention; None: uniform, as far as tokens alike can tell."""
-        found = self.layer.weights()
-        if isinstance(found, ClassRows):
-            mean = self._mean[..., : found.weights.shape[-2], None]
-            return found._replace(weights=found.weights * mean)
-        return None if found is None else found * self._mean[..., None]
+        result = self.layer.weights()
+        if isinstance(result, ClassRows):
+            mean = self._mean[..., : result.weights.shape[-2], None]
+            return result._replace(weights=result.weights * mean)
+        return None if result is None else result * self._mean[..., None]
 
     @property
     def sum_square(self) -> Array:
         """E sum_j a_ij^2 over the keys with values."""
-        found: Array = self.layer.sum_square
-        return found * np.reshape(self._squares, np.shape(found))
+        result: Array = self.layer.sum_square
+        return result * np.reshape(self._squares, np.shape(result))
 
     def diagnostics(self) -> dict[str, Array]:
         """See `attention_diagnostics`; the entropy is that of a row with its sink."""
-        found = self.layer.diagnostics()
-        entropy = self._mean * found["entropy"] + self._entropy
+        result = self.layer.diagnostics()
+        entropy = self._mean * result["entropy"] + self._entropy
         return attention_diagnostics(
-            found["logit_variance"], self.sum_square, entropy, self.layer.keys
+            result["logit_variance"], self.sum_square, entropy, self.layer.keys
         )
 
     def _of_sums(self, gained: Kernel) -> Kernel:
         """Of dLoss/dlog Z of two rows, per feature, from the gradient at sum_j a_ij x_j."""
-        found: Kernel = gained * self._output * self._moved
-        return found
+        result: Kernel = gained * self._output * self._moved
+        return result
 
     def backward(self, gained: Kernel) -> Paths[Kernel]:
         """Of the gradient at sum_j a_ij x_j: as without sinks, and through log Z, whose gradient
@@ -234,18 +234,18 @@ class SinkLayer:
 
     def overlap_path(self, gained: Kernel) -> Kernel:
         """What the query path gains per unit of the variance of two tokens' overlap."""
-        found: Kernel = self.layer.overlap_path(gained * self._mixing)
-        return found
+        result: Kernel = self.layer.overlap_path(gained * self._mixing)
+        return result
 
     def response(self) -> Kernel:
         """What the query path is per unit of the gradient."""
-        found: Kernel = self.layer.response() * self._mixing
-        return found + self._of_sums(self.rows.with_ones()) * self._logits
+        result: Kernel = self.layer.response() * self._mixing
+        return result + self._of_sums(self.rows.with_ones()) * self._logits
 
     def table_gradient(self, leaf: Any, gained: Kernel) -> Array | None:
         """Of a table of relative biases."""
-        found: Array | None = self.layer.table_gradient(leaf, gained * self._mixing)
-        return found
+        result: Array | None = self.layer.table_gradient(leaf, gained * self._mixing)
+        return result
 
     def sink_gradient(self, leaf: Any, gained: Kernel, length: int) -> Array:
         """Of the heads' sinks: dLoss/ds = -sum_i dLoss/dlog Z_i."""

@@ -97,7 +97,7 @@ class Mixture(Leaf):
         if self.inward or None in parts:
             return None
 
-        def found(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
+        def result(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
             square = np.mean(entering[0] * entering[0] + entering[1])
             logits = self.d_model * self.router_variance * float(square) + self.bias_variance
             for part in parts:
@@ -105,7 +105,7 @@ class Mixture(Leaf):
                 entering = part(entering, factor)
             return 0.0, entering[1] * functions(self.router, logits, 1.0)[0]
 
-        return found
+        return result
 
     def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
         return self.expert.components[0].domain_share(mean, variance, algebra)
@@ -129,11 +129,13 @@ class Mixture(Leaf):
         off_diagonal = 1.0 - two * (1.0 - cosine)
         single = functions(self.router, logits, 1.0 + 0.0 * own)
         joint = functions(self.router, logits, off_diagonal)
-        found = []
+        result = []
         for alone, both in zip(single, joint, strict=True):
             diagonal = tokens.lift(alone)[0] + 0.0 * tokens.diagonal
-            found.append(Kernel.joined(diagonal, both + 0.0 * tokens.off_diagonal, tokens.resolved))
-        return Routed(found[0], found[1], found[2], logits)
+            result.append(
+                Kernel.joined(diagonal, both + 0.0 * tokens.off_diagonal, tokens.resolved)
+            )
+        return Routed(result[0], result[1], result[2], logits)
 
     def _outward(self, signal: Signal) -> Mixture:
         """The same with the gate on what the expert gives, where it multiplies what it reads.
@@ -190,8 +192,8 @@ class Mixture(Leaf):
         What the sum over hidden features varies by is of every expert by itself: the less, the more
         of them two tokens share. How the choice varies over draws of the router is left out.
         """
-        found = inner.fluctuation
-        if found is None:
+        result = inner.fluctuation
+        if result is None:
             return None
         square = weight * weight
         gaussian = (inner.kernel * inner.kernel).scaled(2 / inner.width)
@@ -205,11 +207,11 @@ class Mixture(Leaf):
             return square * (gaussian + (kernel - gaussian) * shares)
 
         shared = None
-        if found.shared is not None:
-            shared = found.shared[0] * weight, found.shared[1] * weight
-        overlaps = None if found.overlaps is None else of(found.overlaps)
-        return found._replace(
-            norms=of(found.norms), overlaps=overlaps, free_norms=None, shared=shared
+        if result.shared is not None:
+            shared = result.shared[0] * weight, result.shared[1] * weight
+        overlaps = None if result.overlaps is None else of(result.overlaps)
+        return result._replace(
+            norms=of(result.norms), overlaps=overlaps, free_norms=None, shared=shared
         )
 
     def _notes(self, signal: Signal, at: Routed) -> tuple[str, ...]:
@@ -342,13 +344,13 @@ class MixturePulled(Pulled):
 
     def weights(self) -> Values:
         """Of all experts together: E of them, each with its share of the tokens."""
-        found = {k: v for one in self.experts.leaves() for k, v in one.weights().items()}
+        result = {k: v for one in self.experts.leaves() for k, v in one.weights().items()}
         tokens = self.signal.second_moment()
         length = self.signal.seq_len
-        found[self.leaf.name] = self.leaf.d_model * (tokens * self.logits).total(length)
+        result[self.leaf.name] = self.leaf.d_model * (tokens * self.logits).total(length)
         if self.leaf.has_bias:
-            found[f"{self.leaf.name}.bias"] = self.logits.total(length)
-        return found
+            result[f"{self.leaf.name}.bias"] = self.logits.total(length)
+        return result
 
 
 # --- how evenly tokens are routed in one draw ----------------------------------------------------
@@ -381,7 +383,7 @@ def one_draw(router: Router, s: float, r: float, tokens: int) -> OneDraw:
     """
     random = np.random.default_rng(0)
     count, experts = min(tokens, TOKENS), router.experts
-    found = []
+    result = []
     for _ in range(DRAWS):
         common, own = random.standard_normal(experts), random.standard_normal((count, experts))
         z = np.sqrt(s) * (np.sqrt(max(r, 0.0)) * common + np.sqrt(1 - max(r, 0.0)) * own)
@@ -389,8 +391,8 @@ def one_draw(router: Router, s: float, r: float, tokens: int) -> OneDraw:
         weight, _ = router.weight(z)
         mean = (weight / weight.sum(-1, keepdims=True)).mean(0)
         load = share * experts / router.chosen
-        found.append((load.max(), (load < STARVING).mean(), experts * (share * mean).sum()))
-    return OneDraw(*map(float, np.mean(found, axis=0)))
+        result.append((load.max(), (load < STARVING).mean(), experts * (share * mean).sum()))
+    return OneDraw(*map(float, np.mean(result, axis=0)))
 
 
 def rows(stack: Record) -> Iterator[dict[str, Any]]:

@@ -143,7 +143,7 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
     below = np.floor(place).astype(int)
     share = place - below
     shape = np.shape(s)
-    found = np.empty((3, *shape, len(ANGLES)))
+    powers = np.empty((3, *shape, len(ANGLES)))
     below, share = (
         np.where(share > 1 - 1e-9, below + 1, below),
         np.where(share > 1 - 1e-9, 0.0, share),
@@ -156,12 +156,14 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
         two = _table(router, int(step) + 1) if between else one
         if shape:
             one, two = one[:, None], two[:, None]
-        found[:, at_step] = (one + rest * (two - one)).reshape(3, *np.shape(found[:, at_step])[1:])
+        powers[:, at_step] = (one + rest * (two - one)).reshape(
+            3, *np.shape(powers[:, at_step])[1:]
+        )
     angle = np.arccos(np.clip(correlation, LEAST, 1.0))
     more = (1,) * (correlation.ndim - len(shape))
     result: Any = 0.0
     for power in range(len(ANGLES) - 1, -1, -1):
-        result = result * angle + found[..., power].reshape(3, *shape, *more)
+        result = result * angle + powers[..., power].reshape(3, *shape, *more)
     log_m, ratio, log_p = result
     m, p = square * np.exp(log_m), np.exp(log_p)
     n = m * ratio

@@ -90,18 +90,18 @@ class HiddenActivation(Activation):
         return gradient.with_kernel(kernel)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Any) -> dict[str, Any]:
-        found, function = super()._over_draws(signal, output, values), _function(self.laws.name)
+        result, function = super()._over_draws(signal, output, values), _function(self.laws.name)
         if function is None:
-            return found
+            return result
         variance = float(np.mean(signal.kernel.mean_diagonal()))
-        return found | {"kurtosis": _centred_kurtosis(function, variance)}
+        return result | {"kurtosis": _centred_kurtosis(function, variance)}
 
 
 def _function(name: str) -> Callable[[np.ndarray], Any] | None:
     if name in _FUNCTIONS:
         return functools.partial(_FUNCTIONS[name], NUMPY)
-    found = registered_function(name)
-    return None if found is None else found[0]
+    result = registered_function(name)
+    return None if result is None else result[0]
 
 
 def _centred_kurtosis(function: Callable[[np.ndarray], Any], variance: float) -> float:
@@ -257,8 +257,8 @@ class _Pooled:
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
-        found = self.weights.T @ sensitivity @ self.weights
-        return SignalAdjoint(found.astype(SINGLE), none, none)
+        result = self.weights.T @ sensitivity @ self.weights
+        return SignalAdjoint(result.astype(SINGLE), none, none)
 
 
 @dataclass(frozen=True)
@@ -271,12 +271,12 @@ class _PooledClasses:
 
     def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
-        found = np.asarray(sensitivity.diagonal[..., 0])
+        result = np.asarray(sensitivity.diagonal[..., 0])
         if self.kind == "mean":
-            found = np.asarray(sensitivity.total() / self.classes.length**2)
-        onward: Any = found[..., None, None]
+            result = np.asarray(sensitivity.total() / self.classes.length**2)
+        onward: Any = result[..., None, None]
         if isinstance(self.classes, OneClass):
-            onward = ClassMatrix(found[..., None], 0.0 * onward, one_class(1))
+            onward = ClassMatrix(result[..., None], 0.0 * onward, one_class(1))
         return GradientAdjoint(onward.astype(SINGLE), None, none, none + 1.0)
 
     def signal_adjoint(self, sensitivity: Any, exposure: Any) -> SignalAdjoint:

@@ -79,20 +79,20 @@ class OutputMoments:
         if head.loss is None:
             return {}
         walk = self.record.walk_back()
-        found = {name: norm for one in walk for name, norm in one.weights().items()}
+        result = {name: norm for one in walk for name, norm in one.weights().items()}
         last = _last_norm(head)
-        if f"{last}.gain" in found:
+        if f"{last}.gain" in result:
             # What the gain multiplies is what the readout multiplies, over the gain.
             square = head.norm_gain**2 if last == "final.norm" else 1.0
-            found[f"{last}.gain"] = found[f"{last}.gain"] + readout.gain_gradient() / square
-        if readout.normalised and f"{last}.bias" in found:
+            result[f"{last}.gain"] = result[f"{last}.gain"] + readout.gain_gradient() / square
+        if readout.normalised and f"{last}.bias" in result:
             # `gradient` is without what the norm takes away, whose bias is behind it.
-            found[f"{last}.bias"] += readout.width * readout.radial().total(readout.seq_len)
+            result[f"{last}.bias"] += readout.width * readout.radial().total(readout.seq_len)
         if not head.tied:
-            found["head"] = readout.matrix_gradient()
+            result["head"] = readout.matrix_gradient()
         if head.bias:
-            found["head.bias"] = readout.bias_gradient()
-        return found
+            result["head.bias"] = readout.bias_gradient()
+        return result
 
     def table(self) -> Array:
         """What a tied matrix adds to the token table's squared gradient norm: its own and twice the
@@ -151,8 +151,8 @@ def output_moments(
     vocab_size, variance = _matrix(model, head)
     carried = _carried_to_logits(model, head, signal, read, stack)
     padding = getattr(model.embedding, "padding_id", None)
-    told = token_ids is not None and signal.resolved is True and np.any(carried)
-    if padding is not None and told:
+    by_text = token_ids is not None and signal.resolved is True and np.any(carried)
+    if padding is not None and by_text:
         # Its row is zero, so that nothing is there to be carried.
         carried = carried * (np.ravel(token_ids) != padding)
     readout = Readout(
@@ -290,21 +290,21 @@ def _targets(
             raise DomainError("targets are resolved by token: leave tokens=False out")
         classes = signal.kernel.classes
         if classes is not None:
-            found = (
+            result = (
                 position_targets(head, vocab_size, counted)
                 if token_ids is None
                 else position_text(head, vocab_size, counted, token_ids)
             )
             if len(counted.ends) > len(classes.ends):
-                found = found.of_one(counted)
-            return found.repeated(batch)
+                result = result.of_one(counted)
+            return result.repeated(batch)
         return alike_targets(head, vocab_size, model.seq_len, batch)
     every = np.ones(sequences * model.seq_len)
     if real is not None:
         every = np.broadcast_to(real, (sequences, model.seq_len)).reshape(-1)
     blank = getattr(model.embedding, "padding_id", None) if head.tied else None
-    found = text_targets(head, vocab_size, model.seq_len, token_ids, targets, every, blank)
-    return found.repeated(batch)
+    result = text_targets(head, vocab_size, model.seq_len, token_ids, targets, every, blank)
+    return result.repeated(batch)
 
 
 def _logits(readout: Readout) -> Signal:

@@ -167,9 +167,9 @@ class Readout:
         first = tied.own_gradient(self)
         diagonal = length**2 * self.kernel.diagonal
         diagonal = diagonal + 2 * length * self.weight_variance * self.carried * first
-        found = Kernel.joined(diagonal, off_diagonal, self.kernel.resolved)
+        result = Kernel.joined(diagonal, off_diagonal, self.kernel.resolved)
         removed = tied.projected(self).scaled(-self.weight_variance)
-        return (found.scaled(count**-2.0) + removed).scaled(self.scale**2)
+        return (result.scaled(count**-2.0) + removed).scaled(self.scale**2)
 
     @property
     def radial_length(self) -> Array:
@@ -276,13 +276,13 @@ class Readout:
         there = hit * other_mine * slope * own_hits + (1 - hit) * other_rest * slope * other_hits
         back = swapped * mine * other_slope * own_hits
         back = back + (1 - swapped) * rest * other_slope * other_hits
-        found = softmaxes - kept * (there + back) + kept**2 * same_target * slopes
+        result = softmaxes - kept * (there + back) + kept**2 * same_target * slopes
         if self.smoothing:
             total = (vocab_size - 1) * other.probability_slope + own.probability_slope
             i, j = lift(total)
             even = i * other_slope * other_hits + j * slope * other_hits
-            found = found - each * even + each * (2 * kept + self.smoothing) * slopes
-        return found
+            result = result - each * even + each * (2 * kept + self.smoothing) * slopes
+        return result
 
     def _steps(self, ends: Array) -> tuple[tuple[float, float], ...]:
         """Points and weights of an average over a normal deviate, exact to its ninth power."""
@@ -299,7 +299,7 @@ class Readout:
             return agreement_share(self.vocab_size, float(variance), correlation)
         tail = np.shape(correlation)[np.ndim(variance) :]
         each = np.broadcast_to(correlation, (*np.shape(variance), *tail))
-        found = np.empty(each.shape)
+        result = np.empty(each.shape)
         for index, one in np.ndenumerate(variance):
-            found[index] = agreement_share(self.vocab_size, float(one), each[index])
-        return found
+            result[index] = agreement_share(self.vocab_size, float(one), each[index])
+        return result

@@ -134,10 +134,10 @@ def text_targets(
 
 def _follows(number: Array, seq_len: int) -> Array:
     """(n,) whether the next token of the row is real and of the same document."""
-    found = np.zeros(len(number), dtype=bool)
-    found[:-1] = (number[1:] == number[:-1]) & (number[1:] > 0)
-    found[seq_len - 1 :: seq_len] = False
-    return found
+    result = np.zeros(len(number), dtype=bool)
+    result[:-1] = (number[1:] == number[:-1]) & (number[1:] > 0)
+    result[seq_len - 1 :: seq_len] = False
+    return result
 
 
 def _random_text(
@@ -203,16 +203,16 @@ def position_targets(head: Head, vocab_size: int, classes: PositionClasses) -> T
     collision, triple, four = (zipf_collision(vocab_size, tokens) for tokens in (2, 3, 4))
     size, active = len(classes.nodes), classes.cell_means(_followed(classes))
     even, one_more = np.full((size, size), collision), triple / collision
-    read, met, both_met = even, even, np.full((size, size), triple)
+    read, same_word, both_same_word = even, even, np.full((size, size), triple)
     if isinstance(classes, TextClasses):
         apart = np.ones_like(classes.share) / (1.0 - collision)
         read = classes.one_word
-        met = classes.of_kinds((collision - triple) * apart, np.array(one_more))
-        both_met = classes.of_kinds((triple - four) * apart, np.array(four / collision))
+        same_word = classes.of_relations((collision - triple) * apart, np.array(one_more))
+        both_same_word = classes.of_relations((triple - four) * apart, np.array(four / collision))
     follows = classes.following_pairs
-    hit = follows + (1.0 - follows) * met
+    hit = follows + (1.0 - follows) * same_word
     either = follows + follows.T
-    both_hit = follows.T * met + follows * read * one_more + (1.0 - either) * both_met
+    both_hit = follows.T * same_word + follows * read * one_more + (1.0 - either) * both_same_word
     count, own = float(_followed(classes).sum()), np.full(size, collision)
     return Targets(count, active, np.outer(active, active), even, read, hit, own, both_hit)
 
@@ -229,9 +229,9 @@ def _chosen_at_random(head: Head, vocab_size: int, classes: PositionClasses) -> 
 def _followed(classes: PositionClasses) -> Array:
     """(L,) or (documents, longest): 1 for a token that another of its document follows."""
     there = classes.there + 0.0
-    found = np.zeros(there.shape)
-    found[..., :-1] = there[..., 1:]
-    return found
+    result = np.zeros(there.shape)
+    result[..., :-1] = there[..., 1:]
+    return result
 
 
 def position_text(

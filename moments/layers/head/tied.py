@@ -35,8 +35,8 @@ def gradients(readout: Readout) -> tuple[Array, Array]:
     _, mine = over_tokens(own.probability_slope)
     _, rest = over_tokens(other.probability_slope)
     _, active = over_tokens(targets.active)
-    found = (same * mine + (1 - same) * rest - _turned(readout, hit) * slope) * active
-    return found, _turned(readout, found)
+    result = (same * mine + (1 - same) * rest - _turned(readout, hit) * slope) * active
+    return result, _turned(readout, result)
 
 
 def projected(readout: Readout) -> Kernel:
@@ -97,8 +97,8 @@ def cross_gradient(readout: Readout) -> Array:
         off_diagonal = k * forth * (size * other_k * back + length * kernel.off_diagonal)
         along = size * carried * first + readout.radial_length * kernel.diagonal
         alone = carried * first * along
-    found = Kernel.joined(alone, off_diagonal, kernel.resolved)
-    total = found.total(readout.seq_len) / readout.targets.count**2
+    result = Kernel.joined(alone, off_diagonal, kernel.resolved)
+    total = result.total(readout.seq_len) / readout.targets.count**2
     return 2 * readout.scale**2 * readout.width * total
 
 

@@ -166,20 +166,20 @@ class DrawnHeads:
         entering, own = self._given(self.parts[0])
         first = next(iter(entering.values())).shape[1] // self.sequences
         given = {name: one[:, :first] for name, one in entering.items()}, own
-        found = []
+        result = []
         gone = float(np.mean(self.head.kept(*given) < FORGOTTEN))
         if gone > 0.5:
-            found.append(
+            result.append(
                 f"{100 * gone:.0f} % of the heads' states keep less than {FORGOTTEN:g} of "
                 "themselves from one token to the next: these heads see little but their own token"
             )
         if not block.norm:
-            return tuple(found)
+            return tuple(result)
         sizes = np.mean(self.head.before_norm(*given) ** 2, -1)
         epsilon = block.norm_epsilon
         share = float(np.mean(sizes / (sizes + epsilon)))
         if share < 0.5:
-            found.append(
+            result.append(
                 f"the norm's epsilon {epsilon:.2g} is larger than most of what it normalises, of "
                 f"mean square {float(np.mean(sizes)):.1g}: the branch gives {share:.1g} of what "
                 "the norm would make of it, and is nearly dead"
@@ -187,12 +187,12 @@ class DrawnHeads:
         gains = np.sort((1.0 / (sizes + epsilon)).ravel())
         rare = float(gains[-max(len(gains) // 100, 1) :].sum() / gains.sum())
         if rare > RARE and not getattr(block, "skip", 0.0):  # which keeps it from vanishing
-            found.append(
+            result.append(
                 f"{100 * rare:.0f} % of what the norm multiplies gradients by comes from one draw "
                 "in a hundred, in which a head gives almost nothing: means over draws are not "
                 "what one draw shows"
             )
-        return tuple(found)
+        return tuple(result)
 
     def backward(self, grad_out: Array) -> Back:
         """Of the (L, L) gradient per feature of what leaves."""
@@ -267,7 +267,7 @@ def _rows(draws: int, features: int, tokens: int, name: str) -> Array:
     """(draws, features, L) standard normal, another stream for every name; orthonormal over tokens
     where there are rows enough."""
     seed = [ord(letter) for letter in name]
-    found = np.random.default_rng(seed).standard_normal((draws * features, tokens))
-    if len(found) >= 2 * tokens:
-        found = found @ np.linalg.inv(np.linalg.cholesky(found.T @ found / len(found))).T
-    return found.reshape(draws, features, tokens)
+    result = np.random.default_rng(seed).standard_normal((draws * features, tokens))
+    if len(result) >= 2 * tokens:
+        result = result @ np.linalg.inv(np.linalg.cholesky(result.T @ result / len(result))).T
+    return result.reshape(draws, features, tokens)

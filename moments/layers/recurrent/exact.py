@@ -134,8 +134,8 @@ class LinearHeads:
     def _summed(self) -> Array:
         block, (query, _, mean) = self.block, self.of["query"]
         width = block.d_key
-        found = query * self.mixed + (width - 1) * np.outer(mean, mean) * self.together
-        return self.square * width * found
+        result = query * self.mixed + (width - 1) * np.outer(mean, mean) * self.together
+        return self.square * width * result
 
     @property
     def norms(self) -> Array:

@@ -79,10 +79,10 @@ def _decays(logs: Array) -> Array:
     """(..., L, L) product of the decays behind token s up to t, 0 above the diagonal, of (..., L)
     logarithms."""
     sums, tokens = np.cumsum(logs, axis=-1), logs.shape[-1]
-    found = np.subtract(sums[..., :, None], sums[..., None, :])
+    result = np.subtract(sums[..., :, None], sums[..., None, :])
     later = np.triu(np.ones((tokens, tokens), bool), 1)
-    found[..., later] = -np.inf
-    return np.exp(found, out=found)
+    result[..., later] = -np.inf
+    return np.exp(result, out=result)
 
 
 def _back_to_logs(grad_out: Array) -> Array:

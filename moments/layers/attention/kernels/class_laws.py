@@ -19,7 +19,7 @@ from ....engine.texts import Frequencies
 from .joint_laws import EXPONENT_MAX, TANGENT_SWEEPS
 
 Array = NDArray[np.float64]
-Kinds = list[Matrix]
+ByRelation = list[Matrix]
 """A matrix over keys by kinds of pairs: what a key has with itself beyond, and pairs of each."""
 Diagonal = Callable[[Array], Array]
 """What a matrix of two ranges of keys has where they are one key."""
@@ -30,10 +30,10 @@ ONE_KIND = Frequencies(np.ones(1), np.ones(1), np.zeros(1))
 class Mixture(NamedTuple):
     """Pairs of keys of one kind, or of several: of two words, and of one as frequent as some are.
 
-    A matrix over keys that tells them apart multiplies as several that do not, its parts: its means
-    over cells, by the counts of those, and what pairs of one word have beyond those of two, by the
-    counts of that word's other tokens. Since these are few, a token's diagonal part is counted by itself
-    there, and stands for all that it has with itself beyond two words.
+    A matrix over keys with entries by kind multiplies as several without, its parts: its means over
+    cells, by the counts of those, and what pairs of one word have beyond those of two, by the
+    counts of that word's other tokens. Since these are few, the diagonal is counted by itself
+    there, and stands for all that a token has with itself beyond two words.
 
     Of the first kind a token with itself is one whose word is read once. Of two documents no token
     is in both, and two at one place stand for it: of one word, as in texts that begin alike, or of
@@ -42,29 +42,29 @@ class Mixture(NamedTuple):
     Attributes:
         share: (n, k) of pairs that are of one word; None: nothing tells pairs apart.
         frequencies: of words.
-        met: (o,) of pairs at one place of two documents that are of one word; None: of one.
+        coincidence: (o,) of pairs at one place of two documents that are of one word; None: of one.
     """
 
     share: Array | None
     frequencies: Frequencies
-    met: Array | None = None
+    coincidence: Array | None = None
 
     @property
-    def kinds(self) -> int:
+    def relations(self) -> int:
         return len(self.frequencies.level)
 
     @property
     def values(self) -> list[int]:
         """Of every kind, which of the values of a kernel it has: that of two words, or of one."""
-        return [min(kind, 1) for kind in range(self.kinds)]
+        return [min(kind, 1) for kind in range(self.relations)]
 
-    def weighed(self, kinds: Sequence[Array]) -> list[Array]:
+    def weighed(self, relations: Sequence[Array]) -> list[Array]:
         """(..., n, k) what sums over all pairs count of each kind."""
         if self.share is None:
-            return list(kinds)
+            return list(relations)
         shares = self.frequencies.of_pairs
-        others = [s * self.share * one for s, one in zip(shares[1:], kinds[1:], strict=True)]
-        return [(1.0 - self.share) * kinds[0], *others]
+        others = [s * self.share * one for s, one in zip(shares[1:], relations[1:], strict=True)]
+        return [(1.0 - self.share) * relations[0], *others]
 
     def mean(self, values: Sequence[Array], level: float = 1.0) -> Array:
         """(..., n, k) over all pairs of what two words have and one; or over those of a token whose
@@ -75,13 +75,13 @@ class Mixture(NamedTuple):
         share = self.share if level == 1.0 else np.minimum(level * self.share, 1.0)
         return np.asarray(others + share * (same - others))
 
-    def mean_of(self, kinds: Kinds, diagonal_of: Diagonal = diagonal_of) -> Matrix:
+    def mean_of(self, relations: ByRelation, diagonal_of: Diagonal = diagonal_of) -> Matrix:
         """Over all pairs, and over tokens."""
         if self.share is None:
-            return kinds[0]
-        first, *rest = self.weighed([one for _, one in kinds])
+            return relations[0]
+        first, *rest = self.weighed([one for _, one in relations])
         pairs = sum(rest, first)
-        alone: Any = sum(self.of_tokens([excess + diagonal_of(one) for excess, one in kinds]))
+        alone: Any = sum(self.of_tokens([excess + diagonal_of(one) for excess, one in relations]))
         return alone - diagonal_of(pairs), pairs
 
     def of_tokens(self, wholes: Sequence[Array]) -> list[Array]:
@@ -91,10 +91,10 @@ class Mixture(NamedTuple):
     @property
     def _portions(self) -> Sequence[Any]:
         portions, of_pairs = self.frequencies.portion, self.frequencies.of_pairs
-        if self.met is None:
+        if self.coincidence is None:
             return list(portions)
         several = [
-            np.minimum(self.met * share, most)
+            np.minimum(self.coincidence * share, most)
             for share, most in zip(of_pairs[1:], portions[1:], strict=True)
         ]
         return [1.0 - sum(several), *several]
@@ -103,26 +103,26 @@ class Mixture(NamedTuple):
     def often(self) -> list[Any]:
         """(o,) how often a token of a repeated word meets its word at its place, by frequency."""
         pairs = zip(self._portions[1:], self.frequencies.portion[1:], strict=True)
-        return [met / max(portion, 1e-300) for met, portion in pairs]
+        return [coincidence / max(portion, 1e-300) for coincidence, portion in pairs]
 
     def wholes(self, diagonals: Sequence[Array]) -> list[Array]:
         """Of every kind what a kernel has of a token with itself, or of two at one place that are
         two words, and one."""
-        if self.met is None:
-            return [diagonals[0]] * self.kinds
+        if self.coincidence is None:
+            return [diagonals[0]] * self.relations
         first, *several = self._portions
-        once = np.maximum(self.met - sum(several), 0.0) / np.where(first > 0.0, first, 1.0)
+        once = np.maximum(self.coincidence - sum(several), 0.0) / np.where(first > 0.0, first, 1.0)
         return [
             diagonals[0] + once * (diagonals[1] - diagonals[0]),
-            *[diagonals[1]] * (self.kinds - 1),
+            *[diagonals[1]] * (self.relations - 1),
         ]
 
-    def alike(self, kinds: Sequence[Array]) -> list[Array]:
+    def alike(self, relations: Sequence[Array]) -> list[Array]:
         """Of two words and of one, however frequent."""
         if self.share is None:
-            return list(kinds)
-        shares = zip(self.frequencies.of_pairs[1:], kinds[1:], strict=True)
-        return [kinds[0], np.asarray(sum(s * one for s, one in shares))]
+            return list(relations)
+        shares = zip(self.frequencies.of_pairs[1:], relations[1:], strict=True)
+        return [relations[0], np.asarray(sum(s * one for s, one in shares))]
 
     # --- parts that multiply by themselves ------------------------------------------------------
 
@@ -135,28 +135,28 @@ class Mixture(NamedTuple):
         if self.share is None:
             return [(whole - diagonal_of(values[0]), values[0])]
         mean, more = self.mean(values), values[1] - values[0]
-        if self.met is None:
+        if self.coincidence is None:
             beyond = whole - diagonal_of(values[0]), more
-            return [(whole - diagonal_of(mean), mean), *[beyond] * (self.kinds - 1)]
+            return [(whole - diagonal_of(mean), mean), *[beyond] * (self.relations - 1)]
         together = diagonals[1] - whole
-        whole = whole + self.met * together
+        whole = whole + self.coincidence * together
         excess = together - diagonal_of(more)
         return [
             (whole - diagonal_of(mean), mean),
             *((often * excess, more) for often in self.often),
         ]
 
-    def parts(self, kinds: Kinds, diagonal_of: Diagonal = diagonal_of) -> list[Matrix]:
+    def parts(self, relations: ByRelation, diagonal_of: Diagonal = diagonal_of) -> list[Matrix]:
         """A matrix of any kinds."""
         if self.share is None:
-            return kinds
-        found, others = [self.mean_of(kinds, diagonal_of)], kinds[0][1]
-        for excess, pairs in kinds[1:]:
+            return relations
+        result, others = [self.mean_of(relations, diagonal_of)], relations[0][1]
+        for excess, pairs in relations[1:]:
             beyond = pairs - others
-            found.append((excess + diagonal_of(beyond), beyond))
-        return found
+            result.append((excess + diagonal_of(beyond), beyond))
+        return result
 
-    def joined(self, parts: Sequence[Matrix], alone: Array, placed: Any = 0.0) -> Kinds:
+    def joined(self, parts: Sequence[Matrix], alone: Array, placed: Any = 0.0) -> ByRelation:
         """The matrix of such parts, diagonals being those beyond pairs of one word; of a token
         whose word is read once, `alone`; and of two words at one place, `placed`."""
         if self.share is None:
@@ -165,7 +165,7 @@ class Mixture(NamedTuple):
         for share, (_, beyond) in zip(self.frequencies.of_pairs[1:], parts[1:], strict=True):
             others = others - (share * self.share) * beyond
         excesses = [excess for excess, _ in parts[1:]]
-        if self.met is not None:
+        if self.coincidence is not None:
             excesses = [
                 placed + excess / np.where(often > 0.0, often, 1.0)
                 for excess, often in zip(excesses, self.often, strict=True)
@@ -177,17 +177,17 @@ class Mixture(NamedTuple):
 ALIKE = Mixture(None, ONE_KIND)
 
 
-def bounded_exp(exponent: Kinds, diagonal_of: Diagonal, factor: Array | None) -> Kinds:
+def bounded_exp(exponent: ByRelation, diagonal_of: Diagonal, factor: Array | None) -> ByRelation:
     """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
     which then are written over."""
-    found = []
+    result = []
     for excess, inside in exponent:
         whole = excess + diagonal_of(inside)
         if factor is not None:
             whole, inside = factor[..., 0] * whole, factor * inside
         np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
-        found.append((np.exp(np.minimum(whole, EXPONENT_MAX)) - diagonal_of(inside), inside))
-    return found
+        result.append((np.exp(np.minimum(whole, EXPONENT_MAX)) - diagonal_of(inside), inside))
+    return result
 
 
 class Meeting(NamedTuple):
@@ -224,14 +224,14 @@ class Meeting(NamedTuple):
         assert share is not None
         same = [np.minimum(level * share, 1.0) for level in frequencies.level[1:].tolist()]
         first, *rest = (1.0 - frequencies.portion).tolist()
-        found = np.full(share.shape, 1.0 / max(first, 1e-300))
+        result = np.full(share.shape, 1.0 / max(first, 1e-300))
         for one, others in zip(same, rest, strict=True):
-            np.minimum(found, (1.0 - one) / max(others, 1e-300), out=found)
-        of_cell = on_diagonal(found[None, common[0], common[1]])
+            np.minimum(result, (1.0 - one) / max(others, 1e-300), out=result)
+        of_cell = on_diagonal(result[None, common[0], common[1]])
         others = 1.0 - 1.0 / np.maximum(np.minimum(*counts), 1.0)
         free_common = np.minimum(of_cell * others, 1.0)
         of_cell[...] = 1.0
-        free = None if found.min() >= 1.0 else np.minimum(found, 1.0)
+        free = None if result.min() >= 1.0 else np.minimum(result, 1.0)
         alike: Any = sum(p * one for p, one in zip(frequencies.portion[1:], same, strict=True))
         return cls(same, free, free_common, 1.0 / np.maximum(1.0 - alike, LEAST_OTHERS))
 
@@ -302,8 +302,8 @@ class Sums(NamedTuple):
         return on_diagonal(pairs[:, self.common_first, self.common_second])
 
     def over_first(
-        self, law: Kinds, sweeps: int, begin: Array | None = None
-    ) -> tuple[Kinds, Array]:
+        self, law: ByRelation, sweeps: int, begin: Array | None = None
+    ) -> tuple[ByRelation, Array]:
         """The law scaled so that its means over either key are `aims_first` and `aims_second`, over
         those of the first key, and the first key's factors.
 
@@ -317,8 +317,8 @@ class Sums(NamedTuple):
         return self._times(law, self._products((left / aims)[None], right[None])), left
 
     def balanced_with(
-        self, law: Kinds, sweeps: int, directions: Sequence[Kinds]
-    ) -> tuple[Kinds, list[Kinds]]:
+        self, law: ByRelation, sweeps: int, directions: Sequence[ByRelation]
+    ) -> tuple[ByRelation, list[ByRelation]]:
         """The law scaled so that its means over either key are `aims_first` and `aims_second` (see
         `joint_laws.balanced`); and of it law o (direction + u 1^T + 1 v^T) whose means over either
         key are 0 (see `joint_laws.tangent`).
@@ -372,12 +372,12 @@ class Sums(NamedTuple):
 
     # --- by the frequency of a key's word -------------------------------------------------------
 
-    def _maps_by_frequency(self, law: Kinds) -> Maps:
+    def _maps_by_frequency(self, law: ByRelation) -> Maps:
         if self.meeting is None:
             ((excess, pairs),) = law
             return Maps(pairs[None], (excess * self.one)[None], (excess * self.two)[None])
         same, free, free_common, _ = self.meeting
-        often = [] if self.mixture.met is None else self.mixture.often
+        often = [] if self.mixture.coincidence is None else self.mixture.often
         agreeing, others = free is not None, law[0][1]
         pairs = np.empty((len(law) + agreeing, *others.shape))
         excess = np.empty((len(law), *law[0][0].shape))
@@ -453,35 +453,35 @@ class Sums(NamedTuple):
         shared = (left[..., self.common_first] * right[..., self.common_second]).sum(0)
         portion = frequencies.portion[:, None, None]
         means = (left * portion).sum(1), (right * portion).sum(1)
-        found = [(shared[0], outer(*means))]
+        result = [(shared[0], outer(*means))]
         if self.meeting is None:
-            return found
+            return result
         same, free, free_common, of_others = self.meeting
         first, *rest = frequencies.portion.tolist()
         for kind in range(1, len(shared)):
-            found.append((shared[kind], outer(left[:, kind], right[:, kind])))
+            result.append((shared[kind], outer(left[:, kind], right[:, kind])))
         # of two words: of any frequencies, and of those that agree, less those of one word
-        others = found[0][1]
+        others = result[0][1]
         if free is not None:
             agreed = first * outer(left[:, 0], right[:, 0])
-            for part, (_, both) in zip(rest, found[1:], strict=True):
+            for part, (_, both) in zip(rest, result[1:], strict=True):
                 agreed += part * both
             others += (1.0 - free) * (agreed - others)
         of_cell = self.at_common(others)
         of_cell += (1.0 - free_common) * (np.tensordot(frequencies.portion, shared, 1) - of_cell)
-        for part, one, (_, both) in zip(rest, same, found[1:], strict=True):
+        for part, one, (_, both) in zip(rest, same, result[1:], strict=True):
             others -= (part * one) * both
         others *= of_others
-        if self.mixture.met is not None:
-            return [(self.at_common(pairs).copy(), pairs) for _, pairs in found]
-        return found
+        if self.mixture.coincidence is not None:
+            return [(self.at_common(pairs).copy(), pairs) for _, pairs in result]
+        return result
 
-    def _times(self, law: Kinds, factors: list[tuple[Array, Array]]) -> Kinds:
-        found = []
+    def _times(self, law: ByRelation, factors: list[tuple[Array, Array]]) -> ByRelation:
+        result = []
         for (excess, pairs), (alone, both) in zip(law, factors, strict=True):
             both *= pairs
-            found.append(((excess + self.at_common(pairs)) * alone - self.at_common(both), both))
-        return found
+            result.append(((excess + self.at_common(pairs)) * alone - self.at_common(both), both))
+        return result
 
 
 LEAST_OTHERS = 0.05

@@ -44,8 +44,8 @@ class Widths(NamedTuple):
     @property
     def deficit(self) -> Any:
         """delta: half of what the tokens' norms fluctuate less than Gaussian ones."""
-        found = 1.0 / self.d_model - 0.5 * self.norm_spread
-        return np.maximum(found, 0.0) if np.ndim(found) else max(found, 0.0)
+        result = 1.0 / self.d_model - 0.5 * self.norm_spread
+        return np.maximum(result, 0.0) if np.ndim(result) else max(result, 0.0)
 
     @property
     def deficit_share(self) -> Any:
@@ -141,7 +141,7 @@ def finite_rows(
     between = 0.5 * (1.0 + rho)
     straight = max(1.0 - 2.0 * wide - narrow, 0.0)
 
-    held = np.exp(-(stiff * curvature)[:, None] * between)
+    surviving = np.exp(-(stiff * curvature)[:, None] * between)
     drive = pair["jacobian_overlap_"] * (1.0 - wide) + pair["radial_overlap_"] * wide
     along = pair["jacobian_overlap"] * (1.0 - wide) + pair["radial_overlap"] * wide
     query = pair["jacobian_overlap"] * straight + pair["radial_overlap"] * (narrow + 3.0 * wide)
@@ -160,8 +160,8 @@ def finite_rows(
     return FiniteRows(
         pair["overlap"],
         pair["overlap_slope"],
-        drive * held,
-        along * held * theta[:, None],
+        drive * surviving,
+        along * surviving * theta[:, None],
         query,
         np.where(single[:, None], 1.0, joint_shift),
         np.where(single[:, None], 1.0, query_shift),
@@ -249,8 +249,8 @@ def averages(
 def _weighed(values: dict[str, Array], weights: Array, factor: Array) -> dict[str, Array]:
     """Sums over the nodes, and of the values times a factor."""
     driven = weights * factor
-    found = {name: np.vecdot(one, weights) for name, one in values.items()}
-    return found | {f"{name}_": np.vecdot(one, driven) for name, one in values.items()}
+    result = {name: np.vecdot(one, weights) for name, one in values.items()}
+    return result | {f"{name}_": np.vecdot(one, driven) for name, one in values.items()}
 
 
 class _Rule(NamedTuple):
@@ -432,32 +432,32 @@ def calibrate(
     """
     single, column = (keys <= 1.0)[:, None], theta[:, None]
     rho = np.broadcast_to(nodes.rho, (len(theta), len(nodes.rho)))
-    found = finite_rows(theta, keys, unshared_keys, rho, widths)
-    odds = np.clip(found.overlap, 1e-12, 1.0 - 1e-12)
+    result = finite_rows(theta, keys, unshared_keys, rho, widths)
+    odds = np.clip(result.overlap, 1e-12, 1.0 - 1e-12)
     odds = np.log(np.maximum(keys - 1.0, 1e-12)[:, None] * odds / (1.0 - odds))
     derivative = nodes.slopes
-    closure = found.overlap @ derivative
+    closure = result.overlap @ derivative
     if between_nodes:
-        closure = found.overlap * (1.0 - found.overlap) * (odds @ derivative)
+        closure = result.overlap * (1.0 - result.overlap) * (odds @ derivative)
     still = single | (closure <= 0.0)
     closure = np.where(still, 1.0, closure)
     # First order in what one key's logit varies: by its own part, where the keys are not alike.
     lift = np.where(unshared > 0.0, unshared_keys / np.where(unshared > 0.0, unshared, 1.0), 1.0)
-    alone, noise = keys <= 1.0, found.jacobian
-    cross = 2.0 / widths.d_model * unshared * found.dropped_cross / (theta * noise)
+    alone, noise = keys <= 1.0, result.jacobian
+    cross = 2.0 / widths.d_model * unshared * result.dropped_cross / (theta * noise)
     return Calibration(
         np.where(single, 0.0, odds),
-        np.where(still, rho, found.key / closure),
-        np.where(still, 1.0, found.along / closure),
-        np.where(still, 1.0, column * found.query / closure),
-        np.where(still, 0.0, found.growth / closure),
-        found.joint_shift,
-        found.query_shift,
-        np.where(still[:, 0], 0.0, theta * found.common / closure[:, 0]),
-        lift * found.stiffness,
-        lift * found.against,
-        found.masks,
-        np.where(alone, 1.0, found.dropped_key / (theta * noise)),
-        np.where(alone, 1.0, found.dropped_query / noise),
+        np.where(still, rho, result.key / closure),
+        np.where(still, 1.0, result.along / closure),
+        np.where(still, 1.0, column * result.query / closure),
+        np.where(still, 0.0, result.growth / closure),
+        result.joint_shift,
+        result.query_shift,
+        np.where(still[:, 0], 0.0, theta * result.common / closure[:, 0]),
+        lift * result.stiffness,
+        lift * result.against,
+        result.masks,
+        np.where(alone, 1.0, result.dropped_key / (theta * noise)),
+        np.where(alone, 1.0, result.dropped_query / noise),
         cross,
     )

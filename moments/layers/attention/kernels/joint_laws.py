@@ -143,10 +143,10 @@ def joint_excess(
     others = np.broadcast_to(weights2, exponents[..., 0, :].shape)
     if not small.any():
         return balanced(np.exp(exponents), every, others, sweeps) - 1
-    found = np.empty_like(exponents)
+    result = np.empty_like(exponents)
     if not small.all():
         large = ~small
-        found[large] = balanced(np.exp(exponents[large]), every[large], others[large], sweeps) - 1
+        result[large] = balanced(np.exp(exponents[large]), every[large], others[large], sweeps) - 1
     x, weight, other = exponents[small], every[small], others[small]
     excess = x * (1.0 + x * (0.5 + x / 6.0))
     left = np.zeros_like(weight)
@@ -159,8 +159,8 @@ def joint_excess(
         mean = (excess @ (other + held)[..., None])[..., 0] + held.sum(-1, keepdims=True)
         left = -mean / (1.0 + mean)
     factor = left[..., :, None] * (1.0 + right[..., None, :]) + right[..., None, :]
-    found[small] = excess + factor + factor * excess
-    return found
+    result[small] = excess + factor + factor * excess
+    return result
 
 
 def tangent(

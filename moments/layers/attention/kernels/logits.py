@@ -218,11 +218,11 @@ def find_patterns(prior: Array, temperature: Array, biased: bool) -> tuple[Indic
         (P,) the first row of every pattern, and (L,) the pattern of every row.
     """
     bucket = np.round(np.log(temperature) / NORM_STEP).astype(np.int64)
-    held = np.packbits(prior > 0.0, axis=1)
+    support = np.packbits(prior > 0.0, axis=1)
     if biased:
         levels = np.round(prior / prior.max(1, keepdims=True), 6).astype(np.float32)
-        held = levels.view(np.uint8)
-    signature = np.hstack([held, bucket[:, None].view(np.uint8)])
+        support = levels.view(np.uint8)
+    signature = np.hstack([support, bucket[:, None].view(np.uint8)])
     _, first, inverse = np.unique(signature, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.argsort(order)

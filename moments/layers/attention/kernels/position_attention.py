@@ -1,10 +1,9 @@
 """Causal softmax attention on classes of positions: the closure of `closure` in their algebra.
 
-Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (diagonal, pairs); its
-products close, so that each step of the closure keeps its form. Masks and windows are the counts of
-a `KeyCounts`, rotary positions are `RotaryMeans`. The laws of two rows are arrays over the keys of
-either; pairs of two tiles of rows are treated together, over the ranges of keys that these see.
-With every position a node it is `KernelAttention` with a class for every row. See
+Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (diagonal, pairs);
+products of two are one. Masks and windows are `KeyCounts`, rotary positions `RotaryMeans`. The laws
+of two rows are arrays over the keys of either; pairs of two tiles of rows are treated together,
+over the ranges of their keys. With every position a node it is `KernelAttention`. See
 docs/theory/state.md, Classes of positions.
 """
 
@@ -20,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import Matrix, KeyCounts, diagonal_of
+from ....engine.classes import KeyCounts, Matrix, diagonal_of
 from ....engine.state import ratio_or_zero
 from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
 from . import exact_rows
 from .attention import Paths, amplification
-from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
+from .class_laws import ALIKE, ByRelation, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import fixed_norms, of_shift, toward_keys, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
 from .joint_laws import (
@@ -118,16 +117,16 @@ class Tile:
                 middle, excess = middle[where], excess[where]
             middles.append(middle)
             excesses.append(excess)
-        found = np.concatenate(middles, axis=1) if len(middles) > 1 else middles[0]
+        result = np.concatenate(middles, axis=1) if len(middles) > 1 else middles[0]
         parts = [slice(k * size, (k + 1) * size) for k in range(len(kernels))]
         # One token of its own meets what counts multiply below; what it is with itself is `excess`.
         for part, excess in zip(parts, excesses, strict=True):
-            diagonal = on_diagonal(found[:, part][:, common_keys[0], common_keys[1]])
+            diagonal = on_diagonal(result[:, part][:, common_keys[0], common_keys[1]])
             diagonal += excess * once
-        found = found @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
+        result = result @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
         matrices = []
         for part, excess in zip(parts, excesses, strict=True):
-            pairs, excess = found[:, part], excess * second
+            pairs, excess = result[:, part], excess * second
             diagonal = on_diagonal(pairs[:, common_keys[0], common_keys[1]])
             diagonal -= excess * once
             matrices.append((excess, pairs))
@@ -191,15 +190,15 @@ class RowPairs:
     @functools.cached_property
     def together(self) -> list[tuple[slice, slice]]:
         """Ranges as `rows`, of up to `MOST_ROWS` rows: those of one row with itself are small."""
-        found = [self.rows[0]]
+        result = [self.rows[0]]
         for rows, keys in self.rows[1:]:
-            before, seen = found[-1]
+            before, seen = result[-1]
             if rows.stop - before.start <= MOST_ROWS:
                 both = slice(min(seen.start, keys.start), max(seen.stop, keys.stop))
-                found[-1] = slice(before.start, rows.stop), both
+                result[-1] = slice(before.start, rows.stop), both
             else:
-                found.append((rows, keys))
-        return found
+                result.append((rows, keys))
+        return result
 
     def split(self, of_pairs: Array) -> Matrix:
         """(diagonal (P,), pairs (P, P)) of a symmetric number for every pair."""
@@ -304,7 +303,7 @@ class Words(NamedTuple):
         share: (P, P) of pairs that are.
         frequencies: of words.
         others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
-        met: (P,) of pairs at one place of two documents that are; None: of one document.
+        coincidence: (P,) of pairs at one place of two documents that are; None: of one document.
     """
 
     queries: Matrix
@@ -313,14 +312,14 @@ class Words(NamedTuple):
     share: Array
     frequencies: Frequencies
     others: Array
-    met: Array | None = None
+    coincidence: Array | None = None
 
     def mixture(
         self, left: slice = slice(None), right: slice = slice(None), common: slice = slice(None)
     ) -> Mixture:
         """Of kinds of pairs of keys; `common`: those of both."""
-        met = None if self.met is None else self.met[common]
-        return Mixture(self.share[left, right], self.frequencies, met)
+        coincidence = None if self.coincidence is None else self.coincidence[common]
+        return Mixture(self.share[left, right], self.frequencies, coincidence)
 
     def counts(self, keys: Array) -> list[Array]:
         """What sums over keys count of other tokens of a pair's word, of each kind."""
@@ -373,7 +372,7 @@ class ClassLogits(NamedTuple):
         return ALIKE if self.words is None else self.words.mixture(left, right)
 
     @property
-    def key_kinds(self) -> list[Array]:
+    def key_relations(self) -> list[Array]:
         """(P, P) kernels of two keys, of each kind of pair."""
         return [self.keys[1]] if self.words is None else [self.keys[1], self.words.keys[1]]
 
@@ -381,12 +380,12 @@ class ClassLogits(NamedTuple):
     def within(self) -> list[Array]:
         """(P, P), or (P, P, P) by row where positions turn: of two keys of one row."""
         if self.rotary_means is None:
-            return self.key_kinds
-        return [pairs * self.rotary_means.within for pairs in self.key_kinds]
+            return self.key_relations
+        return [pairs * self.rotary_means.within for pairs in self.key_relations]
 
     def among(self, rows: slice, keys: slice) -> list[Array]:
         """(n, k, k) of the same, for some rows and keys."""
-        several = [pairs[keys, keys] for pairs in self.key_kinds]
+        several = [pairs[keys, keys] for pairs in self.key_relations]
         if self.rotary_means is None:
             shape = rows.stop - rows.start, *several[0].shape
             return [np.broadcast_to(pairs, shape) for pairs in several]
@@ -454,12 +453,12 @@ class PositionAttention:
         if self._dropped > 0.0:
             self._respond_to_noise()
         self._forward()
-        met: list[Across | ClassLogits] = [logits]
+        coincidence: list[Across | ClassLogits] = [logits]
         if logits.across is not None:
-            met.append(logits.across)
+            coincidence.append(logits.across)
         if logits.words is not None:
-            met += [self._of_one_word(one) for one in met]
-        self.others = tuple(map(self._met, met[1:]))
+            coincidence += [self._of_one_word(one) for one in coincidence]
+        self.others = tuple(map(self._of_kernels, coincidence[1:]))
         self._give_back()
 
     def _give_back(self) -> None:
@@ -468,21 +467,21 @@ class PositionAttention:
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
         del self._laws, self._projections, self._response, self._slope, self._sums, self._traces
 
-    def _of_one_word(self, met: Across | ClassLogits) -> Across | ClassLogits:
+    def _of_one_word(self, coincidence: Across | ClassLogits) -> Across | ClassLogits:
         """The same of rows that are of one word."""
-        assert met.words is not None
-        return met._replace(queries=met.words.queries)
+        assert coincidence.words is not None
+        return coincidence._replace(queries=coincidence.words.queries)
 
-    def _met(self, kernels: Across | ClassLogits) -> PositionAttention:
+    def _of_kernels(self, kernels: Across | ClassLogits) -> PositionAttention:
         """These rows, met by others: by those of another document, which sees other tokens at the
         same places, a row with itself is two at one place."""
-        found = copy.copy(self)
-        found._kernels, found._dropped, found.others = kernels, 0.0, ()
-        if kernels.words is not None and kernels.words.met is not None:
+        result = copy.copy(self)
+        result._kernels, result._dropped, result.others = kernels, 0.0, ()
+        if kernels.words is not None and kernels.words.coincidence is not None:
             mean, *several = self._response
             counts = kernels.words.counts(self.logits.key_counts.keys)
             of_words = zip(several, counts, strict=True)
-            found._response = [
+            result._response = [
                 mean,
                 *(RowMaps.of(m.excess, m.pairs, n) for m, n in of_words),
             ]
@@ -490,12 +489,12 @@ class PositionAttention:
             getattr(kernels, name) is getattr(self._kernels, name)
             for name in ("keys", "values", "words")
         )
-        if not alike or found._response is not self._response:
-            found._project()
-        found._joint_laws()
-        found._forward()
-        found._give_back()
-        return found
+        if not alike or result._response is not self._response:
+            result._project()
+        result._joint_laws()
+        result._forward()
+        result._give_back()
+        return result
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -512,12 +511,12 @@ class PositionAttention:
     def _self_response(self) -> list[RowMaps]:
         """1 - A of every row, by the parts of `Mixture`; see `joint_laws.self_overlap`."""
         counts = self._counts(self.logits.key_counts.keys)
-        found = np.zeros((len(counts), *self.weights.shape))
-        inside = np.zeros((*found.shape, found.shape[-1]))
+        result = np.zeros((len(counts), *self.weights.shape))
+        inside = np.zeros((*result.shape, result.shape[-1]))
         for rows, keys in self._pairs.together:
             for part, (excess, pairs) in enumerate(self._responses(rows, keys)):
-                found[part, rows, keys], inside[part, rows, keys, keys] = excess, pairs
-        return [RowMaps.of(*one) for one in zip(found, inside, counts, strict=True)]
+                result[part, rows, keys], inside[part, rows, keys, keys] = excess, pairs
+        return [RowMaps.of(*one) for one in zip(result, inside, counts, strict=True)]
 
     def _responses(self, of: slice, among: slice) -> list[Matrix]:
         """1 - A of some rows, over the keys that they see."""
@@ -532,17 +531,19 @@ class PositionAttention:
         pull = np.where(several, rows.odds * temperature * rows.held, 0.0)[of, None, None]
         within = logits.among(of, among)
         top = max(diagonal.max(), *(one.max() for one in within))
-        of_kinds = [np.exp(pull * (one - top)) for one in within]
-        of_pairs = mixture.mean(of_kinds)
+        of_relations = [np.exp(pull * (one - top)) for one in within]
+        of_pairs = mixture.mean(of_relations)
         alone = np.exp(pull[..., 0] * (diagonal - top))
         prior = logits.prior[of, among]
         total = np.einsum("pr,pqr->pq", keys * prior, of_pairs)
         total += prior * (alone - diagonal_of(of_pairs))
         spread = mixture.values
-        found = []
+        result = []
         for kind in spread:
-            beside = np.where(seen, prior * (alone - diagonal_of(of_kinds[kind])) / total, 0.0)
-            found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
+            beside = np.where(seen, prior * (alone - diagonal_of(of_relations[kind])) / total, 0.0)
+            result.append(
+                (beside, both * (prior[:, None, :] * of_relations[kind] / total[:, :, None]))
+            )
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
         parts = mixture.parts_of([diagonal], within, diagonal_of)
         counted = []
@@ -564,7 +565,7 @@ class PositionAttention:
         for _ in range(ITERATIONS):
             # (1 - A) C (1 - A)^T, of every part A = (found, inside): `product` twice, in place
             projected = []
-            for part, (beside, pairs) in enumerate(mixture.parts(found)):
+            for part, (beside, pairs) in enumerate(mixture.parts(result)):
                 response, diagonal_excess = 1.0 - beside, parts[part][0]
                 middle = response[:, :, None] * parts[part][1]
                 middle -= pairs @ counted[part]
@@ -580,7 +581,7 @@ class PositionAttention:
                     single = single - 2.0 * middle_diagonal * diagonal_of(pairs)
                 whole = middle_diagonal * response - single
                 projected.append((whole, np.subtract(middle, moved, out=moved)))
-            responses = [1.0 - beside for beside, _ in found]
+            responses = [1.0 - beside for beside, _ in result]
             rare = responses[0] ** 2 * (diagonal - diagonal_of(within[0]))
             joint = mixture.joined(projected, rare)
             joint = bounded_exp(joint, diagonal_of, exponent)
@@ -589,7 +590,7 @@ class PositionAttention:
                 pairs *= both
             joint, balance = sums.over_first(joint, WARM_SWEEPS, balance)
             changes = []
-            for (beside, pairs), before in zip(joint, found, strict=True):
+            for (beside, pairs), before in zip(joint, result, strict=True):
                 pairs *= weights[:, None, :]
                 pairs -= before[1]
                 beside *= weights
@@ -603,16 +604,16 @@ class PositionAttention:
                 step = np.minimum(np.maximum(moved, steady), 1.0)
             last = change
             largest = 0.0
-            for kind, (beside, pairs) in enumerate(found):
+            for kind, (beside, pairs) in enumerate(result):
                 largest = max(largest, np.abs(changes[kind]).max())
                 largest = max(largest, joint[kind][1].max(), -joint[kind][1].min())
                 joint[kind][1][...] *= step[:, None, None]
-                found[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
+                result[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
             if largest < TOLERANCE:
                 break
-        responses = [1.0 - beside for beside, _ in found]
+        responses = [1.0 - beside for beside, _ in result]
         self._rare[of, among] = held * responses[0]
-        return [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(found)]
+        return [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(result)]
 
     # --- pairs of rows -------------------------------------------------------------------------
 
@@ -622,7 +623,7 @@ class PositionAttention:
 
     def _projected(
         self, tile: Tile, kernels: Sequence[tuple[list[Array], list[Array], bool]]
-    ) -> list[Kinds]:
+    ) -> list[ByRelation]:
         """(1 - A) C (1 - A')^T of pairs of rows, of kernels of a key with itself, of two words and
         of one, as `Mixture.parts_of` takes them; `kernels` else as in `Tile.projected`."""
         mixture, long, short, keys = self._mixture(tile), tile.long, tile.short, tile.common
@@ -631,8 +632,8 @@ class PositionAttention:
         for part, maps in enumerate(self._response):
             given = [(one[part], kernel[2]) for one, kernel in zip(divided, kernels, strict=True)]
             parts.append(tile.projected(maps, given))
-        found = []
-        for one, (diagonals, kinds, by_pair), several in zip(
+        result = []
+        for one, (diagonals, relations, by_pair), several in zip(
             divided, kernels, zip(*parts, strict=True), strict=True
         ):
             moved = []
@@ -642,7 +643,7 @@ class PositionAttention:
                     diagonal_excess, within = (
                         of_row[long - long[0]] for of_row in (diagonal_excess, within)
                     )
-                if part > 0 and mixture.met is None:
+                if part > 0 and mixture.coincidence is None:
                     maps = self._response[part]
                     first, second = maps.excess[long, keys], maps.excess[short, keys]
                     beyond = diagonal_of(maps.pairs)
@@ -654,12 +655,12 @@ class PositionAttention:
             held = self._rare[long, keys] * self._rare[short, keys]
             singles = []
             for whole in (mixture.wholes(diagonals)[0], diagonals[0]):
-                rare = whole - tile.diagonal_of(kinds[0])
+                rare = whole - tile.diagonal_of(relations[0])
                 if not by_pair and rare.ndim > 1:
                     rare = rare[long - long[0]]
                 singles.append(rare * held)
-            found.append(mixture.joined(moved, *singles))
-        return found
+            result.append(mixture.joined(moved, *singles))
+        return result
 
     def _project(self) -> None:
         """What joint laws are made of that knows no queries: rows that meet in several ways share
@@ -670,26 +671,26 @@ class PositionAttention:
         self._sums = [self._sums_of(tile) for tile in pairs.tiles]
         self._traces = [self._trace(*one) for one in zip(pairs.tiles, self._sums, strict=True)]
         for tile, trace in zip(pairs.tiles, self._traces, strict=True):
-            diagonal, of_kinds = self._between_keys(tile)
-            kernels: list[tuple[list[Array], list[Array], bool]] = [(diagonal, of_kinds, False)]
+            diagonal, of_relations = self._between_keys(tile)
+            kernels: list[tuple[list[Array], list[Array], bool]] = [(diagonal, of_relations, False)]
             if tile.turned is not None:
                 of_keys, of_rows = tile.turned
                 assert rotary_means is not None
                 within = rotary_means.within[tile.rows, tile.left, tile.right]
                 turned = (
                     [one * of_rows[:, None] for one in diagonal],
-                    [kernel * of_keys for kernel in of_kinds],
+                    [kernel * of_keys for kernel in of_relations],
                 )
-                still = diagonal, [kernel * within for kernel in of_kinds]
+                still = diagonal, [kernel * within for kernel in of_relations]
                 kernels = [(*turned, True), (*still, False)]
             if not logits.aligned:
                 kernels.append((*self._between_values(tile), False))
-            found = self._projected(tile, kernels)
-            moved.append(found[0])
-            along_values.append(found[-1])
+            result = self._projected(tile, kernels)
+            moved.append(result[0])
+            along_values.append(result[-1])
             if tile.turned is not None:
-                unturned.append(found[1])
-                meeting = _gathered(trace, found[0]), _gathered(trace, found[1])
+                unturned.append(result[1])
+                meeting = _gathered(trace, result[0]), _gathered(trace, result[1])
                 turn[tile.pairs] = _ratio(*meeting, of_rows)
         self._projections = moved, unturned, along_values, turn
 
@@ -697,8 +698,12 @@ class PositionAttention:
         """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
         it."""
         logits, rows, pairs = self.logits, self._rows, self._pairs
-        rotary_means, met, temperature = logits.rotary_means, self._kernels, logits.queries[0]
-        diagonal, between = met.queries
+        rotary_means, coincidence, temperature = (
+            logits.rotary_means,
+            self._kernels,
+            logits.queries[0],
+        )
+        diagonal, between = coincidence.queries
         bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
         bare = pairs.joined(np.clip(diagonal / temperature, -1.0, 1.0), bare)
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
@@ -723,7 +728,7 @@ class PositionAttention:
         factor, slope = (np.vecdot(one.T, exponent) for one in (self._basis, slopes))
         self._slope = slope
         along = factor
-        exponents: list[Kinds] = moved
+        exponents: list[ByRelation] = moved
         factors: Array | None = factor
         if rotary_means is not None:
             # What comes of fluctuating products does not know how far apart the rows are; the rest
@@ -775,8 +780,8 @@ class PositionAttention:
         self,
         tile: Tile,
         sums: Sums,
-        directions: Sequence[Kinds],
-        exponent: tuple[Kinds, Array | None],
+        directions: Sequence[ByRelation],
+        exponent: tuple[ByRelation, Array | None],
         factor: Array,
         slope: Array,
     ) -> _Laws:
@@ -824,28 +829,28 @@ class PositionAttention:
         )
 
     @property
-    def _alone(self) -> Kinds:
+    def _alone(self) -> ByRelation:
         """(P, P) and (P, P, P) joint law of every row with itself."""
         rows, size = self.weights.shape
-        found = [
+        result = [
             (np.zeros((rows, size)), np.zeros((rows, size, size)))
-            for _ in range(self.logits.mixture().kinds)
+            for _ in range(self.logits.mixture().relations)
         ]
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
             alone = self._pairs.alone[tile.pairs]
             rows = tile.long[alone]
             if len(rows):
-                for (excess, inside), (beside, pairs) in zip(found, law.joint, strict=True):
+                for (excess, inside), (beside, pairs) in zip(result, law.joint, strict=True):
                     excess[rows, tile.left] = beside[alone]
                     inside[rows, tile.left, tile.right] = pairs[alone]
-        return found
+        return result
 
     def _over_pairs(self, values: Array) -> Array:
         """(C,) of (P, r) values of rows at the nodes of the correlation."""
         halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
         return np.asarray(np.vecdot(self._basis.T, halves))
 
-    def _trace(self, tile: Tile, sums: Sums) -> Kinds:
+    def _trace(self, tile: Tile, sums: Sums) -> ByRelation:
         """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
         values' kernel."""
         key_counts, weights = self.logits.key_counts, self.weights
@@ -857,15 +862,15 @@ class PositionAttention:
         both = sums.first[:, :, None] * sums.second[:, None, :]
         spread = sums.mixture.values
         counted = sums.mixture.weighed([kernels[kind] for kind in spread])
-        found = []
+        result = []
         # A token with itself is as its kind of pair and what it has beyond, and no pair of two.
         alone = sums.mixture.of_tokens(sums.mixture.wholes(values))
         for itself, kernel in zip(alone, counted, strict=True):
             pairs = both * kernel
-            met = sums.at_common(pairs)
-            met += (itself - tile.diagonal_of(kernel)) * once
-            found.append((itself * once, pairs))
-        return found
+            coincidence = sums.at_common(pairs)
+            coincidence += (itself - tile.diagonal_of(kernel)) * once
+            result.append((itself * once, pairs))
+        return result
 
     def _gather(self, of: int) -> Array:
         """(C,) of the joint laws or of their derivatives in the correlation."""
@@ -881,7 +886,7 @@ class PositionAttention:
             self._rows,
             self.logits.key_counts,
         )
-        met, itself = self._kernels, self._kernels is logits
+        coincidence, itself = self._kernels, self._kernels is logits
         diagonal, pairs, calibration = logits.values[0], self._pairs, self._calibration
         long, short, alone = pairs.long, pairs.short, pairs.alone
         width = self._widths.d_model
@@ -891,14 +896,14 @@ class PositionAttention:
         if itself:
             self._shift = self._shifted(whole[0] + excess[alone])
         looking = logits.scale * self._looking
-        temperature, of_queries = logits.queries[0], pairs.joined(*met.queries)
+        temperature, of_queries = logits.queries[0], pairs.joined(*coincidence.queries)
         of_joint, of_query = (
             self._over_pairs(one) for one in (calibration.joint_shift, calibration.query_shift)
         )
         output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
             held = np.zeros(len(long))  # of the same tokens, which two documents do not have
-            if met.values is logits.values:
+            if coincidence.values is logits.values:
                 unshared_sum = self.counted @ diagonal - whole[0]
                 unshared = unshared_part(rows.keys, unshared_sum, (self.counted * weights).sum(1))
                 shared = np.einsum("psq,pq,sq->ps", key_counts.shared, weights, weights)
@@ -911,10 +916,10 @@ class PositionAttention:
         norm = np.sqrt(temperature)
 
         def grad_in(slope: Array) -> Array:
-            found = self._query * slope / (norm[long] * norm[short])
+            result = self._query * slope / (norm[long] * norm[short])
             if itself:
-                found[alone] += calibration.common * slope[alone] / temperature
-            return np.asarray(found)
+                result[alone] += calibration.common * slope[alone] / temperature
+            return np.asarray(result)
 
         moved, query = grad_in(slope), path / width
         if self._dropped > 0.0:
@@ -938,7 +943,7 @@ class PositionAttention:
         if logits.rotary_means is None:
             return np.asarray(shift)
         values = self._mean_of("values")
-        parts = self.counted * (values[0] - self._met_by(values))
+        parts = self.counted * (values[0] - self._rows_times(values))
         return np.asarray(np.einsum("pq,pqm->pm", of_shift(parts, shift), logits.rotary_means.keys))
 
     def _mean_of(self, name: str) -> Matrix:
@@ -947,18 +952,18 @@ class PositionAttention:
         if words is None:
             return diagonal, pairs
         (alike, same), mixture = getattr(words, name), words.mixture()
-        if mixture.met is not None:
-            diagonal = diagonal + mixture.met * (alike - diagonal)
+        if mixture.coincidence is not None:
+            diagonal = diagonal + mixture.coincidence * (alike - diagonal)
         return diagonal, mixture.mean([pairs, same])
 
-    def _met_by(self, kernel: Matrix) -> Array:
+    def _rows_times(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
         excess = kernel[0] - diagonal_of(kernel[1])
         return np.asarray(self.counted @ kernel[1] + self.weights * excess)
 
     def _unshared(self, kernel: Matrix) -> Array:
         """(P,) what the attended tokens of a row do not share."""
-        held = (self.counted * self._met_by(kernel)).sum(1)
+        held = (self.counted * self._rows_times(kernel)).sum(1)
         return np.asarray(np.maximum(self.counted @ kernel[0] - held, 0.0))
 
     @property
@@ -996,7 +1001,7 @@ class PositionAttention:
     # --- attention dropout (see `closure`) ------------------------------------------------------
 
     def _respond_to_noise(self) -> None:
-        """E[J D J] of every row over its weights: diagonal and pairs, whose weighted means are 0."""
+        """E[J D J] of every row over its weights, (diagonal, pairs) of weighted mean 0."""
         weights, response = self.weights, self._response[0]
         diagonal = self.logits.values[0] + self._value_bias
         moved = (
@@ -1057,12 +1062,12 @@ class PositionAttention:
             both[alone], alike[alone] = once, twice_met
             both[beside] -= once
             alike[beside] -= twice_met
-        mixture, found = self._mixture(tile), []
+        mixture, result = self._mixture(tile), []
         for law in (laws.joint, laws.keyed):
             of_tokens, mean = mixture.mean_of(law, tile.diagonal_of)
             whole = (of_tokens + tile.diagonal_of(mean)) * alike
-            found.append((whole, mixture.alike([pairs for _, pairs in law])))
-        (excess, joint), (beside, keyed) = found
+            result.append((whole, mixture.alike([pairs for _, pairs in law])))
+        (excess, joint), (beside, keyed) = result
         if tile.turned is None:
             return [_in_single(excess, joint, both), _in_single(beside, keyed, both)]
         rho, of_rows = tile.turned
@@ -1085,19 +1090,19 @@ class PositionAttention:
         scale, given = single(self._pairs.joined(diagonal, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
-        kinds = len(self.logits.key_kinds)
-        total_diagonal, total = np.zeros((3, size)), np.zeros((3, kinds, size, size))
+        relations = len(self.logits.key_relations)
+        total_diagonal, total = np.zeros((3, size)), np.zeros((3, relations, size, size))
         for tile, grad_in in zip(tiles, self._sent, strict=True):
             shape = tile.left.stop - tile.left.start, tile.right.stop - tile.right.start
             for (path, of_law), law in zip(driven, grad_in, strict=True):
                 total_diagonal[path, tile.common] += of_law[:, tile.pairs] @ law[0]
-                found = of_law[:, tile.pairs] @ law[1]
-                total[path, :, tile.left, tile.right] += found.reshape(-1, kinds, *shape)
+                result = of_law[:, tile.pairs] @ law[1]
+                total[path, :, tile.left, tile.right] += result.reshape(-1, relations, *shape)
         total_diagonal, total = scale * total_diagonal, scale * total
         if self._dropped > 0.0:
             self._send_noise(diagonal, total_diagonal, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
-        if kinds == 1:
+        if relations == 1:
             total = total[:, 0]
         query = diagonal * self.response[0], pairs * self.response[1]
         by_path = [(total_diagonal[path], total[path]) for path in range(3)]
@@ -1157,8 +1162,8 @@ def _crowd(logits: ClassLogits, rows: AttentionRows, level: float = 1.0) -> tupl
     within = logits.within
     top = max(diagonal.max(), *(one.max() for one in within))
     raised = pull[:, None, None]
-    kinds = [np.exp(raised * (one - top)) for one in within]
-    of_pairs = logits.mixture().mean(kinds, level)
+    relations = [np.exp(raised * (one - top)) for one in within]
+    of_pairs = logits.mixture().mean(relations, level)
     of_own = np.exp(pull[:, None] * (diagonal - top)) - diagonal_of(of_pairs)
     return np.einsum("pr,pqr->pq", logits.key_counts.keys * prior, of_pairs), prior * of_own
 
@@ -1189,38 +1194,38 @@ def _among(
     tile: Tile, kernel: Matrix, words: Words | None, name: str
 ) -> tuple[list[Array], list[Array]]:
     """Of keys of both rows: (o,), and (n, k) of each kind of pair."""
-    kinds = [kernel] if words is None else [kernel, getattr(words, name)]
-    return [diagonal[tile.common] for diagonal, _ in kinds], [
-        pairs[tile.left, tile.right] for _, pairs in kinds
+    relations = [kernel] if words is None else [kernel, getattr(words, name)]
+    return [diagonal[tile.common] for diagonal, _ in relations], [
+        pairs[tile.left, tile.right] for _, pairs in relations
     ]
 
 
-def _mixed(share: Array, one: Kinds, other_share: Array, other: Kinds) -> Kinds:
+def _mixed(share: Array, one: ByRelation, other_share: Array, other: ByRelation) -> ByRelation:
     """Of pairs of rows, each times a factor."""
-    found = []
+    result = []
     for (excess, pairs), (excess2, pairs2) in zip(one, other, strict=True):
         total = share[:, None, None] * pairs
         total += other_share[:, None, None] * pairs2
-        found.append((share[:, None] * excess + other_share[:, None] * excess2, total))
-    return found
+        result.append((share[:, None] * excess + other_share[:, None] * excess2, total))
+    return result
 
 
-def _gathered(trace: Kinds, law: Kinds) -> Array:
+def _gathered(trace: ByRelation, law: ByRelation) -> Array:
     """(c,) sums of a law of pairs of rows with what `PositionAttention._trace` says."""
-    found: Any = 0.0
+    result: Any = 0.0
     for (excess, pairs), (alone, counted) in zip(law, trace, strict=True):
         count = len(excess)
-        found = found + np.vecdot(pairs.reshape(count, -1), counted.reshape(count, -1))
-        found = found + np.vecdot(excess, alone)
-    return np.asarray(found)
+        result = result + np.vecdot(pairs.reshape(count, -1), counted.reshape(count, -1))
+        result = result + np.vecdot(excess, alone)
+    return np.asarray(result)
 
 
-def _in_single(excess: Array, kinds: Sequence[Array], factor: Array) -> Matrix:
+def _in_single(excess: Array, relations: Sequence[Array], factor: Array) -> Matrix:
     """(c, o), and (c, kinds n k) of pairs times a factor, rounded to single precision."""
-    found = np.empty((len(excess), len(kinds), *factor.shape[1:]), np.float32)
-    for kind, pairs in enumerate(kinds):
-        np.multiply(pairs, factor, out=found[:, kind], casting="same_kind")
-    return excess.astype(np.float32), found.reshape(len(excess), -1)
+    result = np.empty((len(excess), len(relations), *factor.shape[1:]), np.float32)
+    for kind, pairs in enumerate(relations):
+        np.multiply(pairs, factor, out=result[:, kind], casting="same_kind")
+    return excess.astype(np.float32), result.reshape(len(excess), -1)
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
@@ -1232,6 +1237,6 @@ class _Laws(NamedTuple):
     """Of pairs of rows: the joint law, its derivative in the correlation, and that along the
     values."""
 
-    joint: Kinds
-    slope: Kinds
-    keyed: Kinds
+    joint: ByRelation
+    slope: ByRelation
+    keyed: ByRelation

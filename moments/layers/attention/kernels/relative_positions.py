@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import BothSides, Matrix, OneClass, PositionClasses, KeyCounts, diagonal_of
+from ....engine.classes import BothSides, KeyCounts, Matrix, OneClass, PositionClasses, diagonal_of
 from ....model.positions import RelativeBias
 
 # --- rotary positions -----------------------------------------------------------------------------
@@ -54,9 +54,9 @@ class RotaryMeans:
         sums, mass, twice = self._rows
         same, pairs = twice[long, short], mass[long] * mass[short]
         usable = pairs - same > LEAST_PAIRS * pairs
-        found = sums[long] * sums[short].conj() - same[:, None]
-        found /= np.where(usable, pairs - same, 1.0)[:, None]
-        return np.asarray(np.where(usable[:, None], found, np.exp(1j * self._speed)))
+        result = sums[long] * sums[short].conj() - same[:, None]
+        result /= np.where(usable, pairs - same, 1.0)[:, None]
+        return np.asarray(np.where(usable[:, None], result, np.exp(1j * self._speed)))
 
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different positions of two cells: by what their means weigh,
@@ -94,10 +94,10 @@ def turned_sums(weights: Array, first: int, speed: Array) -> Phases:
     """(k, m) sums over j of weights (k, n) times e^{i w (first + j)}."""
     several, count = weights.shape
     ahead, inside = _turns(count, speed)
-    held = np.zeros((several, len(ahead) * len(inside)))
-    held[:, :count] = weights
+    nodes_inside = np.zeros((several, len(ahead) * len(inside)))
+    nodes_inside[:, :count] = weights
     # real times complex, as real times pairs of real
-    blocks = held.reshape(-1, len(inside)) @ inside.view(float)
+    blocks = nodes_inside.reshape(-1, len(inside)) @ inside.view(float)
     sums = (blocks.view(complex).reshape(several, len(ahead), -1) * ahead).sum(1)
     return np.asarray(sums * np.exp(1j * first * speed))
 
@@ -112,13 +112,13 @@ LEAST_PAIRS = 1e-6
 """Share of two different tokens in two cells' pairs below which there are none."""
 
 
-def of_pairs(mean: Array, pairs: Array, itself: Array, of_itself: Any, beside: Any) -> Array:
+def of_pairs(mean: Array, pairs: Array, itself: Array, of_itself: Any, otherwise: Any) -> Array:
     """Mean over two different tokens, from one over all pairs of which `itself` are one token
-    twice; `of_itself` is what those have, `beside` what stands in where there are no others."""
+    twice; `of_itself` is what those have, `otherwise` what stands in where there are no others."""
     rest = pairs - itself
     usable = rest > LEAST_PAIRS * pairs
-    found = (mean * pairs - itself * of_itself) / np.where(usable, rest, 1.0)
-    return np.asarray(np.where(usable, found, beside))
+    result = (mean * pairs - itself * of_itself) / np.where(usable, rest, 1.0)
+    return np.asarray(np.where(usable, result, otherwise))
 
 
 @functools.lru_cache(maxsize=8)
@@ -131,8 +131,8 @@ def _rotary_means(
     # A window begins inside a cell that its counts reach into: they are of what whole cells hold.
     whole = isinstance(key_counts.classes, BothSides | OneClass)
     ends = np.full(size, key_counts.classes.length) if whole else key_counts.ends
-    found = [basis.sums(0, int(end)) for end in ends]
-    sums, mass, same = (np.stack(part) for part in zip(*found, strict=True))
+    result = [basis.sums(0, int(end)) for end in ends]
+    sums, mass, same = (np.stack(part) for part in zip(*result, strict=True))
     keys = np.divide(sums, mass[:, :, None], out=np.zeros_like(sums), where=mass[:, :, None] > 0.0)
     total = np.asarray(((keys * share) @ np.swapaxes(keys.conj(), -1, -2)).real)
     near = float(np.cos(speed) @ share)
@@ -149,8 +149,8 @@ class LinearBasis:
         self._parts: dict[tuple[int, int, int], tuple[Phases, Array, Array]] = {}
 
     def _part(self, cell: int, low: int, high: int) -> tuple[Phases, Array, Array]:
-        """Of low < j < high in the cell behind a node: phases and masses of both hats, and their
-        squares and product."""
+        """Of low < j < high in the cell behind a node: phases and masses of both basis functions,
+        and their squares and product."""
         if (cell, low, high) not in self._parts:
             ends = np.log(self._nodes[cell : cell + 2])
             rising = (np.log(np.arange(low + 1.0, high)) - ends[0]) / (ends[1] - ends[0])
@@ -164,10 +164,12 @@ class LinearBasis:
         nodes, size = self._nodes, len(self._nodes)
         phases = np.zeros((size, len(self._speed)), complex)
         mass, twice = np.zeros(size), np.zeros((size, size))
-        held = np.flatnonzero((nodes > start) & (nodes <= end))
-        phases[held] += np.exp(1j * np.multiply.outer(nodes[held].astype(float), self._speed))
-        mass[held] += 1.0
-        twice[held, held] += 1.0
+        nodes_inside = np.flatnonzero((nodes > start) & (nodes <= end))
+        phases[nodes_inside] += np.exp(
+            1j * np.multiply.outer(nodes[nodes_inside].astype(float), self._speed)
+        )
+        mass[nodes_inside] += 1.0
+        twice[nodes_inside, nodes_inside] += 1.0
         for cell in range(size - 1):
             low, high = max(start, int(nodes[cell])), min(end + 1, int(nodes[cell + 1]))
             if high - low > 1:
@@ -326,14 +328,14 @@ def _of_two_rows(
         last, first = functools.reduce(np.minimum, stops), functools.reduce(np.maximum, starts)
         return np.asarray(np.maximum(last - first + 1.0, 0.0))
 
-    kinds, seen = [], []
+    ranges, seen = [], []
     for row in (rows[:, None], others[:, None]):
-        kinds.append((row + begins, row + ends))
+        ranges.append((row + begins, row + ends))
         start, end = np.ones_like(row), np.full_like(row, length)
         seen.append(
             (np.maximum(row - key_counts.window + 1, start), row) if causal else (start, end)
         )
-    one, other = (size(k, s) / size(s) for k, s in zip(kinds, seen, strict=True))
-    common = size(*kinds, *seen) - size(kinds[0], *seen) * other - size(kinds[1], *seen) * one
+    one, other = (size(k, s) / size(s) for k, s in zip(ranges, seen, strict=True))
+    common = size(*ranges, *seen) - size(ranges[0], *seen) * other - size(ranges[1], *seen) * one
     common += size(*seen) * one * other
     return np.asarray(common.sum(1) / (size(seen[0]) * size(seen[1]))[:, 0])

@@ -149,16 +149,16 @@ def matched(first: Array, second: Array, count: Array) -> ReferenceRow:
     if inside.size:
         ends = np.log(floor[inside]), np.log(ceiling[inside])
         moved, logs = _roots(first[inside], second[inside], *ends)
-        found = np.exp(logs)
+        result = np.exp(logs)
         between = (logs > ends[0]) & (logs < ends[1])
-        between &= np.abs(second[inside] - _annealed(2.0 * moved, found)) <= 1e-9 * second[inside]
+        between &= np.abs(second[inside] - _annealed(2.0 * moved, result)) <= 1e-9 * second[inside]
         if not between.all():  # no such row: the nearer end
             rest = inside[~between]
             few_keys, fewer = excess(floor[rest], rest, theta[rest])
             nearer = few_keys < all_keys[rest]
-            found[~between] = np.where(nearer, floor[rest], ceiling[rest])
+            result[~between] = np.where(nearer, floor[rest], ceiling[rest])
             moved[~between] = np.where(nearer, fewer, theta[rest])
-        keys[inside], theta[inside] = found, moved
+        keys[inside], theta[inside] = result, moved
     return ReferenceRow(np.where(several, theta, 0.0), np.where(several, keys, 1.0))
 
 

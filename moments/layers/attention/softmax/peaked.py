@@ -46,9 +46,9 @@ def _falling(theta: Array, gap: Array, edge: Array) -> Array:
 
 def _of_keys(keys: Array) -> tuple[Array, Array]:
     distinct, where = np.unique(keys, return_inverse=True)
-    found = np.array([extremes(max(n, 1.0 + 1e-6)) for n in distinct.tolist()])[where.ravel()]
-    found = found.reshape(*np.shape(keys), 2)
-    return found[..., 0], found[..., 1]
+    result = np.array([extremes(max(n, 1.0 + 1e-6)) for n in distinct.tolist()])[where.ravel()]
+    result = result.reshape(*np.shape(keys), 2)
+    return result[..., 0], result[..., 1]
 
 
 def _deficit(theta: Array, gap: Array, edge: Array) -> Array:
@@ -113,7 +113,7 @@ def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics
     def towards(value: Any, limit: Any) -> Array:
         return np.asarray(limit + (np.asarray(value) - limit) * share)
 
-    found = RowStatistics(
+    result = RowStatistics(
         sum_square=1.0 - deficit,
         sum_cube=np.minimum(cube, 1 - deficit),
         sum_fourth=np.minimum(fourth, 1 - deficit),
@@ -126,7 +126,7 @@ def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics
         entropy=towards(edge.entropy, 0.0),
     )
     beyond = (theta > THETA_MAX) & (keys > 1.0 + 1e-6)
-    return RowStatistics(*[np.where(beyond, a, b) for a, b in zip(found, edge, strict=True)])
+    return RowStatistics(*[np.where(beyond, a, b) for a, b in zip(result, edge, strict=True)])
 
 
 def at_edge(theta: Array, rho: Array, edge: RowStatistics) -> tuple[Array, Array]:
@@ -144,22 +144,22 @@ def at_edge(theta: Array, rho: Array, edge: RowStatistics) -> tuple[Array, Array
 
 
 def pairs_beyond(
-    theta: Array, keys: Array, rho: Array, edge: RowStatistics, found: PairStatistics
+    theta: Array, keys: Array, rho: Array, edge: RowStatistics, result: PairStatistics
 ) -> PairStatistics:
-    """Two alike rows where theta > THETA_MAX, and `found` elsewhere; all of one shape.
+    """Two alike rows where theta > THETA_MAX, and `result` elsewhere; all of one shape.
 
     Args:
         theta, keys, rho: logit variance, number of keys and correlation of the logits.
         edge: single rows at THETA_MAX.
-        found: pairs at the lesser of theta and THETA_MAX, and at `at_edge`'s correlation, no
+        result: pairs at the lesser of theta and THETA_MAX, and at `at_edge`'s correlation, no
             more than 1.
     """
     gap, _ = _of_keys(keys)
     far = np.maximum(theta, THETA_MAX)
     moved, stretch = at_edge(far, rho, edge)
     rest = np.maximum(1.0 - np.asarray(edge.sum_square), 1e-300)
-    overlap = np.asarray(found.overlap)
-    slope = THETA_MAX * np.asarray(found.jacobian_overlap) * stretch  # dC2/drho
+    overlap = np.asarray(result.overlap)
+    slope = THETA_MAX * np.asarray(result.jacobian_overlap) * stretch  # dC2/drho
     # Hermite's cubic of (1 - C2)^2 between the line of equal rows at the edge and equal rows
     low, low_slope = 1 / stretch, THETA_MAX * np.asarray(edge.jacobian_square) * stretch
     deficit = _deficit(far, gap, rest)
@@ -178,11 +178,11 @@ def pairs_beyond(
     overlap = np.where(within, 1.0 - near, overlap)
     slope = np.where(within, np.maximum(-change, 0.0) / (2 * near), slope)
     jacobian = slope / far
-    before = np.maximum(np.asarray(found.jacobian_overlap), 1e-300)
+    before = np.maximum(np.asarray(result.jacobian_overlap), 1e-300)
     own = np.asarray(edge.radial_square) / np.maximum(np.asarray(edge.jacobian_square), 1e-300)
     radial_ratio = _radial(far, edge) / np.maximum(own, 1e-300)
-    radial = np.asarray(found.radial_overlap) * jacobian / before * radial_ratio
-    growth = np.asarray(found.overlap_slope) * jacobian / before
+    radial = np.asarray(result.radial_overlap) * jacobian / before * radial_ratio
+    growth = np.asarray(result.overlap_slope) * jacobian / before
     beyond = (theta > THETA_MAX) & (keys > 1.0 + 1e-6)
-    fields = zip((overlap, jacobian, radial, growth), found, strict=True)
+    fields = zip((overlap, jacobian, radial, growth), result, strict=True)
     return PairStatistics(*[np.where(beyond, a, b) for a, b in fields])
