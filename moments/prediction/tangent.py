@@ -75,7 +75,7 @@ class TangentKernel:
         return float(values[-1] / values[0]) if values[0] > 0 else float("inf")
 
     def to_frame(self) -> pd.DataFrame:
-        """Columns layer, weight and diagonal: a parameter's part of `diagonal`, mean over tokens."""
+        """Columns layer, weight and diagonal: a parameter's part of the mean `diagonal`."""
         return as_frame(list(self.weights), columns=["layer", "weight", "diagonal"])
 
     def to_json(self) -> str:
