@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ...errors import optional
 from .variables import (
+    Blend,
     Combination,
     Curve,
     Entries,
@@ -187,6 +188,8 @@ class Laws:
                     c = _by_site(term.coefficient)
                     total = total + c * gathered(self.mean(term.variable), term.at)
                 return total
+            case Blend():
+                return v.mixing @ self.mean(v.inner)
             case Joined():
                 shares = (p.features / v.features * self.mean(p) for p, _ in v.pieces)
                 return sum(shares, nothing)
@@ -256,10 +259,14 @@ class Laws:
         late, early = (u, v) if u.number > v.number else (v, u)
         if isinstance(late, Combination):
             made = self._taken_apart(late, early, where)
+        elif isinstance(late, Blend):
+            made = late.mixing @ self.covariance(late.inner, early, where)
         elif isinstance(late, Times) and late is not early and self._one_sided(late, early):
             made = self._of_factor(late, early, where)
         elif isinstance(early, Combination):
             made = self._taken_apart(early, late, where).T
+        elif isinstance(early, Blend):
+            made = (early.mixing @ self.covariance(early.inner, late, where)).T
         else:
             return self._of_kinds(u, v, where)
         return made if late is u else made.T

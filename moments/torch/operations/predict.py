@@ -35,11 +35,15 @@ if TYPE_CHECKING:
 ROWS, TOKENS = 1, 16
 """Sequences and tokens of a batch that are followed: pairs of tokens have a law each."""
 
+NORMED_ROWS = 4
+"""Sequences or pictures where what one gives depends on the others, as by batch norm."""
+
 _WORDS = {
     "Product": "a matrix product",
     "Entries": "a parameter",
     "Fixed": "known numbers",
     "Combination": "a sum",
+    "Blend": "an average over places",
     "Joined": "joined features",
     "Part": "some features",
     "Curve": "an activation",
@@ -253,7 +257,9 @@ def lowered(
     if any(isinstance(x, Tensor) and not x.numel() for x in tree_flatten(batch)[0]):
         raise domain_error("batch", "a tensor without entries", "one sequence or more")
     with _spelled_out(module):
-        graph = recorded(module, batch, rows=ROWS, tokens=TOKENS)
+        batched = any(isinstance(p, nn.modules.batchnorm._BatchNorm) for p in module.modules())
+        rows = NORMED_ROWS if batched else ROWS
+        graph = recorded(module, batch, rows=rows, tokens=TOKENS)
     try:
         with torch.inference_mode(False), torch.enable_grad():
             return _carried_back(graph, loss, grad_variance, draws, seed)
