@@ -177,7 +177,7 @@ class Laws:
                 return v.mean * known.sum(1)
             case Product(source=Variable() as source):
                 rows = (n * gathered(self.mean(source), at) for n, at in v.columns)
-                return v.mean * sum(rows, nothing)
+                return v.mean * v.wider * sum(rows, nothing)
             case Entries():
                 return torch.full((v.sites,), v.mean, dtype=F64)
             case Fixed():
@@ -367,7 +367,7 @@ class Laws:
         nothing = torch.zeros(u.sites, v.sites, dtype=F64)
         if u.key != v.key:
             return nothing
-        weight = where.weight(u.root, u.variance)
+        weight = where.weight(u.root, u.variance) * u.wider
         if u.known is not None and v.known is not None:
             return weight * (u.known @ v.known.T)
         x, y = u.source, v.source
@@ -376,7 +376,7 @@ class Laws:
         route = u.route if u.route is not None and u.route is v.route else None
         within = where if route is None else where.inside(route.number)
         moment, total, of_mean = self.moment(x, y, within), nothing, nothing
-        mean = u.mean * v.mean
+        mean = u.mean * v.mean * u.wider
         for (n, i), (_, j) in zip(u.columns, v.columns, strict=False):
             total = total + n * gathered(gathered(moment, i).T, j).T
             if mean:

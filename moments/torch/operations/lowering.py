@@ -7,7 +7,7 @@ what no rule takes is sampled, and what cannot even be sampled is named and left
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import optional
@@ -111,6 +111,7 @@ class Lowering:
     Args:
         graph: the pass.
         draws, seed: of the sampler.
+        wider: by parameter and axis, how many times more entries it stands for.
 
     Attributes:
         states: of every value.
@@ -119,8 +120,10 @@ class Lowering:
         sampled: names of operations that are sampled, with how often.
     """
 
-    def __init__(self, graph: Graph, draws: int, seed: int) -> None:
-        self.graph = graph
+    def __init__(
+        self, graph: Graph, draws: int, seed: int, wider: Mapping[str, tuple[float, ...]]
+    ) -> None:
+        self.graph, self.wider = graph, wider
         self.states: dict[int, State] = {}
         self.parts = Parts()
         self.sampler = Sampler(graph, self.states, draws, seed)
@@ -955,7 +958,19 @@ class Lowering:
             feature = (labels if labels.ndim == 1 else labels.unsqueeze(-2)).expand(full)
             key = (w.root, used.numpy().tobytes())
         read = source, known, columns
-        return Field(_product(w, key, (sites, _count(feature)), *read, matrix), site, feature)
+        more = self._more(w)
+        made = _product(w, key, (sites, _count(feature)), *read, matrix, more)
+        return Field(made, site, feature)
+
+    def _more(self, w: Weights) -> float:
+        """How many times more features a matrix sums over than it has here."""
+        sizes = self.wider.get(w.root, ())
+        if not sizes or w.index.shape[-2] < 2:
+            return 1.0
+        rows = w.index[(0,) * (w.index.ndim - 2)]
+        step = abs(int(rows[1, 0] - rows[0, 0]))
+        shape = self.graph.leaf(w.root).shape
+        return next((n for a, n in enumerate(sizes) if step >= shape[a + 1 :].numel()), 1.0)
 
     def _pairs(self, node: Node, x: Field, y: Field) -> Field:
         """Two fields contracted."""
@@ -1074,7 +1089,8 @@ class Lowering:
             share = 1.0 if groups == channels else 1.0 / groups
             columns = [(n * share, places[:, c]) for c, n in enumerate(counts.tolist())]
         shape, key = self._shape(node.outputs[0]), (w.root, "convolution")
-        made = _product(w, key, (sites, shape[1]), source, known, columns)
+        more = self.wider.get(w.root, (1.0, 1.0))[1]
+        made = _product(w, key, (sites, shape[1]), source, known, columns, wider=more)
         site = site.reshape(shape[0], 1, *shape[2:]).expand(shape)
         feature = torch.arange(shape[1]).reshape(1, -1, *[1] * len(taps)).expand(shape)
         out: Field | None = Field(made, site, feature)
@@ -1187,6 +1203,7 @@ def _product(
     known: Tensor | None,
     columns: list[tuple[float, Tensor]],
     matrix: Tensor | None = None,
+    wider: float = 1.0,
 ) -> Product:
     """(sites, features) of fresh weights times what they read."""
     mean, variance = statistics(w.tensor if w.pool is None else w.pool)
@@ -1202,6 +1219,7 @@ def _product(
         root=w.root,
         variance=variance,
         mean=mean,
+        wider=wider,
         matrix=matrix,
         route=None if w.route is None else w.route.variable,
     )

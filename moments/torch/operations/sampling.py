@@ -466,7 +466,7 @@ class Sampler:
             if v.source is None or len(v.columns) != 1:
                 return None
             count, at = v.columns[0]
-            amplitude = torch.full((v.sites,), v.variance**0.5, dtype=F64)
+            amplitude = torch.full((v.sites,), (v.variance * v.wider) ** 0.5, dtype=F64)
             return _Reading(v.source, at, amplitude, count, v.root, v.variance)
         if isinstance(v, Part):
             return self._reading(v.whole)

@@ -60,6 +60,7 @@ class Product(Variable):
             of it each site reads).
         key: of the columns of the weights that it uses; those of another key are independent.
         root, variance, mean: the parameter, and what its entries have.
+        wider: how many times more entries it stands for than are summed here.
         matrix: (sites,) which of several matrices each site uses; None: there is one.
         route: the choice of it that depends on the batch.
     """
@@ -71,6 +72,7 @@ class Product(Variable):
     root: str
     variance: float
     mean: float
+    wider: float = 1.0
     matrix: Tensor | None = None
     route: Variable | None = None
 
