@@ -19,6 +19,7 @@ import argparse
 import copy
 import json
 import math
+import re
 import time
 import warnings
 import zlib
@@ -240,14 +241,15 @@ def errors(name: str, p: moments.Prediction | None = None) -> dict[str, tuple[fl
     # One table of relative biases gathers what all layers send it, and one token table what both
     # stacks do.
     shared = [v for k, v in known.items() if k.endswith(" relative_bias")]
-    known["0 relative_bias"] = sum(shared)
+    each = config["model_type"] == "umt5"  # whose layers have a table each
+    known["0 relative_bias"] = shared[0] if each and shared else sum(shared)
     if p.encoder is not None:
         rows_read = p.encoder.weight_gradients().itertuples()
         known["0 token"] += sum(float(r.squared_norm) for r in rows_read if r.weight == "token")
     matrices = {
         k: v
         for k, v in rows["weights"].items()
-        if not k.endswith((".bias", ".gain", "LayerNorm.weight"))
+        if not k.endswith((".bias", ".gain", "LayerNorm.weight", ".branch_scale"))
     }
     factored = getattr(p.model.head, "factor_variance", None) is not None
     matrices = {k if k in known else _ours(k, factored): v for k, v in matrices.items()}
@@ -273,6 +275,8 @@ _NAMES = {
 def _ours(key: str, factored: bool) -> str:
     """Our name of a measured matrix."""
     layer, name = key.split(" ")
+    if found := re.fullmatch(r"decoder\.block\.(\d+)\..*relative_attention_bias\.weight", name):
+        return f"{int(found[1]) + 1} relative_bias"
     if factored and name == "head.transform":
         name = "head.factor"
     result = (ours for theirs, ours in _NAMES.items() if name.endswith(theirs))

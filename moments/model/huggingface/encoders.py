@@ -36,8 +36,9 @@ def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
     """
     layers, every = read.layers("num_hidden_layers"), read.count("global_attn_every_n_layers", 3)
     kinds = read("layer_types", [_SLIDING if n % every else _FULL for n in range(layers)])
-    reach = read.count("local_attention") // 2 + 1
     length = read.length("max_position_embeddings", seq_len, table=False)
+    reach = read.count("local_attention") // 2 + 1
+    windows = [reach if kind == _SLIDING and reach < length else None for kind in kinds]
     epsilon, cut = read.number("norm_eps"), read.positive("initializer_cutoff_factor")
     read.refuse("position_embedding_type", "absolute", "another kind of positions")
     drawn = cut_normal(read.variance(), cut)
@@ -68,7 +69,7 @@ def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
         norm_bias=read.flag("norm_bias"),
         weights=weights.replace(distribution="truncated") if cut == 2 else weights,
         biases=read.biases(biased),
-        window=[reach if kind == _SLIDING and reach < length else None for kind in kinds],
+        window=windows if any(windows) else None,
         embedding={
             "norm": True,
             "norm_epsilon": epsilon,
