@@ -13,11 +13,11 @@ import moments
 from moments.engine.classes import PositionClasses, few_points
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.errors import DomainError
+from moments.layers.attention.kernels import KernelAttention, Rotation
+from moments.layers.attention.kernels.position_attention import ClassLogits, PositionAttention
+from moments.layers.attention.kernels.relative_positions import RotaryMeans
+from moments.layers.attention.self_attention import CrossAttention, SelfAttention, attended
 from moments.model.positions import RelativeBias, Rotary, alibi_slopes
-from moments.transfer.attention.kernels import KernelAttention, Rotation
-from moments.transfer.attention.kernels.position_attention import ClassLogits, PositionAttention
-from moments.transfer.attention.kernels.relative_positions import RotaryMeans
-from moments.transfer.attention.self_attention import CrossAttention, SelfAttention, attended
 
 Array = NDArray[np.float64]
 

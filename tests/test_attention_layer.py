@@ -13,17 +13,17 @@ from scipy.special import hyp0f1
 from scipy.stats import chi2
 
 from moments.engine.state import Kernel, Signal
-from moments.transfer.attention.kernels.finite_rows import FiniteRows, Widths
-from moments.transfer.attention.laws import AlikeLayer, alike_rows, profiled_rows
-from moments.transfer.attention.layers import (
+from moments.layers.attention.kernels.finite_rows import FiniteRows, Widths
+from moments.layers.attention.laws import AlikeLayer, alike_rows, profiled_rows
+from moments.layers.attention.layers import (
     ClassLayer,
     Layer,
     TokenLayer,
     layer_of,
 )
-from moments.transfer.attention.projections import logit_law
-from moments.transfer.attention.self_attention import SelfAttention
-from moments.transfer.attention.softmax import chi_square_rule
+from moments.layers.attention.projections import logit_law
+from moments.layers.attention.self_attention import SelfAttention
+from moments.layers.attention.softmax import chi_square_rule
 
 _PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "attention_layer.py"
 _SPEC = importlib.util.spec_from_file_location("attention_layer_benchmark", _PATH)

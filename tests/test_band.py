@@ -33,6 +33,13 @@ from moments.engine.classes import ClassMatrix, one_class
 from moments.engine.response import Elementwise, Sublayer
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.formulas.activation import IDENTITY
+from moments.layers.architecture import declare
+from moments.layers.attention.kernels import KernelAttention
+from moments.layers.attention.response import AttentionResponse
+from moments.layers.attention.self_attention import SelfAttention
+from moments.layers.gated import GatedLinear
+from moments.layers.head.readout import Readout
+from moments.layers.head.targets import Targets, alike_targets, class_targets, text_targets
 from moments.noise import band as bands
 from moments.noise.band import band, log_variance
 from moments.noise.loss_noise import (
@@ -43,13 +50,6 @@ from moments.noise.loss_noise import (
 )
 from moments.noise.network import Network, OneByOne
 from moments.prediction.stack import gaussian
-from moments.transfer.architecture import declare
-from moments.transfer.attention.kernels import KernelAttention
-from moments.transfer.attention.response import AttentionResponse
-from moments.transfer.attention.self_attention import SelfAttention
-from moments.transfer.gated import GatedLinear
-from moments.transfer.head.readout import Readout
-from moments.transfer.head.targets import Targets, alike_targets, class_targets, text_targets
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

@@ -21,11 +21,11 @@ from moments.engine.state import Gradient, Kernel
 from moments.formulas.activation import RELU, SILU
 from moments.formulas.linear import LINEAR
 from moments.formulas.normalization import RMSNORM
+from moments.layers.attention.self_attention import SelfAttention
+from moments.layers.elementary import Activation, Linear
+from moments.layers.gated import GatedLinear
+from moments.layers.normalization import FiniteNormalization
 from moments.prediction.stack import gaussian
-from moments.transfer.attention.self_attention import SelfAttention
-from moments.transfer.elementary import Activation, Linear
-from moments.transfer.gated import GatedLinear
-from moments.transfer.normalization import FiniteNormalization
 
 pytest.importorskip("torch")
 

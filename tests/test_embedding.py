@@ -15,23 +15,23 @@ import moments
 from moments.engine.state import Kernel
 from moments.errors import DomainError
 from moments.formulas.normalization import LAYERNORM
-from moments.model.embedding import Embedding
-from moments.model.patches import PatchEmbedding
-from moments.prediction.stack import gaussian
-from moments.transfer.embedding import (
+from moments.layers.embedding import (
     embedded_alike,
     embedding_gradients,
     fixed_positions,
     joint_kernel,
 )
-from moments.transfer.images import (
+from moments.layers.images import (
     check_pixels,
     cut_patches,
     image_gradients,
     image_kernel,
     photograph,
 )
-from moments.transfer.normalization import FiniteNormalization
+from moments.layers.normalization import FiniteNormalization
+from moments.model.embedding import Embedding
+from moments.model.patches import PatchEmbedding
+from moments.prediction.stack import gaussian
 
 WIDTH, LENGTH = 64, 6
 IDS = np.array([[1, 2, 1, 0, 4, 0], [2, 5, 1, 3, 0, 0]])

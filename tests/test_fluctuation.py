@@ -19,11 +19,11 @@ from moments.engine.trace import Record
 from moments.formulas.activation import activation_laws
 from moments.formulas.linear import LINEAR, SCALE
 from moments.formulas.normalization import RMSNORM
+from moments.layers.attention.self_attention import SelfAttention
+from moments.layers.elementary import Activation, Linear, Scale
+from moments.layers.gated import GatedLinear
+from moments.layers.normalization import FiniteNormalization
 from moments.prediction.stack import alike, gaussian
-from moments.transfer.attention.self_attention import SelfAttention
-from moments.transfer.elementary import Activation, Linear, Scale
-from moments.transfer.gated import GatedLinear
-from moments.transfer.normalization import FiniteNormalization
 
 TOKENS, WIDTH, HIDDEN, DRAWS = 24, 48, 96, 2500
 SITES = ("heads", "sum", "norm", "gated")

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from moments.engine.state import Kernel
 from moments.errors import DomainError
-from moments.transfer.attention.kernels import KernelAttention, Rotation
-from moments.transfer.attention.kernels.joint_laws import _turn
-from moments.transfer.attention.kernels.row_statistics import matched, saturation
-from moments.transfer.attention.laws import AlikeLayer
-from moments.transfer.attention.response import AttentionResponse
-from moments.transfer.attention.self_attention import SelfAttention
-from moments.transfer.attention.softmax import SquareTable
+from moments.layers.attention.kernels import KernelAttention, Rotation
+from moments.layers.attention.kernels.joint_laws import _turn
+from moments.layers.attention.kernels.row_statistics import matched, saturation
+from moments.layers.attention.laws import AlikeLayer
+from moments.layers.attention.response import AttentionResponse
+from moments.layers.attention.self_attention import SelfAttention
+from moments.layers.attention.softmax import SquareTable
 
 Array = NDArray[np.float64]
 

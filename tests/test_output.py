@@ -20,18 +20,18 @@ from moments.engine.state import Gradient, Kernel
 from moments.engine.trace import Run
 from moments.errors import DomainError
 from moments.formulas.head import CROSS_ENTROPY
+from moments.layers.architecture import declare
+from moments.layers.embedding import embedded_alike, joint_kernel
+from moments.layers.head.components import head_chain
+from moments.layers.head.cross_entropy import _wide_from, softmax_expectations
+from moments.layers.head.output import carried_amplitude, output_moments
+from moments.layers.head.softmax_agreement import _log_product, agreement_share
+from moments.layers.head.targets import text_targets
 from moments.model.embedding import Embedding
 from moments.model.head import Head
 from moments.model.transformer import Transformer
 from moments.prediction.predict import predict
 from moments.prediction.stack import gaussian
-from moments.transfer.architecture import declare
-from moments.transfer.embedding import embedded_alike, joint_kernel
-from moments.transfer.head.components import head_chain
-from moments.transfer.head.cross_entropy import _wide_from, softmax_expectations
-from moments.transfer.head.output import carried_amplitude, output_moments
-from moments.transfer.head.softmax_agreement import _log_product, agreement_share
-from moments.transfer.head.targets import text_targets
 
 WIDTH, VOCAB, LENGTH, SEQUENCES = 128, 500, 24, 2
 SMALL = 0.3 / WIDTH
@@ -212,7 +212,7 @@ def test_a_gain_before_the_matrix_is_a_factor_on_it() -> None:
 
 def test_tied_table_gathers_both_gradients() -> None:
     """The overlap of input and output part, exact where nothing lies between."""
-    from moments.transfer.embedding import embedding_gradients
+    from moments.layers.embedding import embedding_gradients
 
     head, embedding, _ = CASES["tied to what dominates"]
     model, ids = model_with(head, embedding), text()

@@ -13,7 +13,7 @@ from moments.engine.composition import Chain, forward
 from moments.engine.state import Gradient, Kernel, Signal
 from moments.formulas.activation import RELU
 from moments.formulas.linear import DROPOUT, LINEAR
-from moments.transfer.elementary import Activation, Dropout, Linear
+from moments.layers.elementary import Activation, Dropout, Linear
 
 VOCAB, LENGTH = 32000, 256
 

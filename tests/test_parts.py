@@ -27,10 +27,10 @@ from moments.formulas.activation import (
 )
 from moments.formulas.linear import BIASED_LINEAR, DROPOUT, LINEAR
 from moments.formulas.normalization import LAYERNORM, RMSNORM
+from moments.layers.elementary import Dropout, Linear
+from moments.layers.gated import GatedLinear
+from moments.layers.normalization import DynamicTanh, FiniteNormalization
 from moments.prediction.stack import gaussian
-from moments.transfer.elementary import Dropout, Linear
-from moments.transfer.gated import GatedLinear
-from moments.transfer.normalization import DynamicTanh, FiniteNormalization
 
 TOKENS, VARIANCE, CORRELATION, GRAD, GRAD_CORRELATION = 4, 1.3, 0.4, 0.8, 0.3
 

@@ -21,23 +21,23 @@ from moments.engine.classes import (
     documents_on,
 )
 from moments.engine.texts import TextClasses
-from moments.prediction import resolution as deciding
-from moments.transfer.attention.kernels import (
+from moments.layers.attention.kernels import (
     KernelAttention,
     finite_rows,
     joint_laws,
 )
-from moments.transfer.attention.kernels import logits as kernel_logits
-from moments.transfer.attention.kernels.position_attention import (
+from moments.layers.attention.kernels import logits as kernel_logits
+from moments.layers.attention.kernels.position_attention import (
     Across,
     ClassLogits,
     PositionAttention,
 )
-from moments.transfer.attention.kernels.relative_positions import (
+from moments.layers.attention.kernels.relative_positions import (
     RotaryMeans,
     shifted_classes,
     shifted_together,
 )
+from moments.prediction import resolution as deciding
 
 LENGTH = 96
 

@@ -16,8 +16,8 @@ from moments.engine.state import Gradient, Kernel, Signal
 from moments.errors import DomainError
 from moments.formulas.activation import GELU, IDENTITY, RELU
 from moments.formulas.linear import DROPOUT, LINEAR, SCALE
+from moments.layers.elementary import Activation, Dropout, Linear, Scale
 from moments.prediction.stack import gaussian
-from moments.transfer.elementary import Activation, Dropout, Linear, Scale
 
 STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
 

@@ -18,9 +18,9 @@ from moments.engine.state import Fluctuation, Gradient, Kernel
 from moments.formulas.linear import LINEAR
 from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS
 from moments.formulas.normalization import LAYERNORM
+from moments.layers.elementary import Linear
+from moments.layers.normalization import FiniteNormalization
 from moments.prediction.stack import alike, gaussian
-from moments.transfer.elementary import Linear
-from moments.transfer.normalization import FiniteNormalization
 
 pytest.importorskip("torch")
 

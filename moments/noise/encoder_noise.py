@@ -38,8 +38,8 @@ from ..engine.response import (
 )
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Trace
-from ..transfer.attention.kernels.exact_rows import AlikeRows
-from ..transfer.attention.projections import logit_law
+from ..layers.attention.kernels.exact_rows import AlikeRows
+from ..layers.attention.projections import logit_law
 from .alike import Alike, averaged_tokens, stacked
 from .band import End, Fresh, shared
 from .network import AllAtOnce, Group, Inflow, Network, matrix_times

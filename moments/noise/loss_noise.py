@@ -45,9 +45,9 @@ from ..engine.response import (
 )
 from ..engine.state import Array, Kernel, Signal
 from ..engine.trace import Trace
-from ..transfer.head.components import Pool
-from ..transfer.head.cross_entropy import softmax_expectations
-from ..transfer.head.readout import Readout
+from ..layers.head.components import Pool
+from ..layers.head.cross_entropy import softmax_expectations
+from ..layers.head.readout import Readout
 
 _NODES = 9  # of the average over the target's logit
 _ROUNDING = 1e-15

@@ -22,7 +22,7 @@ from ..engine.composition import Chain, forward
 from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, overlap_variance, step_within
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Trace, weight_rows
-from ..transfer.attention.projections import real_tokens
+from ..layers.attention.projections import real_tokens
 
 
 class StackOverlaps(NamedTuple):

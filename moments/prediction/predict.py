@@ -15,9 +15,9 @@ from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count
 from ..formulas.law import THEORIES, Theory
+from ..layers.architecture import declare, declare_output
+from ..layers.head.output import OutputMoments
 from ..model.transformer import Transformer
-from ..transfer.architecture import declare, declare_output
-from ..transfer.head.output import OutputMoments
 from .gate import computing
 from .resolution import notes_of, resolution
 from .result import Prediction

@@ -17,10 +17,10 @@ from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning
 from ..files import as_frame
 from ..formulas.law import Theory
+from ..layers.architecture import declare
+from ..layers.experts.mixture import rows as expert_rows
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
-from ..transfer.architecture import declare
-from ..transfer.experts.mixture import rows as expert_rows
 from .draws import QUANTITIES
 from .gate import Gate, computing
 from .low_precision import low_precision

@@ -22,12 +22,8 @@ from ..engine.trace import Point, Record, Run, Trace, with_top_gradient
 from ..errors import DomainError, domain_error
 from ..formulas.checks import NONNEGATIVE, POSITIVE, Interval, check_array, check_in
 from ..formulas.law import Theory
-from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
-from ..model.transformer import Transformer
-from ..noise.loss_noise import HeadTop
-from ..transfer.architecture import declare, declare_embedding, declare_output
-from ..transfer.embedding import (
+from ..layers.architecture import declare, declare_embedding, declare_output
+from ..layers.embedding import (
     FixedPart,
     check_ids,
     class_kernel,
@@ -37,8 +33,12 @@ from ..transfer.embedding import (
     fixed_positions,
     joint_kernel,
 )
-from ..transfer.head.output import OutputMoments, output_moments
-from ..transfer.images import image_gradients, image_kernel
+from ..layers.head.output import OutputMoments, output_moments
+from ..layers.images import image_gradients, image_kernel
+from ..model.embedding import Embedding
+from ..model.patches import PatchEmbedding
+from ..model.transformer import Transformer
+from ..noise.loss_noise import HeadTop
 from .gate import Gate, breakdown, validity_warnings
 from .result import Prediction
 
@@ -696,7 +696,7 @@ def first_kernel(
     if not isinstance(embedding, Embedding):
         raise DomainError(
             "a patch embedding's moments depend on its images: pass pixels (see "
-            "moments.transfer.images.photograph), or variance and correlation"
+            "moments.layers.images.photograph), or variance and correlation"
         )
     if isinstance(resolved, TextClasses):
         return class_kernel(embedding, resolved, model.d_model)

@@ -12,13 +12,13 @@ from ..errors import DomainError, domain_error
 from ..formulas.block import FFN_BLOCK
 from ..formulas.checks import POSITIVE, Interval, check_choice, check_flag, check_in
 from ..formulas.references import kedia
+from ..layers.embedding import embedded_alike
 from ..model.transformer import Transformer
 from ..model.weights import Weights
 from ..solver.block import MATRICES, solvable
 from ..solver.entering import entered, stacks
 from ..solver.goals import scaled_weights
 from ..solver.layerwise import solve_blocks
-from ..transfer.embedding import embedded_alike
 from .registry import Scheme
 
 VARIANTS = ("released", "printed", "solved", None)

@@ -20,13 +20,13 @@ from ..engine.fluctuation import has_fixed_norms
 from ..engine.state import Kernel, Signal
 from ..engine.trace import Point, Trace
 from ..errors import DomainError
+from ..layers.architecture import declare, declare_embedding, declare_output
+from ..layers.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
+from ..layers.embedding import joint_kernel, table_rows
+from ..layers.head.readout import Readout
+from ..layers.images import cut_patches, image_kernel
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
-from ..transfer.architecture import declare, declare_embedding, declare_output
-from ..transfer.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
-from ..transfer.embedding import joint_kernel, table_rows
-from ..transfer.head.readout import Readout
-from ..transfer.images import cut_patches, image_kernel
 from .attention import Rows, Three
 from .change import Array
 from .heads import Heads
