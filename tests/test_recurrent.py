@@ -20,12 +20,12 @@ from moments import (
     ShortConvolution,
 )
 from moments.engine.derivative import pullback
+from moments.layers.recurrent import Mixer
+from moments.layers.recurrent.drawn import OF_SECTION, DrawnHeads
+from moments.layers.recurrent.exact import GatedConvolution, LinearHeads
+from moments.layers.recurrent.leaf import Inward
+from moments.layers.recurrent.mixers import HEADS
 from moments.model.mixers import lightning_decays, retnet_decays
-from moments.transfer.recurrent import Mixer
-from moments.transfer.recurrent.drawn import OF_SECTION, DrawnHeads
-from moments.transfer.recurrent.exact import GatedConvolution, LinearHeads
-from moments.transfer.recurrent.leaf import Inward
-from moments.transfer.recurrent.mixers import HEADS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -190,12 +190,12 @@ class LinearAttention(_Mixer):
     def shapes(self, model: Transformer) -> Shapes:
         keys, values = self.heads * self.d_key, self.heads * self.d_value
         d = model.d_model
-        found = {"query": (d, keys), "key": (d, keys), "value": (d, values), "output": (values, d)}
+        result = {"query": (d, keys), "key": (d, keys), "value": (d, values), "output": (values, d)}
         if self.gate is not None:
-            found["mixer_gate"] = d, values
+            result["mixer_gate"] = d, values
         if self.decay_gate is not None:
-            found["mixer_step"] = d, keys if self.decay_gate == "channel" else self.heads
-        return found
+            result["mixer_step"] = d, keys if self.decay_gate == "channel" else self.heads
+        return result
 
     def variances(self, model: Transformer) -> dict[str, float]:
         return {"mixer_gate": self.gate_variance, "mixer_step": self.decay_variance}
@@ -296,9 +296,9 @@ class Mamba2(_Mixer):
 
     def shapes(self, model: Transformer) -> Shapes:
         width, d, shared = self.heads * self.d_head, model.d_model, self.groups * self.state
-        found = {"query": (d, shared), "key": (d, shared), "value": (d, width)}
+        result = {"query": (d, shared), "key": (d, shared), "value": (d, width)}
         own = {"mixer_gate": (d, width), "mixer_step": (d, self.heads)}
-        return found | {"output": (width, d)} | own
+        return result | {"output": (width, d)} | own
 
     def variances(self, model: Transformer) -> dict[str, float]:
         return {"mixer_gate": self.gate_variance, "mixer_step": self.step_variance}
@@ -375,8 +375,8 @@ class Mamba(_Mixer):
         wide, inner = (model.d_model, self.width), (self.width, self.state)
         steps = {"mixer_step_down": (self.width, self.step_rank)}
         steps["mixer_step"] = (self.step_rank, self.width)
-        found = {"value": wide, "mixer_gate": wide, "key": inner, "query": inner}
-        return found | steps | {"output": (self.width, model.d_model)}
+        result = {"value": wide, "mixer_gate": wide, "key": inner, "query": inner}
+        return result | steps | {"output": (self.width, model.d_model)}
 
     def variances(self, model: Transformer) -> dict[str, float]:
         names = "gate", "step", "step_down"
@@ -431,8 +431,8 @@ class RGLRU(_Mixer):
 
     def shapes(self, model: Transformer) -> Shapes:
         wide, block = (model.d_model, self.width), (self.width // self.blocks, self.width)
-        found = {"value": wide, "mixer_gate": wide, "mixer_input": block, "mixer_step": block}
-        return found | {"output": (self.width, model.d_model)}
+        result = {"value": wide, "mixer_gate": wide, "mixer_input": block, "mixer_step": block}
+        return result | {"output": (self.width, model.d_model)}
 
     def variances(self, model: Transformer) -> dict[str, float]:
         names = "gate", "input", "step"
@@ -594,19 +594,19 @@ class GatedDeltaNet(_Mixer):
     def shapes(self, model: Transformer) -> Shapes:
         keys, values = self.key_heads * self.d_key, self.value_heads * self.d_value
         d = model.d_model
-        found = {"query": (d, keys), "key": (d, keys), "value": (d, values), "output": (values, d)}
+        result = {"query": (d, keys), "key": (d, keys), "value": (d, values), "output": (values, d)}
         steps = self.value_heads * (self.d_key if self.decay == "channel" else 1)
         for name, width in (("mixer_gate", values), ("mixer_step", steps)):
-            found[name] = self.rank or d, width
+            result[name] = self.rank or d, width
             if self.rank is not None:
-                found[f"{name}_down"] = d, self.rank
-        return found | {"mixer_rate": (d, self.value_heads)}
+                result[f"{name}_down"] = d, self.rank
+        return result | {"mixer_rate": (d, self.value_heads)}
 
     def variances(self, model: Transformer) -> dict[str, float]:
-        found = {f"mixer_{k}": getattr(self, f"{k}_variance") for k in ("gate", "step", "rate")}
+        result = {f"mixer_{k}": getattr(self, f"{k}_variance") for k in ("gate", "step", "rate")}
         if self.rank is not None:
-            found |= {f"{name}_down": found[name] for name in ("mixer_gate", "mixer_step")}
-        return found
+            result |= {f"{name}_down": result[name] for name in ("mixer_gate", "mixer_step")}
+        return result
 
 
 @dataclass(frozen=True)
