@@ -37,6 +37,8 @@ def test_a_missing_entry_means_what_the_class_means(kind: str) -> None:
 
 
 SECOND: dict[str, Any] = {
+    "attn_layer_period": 1,
+    "expert_layer_period": 1,
     "block_types": ["attention"],
     "hidden_act": "relu",
     "hidden_activation": "relu",
@@ -55,6 +57,7 @@ SECOND: dict[str, Any] = {
     "q_lora_rank": 24,
     "rope_parameters": {"full_attention": {"rope_theta": 10.0}, "rope_theta": 10.0},
     "ssm_multipliers": [1.0] * 5,
+    "time_step_floor": 0.01,
     "time_step_init_scheme": "constant",
     "time_step_limit": [0.1, 0.2],
     "use_bidirectional_attention": "all",
@@ -73,6 +76,7 @@ SPARED = {
     ("nemotron_h", "num_hidden_layers"),  # as long as the list of blocks
     ("nemotron_h", "n_shared_experts"),  # their width has an entry
     ("nemotron_h", "topk_group"),  # of one group
+    ("nemotron_h", "pad_token_id"),  # whose row is drawn like others
     ("recurrent_gemma", "max_position_embeddings"),
     ("recurrent_gemma", "rotary_pct"),
     ("gemma4_text", "num_global_key_value_heads"),  # beside attention_k_eq_v alone
