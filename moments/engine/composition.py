@@ -28,7 +28,7 @@ from .trace import Record, Run
 
 @dataclass(slots=True, eq=False)
 class Pulled:
-    """What a pullback returns: the gradient at the input, and what it can tell when asked.
+    """What a pullback returns: the gradient at the input, and what follows from it when asked.
 
     Leaves with weights have a class of their own, which holds what its answers need.
     """
@@ -672,7 +672,7 @@ def added(
 
     Args:
         source: what both are branches of; None: the first is what the second branches off.
-        keeps_mean: whether what the first has without its features' mean stays told apart.
+        keeps_mean: whether what the first has without its features' mean stays a part of its own.
     """
     kernel = signal.kernel.mixed(skip, branch.kernel, scale)
     fluctuation = summed(signal, branch, skip, scale, source)

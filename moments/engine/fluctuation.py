@@ -281,7 +281,7 @@ def _by_class(
 
 def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kernel:
     """A function of a kernel on classes, its pairs and what a token has besides, inside documents
-    and across them; what belongs to one place is that beside it: the rows are the same."""
+    and across them; what belongs to one place is that next to it: the rows are the same."""
     classes = kernel.classes
     assert classes is not None
     result = []
@@ -293,7 +293,7 @@ def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kerne
 
 def rows_times(rows: ClassRows, kernel: Kernel) -> Kernel:
     """[row, key] of rows W times a kernel on classes, for one key of a class; a row has with the
-    key at its own position what it has with one beside that."""
+    key at its own position what it has with one next to that."""
     return _of_rows(
         lambda off_diagonal, excess: (
             rows.counted @ off_diagonal + rows.weights * excess[..., None, :]

@@ -150,7 +150,7 @@ class SequenceLayout:
 
     @property
     def places(self) -> tuple[Padding | None, int, Padding | None]:
-        """What a declaration of layers is told of where its tokens lie."""
+        """Where the tokens lie, for a declaration of layers."""
         return self.padding, self.sequences, self.memory
 
     @property

@@ -270,7 +270,7 @@ class Signal:
             theory); None where not tracked.
         centred: part of `kernel` whose features already average to zero within every token.
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
-        diagnostics: what the component that made this signal can tell besides its moments.
+        diagnostics: what the component that made this signal adds to its moments.
         notes: what made the numbers here less certain, for the component that produced them.
     """
 

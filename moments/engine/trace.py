@@ -40,7 +40,7 @@ class Record:
         pullback: of a leaf, the way back around `input`.
         memory: what a leaf read besides its input.
         grad_out, grad_in: the `Gradient` at the output and at the input; None before it came.
-        pulled: of a leaf, what its way back can tell besides the gradient.
+        pulled: of a leaf, what its way back gives besides the gradient.
         grad_memory: the gradient at `memory`.
     """
 
@@ -135,7 +135,7 @@ class Record:
 
 @dataclass
 class Run:
-    """One pass under way: what components may read, where it is, and who is told.
+    """One pass under way: what components may read, where it is, and callbacks.
 
     Attributes:
         memory: what cross-attention reads.

@@ -128,7 +128,7 @@ class _Stack:
         self.factor = model.norm_scales.tolist()
 
     def numbers(self) -> Iterator[tuple[Any, ...]]:
-        """For every layer, all that tells its declaration from another's."""
+        """For every layer, all that distinguishes its declaration from another's."""
         model = self.model
         layers = range(1, model.layers + 1)
         columns = (
@@ -219,7 +219,7 @@ class Parts:
         return self.stack.model
 
     def norm(self, block: str) -> tuple[Component, ...]:
-        """The norm at "BLOCK.norm", and what LayerNorm Scaling puts beside it."""
+        """The norm at "BLOCK.norm", and LayerNorm Scaling's factor."""
         return self.stack._norm(block, self.number)
 
     def output_norm(self, block: str) -> Component:
@@ -369,7 +369,7 @@ class Blocks:
         return {} if self.model.biases is None else self.model.biases.layer(self.number)
 
     def _projections(self) -> dict[str, Any]:
-        """What self-attention and cross-attention have in common beside their matrices."""
+        """What self-attention and cross-attention have in common but their matrices."""
         model, biases = self.model, self._biases
         names = ("query", "key", "value")
         return {

@@ -1,4 +1,4 @@
-"""Tokens alike: layers of one structure met at once; and what sequences share of one draw.
+"""Tokens alike: layers of one structure at once; and what sequences share of one draw.
 
 Cross-attention asks nothing of a sequence beyond its own memory. Memories of texts read by one
 embedding are taken to share what two of their own tokens do; those of other inputs, nothing.
@@ -53,7 +53,7 @@ class Alike(NamedTuple):
     def sublayers(self, layers: Sequence[Layer]) -> list[tuple[Group, Record]]:
         """Of all layers, those of one structure at once, with the record of both passes.
 
-        Positions that tell no token from another are left out, as by token.
+        Positions that distinguish no tokens are left out, as by token.
         """
         starts, alike = sublayer_starts(layers), dict[Any, list[int]]()
         distinct = {id(layer.body): layer.body for layer in layers}  # most layers share one body

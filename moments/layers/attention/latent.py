@@ -74,7 +74,7 @@ class _Core(SelfAttention):
         return self.heads * self.value_dim
 
     def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
-        """Which keys each query sees: it stands where its key does."""
+        """Which keys each query attends to: it stands where its key does."""
         return self_masks(self, keys, matrices)
 
 

@@ -30,7 +30,7 @@ TABLE_NOTED = 0.1
 """Variance of relative biases beyond which a note says so: how they spread attention is missing."""
 
 FAINTEST = 1e-9
-"""What stands for no weight beside a bias: products of it with the rest keep seven digits."""
+"""What stands for no weight besides a bias: products of it with the rest keep seven digits."""
 
 LOGIT_VARIANCE_MAX = THETA_PEAKED
 """Logit variance, averaged over a kernel's tokens, beyond which that variance stands in."""
@@ -519,7 +519,7 @@ def projection_gradients(
     result["value"] = leaf.memory_width * width * (mixed * grad_out).total(length)
     result["key"] = result["key"] + grown["key"] / leaf.memory_width
     if leaf.qk_norm is not None and leaf.norm_affine:
-        # E (tr J)^2 of two rows, which the overlaps' variance stands beside, is that of any two.
+        # E (tr J)^2 of two rows, to which the overlaps' variance adds, is that of any two.
         path = paths.query + paths.overlap_path.scaled(-1 / leaf.memory_width)
         within = _within_heads(law.queries.kernel, path, rows).scaled(2 / _freedom(leaf))
         gain = _of_gain(leaf, law, law.queries.kernel * paths.query + within, length)
@@ -582,7 +582,7 @@ def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
         np.sqrt(np.multiply(*kernel.over_tokens(np.asarray(of))))
         for of in (rows.logit_variance, rows.squares)
     )
-    # p of the own key of a row beside the others'
+    # p of the own key of a row, and of the others'
     odds = ratio_or_zero(square, np.maximum(1 - square, 0.0)) * np.exp((cosine - 1) * theta)
     slope = theta * (1 - odds) / (1 + odds)
     off_diagonal = size * (1 - cosine * cosine) ** 2 * slope * path.off_diagonal

@@ -93,7 +93,7 @@ class SelfAttention(Attention, Leaf):
         query, key, value: variances of the projections' entries.
         drop_prob: dropout on the attention weights.
         temperature: divides the logits.
-        causal: whether a token sees only itself and earlier ones.
+        causal: whether a token attends to only itself and earlier ones.
         padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
             A token attends to its own document, and nobody to padding.
         kv_heads: key and value heads, each shared by heads / kv_heads queries; None: heads.
@@ -102,7 +102,7 @@ class SelfAttention(Attention, Leaf):
         relative_bias: random biases on the logits by relative position.
         qk_norm: normalisation of each head's queries and keys: None, "rmsnorm" or "layernorm".
         logit_softcap: c of c tanh(logit / c); None: uncapped.
-        window: a token sees those less than this many positions away; None: all.
+        window: a token attends to those less than this many positions away; None: all.
         query_bias, key_bias, value_bias: variances of the projections' biases.
         has_bias: which of query, key and value have a bias, be its variance 0, that receives a
             gradient; True: all.
@@ -151,7 +151,7 @@ class SelfAttention(Attention, Leaf):
         """Moments of the concatenated heads, and the map that carries a gradient back.
 
         Raises:
-            DomainError: tokens alike under a mask or positions that tell them apart.
+            DomainError: tokens alike under a mask or positions that distinguish them.
         """
         if not signal.resolved:
             self._check_alike(signal.seq_len)
@@ -159,13 +159,13 @@ class SelfAttention(Attention, Leaf):
         return way.output, way
 
     def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
-        """Which keys each query sees, one mask for every kernel."""
+        """Which keys each query attends to, one mask for every kernel."""
         return self_masks(self, keys, matrices)
 
     # --- tokens alike --------------------------------------------------------------------------
 
     def _check_alike(self, length: int) -> None:
-        """Raise where positions tell tokens apart."""
+        """Raise where positions distinguish tokens."""
         if length == 1:
             return
         placed = {
@@ -414,7 +414,7 @@ def concatenated(
 
 @dataclass(frozen=True)
 class CrossAttention(Attention, Reader):
-    """Queries from the tokens at hand, keys and values from a memory; every query sees every key.
+    """Queries from the tokens at hand, keys and values from a memory, all of it.
 
     Attributes:
         d_model, memory_width: widths of the tokens and of the memory.
@@ -512,7 +512,7 @@ class CrossAttention(Attention, Reader):
 # --- normalised values ----------------------------------------------------------------------------
 
 LEAST_FREEDOM = 4.0
-"""Degrees of freedom of a head's norm at which narrower heads are held: E 1/|v|^2 is 1/(n - 2) and
+"""Degrees of freedom of a head's norm which stand for fewer: E 1/|v|^2 is 1/(n - 2) and
 has no mean at 2, where the ratio (n - 1)/(n - 2) of the way back is without meaning."""
 
 
@@ -522,7 +522,7 @@ class NormalizedAttention(Leaf):
 
     What is normalised has no scale, so the tokens' own may be taken off first, where their width
     makes it exact, and the values' weights then are 1/d_model. What normalising values does to a
-    gradient beside is applied to all of it, an error of order 1/d_head in the query and key paths;
+    gradient besides is applied to all of it, an error of order 1/d_head in the query and key paths;
     correlations of values are those of infinitely wide heads.
 
     Attributes:

@@ -197,7 +197,7 @@ class SinkLayer:
         return result.weighted(self._mean**2, first * second)
 
     def weights(self) -> Any:
-        """Mean attention; None: uniform, as far as tokens alike can tell."""
+        """Mean attention; None: uniform, for tokens alike."""
         result = self.layer.weights()
         if isinstance(result, ClassRows):
             mean = self._mean[..., : result.weights.shape[-2], None]

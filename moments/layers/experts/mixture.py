@@ -451,7 +451,7 @@ def router_of(block: Experts) -> Router:
 
 
 def experts(parts: Blocks, block: Experts) -> Iterator[Component]:
-    """The mixture, and the shared expert beside it."""
+    """The mixture, and the shared expert."""
     model = parts.model
     if parts.theory != "refined":
         raise domain_error("theory", parts.theory, "'refined' with experts")

@@ -194,9 +194,9 @@ def position_targets(head: Head, vocab_size: int, classes: PositionClasses) -> T
     """Targets of an unknown text on classes of positions, each token predicting the next one, or
     what is masked at random.
 
-    Next tokens are found among what is read as often as there are some (`following_pairs`). Where
-    words are told apart a word that two tokens share is a frequent one, p^2 for p, so that targets
-    meet it as often as three tokens of which two are alike.
+    Next tokens are among what is read as often as there are some (`following_pairs`). Of words, one
+    that two tokens share is a frequent one, p^2 for p, so that targets meet it as often as three
+    tokens of which two are alike.
     """
     if head.loss != "causal":
         return _chosen_at_random(head, vocab_size, classes)

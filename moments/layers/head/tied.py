@@ -2,7 +2,7 @@
 
 h_i = k_i E_id + ..., so that the logit of the token's own row has a mean, and the gradient meets
 that row again: with A_ij = E d_j(id_i), token j's gradient at the logit of the token that i reads,
-h_i . g_j/d = variance k_i A_ij beside the part along h_j.
+h_i . g_j/d = variance k_i A_ij besides the part along h_j.
 
 See docs/theory/loss.md, Tied rows.
 """

@@ -358,7 +358,7 @@ def fixed_norms(
         correlation, growth: as in `joint_laws.PairWeights`.
         stiffness, against, unshared_by_mean: (Lq,) of every row.
         mean, excess, slope: as in `width_terms`.
-        held: what two rows hold in common of the same tokens' own parts.
+        shared: what two rows have in common of the same tokens' own parts.
     """
     one, two = rows
     half = 0.5 * stiffness

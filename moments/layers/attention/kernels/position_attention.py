@@ -402,7 +402,7 @@ class PositionAttention:
 
     Attributes:
         weights: (P, P) mean attention [row, key] to one token of a class.
-        counted: (P, P) to all tokens of a class that a row sees.
+        counted: (P, P) to all tokens of a class that a row attends to.
         logit_variance, entropy, sum_square: (P,) as in `attention.KernelAttention`.
         output: second moments per feature of sum_j a_ij x_j, attention dropout included.
         response: what the query path is per unit of G.
@@ -473,7 +473,7 @@ class PositionAttention:
         return coincidence._replace(queries=coincidence.words.queries)
 
     def _of_kernels(self, kernels: Across | ClassLogits) -> PositionAttention:
-        """These rows, met by others: by those of another document, which sees other tokens at the
+        """These rows with others: with those of another document, over other tokens at the
         same places, a row with itself is two at one place."""
         result = copy.copy(self)
         result._kernels, result._dropped, result.others = kernels, 0.0, ()

@@ -60,7 +60,7 @@ class RotaryMeans:
 
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different positions of two cells: by what their means weigh,
-        which what turns between two rows of one cell is held as."""
+        which what turns between two rows of one cell is rounded to."""
         _, mass, twice = self._rows
         return np.asarray(np.outer(mass, mass) - twice)
 

@@ -169,7 +169,7 @@ Indices = NDArray[np.intp]
 ONE_KEY = 1.0 + 1e-9
 
 LEAST_SCALE = 1e-3
-"""Logit variance over a kernel's range below which its reference row is found at that scale: it has
+"""Logit variance over a kernel's range below which its reference row is taken at that scale: it has
 a limit, linear from there."""
 
 LEAST_RESPONSE = 1e-3
@@ -291,7 +291,7 @@ def attention_rows(
     """
     low, top = between
     of_rows, average = temperature
-    # Where logits vanish the reference has a limit, found at a small scale without cancellation.
+    # Where logits vanish the reference has a limit, taken at a small scale without cancellation.
     scale = max(logit_scale * average, LEAST_SCALE / max(top - low, 1e-12))
     relative = mean(lambda below: below)
     reference = matched(*annealed_moments(mean, relative, top - low, scale), count)
@@ -312,7 +312,7 @@ def statistics_of(
     """Exact statistics of the rows' references.
 
     Args:
-        reference, scale: the references, found at that scale.
+        reference, scale: the references, and that scale.
         count: (rows,) number of keys.
         temperature, logit_scale: as in `rows_of_kernel`.
         diagonal, overlap: (rows,) means of C_jj over a row's keys and of C_jl over their pairs.
@@ -423,7 +423,7 @@ FAINT = 1e-9
 """A product of correlation and logit variance below which rows are read as independent."""
 
 LEAST_OWN = 0.05
-"""Least share of its own that a key is taken to have where dropped weights are told apart."""
+"""Least share of its own that a key is taken to have where dropped weights are distinct."""
 
 
 def saturation(
