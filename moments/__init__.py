@@ -217,7 +217,7 @@ def check(
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read or run.
     """
-    from .errors import DomainError
+    from .errors import DomainError, Undeclared
     from .show.health import check_declared, declared, is_factory, made_by
 
     if plan is not None and scheme is not None:
@@ -230,7 +230,15 @@ def check(
     else:
         subject, given = made_by(subject)
     batch = given if batch is None else batch
-    model = declared(subject)
+    try:
+        model = declared(subject)
+    except Undeclared as refusal:
+        if meant is not None or batch is not None or loss is not None or measured is not None:
+            raise
+        from .model.huggingface.config import read_config
+        from .torch.narrow import checked
+
+        return checked(read_config(subject), refusal)
     if model is not None:
         report = check_declared(*model, batch=batch, scheme=meant, loss=loss)
     else:

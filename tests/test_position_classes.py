@@ -685,7 +685,7 @@ def test_what_the_benchmark_measured_is_within_the_bounds() -> None:
     for name, found in stored["rotary positions without a mask"].items():
         assert max(found["variance"], found["correlation"]) < 1e-3, name
         assert found["gradient"] < 0.012, name
-        assert max(found["band"], found["queries and keys"]) < 0.13, name  # words.md
+        assert max(found["band"], found["queries and keys"]) < 0.13, name  # repeats.md
     assert "Llama 3 8B, 32 x 8192" in stored["twice the classes"]
     for name, found in stored["twice the classes"].items():
         # turned positions over thousands of tokens, and tables: docs/theory/positions.md

@@ -2,7 +2,7 @@
 
 What two tokens have in common takes two values, [[K, S], [S, .]], of two different words and of
 one; cells share a word in s of their pairs, so that sums over pairs count K by 1 - s and S by s.
-See docs/theory/words.md.
+See docs/theory/repeats.md.
 """
 
 from __future__ import annotations

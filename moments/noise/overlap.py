@@ -9,7 +9,7 @@ G b(o) back. The gradients of the matrices before and behind, and of the gain of
 o b(o) and F(o) over pairs: the mean is taken of the two values at E o +- sqrt(Var o), exact to
 third order in o. Var o_ab is the forward pass's (`fluctuation`).
 
-See docs/theory/norms.md, Overlaps of what tokens have of their own."""
+See docs/theory/norms.md, Overlaps of idiosyncratic parts."""
 
 from __future__ import annotations
 

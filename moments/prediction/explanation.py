@@ -74,7 +74,7 @@ class Step:
         if self.component == LAW:
             return "a block's own law of second moments"
         if self.component == DIRECTIONS:
-            return "derived here, what the gradient lacks along its signal, of order 1/width"
+            return "derived here, a gradient without its component along the signal, order 1/width"
         if self.component == EXPERTS:
             return "derived here, one expert's law times what the router makes of two tokens"
         if self.law is None:
@@ -269,8 +269,10 @@ class Explanation:
                 given = f"   from {values}" if values else ""
                 lines.append(f"    {step.quantity} = {step.result:.5g}{given}")
                 if step.law is not None:
-                    formula = f"= {step.law.expr}"
-                    lines += textwrap.wrap(formula, 100, **_INDENTED)
+                    formula = str(step.law.expr)
+                    if "Integral(" in formula:
+                        formula = "a mean over Gaussians, by quadrature (as LaTeX: --latex)"
+                    lines += textwrap.wrap(f"= {formula}", 100, **_INDENTED)
                 lines.append(f"      {step.source}")
         return "\n".join(lines)
 

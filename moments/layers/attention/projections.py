@@ -3,7 +3,7 @@
 Queries and keys are Gaussian given the tokens, with kernels d s_q C + b_q and d s_k C' + b_k; norms
 and a soft cap may stand between, and the logits then are read as the Gaussian ones of `LogitLaw`.
 Back at the weights, E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W). See
-docs/theory/attention.md, What stands between tokens and logits, and Weight gradients.
+docs/theory/logits.md and docs/theory/attention.md, Weight gradients.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def bent(
         dimension: of the sphere; infinite: s is Gaussian.
 
     Source:
-        the integrals of `_bent_row`; see docs/theory/attention.md.
+        the integrals of `_bent_row`; see docs/theory/logits.md, Soft caps.
     """
     most = max(LOGIT_VARIANCE_MAX, 0.0 if cap is None else 100.0 * cap**2)
     shared = shared * np.minimum(most / np.maximum(diagonal, most), 1.0)
