@@ -107,10 +107,6 @@ class DoubleSum(NamedTuple):
     """A layer with a second connection, on its way up.
 
     Attributes:
-        node: its declaration.
-        signal: the input.
-        between: attention's residual sum.
-        entering: the same, normalised.
         inner: the feed-forward block's residual sum.
         carried: amplitude of the input in `inner`, per token.
     """

@@ -42,7 +42,6 @@ class PositionClasses:
     """Nodes in position and what sums over tokens make of them.
 
     Attributes:
-        length: tokens L.
         nodes: (P,) positions, counted from 1; the last are L - 1 and L.
     """
 
@@ -375,7 +374,6 @@ class DocumentClasses(PositionClasses):
     Attributes:
         length: tokens of all documents.
         one: classes of the longest.
-        lengths: of all documents.
     """
 
     one: PositionClasses
@@ -696,7 +694,6 @@ class KeyCounts:
     where that may jump; what is of one row alone goes on beyond the first key of its window.
 
     Attributes:
-        classes: of positions.
         window: keys that a row attends to at most.
         starts: (P,) the last position that a row no longer attends to.
         ends: (P,) the last that it does.
@@ -874,7 +871,6 @@ class ClassRows(NamedTuple):
 
     Attributes:
         weights: (..., P, P) [row, key], to one token of a class.
-        key_counts: what rows see.
     """
 
     weights: Array

@@ -60,7 +60,6 @@ class Addition(NamedTuple):
 
     Attributes:
         kept, added: what enters the connection and what leaves the branch.
-        keeping, adding: the squared factors.
     """
 
     kept: Record
@@ -219,7 +218,6 @@ class Component(abc.ABC):
         """The same with another residual connection in the place of each of its own.
 
         Args:
-            signal: what enters.
             solve: gives the other, from the one and what enters it.
             carry: gives what a component makes of what enters it.
         """
@@ -643,11 +641,6 @@ def forward(
     component: Component, signal: Signal, memory: Signal | None = None
 ) -> tuple[Signal, Record]:
     """Carry a signal through a declaration.
-
-    Args:
-        component: any.
-        signal: what enters.
-        memory: what cross-attention reads.
 
     Returns:
         The output, and the record of the pass, whose `backward` carries a gradient at the output

@@ -67,9 +67,7 @@ class TextClasses(PositionClasses):
     """Of one text, or of several: `nodes` are those of other classes twice, tokens counted once.
 
     Attributes:
-        one: those classes.
         share: (P, P) of pairs of different tokens of two cells that are one word.
-        frequencies: of its words.
         others: (T - 1,) of a document's tokens, those of a pair's word besides that pair, by its
             frequency.
         others_across: the same of pairs of two documents.

@@ -29,7 +29,6 @@ class Alike(NamedTuple):
     Attributes:
         entering: what enters layer 1.
         passing: what enters every layer, and the gradient that its output receives.
-        memory: what cross-attention reads.
     """
 
     entering: Signal
@@ -82,7 +81,8 @@ class Alike(NamedTuple):
 def sublayer_of(record: Record, shape: tuple[int, ...]) -> Sublayer:
     """What a part does, in as many configurations."""
     unit = trace_of(matrix_of(record.grad_in.kernel, record.input.seq_len))
-    return record.component.sublayer(record, Around(np.broadcast_to(unit, shape)))
+    sublayer: Sublayer = record.component.sublayer(record, Around(np.broadcast_to(unit, shape)))
+    return sublayer
 
 
 def across_sequences(

@@ -304,7 +304,6 @@ class Network:
         across: Sequence[Matrix] | None = None,
     ) -> None:
         """Arguments:
-        walk: through all parts.
         first: the signal that enters.
         batch: sequences that share the weights.
         overlaps: covariance of tokens of different sequences before every part, and behind all.

@@ -44,7 +44,6 @@ class TangentKernel:
             class of positions or every token.
         off_diagonal: Theta_ij of two different tokens, (P, P); by token Theta_ii on its diagonal.
         positions: (P,) of the tokens, from 1, or of the classes' nodes; None: tokens are alike.
-        seq_len: L.
         weights: layer, parameter and its part of the mean of `diagonal` over tokens.
     """
 

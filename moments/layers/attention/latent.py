@@ -260,9 +260,7 @@ class _Pulled(Pulled):
     """What came back.
 
     Attributes:
-        way: around what.
         grad_out: gradient's kernel at the heads.
-        sides: attention's paths.
         shared: gradient's kernel at tokens that keys' shared part would be made of with matrices of
             unit gain.
         parts: what norms and matrices before the latents sent back.

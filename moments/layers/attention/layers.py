@@ -132,8 +132,6 @@ def build(
     """The layer on every kernel of a batch, and the variance its logits were to have in each.
 
     Args:
-        leaf: `SelfAttention` or `CrossAttention`.
-        law: of the logits.
         memory: (..., Lk, Lk) kernel of the tokens attended to.
         allowed: a mask for every kernel.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged over each kernel's.
@@ -556,10 +554,7 @@ def layer_of(
     """That layer.
 
     Args:
-        leaf: `SelfAttention` or `CrossAttention`.
-        law: of its logits.
         signal, memory: the tokens that ask and those attended to, which may be the same.
-        kernels: of both, likewise.
     """
     layer, (_, tokens) = _layer_of(leaf, law, signal, memory, kernels), kernels
     sink = getattr(leaf, "sink", None)

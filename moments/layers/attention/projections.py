@@ -82,7 +82,6 @@ class LogitLaw(NamedTuple):
     """Covariance of logits (i, j) and (k, l): scale times queries_ik times keys_jl.
 
     Attributes:
-        queries, keys: of the layer.
         scale: that of the Gaussian logits which stand for the actual ones.
         gradient_scale: actual scale over it, which multiplies gradients through queries and those
             of the keys' weights.
@@ -327,7 +326,6 @@ def logit_law(
     Args:
         leaf: with the fields of `SelfAttention` that name variances and norms.
         query_tokens, key_tokens: kernels of the tokens behind queries and keys.
-        widths: of those tokens.
         length: how many keys there are.
     """
     norm, d_head = leaf.qk_norm, leaf.d_head
@@ -430,7 +428,6 @@ def normalised_cross(
     """Correlation of the value and key paths of normalised keys.
 
     Args:
-        law: of the logits.
         rows: of the attention, in the shape of the queries.
         weights: mean attention, an array or `ClassRows`; None: uniform.
         width: of the tokens attended to.
@@ -501,12 +498,9 @@ def projection_gradients(
 
     Args:
         leaf: a `SelfAttention` or `CrossAttention`.
-        law: of its logits.
         signal, memory: the tokens that ask, and those attended to.
         mixed: second moments per feature of sum_j a_ij y_j over the latter.
         grad_out: gradient's kernel at the heads.
-        paths: of it.
-        rows: of the attention.
     """
     width, length = leaf.value_width, signal.seq_len
     grown = _overlap_gradients(leaf, law, signal, paths.overlap_path)

@@ -77,7 +77,6 @@ def text_targets(
 
     Args:
         head: its `loss`; "causal" predicts the next token, "masked" what `targets` say.
-        vocab_size: number of logits.
         seq_len: tokens per sequence L.
         token_ids: integers (L,) or (B, L); None: unknown tokens, drawn by Zipf's law.
         targets: the same shape, -100 where there is none; None: as `loss` says, masked tokens
@@ -241,8 +240,6 @@ def position_text(
     random: means over cells.
 
     Args:
-        head, vocab_size: as of `position_targets`.
-        classes: of positions.
         ids: (L,), or (documents, longest) where they are of several.
     """
     read, active = ids.astype(np.int64), _followed(classes)
