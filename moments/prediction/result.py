@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..show.expects import Expects
     from ..step.result import FirstStep
     from ..step.sharpness import Sharpness
-    from .stack import OuterWeights
 
 
 FORMAT_VERSION = 1
@@ -91,7 +90,7 @@ class Prediction:
     loss_stderr: Any = None
     logit_variance: Any = None
     encoder: Prediction | None = field(default=None, repr=False)
-    outer_weights: OuterWeights | None = field(default=None, repr=False)
+    outer_weights: Any = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
     alone: Callable[[], tuple[Prediction, float]] | None = field(default=None, repr=False)
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
