@@ -105,7 +105,6 @@ def joint_kernel(
     two rows are one; tokens at the same position of two sequences share the position's row.
 
     Args:
-        embedding: the tables.
         seq_len: tokens per sequence L.
         token_ids, segment_ids: integers of shape (L,) or (B, L); without segments there is one.
         d_model: width; needed for sinusoidal positions.
@@ -132,8 +131,6 @@ def class_kernel(embedding: Embedding, classes: TextClasses, d_model: int | None
     The text is one segment without padding.
 
     Args:
-        embedding: the tables.
-        classes: of its words.
         d_model: width; needed for sinusoidal positions.
     """
     token = embedding.row_variance
@@ -153,7 +150,6 @@ class FixedPart(NamedTuple):
     """What a tensor holds that no weight is drawn for.
 
     Attributes:
-        kernel: p_i . p_j/d.
         common: the product of two tokens' means over features, which centring removes.
     """
 
@@ -175,9 +171,7 @@ def fixed_positions(
     d/2 frequencies w_m = 10000^(-2 m/d).
 
     Args:
-        embedding: the declaration.
         seq_len: tokens per sequence L.
-        d_model: width.
         sequences: B for kernels of shape (B L, B L); None: tokens alike.
         documents: of packed rows, (L,) or (B, L); None: each row is one.
         classes: of positions, for means over their cells; None: none.
@@ -248,7 +242,6 @@ def embedding_gradients(
     padding row has no gradient.
 
     Args:
-        embedding: the tables.
         seq_len: tokens per sequence L.
         d_model: width of the sum of the tables.
         gradient: at the sum of the tables, resolved (B L, B L) for a text of (B, L) tokens, or

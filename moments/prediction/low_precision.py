@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ..model.transformer import Transformer
-    from .result import Prediction
 
 
 class Format(NamedTuple):
@@ -141,7 +140,7 @@ def _unsized(operand: Operand, scale: str) -> Operand:
     return operand._replace(variance=2.0**octaves)
 
 
-def low_precision(prediction: Prediction, format: str) -> pd.DataFrame:
+def low_precision(prediction: Any, format: str) -> pd.DataFrame:
     """See `Prediction.low_precision`."""
     check_choice("format", format, tuple(FORMATS))
     if prediction.variance.ndim > 1:
@@ -154,7 +153,7 @@ def low_precision(prediction: Prediction, format: str) -> pd.DataFrame:
 
 
 def _rows(
-    prediction: Prediction, sites: list[dict[str, Any]], layer: int, form: Format
+    prediction: Any, sites: list[dict[str, Any]], layer: int, form: Format
 ) -> Iterator[dict[str, Any]]:
     """Two rows a product, one for each operand."""
     model = prediction.model

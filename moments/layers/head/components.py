@@ -142,7 +142,6 @@ class Pool(Leaf):
 
     Attributes:
         label: site name in a trace.
-        kind: "first" or "mean".
         sequences: of a resolved kernel, one after the other.
         real: (sequences, L), 1 for real tokens; None: all.
     """

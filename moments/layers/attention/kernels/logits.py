@@ -70,8 +70,6 @@ class Rotation:
         keys: (Lk, Lk) rho(delta), the factor on the keys' kernel.
         query_terms, key_terms: (t, Lq, Lq) and (t, Lk, Lk), U_t and V_t.
         parity: (t,) 1 where both are even functions, -1 where both are odd.
-        frequencies, shares: w_m and s_m.
-        query_positions, key_positions: of the tokens.
     """
 
     queries: Array
@@ -126,7 +124,6 @@ class Logits:
         values: (Lk, Lk) second moments of what the weights average.
         prior: (Lq, Lk) softmax of the deterministic part of the logits: uniform over a row's keys
             unless `biased`; rows sum to 1.
-        scale: tau.
         biased: whether a row prefers some of its keys.
         rotation: rotary positions; None: none.
     """
