@@ -307,7 +307,7 @@ def _by_token(prediction: Prediction) -> Prediction:
 def still(reading: Reading, optimizer: Optimizer) -> float:
     """The loss at learning rate 0, as `ending` has it."""
     words = Words.of(reading)
-    kernel = np.asarray(reading.readout.kernel.pairs)
+    kernel = np.asarray(reading.readout.kernel.off_diagonal)
     nothing = Change.none(len(kernel))
     tied = tied_overlap(reading, words)
     ones, zeros = np.ones(len(kernel)), np.zeros_like(kernel)

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import DomainError, ValidityWarning, domain_error
+from ...errors import DomainError, Undeclared, ValidityWarning, brief, domain_error
 from ...files import read_object
 from ..transformer import Transformer
 from . import NEAREST, READERS, REFUSED, Family
@@ -57,6 +57,8 @@ def family(kind: Any) -> Family:
                 "declare the model with moments.Transformer"
             )
         reason = _why_not(kind) if isinstance(kind, str) else ""
+        if kind in REFUSED:
+            raise Undeclared(f"model_type = {brief(kind)}: {reason}")
         raise domain_error("model_type", kind, f"one of {', '.join(sorted(READERS))}", reason)
     return READERS[kind]
 
