@@ -46,7 +46,7 @@ from ..formulas.quantization import (
     mean,
     product_noise,
 )
-from ..transfer.attention.self_attention import AttentionPulled
+from ..layers.attention.self_attention import AttentionPulled
 
 if TYPE_CHECKING:
     import pandas as pd
