@@ -264,7 +264,7 @@ class Drawn(NamedTuple):
     sent: np.ndarray
 
 
-def _weight_rows(prediction: Prediction, layer: int, form: Format) -> Iterator[dict[str, Any]]:
+def _weight_rows(prediction: Any, layer: int, form: Format) -> Iterator[dict[str, Any]]:
     """Two rows a weight gradient, where every token is resolved by itself."""
     squares = _squares(prediction, layer)
     for name, (read, sent) in _drawn(prediction, layer).items():
@@ -294,7 +294,7 @@ def _weight_rows(prediction: Prediction, layer: int, form: Format) -> Iterator[d
             }
 
 
-def _squares(prediction: Prediction, layer: int) -> dict[str, float]:
+def _squares(prediction: Any, layer: int) -> dict[str, float]:
     """E dW^2 of an entry. A query's is that of the mean kernels: what overlaps that vary over draws
     add to it, they add to a token's own gradient too, and so to the noise."""
     shapes, found = prediction.model.shapes_of(layer), {}
@@ -310,7 +310,7 @@ def _squares(prediction: Prediction, layer: int) -> dict[str, float]:
     return found
 
 
-def _drawn(prediction: Prediction, layer: int) -> dict[str, Drawn]:
+def _drawn(prediction: Any, layer: int) -> dict[str, Drawn]:
     """Both operands of a layer's weight gradients, by the matrix's name."""
     model, rng = prediction.model, np.random.default_rng(layer)
     found: dict[str, Drawn] = {}
