@@ -21,7 +21,6 @@ from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.audit import audit  # noqa: E402
 from moments.torch.entries import SHAPES, EntryMoments  # noqa: E402
 from moments.torch.initialize import initialize  # noqa: E402
-from moments.torch.probe import Slope, regress  # noqa: E402
 from moments.torch.scales import remove_scales  # noqa: E402
 
 LAYERS, WIDTH = 3, 48
@@ -463,19 +462,6 @@ def test_the_factor_on_q_k_is_measured_without_chance(kind):
     (offender,) = audit(module, own).offenders
     assert (offender.layer, offender.quantity) == (2, "temperature")
     assert offender.measured == pytest.approx(1 / 1.01, rel=1e-5)
-
-
-def test_regression_recovers_slopes():
-    generator = torch.Generator().manual_seed(0)
-    x, f = torch.randn((2, 500), generator=generator, dtype=torch.float64)
-    skip, branch = regress(0.9 * x + 0.3 * f, [x, f])
-    assert isinstance(skip, Slope)
-    assert skip.value == pytest.approx(0.9, rel=1e-12)
-    assert branch.value == pytest.approx(0.3, rel=1e-12)
-    noisy, gone = regress(x + 0.5 * f, [x, 0 * f])
-    assert gone is None
-    assert abs(noisy.value - 1) < 5 * noisy.stderr
-    assert noisy.unexplained == pytest.approx(math.sqrt(0.2), rel=0.1)
 
 
 def test_errors():

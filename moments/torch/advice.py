@@ -357,7 +357,6 @@ SCALE_WORDS = {
     "skip_scale": "the skip multiplier lambda",
     "branch_scale": "the residual multiplier beta",
     "norm_output_scale": "the norm's output scale",
-    "norm_input_scale": "the norm's input scale",
     "output_scale": "the factor on the logits",
 }
 """Quantities of findings about multipliers, in words."""

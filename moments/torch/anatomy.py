@@ -18,7 +18,7 @@ from .checkpoints import drawn, is_meta
 from .dataflow import ModuleReading, read
 from .expert_roles import with_experts
 from .hook_points import HookPoint, WeightPart
-from .roles import ModuleRoles
+from .roles import ModuleRoles, is_gain
 
 with optional("torch", "torch"):
     import torch
@@ -182,7 +182,7 @@ def _readable(module: nn.Module) -> Iterator[None]:
             if not isinstance(weight, nn.Parameter) or bool(weight.any()):
                 continue
             table, norm = isinstance(part, nn.Embedding), "norm" in type(part).__name__.lower()
-            if table or norm:
+            if table or (norm and is_gain(part, weight)):
                 broken.setdefault(weight, weight.detach().clone())
                 generator = torch.Generator(weight.device).manual_seed(0)
                 weight.normal_(generator=generator) if table else weight.fill_(1.0)

@@ -30,9 +30,9 @@ def audit(
     """Compare a freshly initialised module with a plan.
 
     Compared are mean squares, by matrix and by role over all layers, with their sampling errors,
-    means, norms' gains and biases; no layer may have another one's entries. The module is run once,
-    in evaluation mode, and the multipliers of its residual sums and norms are measured by
-    regression. A right module fails with probability 1e-5, all checks together.
+    means, norms' gains and biases; no layer may have another one's entries. The multipliers of its
+    residual sums and norms are those of one recorded pass. A right module fails with probability
+    1e-5, all checks together.
 
     Args:
         module: any that can be read. It is left as it was. Compiled and
@@ -55,7 +55,7 @@ def audit(
     module, parts, model, described = of.module, of.parts, of.model, of.described
     batch = parts.example if batch is None else batch
     readings = conventions(model if plan is None else plan, options, model)
-    read = AuditedModule.of(module, parts.found, batch, model)
+    read = AuditedModule.of(module, parts.reading, batch)
     checked = checked_rows(read, model, described)
     measured = measure_roles(model, read.entries)
     words = "the plan"

@@ -43,7 +43,6 @@ from .factory import seen_of, unwritten
 from .findings import measure_roles
 from .measure import Loss, measure, needs_labels
 from .open_check import check_open
-from .probe import Slope
 from .roles import (
     ModuleRoles,
     Role,
@@ -183,11 +182,11 @@ class Checking:
         self.architecture = at_length(read, self.measurement)
         if self.promised is not None:
             self.promised = at_length(self.promised, self.measurement)
-        self.tensors = AuditedModule.of(module, self.found, self.inputs.few, self.architecture)
+        self.tensors = AuditedModule.of(module, self._reading, self.inputs.few)
         told = self._reading.model
         if told is not None and told.head is not None and batch is None:
-            scale = Slope(told.head.output_scale, 0.0, 0.0)  # one pass told it
-            self.tensors._slopes[told.head.logit_softcap is not None] = scale
+            # one pass told it
+            self.tensors._factors[told.head.logit_softcap is not None] = told.head.output_scale
         self.seen = behaviour(module, self.inputs.few)
         self.idle = tuple(self._unused())
         self.notes: list[str] = []

@@ -31,7 +31,6 @@ from .expectation import model_of
 from .findings import unchecked
 from .hook_points import ENCODER
 from .measure import Loss, measure
-from .probe import probe_or_why
 from .roles import block_of, tensors_of
 from .running import as_named, at_hand, built
 from .tensors import weight_advice
@@ -136,8 +135,7 @@ def diagnose(
 
             own_features.append(_copied(repeated, again, text, inputs))
         features = [*own_features, *features]
-        probes, why = probe_or_why(target, roles, batch, epsilon=declared.norm_epsilon)
-        unseen = [*unchecked(declared, roles, probes, why), *unseen]
+        unseen = [*unchecked(declared, roles, parts.reading.sums), *unseen]
         unseen += ["the attention mask"] if ahead is None else []
     else:
         unseen.insert(0, "its weights, scales and norms")

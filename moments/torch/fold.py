@@ -22,7 +22,7 @@ from ..model.transformer import Transformer
 from .architecture import fitted
 from .expectation import Scales, scales_of
 from .hook_points import ModuleBranch
-from .probe import LogitFactor, logit_factor
+from .logits import LogitFactor, logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .scales import FOLDED, ScaleRow, applied_scales, native_branch, remove_scales
 

@@ -18,10 +18,18 @@ from .architecture import Fitted, fitted
 from .expectation import Scales, expected_variance, scales_of
 from .findings import SLACK, attention_of, temperatures
 from .hook_points import ModuleBranch
-from .probe import drops_behind, logit_factor
+from .logits import logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_rows
-from .scales import FOLDED, AppliedScales, HeldDropout, applied_scales, apply_scales, held_dropouts
+from .scales import (
+    FOLDED,
+    AppliedScales,
+    HeldDropout,
+    applied_scales,
+    apply_scales,
+    drops_behind,
+    held_dropouts,
+)
 
 with optional("torch", "torch"):
     import torch

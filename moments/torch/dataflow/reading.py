@@ -21,7 +21,7 @@ from ...model.patches import PatchEmbedding
 from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
-from ..hook_points import ENCODER, HookPoint, ModuleBranch
+from ..hook_points import ENCODER, BlockSum, HookPoint, ModuleBranch, Sums
 from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
 from ..running import in_mode, kept_buffers, made_at_hand, padding_row, run
 from .around import SINUSOIDAL, After, Before, after, before
@@ -71,6 +71,7 @@ class ModuleReading:
         turned: layers whose values are turned by their position.
         shared: parameters that several layers use, each with these layers.
         unlayered: why its layers could not be distinguished, a phrase each.
+        sums: what every block's residual sum is.
     """
 
     model: Transformer | None
@@ -87,6 +88,7 @@ class ModuleReading:
     turned: tuple[int, ...] = ()
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     unlayered: tuple[str, ...] = ()
+    sums: Sums = field(default_factory=dict)
 
 
 @made_at_hand
@@ -495,8 +497,21 @@ class _Reading:
             dropped=tuple(self.dropped),
             shared=self.shared,
             unlayered=tuple(dict.fromkeys(self.unlayered)),
+            sums={
+                (stack.prefix, n, unit.name): self._sum(stack.placements[n - 1], n, unit)
+                for stack in stacks
+                for n, units in enumerate(stack.layers, start=1)
+                for unit in units
+            },
             turned=layers_of(lambda u: u.attention is not None and u.attention.turned),
         )
+
+    def _sum(self, placement: str, layer: int, unit: BranchUnit) -> BlockSum:
+        norm = unit.before or unit.after
+        factor = unit.after_factor if unit.before is None else unit.factor
+        place = "none" if (layer, unit.name) in self.odd else placement
+        gain = None if norm is None else norm.gain * factor
+        return BlockSum(place, unit.skip, unit.branch, gain, unit.whole)
 
     def _share(self, roles: Roles) -> None:
         """Matrices that several layers use: each has their variance, and few may be."""
