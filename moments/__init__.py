@@ -64,10 +64,11 @@ _PUBLIC = {
     "simulate": "simulation.run",
     "solve": "scheme.plan",
     "sweep": "grids.run",
+    "transfer": "torch.transfer",
 }
 
 # Modules and packages that are public as wholes.
-_PACKAGES = {"laws": "engine.laws", "torch": "torch", "transfer": "transfer"}
+_PACKAGES = {"laws": "engine.laws", "torch": "torch"}
 
 __all__ = [
     "Absent",
@@ -124,6 +125,7 @@ __all__ = [
     "simulate",
     "solve",
     "sweep",
+    "transfer",
 ]
 
 if TYPE_CHECKING:
@@ -168,7 +170,7 @@ if TYPE_CHECKING:
     from .step.sharpness import Sharpness
     from .torch.diagnose import diagnose
     from .torch.expect import expect
-    from .torch.transfer import transfer as transfer
+    from .torch.transfer import transfer
 
 
 def check(
@@ -244,13 +246,6 @@ def check(
 
         report = check_module(subject, batch, scheme=meant, loss=loss)
     return report if measured is None else report.with_measured(measured)
-
-
-def _transfer(factory: Any, axis: str, sizes: Any, optimizer: Any) -> TransferReport:
-    """What `moments.transfer(...)` calls; `transfer` is a folder as well."""
-    from .torch.transfer import transfer as read
-
-    return read(factory, axis, sizes, optimizer)
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:

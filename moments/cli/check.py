@@ -383,11 +383,11 @@ def compare(
     loss and gradients are predicted absolutely; else the gradient measured at the last layer is
     where the prediction's backward pass starts.
     """
+    from ..layers.architecture import check_coverage
     from ..prediction.predict import predict as run
     from ..show.comparison import compare as put_beside
     from ..show.report import comparison_tables, summary_table
     from ..show.screen import comparison_screen
-    from ..transfer.architecture import check_coverage
 
     if model is None:
         raise DomainError("no MODEL given: name a preset or a config.json")

@@ -5,7 +5,8 @@ family, sizes    what a family is, with the heads that most share; its architect
 defaults.json    what entries that are left out mean, from the config classes themselves
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
 bert, gpt, parallel, llama, t5, vit: one group of families each
-relatives        dense decoders like Llama, of which a module is read by what it computes
+relatives, decoders, encoders: dense types, of which a module is read by what it computes
+bart             encoder-decoders with positions added to their token rows
 latent, moe, recurrent: families whose blocks `moments.torch` does not recognise in a module
 """
 
@@ -17,7 +18,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import bert, gpt, latent, llama, moe, parallel, recurrent, relatives, t5, vit
+from . import (
+    bart,
+    bert,
+    decoders,
+    encoders,
+    gpt,
+    latent,
+    llama,
+    moe,
+    parallel,
+    recurrent,
+    relatives,
+    t5,
+    vit,
+)
 from .family import Family
 
 __all__ = ["DENSE", "FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
@@ -41,13 +56,12 @@ FAMILIES = _of(_GROUPS)
 OF_BLOCKS = _of(_OF_BLOCKS)
 """The same of those that are read from their config alone: of a module of theirs `moments.torch`
 does not know every part."""
-DENSE = _of((relatives,))
+DENSE = _of((relatives, decoders, encoders, bart))
 """The same of those whose modules `moments.torch.from_config` reads."""
 READERS = FAMILIES | DENSE | OF_BLOCKS
 
 _BEYOND = {
     "one layer's weights shared by all layers": "albert",
-    "cross-attention in a Post-LN decoder with a position table of its own": "bart",
     "sparse attention": "big_bird led longformer longt5",
     "pictures and text in one model": "clip gemma3 llama4",
     "convolutions": "convnext",
@@ -69,19 +83,11 @@ REFUSED = {kind: feature for feature, kinds in _BEYOND.items() for kind in kinds
 """Known model types, and the feature that no Transformer can express."""
 
 _RELATIVES = {
-    "bert": "bart deberta layoutlm megatron-bert modernbert mpnet rembert roformer",
-    "bloom": "mpt",
+    "bert": "deberta layoutlm",
     "gemma2": "gemma3",
-    "gpt2": "ctrl gpt-sw3 gpt_bigcode openai-gpt",
-    "gpt_neox": "gpt_neox_japanese",
-    "gptj": "codegen",
-    "mt5": "umt5",
-    "opt": "biogpt xglm",
-    "roberta": "data2vec-text roberta-prelayernorm",
-    "stablelm": "persimmon",
-    "t5": "blenderbot longt5 m2m_100 marian mbart pegasus",
+    "gpt2": "gpt-sw3",
+    "t5": "longt5",
     "vit": "beit deit dinov2 vit_mae",
-    "xlm-roberta": "xlm-roberta-xl",
 }
 NEAREST = {kind: family for family, kinds in _RELATIVES.items() for kind in kinds.split()}
 """Model types that are not read -> the family here that is built most like them."""

@@ -14,9 +14,9 @@ from rich.table import Table
 from ...errors import MomentsError, domain_error, optional
 from ...files import as_frame, plain
 from ...formulas.checks import NONNEGATIVE, check_count, check_number
+from ...layers.head.cross_entropy import softmax_expectations
+from ...layers.head.softmax_agreement import agreement_share
 from ...show.report import render
-from ...transfer.head.cross_entropy import softmax_expectations
-from ...transfer.head.softmax_agreement import agreement_share
 from ..dataflow.graph import Graph
 from ..dataflow.reading import recorded
 from ..running import built, made_at_hand
