@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import small_modules  # noqa: E402
 
 from moments.show.expected import tail_probability  # noqa: E402
-from moments.torch.anatomy import anatomy_of  # noqa: E402
+from moments.torch.anatomy import anatomy_of, as_drawn  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.audit import audit  # noqa: E402
 from moments.torch.entries import SHAPES, EntryMoments  # noqa: E402
@@ -72,7 +72,7 @@ def fresh(built):
 def blocks(module, *names):
     """(label, view) of every matrix of a role, in the order of the layers."""
     tensors = dict(module.named_parameters())
-    roles = anatomy_of(module).found.named(*names)
+    roles = anatomy_of(module).roles.named(*names)
     return [(role.label, role.part.of(tensors[role.parameter].detach())) for role in roles]
 
 
@@ -265,14 +265,14 @@ def test_a_scale_erased(built):
     """A beta kept in a buffer, which materialisation fills with zeros."""
     module, plan = copy.deepcopy(built[0]), built[1]
     initialize(module, plan.replace(branch_scale=1.0), seed=2)
-    for block in anatomy_of(module).found.blocks:
+    for block in anatomy_of(module).roles.blocks:
         part = module.get_submodule(block.branch.path)
         beta = plan.by_block("branch_scale")[block.layer - 1, block.column]
         part.register_buffer("beta", torch.tensor(float(beta)), persistent=False)
         hook = part.register_forward_hook(scaled_by_buffer, prepend=False)
         part._forward_hooks.move_to_end(hook.id, last=False)
     assert audit(module, plan).passed
-    victim = anatomy_of(module).found.blocks[3]
+    victim = anatomy_of(module).roles.blocks[3]
     module.get_submodule(victim.branch.path).beta.zero_()
     report = audit(module, plan)
     (offender,) = report.offenders
@@ -384,7 +384,7 @@ def test_a_shifted_layer_index(fresh):
 
 def test_gains_biases_and_broken_entries_are_named(fresh):
     module, plan = fresh
-    found = anatomy_of(module).found
+    found = anatomy_of(module).roles
     gain = found.named("ffn.norm.gain")[1]
     dict(module.named_parameters())[gain.parameter].data.mul_(1.5)
     name, w = blocks(module, "key")[0]
@@ -504,7 +504,7 @@ class Learned(torch.nn.Module):
 
 def test_an_audit_reads_the_entries_of_now():
     module = torch.nn.Sequential(torch.nn.Embedding(50, WIDTH), *(Learned() for _ in range(2)))
-    plan = anatomy_of(module).architecture()
+    plan = as_drawn(anatomy_of(module))
     initialize(module, plan)
     assert audit(module, plan).passed
     module[1].factor.data.mul_(4)
@@ -514,7 +514,7 @@ def test_an_audit_reads_the_entries_of_now():
     module[1].factor.data.div_(4)
     assert audit(module, plan).passed
     remembered = anatomy_of(module)
-    assert anatomy_of(module).reading is remembered.reading
+    assert anatomy_of(module) is remembered
 
 
 def test_a_temperature_is_that_of_every_attention():

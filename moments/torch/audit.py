@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import optional
 from ..show.findings import Report, ranked
 from .advice import advise, conventions
+from .anatomy import as_drawn
 from .architecture import fitted
 from .findings import measure_roles
 from .scales import FOLDED
@@ -52,10 +53,10 @@ def audit(
         MomentsError: the module cannot be read.
     """
     of = fitted(module, plan, options, batch, strict=False)
-    module, parts, model, described = of.module, of.parts, of.model, of.described
-    batch = parts.example if batch is None else batch
+    module, reading, model, described = of.module, of.reading, of.model, of.described
+    batch = reading.example if batch is None else batch
     readings = conventions(model if plan is None else plan, options, model)
-    read = AuditedModule.of(module, parts.reading, batch)
+    read = AuditedModule.of(module, reading, batch)
     checked = checked_rows(read, model, described)
     measured = measure_roles(model, read.entries)
     words = "the plan"
@@ -70,7 +71,7 @@ def audit(
     failed = [row for row in checked.rows if row.passed is False]
     found = list(weights.findings(failed))
     folded = bool(failed) and getattr(module, FOLDED, False)
-    unknown = parts.found.unidentified
+    unknown = reading.roles.unidentified
     return Report(
         source=type(module).__name__,
         scheme=f"compared with {words}",
@@ -86,5 +87,5 @@ def audit(
             *((f"of unknown role: {', '.join(unknown)}",) * bool(unknown)),
         ),
         rows=tuple(checked.rows),
-        model=parts.architecture(),
+        model=as_drawn(reading),
     )

@@ -80,14 +80,14 @@ def describe(
     alone = model is None or (architecture is None and not hasattr(module, "config"))
     if alone:  # a class of torch's knows nothing of what is around its layers
         own = batch is None and seq_len is None
-        reading = anatomy_of(module, own=True).reading if own else read(module, batch, seq_len)
+        reading = anatomy_of(module, own=True) if own else read(module, batch, seq_len)
         around = reading.model is not None and reading.model.embedding is not None
         if model is None or around:
             return _of_reading(module, reading, lost)
     assert model is not None
-    parts = anatomy_of(module, batch)
-    given = parts.example if batch is None else batch
-    described = described_as(model, AuditedModule.of(module, parts.reading, given), parts.sites)
+    reading = anatomy_of(module, batch)
+    given = reading.example if batch is None else batch
+    described = described_as(model, AuditedModule.of(module, reading, given), reading.sites)
     return dataclasses.replace(described, notes=lost)
 
 
@@ -201,7 +201,7 @@ def weight_statistics(module: nn.Module) -> pandas.DataFrame:
     Raises:
         MomentsError: the module could not be read.
     """
-    found = anatomy_of(module).found
+    found = anatomy_of(module).roles
     tensors = tensors_of(module)
     rows = []
     for role in found.roles:

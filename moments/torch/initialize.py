@@ -115,7 +115,7 @@ def initialize(
     """
     check_count("seed", seed, least=0)
     of = fitted(module, plan, options, batch)
-    module, found, model = of.module, of.parts.found, of.model
+    module, found, model = of.module, of.reading.roles, of.model
     chosen = (
         (model.weights and model.weights.distribution) if distribution is None else distribution
     )
@@ -167,8 +167,8 @@ def attach(
 
 def _attached(of: Fitted, batch: Any) -> AppliedScales | None:
     """Hooks and temperatures, decided before the first is placed."""
-    module, parts, model, described = of.module, of.parts, of.model, of.described
-    found, batch = parts.found, of.parts.example if batch is None else batch
+    module, found, model, described = of.module, of.reading.roles, of.model, of.described
+    batch = of.reading.example if batch is None else batch
     stacks = scales_of(model)
     held = _check_scales(found, stacks[""])
     scalings = _scalings(module, found, model)

@@ -372,7 +372,7 @@ def drops_behind(
     module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
 ) -> set[ModuleBranch]:
     """Blocks whose output passes dropout between its last hook and the sum."""
-    late = {block for block in anatomy_of(module, batch).found.blocks if block.drops}
+    late = {block for block in anatomy_of(module, batch).roles.blocks if block.drops}
     return late & set(blocks)
 
 

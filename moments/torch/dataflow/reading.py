@@ -72,6 +72,8 @@ class ModuleReading:
         shared: parameters that several layers use, each with these layers.
         unlayered: why its layers could not be distinguished, a phrase each.
         sums: what every block's residual sum is.
+        ahead: whether any layer of a single stack sees later tokens; None where that is not known.
+        unused: parameters that nothing reads.
     """
 
     model: Transformer | None
@@ -89,6 +91,8 @@ class ModuleReading:
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     unlayered: tuple[str, ...] = ()
     sums: Sums = field(default_factory=dict)
+    ahead: bool | None = None
+    unused: tuple[str, ...] = ()
 
 
 @made_at_hand
@@ -411,6 +415,8 @@ class _Reading:
     dropped: list[tuple[int, str, float]] = field(default_factory=list)
 
     def reading(self) -> ModuleReading:
+        leaves = (v for v in self.graph.values if v.name is not None and v.params)
+        unused = tuple(str(v.name) for v in leaves if not v.consumers and v.tensor.numel())
         stream = self.stream = StreamReader(self.graph)
         if not stream.chains:
             raise MomentsError(
@@ -484,6 +490,8 @@ class _Reading:
                 n for n, units in rows if any(u.name == "attention" and what(u) for u in units)
             )
 
+        looking = [u.attention for u in main.chain.blocks if u.attention is not None]
+        alone = len(stacks) == 1 and not any(u.name == "cross" for u in main.chain.blocks)
         return ModuleReading(
             model,
             module_roles,
@@ -497,6 +505,8 @@ class _Reading:
             dropped=tuple(self.dropped),
             shared=self.shared,
             unlayered=tuple(dict.fromkeys(self.unlayered)),
+            ahead=not all(a.causal for a in looking) if alone and looking else None,
+            unused=unused,
             sums={
                 (stack.prefix, n, unit.name): self._sum(stack.placements[n - 1], n, unit)
                 for stack in stacks
