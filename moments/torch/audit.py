@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import optional
 from ..show.findings import Report, ranked
-from .advice import advise, conventions
+from .advice import advise
 from .anatomy import as_drawn
 from .architecture import fitted
 from .findings import measure_roles
@@ -55,7 +55,6 @@ def audit(
     of = fitted(module, plan, options, batch, strict=False)
     module, reading, model, described = of.module, of.reading, of.model, of.described
     batch = reading.example if batch is None else batch
-    readings = conventions(model if plan is None else plan, options, model)
     read = AuditedModule.of(module, reading, batch)
     checked = checked_rows(read, model, described)
     measured = measure_roles(model, read.entries)
@@ -65,9 +64,7 @@ def audit(
     elif isinstance(plan, str):
         words = f"the scheme {plan!r}"
     against = Against(model, words, plan is not None, True, described)
-    weights = WeightFindings(
-        read, against, advise(checked.rows, measured, model, described, readings)
-    )
+    weights = WeightFindings(read, against, advise(checked.rows, measured, model, described))
     failed = [row for row in checked.rows if row.passed is False]
     found = list(weights.findings(failed))
     folded = bool(failed) and getattr(module, FOLDED, False)

@@ -20,7 +20,6 @@ from ..show.diagnosis import TOKENS, diagnose_case, say
 from ..show.differences import Case, Feature, differences
 from ..show.expected import TOLERANCE
 from ..show.findings import Report
-from .advice import conventions
 from .anatomy import anatomy_of, as_drawn
 from .architecture import promised_by
 from .assumptions import Copies, copies, copy_notes, shuffle, shuffled
@@ -120,7 +119,7 @@ def diagnose(
         if (one_pass := reading.model) is not None:
             names = "dropout", "attention_dropout", "activation_dropout", "ffn_dropout"
             changed = changed.replace(**{name: getattr(one_pass, name) for name in names})
-        likely = weight_advice(target, roles, declared, read, conventions(plan, options, declared))
+        likely = weight_advice(target, roles, declared, read)
         own_features = _reasoned(differences(declared, changed), likely.reasons)
         advice = tuple(sentence for _, sentence in likely.crossed)
         repeated = copies((role, block_of(tensors_of(target), role)) for role in roles.roles)

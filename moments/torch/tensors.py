@@ -12,7 +12,7 @@ from ..errors import optional
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..show.findings import Row
-from .advice import Advice, Convention, advise
+from .advice import Advice, advise
 from .architecture import promised_by
 from .assumptions import Copies, copies, copy_findings
 from .dataflow import ModuleReading
@@ -155,12 +155,11 @@ def weight_advice(
     found: ModuleRoles,
     model: Transformer,
     described: Transformer | None,
-    readings: Sequence[Convention] = (),
 ) -> Advice:
     """Likely causes of what is wrong with weights, without a run; arguments as of `advise`."""
     entries, repeated = entries_of(module, found)
     rows, measured = _weights(entries, repeated, model), measure_roles(model, entries)
-    return advise(rows, measured, model, described, readings)
+    return advise(rows, measured, model, described)
 
 
 def _logits(read: AuditedModule, model: Transformer) -> list[Row]:
