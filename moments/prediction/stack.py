@@ -792,7 +792,7 @@ def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
             f"seq_len = {model.seq_len}: the image has {model.embedding.seq_len} tokens; use "
             f"model.replace(seq_len={model.embedding.seq_len})"
         )
-    return image_kernel(model.embedding, inputs.pixels)
+    return image_kernel(model.embedding, inputs.pixels, model.d_model)
 
 
 def _each(value: Array) -> Any:

@@ -293,7 +293,11 @@ def draw_embedding(
             drawn["patch.bias"] = draw((d_model,), embedding.bias_variance, generator, dtype)
         if embedding.class_token:
             drawn["class"] = draw((d_model,), embedding.class_variance, generator, dtype)
-        tables = {"position": (model.seq_len, embedding.position_variance)}
+        tables = {}
+        if embedding.placed == "learned":
+            tables["position"] = model.seq_len, embedding.position_variance
+        if embedding.registers:
+            tables["register"] = embedding.registers, embedding.register_variance
     else:
         tables = {
             "token": (embedding.vocab_size, embedding.token_variance),
@@ -302,7 +306,7 @@ def draw_embedding(
         }
     factor: int | None = getattr(embedding, "factor_dim", None)
     for name, (rows, variance) in tables.items():
-        if variance > 0:
+        if variance > 0 or isinstance(embedding, PatchEmbedding):  # whose tables may start at zero
             narrow = embedding.norm or name == "token"
             width = factor if factor is not None and narrow else d_model
             drawn[name] = draw((rows, width), variance, generator, dtype)
@@ -379,11 +383,17 @@ def sinusoids(seq_len: int, d_model: int) -> Tensor:
 
 
 def _patches(embedding: PatchEmbedding, pixels: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    size = embedding.patch_size
     # unfold gives (batch, channels * size * size, patches), row by row.
-    x = functional.unfold(pixels, size, stride=size).transpose(1, 2) @ weights["patch"]
+    cut = functional.unfold(pixels, embedding.patch_size, stride=embedding.strides)
+    x = cut.transpose(1, 2) @ weights["patch"]
     if "patch.bias" in weights:
         x = x + weights["patch.bias"]
-    if "class" in weights:
-        x = torch.cat([weights["class"].expand(len(x), 1, -1), x], 1)
+    if embedding.placed == "sinusoidal":
+        halves = [sinusoids(side, x.shape[-1] // 2).to(x) for side in embedding.grid]
+        down, across = (torch.tensor(p).flatten() for p in np.indices(embedding.grid))
+        x = x + torch.cat([halves[0][down], halves[1][across]], 1)
+    for name in ("register", "class"):
+        if name in weights:
+            row = weights[name].reshape(-1, x.shape[-1])
+            x = torch.cat([row.expand(len(x), *row.shape), x], 1)
     return x

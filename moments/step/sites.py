@@ -248,7 +248,7 @@ class Stream:
         assert outer.received is not None
         length, d = model.seq_len, model.d_model
         if isinstance(model.embedding, PatchEmbedding):
-            before = np.asarray(image_kernel(model.embedding, inputs.pixels).pairs)
+            before = np.asarray(image_kernel(model.embedding, inputs.pixels, d).pairs)
             tables, patch = _of_images(model.embedding, inputs.pixels)
             ids = np.full(len(before), -1)
         else:
@@ -542,20 +542,22 @@ def _of_text(embedding: Any, rows: Any) -> tuple[Table, ...]:
 
 
 def _of_images(embedding: Any, pixels: Any) -> tuple[tuple[Table, ...], Array]:
-    cut = cut_patches(embedding, pixels)
-    count = len(cut)
-    if embedding.class_token:
-        cut = np.concatenate([np.zeros_like(cut[:, :1]), cut], axis=1)
-    where = np.tile(np.arange(embedding.seq_len), count)
+    cut, before, classes = cut_patches(embedding, pixels), embedding.before, embedding.class_token
+    where = np.tile(np.arange(embedding.seq_len), len(cut))
+    cut = np.pad(cut, ((0, 0), (before, 0), (0, 0)))
     tables = []
-    first = (where == 0) & bool(embedding.class_token)
-    if embedding.class_token:
-        rows = np.where(first, 0, -1)
+    if classes:
+        rows = np.where(where == 0, 0, -1)
         tables.append(Table("class", rows, 1.0, float(embedding.class_variance), 1))
-    if embedding.position_variance > 0:
+    if embedding.registers:
+        rows = np.where((where >= classes) & (where < before), where - classes, -1)
+        variance = float(embedding.register_variance)
+        tables.append(Table("register", rows, 1.0, variance, embedding.registers))
+    if embedding.placed == "learned":
         tables.append(
             Table("position", where, 1.0, float(embedding.position_variance), embedding.seq_len)
         )
     if embedding.bias_variance is not None:
-        tables.append(Table("patch.bias", np.where(first, -1, 0), 1.0, embedding.bias_variance, 1))
+        rows = np.where(where < before, -1, 0)
+        tables.append(Table("patch.bias", rows, 1.0, embedding.bias_variance, 1))
     return tuple(tables), np.asarray(cut.reshape(len(where), -1), float)

@@ -1,0 +1,286 @@
+"""Types that read pictures or sound, and the text towers beside them: real modules measured.
+
+    python benchmarks/pictures_and_sound.py measure [--names deit-base-distilled ...] [--seeds 32]
+    python benchmarks/pictures_and_sound.py table [--names ...]
+
+`tests/perception_configs/` has released configs, written from memory of what was published and not
+compared with the files themselves. `shrunk` takes from one its size alone. Every draw is
+transformers' own. A module with a loss of its own receives that loss's gradient; of the others the
+last layer's output receives independent normal entries of variance 1. Means over draws and their
+standard errors are stored in data/pictures_and_sound.json, which
+`tests/test_pictures_and_sound.py` compares with predictions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import moments
+
+CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "perception_configs"
+STORE = Path(__file__).parent / "data" / "pictures_and_sound.json"
+WIDTH, HEADS, VOCAB, SEQ_LEN = 256, 4, 300, 24
+DEEP = ("deit-base-distilled", "clip-vit-base-patch32 vision", "siglip-base-patch16 text")
+"""Measured at 16 layers too."""
+BOUNDS = {"variance": 0.02, "correlation": 0.015, "grad_variance": 0.05, "loss": 0.005}
+MATRICES, TOTAL = 0.08, 0.04
+
+
+def released(name: str) -> dict[str, Any]:
+    """The entries of a config; of one with two towers the name says which, "clip... vision"."""
+    file, _, tower = name.partition(" ")
+    entries: dict[str, Any] = json.loads((CONFIGS / f"{file}.json").read_text(encoding="utf-8"))
+    return entries[f"{tower}_config"] if tower in ("text", "vision") else entries
+
+
+def names() -> list[str]:
+    """Of every config, or tower of one, and those that are measured at 16 layers."""
+    found = []
+    for file in sorted(CONFIGS.glob("*.json")):
+        towers = "text_config" in json.loads(file.read_text(encoding="utf-8"))
+        found += [f"{file.stem} {t}" for t in ("text", "vision")] if towers else [file.stem]
+    return found + [f"{name} 16" for name in DEEP]
+
+
+def shrunk(name: str) -> dict[str, Any]:
+    """A released config at another size; dropout and what masks or drops layers is off."""
+    deep = name.endswith(" 16")
+    entries = dict(released(name.removesuffix(" 16")))
+    small: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 16 if deep else 4}
+    small |= {"num_attention_heads": HEADS, "intermediate_size": 4 * WIDTH, "patch_size": 8}
+    small |= {"image_size": 32, "vocab_size": VOCAB, "max_position_embeddings": SEQ_LEN}
+    small |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "stage_names": None}
+    small |= {"out_indices": None, "out_features": None, "drop_path_rate": 0.0, "mask_ratio": 0.0}
+    small |= {"max_length": 40, "num_mel_bins": 24, "frequency_stride": 5, "time_stride": 5}
+    small |= {"vision_use_head": False}
+    for entry, value in small.items():
+        wanted = entries["model_type"] == "siglip_vision_model" and entry == "vision_use_head"
+        if entry in entries or wanted:
+            entries[entry] = value
+    return entries | {k: 0.0 for k, v in entries.items() if "drop" in k and isinstance(v, float)}
+
+
+def given(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What a module reads, the same in every draw: photographs, a spectrogram, a text."""
+    from moments.transfer.images import photograph
+
+    if "image_size" in config:
+        both = [photograph(config["image_size"], top) for top in (True, False)]
+        return {"pixel_values": np.concatenate(both)}
+    if config["model_type"].startswith("audio"):
+        return {"input_values": _spectrogram(config["max_length"], config["num_mel_bins"])}
+    random = np.random.default_rng(0)
+    return {"input_ids": random.integers(4, 60, (2, SEQ_LEN))}
+
+
+def _spectrogram(frames: int, bins: int) -> np.ndarray:
+    """Two pieces of a photograph's brightness, centred and of variance 1 / 4, as AST reads sound:
+    neighbours are alike in either direction, as in a spectrogram of speech."""
+    from moments.transfer.images import photograph
+
+    grey = photograph(64)[0].mean(0)
+    pieces = np.stack([grey[:frames, :bins], grey[-frames:, -bins:]])
+    return (pieces - pieces.mean()) / (2 * pieces.std())
+
+
+def predicted(config: dict[str, Any]) -> moments.Prediction:
+    """The config read and predicted on the same input."""
+    data = given(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moments.ValidityWarning)
+        if "input_ids" in data:
+            model = moments.from_huggingface(config, seq_len=SEQ_LEN)
+            return moments.predict(model, token_ids=data["input_ids"], tokens=True)
+        model = moments.from_huggingface(config)
+        pixels = data.get("pixel_values")
+        if pixels is None:
+            pixels = data["input_values"].transpose(0, 2, 1)[:, None]
+        targets = {} if model.head is None else {"targets": np.array([0, 1])}
+        return moments.predict(model, pixels=pixels, **targets)
+
+
+# --- measurement ----------------------------------------------------------------------------------
+
+ROLES = {
+    r"q_proj": "query",
+    r"k_proj": "key",
+    r"v_proj": "value",
+    r"(o|out)_proj": "output",
+    r"fc1|up_proj": "ffn_in",
+    r"fc2|down_proj": "ffn_out",
+    r"gate_proj": "gate",
+    r"layernorm_before|norm1": "attention.norm.gain",
+    r"layernorm_after|norm2": "ffn.norm.gain",
+    r"lambda_1|layer_scale1": "attention.layer_scale",
+    r"lambda_2|layer_scale2": "ffn.layer_scale",
+    r"position_embedding(s)?": "position",
+    r"token_embedding": "token",
+    r"cls_token|class_embedding": "class",
+    r"distillation_token|register_tokens": "register",
+    r"patch_embedding(s)?(\.projection)?": "patch",
+    r"classifier(\.dense)?": "head",
+    r"pooler\.layernorm|classifier\.layernorm": "head.norm.gain",
+    r"pre_layrnorm": "embedding.norm.gain",
+    r"\blayernorm": "final.norm.gain",
+}
+
+
+def place(name: str) -> str | None:
+    """Layer and role of a parameter; None: it has none here."""
+    layer = re.search(r"layers?\.(\d+)\.", name)
+    for pattern, role in ROLES.items():
+        if re.search(rf"\b({pattern})\b", name):
+            if name.endswith(".bias"):
+                role = f"{role.removesuffix('.gain')}.bias"
+            return f"{int(layer[1]) + 1 if layer else 0} {role}"
+    return None
+
+
+def draw(config: dict[str, Any], seed: int) -> dict[str, Any]:
+    """One module of the config: moments of its stream and the squared gradient of every part."""
+    import torch
+
+    from moments.torch.huggingface_modules import build_module
+
+    module = build_module(config, seed=seed).eval()
+    data = {name: torch.as_tensor(value) for name, value in given(config).items()}
+    data = {k: v.float() if v.is_floating_point() else v for k, v in data.items()}
+    depth = int(config["num_hidden_layers"])
+    layers = next(
+        part
+        for part in module.modules()
+        if isinstance(part, torch.nn.ModuleList) and len(part) == depth
+    )
+    stream: list[Any] = []
+
+    def keep(_: Any, args: Any, kwargs: Any, out: Any = None) -> None:
+        tensor = (args[0] if args else kwargs["hidden_states"]) if out is None else out
+        tensor = tensor[0] if isinstance(tensor, tuple) else tensor
+        tensor.retain_grad()
+        stream.append(tensor)
+
+    layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+    for layer in layers:
+        layer.register_forward_hook(keep, with_kwargs=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if config["model_type"] == "vit_mae":
+            count = (config["image_size"] // config["patch_size"]) ** 2
+            data["noise"] = torch.arange(count).expand(2, -1).float()
+        labels = hasattr(module, "classifier")
+        out = module(**data, **({"labels": torch.tensor([0, 1])} if labels else {}))
+        top = stream[-1]
+        loss = out.loss if labels else (top * torch.randn_like(top)).sum()
+        loss.backward()
+    found: dict[str, Any] = {"loss": float(loss.detach())} if labels else {}
+    for name, tensors in (("", stream), ("grad_", [one.grad for one in stream])):
+        pairs = [_pair_moments(one.detach().double().numpy()) for one in tensors]
+        found[f"{name}variance"] = [own for own, _ in pairs]
+        if not name:
+            found["correlation"] = [both / own for own, both in pairs]
+    for name, parameter in module.named_parameters():
+        where = place(name)
+        if where is not None and parameter.grad is not None:
+            square = float(parameter.grad.double().square().sum())
+            found[where] = found.get(where, 0.0) + square
+    return found
+
+
+def _pair_moments(x: np.ndarray) -> tuple[float, float]:
+    """Mean over tokens of x_i . x_i per feature, and over pairs of one sequence of x_i . x_j."""
+    gram = np.einsum("bik,bjk->bij", x, x) / x.shape[-1]
+    length = x.shape[1]
+    own = np.einsum("bii->", gram)
+    return own / (len(x) * length), (gram.sum() - own) / (len(x) * length * (length - 1))
+
+
+def measured(name: str, seeds: int) -> dict[str, Any]:
+    """Means over draws and standard errors."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config, start = shrunk(name), 1000 * (zlib.crc32(name.encode()) % 1_000_000)
+    rows: dict[str, list[Any]] = {}
+    for seed in range(seeds):
+        for key, value in draw(config, start + seed).items():
+            rows.setdefault(key, []).append(value)
+    return {
+        key: [_digits(np.mean(v, 0)), _digits(np.std(v, 0, ddof=1) / math.sqrt(seeds))]
+        for key, v in rows.items()
+    }
+
+
+def _digits(values: Any) -> Any:
+    found = [float(f"{v:.4g}") for v in np.ravel(values)]
+    return found if np.ndim(values) else found[0]
+
+
+def stored() -> dict[str, Any]:
+    return json.loads(STORE.read_text()) if STORE.exists() else {}
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def failures(name: str) -> list[str]:
+    """What is outside of its bound beyond twice the standard error, with both numbers."""
+    p, rows, found = predicted(shrunk(name)), stored()[name], []
+    for quantity, bound in BOUNDS.items():
+        if quantity not in rows:
+            continue
+        (value, error), mine = map(np.array, rows[quantity]), np.asarray(getattr(p, quantity))
+        scale = 1.0 if quantity == "correlation" else value
+        for n, gap in enumerate(np.ravel((np.abs(mine - value) - 2 * error) / scale)):
+            if gap > bound:
+                where = np.ravel(mine)[n], np.ravel(value)[n], np.ravel(error)[n]
+                found.append(f"{quantity} {n}: " + "{:.4g} for {:.4g} ({:.2g})".format(*where))
+    layers = p.model.layers
+    known: dict[str, float] = {}
+    for row in p.weight_gradients().itertuples():
+        layer = 0 if row.layer > layers else row.layer
+        known[f"{layer} {row.weight}"] = float(row.squared_norm)
+    total = np.zeros(3)
+    for key, pair in rows.items():
+        if key in BOUNDS or key in ("loss", "correlation"):
+            continue
+        value, error = pair
+        if key not in known:
+            found.append(f"{key} has no row")
+            continue
+        if key.endswith("key.bias") and value < 1e-9 * max(known.values()):
+            continue
+        total += known[key], value, error**2
+        gap = abs(known[key] - value) - 2 * error
+        if gap > MATRICES * value:
+            found.append(f"{key}: {known[key]:.4g} for {value:.4g} ({error:.2g})")
+    if abs(total[0] - total[1]) - 2 * math.sqrt(total[2]) > TOTAL * total[1]:
+        found.append("total: {:.4g} for {:.4g}".format(*total))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=("measure", "table"))
+    parser.add_argument("--names", nargs="*", default=[])
+    parser.add_argument("--seeds", type=int, default=32)
+    asked = parser.parse_args()
+    for name in asked.names or names():
+        if asked.action == "measure":
+            rows = stored() | {name: measured(name, asked.seeds)}
+            lines = (f"{json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows))
+            STORE.write_text("{" + ",\n".join(lines) + "}\n")
+        elif name in stored():
+            print(name, failures(name) or "holds", flush=True)
+
+
+if __name__ == "__main__":
+    main()
