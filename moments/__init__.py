@@ -39,6 +39,7 @@ _PUBLIC = {
     "Report": "show.findings",
     "Rotary": "model.positions",
     "ShortConvolution": "model.mixers",
+    "SoundEmbedding": "model.sound",
     "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
     "Sweep": "grids.result",
@@ -97,6 +98,7 @@ __all__ = [
     "Rotary",
     "Sharpness",
     "ShortConvolution",
+    "SoundEmbedding",
     "StepMeasurement",
     "Sweep",
     "TransferReport",
@@ -144,6 +146,7 @@ if TYPE_CHECKING:
         ShortConvolution,
     )
     from .model.patches import PatchEmbedding
+    from .model.sound import SoundEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset
     from .model.transformer import Transformer

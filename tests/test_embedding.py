@@ -263,7 +263,7 @@ def test_image_kernel_and_gradients_of_what_embeds() -> None:
     rng = np.random.default_rng(6)
     count = len(images) * PATCHES.seq_len
     mixing = rng.normal(size=(count, count))
-    kernel = image_kernel(PATCHES, images)
+    kernel = image_kernel(PATCHES, images, WIDTH)
     gradients = image_gradients(PATCHES, images, WIDTH, Kernel.of_matrix(mixing @ mixing.T))
     moments, norms = [], {name: [] for name in gradients}
 

@@ -30,6 +30,7 @@ from .mixers import RECURRENT, Absent
 from .patches import PatchEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
+from .sound import SoundEmbedding
 from .weights import Biases, Weights, check_length, check_lengths
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ PARTS: dict[str, tuple[type[Stored], ...]] = {
     "biases": (Biases,),
     "rotary": (Rotary,),
     "relative_bias": (RelativeBias,),
-    "embedding": (Embedding, PatchEmbedding),
+    "embedding": (Embedding, PatchEmbedding, SoundEmbedding),
     "head": (Head,),
 }
 """Fields that are declarations of their own; an encoder is a whole one."""

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ..errors import DomainError
 from ..model.head import Head
-from ..model.patches import PatchEmbedding
+from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..transfer.head.targets import NO_TARGET
 from .functions import activation, affine_norm, dropout
@@ -34,7 +34,7 @@ def vocabulary(model: Transformer) -> int:
             tied to a table there is none of.
     """
     head, embedding = model.head, model.embedding
-    if head.tied and (embedding is None or isinstance(embedding, PatchEmbedding)):
+    if head.tied and not isinstance(embedding, Embedding):
         raise DomainError("a tied head needs a token table: declare model.embedding, or tied=False")
     if head.tied:
         return int(embedding.vocab_size)

@@ -22,6 +22,7 @@ from ..engine.trace import Point, Trace
 from ..errors import DomainError
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
+from ..model.sound import SoundEmbedding
 from ..transfer.architecture import declare, declare_embedding, declare_output
 from ..transfer.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
 from ..transfer.embedding import joint_kernel, table_rows
@@ -478,6 +479,7 @@ def _check(prediction: Prediction) -> None:
         "attention_mask": inputs.attention_mask is not None,
         "document_ids": inputs.document_ids is not None,
         "batch beyond the sequences given": prediction.batch != 1,
+        "convolutions over sound": isinstance(model.embedding, SoundEmbedding),
         "factor_dim": getattr(model.embedding, "factor_dim", None) is not None
         or getattr(model.head, "factor_dim", None) is not None,
         "an embedding that is described by variance, correlation or kernel": inputs.moments,

@@ -10,9 +10,15 @@ from ..engine.state import Array, Kernel
 from ..errors import domain_error
 from ..formulas.checks import check_array, check_count
 from ..model.patches import PatchEmbedding
+from ..model.sound import SoundEmbedding
+from .embedding import FixedPart
+from .sound import sound_gradients, sound_kernel
+
+ReadsPixels = PatchEmbedding | SoundEmbedding
+"""What an embedding of images is, a spectrogram being one of one channel."""
 
 
-def check_pixels(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
+def check_pixels(embedding: ReadsPixels, pixels: Any) -> np.ndarray:
     """Images of shape (B, C, H, W).
 
     Raises:
@@ -38,6 +44,19 @@ def cut_patches(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
     return np.ascontiguousarray(cut.reshape(len(images), embedding.patches, embedding.patch_width))
 
 
+def entering(embedding: ReadsPixels, pixels: Any, d_model: int) -> tuple[Kernel, FixedPart | None]:
+    """What images are to layer 1 but for norm and dropout, one kernel (B L, B L), and of it what no
+    weight is drawn for; None: nothing.
+
+    Raises:
+        DomainError: pixels of another shape.
+    """
+    if isinstance(embedding, SoundEmbedding):
+        return sound_kernel(embedding, check_pixels(embedding, pixels), d_model)
+    kernel = image_kernel(embedding, pixels, d_model)
+    return kernel, patch_positions(embedding, d_model, len(kernel.pairs) // embedding.seq_len)
+
+
 def image_kernel(embedding: PatchEmbedding, pixels: Any, d_model: int) -> Kernel:
     """Sum of projected patches, bias, learned vectors and positions: one kernel (B L, B L).
 
@@ -58,32 +77,29 @@ def image_kernel(embedding: PatchEmbedding, pixels: Any, d_model: int) -> Kernel
     matrix += embedding.class_variance * shared["class"]
     matrix += embedding.register_variance * shared["register"]
     matrix += (embedding.bias_variance or 0.0) * shared["patch.bias"]
-    if embedding.placed == "sinusoidal":
-        images = len(matrix) // embedding.seq_len
-        matrix += np.tile(sinusoidal_products(embedding, d_model), (images, images))
-    return Kernel.of_matrix(matrix)
+    fixed = patch_positions(embedding, d_model, len(matrix) // embedding.seq_len)
+    return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.pairs)
 
 
-def sinusoidal_products(embedding: PatchEmbedding, d_model: int) -> Array:
-    """p_i . p_j/d of fixed positions: cosines of what separates two patches down and across, each
-    averaged over d/4 frequencies w_m = 10000^(-4 m/d); (L, L), 0 of what is no patch.
+def patch_positions(embedding: PatchEmbedding, d_model: int, images: int) -> FixedPart | None:
+    """Sinusoidal positions of patches: sines and cosines of d/4 angles w_m = 10000^(-4 m/d) times
+    the place down, and as many of that across; zero where a token is no patch. None: no such.
 
     Raises:
         DomainError: a width that is no multiple of 4.
     """
+    if embedding.placed != "sinusoidal":
+        return None
     if d_model % 4:
         raise domain_error("d_model", d_model, "a multiple of 4 for sinusoidal positions")
     speeds = 10000.0 ** (-np.arange(d_model // 4) / (d_model // 4))
-    places = np.indices(embedding.grid).reshape(2, -1)
-    angles = places[:, :, None] * speeds
-    waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-    found = np.zeros((embedding.seq_len, embedding.seq_len))
-    found[embedding.before :, embedding.before :] = np.einsum("cik,cjk->ij", waves, waves) / d_model
-    return found
+    angles = np.indices(embedding.grid).reshape(2, -1, 1) * speeds
+    rows = np.concatenate([*np.sin(angles), *np.cos(angles)], axis=1)
+    return FixedPart.of_rows(np.tile(np.pad(rows, ((embedding.before, 0), (0, 0))), (images, 1)))
 
 
 def image_gradients(
-    embedding: PatchEmbedding, pixels: Any, d_model: int, gradient: Kernel
+    embedding: ReadsPixels, pixels: Any, d_model: int, gradient: Kernel
 ) -> dict[str, Array]:
     """Squared gradient norms of projection, bias, learned vectors and position table.
 
@@ -98,13 +114,15 @@ def image_gradients(
 
     Returns:
         "patch", and "patch.bias", "class", "register" and "position" where there are such
-        parameters.
+        parameters; of convolutions "convolution_1" and so on.
 
     Raises:
         DomainError: pixels of another shape, or not as many tokens as the gradient has.
     """
-    features, shared = _layout(embedding, pixels)
     received = gradient.pairs
+    if isinstance(embedding, SoundEmbedding):
+        return sound_gradients(embedding, check_pixels(embedding, pixels), d_model, received)
+    features, shared = _layout(embedding, pixels)
     if np.shape(received) != (len(features), len(features)):
         allowed = f"of shape {(len(features), len(features))}, one row per token"
         raise domain_error("gradient", f"shape {np.shape(received)}", allowed)

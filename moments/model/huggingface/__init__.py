@@ -6,7 +6,7 @@ defaults.json    what entries that are left out mean, from the config classes th
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
 bert, gpt, parallel, llama, t5, vit: one group of families each
 relatives        dense decoders like Llama, of which a module is read by what it computes
-latent, moe, recurrent, pictures: families whose blocks `moments.torch` does not recognise in a module
+latent, moe, recurrent, pictures, sound: families whose blocks `moments.torch` does not recognise in a module
 """
 
 from __future__ import annotations
@@ -17,13 +17,26 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import bert, gpt, latent, llama, moe, parallel, pictures, recurrent, relatives, t5, vit
+from . import (
+    bert,
+    gpt,
+    latent,
+    llama,
+    moe,
+    parallel,
+    pictures,
+    recurrent,
+    relatives,
+    sound,
+    t5,
+    vit,
+)
 from .family import Family
 
 __all__ = ["DENSE", "FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
-_OF_BLOCKS = (latent, moe, recurrent, pictures)
+_OF_BLOCKS = (latent, moe, recurrent, pictures, sound)
 
 _DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 

@@ -6,6 +6,7 @@ the last layer's output is given to `predict`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..embedding import Embedding
@@ -65,15 +66,17 @@ def _ijepa(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _vit_mae(read: Entries, seq_len: int | None) -> Transformer:
-    """The encoder, of all patches as in fine-tuning; positions are fixed."""
+    """The encoder, of all patches as in fine-tuning; positions are fixed.
+
+    Drawn as its class says; the one of transformers 5 skips that rule, so that a fresh module has
+    no positions, and a class token at zero.
+    """
     ratio = read.number("mask_ratio")
     if ratio:
         read.leave_out("mask_ratio", ratio, "the encoder reads all patches, and has no decoder")
     variance, width = read.variance(), read.count("hidden_size")
     fan_in = read.count("num_channels") * read.count("patch_size") ** 2
-    embedding = patches(
-        read, 2 / (fan_in + width), class_variance=variance, positions="sinusoidal"
-    )
+    embedding = patches(read, 2 / (fan_in + width), class_variance=variance, positions="sinusoidal")
     return encoder(read, seq_len, embedding, variance)
 
 
@@ -157,12 +160,18 @@ def _siglip_weights(read: Entries) -> tuple[Weights, Biases]:
 
 
 def _siglip_vision(read: Entries, seq_len: int | None) -> Transformer:
-    """No class token; a block that pools the patches by attention is left out."""
+    """No class token; a block that pools the patches by attention is left out.
+
+    Patches are LeCun's truncated normal, widened for a cut at two deviations that then stands at 2
+    and cuts nothing.
+    """
     if read.flag("vision_use_head"):
         read.leave_out("vision_use_head", True, "the declaration ends below the last norm")
     fan_in = read.count("num_channels") * read.count("patch_size") ** 2
+    inside, density = math.erf(math.sqrt(2)), math.exp(-2) / math.sqrt(2 * math.pi)
+    variance = 1 / (fan_in * (1 - 4 * density / inside))
     position = 1 / read.count("hidden_size")
-    embedding = patches(read, 1 / fan_in, class_token=False, position_variance=position)
+    embedding = patches(read, variance, class_token=False, position_variance=position)
     return _tower(read, seq_len, embedding, *_siglip_weights(read))
 
 
