@@ -66,6 +66,8 @@ def shrunk(name: str) -> dict[str, Any]:
     small |= {"decoder_ffn_dim": 3 * WIDTH, "encoder_layers": 4, "decoder_layers": 4}
     small |= {"encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS}
     small |= {"max_source_positions": 20, "max_target_positions": SEQ_LEN}
+    small |= {"num_conv_pos_embeddings": 16}
+    small |= {"num_conv_pos_embedding_groups": 4, "apply_spec_augment": False}
     small |= {"decoder_start_token_id": 3, "suppress_tokens": None, "begin_suppress_tokens": None}
     for entry, value in small.items():
         wanted = entries["model_type"] == "siglip_vision_model" and entry == "vision_use_head"
@@ -83,6 +85,8 @@ def given(config: dict[str, Any]) -> dict[str, np.ndarray]:
         return {"pixel_values": np.concatenate(both)}
     if config["model_type"].startswith("audio"):
         return {"input_values": _spectrogram(config["max_length"], config["num_mel_bins"])}
+    if "conv_dim" in config:
+        return {"input_values": _waveform(320 * SEQ_LEN + 80)}
     ids = np.random.default_rng(0).integers(4, 60, (2, SEQ_LEN))
     if config["model_type"] == "whisper":
         frames = 2 * config["max_source_positions"]
@@ -101,14 +105,28 @@ def _spectrogram(frames: int, bins: int) -> np.ndarray:
     return (pieces - pieces.mean()) / (2 * pieces.std())
 
 
-def predicted(config: dict[str, Any]) -> moments.Prediction:
-    """The config read and predicted on the same input."""
+def _waveform(samples: int) -> np.ndarray:
+    """A tone with overtones that glides and swells, with noise: centred and of variance 1, (1,
+    samples) at 16 kHz, as wav2vec 2.0 reads sound."""
+    time = np.arange(samples) / 16000
+    phase = 2 * np.pi * (120 * time + 60 * time**2)
+    wave = sum(np.sin(k * phase) / k for k in range(1, 12)) * (1 + np.sin(9 * time))
+    wave = wave + 0.1 * np.random.default_rng(0).standard_normal(samples)
+    return ((wave - wave.mean()) / wave.std())[None]
+
+
+def predicted(config: dict[str, Any], entering: Any = None) -> moments.Prediction:
+    """The config read and predicted on the same input; `entering` is the kernel of what enters
+    layer 1 where convolutions over a waveform make it."""
     data = given(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", moments.ValidityWarning)
         if "input_ids" in data:
             model = moments.from_huggingface(config, seq_len=SEQ_LEN)
             return moments.predict(model, token_ids=data["input_ids"], tokens=True)
+        if entering is not None:
+            model = moments.from_huggingface(config, seq_len=len(entering))
+            return moments.predict(model, kernel=entering)
         model = moments.from_huggingface(config)
         if "labels" in data:
             shifted = np.pad(data["labels"][:, :-1], ((0, 0), (1, 0)), constant_values=3)
@@ -134,8 +152,9 @@ ROLES = {
     r"k_proj": "key",
     r"v_proj": "value",
     r"(o|out)_proj": "output",
-    r"fc1|up_proj": "ffn_in",
-    r"fc2|down_proj": "ffn_out",
+    r"fc1|up_proj|intermediate_dense": "ffn_in",
+    r"fc2|down_proj|output_dense": "ffn_out",
+    r"layers\.\d+\.layer_norm": "attention.norm.gain",
     r"gate_proj": "gate",
     r"layernorm_before|norm1": "attention.norm.gain",
     r"layernorm_after|norm2": "ffn.norm.gain",
@@ -203,6 +222,9 @@ def draw(config: dict[str, Any], seed: int) -> dict[str, Any]:
         loss = out.loss if labels else (top * torch.randn_like(top)).sum()
         loss.backward()
     found: dict[str, Any] = {"loss": float(loss.detach())} if labels else {}
+    if "conv_dim" in config:
+        entered = stream[0][0].detach().double().numpy()
+        found["entering"] = (entered @ entered.T / entered.shape[1]).tolist()
     for stack, one in zip(("", "encoder "), reversed(streams), strict=False):
         for name, tensors in (("", one), ("grad_", [part.grad for part in one])):
             pairs = [_pair_moments(part.detach().double().numpy()) for part in tensors]
@@ -251,7 +273,9 @@ def measured(name: str, seeds: int) -> dict[str, Any]:
     for seed in range(seeds):
         for key, value in draw(config, start + seed).items():
             rows.setdefault(key, []).append(value)
-    return {
+    entering = rows.pop("entering", None)
+    kept = {} if entering is None else {"entering": _digits(np.mean(entering, 0))}
+    return kept | {
         key: [_digits(np.mean(v, 0)), _digits(np.std(v, 0, ddof=1) / math.sqrt(seeds))]
         for key, v in rows.items()
     }
@@ -271,7 +295,11 @@ def stored() -> dict[str, Any]:
 
 def failures(name: str) -> list[str]:
     """What is outside of its bound beyond twice the standard error, with both numbers."""
-    p, rows, found = predicted(shrunk(name)), stored()[name], []
+    rows, found = dict(stored()[name]), []
+    entering = rows.pop("entering", None)
+    if entering is not None:
+        entering = np.reshape(entering, (math.isqrt(len(entering)), -1))
+    p = predicted(shrunk(name), entering)
     for stack, (quantity, bound) in itertools.product(("", "encoder "), BOUNDS.items()):
         if stack + quantity not in rows:
             continue

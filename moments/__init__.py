@@ -146,9 +146,9 @@ if TYPE_CHECKING:
         ShortConvolution,
     )
     from .model.patches import PatchEmbedding
-    from .model.sound import SoundEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset
+    from .model.sound import SoundEmbedding
     from .model.transformer import Transformer
     from .model.weights import Biases, Weights
     from .prediction.explanation import Explanation, explain

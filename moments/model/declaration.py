@@ -207,10 +207,9 @@ def _check_together(model: Transformer) -> None:
         if model.head.factor_dim != width:
             remedy = "a tied head reads as many features as a row of the table has"
             raise domain_error("head.factor_dim", model.head.factor_dim, f"{width}", remedy)
-    if isinstance(model.head, Head) and model.head.pool == "before":
-        if not getattr(model.embedding, "before", 0):
-            allowed = "another, as no token stands before patches"
-            raise domain_error("head.pool", "before", allowed)
+    pool, before = getattr(model.head, "pool", None), getattr(model.embedding, "before", 0)
+    if pool == "before" and not before:
+        raise domain_error("head.pool", pool, "another, as no token stands before patches")
     if model.alibi:
         settle(model, ["heads"], check_count, most=MOST_HEADS)
     if model.rotary is not None:

@@ -1,5 +1,6 @@
-"""The declaration of what feeds layer 1 of a vision transformer: projected patches of an image, or of
-a spectrogram, which is an image of one channel."""
+"""The declaration of what feeds layer 1 of a vision transformer: projected patches of an image.
+
+A spectrogram is an image of one channel."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ to a real module). The derivatives are those of two replicas (`engine.laws`).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 

@@ -6,7 +6,8 @@ defaults.json    what entries that are left out mean, from the config classes th
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
 bert, gpt, parallel, llama, t5, vit: one group of families each
 relatives        dense decoders like Llama, of which a module is read by what it computes
-latent, moe, recurrent, pictures, sound: families whose blocks `moments.torch` does not recognise in a module
+latent, moe, recurrent: families whose blocks `moments.torch` does not recognise in a module
+pictures, sound: what they read enters through patches or convolutions
 """
 
 from __future__ import annotations
