@@ -78,7 +78,7 @@ def shrunk(name: str) -> dict[str, Any]:
 
 def given(config: dict[str, Any]) -> dict[str, np.ndarray]:
     """What a module reads, the same in every draw: photographs, a spectrogram, a text."""
-    from moments.transfer.images import photograph
+    from moments.layers.images import photograph
 
     if "image_size" in config:
         both = [photograph(config["image_size"], top) for top in (True, False)]
@@ -98,7 +98,7 @@ def given(config: dict[str, Any]) -> dict[str, np.ndarray]:
 def _spectrogram(frames: int, bins: int) -> np.ndarray:
     """Two pieces of a photograph's brightness, centred and of variance 1 / 4, as AST reads sound:
     neighbours are alike in either direction, as in a spectrogram of speech."""
-    from moments.transfer.images import photograph
+    from moments.layers.images import photograph
 
     grey = photograph(64)[0].mean(0)
     pieces = np.stack([grey[:frames, :bins], grey[-frames:, -bins:]])

@@ -22,6 +22,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttenti
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from moments.engine.state import Gradient, Kernel, Signal
+from moments.layers.recurrent import Mixer
 from moments.model.block import Block
 from moments.model.mixers import (
     GatedDeltaNet,
@@ -31,7 +32,6 @@ from moments.model.mixers import (
     lightning_decays,
 )
 from moments.model.transformer import Transformer
-from moments.transfer.recurrent import Mixer
 
 LENGTH, D_MODEL = 32, 128
 Array = Any

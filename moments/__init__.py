@@ -65,10 +65,11 @@ _PUBLIC = {
     "simulate": "simulation.run",
     "solve": "scheme.plan",
     "sweep": "grids.run",
+    "transfer": "torch.transfer",
 }
 
 # Modules and packages that are public as wholes.
-_PACKAGES = {"laws": "engine.laws", "torch": "torch", "transfer": "transfer"}
+_PACKAGES = {"laws": "engine.laws", "torch": "torch"}
 
 __all__ = [
     "Absent",
@@ -126,6 +127,7 @@ __all__ = [
     "simulate",
     "solve",
     "sweep",
+    "transfer",
 ]
 
 if TYPE_CHECKING:
@@ -171,7 +173,7 @@ if TYPE_CHECKING:
     from .step.sharpness import Sharpness
     from .torch.diagnose import diagnose
     from .torch.expect import expect
-    from .torch.transfer import transfer as transfer
+    from .torch.transfer import transfer
 
 
 def check(
@@ -218,7 +220,7 @@ def check(
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read or run.
     """
-    from .errors import DomainError
+    from .errors import DomainError, Undeclared
     from .show.health import check_declared, declared, is_factory, made_by
 
     if plan is not None and scheme is not None:
@@ -231,7 +233,15 @@ def check(
     else:
         subject, given = made_by(subject)
     batch = given if batch is None else batch
-    model = declared(subject)
+    try:
+        model = declared(subject)
+    except Undeclared as refusal:
+        if meant is not None or batch is not None or loss is not None or measured is not None:
+            raise
+        from .model.huggingface.config import read_config
+        from .torch.narrow import checked
+
+        return checked(read_config(subject), refusal)
     if model is not None:
         report = check_declared(*model, batch=batch, scheme=meant, loss=loss)
     else:
@@ -239,13 +249,6 @@ def check(
 
         report = check_module(subject, batch, scheme=meant, loss=loss)
     return report if measured is None else report.with_measured(measured)
-
-
-def _transfer(factory: Any, axis: str, sizes: Any, optimizer: Any) -> TransferReport:
-    """What `moments.transfer(...)` calls; `transfer` is a folder as well."""
-    from .torch.transfer import transfer as read
-
-    return read(factory, axis, sizes, optimizer)
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:

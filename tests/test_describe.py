@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 
+import nano_gpt
 import numpy as np
 import pytest
 
@@ -159,6 +160,14 @@ def noted(module):
         warnings.simplefilter("always")
         describe(module)
     return [str(w.message) for w in caught if w.category is ValidityWarning]
+
+
+def test_a_check_before_it_changes_no_description():
+    module = nano_gpt.GPT(nano_gpt.Config(n_layer=2, dropout=0.0))
+    alone = describe(module).model
+    moments.check(module, torch.arange(12)[None])
+    assert describe(module).model == alone
+    assert alone.seq_len == 24
 
 
 def test_fresh_weights_break_nothing():

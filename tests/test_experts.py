@@ -16,8 +16,8 @@ import pytest
 import moments
 from moments import Experts
 from moments.errors import DomainError
-from moments.transfer.experts.mixture import one_draw
-from moments.transfer.experts.routing import ANGLES, Router, alone, at, functions, sampled
+from moments.layers.experts.mixture import one_draw
+from moments.layers.experts.routing import ANGLES, Router, alone, at, functions, sampled
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 ROUTERS = {

@@ -39,9 +39,9 @@ class Record:
         children: of the components it holds, in the order in which the signal passed them.
         pullback: of a leaf, the way back around `input`.
         memory: what a leaf read besides its input.
-        received, sent: the gradient at the output and at the input; None before it came.
+        grad_out, grad_in: the `Gradient` at the output and at the input; None before it came.
         pulled: of a leaf, what its way back can tell besides the gradient.
-        sent_to_memory: the gradient at `memory`.
+        grad_memory: the gradient at `memory`.
     """
 
     component: Component
@@ -51,10 +51,10 @@ class Record:
     children: tuple[Record, ...] = ()
     pullback: Any = None
     memory: Signal | None = None
-    received: Gradient | None = None
-    sent: Gradient | None = None
+    grad_out: Any = None
+    grad_in: Any = None
     pulled: Pulled | None = None
-    sent_to_memory: Gradient | None = None
+    grad_memory: Gradient | None = None
 
     def backward(self, gradient: Gradient, run: Run | None = None) -> Record:
         """The same with a gradient at the output carried back through it."""
@@ -62,28 +62,16 @@ class Record:
 
     def completed(
         self,
-        received: Gradient,
-        sent: Gradient,
+        grad_out: Gradient,
+        grad_in: Gradient,
         children: tuple[Record, ...],
         pulled: Pulled | None = None,
-        sent_to_memory: Gradient | None = None,
+        grad_memory: Gradient | None = None,
     ) -> Record:
         """The same with what came back."""
         entered = self.component, self.layer, self.input, self.output, children
         passed = self.pullback, self.memory
-        return Record(*entered, *passed, received, sent, pulled, sent_to_memory)
-
-    @property
-    def gradient_sent(self) -> Gradient:
-        """The gradient at the input, of a record that a gradient has come back through."""
-        assert self.sent is not None
-        return self.sent
-
-    @property
-    def gradient_received(self) -> Gradient:
-        """The gradient at the output, of a record that a gradient has come back to."""
-        assert self.received is not None
-        return self.received
+        return Record(*entered, *passed, grad_out, grad_in, pulled, grad_memory)
 
     def walk(self) -> Iterator[Record]:
         """Every record, children before what holds them: the order of the forward pass."""
@@ -126,7 +114,7 @@ class Record:
     @property
     def point(self) -> Point:
         """The site behind the component."""
-        return Point(self.layer, self.component.label, self.output, self.received)
+        return Point(self.layer, self.component.label, self.output, self.grad_out)
 
     def weights(self, overlap: Array | None = None) -> Mapping[str, Array]:
         """Expected squared gradient norms of a leaf's weights, by name.
@@ -168,16 +156,16 @@ class Run:
     def points(self) -> list[Point]:
         """Every site reached, with the gradient that has come back to it."""
         places = [(one.layer, one.component.label) for one in self.returned]
-        sent = dict(zip(places, self.gradients, strict=True))
+        grad_in = dict(zip(places, self.gradients, strict=True))
         points = [one.point if isinstance(one, Record) else one for one in self.reached]
-        return [p._replace(gradient=sent.get((p.layer, p.site))) for p in points]
+        return [p._replace(gradient=grad_in.get((p.layer, p.site))) for p in points]
 
     def passed(self, record: Record) -> Record:
         """Note a site on the way up."""
         self.reached.append(record)
         return record
 
-    def met(self, record: Record, gradient: Gradient) -> None:
+    def returning(self, record: Record, gradient: Gradient) -> None:
         """Note a site on the way back."""
         self.returned.append(record)
         self.gradients.append(gradient)
@@ -209,12 +197,12 @@ class Trace:
     @functools.cached_property
     def points(self) -> list[Point]:
         """Every site, in the order of the forward pass."""
-        found = [] if self.embedding is None else [one.point for one in self.embedding.sites()]
-        found.append(Point(0, "stream", self.entering, self.stack.sent if self.stack else None))
+        result = [] if self.embedding is None else [one.point for one in self.embedding.sites()]
+        result.append(Point(0, "stream", self.entering, self.stack.grad_in if self.stack else None))
         for record in (self.stack, self.ending):
             if record is not None:
-                found += [one.point for one in record.sites()]
-        return found if self.logits is None else [*found, self.logits]
+                result += [one.point for one in record.sites()]
+        return result if self.logits is None else [*result, self.logits]
 
     def stream(self) -> list[Point]:
         """The N + 1 points of the residual stream."""
@@ -222,7 +210,7 @@ class Trace:
 
     def passing(self) -> list[tuple[Signal, Gradient]]:
         """What enters every layer, and the gradient that its output receives."""
-        return [(one.input, one.children[0].gradient_received) for one in self.layers]
+        return [(one.input, one.children[0].grad_out) for one in self.layers]
 
     def notes(self) -> list[tuple[int, str, str]]:
         """Those of every record, in the order of the forward pass."""
@@ -240,12 +228,12 @@ class Trace:
         read = (one.memory for layer in self.layers[:1] for one in layer.walk())
         return next((memory for memory in read if memory is not None), None)
 
-    def sent_to_memory(self) -> list[Gradient]:
+    def grad_memory(self) -> list[Gradient]:
         """The gradients at what cross-attention reads, from the last layer down."""
         if self.stack is None:
             return []
-        sent = (one.sent_to_memory for one in self.stack.walk_back())
-        return [gradient for gradient in sent if gradient is not None]
+        grad_in = (one.grad_memory for one in self.stack.walk_back())
+        return [gradient for gradient in grad_in if gradient is not None]
 
     def weights(self) -> list[tuple[int, str, Array]]:
         """(layer, matrix, expected squared gradient norm), from the first layer to the last.
@@ -276,4 +264,4 @@ def weight_rows(records: Iterator[tuple[Record, Array | None]]) -> list[tuple[in
 def with_top_gradient(stack: Record, gradient: Gradient) -> Record:
     """A chain of layers whose last output is said to receive another gradient."""
     *below, last = stack.children
-    return replace(stack, children=(*below, replace(last, received=gradient)))
+    return replace(stack, children=(*below, replace(last, grad_out=gradient)))

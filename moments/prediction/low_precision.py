@@ -164,11 +164,11 @@ def _rows(
     for name, (inputs, outputs) in model.shapes_of(layer).items():
         if READS.get(name) not in places:
             continue
-        read, sent = _operands(model, sites, places, layer, name)
+        read, grad_in = _operands(model, sites, places, layer, name)
         weight = Operand("gaussian", _rounded(float(getattr(variances, name))))
         for product, along, operands in (
             ("forward", inputs, {"input": (read, form.forward)}),
-            ("input gradient", outputs, {"gradient": (sent, form.gradient)}),
+            ("input gradient", outputs, {"gradient": (grad_in, form.gradient)}),
         ):
             losses = {}
             for kind, (operand, elements) in (
@@ -214,8 +214,8 @@ def _operands(
     units = _units_of(model, sites, places, layer)
     laws = ("gated hidden", "gate gradient") if model.gated else ("hidden", "hidden gradient")
     if name == "ffn_out":
-        sent = Operand("gaussian", _rounded(sites[at]["grad_variance"]))
-        return Operand(laws[0], units, model.activation, model.gated), sent
+        grad_in = Operand("gaussian", _rounded(sites[at]["grad_variance"]))
+        return Operand(laws[0], units, model.activation, model.gated), grad_in
     law = "linear gradient" if model.gated and name == "ffn_in" else laws[1]
     return read, Operand(law, units, model.activation, True)
 
@@ -228,8 +228,8 @@ def _units_of(
     if "ffn.in" in places:
         return _rounded(sites[places["ffn.in"]]["variance"])
     entering = sites[places["ffn.activation"] - 1]
-    own = weights.gate if model.gated else weights.ffn_in
-    return _rounded((entering["variance"] + entering["mean"] ** 2) * model.d_model * own)
+    diagonal = weights.gate if model.gated else weights.ffn_in
+    return _rounded((entering["variance"] + entering["mean"] ** 2) * model.d_model * diagonal)
 
 
 def _rounded(value: float) -> float:

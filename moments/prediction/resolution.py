@@ -29,9 +29,9 @@ from ..engine.texts import TextClasses, text_classes, zipf_classes
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_flag
 from ..formulas.law import Theory
+from ..layers.embedding import text_ids
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
-from ..transfer.embedding import text_ids
 from .stack import Inputs, document_spans
 
 LEAST_LENGTH = 32

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..engine.layout import check_documents
 from ..errors import DomainError, domain_error
+from ..layers.embedding import check_ids
+from ..layers.head.targets import NO_TARGET
+from ..layers.images import check_pixels
 from ..model.patches import PatchEmbedding
 from ..model.sound import SoundEmbedding
 from ..model.transformer import Transformer
 from ..prediction.stack import check_moments
-from ..transfer.embedding import check_ids
-from ..transfer.head.targets import NO_TARGET
-from ..transfer.images import check_pixels
 from .output import vocabulary
 from .twin import Input
 

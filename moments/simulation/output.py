@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import DomainError
+from ..layers.head.targets import NO_TARGET
 from ..model.embedding import Embedding
 from ..model.head import Head
 from ..model.transformer import Transformer
-from ..transfer.head.targets import NO_TARGET
 from .functions import activation, affine_norm, dropout
 from .network import Watch
 from .parameters import affine, draw

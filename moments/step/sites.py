@@ -20,14 +20,14 @@ from ..engine.fluctuation import has_fixed_norms
 from ..engine.state import Kernel, Signal
 from ..engine.trace import Point, Trace
 from ..errors import DomainError
+from ..layers.architecture import declare, declare_embedding, declare_output
+from ..layers.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
+from ..layers.embedding import joint_kernel, table_rows
+from ..layers.head.readout import Readout
+from ..layers.images import cut_patches, image_kernel
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.sound import SoundEmbedding
-from ..transfer.architecture import declare, declare_embedding, declare_output
-from ..transfer.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
-from ..transfer.embedding import joint_kernel, table_rows
-from ..transfer.head.readout import Readout
-from ..transfer.images import cut_patches, image_kernel
 from .attention import Rows, Three
 from .change import Array
 from .heads import Heads
@@ -82,7 +82,7 @@ class Site:
         assert self.signal is not None
         assert other.signal is not None
         total = added(self.signal, other.signal, 1.0, 1.0, source=entering.signal)
-        kernel = np.asarray(total.second_moment().pairs, float)
+        kernel = np.asarray(total.second_moment().off_diagonal, float)
         return dataclasses.replace(other, signal=total, kernel=kernel)
 
     @classmethod
@@ -93,8 +93,8 @@ class Site:
             point.layer,
             prefix + point.site,
             point.signal,
-            np.asarray(point.signal.second_moment().pairs, float),
-            np.asarray(point.gradient.kernel.pairs, float),
+            np.asarray(point.signal.second_moment().off_diagonal, float),
+            np.asarray(point.gradient.kernel.off_diagonal, float),
             float(point.signal.width),
             attended,
         )
@@ -113,7 +113,7 @@ class Site:
         size = 2 * float((self.kernel**2).sum())
         if size == 0.0:
             return 0.0
-        return max(float(np.asarray(varies.pairs).sum()) / size - 1 / self.width, 0.0)
+        return max(float(np.asarray(varies.off_diagonal).sum()) / size - 1 / self.width, 0.0)
 
     def attention_rows(
         self, leaf: Any, leaving: Site, memory: Site, norm: Callable[[str], float | None]
@@ -140,7 +140,7 @@ class Site:
             raise DomainError(f"the first step resolves attention by token ({leaf.label})")
         way, paths = self.attended.way, self.attended.sides
         layer, tokens = way.layer, len(self.kernel)
-        sent = [np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)]
+        sent = [np.asarray(path.off_diagonal) for path in (paths.query, paths.key, paths.value)]
         by_query, by_key, by_value = (
             pairs * (1.0 if at.weights is None else np.outer(at.weights, at.weights))
             for pairs, at in zip(sent, (self, memory, memory), strict=True)
@@ -173,9 +173,9 @@ class Site:
                 frequencies,
                 np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
             ),
-            np.asarray(layer.response().pairs),
+            np.asarray(layer.response().off_diagonal),
             d * value,
-            np.asarray(received.pairs),
+            np.asarray(received.off_diagonal),
             by_key,
             Three(
                 # the paths are on the scale of the tokens attended to
@@ -246,16 +246,16 @@ class Stream:
     def of(cls, prediction: Prediction, inputs: Any, ending: Chain) -> Stream:
         model, layout, outer = prediction.model, prediction.layout, prediction.outer_weights
         assert outer is not None
-        assert outer.received is not None
+        assert outer.gradient is not None
         length, d = model.seq_len, model.d_model
         if isinstance(model.embedding, PatchEmbedding):
-            before = np.asarray(image_kernel(model.embedding, inputs.pixels, d).pairs)
+            before = np.asarray(image_kernel(model.embedding, inputs.pixels, d).off_diagonal)
             tables, patch = _of_images(model.embedding, inputs.pixels)
             ids = np.full(len(before), -1)
         else:
             assert model.embedding is not None
             given = inputs.token_ids, inputs.segment_ids
-            before = np.asarray(joint_kernel(model.embedding, length, *given, d).pairs)
+            before = np.asarray(joint_kernel(model.embedding, length, *given, d).off_diagonal)
             rows = table_rows(model.embedding, length, *given, None)
             tables, patch = _of_text(model.embedding, rows), None
             ids = rows[0]
@@ -264,7 +264,7 @@ class Stream:
             declare(model, "refined", *layout.places),
             ending,
             before,
-            np.asarray(outer.received.kernel.pairs),
+            np.asarray(outer.gradient.kernel.off_diagonal),
             tables,
             patch,
             ids,
@@ -443,7 +443,7 @@ def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:
         for record in (trace.embedding, None, trace.stack, trace.ending):
             if record is None:
                 if not any(point.site == "stream" for own, point, _ in found if own == prefix):
-                    sent = None if trace.stack is None else trace.stack.sent
+                    sent = None if trace.stack is None else trace.stack.grad_in
                     found.append((prefix, Point(0, "stream", trace.entering, sent), trace.entering))
                 continue
             for one in record.walk():

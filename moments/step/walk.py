@@ -18,12 +18,12 @@ import numpy as np
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws
-from ..transfer.attention.self_attention import CrossAttention, SelfAttention
-from ..transfer.by_law import LawLeaf
-from ..transfer.elementary import Activation, Dropout, Linear, Scale
-from ..transfer.gated import GatedLinear
-from ..transfer.head.components import Pool
-from ..transfer.normalization import FiniteNormalization
+from ..layers.attention.self_attention import CrossAttention, SelfAttention
+from ..layers.by_law import LawLeaf
+from ..layers.elementary import Activation, Dropout, Linear, Scale
+from ..layers.gated import GatedLinear
+from ..layers.head.components import Pool
+from ..layers.normalization import FiniteNormalization
 from .attention import Three
 from .by_law import Segments
 from .change import (

@@ -122,17 +122,18 @@ def _as_drawn(model: Transformer) -> Transformer:
     )
 
 
-def anatomy_of(module: nn.Module, batch: Any = None) -> Anatomy:
-    """A module's parts, read from one pass, or from an earlier one with the same entries.
+def anatomy_of(module: nn.Module, batch: Any = None, *, own: bool = False) -> Anatomy:
+    """A module's parts, read from one pass, or from an earlier one with the same entries; `own`:
+    from none over a batch, whose length its declaration has.
 
     Raises:
         DomainError: a module on the meta device.
         MomentsError: the module could not be read.
     """
-    return _anatomy(module, batch, values=True)
+    return _anatomy(module, batch, values=True, own=own)
 
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, ModuleReading]] = (
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, bool, ModuleReading]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -142,7 +143,7 @@ def forget(module: nn.Module) -> None:
     _KNOWN.pop(module, None)
 
 
-def _anatomy(module: nn.Module, batch: Any, *, values: bool) -> Anatomy:
+def _anatomy(module: nn.Module, batch: Any, *, values: bool, own: bool = False) -> Anatomy:
     """As `anatomy_of`; without `values` an earlier reading does although entries have changed."""
     if is_meta(module):
         name = next(name for name, p in module.named_parameters() if p.is_meta)
@@ -153,14 +154,17 @@ def _anatomy(module: nn.Module, batch: Any, *, values: bool) -> Anatomy:
         )
     structure, entries = _structure(module), _entries(module)
     known = _KNOWN.get(module)
-    if known is None or known[0] != structure or (values and known[1] != entries):
+    if known is not None and ((values and known[1] != entries) or (own and known[2])):
+        known = None
+    if known is None or known[0] != structure:
+        given = None if _says_its_input(module) else batch
         with _readable(module):
-            reading = read(module, None if _says_its_input(module) else batch)
+            reading = read(module, given)
         roles = with_experts(reading.roles, dict(module.named_parameters()))
         reading = dataclasses.replace(reading, roles=roles)
-        known = structure, entries, reading
+        known = structure, entries, given is not None, reading
         _KNOWN[module] = known
-    return Anatomy(known[2])
+    return Anatomy(known[3])
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def describe(
     alone = model is None or (architecture is None and not hasattr(module, "config"))
     if alone:  # a class of torch's knows nothing of what is around its layers
         own = batch is None and seq_len is None
-        reading = anatomy_of(module).reading if own else read(module, batch, seq_len)
+        reading = anatomy_of(module, own=True).reading if own else read(module, batch, seq_len)
         around = reading.model is not None and reading.model.embedding is not None
         if model is None or around:
             return _of_reading(module, reading, lost)
