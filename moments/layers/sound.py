@@ -87,7 +87,8 @@ def _convolved(
     """
     given, found, inner = list(extra), frames, frames
     sequences = len(frames) if np.ndim(frames) == 4 else 1
-    with laws.evaluating(laws.Layout(True, sequences), math.inf):
+    level = extra[0].level if extra else math.inf  # what a replica has by itself is held constant
+    with laws.evaluating(laws.Layout(True, sequences), level):
         for number, kernel in enumerate(embedding.kernels):
             inner = _taps(found, kernel, embedding.strides[number]) * (d_model if number else 1)
             inner = inner * (embedding.variance + (given.pop(0) if given else 0.0))

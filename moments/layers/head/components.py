@@ -166,7 +166,11 @@ class Pool(Leaf):
             return self._on_classes(signal, signal.kernel.classes)
         weights = self.weights(signal.kernel.off_diagonal.shape[-1])
         pooled = Kernel.of_matrix(weights @ signal.second_moment().off_diagonal @ weights.T)
-        return _gaussian(pooled, signal), functools.partial(self._sent, signal.seq_len, weights)
+        output = _gaussian(pooled, signal)
+        if signal.centred is not None:
+            centred = weights @ signal.centred.off_diagonal @ weights.T
+            output = output.replace(centred=Kernel.of_matrix(centred))
+        return output, functools.partial(self._sent, signal.seq_len, weights)
 
     def _sent(self, seq_len: int, weights: np.ndarray, gradient: Gradient) -> Pulled:
         grad_in = Kernel.of_matrix(weights.T @ gradient.kernel.off_diagonal @ weights)

@@ -67,8 +67,8 @@ def _why_not(kind: str) -> str:
     """What is known of a type that is not read: its feature, or the family that is nearest, and
     what reads modules of any type."""
     if kind in REFUSED:
-        inside = " and ".join(f"config[{name!r}]" for name in PARTS.get(kind, ()))
-        parts = f"; give {inside}, read by itself" if inside else ""
+        inside = " or ".join(f"config[{name!r}]" for name in PARTS.get(kind, ()))
+        parts = f"; give one of them, {inside}" if inside else ""
         return f"{REFUSED[kind]} is outside what moments models{parts}{nearest(kind)}"
     module = "a module of it is read by what it computes: `moments check FILE.py:FACTORY`"
     if kind in NEAREST:

@@ -226,7 +226,7 @@ _DECODER = (
     "decoder_num_attention_heads decoder_hidden_size decoder_num_hidden_layers "
     "decoder_intermediate_size norm_pix_loss"
 )
-_CLIP = {"projection_dim": ...}
+_CLIP = {"projection_dim": ..., "dropout": ...}  # the second of earlier configs
 FAMILIES = {
     kind: Family(read, module, task, usual)
     for kind, read, module, task, usual in (
