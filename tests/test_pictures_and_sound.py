@@ -6,6 +6,7 @@ Draws of transformers' own initialisation are stored (`python benchmarks/picture
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from moments.model.huggingface import pictures as _pictures
 from moments.model.huggingface import sound as _sound
 
 KINDS = sorted(_pictures.FAMILIES | _sound.FAMILIES)
-# What is outside of its bound, and why docs/limits.md says so
-MISSES: dict[str, tuple[str, ...]] = {}
+# Queries and keys of a text whose tokens are alike at logits of variance 1, up to 21 % low
+# (docs/limits.md); what is outside of its bound besides fails.
+MISSES = {"siglip-base-patch16 text": r"\d+ (query|key)"}
 
 
 def quiet(config: Any, **options: Any) -> moments.Transformer:
@@ -41,8 +43,8 @@ def declared(config: Any) -> tuple[moments.Transformer, str]:
 
 @pytest.mark.parametrize("name", names())
 def test_moments_and_gradients_are_those_of_the_module(name: str) -> None:
-    misses = [one for one in failures(name) if not one.startswith(MISSES.get(name, ()))]
-    assert misses == []
+    known = MISSES.get(name.removesuffix(" 16"), "none")
+    assert [one for one in failures(name) if not re.match(known, one)] == []
 
 
 # --- configs --------------------------------------------------------------------------------------
@@ -111,7 +113,8 @@ def test_every_entry_that_is_read_changes_the_declaration_or_is_named(kind: str)
         try:
             assert declared({"model_type": kind, entry: other}) != first, entry
         except DomainError as error:
-            assert f"{entry} = " in str(error), entry
+            if f"{entry} = " not in str(error):
+                raise
 
 
 def _another(entry: str, usual: Any) -> Any:
@@ -183,7 +186,7 @@ PATCHES = moments.PatchEmbedding(
 
 def test_patches_overlap_and_stand_behind_learned_tokens() -> None:
     assert (PATCHES.grid, PATCHES.before, PATCHES.seq_len) == ((3, 3), 3, 12)
-    assert PATCHES == moments.PatchEmbedding.from_dict(PATCHES.to_dict())
+    assert moments.PatchEmbedding.from_dict(PATCHES.to_dict()) == PATCHES
     for wrong, word in (
         ({"stride": 0}, "stride"),
         ({"image_size": (16, 4)}, "patch_size"),
