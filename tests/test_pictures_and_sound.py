@@ -97,6 +97,7 @@ SECOND: dict[str, Any] = {
     "pad_token_id": 7,
     "num_channels": 1,
     "adapter_attn_dim": 16,
+    "num_register_tokens": 4,
 }
 
 
@@ -197,6 +198,13 @@ def test_patches_overlap_and_stand_behind_learned_tokens() -> None:
     ):
         with pytest.raises(DomainError, match=word):
             PATCHES.replace(**wrong)
+    turned = moments.Rotary(grid=(3, 3))
+    with pytest.raises(DomainError, match="grid"):
+        turned.replace(fraction=0.5)
+    with pytest.raises(DomainError, match="multiple of 4"):
+        moments.Transformer(1, 12, 2, 12, rotary=turned)
+    with pytest.raises(DomainError, match="at least the 9 patches"):
+        moments.predict(moments.Transformer(1, 16, 2, 8, rotary=turned))
     sound = moments.SoundEmbedding(bins=6, frames=20, variance=0.05)
     assert sound.seq_len == 10
     for changes, word in (
@@ -222,8 +230,9 @@ HEAD = moments.Head(
     pool_norm=True,
 )
 SOUND = moments.SoundEmbedding(bins=6, frames=24, variance=0.05, bias_variance=0.1)
-STACKS = {
+STACKS: dict[str, tuple[Any, moments.Head]] = {
     "overlapping patches": (PATCHES, HEAD),
+    "places that turn": (PATCHES, HEAD.replace(pool="first", pool_norm=False)),
     "fixed positions": (
         PATCHES.replace(positions="sinusoidal"),
         HEAD.replace(pool="patches", norm=False),
@@ -233,7 +242,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_twins_of_what_enters_and_of_pools(name: str) -> None:
+def test_twins_of_what_enters_turns_and_pools(name: str) -> None:
     """Of a layer with a classifier, every moment and every parameter's gradient."""
     pytest.importorskip("torch")
     embedding, head = STACKS[name]
@@ -246,11 +255,12 @@ def test_twins_of_what_enters_and_of_pools(name: str) -> None:
         norm_epsilon=1e-5,
         embedding=embedding,
         head=head,
+        rotary=moments.Rotary(base=100.0, grid=PATCHES.grid) if "turn" in name else None,
     )
     shape = (2, embedding.channels, *embedding.sides)
     given = {"pixels": np.random.default_rng(1).standard_normal(shape), "targets": np.array([0, 2])}
     p = moments.predict(model, **given)
-    drawn = moments.simulate(model, seeds=48, batch=2, **given)
+    drawn = moments.simulate(model, seeds=32, batch=2, **given)
     for quantity, bound in (("variance", 0.02), ("grad_variance", 0.06)):
         gap = np.abs(getattr(p, quantity) / getattr(drawn, quantity) - 1)
         error = getattr(drawn, f"{quantity}_stderr") / getattr(drawn, quantity)

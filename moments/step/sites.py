@@ -480,6 +480,7 @@ def _check(prediction: Prediction) -> None:
         "document_ids": inputs.document_ids is not None,
         "batch beyond the sequences given": prediction.batch != 1,
         "convolutions over sound": isinstance(model.embedding, SoundEmbedding),
+        "rotary positions of patches": any(one and one.grid for one in model.rotaries),
         "factor_dim": getattr(model.embedding, "factor_dim", None) is not None
         or getattr(model.head, "factor_dim", None) is not None,
         "an embedding that is described by variance, correlation or kernel": inputs.moments,

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from ..embedding import Embedding
+from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
@@ -101,6 +102,40 @@ def _dinov2(read: Entries, seq_len: int | None) -> Transformer:
         dropout=0.0,
         attention_dropout=read.number("attention_probs_dropout_prob"),
         biases=read.biases(biased),
+        layer_scale=True,
+        branch_scale=read.positive("layerscale_value"),
+    )
+
+
+def _dinov3(read: Entries, seq_len: int | None) -> Transformer:
+    """Registers behind the class token; the places of patches turn queries and keys, and no table
+    is added."""
+    _drop_path(read)
+    for name in ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"):
+        if (value := read(name, None)) is not None:
+            read.leave_out(name, value, "places are those of evaluation")
+    variance, gated = read.variance(), read.flag("use_gated_mlp")
+    registers = read("num_register_tokens")
+    embedding = patches(
+        read,
+        variance,
+        class_variance=variance,
+        registers=registers,
+        register_variance=variance if registers else 0.0,
+    )
+    biases = {"query_bias": ("query",), "key_bias": ("key",), "value_bias": ("value",)}
+    biases |= {"proj_bias": ("output",)}
+    biases["mlp_bias"] = ("ffn_in", "ffn_out") + (("gate",) if gated else ())
+    there = (matrix for name, of in biases.items() if read.flag(name) for matrix in of)
+    return encoder(
+        read,
+        seq_len,
+        embedding,
+        variance,
+        gated=gated,
+        attention_dropout=read.number("attention_dropout"),
+        biases=read.biases(tuple(there)),
+        rotary=Rotary(base=read.positive("rope_theta"), grid=embedding.grid),
         layer_scale=True,
         branch_scale=read.positive("layerscale_value"),
     )
@@ -236,6 +271,7 @@ FAMILIES = {
         ("ijepa", _ijepa, "IJepaForImageClassification", "images", POOLER),
         ("vit_mae", _vit_mae, "ViTMAEModel", "images", dict.fromkeys(_DECODER.split(), ...)),
         ("dinov2", _dinov2, "Dinov2Model", "images", _BACKBONE | {"use_mask_token": ...}),
+        ("dinov3_vit", _dinov3, "DINOv3ViTModel", "images", _BACKBONE),
         ("audio-spectrogram-transformer", _spectrogram, "ASTForAudioClassification", "sound", {}),
         ("clip_vision_model", _clip_vision, "CLIPVisionModel", "images", _CLIP),
         (
