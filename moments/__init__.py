@@ -39,6 +39,7 @@ _PUBLIC = {
     "Report": "show.findings",
     "Rotary": "model.positions",
     "ShortConvolution": "model.mixers",
+    "SoundEmbedding": "model.sound",
     "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
     "Sweep": "grids.result",
@@ -98,6 +99,7 @@ __all__ = [
     "Rotary",
     "Sharpness",
     "ShortConvolution",
+    "SoundEmbedding",
     "StepMeasurement",
     "Sweep",
     "TransferReport",
@@ -148,6 +150,7 @@ if TYPE_CHECKING:
     from .model.patches import PatchEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset
+    from .model.sound import SoundEmbedding
     from .model.transformer import Transformer
     from .model.weights import Biases, Weights
     from .prediction.explanation import Explanation, explain

@@ -156,6 +156,13 @@ class FixedPart(NamedTuple):
     kernel: Kernel
     common: Kernel
 
+    @classmethod
+    def of_rows(cls, rows: np.ndarray) -> FixedPart:
+        """Of what is added to every token, (tokens, d)."""
+        means = rows.mean(1)
+        both = rows @ rows.T / rows.shape[1], means[:, None] * means[None, :]
+        return cls(*map(Kernel.of_matrix, both))
+
 
 def fixed_positions(
     embedding: Embedding,
@@ -198,10 +205,7 @@ def fixed_positions(
     frequencies = _frequencies(d_model, embedding.position_base)
     angles = np.multiply.outer(np.arange(seq_len), frequencies)
     rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
-    means = rows.mean(1)
-    both = rows @ rows.T / d_model, means[:, None] * means[None, :]
-    place = _places(seq_len, sequences, documents)
-    return FixedPart(*(Kernel.of_matrix(m[np.ix_(place, place)]) for m in both))
+    return FixedPart.of_rows(rows[_places(seq_len, sequences, documents)])
 
 
 @functools.lru_cache(maxsize=16)

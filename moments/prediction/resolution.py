@@ -237,7 +237,10 @@ def single(model: Transformer) -> bool:
 def few_turned(model: Transformer) -> bool:
     """Whether rotary positions without a mask are few enough to follow each: more are one class,
     which does not know which are near each other."""
-    return bool(model.rotary) and not positional(model) and model.seq_len < SHORT_TURNED
+    if positional(model) or not model.rotary:
+        return False
+    patches = any(one is not None and one.grid is not None for one in model.rotaries)
+    return patches or model.seq_len < SHORT_TURNED
 
 
 LEAST_DRAWN = 0.5
