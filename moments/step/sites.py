@@ -27,6 +27,7 @@ from ..layers.head.readout import Readout
 from ..layers.images import cut_patches, image_kernel
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
+from ..model.sound import SoundEmbedding
 from .attention import Rows, Three
 from .change import Array
 from .heads import Heads
@@ -248,7 +249,7 @@ class Stream:
         assert outer.gradient is not None
         length, d = model.seq_len, model.d_model
         if isinstance(model.embedding, PatchEmbedding):
-            before = np.asarray(image_kernel(model.embedding, inputs.pixels).off_diagonal)
+            before = np.asarray(image_kernel(model.embedding, inputs.pixels, d).off_diagonal)
             tables, patch = _of_images(model.embedding, inputs.pixels)
             ids = np.full(len(before), -1)
         else:
@@ -478,6 +479,8 @@ def _check(prediction: Prediction) -> None:
         "attention_mask": inputs.attention_mask is not None,
         "document_ids": inputs.document_ids is not None,
         "batch beyond the sequences given": prediction.batch != 1,
+        "convolutions over sound": isinstance(model.embedding, SoundEmbedding),
+        "rotary positions of patches": any(one and one.grid for one in model.rotaries),
         "factor_dim": getattr(model.embedding, "factor_dim", None) is not None
         or getattr(model.head, "factor_dim", None) is not None,
         "an embedding that is described by variance, correlation or kernel": inputs.moments,
@@ -542,20 +545,22 @@ def _of_text(embedding: Any, rows: Any) -> tuple[Table, ...]:
 
 
 def _of_images(embedding: Any, pixels: Any) -> tuple[tuple[Table, ...], Array]:
-    cut = cut_patches(embedding, pixels)
-    count = len(cut)
-    if embedding.class_token:
-        cut = np.concatenate([np.zeros_like(cut[:, :1]), cut], axis=1)
-    where = np.tile(np.arange(embedding.seq_len), count)
+    cut, before, classes = cut_patches(embedding, pixels), embedding.before, embedding.class_token
+    where = np.tile(np.arange(embedding.seq_len), len(cut))
+    cut = np.pad(cut, ((0, 0), (before, 0), (0, 0)))
     tables = []
-    first = (where == 0) & bool(embedding.class_token)
-    if embedding.class_token:
-        rows = np.where(first, 0, -1)
+    if classes:
+        rows = np.where(where == 0, 0, -1)
         tables.append(Table("class", rows, 1.0, float(embedding.class_variance), 1))
-    if embedding.position_variance > 0:
+    if embedding.registers:
+        rows = np.where((where >= classes) & (where < before), where - classes, -1)
+        variance = float(embedding.register_variance)
+        tables.append(Table("register", rows, 1.0, variance, embedding.registers))
+    if embedding.placed == "learned":
         tables.append(
             Table("position", where, 1.0, float(embedding.position_variance), embedding.seq_len)
         )
     if embedding.bias_variance is not None:
-        tables.append(Table("patch.bias", np.where(first, -1, 0), 1.0, embedding.bias_variance, 1))
+        rows = np.where(where < before, -1, 0)
+        tables.append(Table("patch.bias", rows, 1.0, embedding.bias_variance, 1))
     return tuple(tables), np.asarray(cut.reshape(len(where), -1), float)

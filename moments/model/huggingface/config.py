@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import DomainError, Undeclared, ValidityWarning, brief, domain_error
 from ...files import read_object
 from ..transformer import Transformer
-from . import NEAREST, READERS, REFUSED, Family
+from . import NEAREST, PARTS, READERS, REFUSED, Family
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
@@ -67,7 +67,9 @@ def _why_not(kind: str) -> str:
     """What is known of a type that is not read: its feature, or the family that is nearest, and
     what reads modules of any type."""
     if kind in REFUSED:
-        return f"{REFUSED[kind]} is outside what moments models{nearest(kind)}"
+        inside = " or ".join(f"config[{name!r}]" for name in PARTS.get(kind, ()))
+        parts = f"; give one of them, {inside}" if inside else ""
+        return f"{REFUSED[kind]} is outside what moments models{parts}{nearest(kind)}"
     module = "a module of it is read by what it computes: `moments check FILE.py:FACTORY`"
     if kind in NEAREST:
         return f"{nearest(kind)[2:]}; {module}"
@@ -107,7 +109,7 @@ def read_config(config: Any) -> dict[str, Any]:
 def _text_side(entries: dict[str, Any]) -> dict[str, Any]:
     """The entries of `text_config`, where that is of a type with a reader and the whole is not."""
     kind, text = entries.get("model_type"), entries.get("text_config") or {}
-    if not isinstance(kind, str) or kind in READERS or not isinstance(text, Mapping):
+    if not isinstance(kind, str) or kind in READERS | REFUSED or not isinstance(text, Mapping):
         return entries
     own = text.get("model_type", f"{kind}_text")
     if own not in READERS:
