@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from ..engine.bottom_to_top import BottomToTop
@@ -33,7 +34,6 @@ from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
 from .experts.mixture import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
-from .recurrent import parallel_parts, recurrent_parts
 
 
 @functools.lru_cache(maxsize=32)
@@ -598,13 +598,23 @@ def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ..
     return heads, *rest
 
 
+def _recurrent(name: str) -> BlockParts:
+    """A function of `recurrent`, which few models need and which is loaded for those alone."""
+
+    def parts(blocks: Blocks, block: Any) -> Iterable[Component]:
+        made: BlockParts = getattr(import_module(".recurrent", __package__), name)
+        return made(blocks, block)
+
+    return parts
+
+
 BLOCKS: dict[type[Block], BlockParts] = {
     LawBlock: by_law,
     Experts: experts,
     LatentAttention: latent,
-    **dict.fromkeys(RECURRENT, recurrent_parts),
+    **dict.fromkeys(RECURRENT, _recurrent("recurrent_parts")),
     LayerAttention: layer_attention,
-    ParallelMixer: parallel_parts,
+    ParallelMixer: _recurrent("parallel_parts"),
     Absent: lambda parts, block: (),
 }
 """By the class of a block (`moments.model.block`). Register another by its class."""

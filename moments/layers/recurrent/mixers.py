@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -64,9 +64,17 @@ def step_bias(random: np.random.Generator, block: Any, size: tuple[int, ...]) ->
 class _Drawn:
     """What most heads have none of."""
 
-    inner: ClassVar[dict[str, Inner]] = {}
-    pairs: ClassVar[int] = 0
-    states: ClassVar[int] = 0
+    @property
+    def inner(self) -> dict[str, Inner]:
+        return {}
+
+    @property
+    def pairs(self) -> int:
+        return 0
+
+    @property
+    def states(self) -> int:
+        return 0
 
 
 def behind_taps(x: Array, own: Arrays, name: str) -> Array:
@@ -202,7 +210,7 @@ class MambaFeatures(_Drawn):
         return dict.fromkeys(("value", "mixer_gate"), Section(self.block.width, self.features))
 
     @property
-    def inner(self) -> dict[str, Inner]:  # type: ignore[override]
+    def inner(self) -> dict[str, Inner]:
         block, wide, more = self.block, self.features, self._more
         state = Inner(wide, block.state, more**2)
         steps = {"mixer_step_down": Inner(wide, block.step_rank, more**2)}
@@ -273,7 +281,7 @@ class RecurrentUnit(_Drawn):
         return dict.fromkeys(("value", "mixer_gate"), Section(self.block.width, self.features))
 
     @property
-    def inner(self) -> dict[str, Inner]:  # type: ignore[override]
+    def inner(self) -> dict[str, Inner]:
         block, wide = self.block, self.features
         served = (block.width / block.blocks / wide) ** 2 * block.blocks
         return dict.fromkeys(("mixer_input", "mixer_step"), Inner(wide, wide, served))
@@ -329,7 +337,7 @@ class DeltaHead(_Drawn):
         return self.block.d_key if self.block.decay == "channel" else 1
 
     @property
-    def inner(self) -> dict[str, Inner]:  # type: ignore[override]
+    def inner(self) -> dict[str, Inner]:
         block = self.block
         if block.rank is None:
             return {}
@@ -341,7 +349,7 @@ class DeltaHead(_Drawn):
         return self.block.d_value
 
     @property
-    def pairs(self) -> int:  # type: ignore[override]
+    def pairs(self) -> int:
         return 4 * self._steps
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:

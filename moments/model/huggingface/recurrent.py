@@ -298,7 +298,11 @@ _IRRELEVANT = {
     "use_cache": ...,
 }
 """Of Mamba-2: how it is computed, and an entry that nothing reads."""
-_COMPUTED = {"residual_in_fp32": ..., "use_mambapy": ..., "use_associative_scan": ...}
+_COMPUTED: dict[str, Any] = {
+    "residual_in_fp32": ...,
+    "use_mambapy": ...,
+    "use_associative_scan": ...,
+}
 _COMPUTED |= dict.fromkeys(("intermediate_size", "d_inner", "d_model", "n_layer"), ...)
 _COMPUTED |= {
     "fused_add_norm": ...,
