@@ -287,7 +287,7 @@ class Reading:
         readout: the matrix to the logits.
         targets: of the loss, for every row of the logits, -1 for none.
         loss, logit_variance: as predicted.
-        norms: of the gradients of queries and keys, squared, by layer and name, once asked for.
+        norms: of the weights' gradients, squared, by layer and name, once asked for.
         sequences: how many.
         batches: of several steps; None: one.
     """
@@ -430,7 +430,6 @@ def _norms(prediction: Prediction) -> dict[tuple[int, str], float]:
         (layer, before + name): float(np.sum(norm))
         for before, stream in streams
         for layer, name, norm in stream.inner_weights()
-        if name.endswith(("query", "key"))
     }
 
 
@@ -448,7 +447,7 @@ def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:
             for one in record.walk():
                 if isinstance(one.component, SelfAttention | CrossAttention):
                     attended[id(one.input)] = one.pulled
-                if one.component.label:
+                if one.component.label or not one.component.children:
                     found.append((prefix, one.point, one.output))
     return tuple(
         Site.of(k, prefix, point, attended.get(id(signal)))

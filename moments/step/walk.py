@@ -18,6 +18,7 @@ import numpy as np
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws
+from ..transfer.attention.gates import GatedHeads
 from ..transfer.attention.self_attention import CrossAttention, SelfAttention
 from ..transfer.by_law import LawLeaf
 from ..transfer.elementary import Activation, Dropout, Linear, Scale
@@ -56,7 +57,7 @@ from .rules import (
     sign_of_rows,
     vector_effect,
 )
-from .sites import Reading, Site
+from .sites import ENCODER, Reading, Site
 
 
 class SiteStep(NamedTuple):
@@ -153,6 +154,8 @@ class Walk:
             return self._residual(component, change, entering, points)
         if isinstance(component, Parallel):
             return self._parallel(component, change, entering, points)
+        if isinstance(component, GatedHeads):
+            return self.leaf(component, change, entering, points)
         leaving = next(points)
         return self.noted(self.leaf(component, change, entering, leaving), leaving)
 
@@ -220,6 +223,8 @@ class Walk:
         return None if self._draws is None else self._draws.scatter(at, gradient)
 
     def noted(self, change: Change, at: Site) -> tuple[Change, Site]:
+        if at.name in ("", ENCODER):
+            return change, at
         before, met, changed = (
             float(np.trace(part)) for part in (at.kernel, change.overlap, change.total)
         )

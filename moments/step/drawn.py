@@ -1,0 +1,481 @@
+"""One draw of a block: heads, experts or convolutions as functions of drawn preactivations.
+
+Blocks whose laws know two tokens at a time, or are draws themselves, are followed through draws of
+the function that they are: of preactivations p_k behind their matrices, and of a gradient at their
+output. With J_k the derivative in p_k, a change u_k = -P_k delta_k + noise there makes
+
+    P = E sum_k J_k P_k J_k^T,    U = E |f(p + u) - f(p)|^2,    M = E sum_k J_k M_k J_k^T + drift,
+
+the first by probes e of kernel 1, as E (J P J^T e) e^T, the second by the function itself at both
+signs of u, so that a choice of experts that the step changes is in it. Derived here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..engine.derivative import Traced, plain, primitive, pullback
+from ..engine.laws import LawMatrix
+from ..errors import DomainError
+from ..formulas.algebra import NUMPY
+from ..formulas.law import ComponentLaws
+from ..model.mixers import LatentAttention, ShortConvolution
+from ..transfer.attention.projections import over_all_heads
+from ..transfer.attention.self_attention import SelfAttention
+from ..transfer.experts.routing import Router
+from ..transfer.recurrent.drawn import FIXED, OF_SECTION, Section, gram, on_lists, root_of, rows_of
+from ..transfer.recurrent.heads import convolved, sigmoid
+from ..transfer.recurrent.mixers import taps
+from .change import Array, Change, between
+from .rules import Drawn as DrawnRows
+from .rules import spread
+
+Arrays = dict[str, Any]
+
+NUMBERS, LEAST, MOST = 2**20, 8, 256
+"""Numbers that draws hold, of matrices over pairs of tokens and of rows; and how many draws."""
+
+ROWS = 4096
+"""Rows of a matrix whose gradients are drawn for the sign rule."""
+
+TINY = 1e-5
+"""Relative change below which differences of the function would lose digits: it is made so large."""
+
+
+class Copies(NamedTuple):
+    """Of parameters that multiply no input: how many there are of what is drawn, and in how many
+    independent parts of the block each of them stands."""
+
+    count: float
+    shared: float
+
+
+def copies(head: Any, name: str) -> Copies:
+    """Of a head's own parameter."""
+    if hasattr(head, "copies"):
+        found: Copies = head.copies(name)
+        return found
+    first = name.partition(".")[0]
+    of = head.sections[OF_SECTION.get(first, first)]
+    return Copies(of.rows / of.drawn, of.shared)
+
+
+class Block:
+    """Draws of a block at the kernels of both passes.
+
+    Attributes:
+        matrices: by section.
+        gradients: (T, T) E delta delta at every section.
+
+    Args:
+        head: the function.
+        matrices: that sections are made by.
+        reads: (T, T) what each reads.
+        received: (T, T) gradient at the output.
+        features: of the whole output.
+        known: squared norms of the matrices' gradients, by name, where they are known better.
+        sequences: that the tokens are.
+    """
+
+    def __init__(
+        self,
+        head: Any,
+        matrices: Mapping[str, LawMatrix],
+        reads: Mapping[str, Array],
+        received: Array,
+        features: float,
+        known: Mapping[str, float],
+        sequences: int = 1,
+    ) -> None:
+        self.head, self.matrices, self.features = head, matrices, features
+        tokens, sections = len(received), head.sections
+        rows = head.features + sum(one.drawn for one in sections.values())
+        pairs = head.pairs * tokens * tokens // sequences
+        count = self.count = int(np.clip(NUMBERS // (pairs + rows * tokens), LEAST, MOST))
+
+        def drawn(many: int, kernel: Array, name: str) -> Array:
+            return np.swapaxes(rows_of(count, many, tokens, name) @ root_of(kernel), 1, 2)
+
+        entering = {
+            name: drawn(
+                one.drawn,
+                matrices[name].fan_in * matrices[name].variance * reads[name]
+                + (matrices[name].bias or 0.0),
+                name,
+            )
+            for name, one in sections.items()
+        }
+        own = head.own(np.random.default_rng(0), count)
+        fixed = {name: one for name, one in own.items() if name in FIXED}
+        self.own = {name: one for name, one in own.items() if name not in FIXED}
+        self.entering = entering
+        self._run = on_lists(head, list(entering), list(self.own), fixed, sequences)
+        given = *entering.values(), *self.own.values()
+        self.output, pull = pullback(self._run, *given)
+        _, self._push = pullback(pull, np.zeros(self.output.shape))
+        self._names = (*entering, *self.own)
+        self.delta = drawn(head.features, received, "gradient")
+        self._probe = drawn(head.features, np.eye(tokens), "probe")
+        sent = dict(zip(self._names, pull(self.delta), strict=True))
+        self._probed = dict(zip(self._names, pull(self._probe), strict=True))
+        self.gradients, self.sent = {}, {}
+        for name, one in sections.items():
+            kernel = gram(sent[name]) * (one.shared / (count * one.drawn))
+            matrix = matrices[name]
+            square = matrix.fan_in * matrix.fan_out * float(np.vdot(kernel, reads[name]))
+            grown = known.get(matrix.name, square) / square if square > 0 else 1.0
+            self.gradients[name] = grown * kernel
+            self.sent[name] = grown**0.5 * _of_all(sent[name], one.shared)
+        for name in self.own:
+            self.sent[name] = _of_all(sent[name], copies(head, name).shared)
+
+    def rows(self, name: str) -> DrawnRows:
+        """Gradients of a section's rows across tokens, which are not Gaussian."""
+        return _as_rows(self.sent[name])
+
+    @property
+    def columns(self) -> DrawnRows:
+        """The output's features across tokens, likewise."""
+        return _as_rows(self.output)
+
+    def _mean(self, first: Array, second: Array) -> Array:
+        """(T, T) over draws and features of the output."""
+        flat = (np.swapaxes(x, 0, 1).reshape(x.shape[1], -1) for x in (first, second))
+        one, two = flat
+        return np.asarray(one @ two.T / one.shape[1])
+
+    def _linear(self, parts: Mapping[str, Array], own: Mapping[str, float]) -> Array:
+        """sum_k J_k A_k J_k^T, and J c J^T of own parameters, of numbers c."""
+        if not any(np.any(one) for one in (*parts.values(), *own.values())):
+            return np.zeros((self.output.shape[1],) * 2)
+        ways = [
+            (parts[name] @ self._probed[name])
+            if name in parts
+            else own.get(name, 0.0) * self._probed[name]
+            for name in self._names
+        ]
+        return self._mean(self._push(tuple(ways))[0], self._probe)
+
+    def carried(
+        self,
+        changes: Mapping[str, Change],
+        steps: Mapping[str, Array],
+        follow: Mapping[str, float],
+        gradient: Array,
+    ) -> Change:
+        """The output's change.
+
+        Args:
+            changes: behind every matrix.
+            steps: of own parameters, in every draw.
+            follow: how far those follow their gradients.
+            gradient: (T, T) received at the output.
+        """
+        parts = {name: one.coherent for name, one in changes.items()}
+        coherent = self._linear(parts, follow)
+        met = self.features * float(np.vdot(coherent, gradient))
+        slope = sum(
+            self.matrices[name].fan_out * float(np.vdot(part, self.gradients[name]))
+            for name, part in parts.items()
+        )
+        slope += sum(
+            one * copies(self.head, name).count * float((self.sent[name] ** 2).sum()) / self.count
+            for name, one in follow.items()
+        )
+        if met > 0 and slope > 0:  # what probes scatter by
+            coherent = coherent * (slope / met)
+        rng, ways = np.random.default_rng(3), dict(steps)
+        for name, change in changes.items():
+            way, own = -(change.coherent @ self.sent[name]), self.gradients[name]
+            rest = spread(change.total - between(change.coherent, own, change.coherent))
+            ways[name] = way + rest @ rng.standard_normal(way.shape)
+        every = self.entering | self.own
+        share = max(float(np.abs(ways[k]).max() / (np.abs(every[k]).max() or 1.0)) for k in ways)
+        grown = max(TINY / share, 1.0) if share > 0 else 1.0
+        sides = []
+        for sign in (grown, -grown):
+            given = [one + sign * ways.get(name, 0.0) for name, one in every.items()]
+            sides.append(self._run(*given) - self.output)
+        total = (self._mean(sides[0], sides[0]) + self._mean(sides[1], sides[1])) / (2 * grown**2)
+        drift = self._mean((sides[0] + sides[1]) / (2 * grown**2), self.output)
+        overlap = self._linear({name: one.overlap for name, one in changes.items()}, {})
+        scattered = self._linear({name: one.scattered for name, one in changes.items()}, {})
+        return Change(coherent, overlap + drift, total, scattered)
+
+    def response(self, parts: Mapping[str, Array]) -> Array:
+        """Of kernels behind the matrices, the output's."""
+        return self._linear(parts, {})
+
+
+def _of_all(sent: Array, shared: float) -> Array:
+    """What a part receives that stands in several independent places, of what it does in one."""
+    return sent if shared <= 1.0 else sent + (shared - 1.0) ** 0.5 * np.roll(sent, 1, axis=0)
+
+
+def _as_rows(x: Array) -> DrawnRows:
+    flat = np.swapaxes(x, 1, 2).reshape(-1, x.shape[1])
+    some = np.random.default_rng(7).permutation(len(flat))[:ROWS]
+    return DrawnRows(flat[some], flat[some[:2]], 0.0)
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A feature of a gated short convolution."""
+
+    block: ShortConvolution
+    width: int
+    features: int = 64
+    pairs: int = 1
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        return dict.fromkeys(("query", "key", "value"), Section(self.width, self.features))
+
+    def own(self, random: np.random.Generator, draws: int) -> Arrays:
+        found = {"mixer.taps": taps(random, self.block, draws, self.features)}
+        if self.block.bias:
+            found["mixer.taps.bias"] = np.zeros((draws, self.features))
+        return found
+
+    def copies(self, name: str) -> Copies:
+        return Copies(self.width / self.features, 1.0)
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+        mixed = convolved(entering["key"] * entering["value"], own["mixer.taps"])
+        if self.block.bias:
+            mixed = mixed + np.expand_dims(own["mixer.taps.bias"], 1)
+        return entering["query"] * mixed
+
+
+@dataclass(frozen=True)
+class AttentionHead:
+    """A head of attention with what the closed forms of a step leave out: norms of queries and
+    keys, caps, sinks, gates, keys of latent attention.
+
+    Attributes:
+        leaf: the attention.
+        latent: latent attention's declaration; None: it is none.
+        gate: features of a head that have a gate each; 0: there are no gates.
+        sizes: (T,) roots of the second moments of queries and of keys over all heads.
+    """
+
+    leaf: SelfAttention
+    latent: LatentAttention | None = None
+    gate: int = 0
+    sizes: tuple[Array, Array] | None = None
+    pairs: int = 4
+
+    @property
+    def _groups(self) -> float:
+        return float(self.leaf.heads) / float(self.leaf.kv_heads or self.leaf.heads)
+
+    @property
+    def features(self) -> int:
+        return int(self.leaf.d_head if self.latent is None else self.latent.value_dim)
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        leaf, block = self.leaf, self.latent
+        heads, d = int(leaf.heads), int(leaf.d_head)
+        if block is not None:
+            found = {
+                "query": Section(heads * d, d),
+                "key": Section(heads * block.nope_dim, block.nope_dim),
+                "value": Section(heads * block.value_dim, block.value_dim),
+            }
+            if block.rope_dim:
+                found["shared"] = Section(block.rope_dim, block.rope_dim, heads)
+            return found
+        shared = Section(int(heads / self._groups) * d, d, self._groups)
+        found = {"query": Section(heads * d, d), "key": shared, "value": shared}
+        if self.gate:
+            found["attention_gate"] = Section(heads * self.gate, self.gate)
+        return found
+
+    def own(self, random: np.random.Generator, draws: int) -> Arrays:
+        leaf, found = self.leaf, {}
+        if leaf.sink is not None:
+            found["attention_sink"] = random.standard_normal((draws, 1)) * leaf.sink**0.5
+        if leaf.qk_norm is not None and leaf.norm_affine:
+            for name in ("query", "key"):
+                found[f"{name}.norm.gain"] = np.ones((draws, int(leaf.d_head)))
+        return found
+
+    def copies(self, name: str) -> Copies:
+        heads = float(self.leaf.heads)
+        if name == "attention_sink":
+            return Copies(heads, 1.0)
+        shared = heads if name.startswith("query") else heads / self._groups
+        if over_all_heads(self.leaf):
+            return Copies(shared, 1.0 if name.startswith("query") else self._groups)
+        return Copies(1.0, heads)
+
+    def _normalised(self, x: Array, own: Arrays, name: str) -> Array:
+        leaf = self.leaf
+        if leaf.qk_norm is None:
+            return x
+        if self.sizes is not None:
+            size = self.sizes[name == "key"]
+            x = x / np.reshape(np.resize(size, x.shape[1]), (1, -1, 1))
+        else:
+            if leaf.qk_norm == "layernorm":
+                x = x - np.mean(x, -1, keepdims=True)
+            x = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + leaf.norm_epsilon)
+        gain = own.get(f"{name}.norm.gain")
+        return x if gain is None else x * np.expand_dims(gain, 1)
+
+    def _turned(self, x: Array) -> Array:
+        leaf, width = self.leaf, x.shape[-1]
+        if leaf.rotary is None:
+            return x
+        pairs = int(leaf.rotary.fraction * width) // 2
+        speeds = leaf.rotary.frequencies(width)[0]
+        speeds = speeds[len(speeds) - pairs :]  # behind 0, of what is not turned
+        phases = np.outer(np.arange(x.shape[1]), speeds)
+        cos, sin = np.cos(phases), np.sin(phases)
+        one, two, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+        return np.concatenate([cos * one - sin * two, cos * two + sin * one, rest], -1)
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+        leaf, block = self.leaf, self.latent
+        query, key, value = (entering[name] for name in ("query", "key", "value"))
+        if block is None:
+            query, key = (
+                self._turned(self._normalised(x, own, name))
+                for x, name in ((query, "query"), (key, "key"))
+            )
+        else:
+            query, nope = query * block.query_factor, block.nope_dim
+            key, value = key * block.kv_factor, value * block.kv_factor
+            if block.rope_dim:
+                query = np.concatenate([query[..., :nope], self._turned(query[..., nope:])], -1)
+                key = np.concatenate([key, self._turned(entering["shared"])], -1)
+        scale = 1 / (float(leaf.d_head) ** 0.5 * float(leaf.temperature))
+        logits = (query @ np.swapaxes(key, -1, -2)) * scale
+        if leaf.logit_softcap is not None:
+            logits = leaf.logit_softcap * np.tanh(logits / leaf.logit_softcap)
+        count = query.shape[1]
+        offset = np.subtract.outer(np.arange(count), np.arange(count))
+        seen = offset >= 0 if leaf.causal else np.ones_like(offset, bool)
+        if leaf.window is not None:
+            seen = seen & (abs(offset) < leaf.window)
+        most = np.where(seen, plain(logits), -np.inf).max(-1, keepdims=True)
+        sink = own.get("attention_sink")
+        if sink is not None:
+            sink = np.expand_dims(sink, -1)
+            most = np.maximum(most, plain(sink))
+        weights = np.exp(np.where(seen, logits - most, -700.0)) * seen
+        total = np.sum(weights, -1, keepdims=True)
+        if sink is not None:
+            total = total + np.exp(sink - most)
+        found = (weights / total) @ value
+        return found * sigmoid(entering["attention_gate"]) if self.gate else found
+
+
+def _entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
+    """An activation as an operation of the tape."""
+    if laws.entrywise is None:
+        raise DomainError(f"the first step does not cover {laws.name}: its function is not known")
+    function, derivative = laws.entrywise
+    return primitive(
+        lambda x: np.asarray(function(NUMPY, x)),
+        lambda r, x: lambda g: g * np.asarray(derivative(NUMPY, x)),
+    )
+
+
+@dataclass(frozen=True)
+class Units:
+    """Hidden features of all experts behind their gates: some of every expert.
+
+    Attributes:
+        router: how gates follow from logits.
+        laws: of the activation.
+        width: hidden features of an expert.
+        gated: whether there is a gate's matrix besides that of the factor.
+        inward: whether an expert's gate multiplies what it reads.
+        shift, clamp: of a gated unit (`GatedLinear`).
+        names: of the sections: the router's, and those of the matrices.
+    """
+
+    router: Router
+    laws: ComponentLaws
+    width: int
+    gated: bool
+    inward: bool
+    shift: float
+    clamp: float | None
+    names: tuple[str, ...]
+    pairs: int = 0
+
+    @property
+    def _some(self) -> int:
+        return max(1, min(self.width, 512 // self.router.experts))
+
+    @property
+    def features(self) -> int:
+        return self.router.experts * self._some
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        router, *maps = self.names
+        experts, some = self.router.experts, self._some
+        found = {router: Section(experts, experts, self.width / some)}
+        return found | dict.fromkeys(maps, Section(experts * self.width, experts * some))
+
+    def own(self, random: np.random.Generator, draws: int) -> Arrays:
+        return {}
+
+    def gates(self, logits: Array) -> Array:
+        """Of (..., E) logits, the choice a constant to the derivative."""
+        router, fixed = self.router, plain(logits)
+        chosen = router.choice(fixed)
+        if router.logistic:
+            weight = sigmoid(logits)
+        else:
+            weight = np.exp(logits - fixed.max(-1, keepdims=True))
+        kept = weight * chosen
+        if router.normalised == "none":
+            return router.scale * kept
+        among = kept if router.normalised == "chosen" else weight
+        return router.scale * kept / np.sum(among, -1, keepdims=True)
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+        logits, *maps = (entering[name] for name in self.names)
+        shape = (*logits.shape, self._some)
+        gates = np.expand_dims(self.gates(logits), -1)
+        hidden = [np.reshape(x, shape) for x in maps]
+        if self.inward:
+            hidden = [gates * x for x in hidden]
+        act = _entrywise(self.laws)
+        if self.gated:
+            gate, factor = hidden
+            if self.clamp is not None:
+                gate = np.minimum(gate, self.clamp)
+                factor = np.maximum(np.minimum(factor, self.clamp), -self.clamp)
+            found = act(gate) * (factor + self.shift)
+        else:
+            found = act(hidden[0])
+        found = found if self.inward else gates * found
+        return np.reshape(found, (*logits.shape[:2], self.features))
+
+
+def routed_apart(change: Change, gates: Array, gradient: Array) -> Change:
+    """With what P varies by as the tokens that share experts vary over draws of the router.
+
+    P is in proportion to what two tokens have of experts in common, sum_e g_e g'_e of (draws, T, E)
+    gates.
+    """
+    shared = gates @ np.swapaxes(gates, -1, -2)
+    mean = shared.mean(0)
+    every = (shared / np.maximum(mean, 1e-12 * mean.max())) * change.coherent
+    square = (every @ gradient @ np.swapaxes(every, -1, -2)).mean(0)
+    more = square - between(change.coherent, gradient, change.coherent)
+    return dataclasses.replace(change, total=change.total + more)
