@@ -25,10 +25,9 @@ from ..transfer.recurrent.leaf import Mixer
 from ..transfer.recurrent.mixers import HEADS
 from .change import Array, Change
 from .drawn import AttentionHead, Block, Convolution, Units, copies, routed_apart
-from .neurons import gaussian
-from .rules import Signs, Spectrum, Told, sign_of_columns, sign_of_rows
+from .rules import Told, sign_of_rows
 from .sites import Site
-from .walk import Walk
+from .walk import Walk, columns_of
 
 class Read(NamedTuple):
     """What a matrix of a block reads: its change, the site, and how it follows the overlaps of the
@@ -41,7 +40,8 @@ class Read(NamedTuple):
 
 def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) -> Change:
     """The change behind a block whose matrices read that, all steps in it included."""
-    changes, responses, layer = {}, {}, leaving.layer
+    changes, carried, weights, responses = {}, {}, {}, {}
+    layer = leaving.layer
     for name, matrix in block.matrices.items():
         change, at, walk.response = reads[name]
         gradient, shape = block.gradients[name], (float(matrix.fan_in), float(matrix.fan_out))
@@ -51,6 +51,9 @@ def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) 
         if matrix.bias is not None:
             found = walk.bias(f"{matrix.name}.bias", found, gradient, shape[1], layer)
         changes[name] = found
+        carried[name] = matrix.fan_in * matrix.variance * change.coherent
+        if walk.optimizer.rule_of(walk.prefix + matrix.name) == "sign":
+            weights[name] = block.by_row(name, at.kernel)
         responses[name] = matrix.fan_in * matrix.variance * walk.response
     steps, follow = {}, {}
     for name in block.own:
@@ -62,8 +65,8 @@ def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) 
         steps[name] = -rate * move
         size = float((sent * sent).mean())
         follow[name] = rate * mean / size if size > 0 else 0.0
-    walk.response = block.response(responses)
-    return block.carried(changes, steps, follow, leaving.gradient)
+    walk.response = block.followed(responses)
+    return block.carried(changes, carried, weights, steps, follow, leaving.gradient)
 
 
 def _entrywise(walk: Walk, name: str, sent: Array, leaving: Site) -> tuple[Array, float, float]:
@@ -93,7 +96,8 @@ def _made(
 ) -> Block:
     """Draws of a block, which steps of all rates share."""
     known, layer = walk.reading.norms(), leaving.layer
-    given = {m.name: known[layer, m.name] for m in matrices.values() if (layer, m.name) in known}
+    # a section that is a part of a matrix has another name
+    given = {name: known[layer, name] for name in matrices if (layer, name) in known}
     gradient = leaving.gradient if received is None else received
     return walk.reading.once(
         Block,
@@ -250,7 +254,12 @@ def latent(walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leavin
         )
         sent = back(Gradient(Kernel.of_matrix(np.asarray(there)), tokens.seq_len)).gradient.kernel
         kernel = np.asarray(before.second_moment().pairs)
-        at = entering.behind(name, kernel, np.asarray(sent.pairs), float(rank))
+        gradient = np.asarray(sent.pairs)
+        if (square := walk.reading.norms().get((leaving.layer, name))) is not None:
+            if name == "kv_down" and block.rope_dim:
+                square -= d * block.rope_dim * float(np.vdot(made.gradients["shared"], read["shared"]))
+            gradient = gradient * (square / (d * rank * float(np.vdot(gradient, entering.kernel))))
+        at = entering.behind(name, kernel, gradient, float(rank))
         behind = entering.behind(label, read[readers[0]], np.asarray(there), float(rank))
         walk.response = own.response
         variance = max(float(down.parameters["weight_variance"]), 1e-60)
@@ -260,7 +269,25 @@ def latent(walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leavin
         walk.response = d * variance * own.response
         found = walk.norm(norm, found, at, behind)
         reads |= dict.fromkeys(readers, Read(found, behind, walk.response))
-    return through(walk, made, reads, leaving)
+    found = through(walk, made, reads, leaving)
+    if block.rope_dim:
+        _joined(walk, "kv_down", (block.kv_rank, block.rope_dim))
+    return found
+
+
+def _joined(walk: Walk, name: str, rows: tuple[int, int]) -> None:
+    """The two last notes of that name as one, of a matrix with so many rows of either kind."""
+    last = [k for k, one in enumerate(walk.weights) if one.weight == walk.prefix + name][-2:]
+    first, second = (walk.weights[k] for k in last)
+    share = np.array(rows) / sum(rows)
+    square = float(share @ (first.square, second.square))
+    aligned = float((share * (first.square, second.square)) @ (first.aligned, second.aligned))
+    walk.weights[last[0]] = first._replace(
+        slope=first.slope + second.slope,
+        square=square,
+        aligned=aligned / square if square > 0 else 0.0,
+    )
+    del walk.weights[last[1]]
 
 
 # --- experts --------------------------------------------------------------------------------------
@@ -305,9 +332,7 @@ def mixture(walk: Walk, leaf: Mixture, change: Change, entering: Site, leaving: 
     at = leaving.behind("hidden", kernel, received, float(many))
     found = through(walk, made, reads, dataclasses.replace(leaving, gradient=received))
 
-    def columns(spectrum: Spectrum) -> Signs:
-        return sign_of_columns(spectrum, made.columns, gaussian(spectrum.gradient, 9)[:512])
-
+    columns = functools.partial(columns_of, made.columns)
     layer, gradient = leaving.layer, leaving.gradient
     shape = float(many), float(given["fan_out"])
     found = walk.matrix(out.weight, found, at, gradient, layer, shape, variance, columns, True)

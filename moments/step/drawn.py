@@ -13,6 +13,7 @@ signs of u, so that a choice of experts that the step changes is in it. Derived 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from .rules import spread
 
 Arrays = dict[str, Any]
 
-NUMBERS, LEAST, MOST = 2**20, 8, 256
+NUMBERS, LEAST, MOST = 2**21, 8, 256
 """Numbers that draws hold, of matrices over pairs of tokens and of rows; and how many draws."""
 
 ROWS = 4096
@@ -78,7 +79,7 @@ class Block:
         reads: (T, T) what each reads.
         received: (T, T) gradient at the output.
         features: of the whole output.
-        known: squared norms of the matrices' gradients, by name, where they are known better.
+        known: squared norms of the matrices' gradients, by section, where they are known better.
         sequences: that the tokens are.
     """
 
@@ -128,7 +129,7 @@ class Block:
             kernel = gram(sent[name]) * (one.shared / (count * one.drawn))
             matrix = matrices[name]
             square = matrix.fan_in * matrix.fan_out * float(np.vdot(kernel, reads[name]))
-            grown = known.get(matrix.name, square) / square if square > 0 else 1.0
+            grown = known.get(name, square) / square if square > 0 else 1.0
             self.gradients[name] = grown * kernel
             self.sent[name] = grown**0.5 * _of_all(sent[name], one.shared)
         for name in self.own:
@@ -138,10 +139,23 @@ class Block:
         """Gradients of a section's rows across tokens, which are not Gaussian."""
         return _as_rows(self.sent[name])
 
-    @property
-    def columns(self) -> DrawnRows:
-        """The output's features across tokens, likewise."""
-        return _as_rows(self.output)
+    def columns(self, kernel: Array) -> DrawnRows:
+        """The output's features across tokens, likewise, on the scale of that kernel."""
+        found = _as_rows(self.output)
+        size = np.trace(kernel) / float((found.values**2).sum() / len(found.values))
+        return found._replace(values=size**0.5 * found.values, twins=size**0.5 * found.twins)
+
+    @functools.cached_property
+    def excess(self) -> float:
+        """As `Site.excess`, over all pairs: Gaussian features' overlaps have the mean square
+        K_tt K_ss + K_ts^2 over their number."""
+        parts = self.features / self.output.shape[2]
+        overlaps = self.output @ np.swapaxes(self.output, 1, 2) / self.output.shape[2]
+        kernel = overlaps.mean(0)
+        own = np.diag(kernel)
+        gaussian = float(np.outer(own, own).sum() + (kernel * kernel).sum())
+        found = float(overlaps.var(0).sum()) / parts / gaussian if gaussian > 0 else 0.0
+        return max(found - 1 / self.features, 0.0)
 
     def _mean(self, first: Array, second: Array) -> Array:
         """(T, T) over draws and features of the output."""
@@ -149,21 +163,29 @@ class Block:
         one, two = flat
         return np.asarray(one @ two.T / one.shape[1])
 
-    def _linear(self, parts: Mapping[str, Array], own: Mapping[str, float]) -> Array:
-        """sum_k J_k A_k J_k^T, and J c J^T of own parameters, of numbers c."""
-        if not any(np.any(one) for one in (*parts.values(), *own.values())):
+    def by_row(self, name: str, kernel: Array) -> Array:
+        """(N, 1, rows) what the sign rule leaves of each row's own size: its step is of one size,
+        whatever the size rho of the row's gradient, rho^2 = delta^T K delta."""
+        sent = self.sent[name]
+        rho = np.sqrt(np.maximum(np.sum(sent * (kernel @ sent), 1, keepdims=True), 1e-300))
+        return np.asarray((rho * rho).mean() / rho.mean() / rho)
+
+    def _linear(self, ways: Mapping[str, Array]) -> Array:
+        """E of J way, of changes of what is drawn, with the probe."""
+        if not any(np.any(one) for one in ways.values()):
             return np.zeros((self.output.shape[1],) * 2)
-        ways = [
-            (parts[name] @ self._probed[name])
-            if name in parts
-            else own.get(name, 0.0) * self._probed[name]
-            for name in self._names
-        ]
-        return self._mean(self._push(tuple(ways))[0], self._probe)
+        every = (ways.get(name, 0.0 * self._probed[name]) for name in self._names)
+        return self._mean(self._push(tuple(every))[0], self._probe)
+
+    def _averaged(self, parts: Mapping[str, Array]) -> Array:
+        """sum_k J_k A_k J_k^T."""
+        return self._linear({name: part @ self._probed[name] for name, part in parts.items()})
 
     def carried(
         self,
         changes: Mapping[str, Change],
+        carried: Mapping[str, Array],
+        weights: Mapping[str, Array],
         steps: Mapping[str, Array],
         follow: Mapping[str, float],
         gradient: Array,
@@ -172,12 +194,24 @@ class Block:
 
         Args:
             changes: behind every matrix.
+            carried: of their coherent parts what the matrices carry, and do not step.
+            weights: of the rows of a step, where it is not linear in them (`by_row`).
             steps: of own parameters, in every draw.
             follow: how far those follow their gradients.
             gradient: (T, T) received at the output.
         """
         parts = {name: one.coherent for name, one in changes.items()}
-        coherent = self._linear(parts, follow)
+
+        def along(rows: Mapping[str, Array]) -> dict[str, Array]:
+            return {
+                name: carried[name] @ rows[name]
+                + (part - carried[name]) @ (weights.get(name, 1.0) * rows[name])
+                for name, part in parts.items()
+            }
+
+        coherent = self._linear(
+            along(self._probed) | {k: one * self._probed[k] for k, one in follow.items()}
+        )
         met = self.features * float(np.vdot(coherent, gradient))
         slope = sum(
             self.matrices[name].fan_out * float(np.vdot(part, self.gradients[name]))
@@ -190,10 +224,10 @@ class Block:
         if met > 0 and slope > 0:  # what probes scatter by
             coherent = coherent * (slope / met)
         rng, ways = np.random.default_rng(3), dict(steps)
-        for name, change in changes.items():
-            way, own = -(change.coherent @ self.sent[name]), self.gradients[name]
-            rest = spread(change.total - between(change.coherent, own, change.coherent))
-            ways[name] = way + rest @ rng.standard_normal(way.shape)
+        for name, way in along(self.sent).items():
+            scale = way.shape[0] * way.shape[2]
+            rest = spread(changes[name].total - gram(way) / scale)
+            ways[name] = rest @ rng.standard_normal(way.shape) - way
         every = self.entering | self.own
         share = max(float(np.abs(ways[k]).max() / (np.abs(every[k]).max() or 1.0)) for k in ways)
         grown = max(TINY / share, 1.0) if share > 0 else 1.0
@@ -201,15 +235,32 @@ class Block:
         for sign in (grown, -grown):
             given = [one + sign * ways.get(name, 0.0) for name, one in every.items()]
             sides.append(self._run(*given) - self.output)
+        moved = (sides[0] - sides[1]) / (2 * grown)
+        held = self._saturated(moved, coherent, gradient)
+        coherent = held[:, None] * coherent
         total = (self._mean(sides[0], sides[0]) + self._mean(sides[1], sides[1])) / (2 * grown**2)
         drift = self._mean((sides[0] + sides[1]) / (2 * grown**2), self.output)
-        overlap = self._linear({name: one.overlap for name, one in changes.items()}, {})
-        scattered = self._linear({name: one.scattered for name, one in changes.items()}, {})
-        return Change(coherent, overlap + drift, total, scattered)
+        overlap = self._averaged({name: one.overlap for name, one in changes.items()})
+        scattered = self.followed({name: one.scattered for name, one in changes.items()})
+        return Change(coherent, overlap + drift, total, held[:, None] * scattered)
 
-    def response(self, parts: Mapping[str, Array]) -> Array:
-        """Of kernels behind the matrices, the output's."""
-        return self._linear(parts, {})
+    def _saturated(self, moved: Array, coherent: Array, gradient: Array) -> Array:
+        """(T,) what is left of each token's coherent change as the function bends, where that is
+        beyond what draws scatter by: a norm of next to nothing has slopes that no step follows."""
+        each = -(moved * self.delta).mean(-1)
+        linear = np.sum(coherent * gradient, -1)
+        there = linear > 0
+        left = np.where(there, each.mean(0) / np.where(there, linear, 1.0), 1.0)
+        error = np.where(there, each.std(0) / np.where(there, linear, 1.0), 1.0) / self.count**0.5
+        off = np.clip(left, 0.0, 1.0) - 1.0
+        return np.asarray(1.0 + off * off**2 / (off**2 + error**2 + 1e-12))
+
+    def followed(self, parts: Mapping[str, Array]) -> Array:
+        """(T, T) how the output's kernel follows overlaps of the stream's tokens, from how those
+        behind the matrices do: nothing is left of one where tokens are averaged."""
+        if self.head.pairs:
+            return np.zeros((self.output.shape[1],) * 2)
+        return self._averaged(parts)
 
 
 def _of_all(sent: Array, shared: float) -> Array:

@@ -39,10 +39,12 @@ from .change import (
     joined,
     scattering,
 )
+from .drawn import Block
 from .draws import Draws
 from .elementwise import activated, gated
 from .neurons import Neurons, gaussian
 from .rules import (
+    Drawn,
     Effect,
     Optimizer,
     Orthogonal,
@@ -296,6 +298,7 @@ class Walk:
         if left != 1.0:
             same = np.full(len(kernel), left)
             carried = carried.rescaled(gain * kernel, same, same - 1.0)
+        block = self.reading.made.get((Block, entering.index))
         not_gaussian = orthogonal = None
         if rule == "sign" and signs is not None:
             not_gaussian = once(Signs, *key, make=lambda: signs(spectrum))
@@ -308,7 +311,7 @@ class Walk:
             *self._moved(change, entering),
             n,
             m,
-            entering.excess(),
+            entering.excess() if block is None else block.excess,
             self.optimizer.pulled,
             not_gaussian,
             orthogonal,
@@ -417,7 +420,9 @@ class Walk:
             if units is not None:
                 signs = functools.partial(_rows_of, units, 0)
         elif before is not None:
-            signs = functools.partial(_columns_of, before)
+            signs = functools.partial(columns_of, before.given)
+        elif (block := self.reading.made.get((Block, entering.index))) is not None:
+            signs = functools.partial(columns_of, block.columns)
         found = self.matrix(
             leaf.weight,
             change,
@@ -636,9 +641,10 @@ def _rows_of(units: Neurons, place: int, spectrum: Spectrum) -> Signs:
     return sign_of_rows(spectrum, units.sent(place, spectrum.gradient))
 
 
-def _columns_of(units: Neurons, spectrum: Spectrum) -> Signs:
+def columns_of(given: Callable[[Array], Drawn], spectrum: Spectrum) -> Signs:
+    """Of features that are drawn, by their kernel."""
     return sign_of_columns(
-        spectrum, units.given(spectrum.kernel), gaussian(spectrum.gradient, 9)[:512]
+        spectrum, given(spectrum.kernel), gaussian(spectrum.gradient, 9)[:512]
     )
 
 
