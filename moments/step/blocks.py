@@ -26,8 +26,9 @@ from ..transfer.recurrent.mixers import HEADS
 from .change import Array, Change
 from .drawn import AttentionHead, Block, Convolution, Units, copies, routed_apart
 from .rules import Told, sign_of_rows
-from .sites import Site
+from .sites import Site, bent
 from .walk import Walk, columns_of
+
 
 class Read(NamedTuple):
     """What a matrix of a block reads: its change, the site, and how it follows the overlaps of the
@@ -40,7 +41,7 @@ class Read(NamedTuple):
 
 def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) -> Change:
     """The change behind a block whose matrices read that, all steps in it included."""
-    changes, carried, weights, responses = {}, {}, {}, {}
+    changes, carried, by_sign, responses = {}, {}, {}, {}
     layer = leaving.layer
     for name, matrix in block.matrices.items():
         change, at, walk.response = reads[name]
@@ -53,7 +54,7 @@ def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) 
         changes[name] = found
         carried[name] = matrix.fan_in * matrix.variance * change.coherent
         if walk.optimizer.rule_of(walk.prefix + matrix.name) == "sign":
-            weights[name] = block.by_row(name, at.kernel)
+            by_sign[name] = at.kernel
         responses[name] = matrix.fan_in * matrix.variance * walk.response
     steps, follow = {}, {}
     for name in block.own:
@@ -66,7 +67,7 @@ def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) 
         size = float((sent * sent).mean())
         follow[name] = rate * mean / size if size > 0 else 0.0
     walk.response = block.followed(responses)
-    return block.carried(changes, carried, weights, steps, follow, leaving.gradient)
+    return block.carried(changes, carried, by_sign, steps, follow, leaving.gradient)
 
 
 def _entrywise(walk: Walk, name: str, sent: Array, leaving: Site) -> tuple[Array, float, float]:
@@ -133,12 +134,6 @@ def mixer(walk: Walk, leaf: Mixer, change: Change, entering: Site, leaving: Site
 # --- attention ------------------------------------------------------------------------------------
 
 
-def _plain(leaf: SelfAttention) -> bool:
-    """Whether closed forms follow it."""
-    bent = leaf.qk_norm, leaf.logit_softcap, leaf.sink
-    return bent == (None, None, None) and not leaf.query_bias and not leaf.key_bias
-
-
 def _check(leaf: SelfAttention) -> None:
     for name, there in {
         "alibi": bool(leaf.alibi),
@@ -155,9 +150,9 @@ def _check(leaf: SelfAttention) -> None:
 def attention(
     walk: Walk, leaf: SelfAttention, change: Change, entering: Site, leaving: Site
 ) -> Change:
-    if _plain(leaf):
-        return walk.attention(leaf, change, entering, leaving)
-    return _heads(walk, leaf, None, change, entering, leaving)
+    if bent(leaf):
+        return _heads(walk, leaf, None, change, entering, leaving)
+    return walk.attention(leaf, change, entering, leaving)
 
 
 def _heads(
@@ -257,7 +252,9 @@ def latent(walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leavin
         gradient = np.asarray(sent.pairs)
         if (square := walk.reading.norms().get((leaving.layer, name))) is not None:
             if name == "kv_down" and block.rope_dim:
-                square -= d * block.rope_dim * float(np.vdot(made.gradients["shared"], read["shared"]))
+                square -= (
+                    d * block.rope_dim * float(np.vdot(made.gradients["shared"], read["shared"]))
+                )
             gradient = gradient * (square / (d * rank * float(np.vdot(gradient, entering.kernel))))
         at = entering.behind(name, kernel, gradient, float(rank))
         behind = entering.behind(label, read[readers[0]], np.asarray(there), float(rank))
@@ -346,5 +343,12 @@ def mixture(walk: Walk, leaf: Mixture, change: Change, entering: Site, leaving: 
     return routed_apart(found, gates, gradient)
 
 
-for kind, function in {Mixer: mixer, SelfAttention: attention, LatentHeads: latent, Mixture: mixture, GatedHeads: gated_heads}.items():
-    Walk.leaf.register(kind, function)
+_FOLLOWED: dict[type, Any] = {
+    Mixer: mixer,
+    SelfAttention: attention,
+    LatentHeads: latent,
+    Mixture: mixture,
+    GatedHeads: gated_heads,
+}
+for _kind, _function in _FOLLOWED.items():
+    Walk.leaf.register(_kind, _function)

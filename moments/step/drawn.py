@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.derivative import Traced, plain, primitive, pullback
+from ..engine.derivative import plain, primitive, pullback
 from ..engine.laws import LawMatrix
 from ..errors import DomainError
 from ..formulas.algebra import NUMPY
@@ -44,8 +44,9 @@ NUMBERS, LEAST, MOST = 2**21, 8, 256
 ROWS = 4096
 """Rows of a matrix whose gradients are drawn for the sign rule."""
 
-TINY = 1e-5
-"""Relative change below which differences of the function would lose digits: it is made so large."""
+TINY, NOTHING = 1e-5, 1e-12
+"""Relative change up to which a smaller one is made, whose differences would lose digits; and share
+of the mean square gradient below which a row has none."""
 
 
 class Copies(NamedTuple):
@@ -64,6 +65,13 @@ def copies(head: Any, name: str) -> Copies:
     first = name.partition(".")[0]
     of = head.sections[OF_SECTION.get(first, first)]
     return Copies(of.rows / of.drawn, of.shared)
+
+
+class _Probe(NamedTuple):
+    """Rows of independent tokens at a block's output, and what it sends back of them."""
+
+    rows: Array
+    sent: dict[str, Array]
 
 
 class Block:
@@ -121,9 +129,16 @@ class Block:
         _, self._push = pullback(pull, np.zeros(self.output.shape))
         self._names = (*entering, *self.own)
         self.delta = drawn(head.features, received, "gradient")
-        self._probe = drawn(head.features, np.eye(tokens), "probe")
+        probe = drawn(head.features, np.eye(tokens), "probe")
+        # a token that receives next to nothing has a P that is next to infinite
+        size = np.sqrt(np.maximum(np.diag(received), 0.0))
+        size = size * (size > NOTHING * size.max(initial=0.0))
         sent = dict(zip(self._names, pull(self.delta), strict=True))
-        self._probed = dict(zip(self._names, pull(self._probe), strict=True))
+        self._even, self._sized = (
+            _Probe(one, dict(zip(self._names, pull(one), strict=True)))
+            for one in (probe, size[:, None] * probe)
+        )
+        self._sizes = size
         self.gradients, self.sent = {}, {}
         for name, one in sections.items():
             kernel = gram(sent[name]) * (one.shared / (count * one.drawn))
@@ -163,29 +178,33 @@ class Block:
         one, two = flat
         return np.asarray(one @ two.T / one.shape[1])
 
-    def by_row(self, name: str, kernel: Array) -> Array:
-        """(N, 1, rows) what the sign rule leaves of each row's own size: its step is of one size,
-        whatever the size rho of the row's gradient, rho^2 = delta^T K delta."""
-        sent = self.sent[name]
-        rho = np.sqrt(np.maximum(np.sum(sent * (kernel @ sent), 1, keepdims=True), 1e-300))
-        return np.asarray((rho * rho).mean() / rho.mean() / rho)
+    def _by_row(self, sent: Array, kernel: Array) -> Array:
+        """What the sign rule leaves of each row's own size: its step is of one size, whatever the
+        size rho of the row's gradient, rho^2 = delta^T K delta."""
+        square = np.maximum(np.sum(sent * (kernel @ sent), 1, keepdims=True), 0.0)
+        there = square > NOTHING * square.mean()
+        rho = np.sqrt(np.where(there, square, 1.0))
+        size = square.mean() / np.mean(rho * there) if there.any() else 1.0
+        return np.asarray(np.where(there, size / rho, 0.0) * sent)
 
-    def _linear(self, ways: Mapping[str, Array]) -> Array:
-        """E of J way, of changes of what is drawn, with the probe."""
+    def _linear(self, ways: Mapping[str, Array], probe: _Probe) -> Array:
+        """E of J way, of changes of what is drawn, with the probe that they were made of."""
         if not any(np.any(one) for one in ways.values()):
             return np.zeros((self.output.shape[1],) * 2)
-        every = (ways.get(name, 0.0 * self._probed[name]) for name in self._names)
-        return self._mean(self._push(tuple(every))[0], self._probe)
+        every = (ways.get(name, 0.0 * sent) for name, sent in probe.sent.items())
+        return self._mean(self._push(tuple(every))[0], probe.rows)
 
     def _averaged(self, parts: Mapping[str, Array]) -> Array:
         """sum_k J_k A_k J_k^T."""
-        return self._linear({name: part @ self._probed[name] for name, part in parts.items()})
+        probe = self._even
+        ways = {name: part @ probe.sent[name] for name, part in parts.items()}
+        return self._linear(ways, probe)
 
     def carried(
         self,
         changes: Mapping[str, Change],
         carried: Mapping[str, Array],
-        weights: Mapping[str, Array],
+        reads: Mapping[str, Array],
         steps: Mapping[str, Array],
         follow: Mapping[str, float],
         gradient: Array,
@@ -195,7 +214,7 @@ class Block:
         Args:
             changes: behind every matrix.
             carried: of their coherent parts what the matrices carry, and do not step.
-            weights: of the rows of a step, where it is not linear in them (`by_row`).
+            reads: what matrices read whose steps are by the sign rule, and so not linear in rows.
             steps: of own parameters, in every draw.
             follow: how far those follow their gradients.
             gradient: (T, T) received at the output.
@@ -203,15 +222,16 @@ class Block:
         parts = {name: one.coherent for name, one in changes.items()}
 
         def along(rows: Mapping[str, Array]) -> dict[str, Array]:
-            return {
-                name: carried[name] @ rows[name]
-                + (part - carried[name]) @ (weights.get(name, 1.0) * rows[name])
-                for name, part in parts.items()
-            }
+            found = {}
+            for name, part in parts.items():
+                kernel, one = reads.get(name), rows[name]
+                stepped = one if kernel is None else self._by_row(one, kernel)
+                found[name] = carried[name] @ one + (part - carried[name]) @ stepped
+            return found
 
-        coherent = self._linear(
-            along(self._probed) | {k: one * self._probed[k] for k, one in follow.items()}
-        )
+        probe, there = self._sized, self._sizes > 0
+        ways = along(probe.sent) | {k: one * probe.sent[k] for k, one in follow.items()}
+        coherent = self._linear(ways, probe) / np.where(there, self._sizes, 1.0) ** 2 * there
         met = self.features * float(np.vdot(coherent, gradient))
         slope = sum(
             self.matrices[name].fan_out * float(np.vdot(part, self.gradients[name]))
@@ -223,7 +243,8 @@ class Block:
         )
         if met > 0 and slope > 0:  # what probes scatter by
             coherent = coherent * (slope / met)
-        rng, ways = np.random.default_rng(3), dict(steps)
+        rng = np.random.default_rng(3)
+        ways = dict(steps)
         for name, way in along(self.sent).items():
             scale = way.shape[0] * way.shape[2]
             rest = spread(changes[name].total - gram(way) / scale)
@@ -526,7 +547,8 @@ def routed_apart(change: Change, gates: Array, gradient: Array) -> Change:
     """
     shared = gates @ np.swapaxes(gates, -1, -2)
     mean = shared.mean(0)
-    every = (shared / np.maximum(mean, 1e-12 * mean.max())) * change.coherent
+    there = mean > 1e-9 * mean.max()
+    every = np.where(there, shared / np.where(there, mean, 1.0), 1.0) * change.coherent
     square = (every @ gradient @ np.swapaxes(every, -1, -2)).mean(0)
     more = square - between(change.coherent, gradient, change.coherent)
     return dataclasses.replace(change, total=change.total + more)

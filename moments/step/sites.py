@@ -41,6 +41,18 @@ ENCODER = "encoder."
 """Stands before the names of an encoder's sites and parameters beside a decoder's."""
 
 
+def bent(leaf: Any) -> list[str]:
+    """What attention has that the closed forms of a step leave out."""
+    parts = {
+        "qk_norm": leaf.qk_norm is not None,
+        "logit_softcap": leaf.logit_softcap is not None,
+        "attention_sink": getattr(leaf, "sink", None) is not None,
+        "biases of queries": bool(leaf.query_bias),
+        "biases of keys": bool(leaf.key_bias),
+    }
+    return [name for name, there in parts.items() if there]
+
+
 @dataclass(frozen=True, eq=False)
 class Site:
     """One point of the network.
@@ -120,15 +132,8 @@ class Site:
         """The attention that reads this site and the tokens of `memory`, whose heads are
         `leaving`. `norm` gives that of the gradient of queries or keys, squared; None: that of the
         mean overlaps."""
-        for name, there in {
-            "qk_norm": leaf.qk_norm is not None,
-            "logit_softcap": leaf.logit_softcap is not None,
-            "attention_sink": getattr(leaf, "sink", None) is not None,
-            "biases of queries": bool(leaf.query_bias),
-            "biases of keys": bool(leaf.key_bias),
-        }.items():
-            if there:
-                raise DomainError(f"the first step does not cover {name} ({leaf.label})")
+        for name in bent(leaf):
+            raise DomainError(f"the first step does not cover {name} ({leaf.label})")
         heads, d = float(leaf.heads * leaf.d_head), float(leaf.memory_width)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         value, query, key = (
@@ -386,10 +391,11 @@ class Reading:
 
     @functools.cached_property
     def logit_spread(self) -> float:
-        """The largest variance of attention's logits within rows, averaged over a layer's rows."""
-        diagnostics = [site.signal.diagnostics for site in self.points if site.signal is not None]
-        found = [float(np.mean(one["logit_variance"])) for one in diagnostics if one is not None]
-        return max(found, default=0.0)
+        """The largest variance of attention's logits within rows, averaged over a layer's rows, of
+        attention in closed form."""
+        ways = [one.attended.way for one in self.points if isinstance(one.attended, AttentionPulled)]
+        seen = [way.output.diagnostics for way in ways if not bent(way.leaf)]
+        return max((float(np.mean(one["logit_variance"])) for one in seen if one), default=0.0)
 
     @functools.cached_property
     def made(self) -> dict[Any, Any]:

@@ -482,13 +482,14 @@ class Walk:
 
     @leaf.register(GatedLinear)
     def gated(self, leaf: GatedLinear, change: Change, entering: Site, leaving: Site) -> Change:
+        if leaf.shift or leaf.clamp:
+            raise DomainError("the first step covers shift and clamp of routed experts alone")
         n, m = float(leaf.fan_in), float(leaf.fan_out)
         inner = {
-            "gate": (float(leaf.gate), float(leaf.gate_bias)),
-            "ffn_in": (float(leaf.ffn_in), float(leaf.bias)),
+            f"{leaf.prefix}gate": (float(leaf.gate), float(leaf.gate_bias)),
+            f"{leaf.prefix}ffn_in": (float(leaf.ffn_in), float(leaf.bias)),
         }
-        kernels = {name: n * v * entering.kernel + b for name, (v, b) in inner.items()}
-        both = kernels["gate"], kernels["ffn_in"]
+        both = tuple(n * v * entering.kernel + b for v, b in inner.values())
         unit = gated(leaf.activation, *both)
         units = self._neurons(leaf.activation, both, leaving)
         moved = []
@@ -506,11 +507,8 @@ class Walk:
             moved.append(found)
         received = self._scatter(leaving.index, leaving.gradient)
         found = unit.carried(moved[0], moved[1], leaving.gradient, received)
-        self.response = (
-            n
-            * (inner["gate"][0] * unit.slopes[0] + inner["ffn_in"][0] * unit.slopes[1])
-            * self.response
-        )
+        ways = sum(v * way for (v, _), way in zip(inner.values(), unit.slopes, strict=True))
+        self.response = n * ways * self.response
         if units is None:
             return found
         more = units.beyond_pairs((moved[0].coherent, moved[1].coherent))
@@ -643,9 +641,7 @@ def _rows_of(units: Neurons, place: int, spectrum: Spectrum) -> Signs:
 
 def columns_of(given: Callable[[Array], Drawn], spectrum: Spectrum) -> Signs:
     """Of features that are drawn, by their kernel."""
-    return sign_of_columns(
-        spectrum, given(spectrum.kernel), gaussian(spectrum.gradient, 9)[:512]
-    )
+    return sign_of_columns(spectrum, given(spectrum.kernel), gaussian(spectrum.gradient, 9)[:512])
 
 
 def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob: float) -> Change:
