@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from ..engine.state import Kernel
     from ..engine.trace import Record
     from ..model.transformer import Transformer
-    from .result import Prediction
 
 
 class Format(NamedTuple):
@@ -151,7 +150,7 @@ def _unsized(operand: Operand, scale: str) -> Operand:
     return operand._replace(variance=2.0**octaves)
 
 
-def low_precision(prediction: Prediction, format: str) -> pd.DataFrame:
+def low_precision(prediction: Any, format: str) -> pd.DataFrame:
     """See `Prediction.low_precision`."""
     check_choice("format", format, tuple(FORMATS))
     if prediction.variance.ndim > 1:
@@ -169,7 +168,7 @@ def low_precision(prediction: Prediction, format: str) -> pd.DataFrame:
 
 
 def _rows(
-    prediction: Prediction, sites: list[dict[str, Any]], layer: int, form: Format
+    prediction: Any, sites: list[dict[str, Any]], layer: int, form: Format
 ) -> Iterator[dict[str, Any]]:
     """Two rows a product, one for each operand."""
     model = prediction.model
@@ -265,7 +264,7 @@ class Drawn(NamedTuple):
     sent: np.ndarray
 
 
-def _weight_rows(prediction: Prediction, layer: int, form: Format) -> Iterator[dict[str, Any]]:
+def _weight_rows(prediction: Any, layer: int, form: Format) -> Iterator[dict[str, Any]]:
     """Two rows a weight gradient, where every token is resolved by itself."""
     squares = _squares(prediction, layer)
     for name, (read, sent) in _drawn(prediction, layer).items():
@@ -295,7 +294,7 @@ def _weight_rows(prediction: Prediction, layer: int, form: Format) -> Iterator[d
             }
 
 
-def _squares(prediction: Prediction, layer: int) -> dict[str, float]:
+def _squares(prediction: Any, layer: int) -> dict[str, float]:
     """E dW^2 of an entry. A query's is that of the mean kernels: what overlaps that vary over draws
     add to it, they add to a token's own gradient too, and so to the noise."""
     shapes, found = prediction.model.shapes_of(layer), {}
@@ -311,7 +310,7 @@ def _squares(prediction: Prediction, layer: int) -> dict[str, float]:
     return found
 
 
-def _drawn(prediction: Prediction, layer: int) -> dict[str, Drawn]:
+def _drawn(prediction: Any, layer: int) -> dict[str, Drawn]:
     """Both operands of a layer's weight gradients, by the matrix's name."""
     model, rng = prediction.model, np.random.default_rng(layer)
     found: dict[str, Drawn] = {}

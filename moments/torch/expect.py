@@ -198,7 +198,7 @@ def _streams(checking: Checking, p: Prediction) -> Iterator[tuple[str, Range]]:
     ranges = one_draw(p).get("variance")
     if ranges is None:
         return
-    points = [point for point in checking.parts.sites or () if point.site == "stream"]
+    points = [point for point in checking.reading.sites or () if point.site == "stream"]
     given = {point.layer: point.path for point in points if point.side == "output"}
     for layer in range(p.model.layers):  # what layer n gives is what layer n + 1 takes
         path = given.get(layer + 1)
