@@ -16,6 +16,7 @@ from ..errors import domain_error
 from ..files import as_frame, plain
 from ..prediction.gate import computing
 from ..prediction.predict import predict
+from . import blocks as _blocks  # noqa: F401 (what the walk does at them)
 from .change import Change, between_trace
 from .draws import Draws
 from .ends import Words, ending, entered, tied_overlap

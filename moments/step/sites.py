@@ -42,6 +42,18 @@ ENCODER = "encoder."
 """Stands before the names of an encoder's sites and parameters beside a decoder's."""
 
 
+def bent(leaf: Any) -> list[str]:
+    """What attention has that the closed forms of a step leave out."""
+    parts = {
+        "qk_norm": leaf.qk_norm is not None,
+        "logit_softcap": leaf.logit_softcap is not None,
+        "attention_sink": getattr(leaf, "sink", None) is not None,
+        "biases of queries": bool(leaf.query_bias),
+        "biases of keys": bool(leaf.key_bias),
+    }
+    return [name for name, there in parts.items() if there]
+
+
 @dataclass(frozen=True, eq=False)
 class Site:
     """One point of the network.
@@ -121,15 +133,8 @@ class Site:
         """The attention that reads this site and the tokens of `memory`, whose heads are
         `leaving`. `norm` gives that of the gradient of queries or keys, squared; None: that of the
         mean overlaps."""
-        for name, there in {
-            "qk_norm": leaf.qk_norm is not None,
-            "logit_softcap": leaf.logit_softcap is not None,
-            "attention_sink": getattr(leaf, "sink", None) is not None,
-            "biases of queries": bool(leaf.query_bias),
-            "biases of keys": bool(leaf.key_bias),
-        }.items():
-            if there:
-                raise DomainError(f"the first step does not cover {name} ({leaf.label})")
+        for name in bent(leaf):
+            raise DomainError(f"the first step does not cover {name} ({leaf.label})")
         heads, d = float(leaf.heads * leaf.d_head), float(leaf.memory_width)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         value, query, key = (
@@ -288,7 +293,7 @@ class Reading:
         readout: the matrix to the logits.
         targets: of the loss, for every row of the logits, -1 for none.
         loss, logit_variance: as predicted.
-        norms: of the gradients of queries and keys, squared, by layer and name, once asked for.
+        norms: of the weights' gradients, squared, by layer and name, once asked for.
         sequences: how many.
         batches: of several steps; None: one.
     """
@@ -387,10 +392,11 @@ class Reading:
 
     @functools.cached_property
     def logit_spread(self) -> float:
-        """The largest variance of attention's logits within rows, averaged over a layer's rows."""
-        diagnostics = [site.signal.diagnostics for site in self.points if site.signal is not None]
-        found = [float(np.mean(one["logit_variance"])) for one in diagnostics if one is not None]
-        return max(found, default=0.0)
+        """The largest variance of attention's logits within rows, averaged over a layer's rows, of
+        attention in closed form."""
+        ways = [one.attended.way for one in self.points if isinstance(one.attended, AttentionPulled)]
+        seen = [way.output.diagnostics for way in ways if not bent(way.leaf)]
+        return max((float(np.mean(one["logit_variance"])) for one in seen if one), default=0.0)
 
     @functools.cached_property
     def made(self) -> dict[Any, Any]:
@@ -431,7 +437,6 @@ def _norms(prediction: Prediction) -> dict[tuple[int, str], float]:
         (layer, before + name): float(np.sum(norm))
         for before, stream in streams
         for layer, name, norm in stream.inner_weights()
-        if name.endswith(("query", "key"))
     }
 
 
@@ -449,7 +454,7 @@ def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:
             for one in record.walk():
                 if isinstance(one.component, SelfAttention | CrossAttention):
                     attended[id(one.input)] = one.pulled
-                if one.component.label:
+                if one.component.label or not one.component.children:
                     found.append((prefix, one.point, one.output))
     return tuple(
         Site.of(k, prefix, point, attended.get(id(signal)))
