@@ -305,7 +305,7 @@ def _squares(prediction: Any, layer: int) -> dict[str, float]:
         if isinstance(record.pulled, AttentionPulled) and record.memory is None:
             leaf, path = record.pulled.way.leaf, record.pulled.sides.query
             _, outputs = shapes["query"]
-            product = float(np.sum(path.pairs * record.input.second_moment().pairs))
+            product = float(np.sum(path.off_diagonal * record.input.second_moment().off_diagonal))
             found["query"] = product / (outputs * max(float(leaf.query), 1e-300))
     return found
 
@@ -316,7 +316,7 @@ def _drawn(prediction: Any, layer: int) -> dict[str, Drawn]:
     found: dict[str, Drawn] = {}
     at: dict[str, Record] = {}
     for record in prediction.trace.layers[layer - 1].walk():
-        if record.input.resolved is not True or record.received is None:
+        if record.input.resolved is not True or record.grad_out is None:
             continue
         if isinstance(record.pulled, AttentionPulled) and record.memory is None:
             found |= dict(_of_attention(record, record.pulled, rng))
@@ -328,7 +328,7 @@ def _drawn(prediction: Any, layer: int) -> dict[str, Drawn]:
         return found
     unit, weights = at["ffn.activation"], model.layer_weights(layer)
     value, slope = _units(model.activation)
-    sent, entering = _features(unit.gradient_received.kernel, rng), unit.input.second_moment()
+    sent, entering = _features(unit.grad_out.kernel, rng), unit.input.second_moment()
     if model.gated:
         gate, factor = (
             _features(entering.scaled(model.d_model * float(one)), rng)
@@ -343,13 +343,13 @@ def _drawn(prediction: Any, layer: int) -> dict[str, Drawn]:
         found["ffn_in"] = Drawn(read, slope(entered) * sent)
     else:
         return found
-    found["ffn_out"] = Drawn(hidden, _features(at["ffn.out"].gradient_received.kernel, rng))
+    found["ffn_out"] = Drawn(hidden, _features(at["ffn.out"].grad_out.kernel, rng))
     return found
 
 
 def _of_matrix(record: Record, rng: np.random.Generator) -> Drawn:
     read = record.input.second_moment()
-    return Drawn(_features(read, rng), _features(record.gradient_received.kernel, rng))
+    return Drawn(_features(read, rng), _features(record.grad_out.kernel, rng))
 
 
 def _of_attention(
@@ -372,7 +372,7 @@ def _of_attention(
 def _features(kernel: Kernel, rng: np.random.Generator) -> np.ndarray:
     """(features, tokens) Gaussian features of a kernel, their second moments exact where there are
     more of them than tokens."""
-    matrix = np.asarray(kernel.pairs, float)
+    matrix = np.asarray(kernel.off_diagonal, float)
     drawn = rng.standard_normal((FEATURES, len(matrix)))
     if 2 * len(matrix) <= FEATURES:
         values, vectors = np.linalg.eigh(drawn.T @ drawn / FEATURES)
