@@ -13,16 +13,16 @@ import numpy as np
 from ..engine.laws import LawMatrix
 from ..engine.state import Gradient, Kernel
 from ..errors import DomainError
+from ..layers.attention.gates import GatedHeads
+from ..layers.attention.latent import LatentHeads
+from ..layers.attention.projections import over_all_heads
+from ..layers.attention.self_attention import SelfAttention
+from ..layers.elementary import Linear
+from ..layers.experts.mixture import Mixture
+from ..layers.gated import GatedLinear
+from ..layers.recurrent.leaf import Mixer
+from ..layers.recurrent.mixers import HEADS
 from ..model.mixers import ShortConvolution
-from ..transfer.attention.gates import GatedHeads
-from ..transfer.attention.latent import LatentHeads
-from ..transfer.attention.projections import over_all_heads
-from ..transfer.attention.self_attention import SelfAttention
-from ..transfer.elementary import Linear
-from ..transfer.experts.mixture import Mixture
-from ..transfer.gated import GatedLinear
-from ..transfer.recurrent.leaf import Mixer
-from ..transfer.recurrent.mixers import HEADS
 from .change import Array, Change
 from .drawn import AttentionHead, Block, Convolution, Units, copies, routed_apart
 from .rules import Told, sign_of_rows

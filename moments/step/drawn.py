@@ -25,13 +25,13 @@ from ..engine.laws import LawMatrix
 from ..errors import DomainError
 from ..formulas.algebra import NUMPY
 from ..formulas.law import ComponentLaws
+from ..layers.attention.projections import over_all_heads
+from ..layers.attention.self_attention import SelfAttention
+from ..layers.experts.routing import Router
+from ..layers.recurrent.drawn import FIXED, OF_SECTION, Section, gram, on_lists, root_of, rows_of
+from ..layers.recurrent.heads import convolved, sigmoid
+from ..layers.recurrent.mixers import taps
 from ..model.mixers import LatentAttention, ShortConvolution
-from ..transfer.attention.projections import over_all_heads
-from ..transfer.attention.self_attention import SelfAttention
-from ..transfer.experts.routing import Router
-from ..transfer.recurrent.drawn import FIXED, OF_SECTION, Section, gram, on_lists, root_of, rows_of
-from ..transfer.recurrent.heads import convolved, sigmoid
-from ..transfer.recurrent.mixers import taps
 from .change import Array, Change, between
 from .rules import Drawn as DrawnRows
 from .rules import spread
