@@ -332,6 +332,13 @@ class Prediction:
 
         return Stepping.of(self)
 
+    @functools.cached_property
+    def _sharpening(self) -> Any:
+        """The same, of many tokens on classes."""
+        from ..step.result import Stepping
+
+        return Stepping.on_classes(self) or self._stepping
+
     def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
         """The network after the first step of an optimizer on the batch that was predicted.
 
