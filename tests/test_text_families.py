@@ -27,7 +27,7 @@ KINDS = sorted({**bart.FAMILIES, **decoders.FAMILIES, **encoders.FAMILIES})
 BY_MODULE = [
     kind
     for kind in sorted({**decoders.FAMILIES, **encoders.FAMILIES})
-    if kind not in ("codegen", "openai-gpt", "rembert", "roformer")
+    if kind not in ("albert", "codegen", "openai-gpt", "rembert", "roformer")
 ]
 FIELDS = {"d_model": 64, "vocab_size": 300, "seq_len": 32}
 

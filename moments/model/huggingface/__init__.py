@@ -61,7 +61,6 @@ DENSE = _of((relatives, decoders, encoders, bart))
 READERS = FAMILIES | DENSE | OF_BLOCKS
 
 _BEYOND = {
-    "one layer's weights shared by all layers": "albert",
     "sparse attention": "big_bird led longformer longt5",
     "pictures and text in one model": "clip gemma3 llama4",
     "convolutions": "convnext",
