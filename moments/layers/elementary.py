@@ -39,7 +39,6 @@ class Lawful(Leaf):
     """A leaf whose moments follow from its laws alone.
 
     Attributes:
-        laws: the component's laws.
         theory: which of them to use.
         label: site name in a trace.
         parameters: values of the laws' symbols that the signal does not carry, such as fan_in.
@@ -58,7 +57,7 @@ class Lawful(Leaf):
         values = dict(self.parameters)
         weight = None if set(names).isdisjoint(self.matrices) else values["weight_variance"]
 
-        def found(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
+        def result(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
             values["x_mean"], values["x_variance"] = entering
             if weight is not None:
                 values["weight_variance"] = weight * factor
@@ -67,16 +66,16 @@ class Lawful(Leaf):
                 variance.formula(algebra, *variance.pick(values)),
             )
 
-        return found
+        return result
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         laws = self.laws.under(self.theory)
         algebra, kernel = signal.algebra, signal.kernel
         one, two = bind(signal, self.parameters)
         variance = evaluate(laws["variance"], algebra, one) + 0 * kernel.diagonal
-        pairs = evaluate(laws["covariance"], algebra, two) + 0 * kernel.pairs
+        off_diagonal = evaluate(laws["covariance"], algebra, two) + 0 * kernel.off_diagonal
         output = Signal(
-            Kernel.joined(variance, pairs, signal.resolved),
+            Kernel.joined(variance, off_diagonal, signal.resolved),
             signal.seq_len,
             mean=evaluate(laws["mean"], algebra, one),
             width=signal.width if self.width is None else self.width,
@@ -112,8 +111,8 @@ class Lawful(Leaf):
         """What varies over draws of an output of these moments: fields of `Signal`."""
         return {}
 
-    def _pulled(self, sent: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
-        return Pulled(sent)
+    def _pulled(self, grad_in: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
+        return Pulled(grad_in)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +120,6 @@ class LawfulPullback:
     """The way back through a leaf of laws.
 
     Attributes:
-        leaf: that one.
         signal, output: what entered and left.
         one, two: values of the laws' symbols, for a token and for a pair.
     """
@@ -133,18 +131,18 @@ class LawfulPullback:
     two: Values
 
     def __call__(self, gradient: Gradient) -> Pulled:
-        leaf, received, algebra = self.leaf, gradient.kernel, self.signal.algebra
+        leaf, grad_out, algebra = self.leaf, gradient.kernel, self.signal.algebra
         laws = leaf.laws.under(leaf.theory)
         if gradient.resolved:
-            single = self.one | {"grad_variance": received.diagonal}
-            pair = self.two | {"grad_covariance": received.pairs}
+            single = self.one | {"grad_variance": grad_out.diagonal}
+            pair = self.two | {"grad_covariance": grad_out.off_diagonal}
         else:
             single = pair = self.one.copy()
-            single["grad_variance"] = received.diagonal
-            single["grad_covariance"] = received.pairs
+            single["grad_variance"] = grad_out.diagonal
+            single["grad_covariance"] = grad_out.off_diagonal
         variance = evaluate(laws["grad_variance"], algebra, single)
-        pairs = evaluate(laws["grad_covariance"], algebra, pair)
-        kernel = Kernel.joined(variance, pairs, gradient.resolved)
+        off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
+        kernel = Kernel.joined(variance, off_diagonal, gradient.resolved)
         return leaf._pulled(leaf._sent(self, gradient, kernel), self.signal, gradient)
 
 
@@ -186,8 +184,8 @@ class Linear(Lawful):
             kernel = without(kernel, way.signal, (1 - gradient.radial) / self.parameters["fan_in"])
         return gradient.along(kernel)
 
-    def _pulled(self, sent: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
-        return LinearPulled(sent, self, signal, gradient)
+    def _pulled(self, grad_in: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
+        return LinearPulled(grad_in, self, signal, gradient)
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -201,12 +199,12 @@ class LinearPulled(Pulled):
 
     leaf: Linear
     signal: Signal
-    received: Gradient
+    grad_out: Gradient
 
     def weights(self) -> Values:
         # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
         # db = sum_i g_i. Where gradients fall with the tokens' norms, they meet shorter tokens.
-        leaf, signal, gradient = self.leaf, self.signal, self.received
+        leaf, signal, gradient = self.leaf, self.signal, self.grad_out
         size = leaf.parameters["fan_in"] * leaf.parameters["fan_out"]
         tokens = signal.second_moment()
         if signal.fluctuation is not None:
@@ -244,11 +242,11 @@ class Activation(Lawful):
         """Change of a covariance per change of the input's, at the mean correlation."""
         law = self.laws.under(self.theory)["grad_covariance"]
         kernel, mean = signal.kernel, signal.mean
-        own, pairs = kernel.mean_diagonal(), kernel.mean_pairs()
+        diagonal, off_diagonal = kernel.mean_diagonal(), kernel.mean_off_diagonal()
         given = dict(self.parameters)
-        given["x_variance"] = given["x_other_variance"] = own
+        given["x_variance"] = given["x_other_variance"] = diagonal
         given["x_mean"] = given["x_other_mean"] = kernel.average(mean)
-        given["x_correlation"] = ratio_or_zero(pairs, own)
+        given["x_correlation"] = ratio_or_zero(off_diagonal, diagonal)
         given["grad_covariance"] = 1.0
         return evaluate(law, signal.algebra, given)
 

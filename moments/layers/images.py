@@ -10,9 +10,15 @@ from ..engine.state import Array, Kernel
 from ..errors import domain_error
 from ..formulas.checks import check_array, check_count
 from ..model.patches import PatchEmbedding
+from ..model.sound import SoundEmbedding
+from .embedding import FixedPart
+from .sound import sound_gradients, sound_kernel
+
+ReadsPixels = PatchEmbedding | SoundEmbedding
+"""What an embedding of images is, a spectrogram being one of one channel."""
 
 
-def check_pixels(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
+def check_pixels(embedding: ReadsPixels, pixels: Any) -> np.ndarray:
     """Images of shape (B, C, H, W).
 
     Raises:
@@ -22,9 +28,9 @@ def check_pixels(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
     if not np.all(np.isfinite(images)):
         raise domain_error("pixels", "NaN or infinity", "finite")
     images = images[None] if images.ndim == 3 else images
-    size = embedding.image_size
-    if images.ndim != 4 or images.shape[1:] != (embedding.channels, size, size):
-        allowed = f"of shape (B, {embedding.channels}, {size}, {size})"
+    shape = embedding.channels, *embedding.sides
+    if images.ndim != 4 or images.shape[1:] != shape:
+        allowed = f"of shape (B, {', '.join(map(str, shape))})"
         raise domain_error("pixels", f"shape {np.shape(pixels)}", allowed)
     return images
 
@@ -32,85 +38,118 @@ def check_pixels(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
 def cut_patches(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
     """The patches of images (B, C, H, W), row by row: (B, patches, channels * patch_size**2)."""
     images = check_pixels(embedding, pixels)
-    side = embedding.image_size // embedding.patch_size
-    shape = (len(images), embedding.channels, side, embedding.patch_size, side, -1)
-    cut = images.reshape(shape).transpose(0, 2, 4, 1, 3, 5)
+    size, (down, across) = embedding.patch_size, embedding.strides
+    windows = np.lib.stride_tricks.sliding_window_view(images, (size, size), axis=(2, 3))
+    cut = windows[:, :, ::down, ::across].transpose(0, 2, 3, 1, 4, 5)
     return np.ascontiguousarray(cut.reshape(len(images), embedding.patches, embedding.patch_width))
 
 
-def image_kernel(embedding: PatchEmbedding, pixels: Any) -> Kernel:
-    """Sum of projected patches, bias, class vector and positions: one kernel (B L, B L).
+def entering(embedding: ReadsPixels, pixels: Any, d_model: int) -> tuple[Kernel, FixedPart | None]:
+    """What images are to layer 1 but for norm and dropout, one kernel (B L, B L), and of it what no
+    weight is drawn for; None: nothing.
 
-    With Gaussian weights, E (W p_i)_k (W p_j)_k = variance p_i . p_j; the class vector and a
+    Raises:
+        DomainError: pixels of another shape.
+    """
+    if isinstance(embedding, SoundEmbedding):
+        return sound_kernel(embedding, check_pixels(embedding, pixels), d_model)
+    kernel = image_kernel(embedding, pixels, d_model)
+    return kernel, patch_positions(
+        embedding, d_model, len(kernel.off_diagonal) // embedding.seq_len
+    )
+
+
+def image_kernel(embedding: PatchEmbedding, pixels: Any, d_model: int) -> Kernel:
+    """Sum of projected patches, bias, learned vectors and positions: one kernel (B L, B L).
+
+    With Gaussian weights, E (W p_i)_k (W p_j)_k = variance p_i . p_j; the learned vectors and a
     position's row are shared by the images.
 
     Args:
-        embedding: the declaration.
         pixels: images of shape (B, C, H, W) as the model reads them, normalised.
+        d_model: width, of which sinusoidal positions are.
 
     Raises:
-        DomainError: pixels of another shape, or two blank patches with nothing added to them.
+        DomainError: pixels of another shape.
     """
     features, shared = _layout(embedding, pixels)
     matrix = embedding.patch_variance * features @ features.T
     matrix += embedding.position_variance * shared["position"]
     matrix += embedding.class_variance * shared["class"]
+    matrix += embedding.register_variance * shared["register"]
     matrix += (embedding.bias_variance or 0.0) * shared["patch.bias"]
-    if np.diagonal(matrix).min() <= 0:
-        raise domain_error(
-            "pixels", "a patch that is zero", "of positive variance", "declare position_variance"
-        )
-    return Kernel.of_matrix(matrix)
+    fixed = patch_positions(embedding, d_model, len(matrix) // embedding.seq_len)
+    return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.off_diagonal)
+
+
+def patch_positions(embedding: PatchEmbedding, d_model: int, images: int) -> FixedPart | None:
+    """Sinusoidal positions of patches: sines and cosines of d/4 angles w_m = 10000^(-4 m/d) times
+    the place down, and as many of that across; zero where a token is no patch. None: no such.
+
+    Raises:
+        DomainError: a width that is no multiple of 4.
+    """
+    if embedding.placed != "sinusoidal":
+        return None
+    if d_model % 4:
+        raise domain_error("d_model", d_model, "a multiple of 4 for sinusoidal positions")
+    speeds = 10000.0 ** (-np.arange(d_model // 4) / (d_model // 4))
+    angles = np.indices(embedding.grid).reshape(2, -1, 1) * speeds
+    rows = np.concatenate([*np.sin(angles), *np.cos(angles)], axis=1)
+    return FixedPart.of_rows(np.tile(np.pad(rows, ((embedding.before, 0), (0, 0))), (images, 1)))
 
 
 def image_gradients(
-    embedding: PatchEmbedding, pixels: Any, d_model: int, gradient: Kernel
+    embedding: ReadsPixels, pixels: Any, d_model: int, gradient: Kernel
 ) -> dict[str, Array]:
-    """Squared gradient norms of projection, bias, class vector and position table.
+    """Squared gradient norms of projection, bias, learned vectors and position table.
 
     dW = sum_i g_i p_i^T, so E |dW|^2 = d sum_ij G_ij p_i . p_j; the others gather the gradients of
     the tokens that share them.
 
     Args:
-        embedding: the declaration.
         pixels: images of shape (B, C, H, W).
-        d_model: width.
         gradient: at the sum, (B L, B L).
 
     Returns:
-        "patch", and "patch.bias", "class" and "position" where there are such parameters.
+        "patch", and "patch.bias", "class", "register" and "position" where there are such
+        parameters; of convolutions "convolution_1" and so on.
 
     Raises:
         DomainError: pixels of another shape, or not as many tokens as the gradient has.
     """
+    grad_out = gradient.off_diagonal
+    if isinstance(embedding, SoundEmbedding):
+        return sound_gradients(embedding, check_pixels(embedding, pixels), d_model, grad_out)
     features, shared = _layout(embedding, pixels)
-    received = gradient.pairs
-    if np.shape(received) != (len(features), len(features)):
+    if np.shape(grad_out) != (len(features), len(features)):
         allowed = f"of shape {(len(features), len(features))}, one row per token"
-        raise domain_error("gradient", f"shape {np.shape(received)}", allowed)
+        raise domain_error("gradient", f"shape {np.shape(grad_out)}", allowed)
     there = {
         "patch.bias": embedding.bias_variance is not None,
         "class": embedding.class_token,
-        "position": embedding.position_variance > 0,
+        "register": embedding.registers > 0,
+        "position": embedding.placed == "learned",
     }
-    found = {"patch": d_model * float((received * (features @ features.T)).sum())}
+    result = {"patch": d_model * float((grad_out * (features @ features.T)).sum())}
     for name, present in there.items():
         if present:
-            found[name] = d_model * float((received * shared[name]).sum())
-    return found
+            result[name] = d_model * float((grad_out * shared[name]).sum())
+    return result
 
 
 def _layout(embedding: PatchEmbedding, pixels: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """What the projection reads, (B L, patch width), and which tokens share a vector."""
     cut = cut_patches(embedding, pixels)
-    if embedding.class_token:
-        cut = np.concatenate([np.zeros_like(cut[:, :1]), cut], axis=1)
+    cut = np.pad(cut, ((0, 0), (embedding.before, 0), (0, 0)))
     place = np.tile(np.arange(embedding.seq_len), len(cut))
-    first = (place == 0) & embedding.class_token
+    first, patch = (place == 0) & embedding.class_token, place >= embedding.before
+    register, same = ~first & ~patch, place[:, None] == place[None, :]
     shared = {
-        "position": place[:, None] == place[None, :],
+        "position": same,
         "class": first[:, None] & first[None, :],
-        "patch.bias": ~first[:, None] & ~first[None, :],
+        "register": same & register,
+        "patch.bias": patch[:, None] & patch[None, :],
     }
     return cut.reshape(len(place), -1), shared
 
@@ -131,8 +170,8 @@ def photograph(image_size: int, top: bool = True) -> np.ndarray:
     from matplotlib.cbook import get_sample_data
     from PIL import Image
 
-    found = get_sample_data("grace_hopper.jpg", asfileobj=False)
-    with Image.open(str(found)) as file:
+    result = get_sample_data("grace_hopper.jpg", asfileobj=False)
+    with Image.open(str(result)) as file:
         image = file.convert("RGB")
     side = min(image.size)
     start = 0 if top else image.size[1] - side

@@ -622,7 +622,7 @@ def check_declared(
         scheme=words,
         findings=ranked(findings),
         notes=(*notes, *said, *prediction.warnings),
-        unchecked=("the module itself: nothing was run",),
+        unchecked=("the module itself (no weights were read, nothing was run)",),
         rows=tuple(stream_numbers(prediction, None)),
         model=model,
         prediction=prediction,

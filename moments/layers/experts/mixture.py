@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,9 +37,6 @@ from ...formulas.linear import SCALE
 from ...model.experts import SHARED, Experts
 from ..elementary import Scale, entrywise_overlap
 from .routing import LARGEST, LEAST, Router, functions
-
-if TYPE_CHECKING:
-    from ..architecture import Blocks
 
 
 def _by_nobody(*_: Any) -> None:
@@ -97,7 +94,7 @@ class Mixture(Leaf):
         if self.inward or None in parts:
             return None
 
-        def found(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
+        def result(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
             square = np.mean(entering[0] * entering[0] + entering[1])
             logits = self.d_model * self.router_variance * float(square) + self.bias_variance
             for part in parts:
@@ -105,7 +102,7 @@ class Mixture(Leaf):
                 entering = part(entering, factor)
             return 0.0, entering[1] * functions(self.router, logits, 1.0)[0]
 
-        return found
+        return result
 
     def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
         return self.expert.components[0].domain_share(mean, variance, algebra)
@@ -121,17 +118,21 @@ class Mixture(Leaf):
         gain = self.d_model * self.router_variance
         logits = gain * own + self.bias_variance
         first, second = tokens.over_tokens(tokens.diagonal)
-        cosine = np.clip(ratio_or_zero(tokens.pairs + moved, (first * second) ** 0.5), -1.0, 1.0)
+        cosine = np.clip(
+            ratio_or_zero(tokens.off_diagonal + moved, (first * second) ** 0.5), -1.0, 1.0
+        )
         _, two = tokens.lift(ratio_or_zero(gain * own, logits))
         # a constant shared by all tokens' logits is a bias, which they have in common
-        pairs = 1.0 - two * (1.0 - cosine)
+        off_diagonal = 1.0 - two * (1.0 - cosine)
         single = functions(self.router, logits, 1.0 + 0.0 * own)
-        joint = functions(self.router, logits, pairs)
-        found = []
+        joint = functions(self.router, logits, off_diagonal)
+        result = []
         for alone, both in zip(single, joint, strict=True):
             diagonal = tokens.lift(alone)[0] + 0.0 * tokens.diagonal
-            found.append(Kernel.joined(diagonal, both + 0.0 * tokens.pairs, tokens.resolved))
-        return Routed(found[0], found[1], found[2], logits)
+            result.append(
+                Kernel.joined(diagonal, both + 0.0 * tokens.off_diagonal, tokens.resolved)
+            )
+        return Routed(result[0], result[1], result[2], logits)
 
     def _outward(self, signal: Signal) -> Mixture:
         """The same with the gate on what the expert gives, where it multiplies what it reads.
@@ -188,14 +189,14 @@ class Mixture(Leaf):
         What the sum over hidden features varies by is of every expert by itself: the less, the more
         of them two tokens share. How the choice varies over draws of the router is left out.
         """
-        found = inner.fluctuation
-        if found is None:
+        result = inner.fluctuation
+        if result is None:
             return None
         square = weight * weight
         gaussian = (inner.kernel * inner.kernel).scaled(2 / inner.width)
         shares = Kernel.joined(
             ratio_or_zero(1.0, at.load.diagonal),
-            ratio_or_zero(1.0, at.load.pairs),
+            ratio_or_zero(1.0, at.load.off_diagonal),
             at.load.resolved,
         )
 
@@ -203,11 +204,11 @@ class Mixture(Leaf):
             return square * (gaussian + (kernel - gaussian) * shares)
 
         shared = None
-        if found.shared is not None:
-            shared = found.shared[0] * weight, found.shared[1] * weight
-        overlaps = None if found.overlaps is None else of(found.overlaps)
-        return found._replace(
-            norms=of(found.norms), overlaps=overlaps, free_norms=None, shared=shared
+        if result.shared is not None:
+            shared = result.shared[0] * weight, result.shared[1] * weight
+        overlaps = None if result.overlaps is None else of(result.overlaps)
+        return result._replace(
+            norms=of(result.norms), overlaps=overlaps, free_norms=None, shared=shared
         )
 
     def _notes(self, signal: Signal, at: Routed) -> tuple[str, ...]:
@@ -260,26 +261,26 @@ class _Sides(NamedTuple):
         step = step_within(tokens, variance)
         routed, out, back = [], [], []
         for side in (1.0, -1.0):
-            pairs = tokens.pairs + side * step
-            moved = Kernel.joined(tokens.diagonal, pairs, tokens.resolved)
+            off_diagonal = tokens.off_diagonal + side * step
+            moved = Kernel.joined(tokens.diagonal, off_diagonal, tokens.resolved)
             still = Signal(moved, signal.seq_len, mean=0.0 * moved.diagonal, width=signal.width)
             given, record = passed(leaf.expert, still)
             even = Gradient(moved.with_ones(), signal.seq_len)
             routed.append(leaf.routed(signal, side * step))
-            out.append(abs(given.second_moment().pairs))
-            back.append(abs(record.backward(even).gradient_sent.kernel.pairs))
+            out.append(abs(given.second_moment().off_diagonal))
+            back.append(abs(record.backward(even).grad_in.kernel.off_diagonal))
         return cls(tuple(routed), tuple(out), tuple(back))  # type: ignore[arg-type]
 
     def weighted(self, kernel: Kernel, name: str, by: str) -> Kernel:
         """A factor of the router, its pairs weighted by an expert's size at either value."""
-        one, two = (getattr(at, name).pairs for at in self.routed)
+        one, two = (getattr(at, name).off_diagonal for at in self.routed)
         first, second = getattr(self, by)
         total = first + second
         share = np.where(total > 0, ratio_or_zero(first, total), 0.5)
-        pairs = two + share * (one - two)
-        if np.ndim(pairs) == 0 and np.ndim(kernel.pairs) == 0:
-            pairs = float(pairs)
-        return Kernel.joined(kernel.diagonal, pairs, kernel.resolved)
+        off_diagonal = two + share * (one - two)
+        if np.ndim(off_diagonal) == 0 and np.ndim(kernel.off_diagonal) == 0:
+            off_diagonal = float(off_diagonal)
+        return Kernel.joined(kernel.diagonal, off_diagonal, kernel.resolved)
 
 
 @dataclass(slots=True, eq=False)
@@ -303,14 +304,16 @@ class MixturePullback:
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, signal, at, sides = self.leaf, self.signal, self.at, self.sides
         lacks = (1.0 - gradient.averaged().radial) / leaf.router.chosen
-        received = Gradient(gradient.kernel * self.weight, gradient.seq_len, 1.0 - lacks)
+        grad_out = Gradient(gradient.kernel * self.weight, gradient.seq_len, 1.0 - lacks)
         with observed(_by_nobody):
-            record = self.record.backward(received)
-        through, slopes = record.gradient_sent.kernel, at.slopes
+            record = self.record.backward(grad_out)
+        through, slopes = record.grad_in.kernel, at.slopes
         if sides is not None:
             back = sides.weighted(at.gates, "gates", "back")
-            pairs = through.pairs * ratio_or_zero(back.pairs, self.weight.pairs)
-            through = Kernel.joined(through.diagonal, pairs, through.resolved)
+            off_diagonal = through.off_diagonal * ratio_or_zero(
+                back.off_diagonal, self.weight.off_diagonal
+            )
+            through = Kernel.joined(through.diagonal, off_diagonal, through.resolved)
             slopes = sides.weighted(slopes, "slopes", "out")
         given = self.inner.second_moment()
         logits = (gradient.kernel * given * slopes).scaled(self.inner.width)
@@ -318,8 +321,8 @@ class MixturePullback:
             one, two = logits.lift(1.0 - lacks)
             logits = logits.weighted(one, two * two)
         total = through + logits.scaled(leaf.router_variance)
-        sent = Gradient(total, gradient.seq_len)
-        return MixturePulled(sent, leaf, signal, record, logits)
+        grad_in = Gradient(total, gradient.seq_len)
+        return MixturePulled(grad_in, leaf, signal, record, logits)
 
 
 @dataclass(slots=True, eq=False)
@@ -338,13 +341,13 @@ class MixturePulled(Pulled):
 
     def weights(self) -> Values:
         """Of all experts together: E of them, each with its share of the tokens."""
-        found = {k: v for one in self.experts.leaves() for k, v in one.weights().items()}
+        result = {k: v for one in self.experts.leaves() for k, v in one.weights().items()}
         tokens = self.signal.second_moment()
         length = self.signal.seq_len
-        found[self.leaf.name] = self.leaf.d_model * (tokens * self.logits).total(length)
+        result[self.leaf.name] = self.leaf.d_model * (tokens * self.logits).total(length)
         if self.leaf.has_bias:
-            found[f"{self.leaf.name}.bias"] = self.logits.total(length)
-        return found
+            result[f"{self.leaf.name}.bias"] = self.logits.total(length)
+        return result
 
 
 # --- how evenly tokens are routed in one draw ----------------------------------------------------
@@ -377,7 +380,7 @@ def one_draw(router: Router, s: float, r: float, tokens: int) -> OneDraw:
     """
     random = np.random.default_rng(0)
     count, experts = min(tokens, TOKENS), router.experts
-    found = []
+    result = []
     for _ in range(DRAWS):
         common, own = random.standard_normal(experts), random.standard_normal((count, experts))
         z = np.sqrt(s) * (np.sqrt(max(r, 0.0)) * common + np.sqrt(1 - max(r, 0.0)) * own)
@@ -385,8 +388,8 @@ def one_draw(router: Router, s: float, r: float, tokens: int) -> OneDraw:
         weight, _ = router.weight(z)
         mean = (weight / weight.sum(-1, keepdims=True)).mean(0)
         load = share * experts / router.chosen
-        found.append((load.max(), (load < STARVING).mean(), experts * (share * mean).sum()))
-    return OneDraw(*map(float, np.mean(found, axis=0)))
+        result.append((load.max(), (load < STARVING).mean(), experts * (share * mean).sum()))
+    return OneDraw(*map(float, np.mean(result, axis=0)))
 
 
 def rows(stack: Record) -> Iterator[dict[str, Any]]:
@@ -401,7 +404,7 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
         ones = at.load.with_ones().total(length)
         tokens = signal.second_moment()
         gain = leaf.d_model * leaf.router_variance
-        covariance = gain * tokens.mean_pairs() + leaf.bias_variance
+        covariance = gain * tokens.mean_off_diagonal() + leaf.bias_variance
         correlation = float(np.mean(ratio_or_zero(covariance, at.logits)))
         s = float(np.mean(at.logits))
         shared = float(np.mean(at.load.total(length) / ones))
@@ -414,7 +417,7 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
             "logit_variance": s,
             "logit_correlation": correlation,
             "gate_square": float(np.mean(at.gates.mean_diagonal())),
-            "gate_overlap": float(np.mean(at.gates.mean_pairs())),
+            "gate_overlap": float(np.mean(at.gates.mean_off_diagonal())),
             "load": even,
             "load_variance": max(shared / router.experts / even**2 - 1.0, 0.0),
             "largest_load": drawn.largest,
@@ -444,8 +447,8 @@ def router_of(block: Experts) -> Router:
     )
 
 
-def experts(parts: Blocks, block: Experts) -> Iterator[Component]:
-    """The mixture, and the shared expert beside it."""
+def experts(parts: Any, block: Experts) -> Iterator[Component]:
+    """The mixture, and the shared expert."""
     model = parts.model
     if parts.theory != "refined":
         raise domain_error("theory", parts.theory, "'refined' with experts")

@@ -39,7 +39,6 @@ class Section(NamedTuple):
     """Rows of a mixer that read its input by one matrix.
 
     Attributes:
-        rows: of the matrix.
         drawn: of them in one draw.
         shared: by how many times as many heads they serve as are drawn with them.
     """
@@ -59,7 +58,6 @@ class Head(Protocol):
     """What is drawn: one head, or several that share a norm or keys.
 
     Attributes:
-        block: the declaration.
         sections: by the name of their matrix.
         features: that one draw gives.
         pairs: matrices over pairs of tokens in one draw.
@@ -111,7 +109,6 @@ class DrawnHeads:
             features; behind `forward`. What a head's values share, they share in all of them.
 
     Args:
-        head: what is drawn.
         kernel: (L, L) of the input.
         gains: variance of pre-activations per unit of it, by section.
         sequences: equally long ones that the kernel holds one after the other.
@@ -127,14 +124,14 @@ class DrawnHeads:
         draws: int | None = None,
     ) -> None:
         self.head, self.sequences, tokens = head, sequences, len(kernel)
-        root = _root(kernel)
+        root = root_of(kernel)
         if draws is None:
             rows = sum(one.drawn for one in head.sections.values())
             many = ENTRIES // (tokens * (head.pairs * tokens + 4 * rows))
             draws = min(max(many, LEAST_DRAWS), MOST_DRAWS)
         self.draws = draws
         self.entering = {
-            name: np.sqrt(gains[name]) * _rows(draws, one.drawn, tokens, name) @ root
+            name: np.sqrt(gains[name]) * rows_of(draws, one.drawn, tokens, name) @ root
             for name, one in head.sections.items()
         }
         self.own = head.own(np.random.default_rng(0), draws)
@@ -150,9 +147,9 @@ class DrawnHeads:
         total, squares = 0.0, []
         for part in self.parts:
             entering, own = self._given(part)
-            run = _on_lists(self.head, list(entering), list(own), {}, self.sequences)
+            run = on_lists(self.head, list(entering), list(own), {}, self.sequences)
             leaving = run(*entering.values(), *own.values())
-            total = total + _gram(leaving)
+            total = total + gram(leaving)
             squares.append(np.mean(leaving * leaving, -1))
         apart = np.concatenate(squares)
         value = self.head.sections["value"]
@@ -166,20 +163,20 @@ class DrawnHeads:
         entering, own = self._given(self.parts[0])
         first = next(iter(entering.values())).shape[1] // self.sequences
         given = {name: one[:, :first] for name, one in entering.items()}, own
-        found = []
+        result = []
         gone = float(np.mean(self.head.kept(*given) < FORGOTTEN))
         if gone > 0.5:
-            found.append(
+            result.append(
                 f"{100 * gone:.0f} % of the heads' states keep less than {FORGOTTEN:g} of "
                 "themselves from one token to the next: these heads see little but their own token"
             )
         if not block.norm:
-            return tuple(found)
+            return tuple(result)
         sizes = np.mean(self.head.before_norm(*given) ** 2, -1)
         epsilon = block.norm_epsilon
         share = float(np.mean(sizes / (sizes + epsilon)))
         if share < 0.5:
-            found.append(
+            result.append(
                 f"the norm's epsilon {epsilon:.2g} is larger than most of what it normalises, of "
                 f"mean square {float(np.mean(sizes)):.1g}: the branch gives {share:.1g} of what "
                 "the norm would make of it, and is nearly dead"
@@ -187,23 +184,23 @@ class DrawnHeads:
         gains = np.sort((1.0 / (sizes + epsilon)).ravel())
         rare = float(gains[-max(len(gains) // 100, 1) :].sum() / gains.sum())
         if rare > RARE and not getattr(block, "skip", 0.0):  # which keeps it from vanishing
-            found.append(
+            result.append(
                 f"{100 * rare:.0f} % of what the norm multiplies gradients by comes from one draw "
                 "in a hundred, in which a head gives almost nothing: means over draws are not "
                 "what one draw shows"
             )
-        return tuple(found)
+        return tuple(result)
 
-    def backward(self, received: Array) -> Back:
+    def backward(self, grad_out: Array) -> Back:
         """Of the (L, L) gradient per feature of what leaves."""
-        head, root = self.head, _root(received)
-        rows = _rows(self.draws, head.features, len(received), "gradient")
-        kernels = {name: np.zeros_like(received) for name in head.sections}
+        head, root = self.head, root_of(grad_out)
+        rows = rows_of(self.draws, head.features, len(grad_out), "gradient")
+        kernels = {name: np.zeros_like(grad_out) for name in head.sections}
         squares = {name: 0.0 for name in self.own if name not in FIXED}
         for part in self.parts:
             entering, own = self._given(part)
             names, mine = list(entering), [name for name in own if name not in FIXED]
-            run = _on_lists(
+            run = on_lists(
                 head,
                 names,
                 mine,
@@ -211,12 +208,12 @@ class DrawnHeads:
                 self.sequences,
             )
             _, pull = pullback(run, *entering.values(), *(own[name] for name in mine))
-            sent = pull(np.swapaxes(rows[part] @ root, 1, 2))
-            for name, one in zip(names, sent, strict=False):
+            grad_in = pull(np.swapaxes(rows[part] @ root, 1, 2))
+            for name, one in zip(names, grad_in, strict=False):
                 section = head.sections[name]
                 share = section.shared / (self.draws * section.drawn)
-                kernels[name] += _gram(one) * share
-            for name, one in zip(mine, sent[len(names) :], strict=True):
+                kernels[name] += gram(one) * share
+            for name, one in zip(mine, grad_in[len(names) :], strict=True):
                 first = name.partition(".")[0]
                 of = head.sections[OF_SECTION.get(first, first)]
                 share = of.rows / of.drawn * of.shared / self.draws
@@ -230,7 +227,7 @@ def _for_each(x: Array, sequences: int) -> Array:
     return np.reshape(wide, (len(x) * sequences, *x.shape[1:]))
 
 
-def _on_lists(
+def on_lists(
     head: Head, names: list[str], own: list[str], fixed: Any, sequences: int
 ) -> Callable[..., Array]:
     def run(*values: Array) -> Array:
@@ -250,24 +247,24 @@ def _on_lists(
     return run
 
 
-def _gram(x: Array) -> Array:
+def gram(x: Array) -> Array:
     """(L, L) sums over draws and features of (draws, L, features)."""
     flat = np.swapaxes(x, 0, 1).reshape(x.shape[1], -1)
     return flat @ flat.T
 
 
-def _root(kernel: Array) -> Array:
+def root_of(kernel: Array) -> Array:
     """The symmetric root of a kernel."""
     values, vectors = np.linalg.eigh(0.5 * (kernel + kernel.T))
     return (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
 
 
 @functools.lru_cache(maxsize=64)
-def _rows(draws: int, features: int, tokens: int, name: str) -> Array:
+def rows_of(draws: int, features: int, tokens: int, name: str) -> Array:
     """(draws, features, L) standard normal, another stream for every name; orthonormal over tokens
     where there are rows enough."""
     seed = [ord(letter) for letter in name]
-    found = np.random.default_rng(seed).standard_normal((draws * features, tokens))
-    if len(found) >= 2 * tokens:
-        found = found @ np.linalg.inv(np.linalg.cholesky(found.T @ found / len(found))).T
-    return found.reshape(draws, features, tokens)
+    result = np.random.default_rng(seed).standard_normal((draws * features, tokens))
+    if len(result) >= 2 * tokens:
+        result = result @ np.linalg.inv(np.linalg.cholesky(result.T @ result / len(result))).T
+    return result.reshape(draws, features, tokens)

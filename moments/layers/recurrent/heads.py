@@ -58,19 +58,15 @@ def _convolved(x: Array, taps: Array) -> Array:
     return out
 
 
-def _back_to_input(g: Array, taps: Array) -> Array:
-    return _convolved(g[:, ::-1], taps)[:, ::-1]
-
-
 def _back_to_taps(g: Array, x: Array, kernel: int) -> Array:
     tokens = x.shape[1]
     later = [(g[:, a:] * x[:, : tokens - a]).sum(1) for a in range(kernel)]
     return np.stack(later, 1)
 
 
-convolved = primitive(
+convolved: Callable[..., Array] = primitive(
     _convolved,
-    lambda r, x, taps: lambda g: _back_to_input(g, taps),
+    lambda r, x, taps: lambda g: convolved(g[:, ::-1], taps)[:, ::-1],
     lambda r, x, taps: lambda g: _back_to_taps(g, x, taps.shape[1]),
 )
 
@@ -79,15 +75,15 @@ def _decays(logs: Array) -> Array:
     """(..., L, L) product of the decays behind token s up to t, 0 above the diagonal, of (..., L)
     logarithms."""
     sums, tokens = np.cumsum(logs, axis=-1), logs.shape[-1]
-    found = np.subtract(sums[..., :, None], sums[..., None, :])
+    result = np.subtract(sums[..., :, None], sums[..., None, :])
     later = np.triu(np.ones((tokens, tokens), bool), 1)
-    found[..., later] = -np.inf
-    return np.exp(found, out=found)
+    result[..., later] = -np.inf
+    return np.exp(result, out=result)
 
 
-def _back_to_logs(received: Array) -> Array:
+def _back_to_logs(grad_out: Array) -> Array:
     """Of gradient times value: what rows less columns sum to, at this token and behind."""
-    rest = received.sum(-1) - received.sum(-2)
+    rest = grad_out.sum(-1) - grad_out.sum(-2)
     return np.flip(np.cumsum(np.flip(rest, -1), -1), -1)
 
 

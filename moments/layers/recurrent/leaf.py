@@ -35,10 +35,7 @@ class Mixer(Leaf):
     """Everything of a mixer up to its output projection, by token.
 
     Attributes:
-        block: the declaration.
-        d_model: features that enter.
         rows: of every matrix that reads them, by name: rows, and variance of the entries.
-        width: features that leave.
         padding: as of `SelfAttention`; of several documents, or with padding, none is covered.
         sequences: equally long ones that a kernel of tokens holds one after the other.
         draws: of heads, where they are drawn; None: as many as their size allows.
@@ -76,10 +73,10 @@ class Mixer(Leaf):
                 "its state runs on through them; predict sequences of one length"
             )
         tokens = signal.second_moment()
-        shape = np.shape(tokens.pairs)
+        shape = np.shape(tokens.off_diagonal)
         varies = overlap_variance(signal)
         varies = np.zeros(shape) if varies is None else np.broadcast_to(varies, shape)
-        both = (one.reshape(-1, *shape[-2:]) for one in (tokens.pairs, varies))
+        both = (one.reshape(-1, *shape[-2:]) for one in (tokens.off_diagonal, varies))
         laws = [self._law(*one) for one in zip(*both, strict=True)]
         kernel = Kernel.of_matrix(np.stack([one.forward() for one in laws]).reshape(shape))
         fluctuation = None
@@ -104,8 +101,8 @@ class Mixer(Leaf):
     def response(self, record: Record, around: Around) -> Response:
         # Pairs of tokens are moved together, each answering for itself.
         few = replace(self, draws=BAND_DRAWS)
-        received, sent = around.received(record), record.gradient_received
-        return Elementwise.of(few, record.input, sent, received, False)
+        grad_out, grad_in = around.grad_out(record), record.grad_out
+        return Elementwise.of(few, record.input, grad_in, grad_out, False)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,14 +114,14 @@ class _Way:
     laws: list[Any]
 
     def __call__(self, gradient: Gradient) -> Pulled:
-        leaf, shape = self.leaf, np.shape(self.tokens.pairs)
-        received = np.broadcast_to(gradient.kernel.pairs, shape).reshape(-1, *shape[-2:])
-        backs = [law.backward(one) for law, one in zip(self.laws, received, strict=True)]
-        sent = [
+        leaf, shape = self.leaf, np.shape(self.tokens.off_diagonal)
+        grad_out = np.broadcast_to(gradient.kernel.off_diagonal, shape).reshape(-1, *shape[-2:])
+        backs = [law.backward(one) for law, one in zip(self.laws, grad_out, strict=True)]
+        grad_in = [
             sum(one.kernels[name] * (rows * variance) for name, rows, variance in leaf.rows)
             for one in backs
         ]
-        kernel = Kernel.of_matrix(np.stack(sent).reshape(shape))
+        kernel = Kernel.of_matrix(np.stack(grad_in).reshape(shape))
         return _Pulled(gradient.with_kernel(kernel), self, backs)
 
 
@@ -137,7 +134,7 @@ class _Pulled(Pulled):
 
     def weights(self) -> Mapping[str, Array]:
         # dW = sum_t dp_t x_t^T: E|dW|^2 = d_model rows sum_tt' E dp_t dp_t' E x_t x_t'
-        leaf, pairs = self.way.leaf, self.way.tokens.pairs
+        leaf, pairs = self.way.leaf, self.way.tokens.off_diagonal
         shape = np.shape(pairs)[:-2]
         flat = pairs.reshape(-1, *np.shape(pairs)[-2:])
         norms: dict[str, list[float]] = {}

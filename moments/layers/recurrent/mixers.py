@@ -39,7 +39,7 @@ UNIT_EPSILON = 1e-6
 def taps(random: np.random.Generator, block: Any, draws: int, features: int) -> Array:
     """(draws, kernel, features) of a short convolution."""
     size = draws, block.kernel, features
-    if block.tap_distribution == "uniform":
+    if getattr(block, "tap_distribution", "uniform") == "uniform":
         return random.uniform(-1.0, 1.0, size) * np.sqrt(3 * block.tap_variance)
     return random.standard_normal(size) * np.sqrt(block.tap_variance)
 
@@ -47,8 +47,8 @@ def taps(random: np.random.Generator, block: Any, draws: int, features: int) -> 
 def spread(random: np.random.Generator, size: tuple[int, ...]) -> Array:
     """Uniform numbers in (0, 1), one in each of as many equal parts, in random order."""
     count = int(np.prod(size))
-    found = (random.permutation(count) + random.random(count)) / count
-    return found.reshape(size)
+    result = (random.permutation(count) + random.random(count)) / count
+    return result.reshape(size)
 
 
 def step_bias(random: np.random.Generator, block: Any, size: tuple[int, ...]) -> Array:
@@ -98,19 +98,19 @@ class Mamba2Heads:
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
         block, drawn = self.block, self._drawn
-        found = {
+        result = {
             f"{name}.taps": taps(random, block, draws, self.sections[name].drawn)
             for name in ("value", "key", "query")
         }
         if block.tap_bias:
             for name in ("value", "key", "query"):
-                found[f"{name}.taps.bias"] = np.zeros((draws, self.sections[name].drawn))
-        found["mixer_step.bias"] = step_bias(random, block, (draws, drawn))
-        found["rate"] = np.log(self._rates(random, draws))
-        found["skip"] = np.full((draws, drawn), block.skip)
+                result[f"{name}.taps.bias"] = np.zeros((draws, self.sections[name].drawn))
+        result["mixer_step.bias"] = step_bias(random, block, (draws, drawn))
+        result["rate"] = np.log(self._rates(random, draws))
+        result["skip"] = np.full((draws, drawn), block.skip)
         if block.norm:
-            found["mixer_norm.gain"] = np.ones((draws, self.features))
-        return found
+            result["mixer_norm.gain"] = np.ones((draws, self.features))
+        return result
 
     def _rates(self, random: np.random.Generator, draws: int) -> Array:
         block, drawn = self.block, self._drawn
@@ -184,15 +184,15 @@ class DeltaHead:
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
         block = self.block
-        found = {
+        result = {
             f"{name}.taps": taps(random, block, draws, self.sections[name].drawn)
             for name in ("query", "key", "value")
         }
         low, high = block.rates
-        found["mixer_step.bias"] = step_bias(random, block, (draws, 1))
-        found["rate"] = np.log(low + (high - low) * spread(random, (draws, 1)))
-        found["mixer_norm.gain"] = np.ones((draws, block.d_value))
-        return found
+        result["mixer_step.bias"] = step_bias(random, block, (draws, 1))
+        result["rate"] = np.log(low + (high - low) * spread(random, (draws, 1)))
+        result["mixer_norm.gain"] = np.ones((draws, block.d_value))
+        return result
 
     def kept(self, entering: Arrays, own: Arrays) -> Array:
         return np.exp(self._logs(entering, own))
@@ -236,13 +236,13 @@ class DrawnLinearHeads:
         block, drawn = self.block, self._drawn
         keys = Section(block.heads * block.d_key, drawn * block.d_key)
         values = Section(block.heads * block.d_value, drawn * block.d_value)
-        found = {"query": keys, "key": keys, "value": values}
+        result = {"query": keys, "key": keys, "value": values}
         if block.gate is not None:
-            found["mixer_gate"] = values
+            result["mixer_gate"] = values
         if block.decay_gate is not None:
             one = keys if block.decay_gate == "channel" else Section(block.heads, drawn)
-            found["mixer_step"] = one
-        return found
+            result["mixer_step"] = one
+        return result
 
     @property
     def features(self) -> int:
@@ -254,14 +254,14 @@ class DrawnLinearHeads:
         return self._drawn * (self.block.d_key if by_channel else 1)
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
-        block, found = self.block, {}
+        block, result = self.block, {}
         if block.decays is not None:
             every, drawn = np.array(block.decays), self._drawn
             place = (np.arange(drawn) + spread(random, (draws, 1))) * len(every) / drawn
-            found["decay"] = every[place.astype(int)]
+            result["decay"] = every[place.astype(int)]
         if block.norm is not None:
-            found["mixer_norm.gain"] = np.ones((draws, self.features))
-        return found
+            result["mixer_norm.gain"] = np.ones((draws, self.features))
+        return result
 
     def kept(self, entering: Arrays, own: Arrays) -> Array:
         if self.block.decay_gate is None:

@@ -8,6 +8,7 @@ bert, gpt, parallel, llama, t5, vit: one group of families each
 relatives, decoders, encoders: dense types, of which a module is read by what it computes
 bart             encoder-decoders with positions added to their token rows
 latent, moe, recurrent: families whose blocks `moments.torch` does not recognise in a module
+pictures, sound: what they read enters through patches or convolutions
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from . import (
     llama,
     moe,
     parallel,
+    pictures,
     recurrent,
     relatives,
+    sound,
     t5,
     vit,
 )
@@ -38,7 +41,7 @@ from .family import Family
 __all__ = ["DENSE", "FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
-_OF_BLOCKS = (latent, moe, recurrent)
+_OF_BLOCKS = (latent, moe, recurrent, pictures, sound)
 
 _DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
@@ -62,7 +65,7 @@ READERS = FAMILIES | DENSE | OF_BLOCKS
 
 _BEYOND = {
     "sparse attention": "big_bird led longformer longt5",
-    "pictures and text in one model": "clip gemma3 llama4",
+    "several models in one": "clip gemma3 llama4 siglip",
     "convolutions": "convnext",
     "logits of relative positions": "deberta",
     "queries, keys and values that are clipped": "dbrx",
@@ -75,9 +78,18 @@ _BEYOND = {
     "a recurrent layer": "recurrent_gemma rwkv",
     "hashed attention": "reformer",
     "windows of patches that shift between layers": "swin",
-    "a convolution over sound": "wav2vec2 whisper",
     "attention of two streams": "xlnet",
 }
+PARTS = {
+    kind: names.split()
+    for kind, names in {
+        "clip": "text_config vision_config",
+        "siglip": "text_config vision_config",
+        "gemma3": "text_config",
+        "llama4": "text_config",
+    }.items()
+}
+"""Types of several models in one -> the entries whose objects are configs that are read."""
 REFUSED = {kind: feature for feature, kinds in _BEYOND.items() for kind in kinds.split()}
 """Known model types, and the feature that no Transformer can express."""
 
@@ -86,7 +98,7 @@ _RELATIVES = {
     "gemma2": "gemma3",
     "gpt2": "gpt-sw3",
     "t5": "longt5",
-    "vit": "beit deit dinov2 vit_mae",
+    "vit": "dinov2_with_registers vit_msn yolos",
 }
 NEAREST = {kind: family for family, kinds in _RELATIVES.items() for kind in kinds.split()}
 """Model types that are not read -> the family here that is built most like them."""
