@@ -16,17 +16,18 @@ from test_dense_readers import flat, numbers
 
 import moments
 from moments import DomainError, ValidityWarning
-from moments.model.huggingface import READERS, bart, decoders, encoders
+from moments.model.huggingface import READERS, bart, encoders
+from moments.model.huggingface.relatives import _EARLIER as EARLIER
 from moments.model.huggingface.sizes import sized_config
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
-KINDS = sorted({**bart.FAMILIES, **decoders.FAMILIES, **encoders.FAMILIES})
+KINDS = sorted({**bart.FAMILIES, **EARLIER, **encoders.FAMILIES})
 # Modules whose narrow copies are not read: tables of one's own width, heads in fours; samples
 BY_MODULE = [
     kind
-    for kind in sorted({**decoders.FAMILIES, **encoders.FAMILIES})
+    for kind in sorted({**EARLIER, **encoders.FAMILIES})
     if kind not in ("albert", "codegen", "openai-gpt", "rembert", "roformer")
 ]
 FIELDS = {"d_model": 64, "vocab_size": 300, "seq_len": 32}

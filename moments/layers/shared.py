@@ -86,9 +86,9 @@ class SharedStack(Chain):
                 "shared_layers: tokens are followed as alike; leave out tokens=True, kernels, "
                 "attention_mask, document_ids and targets of single tokens"
             )
-        if np.ndim(signal.kernel.diagonal) or np.ndim(signal.kernel.pairs):
+        if np.ndim(signal.kernel.diagonal) or np.ndim(signal.kernel.off_diagonal):
             raise DomainError("shared_layers: one configuration at a time")
-        own, pairs = (float(one) for one in (signal.kernel.diagonal, signal.kernel.pairs))
+        own, pairs = (float(one) for one in (signal.kernel.diagonal, signal.kernel.off_diagonal))
         nothing = (np.zeros(shape) for shape in self._shapes().values())
         points, pull = pullback(self._points, np.array([own, pairs]), *nothing)
         records, entering = [], signal
@@ -107,7 +107,7 @@ class SharedStack(Chain):
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         length, width = record.input.seq_len, float(np.asarray(record.input.width))
         counts = width * length * np.array([1.0, length - 1.0])
-        top = np.array([float(gradient.kernel.diagonal), float(gradient.kernel.pairs)])
+        top = np.array([float(gradient.kernel.diagonal), float(gradient.kernel.off_diagonal)])
         names = tuple(self._shapes())
         last = np.zeros((len(record.children), 2))
         last[-1] = counts * top

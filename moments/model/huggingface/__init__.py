@@ -5,7 +5,7 @@ family, sizes    what a family is, with the heads that most share; its architect
 defaults.json    what entries that are left out mean, from the config classes themselves
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
 bert, gpt, parallel, llama, t5, vit: one group of families each
-relatives, decoders, encoders: dense types, of which a module is read by what it computes
+relatives, encoders: dense types, of which a module is read by what it computes
 bart             encoder-decoders with positions added to their token rows
 latent, moe, recurrent: families whose blocks `moments.torch` does not recognise in a module
 pictures, sound: what they read enters through patches or convolutions
@@ -22,7 +22,6 @@ from typing import Any
 from . import (
     bart,
     bert,
-    decoders,
     encoders,
     gpt,
     latent,
@@ -59,7 +58,7 @@ FAMILIES = _of(_GROUPS)
 OF_BLOCKS = _of(_OF_BLOCKS)
 """The same of those that are read from their config alone: of a module of theirs `moments.torch`
 does not know every part."""
-DENSE = _of((relatives, decoders, encoders, bart))
+DENSE = _of((relatives, encoders, bart))
 """The same of those whose modules `moments.torch.from_config` reads."""
 READERS = FAMILIES | DENSE | OF_BLOCKS
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..head import Head
 from ..transformer import Transformer
-from .decoders import spread_base
 from .entries import Entries
 from .family import Family, declared
+from .relatives import spread_base
 from .t5 import _t5
 
 _EPSILON = 1e-5  # LayerNorm's own default, which the code does not change
