@@ -16,14 +16,15 @@ from test_dense_readers import flat, numbers
 
 import moments
 from moments import DomainError, ValidityWarning
-from moments.model.huggingface import READERS, bart, encoders
+from moments.model.huggingface import READERS, encoders
 from moments.model.huggingface.relatives import _EARLIER as EARLIER
 from moments.model.huggingface.sizes import sized_config
+from moments.model.huggingface.t5 import POSITIONED
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
-KINDS = sorted({**bart.FAMILIES, **EARLIER, **encoders.FAMILIES})
+KINDS = sorted({**POSITIONED, **EARLIER, **encoders.FAMILIES})
 # Modules whose narrow copies are not read: tables of one's own width, heads in fours; samples
 BY_MODULE = [
     kind
@@ -144,7 +145,7 @@ def test_stacks_are_read_whole(kind: str) -> None:
     model, _ = read(config_of(kind))
     assert (model.layers, model.d_model, model.heads) == (2, 64, 4)
     assert model == moments.Transformer.from_dict(model.to_dict())
-    if kind in bart.FAMILIES:
+    if kind in POSITIONED:
         assert model.encoder is not None
         assert (model.causal, model.encoder.causal) == (True, False)
         assert model.encoder.replace(causal=True, head=model.head, encoder=model.encoder) == model

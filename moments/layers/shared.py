@@ -123,7 +123,7 @@ class SharedStack(Chain):
             layer = record.children[number]
             norms = {n: s[number].sum() for n, s in zip(names[1:], shares, strict=True)}
             (inner,) = layer.children
-            run.met(layer, received[number])
+            run.returning(layer, received[number])
             pulled = SharedPulled(below[number], norms)
             done = inner.completed(received[number], below[number], (), pulled)
             children.append(layer.completed(received[number], below[number], (done,)))
