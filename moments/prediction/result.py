@@ -183,6 +183,7 @@ class Prediction:
         return one, between_documents(self.trace), batch
 
     def _check_draws(self) -> None:
+        self.unshared("the band of one draw")
         if self.theory != "refined":
             raise DomainError(
                 f"theory {self.theory!r} gives means over draws only; "
@@ -322,6 +323,11 @@ class Prediction:
             entering = embedding.unshared_overlap(self.model.d_model)
         return stack_overlaps(self.trace.stack, memory, entering)
 
+    def unshared(self, what: str) -> None:
+        """Raise where layers share their weights, for which `what` is not stated."""
+        if self.model.shared_layers:
+            raise DomainError(f"{what} is not stated where layers share their weights")
+
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)
 
@@ -330,6 +336,7 @@ class Prediction:
         """What first steps of all rates share."""
         from ..step.result import Stepping
 
+        self.unshared("a step of an optimizer")
         return Stepping.of(self)
 
     @functools.cached_property
@@ -403,6 +410,7 @@ class Prediction:
         """
         from ..step.result import sharpness
 
+        self.unshared("sharpness")
         return sharpness(self, optimizer, **options)
 
     def tangent_kernel(self, rates: Mapping[str, float] | None = None) -> TangentKernel:
@@ -473,6 +481,7 @@ class Prediction:
         Raises:
             DomainError: no such format, or several configurations were predicted at once.
         """
+        self.unshared("the precision of products")
         return low_precision(self, format)
 
     def expects(
@@ -522,7 +531,7 @@ class Prediction:
     def to_json(self) -> str:
         """Model, stream moments, the band of one draw (refined theory) and warnings as JSON."""
         quantities, notes = list(QUANTITIES), self.warnings
-        if self.theory == "refined":
+        if self.theory == "refined" and not self.model.shared_layers:
             quantities += ["grad_variance_typical", "grad_variance_band"]
             notes += self._draws[2]
         data = {
