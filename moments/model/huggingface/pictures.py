@@ -263,7 +263,7 @@ _DECODER = (
 )
 _CLIP = {"projection_dim": ..., "dropout": ...}  # the second of earlier configs
 FAMILIES = {
-    kind: Family(read, module, task, usual)
+    kind: Family(read, module, task, usual, slip=kind.startswith("clip"))
     for kind, read, module, task, usual in (
         ("deit", _deit, "DeiTForImageClassification", "images", POOLER),
         ("beit", _beit, "BeitForImageClassification", "images", _BEIT),
