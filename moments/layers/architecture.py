@@ -47,8 +47,6 @@ def declare(
     """The stack of layers as components that hold the laws of `theory`.
 
     Args:
-        model: the declaration.
-        theory: which laws.
         padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
         sequences: how many sequences share one kernel, one after the other.
         memory_padding: as `padding`, of what cross-attention reads.
@@ -128,7 +126,7 @@ class _Stack:
         self.factor = model.norm_scales.tolist()
 
     def numbers(self) -> Iterator[tuple[Any, ...]]:
-        """For every layer, all that tells its declaration from another's."""
+        """For every layer, all that distinguishes its declaration from another's."""
         model = self.model
         layers = range(1, model.layers + 1)
         columns = (
@@ -204,7 +202,6 @@ class Parts:
     """What a layer is put together from.
 
     Attributes:
-        stack: the model's.
         number: of the layer, from 1.
         blocks: "attention", "cross" (of a decoder) and "ffn", each with its dropout, none with a
             norm.
@@ -219,7 +216,7 @@ class Parts:
         return self.stack.model
 
     def norm(self, block: str) -> tuple[Component, ...]:
-        """The norm at "BLOCK.norm", and what LayerNorm Scaling puts beside it."""
+        """The norm at "BLOCK.norm", and LayerNorm Scaling's factor."""
         return self.stack._norm(block, self.number)
 
     def output_norm(self, block: str) -> Component:
@@ -369,7 +366,7 @@ class Blocks:
         return {} if self.model.biases is None else self.model.biases.layer(self.number)
 
     def _projections(self) -> dict[str, Any]:
-        """What self-attention and cross-attention have in common beside their matrices."""
+        """What self-attention and cross-attention have in common but their matrices."""
         model, biases = self.model, self._biases
         names = ("query", "key", "value")
         return {
@@ -429,9 +426,9 @@ class Blocks:
             weights.key,
             weights.value,
             model.attention_dropout,
-            temperature,
             model.causal,
-            self.padding,
+            temperature=temperature,
+            padding=self.padding,
             rotary=model.rotaries[self.number - 1],
             alibi=model.alibi,
             relative_bias=model.relative_bias,
@@ -470,14 +467,14 @@ class Blocks:
         heads = CrossAttention(
             "cross.heads",
             model.d_model,
-            encoder.d_model,
             model.heads,
             model.d_head,
             weights.cross_query,
             weights.cross_key,
             weights.cross_value,
+            encoder.d_model,
             model.attention_dropout,
-            float(model.temperatures[self.number - 1]),
+            temperature=float(model.temperatures[self.number - 1]),
             padding=self.memory_padding,
             **self._projections(),
         )
@@ -524,7 +521,6 @@ class Blocks:
         """From the stream to hidden features.
 
         Args:
-            d_ff: how many.
             prefix: of the matrices' names.
             label: of the sites' names; empty: there are none.
             shift, clamp: of a gated unit (`GatedLinear`).
@@ -581,9 +577,9 @@ def latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
         weights.key,
         weights.value,
         model.attention_dropout,
-        float(model.temperatures[number - 1]),
         model.causal,
-        blocks.padding,
+        temperature=float(model.temperatures[number - 1]),
+        padding=blocks.padding,
         rotary=model.rotaries[number - 1],
         window=model.windows[number - 1],
         sequences=blocks.sequences,

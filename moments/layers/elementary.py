@@ -39,7 +39,6 @@ class Lawful(Leaf):
     """A leaf whose moments follow from its laws alone.
 
     Attributes:
-        laws: the component's laws.
         theory: which of them to use.
         label: site name in a trace.
         parameters: values of the laws' symbols that the signal does not carry, such as fan_in.
@@ -121,7 +120,6 @@ class LawfulPullback:
     """The way back through a leaf of laws.
 
     Attributes:
-        leaf: that one.
         signal, output: what entered and left.
         one, two: values of the laws' symbols, for a token and for a pair.
     """

@@ -316,8 +316,8 @@ def _mean_pairs(like: Kernel, off_diagonal: Array) -> Array:
 
 
 class _Values(NamedTuple):
-    """What entered, expectations met before, and values of the laws' symbols: for a token, for a
-    pair, and at the two overlaps of a pair that are averaged over (`GatedLinear._two_points`)."""
+    """What entered, expectations already evaluated, and values of the laws' symbols: for a token,
+    for a pair, and at the two overlaps of a pair that are averaged (`GatedLinear._two_points`)."""
 
     activation: ComponentLaws
     signal: Signal

@@ -66,7 +66,6 @@ def image_kernel(embedding: PatchEmbedding, pixels: Any, d_model: int) -> Kernel
     position's row are shared by the images.
 
     Args:
-        embedding: the declaration.
         pixels: images of shape (B, C, H, W) as the model reads them, normalised.
         d_model: width, of which sinusoidal positions are.
 
@@ -109,9 +108,7 @@ def image_gradients(
     the tokens that share them.
 
     Args:
-        embedding: the declaration.
         pixels: images of shape (B, C, H, W).
-        d_model: width.
         gradient: at the sum, (B L, B L).
 
     Returns:

@@ -203,7 +203,7 @@ def shortened(model: Transformer) -> Transformer:
 
 def by_position(model: Transformer, text: bool = False) -> bool:
     """Whether tokens are alike but for how many they see, so that classes of positions serve.
-    Without a mask or windows they are all alike, unless a text tells them apart."""
+    Without a mask or windows they are all alike, unless a text distinguishes them."""
     encoder, losses = model.encoder, (None, "causal" if model.causal else "masked")
     around = (text or any(model.windows)) and model.relative_bias is None  # rows see both sides
     return (
@@ -225,7 +225,7 @@ def repeating(model: Transformer, inputs: Inputs) -> bool:
 
 
 def positional(model: Transformer) -> bool:
-    """Whether attention tells tokens apart by where they are in their sequence."""
+    """Whether attention distinguishes tokens by where they are in their sequence."""
     return any((model.causal, model.alibi, any(model.windows), single(model)))
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..show.expects import Expects
     from ..step.result import FirstStep
     from ..step.sharpness import Sharpness
-    from .stack import OuterWeights
 
 
 FORMAT_VERSION = 1
@@ -70,7 +69,7 @@ class Prediction:
         outer_weights: what is outside the layers: on what the loss was predicted, and squared
             gradient norms.
         top: gives what the band has to know of what sends the last gradient; None: nothing.
-        alone: of several sequences or documents that are held together, gives the same of one of
+        alone: of several sequences or documents in one kernel, gives the same of one of
             them and how many such there are as its batch; None: there are none.
         asked: arguments of `predict`, the model aside, as they were given.
     """
@@ -91,7 +90,7 @@ class Prediction:
     loss_stderr: Any = None
     logit_variance: Any = None
     encoder: Prediction | None = field(default=None, repr=False)
-    outer_weights: OuterWeights | None = field(default=None, repr=False)
+    outer_weights: Any = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
     alone: Callable[[], tuple[Prediction, float]] | None = field(default=None, repr=False)
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -251,7 +250,7 @@ class Prediction:
         """Expected squared gradient norm of every parameter: layer, weight, squared_norm.
 
         What `parameter.grad.norm()**2` is on average over draws. Of the loss on the whole batch of
-        `token_ids` that is held by token or by classes; else for one sequence, though the loss is
+        `token_ids` resolved by token or by classes; else for one sequence, though the loss is
         averaged over `batch`: the frame's `attrs["sequences"]` says of how many, `attrs["batch"]`
         of how many the loss is. Layer 0 holds embedding tables, layer N + 1 the head. Theories that
         state no query or key gradient have no such rows.
@@ -460,7 +459,9 @@ class Prediction:
             A row for both operands of every product: layer, weight, product ("forward", "input
             gradient", "weight gradient"), operand ("input", "weight", "gradient"), zero and clipped
             (shares of entries that become 0, and that lie beyond the largest number), snr and
-            product_snr (signal over noise of the operand and of the product, in dB).
+            product_snr (signal over noise of the operand and of the product, in dB). "weight
+            gradient" has rows where every token is resolved by itself (`tokens=True`), of
+            attention and dense blocks.
 
         Raises:
             DomainError: no such format, or several configurations were predicted at once.

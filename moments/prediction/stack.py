@@ -65,7 +65,7 @@ class Inputs:
 
     @property
     def given_by_token(self) -> bool:
-        """Whether what is given tells single tokens apart: more than a text, and where it ends."""
+        """Whether what is given distinguishes single tokens: more than a text and its ends."""
         segments = self.segment_ids is not None and np.ptp(np.asarray(self.segment_ids)) != 0
         return segments or any(value is not None for value in (self.pixels, self.kernel))
 
@@ -303,7 +303,7 @@ class Stack:
         top: Any = None,
         alone: Any = None,
     ) -> Prediction:
-        """What both passes found, the gradient at the last layer coming from `top` if any; `alone`
+        """What both passes give, the gradient at the last layer coming from `top` if any; `alone`
         as in `Prediction`."""
         model, trace, layout = self.model, self.trace, self.layout
         embedded = None if self._embedding is None else self._embedding.grad_in
@@ -536,7 +536,7 @@ def gaussian(
     """Independent Gaussian features; their squared norms vary by 2 C o C / d.
 
     With a fixed part, x = e + p, Cov(|x_i|^2, |x_j|^2) = 2 d E_ij^2 + 4 d E_ij P_ij, that is
-    2 d (C_ij^2 - P_ij^2); and the mean over features is that of p, beside the 1/d of e.
+    2 d (C_ij^2 - P_ij^2); and the mean over features is that of p and the 1/d of e.
     """
     mean = 0.0 * kernel.diagonal
     signal = Signal(kernel, seq_len, mean=mean, width=d_model)
@@ -571,7 +571,7 @@ def check_kernel(name: str, kernel: Any, seq_len: int) -> Kernel:
 
 def _unseen_filled(kernel: Kernel, real: np.ndarray) -> Kernel:
     """With variance at padding whose row of the table is zero (`real` is (L,) or (B, L), 0 there):
-    nobody sees it, so that it may be any token, and one of no size would be divided by."""
+    nothing attends to it, so that it may be any token, and one of no size would be divided by."""
     there = np.broadcast_to(real.reshape(-1) > 0, kernel.diagonal.shape)
     empty = ~there & (kernel.diagonal == 0)
     if not empty.any():
@@ -606,7 +606,7 @@ tokens: measured, 140 and 200 under a causal mask of 128 to 512 tokens; by resol
 
 
 POSITIONS = 12
-"""Numbers for every position of a sequence on classes beside what `Prediction` keeps by token:
+"""Numbers for every position of a sequence on classes next to what `Prediction` keeps by token:
 measured, 8 at 1e6 and 1e7 of them."""
 
 
@@ -644,7 +644,7 @@ def memory() -> float:
 
 
 def check_mask(mask: Any, seq_len: int, token_ids: Any) -> np.ndarray:
-    """Which tokens are real, two of a sequence at least, as 0.0 and 1.0: (B, L) beside token_ids of
+    """Which tokens are real, two of a sequence at least, as 0.0 and 1.0: (B, L) for token_ids of
     that shape, else (L,)."""
     real = check_array("attention_mask", mask, "0 or 1, of shape (L,) or (B, L)")
     shape = (seq_len,) if token_ids is None else check_ids(token_ids, seq_len, "token_ids").shape

@@ -359,7 +359,8 @@ def run_embedding(
         if embedding.factor_dim is not None and not embedding.norm:
             x = x @ weights["factor"]
         if embedding.positions == "sinusoidal":
-            table = sinusoids(model.seq_len, model.d_model).to(x.device, x.dtype)
+            table = sinusoids(model.seq_len, model.d_model, embedding.position_base)
+            table = table.to(x.device, x.dtype)
             x = x + (table if place is None else table[place])
         if "segment" in weights:
             ids = torch.zeros_like(read) if segment_ids is None else segment_ids
@@ -387,10 +388,10 @@ def within(documents: Tensor) -> Tensor:
     return same.tril(-1).sum(-1)
 
 
-def sinusoids(seq_len: int, d_model: int) -> Tensor:
-    """sin and cos of position / 10000^(2k/d_model) in features 2k and 2k + 1, (L, d_model)."""
+def sinusoids(seq_len: int, d_model: int, base: float = 10000.0) -> Tensor:
+    """sin and cos of position / base^(2k/d_model) in features 2k and 2k + 1, (L, d_model)."""
     features = torch.arange(d_model)
-    rate = 10000.0 ** (-(features - features % 2).double() / d_model)
+    rate = base ** (-(features - features % 2).double() / d_model)
     angle = torch.outer(torch.arange(seq_len, dtype=torch.float64), rate)
     return torch.where(features % 2 == 0, angle.sin(), angle.cos())
 

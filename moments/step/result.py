@@ -196,7 +196,7 @@ class FirstStep:
     def __repr__(self) -> str:
         return (
             f"FirstStep({self.optimizer} at {self.learning_rate:g}: loss {self.loss_before:.4g} to "
-            f"{self.loss:.4g}, last stream changes by {self.relative_change[-1]:.3g} of its mean square)"
+            f"{self.loss:.4g}, stream changes by {self.relative_change[-1]:.3g} of its mean square)"
         )
 
     def _repr_html_(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,9 +37,6 @@ from ...formulas.linear import SCALE
 from ...model.experts import SHARED, Experts
 from ..elementary import Scale, entrywise_overlap
 from .routing import LARGEST, LEAST, Router, functions
-
-if TYPE_CHECKING:
-    from ..architecture import Blocks
 
 
 def _by_nobody(*_: Any) -> None:
@@ -450,8 +447,8 @@ def router_of(block: Experts) -> Router:
     )
 
 
-def experts(parts: Blocks, block: Experts) -> Iterator[Component]:
-    """The mixture, and the shared expert beside it."""
+def experts(parts: Any, block: Experts) -> Iterator[Component]:
+    """The mixture, and the shared expert."""
     model = parts.model
     if parts.theory != "refined":
         raise domain_error("theory", parts.theory, "'refined' with experts")

@@ -26,7 +26,6 @@ from .targets import (
     position_text,
     text_targets,
 )
-from .tied import cross_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +41,7 @@ class OutputMoments:
         logit_variance: mean square of a logit.
         record: of what stands before the matrix to the logits ("final.norm", "head.transform",
             ...); under "classification" sites after "head.pool" have one token per sequence.
-        logits: the last site.
         notes: what makes the numbers less certain.
-        model: the declaration.
         readout: the matrix and its loss.
     """
 
@@ -99,7 +96,7 @@ class OutputMoments:
         overlap with what the input reads; 0 where the head is not tied."""
         if not self.head.tied or self.head.loss is None:
             return 0.0
-        return self.readout.matrix_gradient() + cross_gradient(self.readout)
+        return self.readout.matrix_gradient() + self.readout.cross_gradient()
 
 
 def output_moments(

@@ -39,7 +39,6 @@ class Section(NamedTuple):
     """Rows of a mixer that read its input by one matrix.
 
     Attributes:
-        rows: of the matrix.
         drawn: of them in one draw.
         shared: by how many times as many heads they serve as are drawn with them.
     """
@@ -59,7 +58,6 @@ class Head(Protocol):
     """What is drawn: one head, or several that share a norm or keys.
 
     Attributes:
-        block: the declaration.
         sections: by the name of their matrix.
         features: that one draw gives.
         pairs: matrices over pairs of tokens in one draw.
@@ -111,7 +109,6 @@ class DrawnHeads:
             features; behind `forward`. What a head's values share, they share in all of them.
 
     Args:
-        head: what is drawn.
         kernel: (L, L) of the input.
         gains: variance of pre-activations per unit of it, by section.
         sequences: equally long ones that the kernel holds one after the other.

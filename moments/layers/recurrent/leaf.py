@@ -35,10 +35,7 @@ class Mixer(Leaf):
     """Everything of a mixer up to its output projection, by token.
 
     Attributes:
-        block: the declaration.
-        d_model: features that enter.
         rows: of every matrix that reads them, by name: rows, and variance of the entries.
-        width: features that leave.
         padding: as of `SelfAttention`; of several documents, or with padding, none is covered.
         sequences: equally long ones that a kernel of tokens holds one after the other.
         draws: of heads, where they are drawn; None: as many as their size allows.

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..head import Head
 from ..transformer import Transformer
+from .decoders import spread_base
 from .entries import Entries
 from .family import Family, declared
 from .t5 import _t5
@@ -69,6 +70,7 @@ def _bart(
     embedding: dict[str, Any] = {
         "positions": "sinusoidal" if fixed else "learned",
         "position_variance": 0.0 if fixed else variance,
+        "position_base": spread_base(d_model) if read.kind == "m2m_100" else 10000.0,
         "scale": math.sqrt(d_model) if read.flag("scale_embedding") else 1.0,
         "norm": normed,
         "norm_epsilon": _EPSILON if normed else 0.0,

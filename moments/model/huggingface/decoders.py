@@ -120,6 +120,12 @@ def _persimmon(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
+def spread_base(d_model: int) -> float:
+    """Base of sinusoidal positions whose slowest frequency is 1/10000, as in tensor2tensor."""
+    half = d_model // 2
+    return float(10000 ** (half / (half - 1)))
+
+
 def _scaled(
     read: Entries, seq_len: int | None, names: Mapping[str, str], **embedding: Any
 ) -> Transformer:
@@ -184,6 +190,7 @@ def _xglm(read: Entries, seq_len: int | None) -> Transformer:
             "attention": "attention_dropout",
         },
         positions="sinusoidal",
+        position_base=spread_base(read.count("d_model")),
     )
 
 

@@ -91,8 +91,8 @@ def declared(
         "biases": Biases(),
         "norm_affine": True,
     }
-    tables = {"token_variance": variance} | dict(embedding or {})
-    usual["embedding"] = Embedding(vocab_size=read("vocab_size"), **tables)
+    tables = {"vocab_size": read("vocab_size"), "token_variance": variance}
+    usual["embedding"] = Embedding(**(tables | dict(embedding or {})))
     if "head" not in fields:
         usual |= {"causal": True, "head": causal_head(read, variance, epsilon)}
     return Transformer(layers, d_model, heads, norm_epsilon=epsilon, **(usual | fields))

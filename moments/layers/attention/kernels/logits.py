@@ -160,7 +160,6 @@ class Logits:
         values: (Lk, Lk) second moments of what the weights average.
         prior: (Lq, Lk) softmax of the deterministic part of the logits: uniform over a row's keys
             unless `biased`; rows sum to 1.
-        scale: tau.
         biased: whether a row prefers some of its keys.
         rotation: rotary positions; None: none.
     """
