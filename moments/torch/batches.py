@@ -29,7 +29,7 @@ def shifted_left(labels: np.ndarray) -> np.ndarray:
 
 
 def inputs_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What a text or a batch of pictures or of spectrograms is to the model, as keyword arguments of
+    """What a text, or a batch of pictures or spectrograms, is to the model, as keyword arguments of
     `predict`.
 
     `batch` holds a Hugging Face module's arguments as numpy arrays; empty where the model has no
