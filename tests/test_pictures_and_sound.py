@@ -19,9 +19,8 @@ import moments
 from moments.errors import DomainError, ValidityWarning
 from moments.model.huggingface import OF_BLOCKS, PARTS, READERS
 from moments.model.huggingface import pictures as _pictures
-from moments.model.huggingface import sound as _sound
 
-KINDS = sorted(_pictures.FAMILIES | _sound.FAMILIES)
+KINDS = sorted(_pictures.FAMILIES)
 # Queries and keys of a text whose tokens are alike at logits of variance 1, up to 21 % low
 # (docs/limits.md); what is outside of its bound besides fails.
 MISSES = {"siglip-base-patch16 text": r"\d+ (query|key)"}

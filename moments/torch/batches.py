@@ -10,8 +10,7 @@ import numpy as np
 from ..engine.layout import restarted
 from ..layers.head.targets import NO_TARGET
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
-from ..model.sound import SoundEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
 from ..prediction.measurement import Measurement, last_grad_kernel
 from ..prediction.resolution import positional

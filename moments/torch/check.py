@@ -17,8 +17,7 @@ import numpy as np
 
 from ..errors import DomainError, MomentsError, listed, optional, without_warnings
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
-from ..model.sound import SoundEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..prediction.measurement import Measurement, last_grad_kernel

@@ -8,7 +8,7 @@ bert, gpt, parallel, llama, t5, vit: one group of families each
 relatives, decoders, encoders: dense types, of which a module is read by what it computes
 bart             encoder-decoders with positions added to their token rows
 latent, moe, recurrent: families whose blocks `moments.torch` does not recognise in a module
-pictures, sound: what they read enters through patches or convolutions
+pictures         what they read enters through patches or convolutions
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from . import (
     pictures,
     recurrent,
     relatives,
-    sound,
     t5,
     vit,
 )
@@ -41,7 +40,7 @@ from .family import Family
 __all__ = ["DENSE", "FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
-_OF_BLOCKS = (latent, moe, recurrent, pictures, sound)
+_OF_BLOCKS = (latent, moe, recurrent, pictures)
 
 _DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
