@@ -28,10 +28,9 @@ from .fields import Stored, set_field, settle
 from .head import Head
 from .law_block import LawBlock
 from .mixers import RECURRENT, Absent
-from .patches import PatchEmbedding
+from .patches import PatchEmbedding, SoundEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
-from .sound import SoundEmbedding
 from .weights import Biases, Weights, check_length, check_lengths
 
 if TYPE_CHECKING:

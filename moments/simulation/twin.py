@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
-from ..model.sound import SoundEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
 from ..prediction.draws import Draw, WeightGradient
 from . import experts as _experts  # noqa: F401 (registers its twin)

@@ -27,8 +27,7 @@ from ..layers.embedding import joint_kernel, table_rows
 from ..layers.head.readout import Readout
 from ..layers.images import cut_patches, image_kernel
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
-from ..model.sound import SoundEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from .attention import Rows, Three
 from .change import Array
 from .heads import Heads

@@ -7,7 +7,7 @@ defaults.json    what entries that are left out mean, from the config classes th
 bert, gpt, parallel, llama, t5, vit: one group of families each
 relatives, encoders: dense types, of which a module is read by what it computes
 latent, moe, recurrent: families whose blocks `moments.torch` does not recognise in a module
-pictures, sound: what they read enters through patches or convolutions
+pictures         what they read enters through patches or convolutions
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from . import (
     pictures,
     recurrent,
     relatives,
-    sound,
     t5,
     vit,
 )
@@ -37,7 +36,7 @@ from .family import Family
 __all__ = ["DENSE", "FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
-_OF_BLOCKS = (latent, moe, recurrent, pictures, sound)
+_OF_BLOCKS = (latent, moe, recurrent, pictures)
 
 _DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
