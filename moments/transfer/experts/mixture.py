@@ -474,11 +474,15 @@ class OneDraw(NamedTuple):
         starving: part of the experts with less than `STARVING` of an even share.
         balance: E sum_e f_e p_e of the tokens' shares f and the mean probabilities p (Switch
             Transformer's auxiliary loss without its coefficient; k where all is even).
+        own, pairs: E sum_e of its gradient at a token's logits, times the number of tokens, with
+            itself and with another token's.
     """
 
     largest: float
     starving: float
     balance: float
+    own: float
+    pairs: float
 
 
 def one_draw(router: Router, s: float, r: float, tokens: int) -> OneDraw:
@@ -492,10 +496,16 @@ def one_draw(router: Router, s: float, r: float, tokens: int) -> OneDraw:
     for _ in range(DRAWS):
         z = _equal_logits(router, s, r, count, random)
         share = router.choice(z).mean(0)
-        weight, _ = router.weight(z)
-        mean = (weight / weight.sum(-1, keepdims=True)).mean(0)
+        weight, slope = router.weight(z)
+        total = weight.sum(-1, keepdims=True)
+        part = weight / total
         load = share * experts / router.chosen
-        found.append((load.max(), (load < STARVING).mean(), experts * (share * mean).sum()))
+        balance = experts * (share * part.mean(0)).sum()
+        # dp_a/dz_e = w'_e/sum(w) (1 (a = e) - p_a); the choice has no derivative
+        sent = experts * slope / total * (share - part @ share[:, None])
+        own = (sent * sent).sum() / count
+        both = ((sent.sum(0) ** 2).sum() - count * own) / max(count * (count - 1), 1)
+        found.append((load.max(), (load < STARVING).mean(), balance, own, both))
     return OneDraw(*map(float, np.mean(found, axis=0)))
 
 
@@ -512,7 +522,11 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
         s, correlation = (float(np.mean(one)) for one in _mean_logits(leaf, signal))
         shared = float(np.mean(at.load.total(length) / ones))
         even = router.chosen / router.experts
-        drawn = one_draw(router, s, correlation, round(float(np.mean(ones)) ** 0.5))
+        count = round(float(np.mean(ones)) ** 0.5)
+        drawn = one_draw(router, s, correlation, count)
+        tokens = signal.second_moment()
+        own, pairs = (float(np.mean(k)) for k in (tokens.mean_diagonal(), tokens.mean_pairs()))
+        sent = own * drawn.own / count + pairs * drawn.pairs * (1 - 1 / count)
         yield {
             "layer": record.layer,
             "experts": router.experts,
@@ -526,6 +540,7 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
             "largest_load": drawn.largest,
             "starving": drawn.starving,
             "balance_loss": drawn.balance,
+            "balance_gradient": leaf.d_model * sent,
             "learns": bool(np.any(at.slopes.diagonal > 0)),
         }
 
