@@ -29,7 +29,7 @@ from scipy.special import gammaln, hyp2f1
 
 import moments
 from moments.engine.state import Kernel
-from moments.transfer.attention.laws import AlikeLayer
+from moments.layers.attention.laws import AlikeLayer
 
 Array = np.ndarray
 Config = dict[str, Any]
@@ -453,10 +453,10 @@ def predicted(config: Config) -> dict[str, float]:
     paths = layer.backward(Kernel(1.0, config["grad_correlation"]))._asdict()
     return {
         "variance": float(output.diagonal),
-        "covariance": float(output.pairs),
+        "covariance": float(output.off_diagonal),
         **{name: float(path.diagonal) for name, path in paths.items()},
         "grad_variance": float(sum(path.diagonal for path in paths.values())),
-        "grad_covariance": float(sum(path.pairs for path in paths.values())),
+        "grad_covariance": float(sum(path.off_diagonal for path in paths.values())),
     }
 
 

@@ -33,8 +33,8 @@ import moments
 
 DATA = Path(__file__).parent / "data" / "constants.json"
 QUANTITIES = ("variance", "correlation", "gradient", "weight gradients", "deviation")
-KERNELS = "transfer.attention.kernels"
-SOFTMAX = "transfer.attention.softmax"
+KERNELS = "layers.attention.kernels"
+SOFTMAX = "layers.attention.softmax"
 
 
 class Constant(NamedTuple):
@@ -91,26 +91,24 @@ TABLE = (
     Constant(f"{KERNELS}.joint_laws", "RHO_MIN", (1e-2, 1e-5), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.attention", "FAINT", (1e-4, 1e-7), "range", ("text",)),
     Constant(f"{KERNELS}.exact_rows", "THETA_PEAKED", (100.0,), "range", ("hot",)),
-    Constant("transfer.attention.layers", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
-    Constant("transfer.experts.routing", "STEP", (0.1, 0.4), "precision", ("experts",)),
-    Constant("transfer.experts.routing", "FINE", (0.025, 0.1), "precision", ("experts",)),
-    Constant("transfer.experts.routing", "OF_LOG", (0.5, 1.2), "precision", ("experts",)),
-    Constant("transfer.experts.routing", "OCTAVE", (0.025, 0.2), "precision", ("experts",)),
-    Constant("transfer.experts.routing", "SAMPLES", (5000, 80000), "precision", ("grouped",)),
-    Constant("transfer.recurrent.drawn", "ENTRIES", (1 << 22, 1 << 26), "precision", MIXED),
-    Constant("transfer.recurrent.mixers", "MOST_HEADS", (8, 16), "precision", ("state space",)),
-    Constant("transfer.recurrent.mixers", "MOST_FEATURES", (128,), "precision", ("state space",)),
-    Constant("transfer.recurrent.leaf", "BAND_DRAWS", (8, 64), "precision", MIXED),
-    Constant("transfer.attention.sinks", "NODES", (24, 80), "precision", ("sinks",)),
-    Constant("transfer.attention.sinks", "DEGREES", (8, 24), "precision", ("sinks",)),
-    Constant("transfer.attention.sinks", "STEP", (1.0, 0.25), "precision", ("sinks",)),
-    Constant("transfer.attention.sinks", "SHARED_NODES", (8, 28), "precision", ("sinks",)),
-    Constant("transfer.attention.laws", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
-    Constant("transfer.attention.laws", "_NODES", (20, 80), "precision", ("alike",)),
-    Constant("transfer.attention.projections", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
-    Constant(
-        "transfer.attention.self_attention", "LEAST_FREEDOM", (3.5, 6.0), "range", ("hybrid",)
-    ),
+    Constant("layers.attention.layers", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
+    Constant("layers.experts.routing", "STEP", (0.1, 0.4), "precision", ("experts",)),
+    Constant("layers.experts.routing", "FINE", (0.025, 0.1), "precision", ("experts",)),
+    Constant("layers.experts.routing", "OF_LOG", (0.5, 1.2), "precision", ("experts",)),
+    Constant("layers.experts.routing", "OCTAVE", (0.025, 0.2), "precision", ("experts",)),
+    Constant("layers.experts.routing", "SAMPLES", (5000, 80000), "precision", ("grouped",)),
+    Constant("layers.recurrent.drawn", "ENTRIES", (1 << 22, 1 << 26), "precision", MIXED),
+    Constant("layers.recurrent.mixers", "MOST_HEADS", (8, 16), "precision", ("state space",)),
+    Constant("layers.recurrent.mixers", "MOST_FEATURES", (128,), "precision", ("state space",)),
+    Constant("layers.recurrent.leaf", "BAND_DRAWS", (8, 64), "precision", MIXED),
+    Constant("layers.attention.sinks", "NODES", (24, 80), "precision", ("sinks",)),
+    Constant("layers.attention.sinks", "DEGREES", (8, 24), "precision", ("sinks",)),
+    Constant("layers.attention.sinks", "STEP", (1.0, 0.25), "precision", ("sinks",)),
+    Constant("layers.attention.sinks", "SHARED_NODES", (8, 28), "precision", ("sinks",)),
+    Constant("layers.attention.laws", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
+    Constant("layers.attention.laws", "_NODES", (20, 80), "precision", ("alike",)),
+    Constant("layers.attention.projections", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
+    Constant("layers.attention.self_attention", "LEAST_FREEDOM", (3.5, 6.0), "range", ("hybrid",)),
     Constant(f"{SOFTMAX}.norms", "CORRECTED_MAX", (15.0,), "range", ("hot", "alike")),
     Constant(f"{KERNELS}.finite_rows", "_joint_shifts", (_third,), "guess", ("text", "rotary")),
     Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
@@ -123,20 +121,20 @@ TABLE = (
     Constant("prediction.resolution", "LAST_PER_OCTAVE", (1.0, 2.0), "precision", ("no text",)),
     Constant("prediction.resolution", "WIDENING", (0.0, 0.1), "precision", ("no text",)),
     Constant(f"{KERNELS}.row_statistics", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
-    Constant("transfer.attention.response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
-    Constant("transfer.attention.response", "LEAST_BENT", (1e-2, 1e-4), "range", ("text",)),
+    Constant("layers.attention.response", "BEND_STEP", (0.05, 0.008), "step", ("text",)),
+    Constant("layers.attention.response", "LEAST_BENT", (1e-2, 1e-4), "range", ("text",)),
     Constant("noise.band", "TARGETS", (5, 17), "precision", ("deep",)),
     Constant("noise.band", "ALIKE_TARGETS", (65, 257), "precision", ("thousand",)),
     Constant("noise.encoder_noise", "STEP", (1e-4, 1e-6), "step", ("encoder",)),
     Constant("engine.response", "STEP", (1e-3, 1e-5), "step", ("text",)),
-    Constant("transfer.by_law", "MOST_NUMBERS", (2**15, 2**19), "precision", ("own block",)),
+    Constant("layers.by_law", "MOST_NUMBERS", (2**15, 2**19), "precision", ("own block",)),
     Constant("noise.loss_noise", "_COARSE", (3e-2, 3e-3), "step", ("alike", "text")),
     Constant("noise.loss_noise", "_NODES", (5, 17), "precision", ("alike", "text")),
-    Constant("transfer.normalization", "_EXPANDED", (0.02, 0.2), "range", ("narrow",)),
-    Constant("transfer.head.cross_entropy", "_STEP", (0.5, 0.2), "precision", ("alike", "text")),
-    Constant("transfer.head.softmax_agreement", "_FLAT", (0.3, 3.0), "choice", ("peaked",)),
-    Constant("transfer.head.softmax_agreement", "_STEP", (0.5, 0.2), "precision", ("peaked",)),
-    Constant("transfer.head.readout", "_STILL", (1e-1, 1e-5), "precision", ("peaked",)),
+    Constant("layers.normalization", "_EXPANDED", (0.02, 0.2), "range", ("narrow",)),
+    Constant("layers.head.cross_entropy", "_STEP", (0.5, 0.2), "precision", ("alike", "text")),
+    Constant("layers.head.softmax_agreement", "_FLAT", (0.3, 3.0), "choice", ("peaked",)),
+    Constant("layers.head.softmax_agreement", "_STEP", (0.5, 0.2), "precision", ("peaked",)),
+    Constant("layers.head.readout", "_STILL", (1e-1, 1e-5), "precision", ("peaked",)),
 )
 
 WORDS = {
@@ -528,7 +526,7 @@ Every number in the engine that no argument gives, and what predictions change b
 another: the largest relative change (of correlation: the change) over the models named, over their
 layers and matrices. Written by `python benchmarks/constants.py page` from
 `benchmarks/data/constants.json`; do not edit. Numbers that have a derivation (as 3.5 in
-`moments/transfer/attention/projections.py`) stand on the other pages; limits of the logit variance
+`moments/layers/attention/projections.py`) stand on the other pages; limits of the logit variance
 stand together in [softmax statistics](softmax.md); nodes of position with their own measured effect
 in `moments/engine/classes.py`. Zeros mean that no model here reaches the edge.
 """
@@ -545,17 +543,17 @@ _BELOW = """
 ## Numbers that move no prediction
 
 Thresholds of notes and warnings say from where on something is mentioned:
-`moments/transfer/attention/projections.py::LOGIT_VARIANCE_NOTED`,
-`moments/transfer/attention/layers.py::ALIKE_NOTED`,
-`moments/transfer/attention/layers.py::TURNED_NOTED`,
-`moments/transfer/attention/projections.py::CAP_NOTED`,
-`moments/transfer/attention/projections.py::TABLE_NOTED`, `moments/transfer/normalization.py::_FAR`,
-`moments/transfer/normalization.py::_NOT_GAUSSIAN`, `moments/transfer/head/output.py::_PEAKED`,
+`moments/layers/attention/projections.py::LOGIT_VARIANCE_NOTED`,
+`moments/layers/attention/layers.py::ALIKE_NOTED`,
+`moments/layers/attention/layers.py::TURNED_NOTED`,
+`moments/layers/attention/projections.py::CAP_NOTED`,
+`moments/layers/attention/projections.py::TABLE_NOTED`, `moments/layers/normalization.py::_FAR`,
+`moments/layers/normalization.py::_NOT_GAUSSIAN`, `moments/layers/head/output.py::_PEAKED`,
 `moments/prediction/resolution.py::OFTEN`,
-`moments/transfer/attention/projections.py::TABLE_NOTED`. Others bound work or memory:
+`moments/layers/attention/projections.py::TABLE_NOTED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,
-`moments/transfer/attention/kernels/joint_laws.py::STACK_ENTRIES`,
-`moments/transfer/attention/kernels/joint_laws.py::MOST_PADDED`.
+`moments/layers/attention/kernels/joint_laws.py::STACK_ENTRIES`,
+`moments/layers/attention/kernels/joint_laws.py::MOST_PADDED`.
 """
 
 

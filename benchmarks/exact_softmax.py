@@ -49,7 +49,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moments.errors import domain_error
-from moments.transfer.attention.softmax import PairStatistics, RowStatistics, table
+from moments.layers.attention.softmax import PairStatistics, RowStatistics, table
 
 # --- integrals over the partition sum -------------------------------------------------------------
 

@@ -156,7 +156,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def laws() -> None:
-    from moments.transfer.experts.routing import Router, functions
+    from moments.layers.experts.routing import Router, functions
 
     random, stored = np.random.default_rng(5), {}
     places = [

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moments.transfer.attention.kernels import KernelAttention
+from moments.layers.attention.kernels import KernelAttention
 
 Array = NDArray[np.float64]
 PATHS = ("output", "value", "key", "query", "cross", "total")

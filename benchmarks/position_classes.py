@@ -30,8 +30,8 @@ import pandas as pd
 
 import moments
 from moments.engine.classes import PER_OCTAVE, PositionClasses
+from moments.layers.attention.kernels import joint_laws, logits
 from moments.prediction import resolution
-from moments.transfer.attention.kernels import joint_laws, logits
 
 DATA = Path(__file__).parent / "data" / "position_classes.json"
 PLAIN = {"layers": 12, "d_model": 256, "heads": 4, "dropout": 0.1, "causal": True}

@@ -22,6 +22,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttenti
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from moments.engine.state import Gradient, Kernel, Signal
+from moments.layers.recurrent import Mixer
 from moments.model.block import Block
 from moments.model.mixers import (
     GatedDeltaNet,
@@ -31,7 +32,6 @@ from moments.model.mixers import (
     lightning_decays,
 )
 from moments.model.transformer import Transformer
-from moments.transfer.recurrent import Mixer
 
 LENGTH, D_MODEL = 32, 128
 Array = Any
@@ -164,8 +164,8 @@ def predicted(case: Case, kernel: Array, received: Array) -> dict[str, Any]:
     pulled = pullback(Gradient(at_heads, LENGTH))
     weights = pulled.weights()
     return {
-        "output": output.kernel.pairs * width * case.output,
-        "gradient": pulled.gradient.kernel.pairs,
+        "output": output.kernel.off_diagonal * width * case.output,
+        "gradient": pulled.gradient.kernel.off_diagonal,
         "matrices": sum(weights[name] for name in shapes),
     }
 

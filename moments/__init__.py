@@ -39,6 +39,7 @@ _PUBLIC = {
     "Report": "show.findings",
     "Rotary": "model.positions",
     "ShortConvolution": "model.mixers",
+    "SoundEmbedding": "model.sound",
     "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
     "Sweep": "grids.result",
@@ -64,10 +65,11 @@ _PUBLIC = {
     "simulate": "simulation.run",
     "solve": "scheme.plan",
     "sweep": "grids.run",
+    "transfer": "torch.transfer",
 }
 
 # Modules and packages that are public as wholes.
-_PACKAGES = {"laws": "engine.laws", "torch": "torch", "transfer": "transfer"}
+_PACKAGES = {"laws": "engine.laws", "torch": "torch"}
 
 __all__ = [
     "Absent",
@@ -97,6 +99,7 @@ __all__ = [
     "Rotary",
     "Sharpness",
     "ShortConvolution",
+    "SoundEmbedding",
     "StepMeasurement",
     "Sweep",
     "TransferReport",
@@ -124,6 +127,7 @@ __all__ = [
     "simulate",
     "solve",
     "sweep",
+    "transfer",
 ]
 
 if TYPE_CHECKING:
@@ -146,6 +150,7 @@ if TYPE_CHECKING:
     from .model.patches import PatchEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset
+    from .model.sound import SoundEmbedding
     from .model.transformer import Transformer
     from .model.weights import Biases, Weights
     from .prediction.explanation import Explanation, explain
@@ -168,7 +173,7 @@ if TYPE_CHECKING:
     from .step.sharpness import Sharpness
     from .torch.diagnose import diagnose
     from .torch.expect import expect
-    from .torch.transfer import transfer as transfer
+    from .torch.transfer import transfer
 
 
 def check(
@@ -183,8 +188,8 @@ def check(
     """Whether a model is in order at initialisation, before it is trained.
 
     A module is followed operation by operation through one pass of a few tokens, measured in one
-    pass forward and one back, and run three more times on few tokens, for its sums and for what is
-    random in it (up to six times where its input and loss have to be found). Its weights are read,
+    pass forward and one back, and run twice more on few tokens, for what is random in it (up to
+    five times where its input and loss have to be found). Its weights are read,
     the published scheme or framework default that they seem to be of is recognised, and every
     number is compared with what those weights, sums and norms give; a layer that is unlike the
     others is named without any scheme. A declaration or a config is judged by its
@@ -215,7 +220,7 @@ def check(
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read or run.
     """
-    from .errors import DomainError
+    from .errors import DomainError, Undeclared
     from .show.health import check_declared, declared, is_factory, made_by
 
     if plan is not None and scheme is not None:
@@ -228,7 +233,15 @@ def check(
     else:
         subject, given = made_by(subject)
     batch = given if batch is None else batch
-    model = declared(subject)
+    try:
+        model = declared(subject)
+    except Undeclared as refusal:
+        if meant is not None or batch is not None or loss is not None or measured is not None:
+            raise
+        from .model.huggingface.config import read_config
+        from .torch.narrow import checked
+
+        return checked(read_config(subject), refusal)
     if model is not None:
         report = check_declared(*model, batch=batch, scheme=meant, loss=loss)
     else:
@@ -236,13 +249,6 @@ def check(
 
         report = check_module(subject, batch, scheme=meant, loss=loss)
     return report if measured is None else report.with_measured(measured)
-
-
-def _transfer(factory: Any, axis: str, sizes: Any, optimizer: Any) -> TransferReport:
-    """What `moments.transfer(...)` calls; `transfer` is a folder as well."""
-    from .torch.transfer import transfer as read
-
-    return read(factory, axis, sizes, optimizer)
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:

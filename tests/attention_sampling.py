@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Layer:
-    """What is drawn; names as in `moments.transfer.attention.self_attention.SelfAttention`."""
+    """What is drawn; names as in `moments.layers.attention.self_attention.SelfAttention`."""
 
     d_model: int
     heads: int

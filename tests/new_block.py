@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from moments.engine.composition import Chain, Component, Parallel
+from moments.layers.architecture import KINDS, Parts
 from moments.model.placement import register_placement
 from moments.simulation.network import TWINS, LayerTwin
-from moments.transfer.architecture import KINDS, Parts
 
 NAME = "parallel-sandwich"
 

@@ -10,10 +10,10 @@ import torch
 import moments
 from moments.formulas.activation import activation_laws
 from moments.formulas.linear import LINEAR
+from moments.layers.architecture import BLOCKS, Blocks
+from moments.layers.elementary import Activation, Linear
 from moments.model.block import Block
 from moments.simulation.network import BLOCK_TWINS, LayerTwin
-from moments.transfer.architecture import BLOCKS, Blocks
-from moments.transfer.elementary import Activation, Linear
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from scipy.special import hyp0f1
 from scipy.stats import chi2
 
 from moments.engine.state import Kernel, Signal
-from moments.transfer.attention.kernels.finite_rows import FiniteRows, Widths
-from moments.transfer.attention.laws import AlikeLayer, alike_rows, profiled_rows
-from moments.transfer.attention.layers import (
+from moments.layers.attention.kernels.finite_rows import FiniteRows, Widths
+from moments.layers.attention.laws import AlikeLayer, alike_rows, profiled_rows
+from moments.layers.attention.layers import (
     ClassLayer,
     Layer,
     TokenLayer,
     layer_of,
 )
-from moments.transfer.attention.projections import logit_law
-from moments.transfer.attention.self_attention import SelfAttention
-from moments.transfer.attention.softmax import chi_square_rule
+from moments.layers.attention.projections import logit_law
+from moments.layers.attention.self_attention import SelfAttention
+from moments.layers.attention.softmax import chi_square_rule
 
 _PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "attention_layer.py"
 _SPEC = importlib.util.spec_from_file_location("attention_layer_benchmark", _PATH)
@@ -337,7 +337,7 @@ def test_keys_that_are_alike_are_what_other_resolutions_are_held_to(
         value, query, key, _ = layer.backward(gradient)
         return np.array(
             [
-                k.pairs[0, :2] if k.resolved else (k.diagonal, k.pairs)
+                k.off_diagonal[0, :2] if k.resolved else (k.diagonal, k.off_diagonal)
                 for k in (layer.forward(), value, query, key)
             ]
         )

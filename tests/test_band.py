@@ -33,6 +33,13 @@ from moments.engine.classes import ClassMatrix, one_class
 from moments.engine.response import Elementwise, Sublayer
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.formulas.activation import IDENTITY
+from moments.layers.architecture import declare
+from moments.layers.attention.kernels import KernelAttention
+from moments.layers.attention.response import AttentionResponse
+from moments.layers.attention.self_attention import SelfAttention
+from moments.layers.gated import GatedLinear
+from moments.layers.head.readout import Readout
+from moments.layers.head.targets import Targets, alike_targets, class_targets, text_targets
 from moments.noise import band as bands
 from moments.noise.band import band, log_variance
 from moments.noise.loss_noise import (
@@ -43,13 +50,6 @@ from moments.noise.loss_noise import (
 )
 from moments.noise.network import Network, OneByOne
 from moments.prediction.stack import gaussian
-from moments.transfer.architecture import declare
-from moments.transfer.attention.kernels import KernelAttention
-from moments.transfer.attention.response import AttentionResponse
-from moments.transfer.attention.self_attention import SelfAttention
-from moments.transfer.gated import GatedLinear
-from moments.transfer.head.readout import Readout
-from moments.transfer.head.targets import Targets, alike_targets, class_targets, text_targets
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -605,7 +605,7 @@ def test_overlaps_of_an_unknown_text() -> None:
         known = text_targets(head, WORDS, length, text, asked)
         kernel = Kernel.of_matrix(0.2 + 0.8 * np.eye(length))
         overlap = readout(kernel, known).overlap
-        each.append((overlap.pairs**2).sum() / overlap.diagonal.sum() ** 2)
+        each.append((overlap.off_diagonal**2).sum() / overlap.diagonal.sum() ** 2)
     found = mean_square(alike).total(length) / (length * alike.overlap.diagonal) ** 2
     assert float(found) == pytest.approx(np.mean(each), rel=0.06)
 
@@ -774,10 +774,10 @@ def test_tokens_that_grow_keep_their_overlaps_in_every_draw(name: str) -> None:
     leaf = GatedLinear("units", IDENTITY, width, width, 1 / width, 1 / width)
     output, _ = leaf.forward(signal)
     square = found["overlap"] ** 2 + found["overlap_variance"]
-    assert output.kernel.pairs == pytest.approx(square)
+    assert output.kernel.off_diagonal == pytest.approx(square)
     received = ClassMatrix(np.ones(1), np.ones((1, 1)), one_class(2))
     moved = Elementwise.of(leaf, signal, Gradient(Kernel(1.0, 1.0), 2), received, False)
-    by_overlap, by_growth = (float(one.pairs[0, 0]) for one in (moved.onward, moved.own))
+    by_overlap, by_growth = (float(one.off_diagonal[0, 0]) for one in (moved.onward, moved.growth))
     assert by_overlap * found["overlap"] + by_growth == pytest.approx(2 * square, rel=1e-3)
     measured, error = found["by_growth"]
     assert abs(by_growth - measured) < measured - 3 * error

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from moments import Biases, Embedding, Head, Rotary, Transformer, Weights, predict
 from moments.errors import DomainError, MomentsError, ValidityWarning
 from moments.formulas.algebra import NUMPY
+from moments.layers.embedding import fixed_positions
 from moments.model.declaration import NORMALIZATIONS
 from moments.model.placement import BUILT_IN
 from moments.model.weights import MATRICES
 from moments.prediction.gate import Gate
-from moments.transfer.embedding import fixed_positions
 
 SMALL: dict[str, Any] = {"layers": 2, "d_model": 16, "heads": 4, "seq_len": 4}
 THEORIES = ["refined", "refined", "published", "simplified"]
@@ -222,7 +222,7 @@ def test_a_slip_in_a_formula_is_no_overflow(
     def wrong(*_: object) -> None:
         raise slip("of the programmer")
 
-    monkeypatch.setattr("moments.transfer.elementary.evaluate", wrong)
+    monkeypatch.setattr("moments.layers.elementary.evaluate", wrong)
     with pytest.raises(slip, match="of the programmer"):
         predict(Transformer(**SMALL).replace(d_ff=97))
 
@@ -353,7 +353,7 @@ def test_averages_of_sinusoids_are_those_of_their_kernel(seq_len: int, d_model: 
     assert placed is not None
     for one, other in zip(alike, placed, strict=True):
         assert one.diagonal == pytest.approx(other.mean_diagonal(), rel=1e-12)
-        assert one.pairs == pytest.approx(other.mean_pairs(), rel=1e-9)
+        assert one.off_diagonal == pytest.approx(other.mean_off_diagonal(), rel=1e-9)
 
 
 @pytest.mark.parametrize("count", [1, 999, 1000, 1001, 50257, 10**9, 10**15])
@@ -365,7 +365,7 @@ def test_harmonic_sums_against_zeta(count: int) -> None:
 
 def test_caches_hold_tens_of_megabytes_at_most() -> None:
     """The largest result that a cache of arrays is asked for, times how many it keeps."""
-    from moments.transfer.attention.laws import _profile
+    from moments.layers.attention.laws import _profile
 
     most = _profile.cache_parameters()["maxsize"]
     assert most * _profile(1.0, 16, 64.0, 16.0).nbytes < 40e6

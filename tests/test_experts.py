@@ -17,8 +17,8 @@ import torch
 import moments
 from moments import Experts
 from moments.errors import DomainError
-from moments.transfer.experts.mixture import one_draw, router_of
-from moments.transfer.experts.routing import ANGLES, Router, alone, at, functions, sampled
+from moments.layers.experts.mixture import one_draw, router_of
+from moments.layers.experts.routing import ANGLES, Router, alone, at, functions, sampled
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 ROUTERS = {

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from moments.engine.state import Kernel
 from moments.errors import DomainError
-from moments.transfer.attention.kernels import KernelAttention, Rotation
-from moments.transfer.attention.kernels.joint_laws import _turn
-from moments.transfer.attention.kernels.row_statistics import matched, saturation
-from moments.transfer.attention.laws import AlikeLayer
-from moments.transfer.attention.response import AttentionResponse
-from moments.transfer.attention.self_attention import SelfAttention
-from moments.transfer.attention.softmax import SquareTable
+from moments.layers.attention.kernels import KernelAttention, Rotation
+from moments.layers.attention.kernels.joint_laws import _turn
+from moments.layers.attention.kernels.row_statistics import matched, saturation
+from moments.layers.attention.laws import AlikeLayer
+from moments.layers.attention.response import AttentionResponse
+from moments.layers.attention.self_attention import SelfAttention
+from moments.layers.attention.softmax import SquareTable
 
 Array = NDArray[np.float64]
 
@@ -276,7 +276,7 @@ def test_finite_widths_are_those_of_tokens_alike(
         parts |= layer.backward(exchangeable(length, 0.3))._asdict()
         edge = 2e-2 if d_head == 16 and theta > 3 else 1e-4
         for path, kernel in exact.items():
-            pairs = None if path in ("key", "cross") else kernel.pairs  # these sum to 0
+            pairs = None if path in ("key", "cross") else kernel.off_diagonal  # these sum to 0
             for expected, j, slack in ((kernel.diagonal, 0, 1e-3), (pairs, 1, 0.4 / d_model)):
                 if expected is not None:
                     near = pytest.approx(expected, rel=slack + edge, abs=1e-6)

@@ -236,7 +236,7 @@ def test_norms_hold_what_each_replica_has() -> None:
 def test_overlaps_move_as_they_vary(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Squares of the directions sum up to the covariance; drawn ones do on average."""
     from moments.engine.state import Fluctuation, Kernel, Signal
-    from moments.transfer import by_law
+    from moments.layers import by_law
 
     root = np.random.default_rng(1).normal(size=(5, 9))
     c = root @ root.T / 9

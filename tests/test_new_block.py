@@ -30,8 +30,8 @@ def _quiet() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[moments.Transformer]:
+    from moments.layers.architecture import KINDS
     from moments.simulation.network import TWINS
-    from moments.transfer.architecture import KINDS
 
     given = importlib.util.spec_from_file_location("new_block", FILE)
     assert given is not None

@@ -18,13 +18,13 @@ from moments.engine.state import Fluctuation, Gradient, Kernel
 from moments.formulas.activation import activation_laws
 from moments.formulas.linear import DROPOUT, LINEAR
 from moments.formulas.normalization import LAYERNORM, RMSNORM
+from moments.layers.attention.response import averaging_elasticity, uniform_rows, unshared_spread
+from moments.layers.attention.self_attention import SelfAttention
+from moments.layers.elementary import Activation, Dropout, Linear
+from moments.layers.gated import GatedLinear
+from moments.layers.normalization import FiniteNormalization
 from moments.noise.overlap import stack_overlaps
 from moments.prediction.stack import alike, gaussian
-from moments.transfer.attention.response import averaging_elasticity, uniform_rows, unshared_spread
-from moments.transfer.attention.self_attention import SelfAttention
-from moments.transfer.elementary import Activation, Dropout, Linear
-from moments.transfer.gated import GatedLinear
-from moments.transfer.normalization import FiniteNormalization
 
 TOKENS, WIDTH, HIDDEN = 48, 64, 96
 Draw = np.random.Generator

@@ -11,10 +11,10 @@ from exact_softmax import pair_statistics, row_statistics
 from scipy.special import ndtr
 
 import moments
+from moments.layers.attention.kernels import KernelAttention, exact_rows
+from moments.layers.attention.projections import bent
+from moments.layers.head.cross_entropy import softmax_expectations
 from moments.prediction.gate import Gate
-from moments.transfer.attention.kernels import KernelAttention, exact_rows
-from moments.transfer.attention.projections import bent
-from moments.transfer.head.cross_entropy import softmax_expectations
 
 
 @pytest.mark.parametrize("keys", [4, 16, 64])

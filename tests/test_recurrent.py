@@ -10,11 +10,11 @@ import pytest
 import moments
 from moments import Absent, DomainError, GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
 from moments.engine.derivative import pullback
+from moments.layers.recurrent import Mixer
+from moments.layers.recurrent.drawn import OF_SECTION, DrawnHeads
+from moments.layers.recurrent.exact import GatedConvolution, LinearHeads
+from moments.layers.recurrent.mixers import HEADS
 from moments.model.mixers import lightning_decays, retnet_decays
-from moments.transfer.recurrent import Mixer
-from moments.transfer.recurrent.drawn import OF_SECTION, DrawnHeads
-from moments.transfer.recurrent.exact import GatedConvolution, LinearHeads
-from moments.transfer.recurrent.mixers import HEADS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

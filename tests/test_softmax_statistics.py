@@ -30,11 +30,11 @@ from numpy.polynomial.hermite_e import hermegauss
 from scipy import integrate, stats
 
 from moments.errors import DomainError
-from moments.transfer.attention.kernels import exact_rows
-from moments.transfer.attention.kernels.exact_rows import AlikeRows
-from moments.transfer.attention.softmax import RowStatistics, SquareTable, chi_square_rule
-from moments.transfer.attention.softmax.norms import key_corrections
-from moments.transfer.attention.softmax.table import chebyshev_basis
+from moments.layers.attention.kernels import exact_rows
+from moments.layers.attention.kernels.exact_rows import AlikeRows
+from moments.layers.attention.softmax import RowStatistics, SquareTable, chi_square_rule
+from moments.layers.attention.softmax.norms import key_corrections
+from moments.layers.attention.softmax.table import chebyshev_basis
 
 
 def softmax(logits):

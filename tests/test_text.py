@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from moments import DomainError
+from moments.layers.head.targets import NO_TARGET
 from moments.torch import text
 from moments.torch.text import MASK, SPECIAL_TOKENS, mask_tokens, tokenize
-from moments.transfer.head.targets import NO_TARGET
 
 pytest.importorskip("tokenizers")
 

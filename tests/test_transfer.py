@@ -3,7 +3,6 @@ that real modules take."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from typing import Any
@@ -18,13 +17,6 @@ torch = pytest.importorskip("torch")
 import scaled_modules as styles  # noqa: E402
 
 SIZES = (64, 128)
-
-
-def test_one_name_is_a_function_and_a_folder() -> None:
-    module = importlib.import_module("moments.transfer.architecture")
-    assert module.declare is moments.transfer.architecture.declare  # type: ignore[attr-defined]
-    assert callable(moments.transfer)
-    assert moments.transfer(styles.recipe("fused"), sizes=SIZES).passed
 
 
 @pytest.mark.parametrize("style", styles.STYLES)

@@ -11,7 +11,7 @@ import pytest
 import moments
 from moments.engine.classes import PositionClasses, documents_on
 from moments.engine.texts import TextClasses, zipf_classes
-from moments.transfer.head.targets import position_targets
+from moments.layers.head.targets import position_targets
 
 WORDS = 2000
 

@@ -11,8 +11,8 @@ import pytest
 import moments
 from moments import DomainError, Embedding, Transformer, ValidityWarning, Weights
 from moments.engine.state import Kernel
-from moments.transfer.attention.kernels import KernelAttention
-from moments.transfer.attention.laws import AlikeLayer
+from moments.layers.attention.kernels import KernelAttention
+from moments.layers.attention.laws import AlikeLayer
 
 SMALL: dict[str, Any] = {"layers": 2, "d_model": 16, "heads": 4, "seq_len": 4}
 XAVIER = Weights.xavier(16, 4)
@@ -94,7 +94,7 @@ def test_vanishing_logits_by_token_are_those_of_tokens_alike(tau: float) -> None
     for name in ("query", "key"):
         matrix, pair = getattr(one, name) / tau, getattr(two, name)
         assert matrix[0, 0] == pytest.approx(pair.diagonal / tau, rel=2e-5)
-        assert matrix[0, 1] == pytest.approx(pair.pairs / tau, rel=1e-4)
+        assert matrix[0, 1] == pytest.approx(pair.off_diagonal / tau, rel=1e-4)
 
 
 # --- weights of zeros ----------------------------------------------------------------------------

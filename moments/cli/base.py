@@ -510,7 +510,7 @@ def pictures(model: Transformer, variance: float | None, correlation: float | No
         return None
     if variance is not None or correlation is not None:
         return None
-    from ..transfer.images import photograph
+    from ..layers.images import photograph
 
     note(
         "reads the photograph that ships with matplotlib; for an input of your own give "

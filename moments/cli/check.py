@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DomainError, MomentsError, brief, domain_error, refused
+from ..errors import DomainError, MomentsError, Undeclared, brief, domain_error, refused
 from ..files import read_object, replacing
 from ..formulas.checks import check_count
 from .base import (
@@ -239,7 +239,12 @@ def _checked(subject: str, plan: Any, seq_len: int | None) -> Report:
         known = subject.endswith(".json") or subject in moments.preset.names()
         if not (known or os.path.exists(subject)):
             raise no_preset("SUBJECT", subject, "FILE.py:NAME, a file nor a preset")
-        model, _ = declared(subject, {"seq_len": seq_len})
+        try:
+            model, _ = declared(subject, {"seq_len": seq_len})
+        except Undeclared:
+            if seq_len is not None or plan is not None:
+                raise
+            return moments.check(subject)
         from ..show.health import check_declared
 
         return check_declared(shortened(model, seq_len), subject, scheme=plan)
@@ -378,11 +383,11 @@ def compare(
     loss and gradients are predicted absolutely; else the gradient measured at the last layer is
     where the prediction's backward pass starts.
     """
+    from ..layers.architecture import check_coverage
     from ..prediction.predict import predict as run
     from ..show.comparison import compare as put_beside
     from ..show.report import comparison_tables, summary_table
     from ..show.screen import comparison_screen
-    from ..transfer.architecture import check_coverage
 
     if model is None:
         raise DomainError("no MODEL given: name a preset or a config.json")

@@ -1,6 +1,6 @@
 """Scaled dot-product attention as published: log-normal weights, and of the gradient only the value
 path. What the refined theory has instead are averages of exact rows, which are no closed formulas:
-`moments.transfer.attention`.
+`moments.layers.attention`.
 
 theta_0 = d v^2 sigma_q^2 sigma_k^2, so that the logits of one row have variance (1 - r) d theta_0.
 The functions' parameter names are the laws' symbols.

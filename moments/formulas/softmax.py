@@ -1,7 +1,7 @@
 """Softmax as published, and over very many keys.
 
 Over L logits of variance v and pair correlation r: log-normal forms, which the refined theory
-replaces by exact statistics (see `moments.transfer.attention.softmax`).
+replaces by exact statistics (see `moments.layers.attention.softmax`).
 
 Attention over very many keys as a random energy model: spread out, or all but frozen.
 

@@ -17,13 +17,13 @@ from ..engine.composition import Chain, Component, Layer, Residual
 from ..engine.state import Kernel
 from ..engine.structure import Unlike, fields_of, flattened, joined, unflattened
 from ..formulas.law import Theory
+from ..layers.architecture import declare, declare_layer
 from ..model.transformer import Transformer
 from ..prediction.draws import QUANTITIES
 from ..prediction.gate import computing
 from ..prediction.resolution import resolution_of
 from ..prediction.result import Prediction
 from ..prediction.stack import Inputs, Stack, last_gradient
-from ..transfer.architecture import declare, declare_layer
 
 OUTPUTS = ("loss", "loss_stderr", "logit_variance")
 """What a prediction has of a head, else None."""
@@ -97,7 +97,7 @@ class _Together(Stack):
         count = self.shape
         return Kernel(
             np.array(np.broadcast_to(found.diagonal, count), dtype=float),
-            np.array(np.broadcast_to(found.pairs, count), dtype=float),
+            np.array(np.broadcast_to(found.off_diagonal, count), dtype=float),
         )
 
 

@@ -2,7 +2,7 @@
 
 `Transformer(mixer=..., ffn=...)` takes one for all layers, or one per layer with None where the
 model's own fields say what stands there. A block declares shapes and variances alone; its
-components are registered in `moments.transfer.architecture`, its torch twin in
+components are registered in `moments.layers.architecture`, its torch twin in
 `moments.simulation.network`, each by its class.
 """
 

@@ -30,6 +30,7 @@ from .mixers import RECURRENT, Absent
 from .patches import PatchEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
+from .sound import SoundEmbedding
 from .weights import Biases, Weights, check_length, check_lengths
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ PARTS: dict[str, tuple[type[Stored], ...]] = {
     "biases": (Biases,),
     "rotary": (Rotary,),
     "relative_bias": (RelativeBias,),
-    "embedding": (Embedding, PatchEmbedding),
+    "embedding": (Embedding, PatchEmbedding, SoundEmbedding),
     "head": (Head,),
 }
 """Fields that are declarations of their own; an encoder is a whole one."""
@@ -206,6 +207,9 @@ def _check_together(model: Transformer) -> None:
         if model.head.factor_dim != width:
             remedy = "a tied head reads as many features as a row of the table has"
             raise domain_error("head.factor_dim", model.head.factor_dim, f"{width}", remedy)
+    pool, before = getattr(model.head, "pool", None), getattr(model.embedding, "before", 0)
+    if pool == "before" and not before:
+        raise domain_error("head.pool", pool, "another, as no token stands before patches")
     if model.alibi:
         settle(model, ["heads"], check_count, most=MOST_HEADS)
     if model.rotary is not None:

@@ -1,7 +1,7 @@
 """Kinds of layers by name: where the norms stand, and what a kind of one's own has to say.
 
 `Transformer(norm=...)` names a kind. Those of this package are `BUILT_IN`; another is registered
-here, its components in `moments.transfer.architecture` and its torch twin in
+here, its components in `moments.layers.architecture` and its torch twin in
 `moments.simulation.network`, each under the same name. CONTRIBUTING has an example.
 """
 

@@ -373,8 +373,10 @@ class Transformer:
             if name == "rotary" and isinstance(part, list | tuple):
                 fields[name] = [None if one is None else Rotary.from_dict(one) for one in part]
             elif part is not None:
-                of_patches = isinstance(part, Mapping) and "patch_size" in part
-                fields[name] = kinds[-1 if of_patches else 0].from_dict(part)
+                given = set(part) if isinstance(part, Mapping) else set()
+                known = (given & {f.name for f in dataclasses.fields(kind)} for kind in kinds)
+                _, of = max(zip(map(len, known), kinds, strict=True), key=lambda pair: pair[0])
+                fields[name] = of.from_dict(part)
         return cls(**fields)
 
     def __str__(self) -> str:

@@ -3,5 +3,5 @@
 `band` is the spread of gradients, `network` what one number owes to every part's randomness;
 `overlap` how tokens' realised overlaps vary, which the gradients of queries and keys need.
 
-Imports `transfer`. Start with `band`.
+Imports `layers`. Start with `band`.
 """

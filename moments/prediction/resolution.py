@@ -29,9 +29,9 @@ from ..engine.texts import TextClasses, text_classes, zipf_classes
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_flag
 from ..formulas.law import Theory
+from ..layers.embedding import text_ids
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
-from ..transfer.embedding import text_ids
 from .stack import Inputs, document_spans
 
 LEAST_LENGTH = 32
@@ -203,7 +203,7 @@ def shortened(model: Transformer) -> Transformer:
 
 def by_position(model: Transformer, text: bool = False) -> bool:
     """Whether tokens are alike but for how many they see, so that classes of positions serve.
-    Without a mask or windows they are all alike, unless a text tells them apart."""
+    Without a mask or windows they are all alike, unless a text distinguishes them."""
     encoder, losses = model.encoder, (None, "causal" if model.causal else "masked")
     around = (text or any(model.windows)) and model.relative_bias is None  # rows see both sides
     return (
@@ -225,7 +225,7 @@ def repeating(model: Transformer, inputs: Inputs) -> bool:
 
 
 def positional(model: Transformer) -> bool:
-    """Whether attention tells tokens apart by where they are in their sequence."""
+    """Whether attention distinguishes tokens by where they are in their sequence."""
     return any((model.causal, model.alibi, any(model.windows), single(model)))
 
 
@@ -237,7 +237,10 @@ def single(model: Transformer) -> bool:
 def few_turned(model: Transformer) -> bool:
     """Whether rotary positions without a mask are few enough to follow each: more are one class,
     which does not know which are near each other."""
-    return bool(model.rotary) and not positional(model) and model.seq_len < SHORT_TURNED
+    if positional(model) or not model.rotary:
+        return False
+    patches = any(one is not None and one.grid is not None for one in model.rotaries)
+    return patches or model.seq_len < SHORT_TURNED
 
 
 LEAST_DRAWN = 0.5

@@ -17,10 +17,10 @@ from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning
 from ..files import as_frame
 from ..formulas.law import Theory
+from ..layers.architecture import declare
+from ..layers.experts.mixture import rows as expert_rows
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
-from ..transfer.architecture import declare
-from ..transfer.experts.mixture import rows as expert_rows
 from .draws import QUANTITIES
 from .gate import Gate, computing
 from .low_precision import low_precision
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..show.expects import Expects
     from ..step.result import FirstStep
     from ..step.sharpness import Sharpness
-    from .stack import OuterWeights
 
 
 FORMAT_VERSION = 1
@@ -70,7 +69,7 @@ class Prediction:
         outer_weights: what is outside the layers: on what the loss was predicted, and squared
             gradient norms.
         top: gives what the band has to know of what sends the last gradient; None: nothing.
-        alone: of several sequences or documents that are held together, gives the same of one of
+        alone: of several sequences or documents in one kernel, gives the same of one of
             them and how many such there are as its batch; None: there are none.
         asked: arguments of `predict`, the model aside, as they were given.
     """
@@ -91,7 +90,7 @@ class Prediction:
     loss_stderr: Any = None
     logit_variance: Any = None
     encoder: Prediction | None = field(default=None, repr=False)
-    outer_weights: OuterWeights | None = field(default=None, repr=False)
+    outer_weights: Any = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
     alone: Callable[[], tuple[Prediction, float]] | None = field(default=None, repr=False)
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -235,13 +234,13 @@ class Prediction:
         gate = self._gate()
         for column in ("correlation", "grad_correlation"):
             known = whole[column].notna()
-            found = whole[known]
-            if len(found):
+            result = whole[known]
+            if len(result):
                 places = [
-                    f"layer {n}, {site}" for n, site in zip(found.layer, found.site, strict=True)
+                    f"layer {n}, {site}" for n, site in zip(result.layer, result.site, strict=True)
                 ]
                 what = "the " + column.replace("grad_", "gradient ")
-                values = found[column].to_numpy(dtype=float)
+                values = result[column].to_numpy(dtype=float)
                 whole.loc[known, column] = gate.correlation(what, values, places)
         for note in gate.notes:
             warnings.warn(note, ValidityWarning, stacklevel=2)
@@ -251,7 +250,7 @@ class Prediction:
         """Expected squared gradient norm of every parameter: layer, weight, squared_norm.
 
         What `parameter.grad.norm()**2` is on average over draws. Of the loss on the whole batch of
-        `token_ids` that is held by token or by classes; else for one sequence, though the loss is
+        `token_ids` resolved by token or by classes; else for one sequence, though the loss is
         averaged over `batch`: the frame's `attrs["sequences"]` says of how many, `attrs["batch"]`
         of how many the loss is. Layer 0 holds embedding tables, layer N + 1 the head. Theories that
         state no query or key gradient have no such rows.
@@ -297,10 +296,10 @@ class Prediction:
         if self.variance.shape[:-1]:
             raise DomainError("experts needs a single configuration, not a batch of them")
         assert self.trace.stack is not None
-        found = list(expert_rows(self.trace.stack))
-        if not found:
+        result = list(expert_rows(self.trace.stack))
+        if not result:
             raise DomainError("the model has no experts: declare them by ffn=moments.Experts(...)")
-        return as_frame([tuple(row.values()) for row in found], columns=list(found[0]))
+        return as_frame([tuple(row.values()) for row in result], columns=list(result[0]))
 
     @property
     def sequences(self) -> tuple[int, int]:
@@ -368,10 +367,10 @@ class Prediction:
         from ..step.result import check_step
 
         check_step(optimizer, learning_rate, **options)
-        found: FirstStep = self._stepping.after(optimizer, learning_rate, **options)
-        for note in found.warnings:
+        result: FirstStep = self._stepping.after(optimizer, learning_rate, **options)
+        for note in result.warnings:
             warnings.warn(note, ValidityWarning, stacklevel=2)
-        return found
+        return result
 
     def sharpness(self, optimizer: str, **options: Any) -> Sharpness:
         """The largest and the least eigenvalue of the (preconditioned) Hessian of the batch's loss.
@@ -411,14 +410,14 @@ class Prediction:
         >>> import moments
         >>> p = moments.predict(moments.Transformer(2, 64, 4, 16), correlation=0.2)
         >>> p.tangent_kernel()
-        TangentKernel(16 tokens alike: own 584.2, pairs 343.7)
+        TangentKernel(16 tokens alike: diagonal 584.2, off-diagonal 343.7)
 
         Args:
             rates: what multiplies the learning rate of parameters by name ("query", ...), 0 of
                 frozen ones; 1 of those left out.
 
         Returns:
-            A `TangentKernel`: `own`, `pairs`, `matrix()`, `condition`, `to_frame()` by parameter,
+            A `TangentKernel`: `diagonal`, `off_diagonal`, `matrix()`, `condition`, `to_frame()`,
             `to_json()`. On classes or by token it takes one gradient's pass per pair of them.
 
         Raises:
@@ -462,7 +461,9 @@ class Prediction:
             A row for both operands of every product: layer, weight, product ("forward", "input
             gradient", "weight gradient"), operand ("input", "weight", "gradient"), zero and clipped
             (shares of entries that become 0, and that lie beyond the largest number), snr and
-            product_snr (signal over noise of the operand and of the product, in dB).
+            product_snr (signal over noise of the operand and of the product, in dB). "weight
+            gradient" has rows where every token is resolved by itself (`tokens=True`), of
+            attention and dense blocks.
 
         Raises:
             DomainError: no such format, or several configurations were predicted at once.
@@ -537,8 +538,8 @@ class Prediction:
         first, last = self.variance[..., 0], self.variance[..., -1]
         if self.variance.ndim > 1:
             return f"Prediction({self.variance.shape[:-1]} configurations, {self.theory})"
-        sent = self.grad_variance[-1]
-        growth = f"x {self.grad_variance[0] / sent:.4g} down to the input" if sent else "0"
+        grad_in = self.grad_variance[-1]
+        growth = f"x {self.grad_variance[0] / grad_in:.4g} down to the input" if grad_in else "0"
         return (
             f"Prediction({self.model.layers} layers, {self.theory}: variance x {last / first:.4g}, "
             f"correlation {self.correlation[0]:.3f} to {self.correlation[-1]:.3f}, "

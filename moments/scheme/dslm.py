@@ -12,13 +12,13 @@ from ..errors import DomainError, domain_error
 from ..formulas.block import FFN_BLOCK
 from ..formulas.checks import POSITIVE, Interval, check_choice, check_flag, check_in
 from ..formulas.references import kedia
+from ..layers.embedding import embedded_alike
 from ..model.transformer import Transformer
 from ..model.weights import Weights
 from ..solver.block import MATRICES, solvable
 from ..solver.entering import entered, stacks
 from ..solver.goals import scaled_weights
 from ..solver.layerwise import solve_blocks
-from ..transfer.embedding import embedded_alike
 from .registry import Scheme
 
 VARIANTS = ("released", "printed", "solved", None)
@@ -181,7 +181,7 @@ def _input_correlation(model: Transformer, given: float | None) -> float:
             'with_scheme("dslm", input_correlation=...) or solve(model, "dslm", correlation=...)'
         )
     tables = embedded_alike(model.embedding, model.seq_len, "published", d_model=model.d_model)
-    return float(tables.pairs / tables.diagonal)
+    return float(tables.off_diagonal / tables.diagonal)
 
 
 def _unit_embedding(model: Transformer) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import from_huggingface
 from ..errors import domain_error, listed, without_warnings
+from ..layers.recurrent.leaf import Mixer
 from ..model.experts import Experts
 from ..model.mixers import Absent
 from ..model.patches import PatchEmbedding
@@ -26,7 +27,6 @@ from ..model.transformer import Transformer
 from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from ..prediction.resolution import shortened
-from ..transfer.recurrent.leaf import Mixer
 from .expected import TOLERANCE, point_log_variance
 from .findings import Finding, Report, Row, choices, ranked, streamed
 from .precision import FORMATS, precision
@@ -591,7 +591,7 @@ def _depth_scale(seen: Seen) -> Found:
     shapes, variances = model.shapes_of(1), model.variances_of(1)
     inward = [v for name, v in variances.items() if name in shapes and "out" not in name and v > 0]
     outward = [variances[name] for name in ("output", "ffn_out") if name in shapes]
-    ratios = {v / inward[0] for v in outward if inward} | set(model.branch_scales.flat**2)
+    ratios = {v / inward[0] for v in outward if inward} | set(np.ravel(model.branch_scales**2))
     if any(math.isclose(ratio, wanted, rel_tol=1e-2) for ratio in ratios):
         yield (
             f"what is added is scaled by 1/(2 N) = 1/{2 * model.layers}, as for two sums a layer, "
@@ -692,7 +692,7 @@ def check_declared(
         scheme=words,
         findings=ranked(findings),
         notes=(*notes, *said, *prediction.warnings),
-        unchecked=("the module itself: nothing was run",),
+        unchecked=("the module itself (no weights were read, nothing was run)",),
         rows=tuple(stream_numbers(prediction, None)),
         model=model,
         prediction=prediction,

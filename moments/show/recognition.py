@@ -210,7 +210,7 @@ _SCALED = _Rule(
     lambda blocks, layer, width: float(blocks),
 )
 _RULES = (
-    _Rule("one normal for all matrices, std {std}", (), lambda b, n, w: 1.0),
+    _Rule("one normal distribution for all matrices, std {std}", (), lambda b, n, w: 1.0),
     _SCALED,
     _Rule(
         "depth-scaled init by layer: std {std}, output and ffn_out of layer l over sqrt(2 l)",

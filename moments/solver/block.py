@@ -17,8 +17,8 @@ from ..engine.composition import Chain, Component, Leaf, OfEntry, Pullback, Resi
 from ..engine.layout import SequenceLayout
 from ..engine.state import Signal
 from ..errors import DomainError
+from ..layers.attention.self_attention import Attention
 from ..model.transformer import Transformer
-from ..transfer.attention.self_attention import Attention
 from .goals import matrices_of
 
 # --- the factor that gives a variance -------------------------------------------------------------

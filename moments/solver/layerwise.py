@@ -16,9 +16,9 @@ from ..engine.composition import Chain, Component, Parallel, Residual, forward
 from ..engine.layout import SequenceLayout
 from ..engine.state import Signal
 from ..errors import DomainError
+from ..layers.architecture import declare
 from ..model.transformer import Transformer
 from ..prediction.stack import Stack
-from ..transfer.architecture import declare
 from .block import (
     MATRICES,
     SOLVABLE,

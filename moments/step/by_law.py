@@ -17,7 +17,7 @@ import numpy as np
 
 from ..engine.derivative import pullback, tangent
 from ..engine.laws import Applied, Cut, LawMatrix, Layout, passed
-from ..transfer.by_law import LawLeaf
+from ..layers.by_law import LawLeaf
 from .change import Array, Change
 
 

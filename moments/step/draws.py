@@ -20,11 +20,11 @@ import numpy as np
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..engine.response import sum_of
 from ..formulas.algebra import NUMPY
-from ..transfer.attention.self_attention import CrossAttention, SelfAttention
-from ..transfer.elementary import Activation, Dropout, Linear, Scale
-from ..transfer.gated import GatedLinear
-from ..transfer.head.components import Pool
-from ..transfer.normalization import FiniteNormalization
+from ..layers.attention.self_attention import CrossAttention, SelfAttention
+from ..layers.elementary import Activation, Dropout, Linear, Scale
+from ..layers.gated import GatedLinear
+from ..layers.head.components import Pool
+from ..layers.normalization import FiniteNormalization
 from .change import Array, over, resolved
 from .ends import Words
 from .heads import Heads

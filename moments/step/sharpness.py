@@ -42,11 +42,11 @@ from ..errors import DomainError, ValidityWarning
 from ..files import as_frame
 from ..formulas.algebra import NUMPY
 from ..formulas.checks import check_choice, check_count
-from ..transfer.attention.self_attention import SelfAttention
-from ..transfer.elementary import Activation, Dropout, Linear, Scale
-from ..transfer.gated import GatedLinear
-from ..transfer.head.components import Pool
-from ..transfer.normalization import FiniteNormalization
+from ..layers.attention.self_attention import SelfAttention
+from ..layers.elementary import Activation, Dropout, Linear, Scale
+from ..layers.gated import GatedLinear
+from ..layers.head.components import Pool
+from ..layers.normalization import FiniteNormalization
 from .ends import Words
 from .rules import Optimizer, named_optimizer, spread
 from .sites import Reading, Site

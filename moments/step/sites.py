@@ -20,13 +20,14 @@ from ..engine.fluctuation import has_fixed_norms
 from ..engine.state import Kernel, Signal
 from ..engine.trace import Point, Trace
 from ..errors import DomainError
+from ..layers.architecture import declare, declare_embedding, declare_output
+from ..layers.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
+from ..layers.embedding import joint_kernel, table_rows
+from ..layers.head.readout import Readout
+from ..layers.images import cut_patches, image_kernel
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
-from ..transfer.architecture import declare, declare_embedding, declare_output
-from ..transfer.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
-from ..transfer.embedding import joint_kernel, table_rows
-from ..transfer.head.readout import Readout
-from ..transfer.images import cut_patches, image_kernel
+from ..model.sound import SoundEmbedding
 from .attention import Rows, Three
 from .change import Array
 from .heads import Heads
@@ -93,7 +94,7 @@ class Site:
         assert self.signal is not None
         assert other.signal is not None
         total = added(self.signal, other.signal, 1.0, 1.0, source=entering.signal)
-        kernel = np.asarray(total.second_moment().pairs, float)
+        kernel = np.asarray(total.second_moment().off_diagonal, float)
         return dataclasses.replace(other, signal=total, kernel=kernel)
 
     @classmethod
@@ -104,8 +105,8 @@ class Site:
             point.layer,
             prefix + point.site,
             point.signal,
-            np.asarray(point.signal.second_moment().pairs, float),
-            np.asarray(point.gradient.kernel.pairs, float),
+            np.asarray(point.signal.second_moment().off_diagonal, float),
+            np.asarray(point.gradient.kernel.off_diagonal, float),
             float(point.signal.width),
             attended,
         )
@@ -124,7 +125,7 @@ class Site:
         size = 2 * float((self.kernel**2).sum())
         if size == 0.0:
             return 0.0
-        return max(float(np.asarray(varies.pairs).sum()) / size - 1 / self.width, 0.0)
+        return max(float(np.asarray(varies.off_diagonal).sum()) / size - 1 / self.width, 0.0)
 
     def attention_rows(
         self, leaf: Any, leaving: Site, memory: Site, norm: Callable[[str], float | None]
@@ -144,7 +145,7 @@ class Site:
             raise DomainError(f"the first step resolves attention by token ({leaf.label})")
         way, paths = self.attended.way, self.attended.sides
         layer, tokens = way.layer, len(self.kernel)
-        sent = [np.asarray(path.pairs) for path in (paths.query, paths.key, paths.value)]
+        sent = [np.asarray(path.off_diagonal) for path in (paths.query, paths.key, paths.value)]
         by_query, by_key, by_value = (
             pairs * (1.0 if at.weights is None else np.outer(at.weights, at.weights))
             for pairs, at in zip(sent, (self, memory, memory), strict=True)
@@ -177,9 +178,9 @@ class Site:
                 frequencies,
                 np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
             ),
-            np.asarray(layer.response().pairs),
+            np.asarray(layer.response().off_diagonal),
             d * value,
-            np.asarray(received.pairs),
+            np.asarray(received.off_diagonal),
             by_key,
             Three(
                 # the paths are on the scale of the tokens attended to
@@ -250,16 +251,16 @@ class Stream:
     def of(cls, prediction: Prediction, inputs: Any, ending: Chain) -> Stream:
         model, layout, outer = prediction.model, prediction.layout, prediction.outer_weights
         assert outer is not None
-        assert outer.received is not None
+        assert outer.gradient is not None
         length, d = model.seq_len, model.d_model
         if isinstance(model.embedding, PatchEmbedding):
-            before = np.asarray(image_kernel(model.embedding, inputs.pixels).pairs)
+            before = np.asarray(image_kernel(model.embedding, inputs.pixels, d).off_diagonal)
             tables, patch = _of_images(model.embedding, inputs.pixels)
             ids = np.full(len(before), -1)
         else:
             assert model.embedding is not None
             given = inputs.token_ids, inputs.segment_ids
-            before = np.asarray(joint_kernel(model.embedding, length, *given, d).pairs)
+            before = np.asarray(joint_kernel(model.embedding, length, *given, d).off_diagonal)
             rows = table_rows(model.embedding, length, *given, None)
             tables, patch = _of_text(model.embedding, rows), None
             ids = rows[0]
@@ -268,7 +269,7 @@ class Stream:
             declare(model, "refined", *layout.places),
             ending,
             before,
-            np.asarray(outer.received.kernel.pairs),
+            np.asarray(outer.gradient.kernel.off_diagonal),
             tables,
             patch,
             ids,
@@ -449,7 +450,7 @@ def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:
         for record in (trace.embedding, None, trace.stack, trace.ending):
             if record is None:
                 if not any(point.site == "stream" for own, point, _ in found if own == prefix):
-                    sent = None if trace.stack is None else trace.stack.sent
+                    sent = None if trace.stack is None else trace.stack.grad_in
                     found.append((prefix, Point(0, "stream", trace.entering, sent), trace.entering))
                 continue
             for one in record.walk():
@@ -485,6 +486,8 @@ def _check(prediction: Prediction) -> None:
         "attention_mask": inputs.attention_mask is not None,
         "document_ids": inputs.document_ids is not None,
         "batch beyond the sequences given": prediction.batch != 1,
+        "convolutions over sound": isinstance(model.embedding, SoundEmbedding),
+        "rotary positions of patches": any(one and one.grid for one in model.rotaries),
         "factor_dim": getattr(model.embedding, "factor_dim", None) is not None
         or getattr(model.head, "factor_dim", None) is not None,
         "an embedding that is described by variance, correlation or kernel": inputs.moments,
@@ -549,20 +552,22 @@ def _of_text(embedding: Any, rows: Any) -> tuple[Table, ...]:
 
 
 def _of_images(embedding: Any, pixels: Any) -> tuple[tuple[Table, ...], Array]:
-    cut = cut_patches(embedding, pixels)
-    count = len(cut)
-    if embedding.class_token:
-        cut = np.concatenate([np.zeros_like(cut[:, :1]), cut], axis=1)
-    where = np.tile(np.arange(embedding.seq_len), count)
+    cut, before, classes = cut_patches(embedding, pixels), embedding.before, embedding.class_token
+    where = np.tile(np.arange(embedding.seq_len), len(cut))
+    cut = np.pad(cut, ((0, 0), (before, 0), (0, 0)))
     tables = []
-    first = (where == 0) & bool(embedding.class_token)
-    if embedding.class_token:
-        rows = np.where(first, 0, -1)
+    if classes:
+        rows = np.where(where == 0, 0, -1)
         tables.append(Table("class", rows, 1.0, float(embedding.class_variance), 1))
-    if embedding.position_variance > 0:
+    if embedding.registers:
+        rows = np.where((where >= classes) & (where < before), where - classes, -1)
+        variance = float(embedding.register_variance)
+        tables.append(Table("register", rows, 1.0, variance, embedding.registers))
+    if embedding.placed == "learned":
         tables.append(
             Table("position", where, 1.0, float(embedding.position_variance), embedding.seq_len)
         )
     if embedding.bias_variance is not None:
-        tables.append(Table("patch.bias", np.where(first, -1, 0), 1.0, embedding.bias_variance, 1))
+        rows = np.where(where < before, -1, 0)
+        tables.append(Table("patch.bias", rows, 1.0, embedding.bias_variance, 1))
     return tuple(tables), np.asarray(cut.reshape(len(where), -1), float)

@@ -18,13 +18,13 @@ import numpy as np
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws
-from ..transfer.attention.gates import GatedHeads
-from ..transfer.attention.self_attention import CrossAttention, SelfAttention
-from ..transfer.by_law import LawLeaf
-from ..transfer.elementary import Activation, Dropout, Linear, Scale
-from ..transfer.gated import GatedLinear
-from ..transfer.head.components import Pool
-from ..transfer.normalization import FiniteNormalization
+from ..layers.attention.gates import GatedHeads
+from ..layers.attention.self_attention import CrossAttention, SelfAttention
+from ..layers.by_law import LawLeaf
+from ..layers.elementary import Activation, Dropout, Linear, Scale
+from ..layers.gated import GatedLinear
+from ..layers.head.components import Pool
+from ..layers.normalization import FiniteNormalization
 from .attention import Three
 from .by_law import Segments
 from .change import (
@@ -156,9 +156,8 @@ class Walk:
             return self._residual(component, change, entering, points)
         if isinstance(component, Parallel):
             return self._parallel(component, change, entering, points)
-        if isinstance(component, GatedHeads):
-            return self.leaf(component, change, entering, points)
-        leaving = next(points)
+        inside = isinstance(component, GatedHeads)  # whose own sites are passed by
+        leaving = next(at for at in points if not inside or at.name.endswith(component.label))
         return self.noted(self.leaf(component, change, entering, leaving), leaving)
 
     def _residual(

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..engine.layout import restarted
+from ..layers.head.targets import NO_TARGET
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..prediction.measurement import Measurement, last_grad_kernel
 from ..prediction.resolution import positional
-from ..transfer.head.targets import NO_TARGET
 
 
 def shifted_right(labels: np.ndarray, start: int = 0) -> np.ndarray:

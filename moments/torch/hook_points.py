@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import MomentsError
@@ -82,6 +82,7 @@ class ModuleBranch:
         branch: f as it enters the sum, behind dropout or a second norm where they are modules.
         total: the sum.
         parallel: whether this block and another share one sum.
+        drops: whether its output is dropped behind `branch`.
     """
 
     stack: str
@@ -96,6 +97,7 @@ class ModuleBranch:
     branch: SubmoduleTensor
     total: SubmoduleTensor
     parallel: bool = False
+    drops: bool = field(default=False, compare=False)
 
     @property
     def column(self) -> int:
@@ -103,10 +105,34 @@ class ModuleBranch:
         return int(self.name == "ffn")
 
 
-def blocks_of(
-    points: Iterable[HookPoint], read: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]]
-) -> tuple[ModuleBranch, ...]:
-    """Residual branches in order; `read`: placement and stream by layer and block."""
+class BlockSum(NamedTuple):
+    """lambda x + beta f of one block, x the stream and f what the block's own matrix or second norm
+    gives, as one pass computes it.
+
+    Attributes:
+        placement: of its norms.
+        skip, branch: lambda, beta.
+        norm: what multiplies the normalised input behind its norm, root mean square over features;
+            None where it has none.
+        whole: whether the sum is that.
+    """
+
+    placement: str
+    skip: float
+    branch: float
+    norm: float | None
+    whole: bool
+
+
+Sums = Mapping[tuple[str, int, str], BlockSum]
+"""By stack, layer and block."""
+
+Told = Mapping[tuple[int, str], tuple[str, SubmoduleTensor, bool]]
+"""By layer and block: placement, stream, and whether dropout acts behind the block's last norm."""
+
+
+def blocks_of(points: Iterable[HookPoint], read: Told) -> tuple[ModuleBranch, ...]:
+    """Residual branches in order."""
     stacks: dict[str, dict[int, dict[str, SubmoduleTensor]]] = {}
     for point in points:
         stack = ENCODER if point.site.startswith(ENCODER) else ""
@@ -124,7 +150,7 @@ def _layer_blocks(
     stack: str,
     layer: int,
     sites: dict[str, SubmoduleTensor],
-    read: Mapping[tuple[int, str], tuple[str, SubmoduleTensor]],
+    read: Told,
 ) -> list[ModuleBranch]:
     names = [name for name in BLOCKS if any(site.startswith(f"{name}.") for site in sites)]
     if not names:
@@ -136,7 +162,7 @@ def _layer_blocks(
     for name in names:
         norm = sites.get(f"{name}.norm") or (sites.get("attention.norm") if parallel else None)
         post_norm = sites.get(f"{name}.post_norm")
-        placement, entering = read[layer, name]
+        placement, entering, late = read[layer, name]
         raw = ("ffn.out",) if name == "ffn" else (f"{name}.projection",)
         branch = _first(layer, sites, (f"{name}.post_norm", f"{name}.dropout", *raw))
         blocks.append(
@@ -153,6 +179,7 @@ def _layer_blocks(
                 branch=branch,
                 total=sites.get(f"{name}.sum", sites[STREAM]),
                 parallel=parallel,
+                drops=late and branch != sites.get(f"{name}.dropout"),
             )
         )
     return blocks

@@ -13,9 +13,9 @@ import numpy as np
 from ..engine.layout import restarted
 from ..errors import DomainError, domain_error, optional
 from ..formulas.checks import check_count
+from ..layers.head.targets import NO_TARGET
 from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
-from ..transfer.head.targets import NO_TARGET
 from .anatomy import Measured, anatomy_of, measured_parts
 from .hook_points import ENCODER, HookPoint, WeightPart
 from .running import (

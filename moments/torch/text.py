@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import domain_error, optional
 from ..formulas.checks import check_count
-from ..transfer.head.targets import NO_TARGET
+from ..layers.head.targets import NO_TARGET
 
 Ids = NDArray[np.int64]
 

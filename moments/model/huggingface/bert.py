@@ -50,7 +50,11 @@ def _bert(
 def _electra(read: Entries, seq_len: int | None) -> Transformer:
     """BERT, perhaps with narrower tables, which a matrix widens behind their norm and the head's
     hidden layer meets; the head's activation is written into the code."""
-    width, model = read.count("embedding_size"), _bert(read, seq_len, "gelu")
+    return _narrow(read, _bert(read, seq_len, "gelu"), read.count("embedding_size"))
+
+
+def _narrow(read: Entries, model: Transformer, width: int) -> Transformer:
+    """The same with tables of `width` features."""
     if width == model.d_model:
         return model
     embedding = model.embedding.replace(

@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import DomainError, ValidityWarning, domain_error
+from ...errors import DomainError, Undeclared, ValidityWarning, brief, domain_error
 from ...files import read_object
 from ..transformer import Transformer
-from . import NEAREST, READERS, REFUSED, Family
+from . import NEAREST, PARTS, READERS, REFUSED, Family
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
@@ -57,6 +57,8 @@ def family(kind: Any) -> Family:
                 "declare the model with moments.Transformer"
             )
         reason = _why_not(kind) if isinstance(kind, str) else ""
+        if kind in REFUSED:
+            raise Undeclared(f"model_type = {brief(kind)}: {reason}")
         raise domain_error("model_type", kind, f"one of {', '.join(sorted(READERS))}", reason)
     return READERS[kind]
 
@@ -65,7 +67,9 @@ def _why_not(kind: str) -> str:
     """What is known of a type that is not read: its feature, or the family that is nearest, and
     what reads modules of any type."""
     if kind in REFUSED:
-        return f"{REFUSED[kind]} is outside what moments models{nearest(kind)}"
+        inside = " or ".join(f"config[{name!r}]" for name in PARTS.get(kind, ()))
+        parts = f"; give one of them, {inside}" if inside else ""
+        return f"{REFUSED[kind]} is outside what moments models{parts}{nearest(kind)}"
     module = "a module of it is read by what it computes: `moments check FILE.py:FACTORY`"
     if kind in NEAREST:
         return f"{nearest(kind)[2:]}; {module}"

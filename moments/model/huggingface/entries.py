@@ -177,13 +177,16 @@ class Entries:
             raise domain_error(name, given, f"one of {', '.join(ACTIVATIONS)}", remedy)
         return ACTIVATIONS[given]
 
-    def length(self, name: str, seq_len: int | None, *, table: bool = True) -> int:
+    def length(
+        self, name: str, seq_len: int | None, *, table: bool = True, default: Any = ...
+    ) -> int:
         """Tokens per sequence: the most that entry `name` allows, unless fewer are asked for.
 
         Args:
             table: whether that many positions have a row of a table, so that more do not exist.
+            default: as of an entry.
         """
-        most = self(name)
+        most = self(name, default)
         return self.at_most(check_count(name, most, least=2), seq_len, name, table)
 
     def at_most(self, most: int, seq_len: int | None, meaning: str, table: bool = True) -> int:

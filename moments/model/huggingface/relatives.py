@@ -46,17 +46,19 @@ def _windows(read: Entries, kinds: Sequence[str], seq_len: int | None) -> Any:
     return read.windows(kinds, _SLIDING, "sliding_window", _length(read, seq_len))
 
 
-def _by_type(read: Entries, full: float, sliding: float, local: str) -> dict[str, tuple[Any, Any]]:
+def _by_type(
+    read: Entries, full: float, sliding: float, local: str, everywhere: str = "rope_theta"
+) -> dict[str, tuple[Any, Any]]:
     """Positions of full layers and of those with windows, which have entries of their own.
 
     Args:
         full, sliding: their usual bases.
-        local: the older entry for the second.
+        local, everywhere: the older entries for the second and for the first.
     """
     nested = read("rope_parameters", {}) if read.has("rope_parameters") else {}
     given = {kind: dict(nested.get(kind) or {}) for kind in (_FULL, _SLIDING)}
     given[_FULL] |= read("rope_scaling", {}) if read.has("rope_scaling") else {}
-    given[_FULL].setdefault("rope_theta", read("rope_theta", full))
+    given[_FULL].setdefault("rope_theta", read(everywhere, full))
     given[_SLIDING].setdefault("rope_theta", read(local, sliding))
     found, width = {}, _head_width(read)
     for kind, one in given.items():

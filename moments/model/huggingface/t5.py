@@ -30,7 +30,7 @@ def _t5(read: Entries, seq_len: int | None) -> Transformer:
     epsilon = read.number("layer_norm_epsilon")
     activation, gated = _feed_forward(read)
     layers = read.count("num_layers")
-    length = read.length("n_positions", seq_len, table=False)
+    length = read.length("n_positions", seq_len, table=False, default=512)
     embedding = Embedding(
         vocab_size=read("vocab_size"), token_variance=factor, positions="none", dropout=dropout
     )
@@ -65,8 +65,8 @@ def _t5(read: Entries, seq_len: int | None) -> Transformer:
         "norm_gain": gain,
         "embedding": embedding,
     }
-    if read.kind == "mt5":  # ties in any case, and never scales
-        scaled = False
+    if read.kind in ("mt5", "umt5"):  # tie in any case; the one never scales, the other does
+        scaled = read.kind == "umt5"
         read("tie_word_embeddings", None)
     elif read.has("scale_decoder_outputs"):
         scaled = read.flag("scale_decoder_outputs")

@@ -324,14 +324,14 @@ def place(
     ends = [u.sum.value if u.after is None else u.after.end for *_, u in layers]
     streams = _alike([sites.of(value) for value in ends])
     rows = [(0, STREAM, _entering(sites, chain, streams))]
-    told: dict[tuple[int, str], tuple[str, SubmoduleTensor]] = {}
+    told: dict[tuple[int, str], tuple[str, SubmoduleTensor, bool]] = {}
     for number, (units, stream) in enumerate(zip(layers, streams, strict=True), start=1):
         for unit in units:
             alone = not unit.parallel or unit is units[-1]
             rows += [(number, *row) for row in _unit(sites, unit, alone)]
             placement = "none" if (number, unit.name) in odd else placements[number - 1]
             if (reads := _read_by(sites, unit, stream)) is not None:
-                told[number, unit.name] = placement, reads
+                told[number, unit.name] = placement, reads, unit.late
         rows.append((number, STREAM, stream))
     for layer, site, point in rows:
         if point is not None and point in sites.tokens:

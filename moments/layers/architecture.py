@@ -1,0 +1,657 @@
+"""From a declared Transformer to the composition of components that a theory propagates through."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine.bottom_to_top import BottomToTop
+from ..engine.composition import Chain, Component, Layer, Parallel, Residual
+from ..engine.laws import LawMatrix
+from ..engine.layout import Padding
+from ..errors import DomainError
+from ..formulas.activation import activation_laws
+from ..formulas.block import ATTENTION_BLOCK, FFN_BLOCK
+from ..formulas.law import Theory
+from ..formulas.linear import DROPOUT, LINEAR, SCALE
+from ..formulas.normalization import LAYERNORM
+from ..model.block import Block
+from ..model.embedding import Embedding
+from ..model.experts import SHARED, Experts
+from ..model.law_block import LawBlock
+from ..model.mixers import RECURRENT, Absent, LatentAttention
+from ..model.placement import BUILT_IN
+from ..model.transformer import Transformer
+from .attention.gates import GatedHeads
+from .attention.latent import LatentHeads
+from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
+from .by_law import LawLeaf
+from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
+from .experts.mixture import experts
+from .gated import GatedLinear
+from .normalization import DynamicTanh, FiniteNormalization
+from .recurrent import recurrent_parts
+
+
+@functools.lru_cache(maxsize=32)
+def declare(
+    model: Transformer,
+    theory: Theory,
+    padding: Padding | None = None,
+    sequences: int = 1,
+    memory_padding: Padding | None = None,
+) -> Chain:
+    """The stack of layers as components that hold the laws of `theory`.
+
+    Args:
+        padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
+        sequences: how many sequences share one kernel, one after the other.
+        memory_padding: as `padding`, of what cross-attention reads.
+
+    Raises:
+        DomainError: the theory does not cover a feature of the model.
+    """
+    check_coverage(model, theory)
+    stack = _Stack(model, theory, padding, sequences, memory_padding)
+    bodies: dict[Any, Component] = {}
+    layers = []
+    for number, numbers in enumerate(stack.numbers(), 1):
+        if numbers not in bodies:
+            bodies[numbers] = stack.layer(number).body
+        layers.append(Layer(bodies[numbers], number))
+    return Chain(tuple(layers))
+
+
+def declare_layer(model: Transformer, theory: Theory, number: int) -> Layer:
+    """One layer of `declare`, for a walk that does not hold them all."""
+    return _Stack(model, theory).layer(number)
+
+
+def declare_embedding(embedding: Embedding, model: Transformer, theory: Theory) -> Chain:
+    """What follows the sum of the embedding tables.
+
+    Raises:
+        DomainError: the papers' theories know no matrix there.
+    """
+    narrow = getattr(embedding, "factor_dim", None)  # patches have none
+    if narrow is not None and theory != "refined":
+        raise DomainError(f'theory {theory!r} does not cover factor_dim; use theory="refined"')
+    parts: list[Component] = []
+    if embedding.norm:
+        like = model.replace(norm_epsilon=embedding.norm_epsilon)
+        parts.append(norm(like, theory, "embedding.norm"))
+    parts.append(dropout(theory, "embedding", embedding.dropout))
+    if narrow is not None and embedding.norm:
+        parameters = {
+            "fan_in": narrow,
+            "fan_out": model.d_model,
+            "weight_variance": embedding.factor_variance,
+        } | ({"bias_variance": 0.0} if embedding.factor_bias else {})
+        label, width = "embedding.factor", model.d_model
+        bias = embedding.factor_bias
+        parts.append(Linear(LINEAR, theory, label, parameters, width, "factor", has_bias=bias))
+    return Chain(tuple(parts))
+
+
+def declare_output(model: Transformer, theory: Theory) -> Chain:
+    """What turns an encoder's last layer into what a decoder reads."""
+    normed, gain = model.placements[-1] not in ("post", "b2t", "none"), 1.0
+    if model.head is not None:
+        normed, gain = model.head.norm, model.head.norm_gain
+    parts: list[Component] = [norm(model, theory, "final.norm", gain)] if normed else []
+    drop_prob = getattr(model.head, "dropout", 0.0)
+    if drop_prob:
+        parts.append(dropout(theory, "final.dropout", drop_prob))
+    return Chain(tuple(parts))
+
+
+class _Stack:
+    """Puts blocks, norms and scales together as the model's placement says."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        theory: Theory,
+        padding: Padding | None = None,
+        sequences: int = 1,
+        memory_padding: Padding | None = None,
+    ) -> None:
+        self.model, self.theory = model, theory
+        self.places = padding, sequences, memory_padding
+        names = ("skip_scale", "branch_scale", "norm_gain")
+        self.skip, self.branch, self.gain = (model.by_block(name).tolist() for name in names)
+        self.factor = model.norm_scales.tolist()
+
+    def numbers(self) -> Iterator[tuple[Any, ...]]:
+        """For every layer, all that distinguishes its declaration from another's."""
+        model = self.model
+        layers = range(1, model.layers + 1)
+        columns = (
+            [model.layer_weights(n) for n in layers],
+            [model.biases and tuple(model.biases.layer(n).items()) for n in layers],
+            *([tuple(row) for row in rows] for rows in (self.skip, self.branch, self.gain)),
+            [model.layernorm_scaling and n > 1 and self.factor[n - 1] for n in layers],
+            model.temperatures.tolist(),
+            model.windows,
+            model.rotaries,
+            model.attention_sinks,
+            model.placements,
+            model.mixers,
+            model.ffns,
+        )
+        return zip(*columns, strict=True)
+
+    def layer(self, number: int) -> Layer:
+        """Layer `number`, counted from 1."""
+        model = self.model
+        blocks = Blocks(model, self.theory, number, *self.places)
+        named = {"attention": blocks.attention(), "ffn": blocks.ffn()}
+        if model.encoder is not None:
+            named = {"attention": named["attention"], "cross": blocks.cross(), "ffn": named["ffn"]}
+        for name, block in (("attention", model.mixers), ("ffn", model.ffns)):
+            if isinstance(block[number - 1], Absent):
+                del named[name]
+        kind = "parallel" if model.parallel else model.placements[number - 1]
+        return Layer(KINDS[kind](Parts(self, number, named)), number)
+
+    # --- norms and scales ----------------------------------------------------------------------
+
+    def _sum(self, name: str, branch: Component, number: int) -> list[Component]:
+        return [self._residual(name, branch, number), *self._sum_scale(name, number)]
+
+    def _sum_scale(self, name: str, number: int) -> tuple[Component, ...]:
+        if number == 1 or self.model.layernorm_scaling != "after-residual":
+            return ()
+        return (self._lns(f"{name}.sum_scale", number),)
+
+    def _residual(self, name: str, branch: Component, number: int) -> Residual:
+        if number > 1 and self.model.layernorm_scaling == "after-block":
+            branch = Chain((branch, self._lns(f"{name}.scale", number)))
+        which = int(name == "ffn")
+        skip = self.skip[number - 1][which]
+        amplitude = self.branch[number - 1][which]
+        if self.model.layer_scale:
+            branch = Chain((branch, LayerScale(f"{name}.layer_scale", amplitude)))
+        return Residual(branch, skip, amplitude, f"{name}.sum")
+
+    def _gain(self, name: str, number: int) -> float:
+        return float(self.gain[number - 1][int(name == "ffn")])
+
+    def _norm(self, name: str, number: int) -> tuple[Component, ...]:
+        where = self.model.layernorm_scaling
+        label = f"{name}.norm"
+        result = norm(self.model, self.theory, label, self._gain(name, number))
+        if number == 1:
+            return (result,)
+        if where == "before-norm":
+            return self._lns(f"{label}_scale", number), result
+        scaled = {"attention-only": ("attention", "cross"), "ffn-only": ("ffn",)}
+        if where in (True, "after-norm") or name in scaled.get(str(where), ()):
+            return result, self._lns(f"{label}_scale", number)
+        return (result,)
+
+    def _lns(self, label: str, number: int) -> Component:
+        return scale(self.theory, label, self.factor[number - 1] ** 2)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a layer is put together from.
+
+    Attributes:
+        number: of the layer, from 1.
+        blocks: "attention", "cross" (of a decoder) and "ffn", each with its dropout, none with a
+            norm.
+    """
+
+    stack: _Stack
+    number: int
+    blocks: dict[str, Chain]
+
+    @property
+    def model(self) -> Transformer:
+        return self.stack.model
+
+    def norm(self, block: str) -> tuple[Component, ...]:
+        """The norm at "BLOCK.norm", and LayerNorm Scaling's factor."""
+        return self.stack._norm(block, self.number)
+
+    def output_norm(self, block: str) -> Component:
+        """A norm at "BLOCK.post_norm", with the block's gain."""
+        stack = self.stack
+        gain = stack._gain(block, self.number)
+        return norm(stack.model, stack.theory, f"{block}.post_norm", gain)
+
+    def residual(self, block: str, branch: Component) -> Residual:
+        """A residual connection around a branch, with the block's scales."""
+        return self.stack._residual(block, branch, self.number)
+
+    def sum(self, block: str, branch: Component) -> tuple[Component, ...]:
+        """The same, and what LayerNorm Scaling puts behind it."""
+        return self.residual(block, branch), *self.stack._sum_scale(block, self.number)
+
+
+Kind = Callable[[Parts], Component]
+"""Puts a layer together."""
+
+
+def _each(layer: Parts, parts: Callable[[str, Chain], Iterable[Component]]) -> Component:
+    """Of every block, by its name, the parts that follow one another."""
+    return Chain(tuple(part for block in layer.blocks.items() for part in parts(*block)))
+
+
+def pre(layer: Parts) -> Component:
+    """Norms before every block."""
+    return _each(layer, lambda name, block: layer.sum(name, Chain(layer.norm(name)) >> block))
+
+
+def bare(layer: Parts) -> Component:
+    """No norms."""
+    return _each(layer, layer.sum)
+
+
+def post(layer: Parts) -> Component:
+    """Norms behind every sum."""
+    return _each(layer, lambda name, block: (*layer.sum(name, block), *layer.norm(name)))
+
+
+def sandwich(layer: Parts) -> Component:
+    """Norms before every block and at its output."""
+
+    def normed(name: str, block: Chain) -> Chain:
+        return Chain(layer.norm(name)) >> block >> layer.output_norm(name)
+
+    return _each(layer, lambda name, block: layer.sum(name, normed(name, block)))
+
+
+def output(layer: Parts) -> Component:
+    """Norms at every block's output, and none before it."""
+    return _each(layer, lambda name, block: layer.sum(name, block >> layer.output_norm(name)))
+
+
+def hybrid(layer: Parts) -> Component:
+    """Queries, keys and values normalised inside attention (`Blocks.attention`), and the stream
+    before the feed-forward block."""
+
+    def parts(name: str, block: Chain) -> tuple[Component, ...]:
+        before = () if name == "attention" else layer.norm(name)
+        return *before, *layer.sum(name, block)
+
+    return _each(layer, parts)
+
+
+def bottom_to_top(layer: Parts) -> Component:
+    """Post-LN with the layer's input added again at its end."""
+    attention = layer.residual("attention", layer.blocks["attention"])
+    ffn, *scaled = layer.sum("ffn", layer.blocks["ffn"])
+    assert isinstance(ffn, Residual)
+    whole = BottomToTop(attention, Chain(layer.norm("attention")), ffn)
+    return Chain((whole, *scaled, *layer.norm("ffn")))
+
+
+def parallel(layer: Parts) -> Component:
+    """Attention and feed-forward block read the same stream and share one sum."""
+    model, blocks = layer.model, layer.blocks
+    scales = layer.stack.branch[layer.number - 1]
+    if scales[0] != scales[1]:
+        # The sum has the feed-forward block's scale.
+        ratio = scale(layer.stack.theory, "attention.scale", (scales[0] / scales[1]) ** 2)
+        blocks = blocks | {"attention": Chain((*blocks["attention"].children, ratio))}
+    norms = {name: () if model.norm == "none" else layer.norm(name) for name in blocks}
+    if model.parallel_norms == 2:
+        both = [Chain((*norms[name], *block.children)) for name, block in blocks.items()]
+        branch: Component = Parallel(tuple(both))
+    else:
+        branch = Chain((*norms["attention"], Parallel(tuple(blocks.values()))))
+    return Chain(layer.sum("ffn", branch))
+
+
+KINDS: dict[str, Kind] = {
+    "pre": pre,
+    "none": bare,
+    "post": post,
+    "sandwich": sandwich,
+    "output": output,
+    "hybrid": hybrid,
+    "b2t": bottom_to_top,
+    "parallel": parallel,
+}
+"""By what `Transformer.norm` calls them; `parallel` by its flag. Register another by name."""
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+class Normalization(Lawful):
+    """A normalisation whose laws are the papers': width and learned parameters leave no trace."""
+
+    normalises = True
+    rescales = True
+
+
+def dropout(theory: Theory, label: str, drop_prob: float) -> Dropout:
+    return Dropout(DROPOUT, theory, label, {"drop_prob": float(drop_prob)})
+
+
+def scale(theory: Theory, label: str, variance: float) -> Scale:
+    return Scale(SCALE, theory, label, {"weight_variance": variance})
+
+
+def norm(model: Transformer, theory: Theory, label: str, gain: float = 1.0) -> Component:
+    """The model's normalisation, with a gain of that root mean square."""
+    if theory != "refined":
+        parameters = {"d_model": model.d_model}
+        return Normalization(LAYERNORM, theory, label, parameters)
+    if model.normalization == "dyt":
+        return DynamicTanh(label, model.dyt_alpha, gain, model.norm_affine)
+    return FiniteNormalization.of(model, label, gain, model.norm_groups)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Makes the blocks of one layer, of that `number` from 1; fields else as of `declare`."""
+
+    model: Transformer
+    theory: Theory
+    number: int
+    padding: Padding | None = None
+    sequences: int = 1
+    memory_padding: Padding | None = None
+
+    @property
+    def _biases(self) -> dict[str, float]:
+        return {} if self.model.biases is None else self.model.biases.layer(self.number)
+
+    def _projections(self) -> dict[str, Any]:
+        """What self-attention and cross-attention have in common but their matrices."""
+        model, biases = self.model, self._biases
+        names = ("query", "key", "value")
+        return {
+            "kv_heads": model.kv_heads,
+            "qk_norm": model.qk_norm,
+            "logit_softcap": model.logit_softcap,
+            "norm_epsilon": model.norm_epsilon if model.qk_norm else 0.0,
+            "norm_affine": model.norm_affine,
+            "sequences": self.sequences,
+            "has_bias": tuple(name for name in names if name in biases),
+            **{f"{name}_bias": biases.get(name, 0.0) for name in names},
+        }
+
+    def _linear(self, label: str, weight: str, fan_in: int, fan_out: int) -> Linear:
+        like = weight.removeprefix(SHARED)
+        variance = getattr(self.model.layer_weights(self.number), like)
+        parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
+        biases = self._biases
+        name = like.removeprefix("cross_")
+        if name not in biases:
+            return Linear(LINEAR, self.theory, label, parameters, fan_out, weight)
+        parameters["bias_variance"] = biases[name]
+        return Linear(LINEAR, self.theory, label, parameters, fan_out, weight, has_bias=True)
+
+    def attention(self) -> Chain:
+        """Self-attention, its output projection and dropout, or what stands in its place."""
+        model, weights = self.model, self.model.layer_weights(self.number)
+        block = model.mixers[self.number - 1]
+        if block is not None:
+            last = dropout(self.theory, "attention.dropout", model.dropout)
+            return Chain((*BLOCKS[type(block)](self, block), last))
+        if model.identity_attention:
+            width = model.heads * (model.d_head or 0)
+            values = self._linear("attention.heads", "value", model.d_model, width)
+            return self._projected("attention", "output", self._gated(values))
+        temperature = float(model.temperatures[self.number - 1])
+        if self.theory != "refined":
+            # The papers treat the block as one unit.
+            parameters = {
+                "d_model": model.d_model,
+                "seq_len": model.seq_len,
+                "drop_prob": model.dropout,
+                "attention_drop_prob": model.attention_dropout,
+                # Queries enter through the logits alone, which the temperature divides.
+                "query": weights.query / temperature**2,
+                "key": weights.key,
+                "value": weights.value,
+                "output": weights.output,
+            }
+            return Chain((Lawful(ATTENTION_BLOCK, self.theory, "attention.dropout", parameters),))
+        heads = SelfAttention(
+            "attention.heads",
+            model.d_model,
+            model.heads,
+            model.d_head,
+            weights.query,
+            weights.key,
+            weights.value,
+            model.attention_dropout,
+            model.causal,
+            temperature=temperature,
+            padding=self.padding,
+            rotary=model.rotaries[self.number - 1],
+            alibi=model.alibi,
+            relative_bias=model.relative_bias,
+            window=model.windows[self.number - 1],
+            sink=model.attention_sinks[self.number - 1],
+            **self._projections(),
+        )
+        if model.placements[self.number - 1] == "hybrid":
+            kind = "rmsnorm" if model.normalization == "rmsnorm" else "layernorm"
+            normalised = dataclasses.replace(
+                heads, qk_norm=kind, norm_epsilon=model.norm_epsilon, norm_affine=False
+            )
+            return self._projected("attention", "output", NormalizedAttention(normalised))
+        return self._projected("attention", "output", self._gated(heads))
+
+    def _gated(self, heads: Component) -> Component:
+        """The heads times their gates, where there are any."""
+        model = self.model
+        if model.attention_gate is None:
+            return heads
+        width = model.shapes_of(self.number)["attention_gate"][1]
+        gate = Chain(
+            (
+                self._linear("attention.gate", "attention_gate", model.d_model, width),
+                Activation(activation_laws("sigmoid"), self.theory, "attention.gates"),
+            )
+        )
+        each = 1.0 if model.attention_gate == "elementwise" else float(model.d_head or 0)
+        return GatedHeads(heads, gate, each)
+
+    def cross(self) -> Chain:
+        """Attention to the encoder's output, its projection and dropout."""
+        model, weights = self.model, self.model.layer_weights(self.number)
+        encoder = model.encoder
+        assert encoder is not None
+        heads = CrossAttention(
+            "cross.heads",
+            model.d_model,
+            model.heads,
+            model.d_head,
+            weights.cross_query,
+            weights.cross_key,
+            weights.cross_value,
+            encoder.d_model,
+            model.attention_dropout,
+            temperature=float(model.temperatures[self.number - 1]),
+            padding=self.memory_padding,
+            **self._projections(),
+        )
+        return self._projected("cross", "cross_output", heads)
+
+    def _projected(self, name: str, weight: str, heads: Component) -> Chain:
+        model = self.model
+        inner = model.heads * (model.d_head or 0)
+        projection = self._linear(f"{name}.projection", weight, inner, model.d_model)
+        return Chain((heads, projection, dropout(self.theory, f"{name}.dropout", model.dropout)))
+
+    def ffn(self) -> Chain:
+        """The feed-forward block, or what stands in its place, and its dropout."""
+        model, theory = self.model, self.theory
+        block = model.ffns[self.number - 1]
+        if block is not None:
+            last = dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0)
+            return Chain((*BLOCKS[type(block)](self, block), last))
+        weights = model.layer_weights(self.number)
+        d_model, d_ff = model.d_model, model.d_ff or 0
+        if theory == "simplified":
+            parameters = {
+                "d_model": d_model,
+                "d_ff": d_ff,
+                "ffn_in": weights.ffn_in,
+                "ffn_out": weights.ffn_out,
+                "drop_prob": model.dropout,
+            }
+            return Chain((Lawful(FFN_BLOCK, theory, "ffn.dropout", parameters),))
+        parts: tuple[Component, ...] = self._hidden(d_ff)
+        if model.activation_dropout:
+            parts += (dropout(theory, "ffn.activation_dropout", model.activation_dropout),)
+        out = self._linear("ffn.out", "ffn_out", d_ff, d_model)
+        return Chain((*parts, out, dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0)))
+
+    def _hidden(
+        self,
+        d_ff: int,
+        prefix: str = "",
+        label: str = "ffn.",
+        shift: float = 0.0,
+        clamp: float | None = None,
+    ) -> tuple[Component, ...]:
+        """From the stream to hidden features.
+
+        Args:
+            prefix: of the matrices' names.
+            label: of the sites' names; empty: there are none.
+            shift, clamp: of a gated unit (`GatedLinear`).
+        """
+        model, theory = self.model, self.theory
+        d_model, site = model.d_model, f"{label}activation" if label else ""
+        if model.gated:
+            weights, biases = model.layer_weights(self.number), self._biases
+            laws, widths = activation_laws(model.activation), (d_model, d_ff)
+            given = weights.gate, weights.ffn_in, biases.get("gate", 0.0), biases.get("ffn_in", 0.0)
+            has_bias = "ffn_in" in biases
+            return (GatedLinear(site, laws, *widths, *given, has_bias, prefix, shift, clamp),)
+        # The papers' GeLU is the erf form; they state no other.
+        published = (theory, model.activation) == ("published", "gelu_tanh")
+        laws = activation_laws("gelu" if published else model.activation)
+        entering = f"{label}in" if label else ""
+        return (
+            self._linear(entering, f"{prefix}ffn_in", d_model, d_ff),
+            Activation(laws, theory, site),
+        )
+
+
+BlockParts = Callable[[Blocks, Any], Iterable[Component]]
+"""Makes the components of a block, up to what it adds to the stream, its dropout excluded."""
+
+
+def by_law(parts: Blocks, block: LawBlock) -> tuple[LawLeaf]:
+    """The one component of a user's block."""
+    model, number = parts.model, parts.number
+    if parts.padding is not None and block.mixes_tokens:
+        raise DomainError(
+            f"attention_mask and document_ids: the law of block {block.name!r} knows no padding: "
+            "leave them out, or give one text of full length"
+        )
+    variances, biases = model.variances_of(number), parts._biases
+    matrices = (
+        LawMatrix(name, *shape, float(variances[name]), biases.get(name))
+        for name, shape in block.shapes(model).items()
+    )
+    given = block.name, block.law, tuple(matrices), model.d_model, model.seq_len
+    return (LawLeaf(*given, block.mixes_tokens),)
+
+
+def latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
+    """Latent heads and their output projection."""
+    model, number = blocks.model, blocks.number
+    weights, name = model.layer_weights(number), "attention.projection"
+    heads = SelfAttention(
+        "attention.heads",
+        model.d_model,
+        model.heads,
+        block.nope_dim + block.rope_dim,
+        weights.query,
+        weights.key,
+        weights.value,
+        model.attention_dropout,
+        model.causal,
+        temperature=float(model.temperatures[number - 1]),
+        padding=blocks.padding,
+        rotary=model.rotaries[number - 1],
+        window=model.windows[number - 1],
+        sequences=blocks.sequences,
+    )
+    projection = blocks._linear(name, "output", model.heads * block.value_dim, model.d_model)
+    return LatentHeads(heads, block, model.norm_affine), projection
+
+
+BLOCKS: dict[type[Block], BlockParts] = {
+    LawBlock: by_law,
+    Experts: experts,
+    LatentAttention: latent,
+    **dict.fromkeys(RECURRENT, recurrent_parts),
+    Absent: lambda parts, block: (),
+}
+"""By the class of a block (`moments.model.block`). Register another by its class."""
+
+
+def check_coverage(model: Transformer, theory: Theory) -> None:
+    """Whether the papers' theories know everything that a model declares.
+
+    Raises:
+        DomainError: they do not; names the feature.
+    """
+    if theory == "refined":
+        return
+    remedy = 'use theory="refined"'
+    if model.heads * (model.d_head or 0) != model.d_model:
+        raise DomainError(
+            f"theory {theory!r} covers only heads * d_head = d_model, and here "
+            f"{model.heads} * {model.d_head} is not {model.d_model}; {remedy}"
+        )
+    if theory == "simplified" and model.activation != "relu":
+        raise DomainError(
+            f"theory 'simplified' (Table 2) covers only activation = 'relu', "
+            f'not {model.activation!r}; use theory="published" or "refined"'
+        )
+    for feature, present in _beyond_the_papers(model).items():
+        if present:
+            raise DomainError(f"theory {theory!r} does not cover {feature}; {remedy}")
+
+
+def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
+    known = ("relu", "gelu", "gelu_tanh", "identity")
+    return {
+        f"activation = {model.activation!r}": model.activation not in known,
+        f"normalization = {model.normalization!r}": model.normalization != "layernorm",
+        f"norm = {model.norm!r}": model.norm in ("output", "hybrid", "b2t")
+        or model.norm not in BUILT_IN,
+        "gated units": model.gated,
+        "grouped heads (kv_heads)": model.kv_heads != model.heads,
+        "biases": model.biases is not None and any(_entries(model.biases)),
+        "parallel blocks": model.parallel,
+        "rotary positions": model.rotary is not None,
+        "ALiBi": model.alibi,
+        "relative_bias": model.relative_bias is not None,
+        "qk_norm": model.qk_norm,
+        "logit_softcap": model.logit_softcap,
+        "windows": any(model.windows),
+        "layer_scale": model.layer_scale,
+        "attention_gate": model.attention_gate is not None,
+        "attention_sink": any(one is not None for one in model.attention_sinks),
+        "identity_attention": model.identity_attention,
+        "ffn_dropout": model.ffn_dropout != model.dropout,
+        "blocks in a mixer's place": any(model.mixers),
+        "blocks in the feed-forward block's place": any(model.ffns),
+        "an encoder": model.encoder is not None,
+        "activation_dropout": model.activation_dropout,
+        "norm_groups": model.norm_groups > 1,
+    }
+
+
+def _entries(biases: Any) -> list[float]:
+    values = biases.to_dict().values()
+    return [max(v) if isinstance(v, list) else v or 0.0 for v in values]

@@ -1,0 +1,15 @@
+"""Softmax attention on any kernel of tokens.
+
+By token, from below: `logits` and `row_statistics` say what rows look like, `joint_laws` what two
+rows have in common, `closure` puts that together with what dropout and finite widths add, and
+`attention` is the layer. `position_attention` is the same on classes of positions, and
+`relative_positions` what stands between them; `exact_rows` and `finite_rows` are exact rows of
+exchangeable logits, the reference of both.
+
+Start with `attention`, then `closure`.
+"""
+
+from .attention import HeadAverage, KernelAttention, Paths
+from .logits import Rotation
+
+__all__ = ["HeadAverage", "KernelAttention", "Paths", "Rotation"]

@@ -1,0 +1,521 @@
+"""Joint laws of pairs of rows over classes of keys: kinds of pairs, and the scaling of a law.
+
+In a text two keys may be of one word: each class of frequency of words has a kind of pairs besides
+that of two words (`Mixture`). A law is scaled to given means over either key, by factors of its
+keys (Sinkhorn), and so are its derivatives (`Sums`). See docs/theory/state.md, Classes of
+positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....engine.classes import Matrix, diagonal_of
+from ....engine.texts import Frequencies
+from .joint_laws import EXPONENT_MAX, TANGENT_SWEEPS
+
+Array = NDArray[np.float64]
+ByRelation = list[Matrix]
+"""A matrix over keys by kinds of pairs: what a key has with itself beyond, and pairs of each."""
+Diagonal = Callable[[Array], Array]
+"""What a matrix of two ranges of keys has where they are one key."""
+
+ONE_KIND = Frequencies(np.ones(1), np.ones(1), np.zeros(1))
+
+
+class Mixture(NamedTuple):
+    """Pairs of keys of one kind, or of several: of two words, and of one as frequent as some are.
+
+    A matrix over keys with entries by kind multiplies as several without, its parts: its means over
+    cells, by the counts of those, and what pairs of one word have beyond those of two, by the
+    counts of that word's other tokens. Since these are few, the diagonal is counted by itself
+    there, and stands for all that a token has with itself beyond two words.
+
+    Of the first kind a token with itself is one whose word is read once. Of two documents no token
+    is in both, and two at one place stand for it: of one word, as in texts that begin alike, or of
+    two, which are of the first kind, and so is one word that each document reads once.
+
+    Attributes:
+        share: (n, k) of pairs that are of one word; None: nothing distinguishes pairs.
+        frequencies: of words.
+        coincidence: (o,) of pairs at one place of two documents that are of one word; None: of one.
+    """
+
+    share: Array | None
+    frequencies: Frequencies
+    coincidence: Array | None = None
+
+    @property
+    def relations(self) -> int:
+        return len(self.frequencies.level)
+
+    @property
+    def values(self) -> list[int]:
+        """Of every kind, which of the values of a kernel it has: that of two words, or of one."""
+        return [min(kind, 1) for kind in range(self.relations)]
+
+    def weighed(self, relations: Sequence[Array]) -> list[Array]:
+        """(..., n, k) what sums over all pairs count of each kind."""
+        if self.share is None:
+            return list(relations)
+        shares = self.frequencies.of_pairs
+        others = [s * self.share * one for s, one in zip(shares[1:], relations[1:], strict=True)]
+        return [(1.0 - self.share) * relations[0], *others]
+
+    def mean(self, values: Sequence[Array], level: float = 1.0) -> Array:
+        """(..., n, k) over all pairs of what two words have and one; or over those of a token whose
+        word is `level` times as frequent as in all."""
+        if self.share is None:
+            return values[0]
+        others, same = values
+        share = self.share if level == 1.0 else np.minimum(level * self.share, 1.0)
+        return np.asarray(others + share * (same - others))
+
+    def mean_of(self, relations: ByRelation, diagonal_of: Diagonal = diagonal_of) -> Matrix:
+        """Over all pairs, and over tokens."""
+        if self.share is None:
+            return relations[0]
+        first, *rest = self.weighed([one for _, one in relations])
+        pairs = sum(rest, first)
+        alone: Any = sum(self.of_tokens([excess + diagonal_of(one) for excess, one in relations]))
+        return alone - diagonal_of(pairs), pairs
+
+    def of_tokens(self, wholes: Sequence[Array]) -> list[Array]:
+        """(..., o) what sums over tokens, or over pairs at one place, count of each kind."""
+        return [part * one for part, one in zip(self._portions, wholes, strict=True)]
+
+    @property
+    def _portions(self) -> Sequence[Any]:
+        portions, of_pairs = self.frequencies.portion, self.frequencies.of_pairs
+        if self.coincidence is None:
+            return list(portions)
+        several = [
+            np.minimum(self.coincidence * share, most)
+            for share, most in zip(of_pairs[1:], portions[1:], strict=True)
+        ]
+        return [1.0 - sum(several), *several]
+
+    @property
+    def often(self) -> list[Any]:
+        """(o,) how often a token of a repeated word meets its word at its place, by frequency."""
+        pairs = zip(self._portions[1:], self.frequencies.portion[1:], strict=True)
+        return [coincidence / max(portion, 1e-300) for coincidence, portion in pairs]
+
+    def wholes(self, diagonals: Sequence[Array]) -> list[Array]:
+        """Of every kind what a kernel has of a token with itself, or of two at one place that are
+        two words, and one."""
+        if self.coincidence is None:
+            return [diagonals[0]] * self.relations
+        first, *several = self._portions
+        once = np.maximum(self.coincidence - sum(several), 0.0) / np.where(first > 0.0, first, 1.0)
+        return [
+            diagonals[0] + once * (diagonals[1] - diagonals[0]),
+            *[diagonals[1]] * (self.relations - 1),
+        ]
+
+    def alike(self, relations: Sequence[Array]) -> list[Array]:
+        """Of two words and of one, however frequent."""
+        if self.share is None:
+            return list(relations)
+        shares = zip(self.frequencies.of_pairs[1:], relations[1:], strict=True)
+        return [relations[0], np.asarray(sum(s * one for s, one in shares))]
+
+    # --- parts that multiply by themselves ------------------------------------------------------
+
+    def parts_of(
+        self, diagonals: Sequence[Array], values: Sequence[Array], diagonal_of: Diagonal
+    ) -> list[Matrix]:
+        """A kernel: `owns` as `wholes` takes them, and of two words and of one, however
+        frequent."""
+        whole = diagonals[0]
+        if self.share is None:
+            return [(whole - diagonal_of(values[0]), values[0])]
+        mean, more = self.mean(values), values[1] - values[0]
+        if self.coincidence is None:
+            beyond = whole - diagonal_of(values[0]), more
+            return [(whole - diagonal_of(mean), mean), *[beyond] * (self.relations - 1)]
+        together = diagonals[1] - whole
+        whole = whole + self.coincidence * together
+        excess = together - diagonal_of(more)
+        return [
+            (whole - diagonal_of(mean), mean),
+            *((often * excess, more) for often in self.often),
+        ]
+
+    def parts(self, relations: ByRelation, diagonal_of: Diagonal = diagonal_of) -> list[Matrix]:
+        """A matrix of any kinds."""
+        if self.share is None:
+            return relations
+        result, others = [self.mean_of(relations, diagonal_of)], relations[0][1]
+        for excess, pairs in relations[1:]:
+            beyond = pairs - others
+            result.append((excess + diagonal_of(beyond), beyond))
+        return result
+
+    def joined(self, parts: Sequence[Matrix], alone: Array, placed: Any = 0.0) -> ByRelation:
+        """The matrix of such parts, diagonals being those beyond pairs of one word; of a token
+        whose word is read once, `alone`; and of two words at one place, `placed`."""
+        if self.share is None:
+            return [parts[0]]
+        others = parts[0][1]
+        for share, (_, beyond) in zip(self.frequencies.of_pairs[1:], parts[1:], strict=True):
+            others = others - (share * self.share) * beyond
+        excesses = [excess for excess, _ in parts[1:]]
+        if self.coincidence is not None:
+            excesses = [
+                placed + excess / np.where(often > 0.0, often, 1.0)
+                for excess, often in zip(excesses, self.often, strict=True)
+            ]
+        several = zip(excesses, parts[1:], strict=True)
+        return [(alone, others), *((excess, others + beyond) for excess, (_, beyond) in several)]
+
+
+ALIKE = Mixture(None, ONE_KIND)
+
+
+def bounded_exp(exponent: ByRelation, diagonal_of: Diagonal, factor: Array | None) -> ByRelation:
+    """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
+    which then are written over."""
+    result = []
+    for excess, inside in exponent:
+        whole = excess + diagonal_of(inside)
+        if factor is not None:
+            whole, inside = factor[..., 0] * whole, factor * inside
+        np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
+        result.append((np.exp(np.minimum(whole, EXPONENT_MAX)) - diagonal_of(inside), inside))
+    return result
+
+
+class Meeting(NamedTuple):
+    """How the words of two keys agree.
+
+    A cell may hold more of one word than words of its frequency make up of the text, and then more
+    of its tokens are as frequent. So the frequencies of two keys agree beyond chance in 1 - `free`
+    of pairs: no more than leaves no word negative, (1 - same) / (1 - portion) of every frequency.
+    Of a key's own cell of n tokens one is that key, and this holds of the n - 1 others.
+
+    Attributes:
+        same: (n, k) by frequency, of the keys that a key meets in a cell those of its word.
+        free: (n, k) of pairs of two cells, those whose frequencies do not depend on each other;
+            None: all.
+        free_common: (c, o) the same of two keys of one cell.
+        of_others: (n, k) one over the part of pairs that are of two words.
+    """
+
+    same: list[Array]
+    free: Array | None
+    free_common: Array
+    of_others: Array
+
+    @classmethod
+    def of(
+        cls, mixture: Mixture, common: tuple[slice, slice], counts: tuple[Array, Array]
+    ) -> Meeting:
+        """Args:
+        mixture: of kinds of pairs of keys.
+        common: keys of both among those of either.
+        counts: (c, o) tokens that either row attends to of these.
+        """
+        share, frequencies = mixture.share, mixture.frequencies
+        assert share is not None
+        same = [np.minimum(level * share, 1.0) for level in frequencies.level[1:].tolist()]
+        first, *rest = (1.0 - frequencies.portion).tolist()
+        result = np.full(share.shape, 1.0 / max(first, 1e-300))
+        for one, others in zip(same, rest, strict=True):
+            np.minimum(result, (1.0 - one) / max(others, 1e-300), out=result)
+        of_cell = on_diagonal(result[None, common[0], common[1]])
+        others = 1.0 - 1.0 / np.maximum(np.minimum(*counts), 1.0)
+        free_common = np.minimum(of_cell * others, 1.0)
+        of_cell[...] = 1.0
+        free = None if result.min() >= 1.0 else np.minimum(result, 1.0)
+        alike: Any = sum(p * one for p, one in zip(frequencies.portion[1:], same, strict=True))
+        return cls(same, free, free_common, 1.0 / np.maximum(1.0 - alike, LEAST_OTHERS))
+
+
+class Maps(NamedTuple):
+    """A law by the frequency of a key's word, as what takes values of keys to sums of them.
+
+    All frequencies stand in one array, and both of its readings are views: with small arrays the
+    calls are what costs.
+
+    Attributes:
+        pairs: (T, c, n, k) of two words, and what one word has beyond by its share of the other
+            tokens; (T + 1, c, n, k) where frequencies agree, with what those of all have beyond.
+        one, two: (T, c, o) of a token with itself beyond both, times its weight in either row; and
+            of two words in one cell where their frequencies agree, times the cell's weight.
+    """
+
+    pairs: Array
+    one: Array
+    two: Array
+
+
+class Sums(NamedTuple):
+    """Sums over the keys of either row of laws of pairs of rows.
+
+    Attributes:
+        mixture: of kinds of pairs of keys.
+        common_first, common_second: keys of both among those of either.
+        first, second: (c, n) and (c, k) weights of classes.
+        one, two: (c, o) of one token, on keys of both.
+        aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be, of
+            keys of each frequency.
+        meeting: of keys of two words and of one; None: of one kind.
+    """
+
+    mixture: Mixture
+    common_first: slice
+    common_second: slice
+    first: Array
+    second: Array
+    one: Array
+    two: Array
+    aims_first: Array
+    aims_second: Array
+    meeting: Meeting | None
+
+    @classmethod
+    def of(
+        cls,
+        mixture: Mixture,
+        common: tuple[slice, slice],
+        weights: tuple[Array, Array],
+        of_one: tuple[Array, Array],
+        aims: tuple[Array, Array],
+    ) -> Sums:
+        """Args: as the attributes, of the first and of the second key."""
+        meeting = None
+        if mixture.share is not None:
+            counts = [
+                np.where(one > 0.0, whole[:, keys] / np.where(one > 0.0, one, 1.0), np.inf)
+                for whole, keys, one in zip(weights, common, of_one, strict=True)
+            ]
+            meeting = Meeting.of(mixture, common, (counts[0], counts[1]))
+        return cls(mixture, *common, *weights, *of_one, *aims, meeting)
+
+    def at_common(self, pairs: Array) -> Array:
+        """(c, o) entries of keys of both, to be written to."""
+        return on_diagonal(pairs[:, self.common_first, self.common_second])
+
+    def over_first(
+        self, law: ByRelation, sweeps: int, begin: Array | None = None
+    ) -> tuple[ByRelation, Array]:
+        """The law scaled so that its means over either key are `aims_first` and `aims_second`, over
+        those of the first key, and the first key's factors.
+
+        Args:
+            law: not yet scaled.
+            sweeps: of the scaling.
+            begin: the factors of a law next to it.
+        """
+        left, right = self._factors_by_frequency(self._maps_by_frequency(law), sweeps, begin)
+        aims = np.where(left > 0.0, self._aims[0], 1.0)
+        return self._times(law, self._products((left / aims)[None], right[None])), left
+
+    def balanced_with(
+        self, law: ByRelation, sweeps: int, directions: Sequence[ByRelation]
+    ) -> tuple[ByRelation, list[ByRelation]]:
+        """The law scaled so that its means over either key are `aims_first` and `aims_second` (see
+        `joint_laws.balanced`); and of it law o (direction + u 1^T + 1 v^T) whose means over either
+        key are 0 (see `joint_laws.tangent`).
+
+        Directions are written over.
+
+        Args:
+            law: not yet scaled.
+            sweeps: of the scaling.
+            directions: of a key of both, all that it has with itself, and of two keys.
+        """
+        maps = self._maps_by_frequency(law)
+        aims = self._aims
+        left, right = self._factors_by_frequency(maps, sweeps)
+        products = self._products(left[None], right[None])
+        over_left, over_right = (
+            one / np.where(aim > 0.0, aim, 1.0)
+            for one, aim in zip((left, right), aims, strict=True)
+        )
+        wholes = [excess + self.at_common(pairs) for excess, pairs in law]
+        rows, columns = (np.empty((len(directions), *one.shape)) for one in (left, right))
+        for k, direction in enumerate(directions):
+            for whole, (_, pairs), (beside, along) in zip(wholes, law, direction, strict=True):
+                along *= pairs
+                beside *= whole
+            moved = [(beside - self.at_common(along), along) for beside, along in direction]
+            along_maps = self._maps_by_frequency(moved)
+            sums = self._over_second(along_maps, right), self._over_first(along_maps, left)
+            rows[k], columns[k] = -over_left * sums[0], -over_right * sums[1]
+        u, v = _shifts(
+            rows,
+            columns,
+            lambda v: over_left * self._over_second(maps, right * v),
+            lambda u: over_right * self._over_first(maps, left * u),
+        )
+        tangents = []
+        for k, direction in enumerate(directions):
+            shifts = self._products(np.stack([left * u[k], left]), np.stack([right, right * v[k]]))
+            tangent = []
+            for whole, (_, pairs), (beside, along), factors, shift in zip(
+                wholes, law, direction, products, shifts, strict=True
+            ):
+                beside *= factors[0]
+                beside += whole * shift[0]
+                along *= factors[1]
+                shift[1][...] *= pairs
+                along += shift[1]
+                tangent.append((beside - self.at_common(along), along))
+            tangents.append(tangent)
+        return self._times(law, products), tangents
+
+    # --- by the frequency of a key's word -------------------------------------------------------
+
+    def _maps_by_frequency(self, law: ByRelation) -> Maps:
+        if self.meeting is None:
+            ((excess, pairs),) = law
+            return Maps(pairs[None], (excess * self.one)[None], (excess * self.two)[None])
+        same, free, free_common, _ = self.meeting
+        often = [] if self.mixture.coincidence is None else self.mixture.often
+        agreeing, others = free is not None, law[0][1]
+        pairs = np.empty((len(law) + agreeing, *others.shape))
+        excess = np.empty((len(law), *law[0][0].shape))
+        pairs[0], excess[0] = others, law[0][0]
+        for kind, (alone, together) in enumerate(law[1:], start=1):
+            more = np.subtract(together, others, out=pairs[kind + agreeing])
+            whole = alone + self.at_common(more)
+            if often:  # what stands at its place of another document, the more often of its word
+                whole = law[0][0] + often[kind - 1] * (whole - law[0][0])
+            more *= same[kind - 1]
+            np.subtract(whole, self.at_common(more), out=excess[kind])
+        if free is not None:
+            pairs[0] *= free
+            np.subtract(others, pairs[0], out=pairs[1])
+            pairs[2:] += pairs[1]
+        of_cell = self.at_common(pairs[0])
+        agreeing_common = of_cell * (1.0 - free_common)
+        of_cell -= agreeing_common
+        one = excess * self.one + agreeing_common * self.first[:, self.common_first]
+        two = excess * self.two + agreeing_common * self.second[:, self.common_second]
+        return Maps(pairs, one, two)
+
+    def _over_second(self, maps: Maps, values: Array) -> Array:
+        """(..., T, c, n) of (..., T, c, k)."""
+        total = self._summed(maps.pairs, self.second * values)
+        total[..., self.common_first] += maps.two * values[..., self.common_second]
+        return total
+
+    def _over_first(self, maps: Maps, values: Array) -> Array:
+        """(..., T, c, k) of (..., T, c, n)."""
+        total = self._summed(np.swapaxes(maps.pairs, -1, -2), self.first * values)
+        total[..., self.common_second] += maps.one * values[..., self.common_first]
+        return total
+
+    def _summed(self, pairs: Array, given: Array) -> Array:
+        """Of values by their tokens: two words meet those of all frequencies, and one its own."""
+        portions = self.mixture.frequencies.portion.tolist()
+        agreeing = len(pairs) > len(portions)
+        if agreeing:
+            given = np.concatenate([given[..., :1, :, :], given], axis=-3)
+        given[..., 0, :, :] *= portions[0]
+        for kind, portion in enumerate(portions[1:], start=1):
+            given[..., 0, :, :] += portion * given[..., kind + agreeing, :, :]
+        total = np.asarray((pairs @ given[..., None])[..., 0])
+        total[..., 1:, :, :] += total[..., :1, :, :]
+        return total[..., agreeing:, :, :]
+
+    @property
+    def _aims(self) -> tuple[Array, Array]:
+        return self.aims_first.transpose(2, 0, 1), self.aims_second.transpose(2, 0, 1)
+
+    def _factors_by_frequency(
+        self, maps: Maps, sweeps: int, begin: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(T, c, n) and (T, c, k)."""
+        aims = self._aims
+        left, right = np.ones(aims[0].shape) if begin is None else begin, aims[1]
+        for _ in range(sweeps):
+            right = aims[1] / np.maximum(self._over_first(maps, left), 1e-300)
+            left = aims[0] / np.maximum(self._over_second(maps, right), 1e-300)
+        return left, right
+
+    def _products(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
+        """(c, o) and (c, n, k) of every kind: factors of one token, and their means over pairs,
+        summed over those of (r, T, c, n) and (r, T, c, k)."""
+        frequencies = self.mixture.frequencies
+
+        def outer(one: Array, two: Array) -> Array:
+            if len(one) == 1:
+                return np.asarray(one[0, :, :, None] * two[0, :, None, :])
+            return np.asarray(one.transpose(1, 2, 0) @ two.transpose(1, 0, 2))
+
+        shared = (left[..., self.common_first] * right[..., self.common_second]).sum(0)
+        portion = frequencies.portion[:, None, None]
+        means = (left * portion).sum(1), (right * portion).sum(1)
+        result = [(shared[0], outer(*means))]
+        if self.meeting is None:
+            return result
+        same, free, free_common, of_others = self.meeting
+        first, *rest = frequencies.portion.tolist()
+        for kind in range(1, len(shared)):
+            result.append((shared[kind], outer(left[:, kind], right[:, kind])))
+        # of two words: of any frequencies, and of those that agree, less those of one word
+        others = result[0][1]
+        if free is not None:
+            agreed = first * outer(left[:, 0], right[:, 0])
+            for part, (_, both) in zip(rest, result[1:], strict=True):
+                agreed += part * both
+            others += (1.0 - free) * (agreed - others)
+        of_cell = self.at_common(others)
+        of_cell += (1.0 - free_common) * (np.tensordot(frequencies.portion, shared, 1) - of_cell)
+        for part, one, (_, both) in zip(rest, same, result[1:], strict=True):
+            others -= (part * one) * both
+        others *= of_others
+        if self.mixture.coincidence is not None:
+            return [(self.at_common(pairs).copy(), pairs) for _, pairs in result]
+        return result
+
+    def _times(self, law: ByRelation, factors: list[tuple[Array, Array]]) -> ByRelation:
+        result = []
+        for (excess, pairs), (alone, both) in zip(law, factors, strict=True):
+            both *= pairs
+            result.append(((excess + self.at_common(pairs)) * alone - self.at_common(both), both))
+        return result
+
+
+LEAST_OTHERS = 0.05
+"""Share of pairs of two words below which they count no more: there are hardly any. Chosen."""
+
+
+def _shifts(
+    rows: Array,
+    columns: Array,
+    over_second: Callable[[Array], Array],
+    over_first: Callable[[Array], Array],
+) -> tuple[Array, Array]:
+    """u and v that bring means to 0 which lack `rows` and `columns` of it; from the third sweep on
+    what is left of a change may be rounding."""
+    u, v = rows, np.zeros_like(columns)
+    for sweep in range(TANGENT_SWEEPS):
+        if sweep:
+            u = rows - over_second(v)
+        last, v = v, columns - over_first(u)
+        if sweep > 1 and np.abs(v - last).max(initial=0.0) <= 1e-12 * np.abs(v).max(initial=0.0):
+            break
+    return u, v
+
+
+def times(matrices: Array, values: Array) -> Array:
+    """(c, n) or (c, n, d) of matrices (c, n, k) and values (c, k) or (c, k, d)."""
+    if values.ndim == 2:
+        return np.asarray((matrices @ values[:, :, None])[..., 0])
+    return np.asarray(matrices @ values)
+
+
+def on_diagonal(matrices: Array) -> Array:
+    """(c, o) of (c, o, o), to be written to."""
+    if matrices.flags.c_contiguous:
+        return matrices.reshape(len(matrices), -1)[:, :: matrices.shape[2] + 1]
+    view: Array = np.einsum("cqq->cq", matrices)
+    return view

@@ -1,0 +1,218 @@
+"""Exact statistics of exchangeable softmax rows, many rows at a time: the tables of `softmax`, for
+rows of different lengths and of one, continued where the variance lies beyond (`softmax.peaked`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..softmax import PairStatistics, RowStatistics, SquareTable
+from ..softmax.peaked import at_edge, pairs_beyond, rows_beyond
+from ..softmax.table import (
+    RHO_FAR,
+    THETA_FAR,
+    THETA_MAX,
+    Contracted,
+    chebyshev_basis,
+    checked_rho,
+    checked_theta,
+    decode_participation,
+    decode_row,
+    decode_square_pair,
+    far_coordinate,
+    far_rho_coordinate,
+    length_coordinate,
+    theta_coordinate,
+)
+
+Array = NDArray[np.float64]
+
+THETA_PEAKED = 200.0
+"""Logit variances beyond are moved here: the joint laws in single precision were finite up to it,
+and queries and keys then lack a factor of the root of the rest."""
+
+THETA_LEAST = 1e-9
+"""Variances below are moved here, where every statistic is linear to nine digits."""
+
+
+def tabulated(theta: Array) -> Array:
+    """The variance at which a row of logit variance `theta` is evaluated."""
+    return np.asarray(np.minimum(np.maximum(theta, THETA_LEAST), THETA_PEAKED))
+
+
+def rows(theta: Array, keys: Array) -> RowStatistics:
+    """Statistics of single rows, arguments that broadcast; beyond the tables by `peaked`."""
+    inside = SquareTable.load().single(np.minimum(theta, THETA_MAX), keys)
+    if not np.any(theta > THETA_MAX):
+        return inside
+    variance, count = np.broadcast_arrays(theta, keys)
+    return rows_beyond(variance, count, inside)
+
+
+class AlikeRows:
+    """Statistics of rows of one length n, at any logit variance; as the functions of this module,
+    which take rows of many lengths (`finite_rows.Tables`).
+
+    Relative errors: up to theta = 8 those of one row are 1e-4 at most, of a pair with rho >= -0.3
+    likewise (radial_overlap's over jacobian_overlap, overlap_slope's over psi times
+    jacobian_overlap), 1e-3 as rho nears -1 at theta > 4. Up to theta = 32 a second table
+    interpolates rows, and pairs with rho >= -0.3, to 1e-4. What is left follows `softmax.peaked`:
+    negative correlations of such rows, whose overlap is next to nothing, and all beyond.
+    """
+
+    def __init__(self, keys: float) -> None:
+        self._keys, self._near = float(keys), SquareTable.load().contracted(keys)
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def of(cls, keys: float) -> AlikeRows:
+        """The same for the same."""
+        return cls(keys)
+
+    @functools.cached_property
+    def _far(self) -> Contracted:
+        return SquareTable.load_far().contracted(self._keys)
+
+    def rows(self, theta: Any, keys: Any = None) -> RowStatistics:
+        """Of one row.
+
+        Raises:
+            DomainError: theta negative or not finite.
+        """
+        given = np.minimum(checked_theta(theta), THETA_PEAKED)
+        flat = given.reshape(-1)
+        inside = np.minimum(flat, THETA_MAX)
+        result = decode_row(inside, self._keys, self._near.rows(theta_coordinate(inside)))
+        beyond = flat > THETA_MAX
+        if beyond.any():
+            far, peaked = beyond & (flat <= THETA_FAR), flat > THETA_FAR
+            functions = self._far.rows(far_coordinate(flat[far]))
+            _assign(result, far, decode_row(flat[far], self._keys, functions))
+            _assign(result, peaked, rows(flat[peaked], np.full(int(peaked.sum()), self._keys)))
+        return RowStatistics(*[np.reshape(field, given.shape) for field in result])
+
+    def pairs(self, theta: Any, keys: Any, rho: Any) -> PairStatistics:
+        """Of two rows whose logits correlate by rho.
+
+        Raises:
+            DomainError: theta negative or not finite, rho outside [-1, 1].
+        """
+        size = np.minimum(checked_theta(theta), THETA_PEAKED)
+        size, cosine = np.broadcast_arrays(size, checked_rho(rho))
+        flat, flat_rho = size.reshape(-1), cosine.reshape(-1)
+        inside = np.minimum(flat, THETA_MAX)
+        functions = self._near.pairs(theta_coordinate(inside), flat_rho)
+        result = decode_square_pair(flat_rho * inside, self._keys, functions)
+        beyond = flat > THETA_MAX
+        if beyond.any():
+            far = beyond & (flat <= THETA_FAR) & (flat_rho >= RHO_FAR)
+            peaked = beyond & ~far
+            of_far = far_coordinate(flat[far]), far_rho_coordinate(flat_rho[far])
+            functions = self._far.pairs(*of_far)
+            psi = flat_rho[far] * flat[far]
+            _assign(result, far, decode_square_pair(psi, self._keys, functions))
+            count = np.full(int(peaked.sum()), self._keys)
+            other = pairs(flat[peaked][:, None], count, flat_rho[peaked][:, None])
+            _assign(result, peaked, [np.ravel(field) for field in other])
+        return PairStatistics(*[np.reshape(field, size.shape) for field in result])
+
+
+def _assign(result: RowStatistics | PairStatistics, where: Any, values: Any) -> None:
+    for field, value in zip(result, values, strict=True):
+        np.asarray(field)[where] = value
+
+
+@functools.cache
+def _by_length(functions: int) -> Array:
+    """(log n, theta * functions * rho) coefficients of the first functions of a pair."""
+    pair = SquareTable.load().pair[:, :, :functions].swapaxes(0, 1)
+    return np.ascontiguousarray(pair.reshape(len(pair), -1))
+
+
+def _functions(theta: Array, keys: Array, rho: Array, count: int) -> Array:
+    """(count, m, s) of the tabulated functions; arguments as those of `pairs`."""
+    thetas, lengths, _, orders = SquareTable.load().pair.shape
+    in_length = chebyshev_basis(length_coordinate(keys), lengths).T @ _by_length(count)
+    in_length = in_length.reshape(len(keys), thetas, count * orders)
+    in_theta = chebyshev_basis(theta_coordinate(theta.ravel()), thetas)
+    in_theta = in_theta.reshape(thetas, *theta.shape).transpose(1, 2, 0)  # (m, s or 1, thetas)
+    in_rho = (in_theta @ in_length).reshape(*theta.shape, count, orders)
+    basis = chebyshev_basis(rho.ravel(), orders).reshape(orders, *rho.shape)
+    if theta.shape[1] == 1 and rho.ndim == 1:
+        return np.asarray((in_rho[:, 0] @ basis).swapaxes(0, 1))
+    if rho.ndim == 1:
+        return np.asarray(np.einsum("msfo,os->fms", in_rho, basis))
+    return np.asarray(np.einsum("msfo,oms->fms", in_rho, basis))
+
+
+def pairs(theta: Array, keys: Array, rho: Array) -> PairStatistics:
+    """Statistics of two alike rows at several correlations.
+
+    Args:
+        theta: (m, 1) or (m, s) logit variance within the table.
+        keys: (m,) number of keys of either row.
+        rho: (s,) correlations of their logits, or (m, s) where each row has its own.
+
+    Returns:
+        (m, s) arrays.
+    """
+    if np.any(theta > THETA_MAX):
+        return _beyond(theta, keys, rho)
+    functions = _functions(theta, keys, rho, 4)
+    return decode_square_pair(theta * rho, keys[:, None], functions)
+
+
+def _beyond(theta: Array, keys: Array, rho: Array) -> PairStatistics:
+    theta, count, rho = np.broadcast_arrays(theta, keys[:, None], rho)
+    edge = SquareTable.load().single(np.full(len(keys), THETA_MAX), keys)
+    edge = RowStatistics(*[np.asarray(one)[:, None] for one in edge])
+    moved, _ = at_edge(theta, rho, edge)
+    inside = np.minimum(theta, THETA_MAX)
+    correlation = np.where(theta > THETA_MAX, np.clip(moved, -1.0, 1.0), rho)
+    functions = _functions(inside, keys, correlation, 4)
+    result = decode_square_pair(inside * correlation, keys[:, None], functions)
+    return pairs_beyond(theta, count, rho, edge, result)
+
+
+def overlaps(theta: Array, keys: Array, rho: Array) -> Array:
+    """(m, s): C2 = E sum a a' alone; arguments as those of `pairs`."""
+    if np.any(theta > THETA_MAX):
+        return np.asarray(_beyond(theta, keys, rho).overlap)
+    functions = _functions(theta, keys, rho, 1)
+    return decode_participation(theta * rho, keys[:, None], functions)[0]
+
+
+def jacobian_square(sum_square: Array, count: Array) -> Array:
+    """E tr J^2 of exchangeable rows of `count` keys with the given E sum a^2; one shape.
+
+    Newton's method for the logit variance, in its logarithm.
+    """
+    keys = np.maximum(count, 1.0 + 1e-9)
+    sum_square = np.clip(sum_square, (1.0 + 1e-9) / keys, 1.0 - 1e-9)
+    odds = (keys - 1.0) * sum_square / (1.0 - sum_square)
+    theta = tabulated(np.log(np.maximum(odds, 1.0)))
+    square, jacobian, slope = _squares(theta, keys)
+    for _ in range(6):
+        error = (square - sum_square) / np.maximum(slope, 1e-300)
+        moved = tabulated(theta * np.exp(np.minimum(np.maximum(-error, -1.0), 1.0)))
+        if (np.abs(moved - theta) <= 1e-6 * theta).all():
+            break
+        theta = moved
+        square, jacobian, slope = _squares(theta, keys)
+    return np.where(count > 1.0 + 1e-6, jacobian, 0.0)
+
+
+def _squares(theta: Array, keys: Array) -> tuple[Array, Array, Array]:
+    """E sum a^2, E tr J^2 and dP2/dlog theta of `rows`."""
+    if theta.max() > THETA_MAX:
+        row = rows(theta, keys)
+        square, jacobian = np.asarray(row.sum_square), np.asarray(row.jacobian_square)
+        return square, jacobian, np.asarray(row.sum_square_slope)
+    functions = SquareTable.load().row_functions(theta, keys, 3).reshape(3, *theta.shape)
+    square, rest = decode_participation(theta, keys, functions)
+    jacobian = functions[1] * square * rest
+    return square, jacobian, functions[2] * theta * jacobian

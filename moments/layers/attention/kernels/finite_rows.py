@@ -1,0 +1,458 @@
+"""Exchangeable softmax rows of finite width, path by path, and what ties the closure to them.
+
+The sum and the difference of two queries have independent chi-square norms (`Widths.variance`),
+less what tokens of fixed norm take away; every exact statistic is averaged over both. Terms of
+order 1/d_model and 1/d_head enter the closure as factors over its own derivative dC2/drho. See
+docs/theory/attention.md, The closure, and docs/theory/softmax.md, Queries of finite width.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.polynomial import chebyshev
+from numpy.typing import NDArray
+
+from ....engine.state import ratio_or_zero
+from ..softmax import PairStatistics, RowStatistics, chi_square_rule
+from ..softmax.norms import CORRECTED_MAX, STIFFNESS_LEAST, key_corrections, pair_spreads
+from ..softmax.table import chebyshev_basis
+from . import exact_rows
+
+
+class Widths(NamedTuple):
+    """Widths of one layer.
+
+    Attributes:
+        norm_spread: Var|x|^2 / E^2|x|^2 of a token: 0 after a normalisation, 2/d_model if Gaussian;
+            (m,) where every row has its own.
+    """
+
+    d_model: float
+    d_head: float
+    norm_spread: Any
+
+    @property
+    def variance(self) -> Any:
+        """2/nu: relative variance of a row's logit variance, before fixed norms take their part."""
+        return 2.0 / self.d_head + 2.0 / self.d_model + self.norm_spread
+
+    @property
+    def deficit(self) -> Any:
+        """delta: half of what the tokens' norms fluctuate less than Gaussian ones."""
+        result = 1.0 / self.d_model - 0.5 * self.norm_spread
+        return np.maximum(result, 0.0) if np.ndim(result) else max(result, 0.0)
+
+    @property
+    def deficit_share(self) -> Any:
+        """delta over the relative variance 2/nu."""
+        return ratio_or_zero(np.where(self.deficit > 1e-12, self.deficit, 0.0), self.variance)
+
+
+Array = NDArray[np.float64]
+
+
+class Tables(Protocol):
+    """Where exact statistics come from; as the functions of `exact_rows`."""
+
+    def rows(self, theta: Array, keys: Array) -> RowStatistics:
+        """Of single rows."""
+        ...
+
+    def pairs(self, theta: Array, keys: Array, rho: Array) -> PairStatistics:
+        """Of two alike rows: (m, s) variances and correlations, (m,) keys."""
+        ...
+
+
+class FiniteRows(NamedTuple):
+    """Statistics of m rows at s correlations; theta the logit variance, delta `Widths.deficit`.
+
+    Attributes:
+        overlap: (m, s) C2 = E sum_j a_j a'_j.
+        growth: (m, s) dC2/dlog theta at fixed correlation.
+        key: (m, s) E tr J J' with the logit covariance, in the key path.
+        along: (m, s) theta E tr J J' there; what `key` has beyond rho times it comes of products
+            that fluctuate together with the Jacobians, whatever the queries' correlation.
+        query: (m, s) E tr J J' in the query path.
+        joint_shift, query_shift: (m, s) E of two rows' shifts along the direction that both look
+            in, over their product, in the output and in the query path.
+        square, jacobian: (m,) P2 = E sum a^2; T2 = E tr J^2 at the logits that have this P2.
+        common: (m,) what the keys' own variance, fluctuating, adds to `query` of a row with itself.
+        stiffness: (m,) x, where fixed norms leave the fraction e^{-x (1 + rho)} of C2.
+        against: (m,) fraction of what two rows' keys share that fixed norms take away.
+        masks: (m,) relative change of what a dropped value weighs.
+        dropped_key, dropped_query, dropped_cross: (m,) response to dropped attention: in the paths
+            as `key` and `query`, and theta (2 P2 - 5 P3 + 3 P4).
+        entropy: (m,) E[-sum a log a] in nats.
+    """
+
+    overlap: Array
+    growth: Array
+    key: Array
+    along: Array
+    query: Array
+    joint_shift: Array
+    query_shift: Array
+    square: Array
+    jacobian: Array
+    common: Array
+    stiffness: Array
+    against: Array
+    masks: Array
+    dropped_key: Array
+    dropped_query: Array
+    dropped_cross: Array
+    entropy: Array
+
+
+def finite_rows(
+    theta: Array,
+    keys: Array,
+    unshared: Array,
+    rho: Array,
+    widths: Widths,
+    tables: Tables = exact_rows,
+) -> FiniteRows:
+    """Statistics of rows, averaged over the widths' fluctuations; zero responses for one key.
+
+    Args:
+        theta, keys: (m,) logit variance within the tables and number of keys.
+        unshared: (m,) u.
+        rho: (m, s) correlations of the queries; the first is 1.
+    """
+    narrow, wide, deficit = 1.0 / widths.d_head, 1.0 / widths.d_model, widths.deficit
+    single = keys <= 1.0
+    average = averages(theta, keys, unshared, rho, widths, tables)
+    row, pair = average.row, average.pair
+    p2, p3, p4 = (row[f"sum_{power}"] for power in ("square", "cube", "fourth"))
+    square = np.maximum(p2, 1e-300)
+    jacobian = np.where(single, 1.0, np.maximum(row["jacobian_square"], 1e-300))
+    curvature = np.where(single, 0.0, average.curvature)
+    diagonal = (p2 - 2.0 * p3 + p4) / jacobian
+    stiff = unshared**2 * deficit
+    shared = np.maximum(1.0 - unshared, 0.0)
+    fluctuating = unshared * (wide - deficit)
+    between = 0.5 * (1.0 + rho)
+    straight = max(1.0 - 2.0 * wide - narrow, 0.0)
+
+    surviving = np.exp(-(stiff * curvature)[:, None] * between)
+    drive = pair["jacobian_overlap_"] * (1.0 - wide) + pair["radial_overlap_"] * wide
+    along = pair["jacobian_overlap"] * (1.0 - wide) + pair["radial_overlap"] * wide
+    query = pair["jacobian_overlap"] * straight + pair["radial_overlap"] * (narrow + 3.0 * wide)
+    spent = diagonal[:, None] + curvature[:, None] * between
+    query = query * np.exp(-2.0 * stiff[:, None] * spent)
+    radial = row["radial_square"]
+    common = shared**2 * deficit * (4.0 * radial - 2.0 * row["jacobian_square"])
+
+    masked = row["jacobian_square"] * straight + radial * (narrow + 2.0 * wide)
+    masked = masked * np.exp(-stiff * curvature)
+    masked = masked + fluctuating * jacobian * (2.0 * diagonal + curvature)
+    masked = masked + 2.0 * shared**2 * deficit * (radial - row["jacobian_square"])
+    joint_shift, query_shift = _joint_shifts(pair, row, theta, rho)
+    skewness = np.minimum(theta, CORRECTED_MAX) * (1.0 - 3.0 * p2 + 2.0 * p3)
+    driven = theta * row["jacobian_square_"]
+    return FiniteRows(
+        pair["overlap"],
+        pair["overlap_slope"],
+        drive * surviving,
+        along * surviving * theta[:, None],
+        query,
+        np.where(single[:, None], 1.0, joint_shift),
+        np.where(single[:, None], 1.0, query_shift),
+        p2,
+        np.where(single, 1.0, exact_rows.jacobian_square(p2, keys)),
+        np.where(single, 0.0, common),
+        np.where(single, 0.0, stiff * average.dropped / square),
+        np.where(single, 0.0, deficit * unshared * (1.0 + unshared) * skewness),
+        np.where(single, 0.0, fluctuating * (row["weighted_logit_square"] / square - 1.0)),
+        np.where(single, 0.0, driven * (1.0 + fluctuating * curvature)),
+        np.where(single, 0.0, masked),
+        np.where(single, 0.0, average.dropped),
+        np.where(single, 0.0, row["entropy"]),
+    )
+
+
+class Averages(NamedTuple):
+    """Statistics averaged over the norms of the sum and the difference of two queries, and over
+    one's own.
+
+    Attributes:
+        row: (m,) by the names of `RowStatistics`; a trailing underscore marks those times the norm.
+        pair: (m, s) by those of `PairStatistics`; likewise times the logits' covariance.
+        dropped: (m,) theta (2 P2 - 5 P3 + 3 P4).
+        curvature: (m,) of `KeyCorrections`.
+    """
+
+    row: dict[str, Array]
+    pair: dict[str, Array]
+    dropped: Array
+    curvature: Array
+
+
+def averages(
+    theta: Array, keys: Array, unshared: Array, rho: Array, widths: Widths, tables: Tables
+) -> Averages:
+    """Arguments as those of `finite_rows`."""
+    deficit, share = widths.deficit, np.reshape(widths.deficit_share, (-1, 1))
+    rule = _rules(widths.variance)
+    shared = np.clip(1.0 - unshared, 0.0, 1.0)
+    spreads = pair_spreads(np.maximum(rho, 0.0), shared[:, None], share)
+    difference = np.maximum(spreads.difference - spreads.along**2 * spreads.total, 0.0)
+    total = np.sqrt(spreads.total)[..., None] * (rule.first[..., None, :] - 1.0)
+    difference = np.sqrt(difference)[..., None] * (rule.second[..., None, :] - 1.0)
+    plus = 0.5 * (1.0 + rho[..., None]) * np.maximum(1.0 + total, 0.0)
+    along = np.asarray(spreads.along)[..., None] * total
+    minus = 0.5 * (1.0 - rho[..., None]) * np.maximum(1.0 + difference + along, 0.0)
+    norm = np.maximum(plus + minus, 1e-12)
+    size = exact_rows.tabulated(theta[:, None, None] * norm)
+    psi = size * (plus - minus) / norm
+    relative = np.sqrt(1.0 + 2.0 * share[:, 0] * shared**2)[:, None] * (rule.nodes - 1.0)
+    relative = np.maximum(1.0 + relative, 0.0)
+    alone = exact_rows.tabulated(theta[:, None] * relative)
+    dimension = 1.0 / (deficit * unshared**2 + STIFFNESS_LEAST) + 2.0
+    corrections = key_corrections(theta, keys, dimension)
+    fixed = np.reshape(deficit > 0.0, (-1, 1))
+    size_seen, psi_seen, alone_seen = size, psi, alone
+    if fixed.any():
+        lifted = corrections._replace(
+            dimension=corrections.dimension[:, None], share=corrections.share[:, None]
+        )
+        alone_seen = exact_rows.tabulated(np.where(fixed, lifted.covariance(alone, alone), alone))
+        fixed = fixed[..., None]
+        lifted = corrections._replace(
+            dimension=corrections.dimension[:, None, None], share=corrections.share[:, None, None]
+        )
+        size_seen = exact_rows.tabulated(np.where(fixed, lifted.covariance(size, size), size))
+        psi_seen = np.where(fixed, lifted.covariance(size, psi), psi)
+    cosine = np.clip(psi_seen / size_seen, -1.0, 1.0)
+    flat = (len(theta), -1)
+    pairs = tables.pairs(size_seen.reshape(flat), keys, cosine.reshape(flat))
+    rows = tables.rows(alone_seen, keys[:, None])
+    of_pairs = {name: np.reshape(getattr(pairs, name), size.shape) for name in pairs._fields}
+    of_rows = {name: np.asarray(getattr(rows, name)) for name in rows._fields}
+    p2, p3, p4 = (of_rows[f"sum_{power}"] for power in ("square", "cube", "fourth"))
+    dropped = np.minimum(alone, CORRECTED_MAX) * (2.0 * p2 - 5.0 * p3 + 3.0 * p4)
+    return Averages(
+        _weighed(of_rows, rule.weights, relative),
+        _weighed(of_pairs, rule.pair_weights[..., None, :], psi),
+        (dropped * rule.weights).sum(-1),
+        corrections.curvature,
+    )
+
+
+def _weighed(values: dict[str, Array], weights: Array, factor: Array) -> dict[str, Array]:
+    """Sums over the nodes, and of the values times a factor."""
+    driven = weights * factor
+    result = {name: np.vecdot(one, weights) for name, one in values.items()}
+    return result | {f"{name}_": np.vecdot(one, driven) for name, one in values.items()}
+
+
+class _Rule(NamedTuple):
+    """Gauss nodes of one chi-square over its mean, and of two independent ones."""
+
+    nodes: Array
+    weights: Array
+    first: Array
+    second: Array
+    pair_weights: Array
+
+
+@functools.lru_cache(maxsize=1024)
+def _rule(variance: float, count: int = 0) -> _Rule:
+    """The default rule of that relative variance; `count` nodes at least, those added of weight
+    0."""
+    nodes, weights = chi_square_rule(2.0 / variance if variance > 2e-12 else math.inf)
+    added = max(count - nodes.size, 0)
+    nodes, weights = np.append(nodes, np.ones(added)), np.append(weights, np.zeros(added))
+    count = nodes.size
+    pair_weights = np.outer(weights, weights).ravel()
+    return _Rule(nodes, weights, np.repeat(nodes, count), np.tile(nodes, count), pair_weights)
+
+
+def _rules(variance: Any) -> _Rule:
+    """The rule, or (m, nodes) where every row has one of its own: the one that it has alone."""
+    if np.ndim(variance) == 0:
+        return _rule(float(variance))
+    distinct, where = np.unique(variance, return_inverse=True)
+    if distinct.size == 1:
+        return _rule(float(distinct[0]))
+    count = max(_rule(v).nodes.size for v in distinct.tolist())
+    rules = zip(*(_rule(v, count) for v in distinct.tolist()), strict=True)
+    return _Rule(*[np.stack(part)[where] for part in rules])
+
+
+def _joint_shifts(
+    pair: dict[str, Array], row: dict[str, Array], theta: Array, rho: Array
+) -> tuple[Array, Array]:
+    """E of two rows' shifts over their product: E tr D tr D' and E (a'.a^2 - a.a' sum a^2)
+    interpolate between independent and equal rows."""
+    square, vacancy = row["sum_square"], row["trace_square"]
+    product = np.maximum((1.0 - square) ** 2, 1e-300)
+    equal, cosine = vacancy / product, rho * rho
+    query = 1.0 + cosine * (equal[:, None] - 1.0)
+    rest = 4.0 * (row["sum_cube"] - (vacancy - 1.0 + 2.0 * square))
+    joint_shift = query + (pair["jacobian_overlap"] - rest[:, None]) / product[:, None]
+    # equal rows: exactly E (a.s)^2 - theta P2, logits averaged with it
+    exact = (row["mean_logit_square"] - square) / (theta * product)
+    return joint_shift + (exact - joint_shift[:, 0])[:, None] * cosine, query
+
+
+# --- what the closure takes from them -------------------------------------------------------------
+
+TOLERANCE = 2e-2
+"""Chebyshev coefficient of the derivative, relative to the whole, from which on none is kept."""
+
+NEAREST_END = 0.9
+"""The other end of the interval lies here at least: derivatives divide by its length."""
+
+MOST_ORDERS = 10
+"""Largest degree, which peaked rows alone ask for."""
+
+
+class Nodes(NamedTuple):
+    """Chebyshev-Lobatto nodes in the query correlation, from 1 downwards.
+
+    Attributes:
+        low: the other end of the interval.
+        rho: (nodes,) correlations.
+        to_coefficients: (nodes, nodes) matrix from values at the nodes to Chebyshev coefficients.
+        to_slopes: (nodes - 1, nodes) to those of the derivative, on an interval of length 2.
+        at_nodes: (nodes, nodes) to the derivative at the nodes, likewise.
+    """
+
+    low: float
+    rho: Array
+    to_coefficients: Array
+    to_slopes: Array
+    at_nodes: Array
+
+    @property
+    def slopes(self) -> Array:
+        """(nodes, nodes) what multiplies values at the nodes to give the derivative at each."""
+        return self.at_nodes * (2.0 / (1.0 - self.low))
+
+    def basis(self, rho: Array) -> tuple[Array, Array]:
+        """Each (nodes, *rho.shape): what multiplies values at the nodes to give the value at rho,
+        and the derivative at rho."""
+        unit = (2.0 * rho - 1.0 - self.low) / (1.0 - self.low)
+        unit = np.minimum(np.maximum(unit, -1.0), 1.0)
+        terms, count = chebyshev_basis(unit.reshape(-1), len(self.rho)), len(self.rho)
+        derivative = self.to_slopes * (2.0 / (1.0 - self.low))
+        values = self.to_coefficients.T @ terms, derivative.T @ terms[:-1]
+        return values[0].reshape(count, *rho.shape), values[1].reshape(count, *rho.shape)
+
+
+def nodes_for(correlation: Array, theta: float) -> Nodes:
+    """As many nodes as e^{theta rho} needs on the interval of correlations that occur.
+
+    Its Chebyshev coefficients on a half width h decay like (theta h/2)^m/m!; the derivative, which
+    the gradient needs, multiplies that by m. The interval ends at 1, where every row meets itself.
+    """
+    low = float(min(correlation.min(), NEAREST_END))
+    half = 0.25 * theta * (1.0 - low)
+    order, term = 1, half
+    while order < MOST_ORDERS and term * (order + 1) > TOLERANCE:
+        order += 1
+        term *= half / order
+    unit, *matrices = _lobatto(order)
+    rho = 0.5 * (1.0 + low) + 0.5 * (1.0 - low) * unit
+    return Nodes(low, rho, *matrices)
+
+
+@functools.cache
+def _lobatto(order: int) -> tuple[Array, Array, Array, Array]:
+    """Nodes on [-1, 1], and matrices from values there to coefficients, to the derivative's, and to
+    the derivative at the nodes."""
+    unit = np.cos(np.pi * np.arange(order + 1) / order)
+    terms = chebyshev.chebvander(unit, order)
+    inverse = np.asarray(np.linalg.inv(terms), dtype=np.float64)
+    slopes: Array = np.asarray(chebyshev.chebder(inverse), dtype=np.float64)
+    return unit, inverse, slopes, np.asarray((terms[:, :-1] @ slopes).T, dtype=np.float64)
+
+
+class Calibration(NamedTuple):
+    """One row per class; a column per node where two are stated.
+
+    Attributes:
+        log_odds: (classes, r) log[(n-1) C2/(1-C2)], averaged over the widths' fluctuations in C2.
+        key: (classes, r) multiplies dF/drho in the key path; rho at infinite width.
+        along: (classes, r) the same per unit of the queries' covariance: `key` without what comes
+            of fluctuating products; 1 at infinite width.
+        query: (classes, r) multiplies dF/drho in the query path; 1 at infinite width.
+        growth: (classes, r) dF/dlog theta at fixed rho, over dF/drho.
+        joint_shift, query_shift: (classes, r) as in `FiniteRows`.
+        common: (classes,) what is added to `query` for a row with itself.
+        stiffness, against, masks: (classes,) as in `FiniteRows`.
+        noise_key, noise_query, noise_cross: (classes,) what the widths do to the response to
+            dropped attention in the paths and in the correlation of the key and value paths; 1, 1
+            and 0 at infinite width.
+    """
+
+    log_odds: Array
+    key: Array
+    along: Array
+    query: Array
+    growth: Array
+    joint_shift: Array
+    query_shift: Array
+    common: Array
+    stiffness: Array
+    against: Array
+    masks: Array
+    noise_key: Array
+    noise_query: Array
+    noise_cross: Array
+
+
+def calibrate(
+    theta: Array,
+    keys: Array,
+    unshared: Array,
+    unshared_keys: Array,
+    nodes: Nodes,
+    widths: Widths,
+    between_nodes: bool = False,
+) -> Calibration:
+    """Exact statistics of every class at every node.
+
+    Args:
+        theta, keys: (classes,) reference rows.
+        unshared, own: (classes,) fraction of a key that it does not share with the others, by the
+            variance of the logits and by the mean overlap of the keys.
+        between_nodes: whether joint laws are formed at any correlation, of log odds interpolated to
+            it; False: at the nodes, and interpolated themselves.
+    """
+    single, column = (keys <= 1.0)[:, None], theta[:, None]
+    rho = np.broadcast_to(nodes.rho, (len(theta), len(nodes.rho)))
+    result = finite_rows(theta, keys, unshared_keys, rho, widths)
+    odds = np.clip(result.overlap, 1e-12, 1.0 - 1e-12)
+    odds = np.log(np.maximum(keys - 1.0, 1e-12)[:, None] * odds / (1.0 - odds))
+    derivative = nodes.slopes
+    closure = result.overlap @ derivative
+    if between_nodes:
+        closure = result.overlap * (1.0 - result.overlap) * (odds @ derivative)
+    still = single | (closure <= 0.0)
+    closure = np.where(still, 1.0, closure)
+    # First order in what one key's logit varies: by its own part, where the keys are not alike.
+    lift = np.where(unshared > 0.0, unshared_keys / np.where(unshared > 0.0, unshared, 1.0), 1.0)
+    alone, noise = keys <= 1.0, result.jacobian
+    cross = 2.0 / widths.d_model * unshared * result.dropped_cross / (theta * noise)
+    return Calibration(
+        np.where(single, 0.0, odds),
+        np.where(still, rho, result.key / closure),
+        np.where(still, 1.0, result.along / closure),
+        np.where(still, 1.0, column * result.query / closure),
+        np.where(still, 0.0, result.growth / closure),
+        result.joint_shift,
+        result.query_shift,
+        np.where(still[:, 0], 0.0, theta * result.common / closure[:, 0]),
+        lift * result.stiffness,
+        lift * result.against,
+        result.masks,
+        np.where(alone, 1.0, result.dropped_key / (theta * noise)),
+        np.where(alone, 1.0, result.dropped_query / noise),
+        cross,
+    )

@@ -1,0 +1,446 @@
+"""Statistics of single attention rows: variance, participation, entropy and mean attention.
+
+A row is compared with one of n_e keys whose logits have covariance tau (b + (spread) delta_jk):
+theta and n_e reproduce the overlap distribution of the row's keys. See docs/theory/attention.md,
+The closure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..softmax.table import THETA_MAX
+from . import exact_rows
+
+# --- reference rows -------------------------------------------------------------------------------
+
+Array = NDArray[np.float64]
+
+FEWEST_KEYS = 3.0
+"""Floor of n_e where the row allows that many: the response in `mean_attention` is 0/0 at 2."""
+
+
+class ReferenceRow(NamedTuple):
+    """Exchangeable rows, one per attention row; arrays (L,).
+
+    Attributes:
+        theta: variance of the logits around their common part.
+        keys: effective number of keys n_e, between 1 and 1/sum prior^2, the number of keys.
+    """
+
+    theta: Array
+    keys: Array
+
+
+Mean = Callable[[Callable[[Array], Array]], Array]
+"""Means over every row's pairs of keys of a function of C - max C."""
+
+
+def annealed_moments(mean: Mean, relative: Array, spread: float, tau: float) -> tuple[Array, Array]:
+    """log mean e^{tau (C - mean C)} and log mean e^{2 tau (C - mean C)} over a row's key pairs.
+
+    Args:
+        relative: (rows,) mean of C - max C.
+        spread: max C - min C.
+        tau: covariance of logits per unit of the kernel, at the rows' average query.
+    """
+    shift = -tau * relative
+    if tau * spread < 1.0:  # logarithms of numbers near one: keep their excess
+        first = np.log1p(mean(lambda below: np.expm1(tau * below)))
+        second = np.log1p(mean(lambda below: np.expm1(2.0 * tau * below)))
+    else:
+        first = np.log(np.maximum(mean(lambda below: np.exp(tau * below)), 1e-300))
+        second = np.log(np.maximum(mean(lambda below: np.exp(2.0 * tau * below)), 1e-300))
+    return np.maximum(first + shift, 0.0), np.maximum(second + 2.0 * shift, 0.0)
+
+
+def _annealed(theta: Array, keys: Array) -> Array:
+    """log mean over key pairs of e^{cov - mean cov} of an exchangeable row."""
+    return np.asarray(np.logaddexp(np.log1p(-1.0 / keys), theta - np.log(keys)) - theta / keys)
+
+
+NEWTON_STEPS = 30
+"""More than were ever needed to the last digits."""
+
+
+def _theta_of(keys: Array, target: Array, theta: Array, steps: int = NEWTON_STEPS) -> Array:
+    """Root of `_annealed(theta, keys) = target`, convex and increasing in theta: Newton's method.
+
+    One step from anywhere lands at or above the root, after which the descent is monotone.
+    """
+    share, logs = 1.0 / keys, np.log(keys)
+    others = np.log1p(-share)
+    bound = (target + logs) / (1.0 - share)
+    theta = np.minimum(np.maximum(theta, 1e-12), bound)
+    for _ in range(steps):
+        value = np.logaddexp(others, theta - logs) - theta * share
+        slope = np.maximum(share * np.exp(theta - value - theta * share) - share, 1e-12)
+        before = theta
+        theta = np.minimum(np.maximum(theta - (value - target) / slope, 1e-12), bound)
+        if (np.abs(theta - before) <= 1e-12 * theta).all():
+            break
+    return theta
+
+
+def _roots(first: Array, second: Array, low: Array, high: Array) -> tuple[Array, Array]:
+    """theta and log n of rows with both moments, log n between two ends: Newton's method.
+
+    It starts where third cumulants of few keys, or the last key of peaked rows, put the root, and
+    corrects theta alone before every step.
+    """
+    size = np.maximum(first, 1e-300)
+    small = 0.75 * np.maximum(second / size - 4.0, 1e-3)
+    logs = np.log(np.maximum(0.5 * small * small / size, 1.0))
+    logs = np.minimum(np.maximum(np.maximum(logs, second - 2.0 * first), low), high)
+    share = np.exp(-logs)
+    theta = np.sqrt(2.0 * first / (share * (1.0 - share)))
+    theta, smallest = _theta_of(1.0 / share, first, theta, 3), np.inf
+    for _ in range(NEWTON_STEPS):
+        share = np.exp(-logs)
+        theta = _theta_of(1.0 / share, first, theta, 1)
+        rest, odds = np.log1p(-share), share / (1.0 - share)
+        errors, by_theta, by_logs = [], [], []
+        for times, target in ((1.0, first), (2.0, second)):
+            scaled = times * theta
+            value = np.logaddexp(rest, scaled - logs) - scaled * share
+            met = np.exp(scaled - logs - value - scaled * share)  # the share of equal keys
+            errors.append(value - target)
+            by_theta.append(times * np.maximum(met - share, 1e-12))
+            by_logs.append(scaled * share + odds * (1.0 - met) - met)
+        whole = by_theta[0] * by_logs[1] - by_theta[1] * by_logs[0]
+        step = by_theta[0] * errors[1] - by_theta[1] * errors[0]
+        step = -step / np.where(whole == 0.0, 1.0, whole)
+        before, last = logs, theta
+        logs = np.minimum(np.maximum(logs + step, low), high)
+        theta = theta - (errors[0] + by_logs[0] * (logs - before)) / by_theta[0]
+        theta = np.maximum(theta, 1e-12)
+        moved = float((np.abs(logs - before) + np.abs(theta - last) / last).max())
+        # Quadratic: the next step would be nothing; or, where logits all but vanish, these are no
+        # longer steps but rounding.
+        if moved <= 1e-8 or (smallest < 1e-4 and moved > 0.5 * smallest):
+            break
+        smallest = min(moved, smallest)
+    return theta, logs
+
+
+def matched(first: Array, second: Array, count: Array) -> ReferenceRow:
+    """The exchangeable rows of these `annealed_moments`, of at most `count` keys."""
+    several = count > 1.0 + 1e-6
+    ceiling = np.where(several, count, 2.0)
+    floor = np.minimum(FEWEST_KEYS, ceiling)
+
+    def excess(keys: Array, of: Any, theta: Array) -> tuple[Array, Array]:
+        theta = _theta_of(keys, first[of], theta)
+        return np.abs(second[of] - _annealed(2.0 * theta, keys)), theta
+
+    # above the root: by the last key alone, and by second order where theta is small
+    theta = (first + np.log(ceiling)) / (1.0 - 1.0 / ceiling)
+    theta = np.minimum(theta, np.sqrt(2.0 * first / (1.0 - 1.0 / ceiling) * ceiling))
+    all_keys, theta = excess(ceiling, ..., theta)
+    keys = ceiling.copy()
+    # else exchangeable to rounding: all keys count
+    inside = np.flatnonzero((all_keys > 1e-6 * second) & (ceiling > floor) & several)
+    if inside.size:
+        ends = np.log(floor[inside]), np.log(ceiling[inside])
+        moved, logs = _roots(first[inside], second[inside], *ends)
+        result = np.exp(logs)
+        between = (logs > ends[0]) & (logs < ends[1])
+        between &= np.abs(second[inside] - _annealed(2.0 * moved, result)) <= 1e-9 * second[inside]
+        if not between.all():  # no such row: the nearer end
+            rest = inside[~between]
+            few_keys, fewer = excess(floor[rest], rest, theta[rest])
+            nearer = few_keys < all_keys[rest]
+            result[~between] = np.where(nearer, floor[rest], ceiling[rest])
+            moved[~between] = np.where(nearer, fewer, theta[rest])
+        keys[inside], theta[inside] = result, moved
+    return ReferenceRow(np.where(several, theta, 0.0), np.where(several, keys, 1.0))
+
+
+# --- rows of any kernel ---------------------------------------------------------------------------
+
+Indices = NDArray[np.intp]
+
+ONE_KEY = 1.0 + 1e-9
+
+LEAST_SCALE = 1e-3
+"""Logit variance over a kernel's range below which its reference row is taken at that scale: it has
+a limit, linear from there."""
+
+LEAST_RESPONSE = 1e-3
+"""Floor of x, which divides; rows of several keys have .5 to 1."""
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """One entry per attention row, from the exact statistics of its reference row; arrays (rows,).
+
+    Attributes:
+        count: number of keys, 1/sum prior^2.
+        temperature: C_ii of the query (the class mean for a class's own row).
+        logit_variance: theta of the reference row.
+        unshared: the same per unit of logit scale and query norm: C_jj - b.
+        unshared_fraction: the same over the mean C_jj of the row's keys.
+        unshared_by_mean: fraction of C_jj that n_e alike keys do not share if their mean overlap is
+            the row's; as `unshared_fraction` for exchangeable keys, 2 for two opposite ones.
+        theta: the same within the tables, where the exact statistics were taken.
+        keys: effective number of keys n_e.
+        entropy: E[-sum a log a] in nats, over all allowed keys.
+        strength: (1 - P2)/(1 - 1/n_e), the exact response of the softmax to its own logits.
+        odds: log-odds of P2 per logit variance.
+        own_response: x, the response of a mean weight to its key's own logit: `odds` within the
+            tables, like the responses below.
+        kernel_response: y, the response of a mean weight to a correlation of its key.
+        variance_response: the response of a mean weight to its key's own variance.
+    """
+
+    count: Array
+    temperature: Array
+    logit_variance: Array
+    unshared: Array
+    unshared_fraction: Array
+    unshared_by_mean: Array
+    theta: Array
+    keys: Array
+    entropy: Array
+    strength: Array
+    odds: Array
+    own_response: Array
+    kernel_response: Array
+    variance_response: Array
+
+    @property
+    def held(self) -> Array:
+        """1, and below 1 for rows beyond all laws: the factor on their logit variance."""
+        return self.theta / np.maximum(self.logit_variance, exact_rows.THETA_LEAST)
+
+    @property
+    def step(self) -> Array:
+        """What part of a change of a row's overlap A with itself is to be taken.
+
+        Of exchangeable keys the iteration of A (`joint_laws.self_overlap`) has one number, p - q of
+        a key with itself and with another, and its derivative there is -2 l p (1 - p)/(1 - p + q),
+        l the log-odds of p: with this step what is left of it is of second order.
+        """
+        keys = np.maximum(self.keys, ONE_KEY)
+        apart = self.strength * (keys - 1.0) / keys
+        return 1.0 / (1.0 + 2.0 * self.odds * self.theta * (1.0 - apart))
+
+    @property
+    def softening(self) -> Array:
+        """Factor on the logit covariance that brings the row into the range of the tables."""
+        inside = np.minimum(self.theta, THETA_MAX)
+        return inside / np.maximum(self.logit_variance, exact_rows.THETA_LEAST)
+
+
+def rows_of_kernel(
+    kernel: Array, prior: Array, temperature: Array, logit_scale: float
+) -> AttentionRows:
+    """Reference statistics of rows with the given keys and query norms.
+
+    Args:
+        kernel: (L, L) second moments C of the tokens.
+        prior: (rows, L) weights of every row's keys at vanishing logits; they sum to 1, and a row's
+            pairs of keys are averaged under them.
+        temperature: (rows,) second moment C_ii of each row's query.
+        logit_scale: tau, so that row i has logit covariance tau C_ii C_jk.
+    """
+    logs = np.log(np.where(prior > 0.0, prior, 1.0))
+    top = float(kernel.max())
+    below = kernel - top
+
+    def mean(function: Callable[[Array], Array]) -> Array:
+        return np.asarray(np.einsum("ij,ij->i", prior @ function(below), prior))
+
+    return attention_rows(
+        mean,
+        (float(kernel.min()), top),
+        (temperature, float(temperature.mean())),
+        logit_scale,
+        1.0 / (prior * prior).sum(1),
+        prior @ np.diag(kernel),
+        np.maximum(-(prior * logs).sum(1), 0.0),
+    )
+
+
+def attention_rows(
+    mean: Mean,
+    between: tuple[float, float],
+    temperature: tuple[Array, float],
+    logit_scale: float,
+    count: Array,
+    diagonal: Array,
+    uniform: Array,
+) -> AttentionRows:
+    """Rows whose references have the distribution of their keys' overlaps.
+
+    Args:
+        mean: over pairs of keys.
+        between: the least and the largest entry of their kernel.
+        temperature: (rows,) second moment of each row's query, and its average.
+        logit_scale: tau, per unit of it and of the kernel.
+
+    Source:
+        derived here; which annealed moments to match was decided by measurement.
+    """
+    low, top = between
+    of_rows, average = temperature
+    # Where logits vanish the reference has a limit, taken at a small scale without cancellation.
+    scale = max(logit_scale * average, LEAST_SCALE / max(top - low, 1e-12))
+    relative = mean(lambda below: below)
+    reference = matched(*annealed_moments(mean, relative, top - low, scale), count)
+    overlap = relative + top
+    return statistics_of(reference, scale, count, of_rows, logit_scale, diagonal, overlap, uniform)
+
+
+def statistics_of(
+    reference: ReferenceRow,
+    scale: float,
+    count: Array,
+    temperature: Array,
+    logit_scale: float,
+    diagonal: Array,
+    overlap: Array,
+    uniform: Array,
+) -> AttentionRows:
+    """Exact statistics of the rows' references.
+
+    Args:
+        reference, scale: the references, and that scale.
+        count: (rows,) number of keys.
+        diagonal, overlap: (rows,) means of C_jj over a row's keys and of C_jl over their pairs.
+        uniform: (rows,) entropy without any logits.
+    """
+    unshared = reference.theta / scale
+    variance = unshared * logit_scale * temperature
+    theta = exact_rows.tabulated(variance)
+    exact = exact_rows.rows(theta, reference.keys)
+    several = reference.keys > 1.0
+    keys = np.maximum(reference.keys, ONE_KEY)
+    square, cube = np.asarray(exact.sum_square), np.asarray(exact.sum_cube)
+    rest = np.maximum(1.0 - square, 1e-300)
+    strength = np.where(several, (1.0 - square) * keys / (keys - 1.0), 1.0)
+    odds = np.where(several, np.log(square * (keys - 1.0) / rest) / theta, 1.0)
+    # Mean weights respond as at the edge of the tables: first order in how keys differ, which
+    # exponentials carry too far in rows that all but pick a key.
+    near = theta
+    if theta.max() > THETA_MAX:
+        near = np.minimum(theta, THETA_MAX)
+        exact_near = exact_rows.rows(near, reference.keys)
+        square, cube = np.asarray(exact_near.sum_square), np.asarray(exact_near.sum_cube)
+        rest = np.maximum(1.0 - square, 1e-300)
+    # E sum a (1-a)(1-2a), by Gaussian interpolation: second derivative of a in its own logit
+    curvature = 1.0 - 3.0 * square + 2.0 * cube
+    response_own = odds
+    if near is not theta:
+        response_own = np.where(several, np.log(square * (keys - 1.0) / rest) / near, 1.0)
+    wide = reference.keys > 2.0 + 1e-6
+    response = np.where(wide, keys / np.maximum(keys - 2.0, 1e-6) * curvature / rest, 0.0)
+    # the pull `response` already contains a share P2 of the key's own variance: added back
+    own_variance = np.where(several, 0.5 * keys / (keys - 1.0) * curvature + response * square, 0.0)
+    sized = np.where(diagonal > 0.0, diagonal, 1.0)  # of keys without any size there is no part
+    diagonal_factor = (1.0 - overlap / sized) / (1.0 - 1.0 / keys)
+    return AttentionRows(
+        count,
+        temperature,
+        variance,
+        unshared,
+        np.clip(unshared / sized, 0.0, 2.0),
+        np.where(several, np.clip(diagonal_factor, 0.0, 2.0), 0.0),
+        theta,
+        reference.keys,
+        np.asarray(exact.entropy) + uniform - np.log(reference.keys),
+        strength,
+        np.maximum(odds, 1e-12),
+        np.maximum(response_own, LEAST_RESPONSE),
+        response,
+        own_variance,
+    )
+
+
+def mean_attention(
+    kernel: Array, prior: Array, statistics: AttentionRows, rows: Indices, scale: float
+) -> Array:
+    """(a, n) mean attention E a_ij of some rows over n common keys.
+
+    E a_j is proportional to p_j (sum_k p_k e^{x tau C_jk})^{-y/x}, p the prior: a key crowded by
+    others like it shares its weight with them. x and y are the exact responses of an exchangeable
+    row to one key's own logit and to one key's correlations, so the law is exact to first order
+    around such a row; for any prior it is exact to first order in tau.
+
+    Args:
+        kernel: (n, n) second moments of the keys.
+        prior: (a, n) weights of the keys at vanishing logits, of sum 1.
+        rows: (a,) their indices in `statistics`; the last one's x is used for all.
+        scale: tau, per unit of query norm.
+    """
+    response = statistics.own_response[rows[-1]]
+    tau = scale * statistics.temperature[rows[-1]] * statistics.softening[rows[-1]]
+    boltzmann = np.exp(response * tau * (kernel - kernel.max()))
+    crowd = np.log(np.maximum(prior @ boltzmann, 1e-300))
+    variance = np.diag(kernel)
+    relative = variance - (prior @ variance)[:, None]
+    log_weight = log_weights(statistics, rows, scale, relative, crowd, response)
+    held = prior > 0.0
+    log_weight = np.where(held, log_weight + np.log(np.where(held, prior, 1.0)), -np.inf)
+    weight = np.exp(log_weight - log_weight.max(1, keepdims=True))
+    return np.asarray(weight / weight.sum(1, keepdims=True))
+
+
+def log_weights(
+    statistics: AttentionRows,
+    rows: Indices,
+    scale: float,
+    relative: Array,
+    crowd: Array,
+    response: Array | float,
+) -> Array:
+    """(a, n) logarithm of `mean_attention` over the prior, up to a constant of every row.
+
+    Args:
+        relative: (a, n) a key's variance less the row's mean.
+        crowd: (a, n) logarithm of the mean e^{x tau C_jk} over the row's keys k.
+        response: x, of every row or of all.
+    """
+    lift = scale * statistics.temperature[rows] * statistics.softening[rows]
+    lift = lift * statistics.variance_response[rows]
+    shared = statistics.kernel_response[rows] / response
+    return np.asarray(lift[:, None] * relative - shared[:, None] * crowd)
+
+
+# --- saturation -----------------------------------------------------------------------------------
+
+FAINT = 1e-9
+"""A product of correlation and logit variance below which rows are read as independent."""
+
+LEAST_OWN = 0.05
+"""Least share of its own that a key is taken to have where dropped weights are distinct."""
+
+
+def saturation(
+    correlation: Array, keys: Array, theta: Array, odds: Array
+) -> tuple[Array, Array, Array]:
+    """R1, R2 and rho dR2/drho of rows with these statistics."""
+    free = (keys - 1) / keys**2
+    share = 1 / (1 + (keys - 1) * np.exp(-correlation * odds))
+    slope = odds / theta * share * (1 - share) / free
+    faint = np.abs(correlation * theta) < FAINT
+    chord = np.where(
+        faint, slope, (share - 1 / keys) / (np.where(faint, 1.0, correlation * theta) * free)
+    )
+    return chord, slope, correlation * odds * (1 - 2 * share) * slope
+
+
+def dropped_by_own(dropped: Any, unshared: Array) -> Array:
+    """What dropout adds to a row with itself, per unit of what its logits move: they matter by what
+    their keys have of their own, whatever they share.
+
+    Args:
+        dropped: p/(1 - p).
+        unshared: share of their own that keys have.
+    """
+    return np.asarray(dropped / np.maximum(unshared, LEAST_OWN))

@@ -1,0 +1,299 @@
+"""Latent attention: attention of one set of latent tokens to another, both made of the same.
+
+Queries ask from N(W x) of r_q features, keys and values stand in N(W' x) of r features, and every
+head's keys have a part in common that is linear in x. Kernels of all three are those of the tokens,
+to 1/rank. The shared part is taken on the kernel of the latents, and the two parts of the keys'
+gradient in proportion to their shares in the logits: positions turn one of them alone. See
+docs/theory/latent_attention.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...engine.composition import Leaf, Pullback, Pulled
+from ...engine.fluctuation import OverlapWalk, UnsharedOverlap
+from ...engine.response import Around, Response
+from ...engine.state import Array, Gradient, Kernel, Signal, Values
+from ...engine.trace import Record
+from ...formulas.linear import LINEAR
+from ...formulas.normalization import RMSNORM
+from ...model.mixers import LatentAttention
+from ...model.positions import Rotary
+from ..elementary import Linear
+from ..normalization import FiniteNormalization
+from .layers import Mask, self_masks
+from .projections import through
+from .response import AttentionSublayer, through_attention
+from .self_attention import AttentionPullback, SelfAttention, attended
+
+QUERY_LATENT, KV_LATENT = "attention.query_latent", "attention.kv_latent"
+
+
+@dataclass(frozen=True)
+class _PartTurned:
+    """Rotary positions that turn the part of a key that all heads share.
+
+    Attributes:
+        rotary: on the features of that part.
+        width: how many these are.
+        share: of that part in the logits' variance.
+    """
+
+    rotary: Rotary
+    width: int
+    share: float
+    grid: None = None
+
+    def frequencies(self, d_head: int) -> tuple[Array, Array]:
+        """As of `Rotary`: the rest of the features does not turn."""
+        speeds, shares = self.rotary.frequencies(self.width)
+        return np.append(0.0, speeds), np.append(1.0 - self.share, self.share * shares)
+
+
+@dataclass(frozen=True)
+class _Core(SelfAttention):
+    """Attention of latents to latents.
+
+    Attributes:
+        attended_width: features of those attended to.
+        value_dim: features of a head's values.
+    """
+
+    attended_width: Any = None
+    value_dim: Any = None
+
+    @property
+    def memory_width(self) -> Any:
+        return self.attended_width
+
+    @property
+    def value_width(self) -> Any:
+        return self.heads * self.value_dim
+
+    def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
+        """Which keys each query attends to: it stands where its key does."""
+        return self_masks(self, keys, matrices)
+
+
+@dataclass(frozen=True)
+class LatentHeads(Leaf):
+    """The concatenated heads of latent attention.
+
+    Attributes:
+        attention: heads, mask, positions and temperature; `query`, `key` and `value` are variances
+            of the matrices behind the latents, and `d_model` the tokens' width.
+        block: ranks, widths of a head's parts, and the other matrices' variances.
+        affine: whether the latents' norms have gains that receive gradients.
+    """
+
+    attention: SelfAttention
+    block: LatentAttention
+    affine: bool = False
+
+    mixes_tokens = True
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return self.attention.label
+
+    @property
+    def padding(self) -> Any:
+        return self.attention.padding
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return ("value",)
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> LatentHeads:
+        return replace(self, attention=self.attention.with_variances(names, factor))
+
+    def unplaced(self) -> LatentHeads:
+        return replace(self, attention=self.attention.unplaced())
+
+    # --- what is made of the tokens --------------------------------------------------------------
+
+    def _latent(self, weight: str, label: str, rank: Any, factor: float) -> tuple[Any, Any]:
+        block, width = self.block, self.attention.d_model
+        variance = block.down_variances[weight]
+        parameters = {"fan_in": width, "fan_out": rank, "weight_variance": variance}
+        down = Linear(LINEAR, "refined", weight, parameters, rank, weight)
+        epsilon = block.norm_epsilon
+        norm = FiniteNormalization(
+            RMSNORM, label, epsilon, centres=False, gain=factor, affine=self.affine
+        )
+        return down, norm
+
+    def _shares(self, size: float) -> tuple[float, float]:
+        """Variance of a key's entry, averaged over both parts, and the shared one's part of it, of
+        tokens of that size."""
+        block, leaf = self.block, self.attention
+        diagonal = block.nope_dim * block.kv_rank * float(leaf.key) * block.kv_factor**2
+        shared = block.rope_dim * float(leaf.d_model) * block.kv_down * size
+        total = diagonal + shared
+        return total / float(leaf.d_head), shared / total if total > 0.0 else 0.0
+
+    def core(self, size: float) -> _Core:
+        """Attention of latents to latents, behind tokens of that size."""
+        block, leaf = self.block, self.attention
+        entry, share = self._shares(size)
+        rotary: Any = leaf.rotary
+        if rotary is not None:
+            rotary = _PartTurned(rotary, block.rope_dim, share)
+        given = {name: getattr(leaf, name) for name in _AS_THEY_ARE}
+        unit = block.kv_factor**2
+        return _Core(
+            leaf.label,
+            block.query_rank or leaf.d_model,
+            query=leaf.query,
+            key=entry / (block.kv_rank * unit),
+            rotary=rotary,
+            attended_width=block.kv_rank,
+            value_dim=block.value_dim,
+            **given,
+        )
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        block = self.block
+        queries, asks = signal, []
+        if block.query_rank is not None:
+            for part in self._latent(
+                "query_down", QUERY_LATENT, block.query_rank, block.query_factor
+            ):
+                queries, back = part.forward(queries)
+                asks.append(back)
+        latent, stands = signal, []
+        for part in self._latent("kv_down", KV_LATENT, block.kv_rank, block.kv_factor):
+            latent, back = part.forward(latent)
+            stands.append(back)
+        core = self.core(_size(signal))
+        if block.query_rank is None and block.query_factor != 1.0:
+            core = replace(core, query=core.query * block.query_factor**2)
+        if not signal.resolved:
+            core._check_alike(signal.seq_len)
+        way = attended(core, queries, latent)
+        return way.output, _Back(self, signal, way, tuple(asks), tuple(stands))
+
+    # --- one draw of it --------------------------------------------------------------------------
+
+    def _alone(self, signal: Signal) -> SelfAttention:
+        """Attention to the tokens with the same logits and values: latents of many features."""
+        size, block, leaf = _size(signal), self.block, self.attention
+        core, width = self.core(size), float(leaf.d_model)
+        asked = core.d_model * core.query * block.query_factor**2
+        if block.query_rank is not None:
+            asked = asked / size
+        unit = block.kv_rank * block.kv_factor**2 / size
+        return replace(
+            leaf,
+            d_head=block.value_dim,
+            query=asked / width,
+            key=core.key * unit / width,
+            value=float(leaf.value) * unit / width,
+            rotary=None,
+        )
+
+    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
+        return self._alone(signal).two_sequences(signal, memory)
+
+    def response(self, record: Record, around: Around) -> Response:
+        signal = record.input
+        return AttentionSublayer.of(self._alone(signal), signal, around.grad_out(record))
+
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
+        return through_attention(self._alone(record.input), record, at, walk)
+
+
+_AS_THEY_ARE = (
+    *("heads", "d_head", "value", "drop_prob", "temperature", "causal", "padding"),
+    *("window", "sequences"),
+)
+
+
+def _size(signal: Signal) -> float:
+    """Of the tokens of all configurations, on average; 1 where they are nothing."""
+    return float(np.mean(signal.second_moment().mean_diagonal())) or 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Back:
+    """The way back, around `signal`: through attention, and through what made the latents."""
+
+    heads: LatentHeads
+    signal: Signal
+    way: AttentionPullback
+    asks: tuple[Pullback, ...]
+    stands: tuple[Pullback, ...]
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        way, block, length = self.way, self.heads.block, gradient.seq_len
+        query, rest, sides = way._sent(gradient.kernel)
+        _, share = self.heads._shares(_size(self.signal))
+        key = through(sides.key, way.law.keys, way.law.key_scale)
+        total: Kernel = query
+        parts: list[Pulled] = []
+        if self.asks:
+            total = _down(self.asks, query, length, parts)
+        total = total + _down(self.stands, rest + key.scaled(-share), length, parts)
+        # of the parts that all heads share, per feature of theirs
+        shared = key.scaled(share * block.kv_rank * block.kv_factor**2)
+        diagonal = float(self.heads.attention.d_model) * _size(self.signal)
+        total = total + shared.scaled(1.0 / diagonal)
+        return _Pulled(Gradient(total, length), self, gradient.kernel, sides, shared, tuple(parts))
+
+
+def _down(ways: tuple[Pullback, ...], kernel: Kernel, length: int, parts: list[Pulled]) -> Kernel:
+    """What returns to the tokens of a gradient at a latent."""
+    gradient = Gradient(kernel, length)
+    for way in reversed(ways):
+        parts.append(way(gradient))
+        gradient = parts[-1].gradient
+    return gradient.kernel
+
+
+@dataclass(slots=True, eq=False)
+class _Pulled(Pulled):
+    """What came back.
+
+    Attributes:
+        grad_out: gradient's kernel at the heads.
+        shared: gradient's kernel at tokens that keys' shared part would be made of with matrices of
+            unit gain.
+        parts: what norms and matrices before the latents sent back.
+    """
+
+    way: _Back
+    grad_out: Kernel
+    sides: Any
+    shared: Kernel
+    parts: tuple[Pulled, ...]
+
+    def weights(self) -> Values:
+        way = self.way
+        heads, signal = way.heads, way.signal
+        block = heads.block
+        result = dict(way.way.weights(self.grad_out, self.sides))
+        # The matrix of the keys' own part has nope_dim of d_head features, and its own variance.
+        result["key"] = result["key"] * (block.nope_dim / (block.nope_dim + block.rope_dim))
+        for part in self.parts:
+            result |= dict(part.weights())
+        for name, factor in ((QUERY_LATENT, block.query_factor), (KV_LATENT, block.kv_factor)):
+            if f"{name}.gain" in result:
+                result[f"{name}.gain"] = result[f"{name}.gain"] * factor**2
+        if block.rope_dim:
+            tokens = signal.second_moment()
+            if heads.attention.rotary is None:
+                tokens = tokens.without_common()
+            total = (tokens * self.shared).total(signal.seq_len)
+            result["kv_down"] += total / max(block.kv_down * _size(signal), 1e-300)
+        return result
+
+    def response(self) -> Kernel | None:
+        way = self.way
+        result = way.way.response(self.grad_out)
+        return _down(way.asks, result, way.signal.seq_len, []) if way.asks else result

@@ -1,0 +1,586 @@
+"""Attention in every resolution of its tokens: what a leaf declares, made into rows of attention.
+
+`TokenLayer` is any kernel under any mask, `ClassLayer` classes of positions, `laws.AlikeLayer` keys
+that are alike, of queries of any resolution and of any number of configurations at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.classes import ClassRows, Matrix, PositionClasses, few_points, one_class
+from ...engine.fluctuation import norm_variance
+from ...engine.layout import one_document, places
+from ...engine.state import Array, Kernel, Signal, ratio_or_zero
+from ...engine.texts import TextClasses
+from ...errors import DomainError, MomentsError
+from ...model.positions import RelativeBias, alibi_slopes
+from .kernels import HeadAverage, KernelAttention, Paths, Rotation
+from .kernels.position_attention import Across, ClassLogits, PositionAttention, Words
+from .kernels.relative_positions import RotaryMeans, shifted_classes, shifted_together
+from .laws import AlikeLayer
+from .projections import LOGIT_VARIANCE_MAX, LogitLaw, attention_diagnostics, by_distance, positive
+from .sinks import SinkLayer
+
+Mask = NDArray[np.bool_]
+
+HEADS_RESOLVED = 4
+"""Heads of different distance penalties that are followed one by one; more are averaged by a Gauss
+rule of as many nodes in the penalty's logarithm."""
+
+BEYOND_TABLES = (
+    "some rows have a logit variance beyond 8, where they follow the law of the largest logits"
+)
+
+
+ALIKE_NOTED, TURNED_NOTED = 0.7, 0.5
+"""Correlation of keys that rotary positions turn, and variance of their logits, noted together."""
+
+TURNED_ALIKE = (
+    "tokens that rotary positions turn correlate by more than .7, and logits differ mostly as keys "
+    "turn: against simulation queries' and keys' gradients are, at a correlation of .8 and "
+    "logit variances of 1 to 2.7, up to 11 and 22 % high token by token, on classes of positions "
+    "keys up to 33 % behind the first layer; at .95 up to twice as large, and on classes keys 4 to "
+    "6 times"
+)
+
+
+def turned_alike(leaf: Any, law: LogitLaw) -> bool:
+    """Whether rotary positions turn tokens that correlate strongly, under logits that matter."""
+    keys = law.keys.kernel
+    size, shared = keys.mean_diagonal(), keys.mean_off_diagonal()
+    logits = law.scale * law.queries.kernel.mean_diagonal() * size
+    strong = (shared > ALIKE_NOTED * size) & (np.asarray(logits) > TURNED_NOTED)
+    return leaf.rotary is not None and bool(np.any(strong))
+
+
+# --- what each query attends to -------------------------------------------------------------------
+
+
+def positions(tokens: int, leaf: Any) -> Array:
+    """(tokens,) position of every token in its sequence, or in its document of a packed row."""
+    length = tokens // leaf.sequences
+    documents = np.ones((1, length)) if leaf.padding is None else np.asarray(leaf.padding)
+    if np.max(documents) < 2 or documents.shape[-1] != length:
+        documents = np.ones((1, length))
+    where = np.broadcast_to(places(documents), (leaf.sequences, length))
+    return where.reshape(-1).astype(np.float64)
+
+
+def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
+    """Which keys each query attends to, one (n, n) mask for every kernel of n tokens.
+
+    A kernel holds `leaf.sequences` sequences one after the other, each of which attends to itself.
+
+    Raises:
+        DomainError: the tokens are no whole number of sequences, or the padding fits neither the
+            sequences of one kernel nor the kernels.
+    """
+    if tokens % leaf.sequences:
+        raise DomainError(f"{tokens} tokens are not {leaf.sequences} sequences of one length")
+    length = tokens // leaf.sequences
+    offset = np.subtract.outer(np.arange(length), np.arange(length))
+    inside = np.ones((length, length), bool)
+    if leaf.causal:
+        inside &= offset >= 0
+    if leaf.window is not None:
+        inside &= np.abs(offset) < leaf.window
+    if leaf.padding is None:
+        return [_blocks([inside] * leaf.sequences)] * matrices
+    seen = [_visible(inside, np.asarray(row, dtype=np.int64)) for row in leaf.padding]
+    if leaf.sequences > 1:
+        if len(seen) != leaf.sequences:
+            raise DomainError(
+                f"padding is given for {len(seen)} sequences, and the kernel holds {leaf.sequences}"
+            )
+        return [_blocks(seen)] * matrices
+    return seen if len(seen) == matrices else seen * matrices
+
+
+def _visible(inside: Mask, documents: NDArray[np.int64]) -> Mask:
+    """(L, L) real keys of a query's own document; of a padding query, all that are real. One that
+    would have no key attends to itself: padding before a causal text."""
+    mask = inside & (one_document(documents) | ((documents[:, None] == 0) & (documents > 0)))
+    return np.asarray(np.where(mask.any(-1, keepdims=True), mask, np.eye(len(mask), dtype=bool)))
+
+
+def _blocks(masks: list[Mask]) -> Mask:
+    """(n L, n K) of masks (L, K) of one shape."""
+    count, (rows, columns) = len(masks), masks[0].shape
+    whole = np.zeros((count, rows, count, columns), bool)
+    whole[np.arange(count), :, np.arange(count)] = masks
+    return whole.reshape(count * rows, count * columns)
+
+
+def same_sequence(queries: int, keys: int, sequences: int) -> Mask:
+    """(queries, keys) whether both tokens are of one sequence."""
+    ones = np.ones((queries // sequences, keys // sequences), bool)
+    return _blocks([ones] * sequences)
+
+
+# --- by token -------------------------------------------------------------------------------------
+
+
+def build(
+    leaf: Any, law: LogitLaw, memory: Kernel, allowed: list[Mask], norm_spread: Array
+) -> tuple[list[HeadAverage], Array]:
+    """The layer on every kernel of a batch, and the variance its logits were to have in each.
+
+    Args:
+        memory: (..., Lk, Lk) kernel of the tokens attended to.
+        allowed: a mask for every kernel.
+        norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged over each kernel's.
+    """
+    queries, keys = law.queries.kernel, law.keys.kernel
+    scales, wanted = logit_scales(law)
+    lead = memory.off_diagonal.shape[:-2]
+    scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
+    heads: list[HeadAverage] = []
+    turned = leaf.rotary is not None
+    value_gain = memory_gain(leaf)
+    kernels = flat(queries), flat(keys), flat(memory)
+    matrices = zip(*kernels, allowed, scales, spreads, strict=True)
+    for query_tokens, key_tokens, values, mask, scale, spread in matrices:
+        where = [positions(len(one), leaf) for one in (query_tokens, key_tokens)]
+        # A common shift of all keys cancels in the softmax unless it is turned.
+        plain = law.keys.gain is None and (not turned or keys is memory)
+        settings = {
+            "logit_scale": float(scale),
+            "allowed": mask,
+            "drop_prob": leaf.drop_prob,
+            "d_model": leaf.memory_width,
+            "d_head": law.head_freedom,
+            "norm_spread": float(spread),
+            "query_kernel": None if plain and queries is memory else query_tokens,
+            "key_kernel": None if plain else key_tokens,
+            "rotation": Rotation.of_rotary(leaf.rotary, int(leaf.d_head), *where)
+            if turned
+            else None,
+            "value_bias": leaf.value_bias / value_gain,
+        }
+        heads.append(_heads(leaf, values, where, settings))
+    return heads, wanted
+
+
+def head_slopes(leaf: Any) -> tuple[Array, Array]:
+    """Distance penalties that stand for those of all heads, and their shares."""
+    every = leaf.alibi * alibi_slopes(int(leaf.heads))
+    slopes, shares = few_points(np.log(every), HEADS_RESOLVED)
+    return np.exp(slopes), shares
+
+
+def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any]) -> HeadAverage:
+    if not leaf.alibi:
+        return HeadAverage([KernelAttention(values, **settings)])
+    slopes, shares = head_slopes(leaf)
+    far = np.abs(np.subtract.outer(*where))
+    return HeadAverage([KernelAttention(values, bias=-s * far, **settings) for s in slopes], shares)
+
+
+def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
+    """tau of every kernel, no larger than there are laws for; and the variance that its logits were
+    to have: what the tokens have of their own, which is what a row's logits vary with."""
+    queries, keys = law.queries.kernel, law.keys.kernel
+    wanted = law.scale * queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_off_diagonal())
+    return law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)), wanted
+
+
+def memory_gain(leaf: Any) -> float:
+    """Variance of a value per unit of the tokens' kernel, kept above 0."""
+    return float(max(leaf.memory_width * leaf.value, 1e-60))
+
+
+def flat(kernel: Kernel) -> Array:
+    """(matrices, n, n)."""
+    return np.asarray(kernel.off_diagonal.reshape(-1, *kernel.off_diagonal.shape[-2:]))
+
+
+class _Layer:
+    """What layers share that know places."""
+
+    rows: Kernel | None = None
+    """Second moments of the sums of rows; None: they are 1."""
+    keys: Any
+    """How many keys a row attends to."""
+
+    def summed(self, query: Kernel) -> Kernel:
+        """The query path as sums over pairs of tokens take it: what is kept as means over cells
+        by what these weigh."""
+        return query
+
+    def table_gradient(self, leaf: Any, gained: Kernel) -> Array | None:
+        """Of a table of relative biases: of rows of mean weights, as much larger as those of
+        reference rows are."""
+        table = leaf.relative_bias
+        if table is None or table.variance == 0.0:
+            return None
+        total = (gained * self._shifted(table)).total(self._length)
+        return np.asarray(leaf.d_model * total)
+
+    _length: int
+
+    def _shifted(self, table: RelativeBias) -> Kernel:
+        raise MomentsError(f"no table of relative biases on a {type(self).__name__}")
+
+
+class TokenLayer(_Layer):
+    """One layer of attention on every kernel of a batch, by token."""
+
+    def __init__(
+        self, leaf: Any, law: LogitLaw, queries: Kernel, memory: Kernel, norm_spread: Array
+    ) -> None:
+        """Kernels of the tokens that ask and of those attended to: one, where they are the same."""
+        self._leaf, self._shape, self._memory_shape = (
+            leaf,
+            queries.off_diagonal.shape,
+            memory.off_diagonal.shape,
+        )
+        count = int(np.prod(self._shape[:-2], dtype=int))
+        self._masks = leaf.key_masks(self._shape[-1], self._memory_shape[-1], count)
+        self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread)
+        self._length = self._shape[-1]
+        self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+        self.keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
+
+    def _kernel(self, matrices: list[Array]) -> Kernel:
+        return Kernel.of_matrix(np.stack(matrices).reshape(self._shape))
+
+    def _numbers(self, name: str) -> Array:
+        return np.stack([getattr(one, name) for one in self._rows])
+
+    def forward(self) -> Kernel:
+        """Second moments per feature of sum_j a_ij x_j."""
+        return self._kernel([one.forward() for one in self._rows])
+
+    def mean_output(self) -> Kernel:
+        """Overlap of the outputs of two heads that share keys and values."""
+        return self._kernel([one.mean_output() for one in self._rows])
+
+    def weights(self) -> Array:
+        """Mean attention."""
+        result = self._numbers("mean_attention")
+        return result.reshape(*self._shape[:-2], *result.shape[-2:])
+
+    def head_weights(self) -> Array:
+        """(heads, n, n) mean attention of every head of one kernel; one, where all are alike."""
+        nodes = [np.asarray(one.mean_attention) for one in self._rows[0].layers]
+        if not self._leaf.alibi:
+            return np.stack(nodes)
+        # a node stands for several heads where these are many: by what each loses with the distance
+        every = self._leaf.alibi * alibi_slopes(int(self._leaf.heads))
+        few, _ = head_slopes(self._leaf)
+        where = positions(len(nodes[0]), self._leaf)
+        distance = np.abs(np.subtract.outer(where, where))
+        result = []
+        for slope in every:
+            near = int(np.argmin(np.abs(np.log(few / slope))))
+            weights = nodes[near] * np.exp((few[near] - slope) * distance)
+            result.append(weights / weights.sum(-1, keepdims=True))
+        return np.stack(result)
+
+    @functools.cached_property
+    def sum_square(self) -> Array:
+        """E sum_j a_ij^2."""
+        return self._numbers("sum_square").reshape(self._shape[:-1])
+
+    def diagnostics(self) -> dict[str, Array]:
+        """See `attention_diagnostics`."""
+        theta, square, entropy = map(self._numbers, ("logit_variance", "sum_square", "entropy"))
+        return attention_diagnostics(theta, square, entropy, self.keys)
+
+    def backward(self, gained: Kernel) -> Paths[Kernel]:
+        """Of the gradient at sum_j a_ij x_j."""
+        parts = [one.backward(matrix) for one, matrix in zip(self._rows, flat(gained), strict=True)]
+        query = self._kernel([one.query for one in parts])
+        value, key, cross = (
+            Kernel.of_matrix(np.stack(result).reshape(self._memory_shape))
+            for result in zip(*((one.value, one.key, one.cross) for one in parts), strict=True)
+        )
+        return Paths(value, query, key, cross)
+
+    def overlap_path(self, gained: Kernel) -> Kernel:
+        """What the query path gains per unit of the relative variance of two tokens' overlap."""
+        result = [one.overlap_path * g for one, g in zip(self._rows, flat(gained), strict=True)]
+        return self._kernel(result)
+
+    def response(self) -> Kernel:
+        """What the query path is per unit of the gradient."""
+        return self._kernel([one.response for one in self._rows])
+
+    def _shifted(self, table: RelativeBias) -> Kernel:
+        where = positions(self._length, self._leaf)
+        bucket = table.bucket(np.subtract.outer(where, where).T, self._leaf.causal)
+        return self._kernel(
+            [
+                one.amplification * shifted_together(one.mean_attention, bucket, one.kernel)
+                for one in self._rows
+            ]
+        )
+
+
+# --- by class -------------------------------------------------------------------------------------
+
+
+class ClassLayer(_Layer):
+    """`TokenLayer` on classes of positions.
+
+    Tokens alike whose logits know their distance are one class of all.
+    """
+
+    def __init__(self, leaf: Any, law: LogitLaw, memory: Signal, tokens: Kernel) -> None:
+        self._alike = tokens.classes is None
+        self._classes = classes = tokens.classes or one_class(memory.seq_len)
+        self._lead = lead = (
+            np.shape(tokens.off_diagonal) if self._alike else tokens.off_diagonal.shape[:-2]
+        )
+        self._key_counts = key_counts = classes.key_counts(leaf.window)
+        scales, self.wanted = logit_scales(law)
+        given = scales, norm_variance(memory)
+        scales, spreads = (np.broadcast_to(one, lead).ravel() for one in given)
+        self._rotary_means = rotary_means = None
+        if leaf.rotary is not None:
+            rotary_means = RotaryMeans.of(key_counts, *leaf.rotary.frequencies(int(leaf.d_head)))
+            self._rotary_means = rotary_means
+        self._rows: list[PositionAttention] = []
+        kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
+        for query_tokens, key_tokens, values, scale, spread in zip(
+            *kernels, scales, spreads, strict=True
+        ):
+            # A common shift of all keys cancels in the softmax unless it is turned.
+            plain = law.keys.gain is None and (rotary_means is None or law.keys.kernel is tokens)
+            keys = values if plain else key_tokens
+            queries = values if law.queries.kernel is tokens else query_tokens
+            blocks = list(zip(queries, keys, values, strict=True))
+            words: list[Words | None] = [None, None]
+            if isinstance(classes, TextClasses):
+                half = len(blocks) // 2
+                words = self._words(classes, blocks[half:])
+                blocks = blocks[:half]
+            inside, *other = blocks
+            across = Across(*other[0], words[1]) if other else None
+            logits = ClassLogits(*inside, float(scale), key_counts, rotary_means, across, words[0])
+            self._rows.append(
+                PositionAttention(
+                    logits,
+                    drop_prob=leaf.drop_prob,
+                    d_model=leaf.d_model,
+                    d_head=law.head_freedom,
+                    norm_spread=float(spread),
+                    value_bias=leaf.value_bias / memory_gain(leaf),
+                )
+            )
+        self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+        self._tokens, self._length = tokens, classes.length
+        self.keys = self._of_tokens(key_counts.size)
+
+    def _words(
+        self, classes: TextClasses, blocks: Sequence[tuple[Matrix, Matrix, Matrix]]
+    ) -> list[Words | None]:
+        """What two tokens of one word have, in one document and in two: of queries, keys and
+        values."""
+        result: list[Words | None] = []
+        others = classes.others, classes.others_across
+        for (coincidence, share), counts, kernels in zip(
+            classes.shares, others, blocks, strict=False
+        ):
+            queries, keys, values = kernels
+            at_one_place = coincidence if result else None
+            words = classes.frequencies, counts, at_one_place
+            # beyond it no words of that frequency are left: `prediction.stack` refuses many such
+            share = np.minimum(share, classes.most_of_a_cell)
+            result.append(Words(queries, keys, values, share, *words))
+        return [*result, None]
+
+    def _flat(self, kernel: Kernel, means: bool = False) -> list[tuple[Matrix, ...]]:
+        """Of every configuration, its kernel by what two tokens have to do with each other, or the
+        means of that over cells."""
+        size = len(self._classes.nodes)
+        diagonal, off_diagonal = kernel.diagonal, kernel.off_diagonal
+        if self._alike:
+            diagonal, off_diagonal = (
+                np.asarray(diagonal)[..., None],
+                np.asarray(off_diagonal)[..., None, None],
+            )
+        shape = (*self._lead, size)
+        if diagonal.shape != shape or off_diagonal.shape != (*shape, size):
+            diagonal, off_diagonal = (
+                np.broadcast_to(diagonal, shape),
+                np.broadcast_to(off_diagonal, (*shape, size)),
+            )
+        every = zip(diagonal.reshape(-1, size), off_diagonal.reshape(-1, size, size), strict=True)
+        divided = self._classes.blocks if means else self._classes.blocks_by_relation
+        return [divided(*one) for one in every]
+
+    def _kernel(self, kernels: list[Any]) -> Kernel:
+        diagonal, off_diagonal = kernels[0]
+        if self._lead:
+            shape = diagonal.shape, off_diagonal.shape
+            diagonal, off_diagonal = (np.stack(part) for part in zip(*kernels, strict=True))
+            diagonal, off_diagonal = (
+                diagonal.reshape(*self._lead, *shape[0]),
+                off_diagonal.reshape(*self._lead, *shape[1]),
+            )
+        if self._alike:
+            return Kernel(diagonal[..., 0][()], off_diagonal[..., 0, 0][()])
+        return Kernel(diagonal, off_diagonal, self._classes)
+
+    def _of_rows(self, function: Callable[..., Matrix], *kernels: Kernel) -> Kernel:
+        """A kernel that rows make of others, those of one document and those of two."""
+        result = []
+        for one, *given in zip(self._rows, *map(self._flat, kernels), strict=True):
+            rows = [one, *one.others]
+            blocks = [function(*block) for block in zip(rows, *given, strict=True)]
+            result.append(self._classes.joined(*blocks))
+        return self._kernel(result)
+
+    def _numbers(self, name: str) -> Array:
+        result = np.stack([getattr(one, name) for one in self._rows])
+        return self._of_tokens(result.reshape(*self._lead, *result.shape[1:]))
+
+    def _of_tokens(self, values: Array) -> Array:
+        return values[..., 0] if self._alike else self._classes.repeated(values)
+
+    def forward(self) -> Kernel:
+        return self._of_rows(lambda one: one.output)
+
+    def mean_output(self) -> Kernel:
+        return self._of_rows(lambda one: one.mean_output())
+
+    def weights(self) -> ClassRows | None:
+        """Uniform, for tokens alike."""
+        if self._alike:
+            return None
+        result = np.stack([one.weights for one in self._rows])
+        return ClassRows(result.reshape(*self._lead, *result.shape[1:]), self._key_counts)
+
+    @functools.cached_property
+    def sum_square(self) -> Array:
+        return self._numbers("sum_square")
+
+    def diagnostics(self) -> dict[str, Array]:
+        theta, square, entropy = map(self._numbers, ("logit_variance", "sum_square", "entropy"))
+        return attention_diagnostics(theta, square, entropy, self.keys)
+
+    def backward(self, gained: Kernel) -> Paths[Kernel]:
+        result: list[list[Matrix]] = [[] for _ in Paths._fields]
+        counts = self._classes.documents
+        totals = gained if counts is None else gained.weighted(*counts)
+        for one, given in zip(self._rows, self._flat(totals), strict=True):
+            rows = [one, *one.others]
+            if isinstance(self._classes, TextClasses):
+                parts = self._backward_by_word(self._classes, rows, given)
+            else:
+                parts = [row.backward(*block) for row, block in zip(rows, given, strict=True)]
+            for of_path, blocks in zip(result, zip(*parts, strict=True), strict=True):
+                of_path.append(self._classes.joined(*blocks))
+        paths = Paths(*map(self._kernel, result))
+        if counts is None:
+            return paths
+        each = [ratio_or_zero(1.0, count) for count in counts]
+        return Paths(*(path.weighted(*each) for path in paths))
+
+    def _backward_by_word(
+        self, classes: TextClasses, rows: list[Any], given: tuple[Matrix, ...]
+    ) -> list[Any]:
+        """Paths of two words and then of one, in one document and in two."""
+        result: list[list[Any]] = [[], []]
+        half = len(classes.shares)
+        for number, (alike, share) in enumerate(classes.shares):
+            both = rows[number::half], given[number::half]
+            portions = (1.0 - alike, 1.0 - share), (alike, share)
+            parts = [
+                row.backward(one * diagonal, several * off_diagonal)
+                for row, (diagonal, off_diagonal), (one, several) in zip(
+                    *both, portions, strict=True
+                )
+            ]
+            of_query = [
+                (diagonal * row.response[0], off_diagonal * row.response[1])
+                for row, (diagonal, off_diagonal) in zip(*both, strict=True)
+            ]
+            for kind, query in enumerate(of_query):
+                of_path = {"query": query}
+                for name in ("value", "key", "cross"):
+                    (a, b), (more, rest) = (getattr(part, name) for part in parts)
+                    whole, several = a + more, b + rest
+                    if number > 0:  # at one place as next to it, and what that has beyond
+                        mean = several[0] + share * (several[1] - several[0])
+                        whole = whole + np.diagonal(several[kind] - mean)
+                    of_path[name] = whole, several[kind]
+                result[kind].append(parts[0]._replace(**of_path))
+        return result[0] + result[1]
+
+    def summed(self, query: Kernel) -> Kernel:
+        classes = self._classes
+        inner = classes.one if isinstance(classes, TextClasses) else classes
+        if self._rotary_means is None or type(inner) is not PositionClasses:
+            return query
+        count = classes.inside.pair_count
+        usable = count > 0.0
+        share = self._rotary_means.pair_count() / np.where(usable, count, 1.0)
+        return query.weighted(1.0, classes.within(np.where(usable, share, 1.0)))
+
+    def overlap_path(self, gained: Kernel) -> Kernel:
+        return self._of_rows(lambda one: one.overlap_path) * gained
+
+    def response(self) -> Kernel:
+        return self._of_rows(lambda one: one.response)
+
+    def _shifted(self, table: RelativeBias) -> Kernel:
+        shifted = [
+            self._classes.joined(
+                *(shifted_classes(self._key_counts, table, one.weights, block) for block in blocks)
+            )
+            for one, blocks in zip(self._rows, self._flat(self._tokens, means=True), strict=True)
+        ]
+        return self._kernel(shifted) * self._of_rows(lambda one: one.amplification)
+
+
+# --- which of them --------------------------------------------------------------------------------
+
+
+Layer = TokenLayer | ClassLayer | AlikeLayer | SinkLayer
+"""Attention in the resolution of its tokens: moments of what it mixes, and the paths back."""
+
+
+def layer_of(
+    leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
+) -> Layer:
+    """That layer.
+
+    Args:
+        signal, memory: the tokens that ask and those attended to, which may be the same.
+    """
+    layer, (_, tokens) = _layer_of(leaf, law, signal, memory, kernels), kernels
+    sink = getattr(leaf, "sink", None)
+    return layer if sink is None else SinkLayer(layer, law, sink, tokens)
+
+
+def _layer_of(
+    leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
+) -> TokenLayer | ClassLayer | AlikeLayer:
+    (queries, tokens), spread = kernels, norm_variance(memory)
+    if memory.resolved is True:
+        return TokenLayer(leaf, law, queries, tokens, spread)
+    if memory.resolved or (by_distance(leaf) and memory.seq_len > 1):
+        return ClassLayer(leaf, law, memory, tokens)
+    scale, wanted = logit_scales(law)
+    return AlikeLayer(
+        law.queries.kernel,
+        law.keys.kernel,
+        tokens,
+        query_count=signal.seq_len,
+        key_count=memory.seq_len,
+        scale=scale,
+        drop_prob=leaf.drop_prob,
+        d_model=leaf.memory_width,
+        d_head=law.head_freedom,
+        norm_spread=spread,
+        value_bias=leaf.value_bias / positive(leaf.memory_width * leaf.value),
+        wanted=wanted,
+    )

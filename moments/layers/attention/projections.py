@@ -1,0 +1,617 @@
+"""Projections: from the kernels of tokens to the covariance of logits, and back to weights.
+
+Queries and keys are Gaussian given the tokens, with kernels d s_q C + b_q and d s_k C' + b_k; norms
+and a soft cap may stand between, and the logits then are read as the Gaussian ones of `LogitLaw`.
+Back at the weights, E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W). See
+docs/theory/logits.md and docs/theory/attention.md, Weight gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...engine.classes import ClassRows
+from ...engine.state import Array, Kernel, Signal, ratio_or_zero
+from ...errors import domain_error
+from ...formulas.algebra import is_number
+from .kernels import Paths
+from .kernels.exact_rows import THETA_PEAKED, AlikeRows
+from .softmax import chi_square_rule
+from .softmax.table import LENGTH_MAX
+
+CAP_NOTED = 0.7
+"""Logit variance over the square of its soft cap beyond which a note says so."""
+
+TABLE_NOTED = 0.1
+"""Variance of relative biases beyond which a note says so: how they spread attention is missing."""
+
+FAINTEST = 1e-9
+"""What stands for no weight besides a bias: products of it with the rest keep seven digits."""
+
+LOGIT_VARIANCE_MAX = THETA_PEAKED
+"""Logit variance, averaged over a kernel's tokens, beyond which that variance stands in."""
+
+LOGIT_VARIANCE_NOTED = 12.0
+"""Logit variance beyond which a note says so."""
+
+
+def variance_notes(logit_variance: Array) -> tuple[str, ...]:
+    """Where the logits' variance leaves what the laws were measured at."""
+    largest = float(np.max(logit_variance))
+    if largest <= LOGIT_VARIANCE_NOTED:
+        return ()
+    text = (
+        f"the logit variance {largest:.3g} is beyond {LOGIT_VARIANCE_NOTED:g}: attention all but "
+        "picks one token, by the law of the largest logits (what a layer sends back through "
+        "queries and keys was measured 1 to 8 % low at 16 to 60 and 2 to 12 % at 100 to 130; 1.2 "
+        "to 1.55 times too large, and the output 4 to 12 % low, where tokens' variances differ by "
+        "10; and "
+        "where attention is much larger than what it is added to, gradients of 2 to 4 layers .6 to "
+        "2 times the right ones, and correlations off by up to .05; the band of one draw was .6 of "
+        "its width at 30 and a third at 100)"
+    )
+    if largest > LOGIT_VARIANCE_MAX:
+        lost = (largest / LOGIT_VARIANCE_MAX) ** 0.5
+        text += (
+            f"; beyond {LOGIT_VARIANCE_MAX:g} that variance stands in, and what queries and keys "
+            f"send back is low by up to {lost:.2g} in each such layer"
+        )
+    return (text,)
+
+
+class Side(NamedTuple):
+    """Queries or keys.
+
+    Attributes:
+        kernel: on the scale of the tokens' kernel, or of unit variance behind a normalisation.
+        gain: what multiplies the gradient of the logits' covariance in `kernel`, entry by entry,
+            to give the gradient at the tokens; None: 1.
+        scale: variance per unit of `kernel`.
+    """
+
+    kernel: Kernel
+    gain: Kernel | None
+    scale: Any
+
+
+class LogitLaw(NamedTuple):
+    """Covariance of logits (i, j) and (k, l): scale times queries_ik times keys_jl.
+
+    Attributes:
+        scale: that of the Gaussian logits which stand for the actual ones.
+        gradient_scale: actual scale over it, which multiplies gradients through queries and those
+            of the keys' weights.
+        key_scale: the same of what keys send to their tokens.
+        head_freedom: d_head where the queries' norms fluctuate with it; infinite where they do not.
+        notes: what made this less certain.
+    """
+
+    queries: Side
+    keys: Side
+    scale: Any
+    gradient_scale: Any
+    key_scale: Any
+    head_freedom: Any
+    notes: tuple[str, ...]
+
+
+def attention_diagnostics(
+    logit_variance: Array, square: Array, entropy: Array, keys: Array
+) -> dict[str, Array]:
+    """What users ask about attention; distance is E sum_j (a_ij - 1/n)^2 over n keys."""
+    return {
+        "logit_variance": logit_variance,
+        "square_sum": square,
+        "distance_to_uniform": square - 1 / keys,
+        "entropy": entropy,
+    }
+
+
+class RowMoments(NamedTuple):
+    """Of every row of attention: E sum a^2, and its logits' variance."""
+
+    squares: Array
+    logit_variance: Array
+
+
+def of_rows(output: Signal, shape: tuple[int, ...] = ()) -> RowMoments:
+    """What an attention's output tells of its rows, by token in that shape."""
+    assert output.diagnostics is not None
+    result = (np.asarray(output.diagnostics[name]) for name in ("square_sum", "logit_variance"))
+    return RowMoments(*(one.reshape(shape) if shape else one for one in result))
+
+
+def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, width: Any) -> Side:
+    shift = bias / gain
+    kernel = tokens
+    if np.any(shift):
+        one, two = tokens.lift(shift)
+        kernel = Kernel(tokens.diagonal + one, tokens.off_diagonal + two, tokens.resolved)
+    if norm is None:
+        return Side(kernel, None, gain)
+    first, second = kernel.over_tokens(kernel.diagonal)
+    correlation = np.clip(ratio_or_zero(kernel.off_diagonal, np.sqrt(first * second)), -1.0, 1.0)
+    inverse = ratio_or_zero(gain + 0.0 * kernel.diagonal, kernel.diagonal * gain + epsilon)
+    shrunk = kernel.diagonal * inverse
+    left, right = kernel.over_tokens(np.sqrt(shrunk))
+    square = correlation**2
+    off_diagonal = left * right * correlation * (1.0 - (1.0 - square) / (2.0 * width))
+    directions = Kernel.joined(shrunk, off_diagonal, kernel.resolved)
+    left, right = kernel.over_tokens(np.sqrt(inverse))
+    back = left * right * np.maximum(1.0 + (1.5 * square - 0.5) / width, 0.0)
+    diagonal = inverse * (1.0 + 1.0 / width)
+    returned = Kernel.joined(diagonal, back, kernel.resolved)
+    # On the scale of the largest: epsilon may leave next to nothing.
+    largest = shrunk.max(-1) if kernel.resolved else shrunk
+    one = ratio_or_zero(1.0, largest)
+    return Side(directions.scaled(one), returned.scaled(one), largest)
+
+
+BENT_STEP, BENT_TAIL = 0.5, 16.0
+"""Spacing in log t of `_bent_row`, and how far below a row's bulk it begins."""
+
+BENT_LEAST = 1e-3
+"""Logit variance within a row below which what bends it does is that of this one: a limit. Above
+`LOGIT_VARIANCE_MAX`, and 100 times the square of a cap, likewise."""
+
+BENT_NODES = 200
+"""Most nodes of a logit on either side: logits of larger variance than these resolve are capped."""
+
+BENT_SWEEPS = 8
+"""Newton steps to the variance of a given P2, whose logarithm is nearly linear in it."""
+
+
+class Bent(NamedTuple):
+    """What stands for rows of logits f(s) of keys that are no Gaussian ones.
+
+    Attributes:
+        shrunk: variance of the Gaussian logits whose rows have the same P2, over that of s.
+        driven: what a row answers to its keys' own parts, over the same of those Gaussian logits.
+        with_common: likewise what it answers to all of a key: a cap does not leave alone what all
+            keys share.
+    """
+
+    shrunk: Any
+    driven: Any
+    with_common: Any
+
+
+def bent(
+    diagonal: Any, shared: Any, keys: float, spread: float, cap: float | None, dimension: Any
+) -> Bent:
+    """Of logits f = c tanh(s/c), s the coordinates of points on a sphere.
+
+    With J the softmax's Jacobian, D = diag(f') and y^2 the part of a key that is orthogonal to the
+    query, E tr J D^2 y^2 J stands over E tr J^2, all averaged over the queries' norms and over what
+    the logits of a row share; and with it shared/own E|J f'|^2.
+
+    Args:
+        diagonal, shared: variance of the logits within a row, and of what all of a row share.
+        keys: how many a row has.
+        spread: relative variance of a row's logit variance.
+        cap: c; None: f = s.
+        dimension: of the sphere; infinite: s is Gaussian.
+
+    Source:
+        the integrals of `_bent_row`; see docs/theory/logits.md, Soft caps.
+    """
+    most = max(LOGIT_VARIANCE_MAX, 0.0 if cap is None else 100.0 * cap**2)
+    shared = shared * np.minimum(most / np.maximum(diagonal, most), 1.0)
+    diagonal = np.minimum(np.maximum(diagonal, BENT_LEAST), most)
+    diagonal, shared, dimension = np.broadcast_arrays(diagonal, np.maximum(shared, 0.0), dimension)
+    keys = min(max(float(keys), 1.0 + 1e-6), LENGTH_MAX)
+    norms = chi_square_rule(2.0 / spread if spread > 0.0 else np.inf)
+    rows = AlikeRows.of(keys)
+
+    def averages(theta: Any) -> list[Array]:
+        result = rows.rows(np.multiply.outer(norms.nodes, theta))
+        fields = result.sum_square, result.jacobian_square, result.sum_square_slope
+        return [np.tensordot(norms.weights, one, 1) for one in fields]
+
+    each = [_bent_rows(xi * diagonal, xi * shared, keys, cap, dimension) for xi in norms.nodes]
+    square, driven, common = np.tensordot(norms.weights, each, 1)
+    theta = np.array(diagonal)
+    for _ in range(BENT_SWEEPS):
+        reached, _, slope = averages(theta)
+        step = np.clip((square - reached) / np.maximum(slope, 1e-300), -1.0, 1.0)
+        theta = np.minimum(theta * np.exp(step), diagonal)
+    jacobian = np.maximum(averages(theta)[1], 1e-300)
+    whole = driven + shared / diagonal * common
+    return Bent(theta / diagonal, driven / jacobian, whole / jacobian)
+
+
+def _bent_rows(
+    diagonal: Array, shared: Array, keys: float, cap: float | None, dimension: Array
+) -> Array:
+    """(3, ...) `_bent_row` of every variance."""
+    given = zip(*(np.ravel(one).tolist() for one in (diagonal, shared, dimension)), strict=True)
+    result = np.transpose([_bent_row(*one, keys, cap) for one in given])
+    return np.asarray(result.reshape(3, *np.shape(diagonal)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _bent_row(
+    diagonal: float, shared: float, dimension: float, keys: float, cap: float | None
+) -> Array:
+    """P2, E tr J D^2 y^2 J and E |J f'|^2 of a row of logits f(s + u), averaged over u.
+
+    E sum over distinct keys of prod a_j^p g(s_j) is n (n-1) .. / Gamma(sum p) int phi^{n-c} prod
+    M dlog t, phi = E e^{-t e^f} and M = E (t e^f)^p g e^{-t e^f}, by the trapezoidal rule; sums
+    over other keys k give (J^2)_ll = sum_k a_l^2 a_k^2 + (sum_k a_l a_k)^2 and
+    (J f')_l = sum_k a_l a_k (f'_l - f'_k).
+    """
+    # e^{-t e^f} is analytic in a strip of the width of pi/sigma, which bounds the spacing
+    half = min(math.ceil(6.4 / min(0.3, 1.07 / diagonal**0.5)), BENT_NODES)
+    if dimension < BENT_GAUSSIAN:
+        top = min(0.5 * np.pi, 6.4 / dimension**0.5 * (1.0 + 6.4 / dimension**0.5))
+        angle = np.linspace(-top, top, 2 * half + 1)
+        weights = np.maximum(np.cos(angle), 1e-300) ** (dimension - 2.0)
+        along = np.sin(angle)
+        z, orthogonal = dimension**0.5 * along, dimension / (dimension - 1.0) * (1.0 - along**2)
+    else:
+        z = np.linspace(-6.4, 6.4, 2 * half + 1)
+        weights, orthogonal = np.exp(-0.5 * z * z), np.ones(len(z))
+    weights = weights / weights.sum()
+    logits, slopes, shares = diagonal**0.5 * z[None], np.ones((1, len(z))), np.ones(1)
+    if cap is not None:
+        shifts, shares = np.polynomial.hermite_e.hermegauss(6 if shared > 0.0 else 1)
+        turned = np.tanh((logits + shared**0.5 * shifts[:, None]) / cap)
+        logits, slopes, shares = cap * turned, 1.0 - turned * turned, shares / shares.sum()
+    first = -logits.max() - BENT_TAIL - np.log(keys)
+    x = np.arange(first, 3.6 - logits.min() - np.log(keys), BENT_STEP)
+    e = np.exp(x[:, None] + logits[:, None])  # (u, x, z)
+    survival = np.exp(-e)
+    below = np.log1p(np.maximum(np.expm1(-e) @ weights, -0.75))
+    phi = survival @ weights
+    log_phi = np.where(phi < 0.5, np.log(np.maximum(phi, 1e-130)), below)
+    once = e * survival
+    twice = e * once
+
+    def mean(values: Array, of: Array) -> Array:
+        return np.asarray((values @ (weights * of)[..., None])[..., 0])
+
+    one, one_f = mean(once, slopes**0), mean(once, slopes)
+    two, two_f, two_ff = (mean(twice, slopes**power) for power in (0, 1, 2))
+    driven = mean(twice, slopes**2 * orthogonal)
+
+    def integral(distinct: int, integrand: Array) -> float:
+        falling = np.prod([keys - i for i in range(distinct)])
+        each = (np.exp((keys - distinct) * log_phi) * integrand).sum(-1)
+        return float(falling * BENT_STEP * (shares @ each))
+
+    moved = 2.0 * integral(2, driven * two) + integral(3, driven * one * one)
+    # sum_l a_l^2 (sum_k a_k (f'_l - f'_k))^2, of one k and of two
+    common = integral(2, 2.0 * (two_ff * two - two_f * two_f))
+    common += integral(3, two_ff * one * one - 2.0 * two_f * one_f * one + two * one_f * one_f)
+    return np.array([integral(1, two), moved / 6.0, max(common, 0.0) / 6.0])
+
+
+BENT_GAUSSIAN = 1e6
+"""Dimension of a sphere from which its coordinates are Gaussian."""
+
+
+def real_tokens(leaf: Any) -> Array | None:
+    """(tokens,) 1 for those attended to that are real and 0 for padding; None: all are real.
+
+    Args:
+        leaf: with the `padding` of `SelfAttention` or `CrossAttention`.
+    """
+    if leaf.padding is None or np.all(leaf.padding):
+        return None
+    return np.asarray(np.ravel(leaf.padding) > 0, dtype=float)
+
+
+def _keys_of_a_row(leaf: Any, length: float) -> float:
+    """How many keys a token's document has without a mask, averaged over real tokens."""
+    if leaf.padding is None:
+        return length
+    sizes = [np.unique([n for n in row if n > 0], return_counts=True)[1] for row in leaf.padding]
+    every = np.concatenate(sizes).astype(float)
+    return float((every @ every) / every.sum())
+
+
+def logit_law(
+    leaf: Any,
+    query_tokens: Kernel,
+    key_tokens: Kernel,
+    widths: tuple[Any, Any],
+    length: float = np.inf,
+) -> LogitLaw:
+    """The law of the logits of an attention leaf.
+
+    Args:
+        leaf: with the fields of `SelfAttention` that name variances and norms.
+        query_tokens, key_tokens: kernels of the tokens behind queries and keys.
+        length: how many keys there are.
+    """
+    norm, d_head = leaf.qk_norm, leaf.d_head
+    if norm is not None and leaf.norm_epsilon == 0.0:
+        for name in ("query", "key"):
+            size = np.add(getattr(leaf, name), getattr(leaf, f"{name}_bias"))
+            if not np.all(size > 0):
+                allowed = "above 0 where queries and keys are normalised without norm_epsilon"
+                remedy = "zeros have no direction"
+                raise domain_error(name, getattr(leaf, name), allowed, remedy)
+    each = norm is not None and not over_all_heads(leaf)
+    widths_normed = _freedom(leaf), _freedom(leaf, leaf.kv_heads)
+    gains = (
+        widths[0] * positive(leaf.query, leaf.query_bias / widths[0]),
+        widths[1] * positive(leaf.key, leaf.key_bias / widths[1]),
+    )
+    normed = norm, leaf.norm_epsilon
+    queries = _side(query_tokens, gains[0], leaf.query_bias, *normed, widths_normed[0])
+    keys = _side(key_tokens, gains[1], leaf.key_bias, *normed, widths_normed[1])
+    scale = queries.scale * keys.scale / leaf.temperature**2
+    gradient_scale: Any = 1.0
+    key_scale: Any = 1.0
+    cap = leaf.logit_softcap
+    if each:
+        width = widths_normed[0]
+        scale = scale * d_head / width
+    notes: tuple[str, ...] = ()
+    if each or cap is not None:
+        seen = real_tokens(leaf)
+        asks = seen if query_tokens is key_tokens else None
+        count = _keys_of_a_row(leaf, length)
+        count = (count + 1) / 2 if getattr(leaf, "causal", False) else count
+        size = scale * queries.kernel.mean_diagonal(asks)
+        total, shared = (
+            size * keys.kernel.mean_diagonal(seen),
+            size * keys.kernel.mean_off_diagonal(seen),
+        )
+        unshared = np.maximum(1.0 - ratio_or_zero(shared, total), 1e-6)
+        spread, dimension = 2.0 / widths[0], np.inf
+        if each:
+            dimension = width / unshared**2
+        else:
+            spread += 2.0 / d_head
+        moved = bent(total - shared, shared, count, spread, cap, dimension)
+        scale = scale * moved.shrunk
+        key_scale = moved.driven / moved.shrunk
+        gradient_scale = moved.with_common / moved.shrunk
+    if cap is not None:
+        share = float(np.max(total)) / cap**2
+        if share > CAP_NOTED:
+            notes = (
+                f"the logits' variance is {share:.2g} of their soft cap squared: gradients of "
+                "queries and keys were simulated up to 15 % smaller at 1 to 5, and up to a quarter "
+                "larger where queries and keys are normalised",
+            )
+    table = getattr(leaf, "relative_bias", None)
+    if table is not None and table.variance > TABLE_NOTED:
+        notes += (
+            f"relative biases of variance {table.variance:.2g} spread attention: gradients of "
+            "queries and keys were simulated up to 7 % larger at .1 and 65 % at 1, the table's own "
+            "up to 8 % and 55 %",
+        )
+    return LogitLaw(
+        queries, keys, scale, gradient_scale, key_scale, np.inf if each else d_head, notes
+    )
+
+
+def over_all_heads(leaf: Any) -> bool:
+    """Whether queries and keys are normalised over all heads together, so that those of one head
+    are as Gaussian as without a norm."""
+    return leaf.qk_norm is not None and leaf.qk_norm.endswith("-all")
+
+
+def by_distance(leaf: Any) -> bool:
+    """Whether logits know how far apart tokens are."""
+    table = leaf.relative_bias
+    return leaf.rotary is not None or (table is not None and table.variance > 0.0)
+
+
+def positive(variance: Any, least: Any = 0.0) -> Any:
+    """A projection of zeros still receives a gradient: the limit of small variances.
+
+    With a bias that limit is taken at `FAINTEST` of `least`, the bias's share of a weight.
+    """
+    floor = np.maximum(1e-60, FAINTEST * least) if np.ndim(least) else max(1e-60, FAINTEST * least)
+    return np.maximum(variance, floor) if np.ndim(variance) else max(variance, floor)
+
+
+def through(path: Kernel, side: Side, gradient_scale: Array) -> Kernel:
+    """A path's kernel at the tokens, from that in the kernel of their queries or keys."""
+    moved = path if side.gain is None else path * side.gain
+    if is_number(gradient_scale) and gradient_scale == 1.0:
+        return moved
+    return moved.scaled(gradient_scale)
+
+
+def normalised_cross(
+    law: LogitLaw, rows: RowMoments, weights: Any, width: Any, grad_out: Array, plain: Paths[Kernel]
+) -> Kernel:
+    """Correlation of the value and key paths of normalised keys.
+
+    Args:
+        rows: of the attention, in the shape of the queries.
+        weights: mean attention, an array or `ClassRows`; None: uniform.
+        width: of the tokens attended to.
+        grad_out: variance of the gradient at every row.
+        plain: the paths of keys that are not normalised.
+    """
+    queries, keys = law.queries.kernel, law.keys.kernel
+    total = queries.scaled(law.scale * keys.mean_diagonal()).diagonal
+    unshared = np.clip(ratio_or_zero(rows.logit_variance, total), 0.0, 1.0)
+    several = np.maximum((1 - rows.squares) * (1 - 2 * rows.squares), 0.0)
+    lost = 2 / width * rows.logit_variance * unshared * several
+    value = plain.value
+    if weights is None:
+        value = value.scaled(queries.average(lost))
+    else:
+        one, two = (_of_keys(weights, grad_out, lost, power, value) for power in (2, 1))
+        first, second = value.over_tokens(two)
+        value = value.weighted(one, (first + second) / 2)
+    return plain.cross.scaled(1 - queries.average(unshared)) - value
+
+
+def _of_keys(attention: Any, grad_out: Array, values: Array, power: int, keys: Kernel) -> Array:
+    """A number per row at every one of `keys`: its average over the rows, by powers of their
+    weights."""
+    sizes, sums = np.asarray(grad_out), np.asarray(grad_out * values)
+    if not isinstance(attention, ClassRows):
+        return _averaged(attention**power, sizes, sums)
+    key_counts, classes = attention.key_counts, keys.classes
+    assert classes is not None
+    counts = key_counts.later_diagonal if power == 2 else key_counts.rows
+    weights = attention.weights**power * np.swapaxes(counts, -1, -2)
+    of_one = (classes.in_one(one + 0.0 * keys.diagonal) for one in (sizes, sums))
+    return classes.repeated(_averaged(weights, *of_one))
+
+
+def _averaged(weights: Array, sizes: Array, sums: Array) -> Array:
+    total, size = ((weights * one[..., None]).sum(-2) for one in (sums, sizes))
+    return ratio_or_zero(total, size)
+
+
+# --- gradients of the projections -----------------------------------------------------------------
+
+
+class ProjectionPaths(NamedTuple):
+    """What attention sends back, per the kernels of its queries and keys (`Side`).
+
+    Attributes:
+        query, key: through queries and keys.
+        overlap_path: what `query` gains per unit of the variance of two tokens' overlap.
+    """
+
+    query: Kernel
+    key: Kernel
+    overlap_path: Kernel
+
+
+def projection_gradients(
+    leaf: Any,
+    law: LogitLaw,
+    signal: Signal,
+    memory: Signal,
+    mixed: Kernel,
+    grad_out: Kernel,
+    paths: ProjectionPaths,
+    rows: RowMoments,
+) -> dict[str, Array]:
+    """Expected squared gradient norms of the three projections, of their biases and norms.
+
+    Args:
+        leaf: a `SelfAttention` or `CrossAttention`.
+        signal, memory: the tokens that ask, and those attended to.
+        mixed: second moments per feature of sum_j a_ij y_j over the latter.
+        grad_out: gradient's kernel at the heads.
+    """
+    width, length = leaf.value_width, signal.seq_len
+    grown = _overlap_gradients(leaf, law, signal, paths.overlap_path)
+    result: dict[str, Array] = {}
+    sides = (("query", signal, paths.query), ("key", memory, paths.key))
+    inverse = _inverse_variances(leaf)
+    for side, tokens, path in sides:
+        grad_in = _of_side(leaf, law, side, tokens, path)
+        result |= {name: norm * inverse[side] for name, norm in grad_in.items()}
+    result["value"] = leaf.memory_width * width * (mixed * grad_out).total(length)
+    result["key"] = result["key"] + grown["key"] / leaf.memory_width
+    if leaf.qk_norm is not None and leaf.norm_affine:
+        # E (tr J)^2 of two rows, to which the overlaps' variance adds, is that of any two.
+        path = paths.query + paths.overlap_path.scaled(-1 / leaf.memory_width)
+        within = _within_heads(law.queries.kernel, path, rows).scaled(2 / _freedom(leaf))
+        gain = _of_gain(leaf, law, law.queries.kernel * paths.query + within, length)
+        result["query.norm.gain"] = result["key.norm.gain"] = gain
+    if "value" in biased(leaf.has_bias):
+        dropped = leaf.drop_prob / (1 - leaf.drop_prob)
+        ones = grad_out.with_diagonal(grad_out.diagonal * (1 + dropped * rows.squares))
+        result["value.bias"] = width * ones.total(length)
+    if "key.bias" in result:
+        moved = _moves_with_keys(leaf)
+        result["key.bias"] = np.maximum(result["key.bias"], 0.0) if moved else 0.0
+    return _prefixed(leaf, dict(sorted(result.items(), key=lambda one: one[0].count("."))))
+
+
+def biased(given: bool | tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the projections that have a bias."""
+    if isinstance(given, tuple):
+        return given
+    return ("query", "key", "value") if given else ()
+
+
+def overlap_gradients(
+    leaf: Any, law: LogitLaw, signal: Signal, overlap_path: Kernel
+) -> dict[str, Array]:
+    """What queries' and keys' squared gradient norms gain per unit of the overlaps' variance."""
+    return _prefixed(leaf, _overlap_gradients(leaf, law, signal, overlap_path))
+
+
+def _overlap_gradients(
+    leaf: Any, law: LogitLaw, signal: Signal, overlap_path: Kernel
+) -> dict[str, Array]:
+    inverse = _inverse_variances(leaf)
+    of_query = _of_side(leaf, law, "query", signal, overlap_path)
+    grown = {name: norm * inverse["query"] for name, norm in of_query.items()}
+    # The same sum of overlaps of queries times overlaps of keys, seen from the keys' side.
+    grown["key"] = of_query["query"] * inverse["key"]
+    if leaf.qk_norm is not None and leaf.norm_affine:
+        gain = _of_gain(leaf, law, law.queries.kernel * overlap_path, signal.seq_len)
+        grown["query.norm.gain"] = grown["key.norm.gain"] = gain
+    return grown
+
+
+def _of_gain(leaf: Any, law: LogitLaw, product: Kernel, length: int) -> Array:
+    share = 1.0 if over_all_heads(leaf) else _freedom(leaf) / leaf.d_head
+    return leaf.memory_width * share * law.gradient_scale * product.total(length)
+
+
+def _freedom(leaf: Any, heads: int | None = None) -> Any:
+    """Of what a norm of queries (or of keys, with so many heads) divides by."""
+    width = leaf.d_head * ((heads or leaf.heads) if over_all_heads(leaf) else 1.0)
+    return width - 1.0 if (leaf.qk_norm or "").startswith("layernorm") else width
+
+
+def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
+    """(1 - N^2)^2 dQ/dN of different rows."""
+    size_i, other = kernel.over_tokens(kernel.diagonal)
+    size = np.sqrt(size_i * other)
+    cosine = ratio_or_zero(kernel.off_diagonal, size)
+    theta, square = (
+        np.sqrt(np.multiply(*kernel.over_tokens(np.asarray(of))))
+        for of in (rows.logit_variance, rows.squares)
+    )
+    # p of the own key of a row, and of the others'
+    odds = ratio_or_zero(square, np.maximum(1 - square, 0.0)) * np.exp((cosine - 1) * theta)
+    slope = theta * (1 - odds) / (1 + odds)
+    off_diagonal = size * (1 - cosine * cosine) ** 2 * slope * path.off_diagonal
+    return Kernel.joined(0.0 * kernel.diagonal, off_diagonal, kernel.resolved)
+
+
+def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) -> dict[str, Array]:
+    """Of one projection, its bias and the gain behind it, from what a path sends, times the
+    variance of the projection's entries."""
+    side = law.queries if name == "query" else law.keys
+    kernel, length = tokens.second_moment(), tokens.seq_len
+    if name == "key" and not _moves_with_keys(leaf):
+        kernel = kernel.without_common()
+    grad_in, size = through(path, side, law.gradient_scale), leaf.memory_width
+    result = {name: size * (kernel * grad_in).total(length)}
+    if name in biased(leaf.has_bias):
+        result[f"{name}.bias"] = size / tokens.width * grad_in.total(length)
+    return result
+
+
+def _moves_with_keys(leaf: Any) -> bool:
+    """A shift of all keys moves no softmax, unless positions turn it, a norm takes it up or a sink
+    stays behind: what all tokens share meets rows that sum to 0."""
+    sinks = getattr(leaf, "sink", None) is not None
+    return leaf.rotary is not None or leaf.qk_norm is not None or sinks
+
+
+def _inverse_variances(leaf: Any) -> dict[str, Array]:
+    """1 over the variance of a projection's entries, in the limit of small ones; 0 where the other
+    of the two is without weights and without a bias, so that nothing reaches this one."""
+    query = positive(leaf.query, leaf.query_bias / leaf.d_model)
+    key = positive(leaf.key, leaf.key_bias / leaf.memory_width)
+    there = (np.add(leaf.query, leaf.query_bias) > 0, np.add(leaf.key, leaf.key_bias) > 0)
+    return {"query": there[1] / query, "key": there[0] / key}
+
+
+def _prefixed(leaf: Any, norms: dict[str, Array]) -> dict[str, Array]:
+    return {f"{leaf.prefix}{name}": norm for name, norm in norms.items()}

@@ -1,0 +1,638 @@
+"""Attention about its mean: how one layer answers to small changes of its kernels, by token.
+
+The joint law of two rows to first order in the covariance of their logits, which saturates as exact
+rows do; it is for sensitivities, which need a shape, at a small part of the cost of
+`kernels.KernelAttention`. See docs/theory/band.md, Saturation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...engine.classes import ClassMatrix, ClassRows, KeyCounts, OneClass, diagonal_of
+from ...engine.composition import Pulled
+from ...engine.fluctuation import (
+    OverlapWalk,
+    UnsharedOverlap,
+    between_rows,
+    followed,
+    has_fixed_norms,
+    rows_times,
+    unshared_variance,
+)
+from ...engine.response import (
+    SINGLE,
+    GradientAdjoint,
+    Matrix,
+    SignalAdjoint,
+    count_of,
+    diagonal_matrix,
+    entrywise,
+    matrix_of,
+    ones,
+    over_tokens,
+    paired,
+    per_pair,
+    ratio,
+    row_sums,
+    stacked,
+    symmetric,
+    total,
+    trace_of,
+    transposed,
+)
+from ...engine.state import Array, Kernel, Signal
+from ...engine.texts import TextClasses
+from ...engine.trace import Record
+from .kernels import exact_rows, position_attention
+from .kernels.position_attention import ClassLogits, Words
+from .kernels.row_statistics import (
+    FAINT,
+    AttentionRows,
+    ReferenceRow,
+    dropped_by_own,
+    mean_attention,
+    rows_of_kernel,
+    saturation,
+    statistics_of,
+)
+from .layers import self_masks
+from .projections import logit_law, real_tokens
+
+BEND_STEP = 0.02
+"""Relative step of the difference for `_bend`, whose statistics are interpolated to 1e-4."""
+
+LEAST_BENT = 1e-3
+"""Logit variance below which the odds grow in proportion."""
+
+
+class AttentionAdjoint(NamedTuple):
+    """What a sensitivity Lambda to the gradient at attention's input becomes, kernels (..., L, L).
+
+    Attributes:
+        given: averages of Lambda itself.
+        onward: the sensitivity to the gradient at the output.
+        gathered: tr(P_i C P_i' Lambda) of every two rows.
+    """
+
+    given: Averages
+    onward: Array
+    gathered: Array
+
+
+class Averages(NamedTuple):
+    """Rows of weights w over tokens of kernel X, w X and w X w^T; P_i = diag(w_i) - w_i w_i^T."""
+
+    weights: Matrix
+    kernel: Matrix
+    mixed: Matrix
+    means: Matrix
+
+    @classmethod
+    def of(cls, weights: Matrix, kernel: Matrix) -> Averages:
+        mixed = weights @ kernel
+        return cls(weights, kernel, mixed, mixed @ transposed(weights))
+
+    def gather(self, other: Averages) -> Matrix:
+        """tr(P_i X P_i' Y) of every two rows."""
+        w = self.weights
+        cross = w @ transposed(self.mixed * other.mixed)
+        result = w @ (self.kernel * other.kernel) @ transposed(w)
+        return result + self.means * other.means - cross - transposed(cross)
+
+    def spread(self, off_diagonal: Matrix) -> Matrix:
+        """sum_ii' H_ii' P_i X P_i', the transpose of `gather` in Y, for pairs H of rows."""
+        w = self.weights
+        grad_in = transposed(w) @ off_diagonal
+        cross = (grad_in * transposed(self.mixed)) @ w
+        result = (grad_in @ w) * self.kernel - cross - transposed(cross)
+        return result + transposed(w) @ (off_diagonal * self.means) @ w
+
+
+@dataclass(frozen=True)
+class AttentionResponse:
+    """Linear maps of one layer's kernels, (..., L, L) each; leading axes of arguments broadcast.
+
+    The gradient G at the output becomes, at the input,
+
+        w^T G w + sum_ii' (value + key)_ii' G_ii' P_i C P_i' + query o G + dropped noise,
+
+    and attention hands on a change of its kernel by the transpose of that map, and by what rows
+    saturate as their theta grows: at a given covariance of two rows' logits, R1 and R2 change by
+    b R2 and b (R2 + rho dR2/drho) with log theta, b = dlog t/dlog theta - 1. Not followed are the
+    mean weights and the number of keys that count.
+
+    Attributes:
+        kernel: second moments C of the tokens that attend.
+        squares: E a_ij^2 times p/(1 - p) of the dropout on the attention weights.
+        by_head: the factors value + key, tau C_ii' (R1 + R2): realised weights and keys, which are
+            one vector over tokens in each head. The keys' part of dropout is included.
+        query: tau R2 tr(P_i C P_i' C).
+        slope: tau R2.
+        slope_change: C_ii' d(slope)/dC_ii'.
+        query_change: (slope + slope_change) tr(P_i C P_i' C).
+        squares_change: C_ii d(squares)/dC_ii, as if theta's odds grew in proportion.
+        through_keys: (..., L) what dropout adds to the keys' part of a row with itself.
+        unshared: (..., L) sum_j w_ij C_jj - (w C w^T)_ii, which theta is proportional to.
+        bend: (..., L) d log t/d log theta - 1 of every row.
+        logit_variance, keys: (..., L) theta and effective number of keys of every row.
+    """
+
+    kernel: Matrix
+    weights: Matrix
+    squares: Matrix
+    by_head: Matrix
+    query: Matrix
+    slope: Matrix
+    slope_change: Matrix
+    query_change: Matrix
+    squares_change: Matrix
+    through_keys: Array
+    unshared: Array
+    bend: Array
+    logit_variance: Array
+    keys: Array
+
+    @classmethod
+    def of(cls, attention: Any, kernel: Matrix, allowed: Any, tau: Array) -> AttentionResponse:
+        """The response around a kernel (..., L, L).
+
+        Args:
+            attention: the layer, a `SelfAttention`.
+            kernel: second moments of the tokens that attend.
+            allowed: for every leading entry, (L, L) the keys of each query; None on classes of
+                positions (those before it) and for tokens alike (all).
+            tau: (...,) logit scale.
+        """
+        dropped = attention.drop_prob / (1 - attention.drop_prob)
+        axes = kernel.shape[:-2]
+        if isinstance(kernel, ClassMatrix) and isinstance(kernel.classes, OneClass):
+            tau = np.broadcast_to(tau, axes)[..., None]
+            fields = _response(kernel, *_alike(kernel, tau), tau, dropped, float(attention.d_model))
+            return cls(*(field.astype(SINGLE) for field in (kernel, *fields)))
+        tau, built = float(np.mean(tau)), []
+        for place, index in enumerate(np.ndindex(axes)):
+            one = kernel[index]
+            if allowed is None:
+                rows = _on_classes(one, one.classes.key_counts(attention.window), tau)
+            else:
+                rows = _by_token(one, allowed[place], tau)
+            built.append(_response(one, *rows, tau, dropped, float(attention.d_model)))
+        fields = tuple(_reshaped(field, axes) for field in zip(*built, strict=True))
+        return cls(*(field.astype(SINGLE) for field in (kernel, *fields)))
+
+    def gradient_adjoint(self, sensitivity: Array) -> AttentionAdjoint:
+        """Sensitivity to the gradient at the output, of one to that at the input."""
+        given = Averages.of(self.weights, sensitivity)
+        gathered = self._rows.gather(given)
+        dropped = (self.squares @ diagonal_of(sensitivity)[..., None])[..., 0]
+        onward = given.means + self.by_head * gathered + self.query * sensitivity
+        onward = onward + diagonal_matrix(dropped, onward)
+        return AttentionAdjoint(given, symmetric(onward), gathered)
+
+    def signal_adjoint(
+        self, sensitivity: Array, adjoint: AttentionAdjoint | None, gradient: Array
+    ) -> tuple[Array, Array]:
+        """Sensitivity to the signal's kernel at the input, of one to that at the output.
+
+        Returns it, and its part through the correlation of two queries, C_ii' of logits.
+
+        Args:
+            sensitivity: Gamma, to the kernel at the output.
+            adjoint: a sensitivity to the gradient at the input, whose dependence on the signal's
+                kernel (mean weights kept) is added; None: there is none.
+            gradient: G at the output.
+        """
+        w, wt = self.weights, transposed(self.weights)
+        off_diagonal = self.by_head * sensitivity
+        direct = self.query * sensitivity
+        middle = sensitivity
+        dropped = (transposed(self.squares) @ diagonal_of(sensitivity)[..., None])[..., 0]
+        # What follows a row's theta less than in proportion: `follows` both the query's own size
+        # and how far apart its keys are, `sized` only the former, `apart` only the latter.
+        diagonal = diagonal_of(sensitivity)
+        sized = diagonal * (self.squares_change @ diagonal_of(self.kernel)[..., None])[..., 0]
+        follows = self.bend * (row_sums(self.query * self.kernel * sensitivity) + sized)
+        paths = 0.0 * sized
+        if adjoint is not None:
+            given = adjoint.given.kernel
+            twice = 2 * self.slope + self.slope_change
+            again = diagonal_of(self.slope + self.slope_change) * self.through_keys
+            twice = twice + diagonal_matrix(again, twice)
+            direct = direct + twice * gradient * adjoint.gathered
+            off_diagonal = off_diagonal + 2 * (self.slope + self.slope_change) * gradient * given
+            keys = twice * self.kernel * gradient
+            diagonal = diagonal_of(gradient)
+            squares = diagonal * (self.squares_change @ diagonal_of(given)[..., None])[..., 0]
+            sizes = row_sums(keys * adjoint.gathered + self.query_change * gradient * given)
+            follows = follows + self.bend * (sizes + squares)
+            # `through_keys` is per that distance over the tokens' mean size
+            keyed = (
+                diagonal_of(self.slope * self.kernel * adjoint.gathered)
+                * diagonal
+                * self.through_keys
+            )
+            sized, paths = sized + squares, squares - keyed
+            dropped = dropped + ratio(over_tokens(keyed, middle), trace_of(self.kernel))[..., None]
+        direct = direct + diagonal_matrix(ratio(follows + sized, diagonal_of(self.kernel)), middle)
+        paths = ratio(follows + paths, self.unshared)
+        middle = middle - diagonal_matrix(paths, middle)
+        dropped = dropped + (wt @ paths[..., None])[..., 0]
+        result = wt @ middle @ w + self._rows.spread(off_diagonal)
+        if adjoint is not None:
+            result = result + adjoint.given.spread(keys)
+        return symmetric(result + direct + diagonal_matrix(dropped, result)), direct
+
+    def sent_by_head(self, gradient: Array) -> Array:
+        """The part of the gradient at the input that is one vector over tokens in each head."""
+        return self._rows.spread(self.by_head * gradient)
+
+    def agreement(self, gradient: Array) -> Array:
+        """(..., L) correlation of a row's query with others', as gradients weigh them."""
+        size, weight = np.sqrt(diagonal_of(self.kernel)), diagonal_of(gradient)
+        sizes = size[..., :, None] * size[..., None, :]
+        correlation = entrywise(ratio, self.kernel, sizes)
+        others = (correlation @ weight[..., None])[..., 0] - weight
+        return np.clip(ratio(others, trace_of(gradient)[..., None] - weight), 0.0, 1.0)
+
+    def participation(self, agreement: Array) -> Array:
+        """(..., L) one over the number of keys that a head's sum over rows averages.
+
+        Rows that share a logit c per key, of variance `agreement` theta, weigh keys by e^{2 c}:
+        this is E sum_j a_j^2 of the doubled logits.
+        """
+        theta = exact_rows.tabulated(4.0 * (agreement * self.logit_variance).astype(float))
+        keys = np.maximum(self.keys.astype(float), 1.0 + 1e-6)
+        theta, keys = np.broadcast_arrays(theta, keys)
+        rows = exact_rows.rows(theta.ravel(), keys.ravel())
+        return np.asarray(rows.sum_square).reshape(keys.shape)
+
+    @functools.cached_property
+    def _rows(self) -> Averages:
+        return Averages.of(self.weights, self.kernel)
+
+
+def _by_token(kernel: Array, mask: Array, tau: float) -> tuple[AttentionRows, Array, Array]:
+    """Statistics of rows, mean attention and its squares, of one sequence."""
+    prior = mask / mask.sum(1, keepdims=True)
+    rows = rows_of_kernel(kernel, prior, np.diag(kernel), tau)
+    weights = mean_attention(kernel, prior, rows, np.arange(len(kernel)), tau)
+    return rows, weights, weights**2
+
+
+def _on_classes(
+    kernel: ClassMatrix, key_counts: KeyCounts, tau: float
+) -> tuple[AttentionRows, Matrix, Matrix]:
+    classes = kernel.classes
+    tokens, *alike = classes.blocks_by_relation(kernel.diagonal, kernel.off_diagonal)
+    logits = ClassLogits(tokens, tokens, tokens, tau, key_counts)
+    if isinstance(classes, TextClasses):
+        (same,) = alike
+        counts = classes.share, classes.frequencies, classes.others
+        logits = logits._replace(words=Words(same, same, same, *counts))
+    rows = position_attention.rows_of_classes(logits)
+    by_frequency = position_attention.attention_by_frequency(logits, rows)
+    portion = logits.mixture().frequencies.portion
+    mean, crowded = by_frequency @ portion, None
+    if isinstance(classes, TextClasses):
+        relative = ratio(by_frequency[..., 1:], mean[..., None])
+        crowded = relative**2 @ classes.frequencies.of_pairs[1:]
+    weights = ClassMatrix.of_rows(mean, key_counts, classes, crowded)
+    squares = ClassMatrix.of_rows(by_frequency**2 @ portion, key_counts, classes)
+    several = {f.name: classes.repeated(getattr(rows, f.name)) for f in dataclasses.fields(rows)}
+    return dataclasses.replace(rows, **several), weights, squares
+
+
+def _alike(kernel: ClassMatrix, tau: Array) -> tuple[AttentionRows, Matrix, Matrix]:
+    """Of tokens that all see all, whose rows are their own references; leading axes as tau's."""
+    length = kernel.classes.length
+    diagonal, off_diagonal = kernel.diagonal, kernel.off_diagonal[..., 0]
+    count = np.full(diagonal.shape, float(length))
+    result = statistics_of(
+        ReferenceRow(np.maximum(diagonal - off_diagonal, 0.0), count),
+        1.0,
+        count,
+        diagonal,
+        tau,
+        diagonal,
+        (diagonal + (length - 1) * off_diagonal) / length,
+        np.log(count),
+    )
+    weights = ones(kernel.shape, kernel) * (1.0 / length)
+    return result, weights, weights**2
+
+
+def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:
+    """Fields of every leading entry, as one."""
+    result = stacked(fields, np.stack)
+    if isinstance(result, ClassMatrix):
+        diagonal = result.diagonal.reshape(*axes, *result.diagonal.shape[1:])
+        off_diagonal, crowded = (
+            result.off_diagonal.reshape(*axes, *result.shape[1:]),
+            result.crowded,
+        )
+        if crowded is not None:
+            crowded = crowded.reshape(*axes, *crowded.shape[1:])
+        return ClassMatrix(diagonal, off_diagonal, result.classes, crowded)
+    return result.reshape(*axes, *result.shape[1:])
+
+
+def _response(
+    kernel: Matrix,
+    rows: AttentionRows,
+    weights: Matrix,
+    squares: Matrix,
+    tau: Any,
+    dropped: Any,
+    d_model: float,
+) -> tuple[Any, ...]:
+    """All attributes but the kernel, of one sequence; of tokens alike, with leading axes."""
+    diagonal = diagonal_of(kernel)
+    keys, theta = np.maximum(rows.keys, 1 + 1e-6), np.maximum(rows.theta, FAINT)
+    odds = np.where(rows.keys > 1 + 1e-6, rows.odds * theta, theta)
+    correlation = entrywise(ratio, kernel, np.sqrt(_outer(diagonal)))
+    halves = (
+        entrywise(saturation, correlation, *map(to_rows, (keys, theta, odds)))
+        for to_rows in (lambda v: v[..., :, None], lambda v: v[..., None, :])
+    )
+    factor = np.asarray(tau * _within(rows))
+    factor = factor[..., None] if factor.ndim else factor
+    chord, slope, change = (factor * (0.5 * (a + b)) for a, b in zip(*halves, strict=True))
+    averages = Averages.of(weights, kernel)
+    mixed, means = averages.mixed, averages.means
+    itself = diagonal_of(means)[..., :, None]
+    excess = entrywise(
+        lambda met: np.maximum(met, 0.0), diagonal[..., None, :] - 2 * mixed + itself
+    )
+    squares_change = squares * diagonal_of(kernel * slope)[..., :, None] * excess
+    squares = squares * (1 + diagonal_of(kernel * chord)[..., :, None] * excess)
+    # Given the direction a query looks in, the tokens it attends to share a component along it.
+    unshared = (weights @ diagonal[..., None])[..., 0] - diagonal_of(means)
+    overlap = averages.gather(averages)
+    query = slope * (overlap + _outer(unshared) / d_model)
+    mean = (trace_of(kernel) / count_of(kernel))[..., None]
+    dropped_rows = dropped[..., None] if np.ndim(dropped) else dropped
+    through_keys = dropped_by_own(dropped_rows, ratio(rows.unshared, mean))
+    by_head = kernel * (chord + slope * (1 + diagonal_matrix(through_keys, kernel)))
+    query_change = (slope + change) * overlap
+    dropped = per_pair(dropped) if np.ndim(dropped) else dropped
+    squares, squares_change = dropped * squares, dropped * squares_change
+    maps = weights, squares, by_head, query, slope, change, query_change, squares_change
+    return *maps, through_keys, unshared, _bend(rows), rows.theta, rows.keys
+
+
+def _outer(entries: Array) -> Array:
+    return entries[..., :, None] * entries[..., None, :]
+
+
+def _within(rows: AttentionRows) -> Array:
+    """One factor for all rows where some are beyond all laws, and 1 where none is: a guess."""
+    return rows.held if rows.held.ndim > 1 else rows.held.mean()
+
+
+def _bend(rows: AttentionRows) -> Array:
+    """d log t/d log theta - 1: how much less than in proportion the odds of one key grow."""
+    keys = np.maximum(rows.keys, 1 + 1e-6).ravel()
+    step, logs = BEND_STEP, []
+    for factor in (1 - step, 1 + step):
+        theta = exact_rows.tabulated(factor * np.maximum(rows.theta, LEAST_BENT)).ravel()
+        square = np.asarray(exact_rows.rows(theta, keys).sum_square)
+        logs.append(np.log(np.log(square * (keys - 1) / (1 - square))))
+    slope = (logs[1] - logs[0]) / np.log((1 + step) / (1 - step))
+    slope = slope.reshape(rows.keys.shape)
+    return np.where(rows.keys > 1 + 1e-6, slope - 1, 0.0)
+
+
+# --- sensitivities --------------------------------------------------------------------------------
+
+
+class HeadNoise(NamedTuple):
+    """The gradient that attention's rows send through one head's weights and keys, by how many
+    vectors over tokens it is made of.
+
+    Row i sends (g_i . v_j) a_ij q_i to key j, v_j relative to the row's mean. Rows of one gradient
+    send one vector z_j of squares over keys, and so do rows of one query; independent rows send one
+    each. With f = E a^4/(E a^2)^2 the relative variance of sum_j z_j^2 over n keys is (3 f - 1)/n,
+    besides 2/d of the norm that all g . v_j share.
+
+    Attributes:
+        gradients, queries: (..., L, L) what rows of common gradient, and of common query, send.
+        crowding: (..., L) f of what rows have in common.
+        alone: (..., L) relative variance of what one row sends, times the square of the part that
+            is its own.
+    """
+
+    gradients: Matrix
+    queries: Matrix
+    crowding: Array
+    alone: Array
+
+    @classmethod
+    def of(cls, maps: AttentionResponse, gradient: Matrix) -> HeadNoise:
+        diagonal = diagonal_of(gradient)
+        single = ratio(
+            diagonal, trace_of(gradient)[..., None]
+        )  # a row that is alone: common with itself
+        agreement = maps.agreement(gradient)
+        common = gradient - diagonal_matrix(diagonal * (1 - single), gradient)
+        queries = diagonal_matrix(diagonal * (1 - single) * agreement, gradient)
+        alone = ((1 - single) * (1 - agreement)) ** 2
+        several = 3 * maps.participation(np.ones_like(agreement)) - 1 / maps.keys
+        return cls(
+            maps.sent_by_head(common),
+            maps.sent_by_head(queries),
+            maps.keys * maps.participation(agreement),
+            alone * several,
+        )
+
+
+@dataclass(frozen=True)
+class AttentionSublayer:
+    """Attention, with its value projection.
+
+    Attributes:
+        maps: of the attention weights.
+        gain, back_gain: of the value projection, on a signal and on a gradient.
+        grad_out: (..., L, L) gradient at the output.
+        head_noise: what a head's rows send together.
+        heads, d_head, d_model: number and width of the heads, width of the tokens.
+    """
+
+    maps: AttentionResponse
+    gain: Array
+    back_gain: Array
+    grad_out: Matrix
+    head_noise: HeadNoise
+    heads: float
+    d_head: float
+    d_model: float
+
+    @classmethod
+    def of(cls, attention: Any, signal: Signal, grad_out: Matrix) -> AttentionSublayer:
+        """Around the signal that enters and the gradient kernel received."""
+        tokens = signal.second_moment()
+        kernel = matrix_of(tokens, signal.seq_len)
+        allowed = None
+        if tokens.resolved is True:
+            allowed = self_masks(attention, kernel.shape[-1], int(np.prod(kernel.shape[:-2])))
+        widths = attention.d_model, attention.d_model
+        law = logit_law(attention, tokens, tokens, widths, signal.seq_len)
+        # Normalised or shifted queries and keys by their size alone, rotated ones as if they stood.
+        size = law.queries.kernel.mean_diagonal() * law.keys.kernel.mean_diagonal()
+        tau = ratio(law.scale * size, tokens.mean_diagonal() ** 2)
+        maps = AttentionResponse.of(attention, kernel, allowed, tau)
+        back_gain = attention.heads * attention.d_head * attention.value
+        return cls(
+            maps,
+            attention.d_model * attention.value,
+            back_gain,
+            grad_out,
+            HeadNoise.of(maps, per_pair(back_gain) * grad_out),
+            attention.heads,
+            attention.d_head,
+            attention.d_model,
+        )
+
+    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+        """The noise is that of what the output projection sends, 2 over the heads' features, and of
+        what a head's realised weights and keys send: few vectors over tokens in each head."""
+        adjoint = self.maps.gradient_adjoint(sensitivity)
+        onward = per_pair(self.back_gain) * adjoint.onward
+        noise = 2 / (self.heads * self.d_head) * paired(onward, self.grad_out, self.grad_out)
+        head = self.head_noise
+        sizes = entrywise(np.abs, self.maps.by_head * self.grad_out * adjoint.gathered)
+        rows = row_sums(sizes)
+        crowding = ratio(over_tokens(rows * head.crowding, sizes), over_tokens(rows, sizes))
+        for grad_in in (head.gradients, head.queries):
+            by_key = (3 * crowding - 1) * paired(sensitivity, grad_in, grad_in)
+            size = 2 * total(sensitivity * grad_in) ** 2 / self.d_model
+            noise = noise + (by_key + size) / self.heads
+        diagonal = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
+        diagonal = diagonal_of(per_pair(self.back_gain) * diagonal * self.grad_out)
+        noise = noise + over_tokens(diagonal**2 * head.alone, self.grad_out) / self.heads
+        met = total(sensitivity * (self.grad_out @ self.maps.weights))
+        whole = total(sensitivity * self.grad_out) * total(onward * self.grad_out)
+        return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * met**2, whole))
+
+    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
+        """The noise is that of |W_k^T W_q x|^2 in every head, which scales a query's logits."""
+        gain, grad_out = per_pair(self.gain), per_pair(self.back_gain) * self.grad_out
+        count = len(exposure.given.kernel)
+        onward, queries = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, grad_out)
+        if count < len(sensitivity):
+            rest = self.maps.signal_adjoint(gain * sensitivity[count:], None, grad_out)
+            onward, queries = (stacked(pair) for pair in zip((onward, queries), rest, strict=True))
+        relative = 2 * (1 / self.d_head + 1 / self.d_model) / self.heads
+        kernel = self.maps.kernel
+        noise = relative * paired(queries, kernel, kernel)
+        size = trace_of(kernel) / count_of(kernel)
+        return SignalAdjoint(onward, noise, relative * (total(queries) * size) ** 2)
+
+
+# --- overlaps of two tokens -----------------------------------------------------------------------
+
+
+def through_attention(
+    leaf: Any, record: Record, at: UnsharedOverlap, walk: OverlapWalk, fixed: bool = False
+) -> UnsharedOverlap:
+    """Behind a `SelfAttention` or `CrossAttention`.
+
+    Args:
+        record: of it, or of what holds it.
+        at: of the tokens that ask.
+        fixed: whether tokens are normalised inside.
+    """
+    signal, output, memory = record.input, record.output, record.memory
+    averaged = 0.0
+    if memory is None:
+        memory, attended, keys = signal, at.variance, 1.0 / signal.seq_len
+        if signal.resolved:
+            weights = uniform_rows(leaf, signal)
+            averaged = averaging_elasticity(weights, signal, walk.real)
+            on_classes = isinstance(weights, ClassRows)
+            seen = weights.counted * weights.weights if on_classes else weights * weights
+            keys = float(signal.kernel.average(seen.sum(-1), walk.real))
+    else:
+        attended = 1.0 / memory.width if walk.memory is None else walk.memory
+        real = real_tokens(leaf)
+        keys = 1.0 / (memory.seq_len if real is None else real.sum() / leaf.sequences)
+    walk.attended[record.place] = attended
+    by_queries = query_elasticity(record.pulled, signal, output, walk.real)
+    fixed = fixed or has_fixed_norms(memory)
+    grown = math.exp(unshared_spread(memory, real_tokens(leaf))) if fixed else 1.0
+    for name in ("query", "key", "query.bias", "query.norm.gain", "key.norm.gain"):
+        walk.growth[record.layer, f"{leaf.prefix}{name}"] = grown
+    groups = leaf.kv_heads
+    kept = 1.0 if groups is None else groups / leaf.heads  # heads that have own values
+    fresh = 1.0 / (kept * output.width)
+    fresh += min(by_queries, 1.0) ** 2 * (2.0 / output.width + keys / leaf.heads)
+    return UnsharedOverlap(attended + fresh, at.response * (averaged + by_queries))
+
+
+def uniform_rows(leaf: Any, tokens: Signal) -> Any:
+    """(L, L) attention that keeps to the mask alone, of tokens resolved; `ClassRows` on classes."""
+    classes = tokens.kernel.classes
+    if classes is not None:
+        key_counts = classes.key_counts(leaf.window)
+        return ClassRows(key_counts.visible / key_counts.size[:, None], key_counts)
+    mask = self_masks(leaf, tokens.kernel.off_diagonal.shape[-1], 1)[0]
+    return np.asarray(mask / mask.sum(1, keepdims=True))
+
+
+ALIKE = 1e-6
+"""Of what tokens have of their own, what their rows' averages have by the rounding of sums."""
+
+
+def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None) -> float:
+    """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
+
+    Averages W x meet their tokens as M = C W^T, and Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
+    Rows that see the same keys alike have nothing of a token's own; those of a causal mask have.
+    """
+    kernel = tokens.second_moment()
+    if kernel.classes is not None:
+        kernels = rows_times(weights, kernel), kernel, between_rows(weights, kernel)
+    else:
+        met = weights @ kernel.off_diagonal
+        kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
+    unshared = [float(one.mean_diagonal(real) - one.mean_off_diagonal(real)) for one in kernels]
+    if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:
+        return 0.0
+    return float(
+        min(max(unshared[0], 0.0) ** 2 / (unshared[1] * unshared[2]), 1.0)
+    )  # Cauchy and Schwarz
+
+
+def query_elasticity(
+    pulled: Pulled | None, before: Signal, after: Signal, real: Array | None
+) -> float:
+    """As `fluctuation.elasticity`, of rows that differ because their queries do.
+
+    0 where nothing was pulled.
+    """
+    unshared = unshared_variance(after, real)
+    response = None if pulled is None or unshared == 0.0 else pulled.response()
+    if response is None:
+        return 0.0
+    grad_in = float(response.mean_off_diagonal(real))
+    return float(grad_in * before.width / after.width * unshared_variance(before, real) / unshared)
+
+
+def unshared_spread(tokens: Signal, real: Array | None = None) -> float:
+    """Variance of log u over draws, u what tokens have of their own, their norms made equal.
+
+    They share a part whose squared norm c varies by y_kl^2, and the norms leave u = 1 - c to each:
+    of two disjoint pairs, Cov(d o - c d q, d o' - c d q') = (1 - c)^2 y_kl^2 (`fluctuation`). A
+    layer multiplies u by an independent factor, so that log u is Gaussian and E u^2 grows by e^v.
+    """
+    overlaps = followed(tokens)
+    if overlaps is None:
+        return 0.0
+    size = float(tokens.second_moment().mean_diagonal(real))
+    return float(overlaps.mean_off_diagonal(real)) / size**2 if size > 0.0 else 0.0

@@ -1,0 +1,381 @@
+"""The leaves that hold laws: linear maps, activations, dropout, scales, and whole published blocks.
+
+Each takes its laws as data, so that a theory is a choice of laws and never a branch in the engine.
+Normalisation and refined attention, which need more than two laws, have modules of their own.
+
+See docs/theory/norms.md, Squared norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
+from ..engine.directions import isotropic, knows_directions, realigned, shortened, without
+from ..engine.fluctuation import (
+    OverlapWalk,
+    UnsharedOverlap,
+    activated,
+    dropped,
+    elasticity,
+    followed,
+    mapped,
+    unshared_variance,
+)
+from ..engine.state import Array, Gradient, Kernel, Signal, Values, bind, evaluate, ratio_or_zero
+from ..engine.trace import Record
+from ..errors import DomainError
+from ..formulas.law import ComponentLaws, Law, Theory
+from ..formulas.linear import BIASED_LINEAR, LINEAR
+from ..model.fields import set_field
+
+
+@dataclass(frozen=True)
+class Lawful(Leaf):
+    """A leaf whose moments follow from its laws alone.
+
+    Attributes:
+        theory: which of them to use.
+        label: site name in a trace.
+        parameters: values of the laws' symbols that the signal does not carry, such as fan_in.
+        width: number of features of the output; None: that of the input.
+    """
+
+    laws: ComponentLaws
+    theory: Theory
+    label: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    width: Any = None
+
+    def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
+        laws = self.laws.under(self.theory)
+        mean, variance = laws["mean"], laws["variance"]
+        values = dict(self.parameters)
+        weight = None if set(names).isdisjoint(self.matrices) else values["weight_variance"]
+
+        def result(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
+            values["x_mean"], values["x_variance"] = entering
+            if weight is not None:
+                values["weight_variance"] = weight * factor
+            return (
+                mean.formula(algebra, *mean.pick(values)),
+                variance.formula(algebra, *variance.pick(values)),
+            )
+
+        return result
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        laws = self.laws.under(self.theory)
+        algebra, kernel = signal.algebra, signal.kernel
+        one, two = bind(signal, self.parameters)
+        variance = evaluate(laws["variance"], algebra, one) + 0 * kernel.diagonal
+        off_diagonal = evaluate(laws["covariance"], algebra, two) + 0 * kernel.off_diagonal
+        output = Signal(
+            Kernel.joined(variance, off_diagonal, signal.resolved),
+            signal.seq_len,
+            mean=evaluate(laws["mean"], algebra, one),
+            width=signal.width if self.width is None else self.width,
+        )
+        more: dict[str, Any] = {}
+        limit = laws["variance"].domain.get("x_variance")
+        bounded = limit is not None and limit.upper < np.inf
+        if limit is not None and bounded and not limit.contains(kernel.mean_diagonal()):
+            note = f"the input's variance is outside {limit}, where the laws are resolved"
+            more["notes"] = (note,)
+        if signal.fluctuation is not None:
+            more |= self._over_draws(signal, output, one)
+        elif not signal.resolved and "hidden_covariance" in laws:
+            more["hidden_covariance"] = evaluate(laws["hidden_covariance"], algebra, one)
+        if more:
+            output = output.replace(**more)
+
+        back, back_pairs = laws.get("grad_variance"), laws.get("grad_covariance")
+        if back is None or back_pairs is None:
+            raise DomainError(f"theory {self.theory!r} states no gradient of {self.laws.name}")
+        if signal.resolved:
+            # Matrices that the way back does not need are not kept.
+            kept = (*back.arguments, "x_variance")
+            one = {name: one[name] for name in kept if name in one}
+            two = {name: two[name] for name in back_pairs.arguments if name in two}
+        return output, LawfulPullback(self, signal, output, one, two)
+
+    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
+        """The gradient at the input, of second moments `kernel`."""
+        return gradient.with_kernel(kernel)
+
+    def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
+        """What varies over draws of an output of these moments: fields of `Signal`."""
+        return {}
+
+    def _pulled(self, grad_in: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
+        return Pulled(grad_in)
+
+
+@dataclass(slots=True, eq=False)
+class LawfulPullback:
+    """The way back through a leaf of laws.
+
+    Attributes:
+        signal, output: what entered and left.
+        one, two: values of the laws' symbols, for a token and for a pair.
+    """
+
+    leaf: Lawful
+    signal: Signal
+    output: Signal
+    one: Values
+    two: Values
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        leaf, grad_out, algebra = self.leaf, gradient.kernel, self.signal.algebra
+        laws = leaf.laws.under(leaf.theory)
+        if gradient.resolved:
+            single = self.one | {"grad_variance": grad_out.diagonal}
+            pair = self.two | {"grad_covariance": grad_out.off_diagonal}
+        else:
+            single = pair = self.one.copy()
+            single["grad_variance"] = grad_out.diagonal
+            single["grad_covariance"] = grad_out.off_diagonal
+        variance = evaluate(laws["grad_variance"], algebra, single)
+        off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
+        kernel = Kernel.joined(variance, off_diagonal, gradient.resolved)
+        return leaf._pulled(leaf._sent(self, gradient, kernel), self.signal, gradient)
+
+
+@dataclass(frozen=True)
+class Linear(Lawful):
+    """A weight matrix, with a bias where `parameters` holds its `bias_variance`.
+
+    Attributes:
+        weight: its name in the table of weight gradients.
+        has_bias: whether there is a bias, of any variance, that receives a gradient.
+    """
+
+    weight: str = "weight"
+    has_bias: bool = False
+
+    scales_pairs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if "bias_variance" in self.parameters and self.laws is LINEAR:
+            set_field(self, "laws", BIASED_LINEAR)
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return (self.weight,)
+
+    def with_variances(self, names: tuple[str, ...], factor: float) -> Linear:
+        if self.weight not in names:
+            return self
+        variance = self.parameters["weight_variance"] * factor
+        return replace(self, parameters={**self.parameters, "weight_variance": variance})
+
+    def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
+        gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
+        return {"fluctuation": mapped(signal, output, gain)}
+
+    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
+        # x.W^T g = (W x).g: what g lacks along W x, W^T g lacks along x.
+        if not isotropic(gradient.radial):
+            kernel = without(kernel, way.signal, (1 - gradient.radial) / self.parameters["fan_in"])
+        return gradient.along(kernel)
+
+    def _pulled(self, grad_in: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
+        return LinearPulled(grad_in, self, signal, gradient)
+
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
+        return at.mapped(record.output.width)
+
+
+@dataclass(slots=True, eq=False)
+class LinearPulled(Pulled):
+    """What a weight matrix sent back, of what entered it and what it received."""
+
+    leaf: Linear
+    signal: Signal
+    grad_out: Gradient
+
+    def weights(self) -> Values:
+        # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
+        # db = sum_i g_i. Where gradients fall with the tokens' norms, they meet shorter tokens.
+        leaf, signal, gradient = self.leaf, self.signal, self.grad_out
+        size = leaf.parameters["fan_in"] * leaf.parameters["fan_out"]
+        tokens = signal.second_moment()
+        if signal.fluctuation is not None:
+            tokens = shortened(tokens, signal.fluctuation.norms, gradient.norm_response)
+        overlap = (tokens * gradient.kernel).total(signal.seq_len)
+        norms = {leaf.weight: size * overlap}
+        if leaf.has_bias:
+            total = gradient.kernel.total(signal.seq_len)
+            norms[f"{leaf.weight}.bias"] = leaf.parameters["fan_out"] * total
+        return norms
+
+
+@dataclass(frozen=True)
+class Activation(Lawful):
+    """A function applied to every entry of a centred Gaussian input."""
+
+    hidden: ClassVar[Hidden] = Hidden(2, 2.0)
+
+    def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
+        return variance / self.laws.under(self.theory)["variance"].domain["x_variance"].upper
+
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
+        return entrywise_overlap(self, record, at, walk.real)
+
+    def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
+        kurtosis = faintly(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
+        if signal.resolved:
+            kurtosis = signal.kernel.average(kurtosis)
+        slope = 0.0 if followed(signal) is None else self._slope(signal, values)
+        return {"fluctuation": activated(signal, output, kurtosis, slope), "kurtosis": kurtosis}
+
+    def _slope(self, signal: Signal, values: Values) -> Array:
+        """Change of a covariance per change of the input's, at the mean correlation."""
+        law = self.laws.under(self.theory)["grad_covariance"]
+        kernel, mean = signal.kernel, signal.mean
+        diagonal, off_diagonal = kernel.mean_diagonal(), kernel.mean_off_diagonal()
+        given = dict(self.parameters)
+        given["x_variance"] = given["x_other_variance"] = diagonal
+        given["x_mean"] = given["x_other_mean"] = kernel.average(mean)
+        given["x_correlation"] = ratio_or_zero(off_diagonal, diagonal)
+        given["grad_covariance"] = 1.0
+        return evaluate(law, signal.algebra, given)
+
+    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
+        algebra, entering = way.signal.algebra, way.signal.kernel
+        if way.output.fluctuation is not None and knows_directions(gradient):
+            alignment = faintly(self.laws.under(self.theory)["alignment"], algebra, way.one)
+            kernel = realigned(kernel, way.output, gradient, alignment)
+        if not np.all(entering.diagonal):
+            kernel = self._at_rest(kernel, entering, algebra)
+        return gradient.with_kernel(kernel)
+
+    def _at_rest(self, kernel: Kernel, entering: Kernel, algebra: Any) -> Kernel:
+        """The gradient where inputs are 0: kinks have the slope of their flatter side there.
+
+        Laws have it in the limit of small inputs, which see both sides: with slopes l and u,
+        E f'(x)^2 = (l^2 + u^2)/2, and E f'(x) f'(-x) = l u. torch takes l of ReLU and its leaky
+        relatives.
+        """
+        laws = self.laws.under(self.theory)
+        still = dict(self.parameters) | {"x_variance": 0.0, "x_other_variance": 0.0}
+        still |= {"grad_variance": 1.0, "grad_covariance": 1.0, "x_correlation": -1.0}
+        square = float(evaluate(laws["grad_variance"], algebra, still))
+        product = float(evaluate(laws["grad_covariance"], algebra, still))
+        flat = square - max(square * square - product * product, 0.0) ** 0.5
+        mean = 0.5 * (square + product)  # ((l + u)/2)^2
+        nothing = np.asarray(entering.diagonal) == 0.0
+        alone: Array = np.where(nothing, ratio_or_zero(flat, square), 1.0)
+        one: Array = np.where(nothing, ratio_or_zero(flat, mean) ** 0.5, 1.0)
+        if algebra.scalar:
+            alone, one = float(alone), float(one)
+        first, second = entering.over_tokens(one)
+        return kernel.weighted(alone, first * second)
+
+
+def entrywise_overlap(
+    leaf: Leaf, record: Record, at: UnsharedOverlap, real: Array | None
+) -> UnsharedOverlap:
+    """Behind a function of every feature by itself."""
+    before, after = record.input, record.output
+    return at.activated(elasticity(leaf, before, after, real), (before.width, after.width))
+
+
+FAINT = 1e-30
+"""A variance that stands for none in ratios of a function's moments: their limit there."""
+
+
+def faintly(law: Law, algebra: Any, values: Values) -> Array:
+    """A law that is 0/0 without any input, as the limit of small ones."""
+    v = values["x_variance"]
+    least = max(v, FAINT) if algebra.scalar else np.maximum(v, FAINT)
+    return evaluate(law, algebra, values | {"x_variance": least})
+
+
+@dataclass(frozen=True)
+class Dropout(Lawful):
+    """Dropout with fresh masks for every token and entry."""
+
+    scales_pairs: ClassVar[bool] = True
+    masks: ClassVar[bool] = True
+
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
+        before = unshared_variance(record.input, walk.real)
+        after = unshared_variance(record.output, walk.real)
+        return at.dropped(before, after, record.output.width)
+
+    def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
+        drop_prob = self.parameters["drop_prob"]
+        return {
+            "fluctuation": dropped(signal, drop_prob),
+            "centred": signal.centred,
+            "kurtosis": signal.kurtosis / (1 - drop_prob),
+        }
+
+    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
+        # The masks of a signal are those of its gradient: x'.g' is what it was.
+        return gradient.along(kernel)
+
+
+@dataclass(frozen=True)
+class Scale(Lawful):
+    """Multiplication by a constant."""
+
+    scales_pairs: ClassVar[bool] = True
+    rescales: ClassVar[bool] = True
+
+    def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
+        assert signal.fluctuation is not None
+        factor = self.parameters["weight_variance"]
+        return {
+            "fluctuation": signal.fluctuation.scaled(factor),
+            "centred": None if signal.centred is None else signal.centred.scaled(factor),
+            "kurtosis": signal.kurtosis,
+        }
+
+    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
+        return replace(gradient, kernel=kernel)
+
+
+@dataclass(frozen=True)
+class LayerScale(Leaf):
+    """Gains per feature that multiply a branch (Touvron et al. 2021, CaiT), as parameters.
+
+    They start at the residual connection's own factor, which multiplies the branch behind this.
+
+    Attributes:
+        label: name of the gains.
+        gain: that factor; above 0.
+    """
+
+    label: str
+    gain: float
+
+    scales_pairs: ClassVar[bool] = True
+
+    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        return signal, lambda gradient: LayerScalePulled(gradient, self, signal)
+
+
+@dataclass(slots=True, eq=False)
+class LayerScalePulled(Pulled):
+    """The gradient as it came; the gains' is dL/dg = sum_i x_i dL/dy_i in every feature."""
+
+    leaf: LayerScale
+    signal: Signal
+
+    def weights(self) -> Values:
+        signal = self.signal
+        total = (signal.second_moment() * self.gradient.kernel).total(signal.seq_len)
+        return {self.leaf.label: signal.width * total / self.leaf.gain**2}

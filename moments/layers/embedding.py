@@ -1,0 +1,363 @@
+"""Second moments of embedded text, and the gradients of the tables that it is read from."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..engine.classes import Matrix, PositionClasses, one_class
+from ..engine.layout import places
+from ..engine.state import Array, Kernel
+from ..engine.texts import TextClasses
+from ..errors import DomainError, domain_error
+from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
+from ..formulas.law import Theory
+from ..model.embedding import Embedding
+from .attention.kernels.relative_positions import basis_of, of_pairs, turned_means
+
+WIDEST = 2**16
+"""Width at which sinusoidal positions, whose frequencies meet in pairs, take some seconds."""
+
+
+def repeated_pairs(ids: Any, seq_len: int, name: str) -> float:
+    """Share of ordered token pairs with the same id, averaged over sequences.
+
+    Raises:
+        DomainError: not integers of shape (L,) or (B, L).
+    """
+    matrix = check_ids(ids, seq_len, name)
+    same = (matrix[:, :, None] == matrix[:, None, :]).sum((1, 2)) - seq_len
+    return float(np.mean(same / (seq_len * (seq_len - 1))))
+
+
+def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
+    """Integers of shape (B, L)."""
+    allowed = f"{name} must be non-negative integers of shape (L,) or (B, L)"
+    try:
+        matrix = np.atleast_2d(np.asarray(ids))
+    except ValueError:
+        raise DomainError(f"{allowed}: pad shorter sequences") from None
+    whole = matrix.ndim == 2 and matrix.size and np.issubdtype(matrix.dtype, np.integer)
+    if not whole or matrix.min() < 0:
+        raise DomainError(allowed)
+    if matrix.shape[1] != seq_len:
+        given, remedy = matrix.shape[1], f"use model.replace(seq_len={matrix.shape[1]})"
+        allowed = f"sequences of seq_len = {seq_len}"
+        raise domain_error(name, f"sequences of {given} tokens", allowed, remedy)
+    return matrix
+
+
+def embedded_alike(
+    embedding: Embedding,
+    seq_len: int,
+    theory: Theory,
+    token_ids: Any = None,
+    segment_ids: Any = None,
+    d_model: int | None = None,
+) -> Kernel:
+    """Sum of the embedding tables for tokens alike, before the embedding's norm and dropout.
+
+    Without `token_ids` the text follows Zipf's law and segments split it uniformly; with them the
+    repetitions are counted, and a text without `segment_ids` is one segment.
+    """
+    total = drawn_alike(embedding, seq_len, theory, token_ids, segment_ids)
+    fixed = fixed_positions(embedding, seq_len, d_model)
+    return total if fixed is None else total + fixed.kernel
+
+
+def drawn_alike(
+    embedding: Embedding,
+    seq_len: int,
+    theory: Theory,
+    token_ids: Any = None,
+    segment_ids: Any = None,
+) -> Kernel:
+    """The same without what no weight is drawn for: sinusoidal positions."""
+    token, segment = _patterns(embedding, seq_len, theory, token_ids, segment_ids)
+    tables = [
+        (TOKEN_EMBEDDING, embedding.row_variance, token),
+        (SEGMENT_EMBEDDING, embedding.segment_variance, segment),
+        (POSITION_EMBEDDING, embedding.position_variance, 0.0),
+    ]
+    total = Kernel(0.0, 0.0)
+    for laws, variance, pattern in tables:
+        values = {"table_variance": variance, "pattern_correlation": pattern}
+        diagonal, off_diagonal = (
+            float(laws.law(n, theory).of(values)) for n in ("variance", "covariance")
+        )
+        total = total + Kernel(diagonal, off_diagonal)
+    return total
+
+
+def joint_kernel(
+    embedding: Embedding,
+    seq_len: int,
+    token_ids: Any,
+    segment_ids: Any = None,
+    d_model: int | None = None,
+    documents: np.ndarray | None = None,
+) -> Kernel:
+    """Sum of the embedding tables of a whole batch as one kernel, (B L, B L), sequence by sequence.
+
+    Two tokens share what the tables they look up share: E x_i x_j is a table's variance where the
+    two rows are one; tokens at the same position of two sequences share the position's row.
+
+    Args:
+        seq_len: tokens per sequence L.
+        token_ids, segment_ids: integers of shape (L,) or (B, L); without segments there is one.
+        d_model: width; needed for sinusoidal positions.
+        documents: of packed rows, (L,) or (B, L), see `layout`: positions restart with each.
+
+    Raises:
+        DomainError: ids of another shape or outside the table, or sinusoidal positions without
+            d_model.
+    """
+    ids, where, segments = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
+    drawn = ids != embedding.padding_id if embedding.padding_id is not None else 1.0
+    matrix = (
+        embedding.row_variance * _same(ids) * drawn
+        + embedding.segment_variance * _same(segments)
+        + embedding.position_variance * _same(where)
+    )
+    fixed = fixed_positions(embedding, seq_len, d_model, len(ids) // seq_len, documents)
+    return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.off_diagonal)
+
+
+def class_kernel(embedding: Embedding, classes: TextClasses, d_model: int | None = None) -> Kernel:
+    """The same of a text on classes of positions and of words: means over their cells.
+
+    The text is one segment without padding.
+
+    Args:
+        d_model: width; needed for sinusoidal positions.
+    """
+    token = embedding.row_variance
+    off_diagonal = token * classes.one_word + embedding.segment_variance
+    off_diagonal = off_diagonal + embedding.position_variance * classes.at_one_place
+    diagonal = token + embedding.segment_variance + embedding.position_variance
+    result = Kernel(np.full(len(classes.nodes), diagonal), off_diagonal, classes)
+    fixed = fixed_positions(embedding, classes.length, d_model, classes=classes)
+    return result if fixed is None else result + fixed.kernel
+
+
+def _frequencies(d_model: int, base: float) -> np.ndarray:
+    return np.asarray(base ** (-2 * np.arange(d_model // 2) / d_model))
+
+
+class FixedPart(NamedTuple):
+    """What a tensor holds that no weight is drawn for.
+
+    Attributes:
+        common: the product of two tokens' means over features, which centring removes.
+    """
+
+    kernel: Kernel
+    common: Kernel
+
+    @classmethod
+    def of_rows(cls, rows: np.ndarray) -> FixedPart:
+        """Of what is added to every token, (tokens, d)."""
+        means = rows.mean(1)
+        both = rows @ rows.T / rows.shape[1], means[:, None] * means[None, :]
+        return cls(*map(Kernel.of_matrix, both))
+
+
+def fixed_positions(
+    embedding: Embedding,
+    seq_len: int,
+    d_model: int | None,
+    sequences: int | None = None,
+    documents: np.ndarray | None = None,
+    classes: PositionClasses | None = None,
+) -> FixedPart | None:
+    """Sinusoidal positions; None where there are none.
+
+    Sines and cosines of one angle meet as cos(w_m (i - j)), so p_i . p_j/d averages that over the
+    d/2 frequencies w_m = position_base^(-2 m/d).
+
+    Args:
+        seq_len: tokens per sequence L.
+        sequences: B for kernels of shape (B L, B L); None: tokens alike.
+        documents: of packed rows, (L,) or (B, L); None: each row is one.
+        classes: of positions, for means over their cells; None: none.
+
+    Raises:
+        DomainError: sinusoidal positions of unknown or odd width.
+
+    Source:
+        Vaswani et al. 2017, section 3.5.
+    """
+    if embedding.positions != "sinusoidal":
+        return None
+    if d_model is None or d_model % 2 or d_model > WIDEST:
+        allowed = f"an even number, {WIDEST} at most, for sinusoidal positions"
+        raise domain_error("d_model", d_model, allowed)
+    if classes is not None:
+        blocks = _fixed_on(d_model, embedding.position_base, classes.inside)
+        return FixedPart(*(Kernel(*classes.everywhere(block), classes) for block in blocks))
+    if sequences is None:
+        alike = _fixed_on(d_model, embedding.position_base, one_class(seq_len))
+        return FixedPart(
+            *(Kernel(diagonal[0], off_diagonal[0, 0]) for diagonal, off_diagonal in alike)
+        )
+    frequencies = _frequencies(d_model, embedding.position_base)
+    angles = np.multiply.outer(np.arange(seq_len), frequencies)
+    rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    return FixedPart.of_rows(rows[_places(seq_len, sequences, documents)])
+
+
+@functools.lru_cache(maxsize=16)
+def _fixed_on(d_model: int, base: float, one: PositionClasses) -> tuple[Matrix, Matrix]:
+    """Means over cells, of one place or of two: the same in every document."""
+    frequencies = _frequencies(d_model, base)
+    count = len(frequencies)
+    phases, mass, twice = basis_of(one, frequencies).sums(0, one.length)
+    cosines = (phases @ phases.conj().T).real / count
+    pairs = mass[:, None] * mass
+    near = float(np.cos(frequencies).mean())
+    kernel = 0.5 * of_pairs(cosines / pairs, pairs, twice, 1.0, near)
+    # A token's mean over features is sum_m (sin + cos)(w_m t)/d, t counted from 0.
+    turned = turned_means(one.length, frequencies, np.full(count, 0.5 / count))
+    means = turned.real + turned.imag
+    sums, squares = one.basis @ means, (one.basis * means**2) @ one.basis.T
+    diagonal = one.basis @ means**2 / mass
+    common = np.outer(sums, sums) - squares
+    rest = pairs - twice
+    usable = rest > 0.5
+    common = np.where(usable, common / np.where(usable, rest, 1.0), 0.0)
+    return (np.full(len(mass), 0.5), kernel), (diagonal, common)
+
+
+def embedding_gradients(
+    embedding: Embedding,
+    seq_len: int,
+    d_model: int,
+    gradient: Kernel,
+    token_ids: Any = None,
+    segment_ids: Any = None,
+    documents: np.ndarray | None = None,
+) -> dict[str, Array]:
+    """Squared gradient norms of the tables that have parameters.
+
+    A row gathers the gradients of the tokens that look it up, so that E |dTable|^2 = d sum of
+    G_ij over pairs of one row; the token rows' also times the embedding's scale squared. The
+    padding row has no gradient.
+
+    Args:
+        seq_len: tokens per sequence L.
+        d_model: width of the sum of the tables.
+        gradient: at the sum of the tables, resolved (B L, B L) for a text of (B, L) tokens, or
+            of tokens alike, one sequence of them.
+        token_ids, segment_ids: the text; None: unknown, its tokens repeat by Zipf's law.
+        documents: of packed rows, (L,) or (B, L), see `layout`.
+
+    Returns:
+        "token", and "position", "segment" and the "factor" of token rows where there are such.
+
+    Raises:
+        DomainError: ids that do not fit the gradient.
+    """
+    scale = embedding.scale**2
+    if gradient.resolved is not True:
+        token, segment = _patterns(embedding, seq_len, "refined", token_ids, segment_ids)
+        classes = gradient.classes
+        length = seq_len if classes is None else classes.length
+        alone = length * gradient.mean_diagonal()
+        pairs = gradient.total(seq_len) - alone
+        repeated, shared = token * pairs, 0.0 * alone
+        if classes is not None:
+            shared = classes.sum_of_pairs(gradient.off_diagonal * classes.at_one_place)
+            if isinstance(classes, TextClasses):
+                repeated = classes.sum_of_pairs(gradient.off_diagonal * classes.one_word)
+        result = {"token": scale * (alone + repeated), "position": alone + shared}
+        result["segment"] = alone + segment * pairs
+    else:
+        count = gradient.off_diagonal.shape[-1]
+        if token_ids is None:
+            token, _ = _patterns(embedding, seq_len, "refined", None, None)
+            where, segments = _places(seq_len, count // seq_len, documents), np.zeros(count)
+            of_one: Any = np.where(np.eye(count) > 0.0, 1.0, token)
+        else:
+            ids, where, segments = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
+            if ids.size != count:
+                allowed = f"{count}, as the gradient has"
+                raise domain_error("token_ids", f"{ids.size} tokens", allowed)
+            of_one = _same(ids) * (ids != embedding.padding_id)
+        result = {
+            "token": scale * (gradient.off_diagonal * of_one).sum((-2, -1)),
+            "position": (gradient.off_diagonal * _same(where)).sum((-2, -1)),
+            "segment": (gradient.off_diagonal * _same(segments)).sum((-2, -1)),
+        }
+    there = {
+        "token": True,
+        "position": embedding.position_variance > 0,
+        "segment": embedding.segment_variance > 0,
+    }
+    norms = {name: d_model * value for name, value in result.items() if there[name]}
+    if embedding.factor_dim is not None and not embedding.norm:
+        # Both meet the same sums: a row's gradient is the matrix's turn of what arrives, the
+        # matrix's the rows' products with it.
+        arriving = embedding.factor_dim * norms["token"]
+        norms["token"] = arriving * (embedding.factor_variance or 0.0)
+        norms["factor"] = arriving * embedding.token_variance
+    return norms
+
+
+def table_rows(
+    embedding: Embedding,
+    seq_len: int,
+    token_ids: Any,
+    segment_ids: Any,
+    documents: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of the three tables that every token of a batch looks up, each (B L,)."""
+    ids = text_ids(embedding, seq_len, token_ids)
+    segments = np.zeros_like(ids)
+    if segment_ids is not None:
+        segments = np.broadcast_to(check_ids(segment_ids, seq_len, "segment_ids"), ids.shape)
+    return ids.reshape(-1), _places(seq_len, len(ids), documents), segments.reshape(-1)
+
+
+def _places(seq_len: int, sequences: int, documents: np.ndarray | None) -> np.ndarray:
+    """(B L,) position of every token."""
+    one = np.ones(seq_len, dtype=np.int64) if documents is None else documents
+    return np.broadcast_to(places(one), (sequences, seq_len)).reshape(-1)
+
+
+def _same(rows: np.ndarray) -> np.ndarray:
+    return np.asarray(rows[:, None] == rows[None, :])
+
+
+def _patterns(
+    embedding: Embedding, seq_len: int, theory: Theory, token_ids: Any, segment_ids: Any
+) -> tuple[float, float]:
+    """Shares of token pairs with one token row, and with one segment row; 0 without pairs."""
+    if seq_len == 1:
+        return 0.0, 0.0
+    if token_ids is None:
+        values = {"vocab_size": embedding.vocab_size, "seq_len": seq_len}
+        token, segment = (
+            float(laws.law("pattern_correlation", theory).of(values))
+            for laws in (TOKEN_EMBEDDING, SEGMENT_EMBEDDING)
+        )
+        return token, segment
+    token = repeated_pairs(text_ids(embedding, seq_len, token_ids), seq_len, "token_ids")
+    if segment_ids is None:
+        return token, 1.0
+    return token, repeated_pairs(segment_ids, seq_len, "segment_ids")
+
+
+def text_ids(embedding: Embedding, seq_len: int, token_ids: Any) -> np.ndarray:
+    """(B, L) rows of the token table.
+
+    Raises:
+        DomainError: as `check_ids`, or a row that the table does not have.
+    """
+    ids = check_ids(token_ids, seq_len, "token_ids")
+    if ids.max() >= embedding.vocab_size:
+        raise domain_error(
+            "token_ids", int(ids.max()), f"below vocab_size = {embedding.vocab_size}"
+        )
+    return ids

@@ -1,0 +1,181 @@
+"""Second moments of embedded images, the gradients of what embeds them, and a photograph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..engine.state import Array, Kernel
+from ..errors import domain_error
+from ..formulas.checks import check_array, check_count
+from ..model.patches import PatchEmbedding
+from ..model.sound import SoundEmbedding
+from .embedding import FixedPart
+from .sound import sound_gradients, sound_kernel
+
+ReadsPixels = PatchEmbedding | SoundEmbedding
+"""What an embedding of images is, a spectrogram being one of one channel."""
+
+
+def check_pixels(embedding: ReadsPixels, pixels: Any) -> np.ndarray:
+    """Images of shape (B, C, H, W).
+
+    Raises:
+        DomainError: another shape, or values that are not finite.
+    """
+    images = check_array("pixels", pixels, "numbers of shape (B, C, H, W)")
+    if not np.all(np.isfinite(images)):
+        raise domain_error("pixels", "NaN or infinity", "finite")
+    images = images[None] if images.ndim == 3 else images
+    shape = embedding.channels, *embedding.sides
+    if images.ndim != 4 or images.shape[1:] != shape:
+        allowed = f"of shape (B, {', '.join(map(str, shape))})"
+        raise domain_error("pixels", f"shape {np.shape(pixels)}", allowed)
+    return images
+
+
+def cut_patches(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
+    """The patches of images (B, C, H, W), row by row: (B, patches, channels * patch_size**2)."""
+    images = check_pixels(embedding, pixels)
+    size, (down, across) = embedding.patch_size, embedding.strides
+    windows = np.lib.stride_tricks.sliding_window_view(images, (size, size), axis=(2, 3))
+    cut = windows[:, :, ::down, ::across].transpose(0, 2, 3, 1, 4, 5)
+    return np.ascontiguousarray(cut.reshape(len(images), embedding.patches, embedding.patch_width))
+
+
+def entering(embedding: ReadsPixels, pixels: Any, d_model: int) -> tuple[Kernel, FixedPart | None]:
+    """What images are to layer 1 but for norm and dropout, one kernel (B L, B L), and of it what no
+    weight is drawn for; None: nothing.
+
+    Raises:
+        DomainError: pixels of another shape.
+    """
+    if isinstance(embedding, SoundEmbedding):
+        return sound_kernel(embedding, check_pixels(embedding, pixels), d_model)
+    kernel = image_kernel(embedding, pixels, d_model)
+    return kernel, patch_positions(
+        embedding, d_model, len(kernel.off_diagonal) // embedding.seq_len
+    )
+
+
+def image_kernel(embedding: PatchEmbedding, pixels: Any, d_model: int) -> Kernel:
+    """Sum of projected patches, bias, learned vectors and positions: one kernel (B L, B L).
+
+    With Gaussian weights, E (W p_i)_k (W p_j)_k = variance p_i . p_j; the learned vectors and a
+    position's row are shared by the images.
+
+    Args:
+        pixels: images of shape (B, C, H, W) as the model reads them, normalised.
+        d_model: width, of which sinusoidal positions are.
+
+    Raises:
+        DomainError: pixels of another shape.
+    """
+    features, shared = _layout(embedding, pixels)
+    matrix = embedding.patch_variance * features @ features.T
+    matrix += embedding.position_variance * shared["position"]
+    matrix += embedding.class_variance * shared["class"]
+    matrix += embedding.register_variance * shared["register"]
+    matrix += (embedding.bias_variance or 0.0) * shared["patch.bias"]
+    fixed = patch_positions(embedding, d_model, len(matrix) // embedding.seq_len)
+    return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.off_diagonal)
+
+
+def patch_positions(embedding: PatchEmbedding, d_model: int, images: int) -> FixedPart | None:
+    """Sinusoidal positions of patches: sines and cosines of d/4 angles w_m = 10000^(-4 m/d) times
+    the place down, and as many of that across; zero where a token is no patch. None: no such.
+
+    Raises:
+        DomainError: a width that is no multiple of 4.
+    """
+    if embedding.placed != "sinusoidal":
+        return None
+    if d_model % 4:
+        raise domain_error("d_model", d_model, "a multiple of 4 for sinusoidal positions")
+    speeds = 10000.0 ** (-np.arange(d_model // 4) / (d_model // 4))
+    angles = np.indices(embedding.grid).reshape(2, -1, 1) * speeds
+    rows = np.concatenate([*np.sin(angles), *np.cos(angles)], axis=1)
+    return FixedPart.of_rows(np.tile(np.pad(rows, ((embedding.before, 0), (0, 0))), (images, 1)))
+
+
+def image_gradients(
+    embedding: ReadsPixels, pixels: Any, d_model: int, gradient: Kernel
+) -> dict[str, Array]:
+    """Squared gradient norms of projection, bias, learned vectors and position table.
+
+    dW = sum_i g_i p_i^T, so E |dW|^2 = d sum_ij G_ij p_i . p_j; the others gather the gradients of
+    the tokens that share them.
+
+    Args:
+        pixels: images of shape (B, C, H, W).
+        gradient: at the sum, (B L, B L).
+
+    Returns:
+        "patch", and "patch.bias", "class", "register" and "position" where there are such
+        parameters; of convolutions "convolution_1" and so on.
+
+    Raises:
+        DomainError: pixels of another shape, or not as many tokens as the gradient has.
+    """
+    grad_out = gradient.off_diagonal
+    if isinstance(embedding, SoundEmbedding):
+        return sound_gradients(embedding, check_pixels(embedding, pixels), d_model, grad_out)
+    features, shared = _layout(embedding, pixels)
+    if np.shape(grad_out) != (len(features), len(features)):
+        allowed = f"of shape {(len(features), len(features))}, one row per token"
+        raise domain_error("gradient", f"shape {np.shape(grad_out)}", allowed)
+    there = {
+        "patch.bias": embedding.bias_variance is not None,
+        "class": embedding.class_token,
+        "register": embedding.registers > 0,
+        "position": embedding.placed == "learned",
+    }
+    result = {"patch": d_model * float((grad_out * (features @ features.T)).sum())}
+    for name, present in there.items():
+        if present:
+            result[name] = d_model * float((grad_out * shared[name]).sum())
+    return result
+
+
+def _layout(embedding: PatchEmbedding, pixels: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """What the projection reads, (B L, patch width), and which tokens share a vector."""
+    cut = cut_patches(embedding, pixels)
+    cut = np.pad(cut, ((0, 0), (embedding.before, 0), (0, 0)))
+    place = np.tile(np.arange(embedding.seq_len), len(cut))
+    first, patch = (place == 0) & embedding.class_token, place >= embedding.before
+    register, same = ~first & ~patch, place[:, None] == place[None, :]
+    shared = {
+        "position": same,
+        "class": first[:, None] & first[None, :],
+        "register": same & register,
+        "patch.bias": patch[:, None] & patch[None, :],
+    }
+    return cut.reshape(len(place), -1), shared
+
+
+def photograph(image_size: int, top: bool = True) -> np.ndarray:
+    """A real image to predict with: matplotlib's portrait of Grace Hopper, (1, 3, size, size).
+
+    The largest square at the top (or bottom) of the photograph, resampled, its values mapped from
+    [0, 1] to [-1, 1] as vision transformers expect them.
+
+    >>> photograph(32).shape
+    (1, 3, 32, 32)
+
+    Raises:
+        DomainError: a size that is not a positive integer.
+    """
+    check_count("image_size", image_size)
+    from matplotlib.cbook import get_sample_data
+    from PIL import Image
+
+    result = get_sample_data("grace_hopper.jpg", asfileobj=False)
+    with Image.open(str(result)) as file:
+        image = file.convert("RGB")
+    side = min(image.size)
+    start = 0 if top else image.size[1] - side
+    square = image.crop((0, start, side, start + side))
+    small = square.resize((image_size, image_size), Image.Resampling.BICUBIC)
+    values = np.asarray(small, dtype=float) / 255
+    return (2 * values - 1).transpose(2, 0, 1)[None]

@@ -1,0 +1,141 @@
+"""Heads of recurrent mixers as functions of their pre-activations, whole sequences at once.
+
+A recurrence with a state is a lower triangular matrix over tokens, y = T v: T_ts = (q_t.k_s) times
+the decays in between for linear attention and Mamba-2 (Dao and Gu 2024, section 3), and for the
+delta rule that times the inverse of a unit triangular matrix (Yang et al. 2024, section 3.2). All
+are written in operations that `engine.derivative` takes the transpose of.
+
+Arrays have draws first and tokens behind them: (draws, L, features).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...engine.derivative import primitive
+
+Array = Any
+
+
+def _sigmoid(x: Array) -> Array:
+    return 0.5 + 0.5 * np.tanh(0.5 * x)
+
+
+def _silu_slope(x: Array) -> Array:
+    share = _sigmoid(x)
+    return share * (1.0 + x * (1.0 - share))
+
+
+silu = primitive(lambda x: x * _sigmoid(x), lambda r, x: lambda g: g * _silu_slope(x))
+sigmoid = primitive(_sigmoid, lambda r, x: lambda g: g * r * (1.0 - r))
+softplus = primitive(lambda x: np.logaddexp(0.0, x), lambda r, x: lambda g: g * _sigmoid(x))
+
+
+FUNCTIONS = {
+    "identity": lambda x: x,
+    "silu": silu,
+    "sigmoid": sigmoid,
+}
+"""Of features and of gates."""
+
+
+solved: Callable[..., Array] = primitive(
+    np.linalg.solve,
+    lambda r, a, b: lambda g: -solved(np.swapaxes(a, -1, -2), g) @ np.swapaxes(r, -1, -2),
+    lambda r, a, b: lambda g: solved(np.swapaxes(a, -1, -2), g),
+)
+
+
+def _convolved(x: Array, taps: Array) -> Array:
+    """sum_a taps_a x_{t-a}: a causal convolution of every feature by itself, of (draws, L,
+    features) and (draws, kernel, features)."""
+    out = x * taps[:, :1]
+    for a in range(1, min(taps.shape[1], x.shape[1])):
+        out[:, a:] += x[:, :-a] * taps[:, a : a + 1]
+    return out
+
+
+def _back_to_taps(g: Array, x: Array, kernel: int) -> Array:
+    tokens = x.shape[1]
+    later = [(g[:, a:] * x[:, : tokens - a]).sum(1) for a in range(kernel)]
+    return np.stack(later, 1)
+
+
+convolved: Callable[..., Array] = primitive(
+    _convolved,
+    lambda r, x, taps: lambda g: convolved(g[:, ::-1], taps)[:, ::-1],
+    lambda r, x, taps: lambda g: _back_to_taps(g, x, taps.shape[1]),
+)
+
+
+def _decays(logs: Array) -> Array:
+    """(..., L, L) product of the decays behind token s up to t, 0 above the diagonal, of (..., L)
+    logarithms."""
+    sums, tokens = np.cumsum(logs, axis=-1), logs.shape[-1]
+    result = np.subtract(sums[..., :, None], sums[..., None, :])
+    later = np.triu(np.ones((tokens, tokens), bool), 1)
+    result[..., later] = -np.inf
+    return np.exp(result, out=result)
+
+
+def _back_to_logs(grad_out: Array) -> Array:
+    """Of gradient times value: what rows less columns sum to, at this token and behind."""
+    rest = grad_out.sum(-1) - grad_out.sum(-2)
+    return np.flip(np.cumsum(np.flip(rest, -1), -1), -1)
+
+
+decays = primitive(_decays, lambda r, logs: lambda g: _back_to_logs(g * r))
+
+
+def by_heads(x: Array, heads: int) -> Array:
+    """(draws, L, heads * features) to (draws, heads, L, features)."""
+    draws, tokens, features = x.shape
+    return np.swapaxes(np.reshape(x, (draws, tokens, heads, features // heads)), 1, 2)
+
+
+def joined(x: Array) -> Array:
+    """The same back."""
+    draws, heads, tokens, features = x.shape
+    return np.reshape(np.swapaxes(x, 1, 2), (draws, tokens, heads * features))
+
+
+def normalised(x: Array, epsilon: float) -> Array:
+    """Over the root of the mean square of the last axis."""
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + epsilon)
+
+
+def transposed(x: Array) -> Array:
+    return np.swapaxes(x, -1, -2)
+
+
+def scan(query: Array, key: Array, value: Array, logs: Array, steps: Array) -> Array:
+    """y_t = sum_{s <= t} (q_t.k_s) [decays behind s up to t] step_s v_s, of heads.
+
+    Args:
+        query, key: (draws, 1, L, state), shared by the heads.
+        value: (draws, heads, L, features).
+        logs: (draws, heads, L) of the decays.
+        steps: (draws, heads, L).
+    """
+    mixing = (query @ transposed(key)) * decays(logs) * np.expand_dims(steps, -2)
+    return mixing @ value
+
+
+def delta_rule(query: Array, key: Array, value: Array, logs: Array, rate: Array) -> Array:
+    """o_t = S_t^T q_t, S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T, of heads.
+
+    Args:
+        query, key: (draws, L, state), keys of unit length.
+        value: (draws, L, features).
+        logs: (draws, L) of the decays a.
+        rate: (draws, L) b.
+    """
+    passing = decays(logs)
+    tokens = passing.shape[-1]
+    erased = (key @ transposed(key)) * passing * np.tril(np.ones((tokens, tokens)), -1)
+    rate = np.expand_dims(rate, -1)
+    written = solved(np.eye(tokens) + erased * rate, value * rate)
+    return ((query @ transposed(key)) * passing) @ written

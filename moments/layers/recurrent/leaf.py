@@ -1,0 +1,168 @@
+"""A recurrent mixer or short convolution as a component, and its blocks put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ...engine.composition import Component, Leaf, Pulled
+from ...engine.fluctuation import overlap_variance
+from ...engine.layout import Padding
+from ...engine.response import Around, Elementwise, Response
+from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
+from ...engine.trace import Record
+from ...errors import DomainError
+from ...model.block import Block
+from ...model.mixers import LinearAttention, ShortConvolution
+from .drawn import Back, DrawnHeads
+from .exact import GatedConvolution, LinearHeads
+from .mixers import HEADS
+
+if TYPE_CHECKING:
+    from ..architecture import Blocks
+
+BAND_DRAWS = 16
+"""Draws of heads for the band of one draw, which asks for them three times in every layer."""
+
+BIAS_REMEDY = "its laws know no biases of other variance: declare them as 0"
+
+
+@dataclass(frozen=True)
+class Mixer(Leaf):
+    """Everything of a mixer up to its output projection, by token.
+
+    Attributes:
+        rows: of every matrix that reads them, by name: rows, and variance of the entries.
+        padding: as of `SelfAttention`; of several documents, or with padding, none is covered.
+        sequences: equally long ones that a kernel of tokens holds one after the other.
+        draws: of heads, where they are drawn; None: as many as their size allows.
+    """
+
+    label: str
+    block: Block
+    d_model: int
+    rows: tuple[tuple[str, int, float], ...]
+    width: int
+    padding: Padding | None = None
+    sequences: int = 1
+    draws: int | None = None
+
+    mixes_tokens: ClassVar[bool] = True
+
+    def _law(self, kernel: Array, varies: Array = 0.0) -> Any:
+        block, many = self.block, self.sequences
+        gains = {name: self.d_model * variance for name, _, variance in self.rows}
+        if isinstance(block, ShortConvolution):
+            return GatedConvolution(block, self.width, kernel, gains, many, varies)
+        if isinstance(block, LinearAttention) and block.norm is None and block.decay_gate is None:
+            return LinearHeads(block, kernel, gains, many, varies)
+        return DrawnHeads(HEADS[type(block)](block), kernel, gains, many, self.draws)
+
+    def forward(self, signal: Signal) -> tuple[Signal, _Way]:
+        if signal.resolved is not True:
+            raise DomainError(
+                f"{self.block.kind}: its laws hold token by token; pass tokens=True, and at most "
+                "512 of them"
+            )
+        if self.padding is not None and not np.all(np.asarray(self.padding) == 1):
+            raise DomainError(
+                f"{self.block.kind}: padded sequences and packed documents are not covered, as "
+                "its state runs on through them; predict sequences of one length"
+            )
+        tokens = signal.second_moment()
+        shape = np.shape(tokens.off_diagonal)
+        varies = overlap_variance(signal)
+        varies = np.zeros(shape) if varies is None else np.broadcast_to(varies, shape)
+        both = (one.reshape(-1, *shape[-2:]) for one in (tokens.off_diagonal, varies))
+        laws = [self._law(*one) for one in zip(*both, strict=True)]
+        kernel = Kernel.of_matrix(np.stack([one.forward() for one in laws]).reshape(shape))
+        fluctuation = None
+        if signal.fluctuation is not None:
+            norms = Kernel.of_matrix(np.stack([one.norms for one in laws]).reshape(shape))
+            none = norms.scaled(0.0)
+            if signal.fluctuation.overlaps is None:
+                fluctuation = Fluctuation(norms)
+            else:
+                fluctuation = Fluctuation(norms, norms, shared=(none, none))
+        notes = tuple(dict.fromkeys(note for one in laws for note in getattr(one, "notes", ())))
+        output = Signal(
+            kernel,
+            signal.seq_len,
+            0.0 * kernel.diagonal,
+            self.width,
+            fluctuation=fluctuation,
+            notes=notes,
+        )
+        return output, _Way(self, tokens, laws)
+
+    def response(self, record: Record, around: Around) -> Response:
+        # Pairs of tokens are moved together, each answering for itself.
+        few = replace(self, draws=BAND_DRAWS)
+        grad_out, grad_in = around.grad_out(record), record.grad_out
+        return Elementwise.of(few, record.input, grad_in, grad_out, False)
+
+
+@dataclass(slots=True, eq=False)
+class _Way:
+    """The way back through a mixer."""
+
+    leaf: Mixer
+    tokens: Kernel
+    laws: list[Any]
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        leaf, shape = self.leaf, np.shape(self.tokens.off_diagonal)
+        grad_out = np.broadcast_to(gradient.kernel.off_diagonal, shape).reshape(-1, *shape[-2:])
+        backs = [law.backward(one) for law, one in zip(self.laws, grad_out, strict=True)]
+        grad_in = [
+            sum(one.kernels[name] * (rows * variance) for name, rows, variance in leaf.rows)
+            for one in backs
+        ]
+        kernel = Kernel.of_matrix(np.stack(grad_in).reshape(shape))
+        return _Pulled(gradient.with_kernel(kernel), self, backs)
+
+
+@dataclass(slots=True, eq=False)
+class _Pulled(Pulled):
+    """What a mixer sent back."""
+
+    way: _Way
+    backs: list[Back]
+
+    def weights(self) -> Mapping[str, Array]:
+        # dW = sum_t dp_t x_t^T: E|dW|^2 = d_model rows sum_tt' E dp_t dp_t' E x_t x_t'
+        leaf, pairs = self.way.leaf, self.way.tokens.off_diagonal
+        shape = np.shape(pairs)[:-2]
+        flat = pairs.reshape(-1, *np.shape(pairs)[-2:])
+        norms: dict[str, list[float]] = {}
+        for back, tokens in zip(self.backs, flat, strict=True):
+            for name, rows, _ in leaf.rows:
+                size = leaf.d_model * rows * float((back.kernels[name] * tokens).sum())
+                norms.setdefault(name, []).append(size)
+            for name, size in back.own.items():
+                norms.setdefault(name, []).append(size)
+        return {name: np.array(sizes).reshape(shape)[()] for name, sizes in norms.items()}
+
+
+def recurrent_parts(parts: Blocks, block: Block) -> tuple[Component, ...]:
+    """A mixer and its output projection."""
+    model = parts.model
+    shapes, variances = block.shapes(model), model.variances_of(parts.number)
+    biases = parts._biases
+    for name in shapes:
+        if biases.get(name, 0.0) != 0.0:
+            raise DomainError(f"biases.{name} with a {block.kind}: {BIAS_REMEDY}")
+    width, _ = shapes["output"]
+    rows = tuple(
+        (name, rows, float(variances[name]))
+        for name, (_, rows) in shapes.items()
+        if name != "output"
+    )
+    mixer = Mixer(
+        "attention.heads", block, model.d_model, rows, width, parts.padding, parts.sequences
+    )
+    projection = parts._linear("attention.projection", "output", width, model.d_model)
+    return mixer, projection

@@ -1,0 +1,317 @@
+"""What one draw of each mixer is: its rows, its own parameters, its function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...model.block import Block
+from ...model.mixers import GatedDeltaNet, LinearAttention, Mamba2
+from .drawn import Section
+from .heads import (
+    FUNCTIONS,
+    by_heads,
+    convolved,
+    decays,
+    delta_rule,
+    joined,
+    normalised,
+    scan,
+    sigmoid,
+    silu,
+    softplus,
+    transposed,
+)
+
+Array = Any
+Arrays = dict[str, Array]
+
+MOST_HEADS, MOST_FEATURES = 32, 256
+"""Heads that share a norm or keys and are drawn together, of more so many evenly among them; and
+features of all of them together."""
+
+UNIT_EPSILON = 1e-6
+"""Added to the squared length of queries and keys that the delta rule divides by."""
+
+
+def taps(random: np.random.Generator, block: Any, draws: int, features: int) -> Array:
+    """(draws, kernel, features) of a short convolution."""
+    size = draws, block.kernel, features
+    if getattr(block, "tap_distribution", "uniform") == "uniform":
+        return random.uniform(-1.0, 1.0, size) * np.sqrt(3 * block.tap_variance)
+    return random.standard_normal(size) * np.sqrt(block.tap_variance)
+
+
+def spread(random: np.random.Generator, size: tuple[int, ...]) -> Array:
+    """Uniform numbers in (0, 1), one in each of as many equal parts, in random order."""
+    count = int(np.prod(size))
+    result = (random.permutation(count) + random.random(count)) / count
+    return result.reshape(size)
+
+
+def step_bias(random: np.random.Generator, block: Any, size: tuple[int, ...]) -> Array:
+    """b with softplus(b) uniform in its logarithm between the block's `steps`."""
+    low, high = np.log(block.steps)
+    step = np.exp(low + (high - low) * spread(random, size))
+    return step + np.log(-np.expm1(-step))
+
+
+@dataclass(frozen=True)
+class Mamba2Heads:
+    """Heads of one group of Mamba-2: they share B, C and the norm."""
+
+    block: Mamba2
+
+    @property
+    def _drawn(self) -> int:
+        return min(self.block.heads // self.block.groups, MOST_HEADS)
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        block, drawn = self.block, self._drawn
+        left_out = block.d_head / self._width  # features of a head that are not drawn
+        serve = block.heads / block.groups / drawn * left_out
+        shared = Section(block.groups * block.state, block.state, serve)
+        wide = Section(block.heads * block.d_head, self.features)
+        return {
+            "value": wide,
+            "key": shared,
+            "query": shared,
+            "mixer_gate": wide,
+            "mixer_step": Section(block.heads, drawn, left_out),
+        }
+
+    @property
+    def _width(self) -> int:
+        """Of a head's values, those that are drawn."""
+        return min(self.block.d_head, max(1, MOST_FEATURES // self._drawn))
+
+    @property
+    def features(self) -> int:
+        return self._drawn * self._width
+
+    @property
+    def pairs(self) -> int:
+        return self._drawn
+
+    def own(self, random: np.random.Generator, draws: int) -> Arrays:
+        block, drawn = self.block, self._drawn
+        result = {
+            f"{name}.taps": taps(random, block, draws, self.sections[name].drawn)
+            for name in ("value", "key", "query")
+        }
+        if block.tap_bias:
+            for name in ("value", "key", "query"):
+                result[f"{name}.taps.bias"] = np.zeros((draws, self.sections[name].drawn))
+        result["mixer_step.bias"] = step_bias(random, block, (draws, drawn))
+        result["rate"] = np.log(self._rates(random, draws))
+        result["skip"] = np.full((draws, drawn), block.skip)
+        if block.norm:
+            result["mixer_norm.gain"] = np.ones((draws, self.features))
+        return result
+
+    def _rates(self, random: np.random.Generator, draws: int) -> Array:
+        block, drawn = self.block, self._drawn
+        given = block.rates
+        if given is not None and len(given) == 2 and block.heads != 2:
+            low, high = given
+            return low + (high - low) * spread(random, (draws, drawn))
+        every = np.arange(1.0, block.heads + 1) if given is None else np.array(given)
+        by_group = every.reshape(block.groups, -1)[np.arange(draws) % block.groups]
+        place = (np.arange(drawn) + spread(random, (draws, 1))) * by_group.shape[1] / drawn
+        return np.take_along_axis(by_group, place.astype(int), 1)
+
+    def _convolved(self, x: Array, own: Arrays, name: str) -> Array:
+        x = convolved(x, own[f"{name}.taps"])
+        return x + np.expand_dims(own[f"{name}.taps.bias"], 1) if self.block.tap_bias else x
+
+    def kept(self, entering: Arrays, own: Arrays) -> Array:
+        return np.exp(self._steps(entering, own)[1])
+
+    def _steps(self, entering: Arrays, own: Arrays) -> tuple[Array, Array]:
+        """(draws, heads, L) steps, and logarithms of the decays."""
+        steps = np.swapaxes(entering["mixer_step"], 1, 2)
+        steps = softplus(steps + np.expand_dims(own["mixer_step.bias"], -1))
+        return steps, -steps * np.expand_dims(np.exp(own["rate"]), -1)
+
+    def before_norm(self, entering: Arrays, own: Arrays) -> Array:
+        block, drawn = self.block, self._drawn
+        value, key, query = (
+            silu(self._convolved(entering[name], own, name)) for name in ("value", "key", "query")
+        )
+        steps, logs = self._steps(entering, own)
+        values = by_heads(value, drawn)
+        key, query = np.expand_dims(key, 1), np.expand_dims(query, 1)
+        mixed = scan(query, key, values, logs, steps)
+        mixed = joined(mixed + np.expand_dims(own["skip"], (-1, -2)) * values)
+        gated = block.norm and not block.norm_before_gate
+        return mixed * silu(entering["mixer_gate"]) if gated else mixed
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+        block, mixed = self.block, self.before_norm(entering, own)
+        if block.norm:
+            gain = np.expand_dims(own["mixer_norm.gain"], 1)
+            mixed = normalised(mixed, block.norm_epsilon) * gain
+        gated = block.norm and not block.norm_before_gate
+        return mixed if gated else mixed * silu(entering["mixer_gate"])
+
+
+@dataclass(frozen=True)
+class DeltaHead:
+    """One head of values of a gated delta net."""
+
+    block: GatedDeltaNet
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        block = self.block
+        shared = block.value_heads / block.key_heads
+        keys = Section(block.key_heads * block.d_key, block.d_key, shared)
+        values = Section(block.value_heads * block.d_value, block.d_value)
+        one = Section(block.value_heads, 1)
+        names = "query", "key", "value", "mixer_gate", "mixer_step", "mixer_rate"
+        return dict(zip(names, (keys, keys, values, values, one, one), strict=True))
+
+    @property
+    def features(self) -> int:
+        return self.block.d_value
+
+    @property
+    def pairs(self) -> int:
+        return 4
+
+    def own(self, random: np.random.Generator, draws: int) -> Arrays:
+        block = self.block
+        result = {
+            f"{name}.taps": taps(random, block, draws, self.sections[name].drawn)
+            for name in ("query", "key", "value")
+        }
+        low, high = block.rates
+        result["mixer_step.bias"] = step_bias(random, block, (draws, 1))
+        result["rate"] = np.log(low + (high - low) * spread(random, (draws, 1)))
+        result["mixer_norm.gain"] = np.ones((draws, block.d_value))
+        return result
+
+    def kept(self, entering: Arrays, own: Arrays) -> Array:
+        return np.exp(self._logs(entering, own))
+
+    def _logs(self, entering: Arrays, own: Arrays) -> Array:
+        step = softplus(entering["mixer_step"] + np.expand_dims(own["mixer_step.bias"], 1))
+        return (-step * np.expand_dims(np.exp(own["rate"]), 1))[..., 0]
+
+    def before_norm(self, entering: Arrays, own: Arrays) -> Array:
+        block = self.block
+        query, key, value = (
+            silu(convolved(entering[name], own[f"{name}.taps"]))
+            for name in ("query", "key", "value")
+        )
+        query, key = (_unit(one) for one in (query, key))
+        rate = sigmoid(entering["mixer_rate"]) * (2.0 if block.twice else 1.0)
+        query = query * block.d_key**-0.5
+        return delta_rule(query, key, value, self._logs(entering, own), rate[..., 0])
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+        output = normalised(self.before_norm(entering, own), self.block.norm_epsilon)
+        return output * np.expand_dims(own["mixer_norm.gain"], 1) * silu(entering["mixer_gate"])
+
+
+def _unit(x: Array) -> Array:
+    return x / np.sqrt(np.sum(x * x, -1, keepdims=True) + UNIT_EPSILON)
+
+
+@dataclass(frozen=True)
+class DrawnLinearHeads:
+    """Heads of linear attention that share a norm, or one."""
+
+    block: LinearAttention
+
+    @property
+    def _drawn(self) -> int:
+        return min(self.block.heads, MOST_HEADS) if self.block.norm == "all" else 1
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        block, drawn = self.block, self._drawn
+        keys = Section(block.heads * block.d_key, drawn * block.d_key)
+        values = Section(block.heads * block.d_value, drawn * block.d_value)
+        result = {"query": keys, "key": keys, "value": values}
+        if block.gate is not None:
+            result["mixer_gate"] = values
+        if block.decay_gate is not None:
+            one = keys if block.decay_gate == "channel" else Section(block.heads, drawn)
+            result["mixer_step"] = one
+        return result
+
+    @property
+    def features(self) -> int:
+        return self._drawn * self.block.d_value
+
+    @property
+    def pairs(self) -> int:
+        by_channel = self.block.decay_gate == "channel"
+        return self._drawn * (self.block.d_key if by_channel else 1)
+
+    def own(self, random: np.random.Generator, draws: int) -> Arrays:
+        block, result = self.block, {}
+        if block.decays is not None:
+            every, drawn = np.array(block.decays), self._drawn
+            place = (np.arange(drawn) + spread(random, (draws, 1))) * len(every) / drawn
+            result["decay"] = every[place.astype(int)]
+        if block.norm is not None:
+            result["mixer_norm.gain"] = np.ones((draws, self.features))
+        return result
+
+    def kept(self, entering: Arrays, own: Arrays) -> Array:
+        if self.block.decay_gate is None:
+            return own.get("decay", np.ones((1, 1)))
+        return np.exp(self._logs(entering))
+
+    def _logs(self, entering: Arrays) -> Array:
+        x = np.swapaxes(entering["mixer_step"], 1, 2) + self.block.decay_bias
+        return -softplus(-x) / self.block.decay_power
+
+    def before_norm(self, entering: Arrays, own: Arrays) -> Array:
+        block, function = self.block, FUNCTIONS[self.block.feature_map]
+        query, key, value = (
+            by_heads(function(entering[name]), self._drawn) for name in ("query", "key", "value")
+        )
+        mixed = self._mixing(entering, own, query * block.scale, key) @ value
+        return mixed if block.norm == "head" else joined(mixed)
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+        block, mixed = self.block, self.before_norm(entering, own)
+        if block.norm is not None:
+            mixed = normalised(mixed, block.norm_epsilon)
+            mixed = joined(mixed) if block.norm == "head" else mixed
+            mixed = mixed * np.expand_dims(own["mixer_norm.gain"], 1)
+        if block.gate is not None:
+            mixed = mixed * FUNCTIONS[block.gate](entering["mixer_gate"])
+        return mixed
+
+    def _mixing(self, entering: Arrays, own: Arrays, query: Array, key: Array) -> Array:
+        """(draws, heads, L, L) from values to what is mixed."""
+        block, tokens = self.block, query.shape[-2]
+        if block.decay_gate is not None:
+            logs = self._logs(entering)
+            if block.decay_gate == "channel":
+                channels = transposed(query), transposed(key)  # (draws, heads, d_key, L)
+                logs = np.reshape(logs, (len(logs), self._drawn, block.d_key, tokens))
+                each = decays(logs) * np.expand_dims(channels[0], -1)
+                return np.sum(each * np.expand_dims(channels[1], -2), 2)
+            return (query @ transposed(key)) * decays(logs)
+        mixing = query @ transposed(key)
+        if block.decays is None:
+            return mixing * np.tril(np.ones((tokens, tokens)))
+        lag = np.subtract.outer(np.arange(tokens), np.arange(tokens))
+        kept = own["decay"][..., None, None] ** np.maximum(lag, 0) * (lag >= 0)
+        return mixing * kept
+
+
+HEADS: dict[type[Block], Any] = {
+    LinearAttention: DrawnLinearHeads,
+    Mamba2: Mamba2Heads,
+    GatedDeltaNet: DeltaHead,
+}
+"""What is drawn of a mixer, by its class."""
