@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import domain_error
 from ..files import plain
+from ..formulas.checks import check_count
 from .block import PLACES, Block, block_from_dict
 from .declaration import PARTS, check
 from .experts import SHARED
@@ -310,6 +311,9 @@ class Transformer:
     def replace(self, **changes: Any) -> Transformer:
         """A changed copy, validated again; what was left to a default follows the change.
 
+        Of another number of `layers`, what was given layer by layer goes on by its pattern: some
+        layers at first, and then one group again and again (at least twice).
+
         Raises:
             DomainError: an unknown field, or a value outside what is allowed.
         """
@@ -318,6 +322,10 @@ class Transformer:
             if name not in names:
                 raise domain_error("field", name, f"one of {', '.join(sorted(names))}")
         current = {name: None if name in self._defaulted else getattr(self, name) for name in names}
+        if (layers := changes.get("layers", self.layers)) != self.layers:
+            for name in (*PLACES, "window", "rotary", "attention_sink"):
+                if isinstance(value := current[name], tuple) and name not in changes:
+                    current[name] = _continued(name, value, layers)
         return Transformer(**{**current, **changes})
 
     def with_scheme(self, name: str, **options: Any) -> Transformer:
@@ -379,3 +387,30 @@ class Transformer:
 
     def _repr_html_(self) -> str:
         return html(self)
+
+
+def _continued(name: str, given: tuple[Any, ...], layers: Any) -> tuple[Any, ...]:
+    """What layers have, one after the other, for so many: by the shortest beginning and group that
+    make the pattern.
+
+    Raises:
+        DomainError: there is no pattern.
+    """
+    check_count("layers", layers)
+    count = len(given)
+    patterns = (
+        (first, group)
+        for length in range(1, count + 1)
+        for first in range(length)
+        for group in (length - first,)
+        if count - first >= 2 * group
+        and all(given[n] == given[n - group] for n in range(first + group, count))
+    )
+    found = next(patterns, None)
+    if found is None:
+        remedy = f"no pattern in it says what {layers} layers have: pass {name}=[...] along"
+        raise domain_error(name, f"{count} entries", f"one per layer ({layers})", remedy)
+    first, group = found
+    return tuple(
+        given[n] if n < count else given[first + (n - first) % group] for n in range(layers)
+    )

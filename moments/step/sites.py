@@ -441,7 +441,9 @@ class Reading:
     def logit_spread(self) -> float:
         """The largest variance of attention's logits within rows, averaged over a layer's rows, of
         attention in closed form."""
-        ways = [one.attended.way for one in self.points if isinstance(one.attended, AttentionPulled)]
+        ways = [
+            one.attended.way for one in self.points if isinstance(one.attended, AttentionPulled)
+        ]
         seen = [way.output.diagnostics for way in ways if not bent(way.leaf)]
         return max((float(np.mean(one["logit_variance"])) for one in seen if one), default=0.0)
 

@@ -101,6 +101,38 @@ class Back(NamedTuple):
     own: dict[str, float]
 
 
+class Health(NamedTuple):
+    """Of a mixer's draws.
+
+    Attributes:
+        forgotten: part of the heads' states that keep less than `FORGOTTEN` a token later.
+        size, epsilon: mean square of what the norm divides by, and what is added to it.
+        share: of what the norm would give without epsilon.
+        rare: of what it multiplies gradients by, the part of one draw in a hundred.
+    """
+
+    forgotten: float
+    size: float = 1.0
+    epsilon: float = 0.0
+    share: float = 1.0
+    rare: float = 0.0
+
+    @property
+    def forgets(self) -> str:
+        return (
+            f"{100 * self.forgotten:.0f} % of the heads' states keep less than {FORGOTTEN:g} of "
+            "themselves from one token to the next: these heads see little but their own token"
+        )
+
+    @property
+    def swallows(self) -> str:
+        return (
+            f"the norm's epsilon {self.epsilon:.2g} is larger than most of what it normalises, of "
+            f"mean square {self.size:.1g}: the branch gives {self.share:.1g} of what the norm "
+            "would make of it, and is nearly dead"
+        )
+
+
 class DrawnHeads:
     """Draws of a head on tokens of one kernel.
 
@@ -156,37 +188,39 @@ class DrawnHeads:
         self.norms = np.cov(apart.T, ddof=0) * (value.drawn / value.rows)
         return total / (self.draws * self.head.features)
 
+    def _first(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Some draws on the first sequence."""
+        entering, own = self._given(self.parts[0])
+        first = next(iter(entering.values())).shape[1] // self.sequences
+        return {name: one[:, :first] for name, one in entering.items()}, own
+
+    @functools.cached_property
+    def health(self) -> Health:
+        """What is left of the state, and what the norm makes of it."""
+        head, given = self.head, self._first()
+        gone = float(np.mean(head.kept(*given) < FORGOTTEN))
+        if not head.block.norm:
+            return Health(gone)
+        sizes = np.mean(head.before_norm(*given) ** 2, -1)
+        epsilon = head.block.norm_epsilon
+        gains = np.sort((1.0 / (sizes + epsilon)).ravel())
+        rare = float(gains[-max(len(gains) // 100, 1) :].sum() / gains.sum())
+        share = float(np.mean(sizes / (sizes + epsilon)))
+        return Health(gone, float(np.mean(sizes)), epsilon, share, rare)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What the draws say about the mixer's health, and about means over draws."""
-        block = self.head.block
-        entering, own = self._given(self.parts[0])
-        first = next(iter(entering.values())).shape[1] // self.sequences
-        given = {name: one[:, :first] for name, one in entering.items()}, own
-        result = []
-        gone = float(np.mean(self.head.kept(*given) < FORGOTTEN))
-        if gone > 0.5:
+        result, at = [], self.health
+        if at.forgotten > 0.5:
+            result.append(at.forgets)
+        if at.share < 0.5:
+            result.append(at.swallows)
+        # a skip keeps what the norm divides by from vanishing
+        if at.rare > RARE and not getattr(self.head.block, "skip", 0.0):
             result.append(
-                f"{100 * gone:.0f} % of the heads' states keep less than {FORGOTTEN:g} of "
-                "themselves from one token to the next: these heads see little but their own token"
-            )
-        if not block.norm:
-            return tuple(result)
-        sizes = np.mean(self.head.before_norm(*given) ** 2, -1)
-        epsilon = block.norm_epsilon
-        share = float(np.mean(sizes / (sizes + epsilon)))
-        if share < 0.5:
-            result.append(
-                f"the norm's epsilon {epsilon:.2g} is larger than most of what it normalises, of "
-                f"mean square {float(np.mean(sizes)):.1g}: the branch gives {share:.1g} of what "
-                "the norm would make of it, and is nearly dead"
-            )
-        gains = np.sort((1.0 / (sizes + epsilon)).ravel())
-        rare = float(gains[-max(len(gains) // 100, 1) :].sum() / gains.sum())
-        if rare > RARE and not getattr(block, "skip", 0.0):  # which keeps it from vanishing
-            result.append(
-                f"{100 * rare:.0f} % of what the norm multiplies gradients by comes from one draw "
-                "in a hundred, in which a head gives almost nothing: means over draws are not "
+                f"{100 * at.rare:.0f} % of what the norm multiplies gradients by comes from one "
+                "draw in a hundred, in which a head gives almost nothing: means over draws are not "
                 "what one draw shows"
             )
         return tuple(result)
