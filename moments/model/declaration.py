@@ -27,7 +27,7 @@ from .embedding import Embedding
 from .fields import Stored, set_field, settle
 from .head import Head
 from .law_block import LawBlock
-from .mixers import RECURRENT, Absent
+from .mixers import QK_NORMS, RECURRENT, Absent
 from .patches import PatchEmbedding, SoundEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from .transformer import Transformer
 
 NORMALIZATIONS = ("layernorm", "rmsnorm", "dyt")
-QK_NORMS = (None, "rmsnorm", "layernorm", "rmsnorm-all", "layernorm-all")
 ATTENTION_GATES = (None, "elementwise", "headwise")
 LAYERNORM_SCALINGS = (
     False,

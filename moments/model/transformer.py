@@ -17,6 +17,7 @@ from .block import PLACES, Block, block_from_dict
 from .declaration import PARTS, check
 from .experts import SHARED
 from .fields import check_fields
+from .mixers import MIXER
 from .positions import RelativeBias, Rotary
 from .summary import html, text
 from .weights import Biases, LayerWeights, Weights
@@ -260,8 +261,22 @@ class Transformer:
     def shapes_by_place(self, layer: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shapes of attention's matrices, or of what stands in its place, and of the
         feed-forward block's."""
-        d_model, d_ff, d_head = self.d_model, self.d_ff or 0, self.d_head or 0
-        heads, shared = self.heads * d_head, (self.kv_heads or self.heads) * d_head
+        d_model, d_ff = self.d_model, self.d_ff or 0
+        dense = {"ffn_in": (d_model, d_ff), "ffn_out": (d_ff, d_model)}
+        if self.gated:
+            dense["gate"] = (d_model, d_ff)
+        mixer, ffn = self.mixers[layer - 1], self.ffns[layer - 1]
+        return (
+            self.attention_shapes() if mixer is None else mixer.shapes(self),
+            dense if ffn is None else ffn.shapes(self),
+        )
+
+    def attention_shapes(
+        self, d_head: int | None = None, kv_heads: int | None = None
+    ) -> dict[str, tuple[int, int]]:
+        """Of attention's matrices, as the fields or these arguments say."""
+        d_model, d_head = self.d_model, d_head or self.d_head or 0
+        heads, shared = self.heads * d_head, (kv_heads or self.kv_heads or self.heads) * d_head
         attention = {
             "query": (d_model, heads),
             "key": (d_model, shared),
@@ -271,14 +286,7 @@ class Transformer:
         if self.attention_gate is not None:
             wide = self.attention_gate == "elementwise"
             attention["attention_gate"] = (d_model, heads if wide else self.heads)
-        dense = {"ffn_in": (d_model, d_ff), "ffn_out": (d_ff, d_model)}
-        if self.gated:
-            dense["gate"] = (d_model, d_ff)
-        mixer, ffn = self.mixers[layer - 1], self.ffns[layer - 1]
-        return (
-            attention if mixer is None else mixer.shapes(self),
-            dense if ffn is None else ffn.shapes(self),
-        )
+        return attention
 
     def _cross_shapes(self) -> dict[str, tuple[int, int]]:
         if self.encoder is None:
@@ -299,7 +307,8 @@ class Transformer:
         for block in blocks:
             variances |= {} if block is None else block.variances(self)
         shared = {name for name in self.shapes_of(layer) if name not in variances}
-        return variances | {name: variances[name.removeprefix(SHARED)] for name in shared}
+        like = {name: name.removeprefix(SHARED).removeprefix(MIXER) for name in shared}
+        return variances | {name: variances[like[name]] for name in shared}
 
     def layer_weights(self, layer: int) -> LayerWeights:
         """Weight variances of layer `layer`, counted from 1."""
