@@ -365,10 +365,7 @@ class Transformer:
             if name == "rotary" and isinstance(part, list | tuple):
                 fields[name] = [None if one is None else Rotary.from_dict(one) for one in part]
             elif part is not None:
-                given = set(part) if isinstance(part, Mapping) else set()
-                known = (given & {f.name for f in dataclasses.fields(kind)} for kind in kinds)
-                _, of = max(zip(map(len, known), kinds, strict=True), key=lambda pair: pair[0])
-                fields[name] = of.from_dict(part)
+                fields[name] = _kind_of(part, kinds).from_dict(part)
         return cls(**fields)
 
     def __str__(self) -> str:
@@ -376,3 +373,9 @@ class Transformer:
 
     def _repr_html_(self) -> str:
         return html(self)
+
+
+def _kind_of(part: Any, kinds: Sequence[Any]) -> Any:
+    """The declaration that has most of the fields that are given."""
+    given = set(part) if isinstance(part, Mapping) else set()
+    return max(kinds, key=lambda kind: len(given & {f.name for f in dataclasses.fields(kind)}))
