@@ -39,6 +39,7 @@ _PUBLIC = {
     "Report": "show.findings",
     "Rotary": "model.positions",
     "ShortConvolution": "model.mixers",
+    "SoundEmbedding": "model.patches",
     "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
     "Sweep": "grids.result",
@@ -98,6 +99,7 @@ __all__ = [
     "Rotary",
     "Sharpness",
     "ShortConvolution",
+    "SoundEmbedding",
     "StepMeasurement",
     "Sweep",
     "TransferReport",
@@ -145,7 +147,7 @@ if TYPE_CHECKING:
         Mamba2,
         ShortConvolution,
     )
-    from .model.patches import PatchEmbedding
+    from .model.patches import PatchEmbedding, SoundEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset
     from .model.transformer import Transformer
@@ -185,8 +187,8 @@ def check(
     """Whether a model is in order at initialisation, before it is trained.
 
     A module is followed operation by operation through one pass of a few tokens, measured in one
-    pass forward and one back, and run three more times on few tokens, for its sums and for what is
-    random in it (up to six times where its input and loss have to be found). Its weights are read,
+    pass forward and one back, and run twice more on few tokens, for what is random in it (up to
+    five times where its input and loss have to be found). Its weights are read,
     the published scheme or framework default that they seem to be of is recognised, and every
     number is compared with what those weights, sums and norms give; a layer that is unlike the
     others is named without any scheme. A declaration or a config is judged by its

@@ -210,7 +210,7 @@ def test_broken_assumptions_are_named_with_numbers():
 def test_the_spectral_edge_of_independent_entries():
     """Largest squared singular values of Gaussian matrices: about the edge, within the scale."""
     generator = torch.Generator().manual_seed(1)
-    role = anatomy_of(gpt2()).found.named("ffn_in")[0]
+    role = anatomy_of(gpt2()).roles.named("ffn_in")[0]
     deviations = []
     for _ in range(40):
         block = torch.randn((40, 100), generator=generator)

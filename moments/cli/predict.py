@@ -91,9 +91,9 @@ def predict(
     Of a config that no declaration covers, those of every submodule of its module.
     """
     from ..prediction.predict import predict as run
+    from ..scheme.registry import input_options
     from ..scheme.registry import scheme as known_scheme
     from ..show.report import prediction_table
-    from ..show.scheme_table import input_options
     from ..show.screen import prediction_screen
 
     options = {

@@ -142,8 +142,8 @@ def class_kernel(embedding: Embedding, classes: TextClasses, d_model: int | None
     return result if fixed is None else result + fixed.kernel
 
 
-def _frequencies(d_model: int) -> np.ndarray:
-    return np.asarray(10000.0 ** (-2 * np.arange(d_model // 2) / d_model))
+def _frequencies(d_model: int, base: float) -> np.ndarray:
+    return np.asarray(base ** (-2 * np.arange(d_model // 2) / d_model))
 
 
 class FixedPart(NamedTuple):
@@ -155,6 +155,13 @@ class FixedPart(NamedTuple):
 
     kernel: Kernel
     common: Kernel
+
+    @classmethod
+    def of_rows(cls, rows: np.ndarray) -> FixedPart:
+        """Of what is added to every token, (tokens, d)."""
+        means = rows.mean(1)
+        both = rows @ rows.T / rows.shape[1], means[:, None] * means[None, :]
+        return cls(*map(Kernel.of_matrix, both))
 
 
 def fixed_positions(
@@ -168,7 +175,7 @@ def fixed_positions(
     """Sinusoidal positions; None where there are none.
 
     Sines and cosines of one angle meet as cos(w_m (i - j)), so p_i . p_j/d averages that over the
-    d/2 frequencies w_m = 10000^(-2 m/d).
+    d/2 frequencies w_m = position_base^(-2 m/d).
 
     Args:
         seq_len: tokens per sequence L.
@@ -188,26 +195,23 @@ def fixed_positions(
         allowed = f"an even number, {WIDEST} at most, for sinusoidal positions"
         raise domain_error("d_model", d_model, allowed)
     if classes is not None:
-        blocks = _fixed_on(d_model, classes.inside)
+        blocks = _fixed_on(d_model, embedding.position_base, classes.inside)
         return FixedPart(*(Kernel(*classes.everywhere(block), classes) for block in blocks))
     if sequences is None:
-        alike = _fixed_on(d_model, one_class(seq_len))
+        alike = _fixed_on(d_model, embedding.position_base, one_class(seq_len))
         return FixedPart(
             *(Kernel(diagonal[0], off_diagonal[0, 0]) for diagonal, off_diagonal in alike)
         )
-    frequencies = _frequencies(d_model)
+    frequencies = _frequencies(d_model, embedding.position_base)
     angles = np.multiply.outer(np.arange(seq_len), frequencies)
     rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
-    means = rows.mean(1)
-    both = rows @ rows.T / d_model, means[:, None] * means[None, :]
-    place = _places(seq_len, sequences, documents)
-    return FixedPart(*(Kernel.of_matrix(m[np.ix_(place, place)]) for m in both))
+    return FixedPart.of_rows(rows[_places(seq_len, sequences, documents)])
 
 
 @functools.lru_cache(maxsize=16)
-def _fixed_on(d_model: int, one: PositionClasses) -> tuple[Matrix, Matrix]:
+def _fixed_on(d_model: int, base: float, one: PositionClasses) -> tuple[Matrix, Matrix]:
     """Means over cells, of one place or of two: the same in every document."""
-    frequencies = _frequencies(d_model)
+    frequencies = _frequencies(d_model, base)
     count = len(frequencies)
     phases, mass, twice = basis_of(one, frequencies).sums(0, one.length)
     cosines = (phases @ phases.conj().T).real / count

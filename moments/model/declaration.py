@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from .fields import Stored, set_field, settle
 from .head import Head
 from .law_block import LawBlock
 from .mixers import RECURRENT, Absent
-from .patches import PatchEmbedding
+from .patches import PatchEmbedding, SoundEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
 from .weights import Biases, Weights, check_length, check_lengths
@@ -57,7 +58,7 @@ PARTS: dict[str, tuple[type[Stored], ...]] = {
     "biases": (Biases,),
     "rotary": (Rotary,),
     "relative_bias": (RelativeBias,),
-    "embedding": (Embedding, PatchEmbedding),
+    "embedding": (Embedding, PatchEmbedding, SoundEmbedding),
     "head": (Head,),
 }
 """Fields that are declarations of their own; an encoder is a whole one."""
@@ -74,7 +75,8 @@ def check(model: Transformer) -> None:
     settle(model, ["d_model"], check_count, least=2)
     settle(model, ["post_layers"], check_count, least=0)
     flags = ("causal", "norm_affine", "norm_bias", "gated", "parallel")
-    settle(model, (*flags, "identity_attention", "layer_scale"), check_flag)
+    flags += ("identity_attention", "layer_scale", "shared_layers")
+    settle(model, flags, check_flag)
     settle(model, ["alibi"], _check_alibi)
     check_choice("norm", model.norm, placement_names())
     check_choice("normalization", model.normalization, NORMALIZATIONS)
@@ -206,6 +208,9 @@ def _check_together(model: Transformer) -> None:
         if model.head.factor_dim != width:
             remedy = "a tied head reads as many features as a row of the table has"
             raise domain_error("head.factor_dim", model.head.factor_dim, f"{width}", remedy)
+    pool, before = getattr(model.head, "pool", None), getattr(model.embedding, "before", 0)
+    if pool == "before" and not before:
+        raise domain_error("head.pool", pool, "another, as no token stands before patches")
     if model.alibi:
         settle(model, ["heads"], check_count, most=MOST_HEADS)
     if model.rotary is not None:
@@ -254,8 +259,35 @@ def _check_together(model: Transformer) -> None:
         which = "identity_attention" if model.identity_attention else "norm='hybrid'"
         raise DomainError(f"mixer and {which}: both say what stands in attention's place")
     _check_unread(model)
+    if model.shared_layers:
+        _check_shared(model)
     if model.encoder is not None and model.encoder.encoder is not None:
         raise domain_error("encoder", "a model with an encoder", "a model without one")
+
+
+def _check_shared(model: Transformer) -> None:
+    """Raise where layers differ, or are none that `moments.layers.shared` follows."""
+    if model.norm != "post" or model.normalization not in ("layernorm", "rmsnorm"):
+        raise domain_error(
+            "shared_layers", True, "False but for norm='post' and a LayerNorm or RMSNorm"
+        )
+    usual = {field.name: field.default for field in dataclasses.fields(model)}
+    plain = (
+        "causal gated rotary alibi relative_bias qk_norm logit_softcap attention_sink window "
+        "attention_gate mixer ffn encoder skip_scale branch_scale layer_scale layernorm_scaling "
+        "norm_gain norm_groups parallel identity_attention"
+    )
+    for name in plain.split():
+        value = getattr(model, name)
+        if value != usual[name]:
+            raise domain_error(name, value, f"{usual[name]!r} where layers share their weights")
+    alike = {
+        (model.layer_weights(n), model.temperatures[n - 1]) for n in range(1, model.layers + 1)
+    }
+    if len(alike) > 1 or model.kv_heads != model.heads:
+        name = "weights" if model.kv_heads == model.heads else "kv_heads"
+        allowed = "the same in all layers, and as many as heads, where layers share their weights"
+        raise domain_error(name, getattr(model, name), allowed)
 
 
 def _check_unread(model: Transformer) -> None:

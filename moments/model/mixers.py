@@ -429,6 +429,8 @@ class LatentAttention(Block):
         for rotary in {one for one in model.rotaries if one is not None}:
             if not self.rope_dim or self.rope_dim % 2:
                 raise domain_error("rope_dim", self.rope_dim, "even and above 0 with rotary")
+            if rotary.grid is not None:
+                raise domain_error("rotary.grid", rotary.grid, "None in latent attention")
             if rotary.fraction != 1.0:
                 remedy = "positions turn rope_dim features of every head"
                 raise domain_error("rotary.fraction", rotary.fraction, "1", remedy)

@@ -99,6 +99,8 @@ class Transformer:
             layer, None where the fields above say how attention is.
         ffn: a block in the feed-forward block's place; likewise.
         encoder: the model whose output a decoder's cross-attention reads; None: there is none.
+        shared_layers: whether all layers are one layer's weights used again (ALBERT): of Post-LN
+            without a mask, and of the plain blocks.
         name: what pictures and reports call it; no part of what it is, so that equal models may
             differ in it.
 
@@ -152,6 +154,7 @@ class Transformer:
     mixer: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
     ffn: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
     encoder: Transformer | None = field(default=None, kw_only=True)
+    shared_layers: bool = field(default=False, kw_only=True)
     name: str | None = field(default=None, repr=False, compare=False, kw_only=True)
     _defaulted: frozenset[str] = field(
         default=frozenset(), init=False, repr=False, compare=False, kw_only=True
@@ -365,8 +368,10 @@ class Transformer:
             if name == "rotary" and isinstance(part, list | tuple):
                 fields[name] = [None if one is None else Rotary.from_dict(one) for one in part]
             elif part is not None:
-                of_patches = isinstance(part, Mapping) and "patch_size" in part
-                fields[name] = kinds[-1 if of_patches else 0].from_dict(part)
+                given = set(part) if isinstance(part, Mapping) else set()
+                known = (given & {f.name for f in dataclasses.fields(kind)} for kind in kinds)
+                _, of = max(zip(map(len, known), kinds, strict=True), key=lambda pair: pair[0])
+                fields[name] = of.from_dict(part)
         return cls(**fields)
 
     def __str__(self) -> str:

@@ -183,6 +183,7 @@ class Prediction:
         return one, between_documents(self.trace), batch
 
     def _check_draws(self) -> None:
+        self.unshared("the band of one draw")
         if self.theory != "refined":
             raise DomainError(
                 f"theory {self.theory!r} gives means over draws only; "
@@ -322,6 +323,11 @@ class Prediction:
             entering = embedding.unshared_overlap(self.model.d_model)
         return stack_overlaps(self.trace.stack, memory, entering)
 
+    def unshared(self, what: str) -> None:
+        """Raise where layers share their weights, for which `what` is not stated."""
+        if self.model.shared_layers:
+            raise DomainError(f"{what} is not stated where layers share their weights")
+
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)
 
@@ -330,7 +336,15 @@ class Prediction:
         """What first steps of all rates share."""
         from ..step.result import Stepping
 
+        self.unshared("a step of an optimizer")
         return Stepping.of(self)
+
+    @functools.cached_property
+    def _sharpening(self) -> Any:
+        """The same, of many tokens on classes."""
+        from ..step.result import Stepping
+
+        return Stepping.on_classes(self) or self._stepping
 
     def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
         """The network after the first step of an optimizer on the batch that was predicted.
@@ -396,6 +410,7 @@ class Prediction:
         """
         from ..step.result import sharpness
 
+        self.unshared("sharpness")
         return sharpness(self, optimizer, **options)
 
     def tangent_kernel(self, rates: Mapping[str, float] | None = None) -> TangentKernel:
@@ -459,11 +474,14 @@ class Prediction:
             A row for both operands of every product: layer, weight, product ("forward", "input
             gradient", "weight gradient"), operand ("input", "weight", "gradient"), zero and clipped
             (shares of entries that become 0, and that lie beyond the largest number), snr and
-            product_snr (signal over noise of the operand and of the product, in dB).
+            product_snr (signal over noise of the operand and of the product, in dB). "weight
+            gradient" has rows where every token is resolved by itself (`tokens=True`), of
+            attention and dense blocks.
 
         Raises:
             DomainError: no such format, or several configurations were predicted at once.
         """
+        self.unshared("the precision of products")
         return low_precision(self, format)
 
     def expects(
@@ -513,7 +531,7 @@ class Prediction:
     def to_json(self) -> str:
         """Model, stream moments, the band of one draw (refined theory) and warnings as JSON."""
         quantities, notes = list(QUANTITIES), self.warnings
-        if self.theory == "refined":
+        if self.theory == "refined" and not self.model.shared_layers:
             quantities += ["grad_variance_typical", "grad_variance_band"]
             notes += self._draws[2]
         data = {

@@ -34,9 +34,8 @@ from ..layers.embedding import (
     joint_kernel,
 )
 from ..layers.head.output import OutputMoments, output_moments
-from ..layers.images import image_gradients, image_kernel
+from ..layers.images import ReadsPixels, entering, image_gradients
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..noise.loss_noise import HeadTop
 from .gate import Gate, breakdown, validity_warnings
@@ -236,6 +235,8 @@ class Stack:
         if read and isinstance(model.embedding, Embedding):
             sequences = self.layout.sequences
             fixed = placed_positions(model, self.resolved, sequences, self.documents)
+        elif read:
+            fixed = _of_image(model, self.inputs)[1]
         width = model.d_model
         if read and isinstance(model.embedding, Embedding):
             width = model.embedding.table_width(width)
@@ -672,7 +673,7 @@ def first_kernel(
     moments_given = variance is not None or correlation is not None
     embedding = model.embedding
     if inputs.pixels is not None:
-        return _of_image(model, inputs)
+        return _of_image(model, inputs)[0]
     if inputs.kernel is not None:
         if moments_given or token_ids is not None:
             raise DomainError("kernel replaces variance, correlation and token_ids: give one")
@@ -782,8 +783,8 @@ def last_kernel(
     return Kernel.of_matrix(joint.reshape(sequences * length, sequences * length))
 
 
-def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
-    if not isinstance(model.embedding, PatchEmbedding):
+def _of_image(model: Transformer, inputs: Inputs) -> tuple[Kernel, FixedPart | None]:
+    if not isinstance(model.embedding, ReadsPixels):
         raise DomainError("pixels are read by a patch embedding: declare model.embedding")
     if inputs.moments or inputs.token_ids is not None:
         raise DomainError("pixels replace variance, correlation, kernel and token_ids: give one")
@@ -792,7 +793,7 @@ def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
             f"seq_len = {model.seq_len}: the image has {model.embedding.seq_len} tokens; use "
             f"model.replace(seq_len={model.embedding.seq_len})"
         )
-    return image_kernel(model.embedding, inputs.pixels)
+    return entering(model.embedding, inputs.pixels, model.d_model)
 
 
 def _each(value: Array) -> Any:

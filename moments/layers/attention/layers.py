@@ -158,7 +158,7 @@ def build(
             "norm_spread": float(spread),
             "query_kernel": None if plain and queries is memory else query_tokens,
             "key_kernel": None if plain else key_tokens,
-            "rotation": Rotation.of(*leaf.rotary.frequencies(int(leaf.d_head)), *where)
+            "rotation": Rotation.of_rotary(leaf.rotary, int(leaf.d_head), *where)
             if turned
             else None,
             "value_bias": leaf.value_bias / value_gain,

@@ -237,14 +237,16 @@ def _normalised(model: Transformer, head: Head) -> bool:
         return False
     if head.transform is not None:
         return head.transform_norm
+    if head.pool_norm:
+        return True
     return bool(_last_norm(head)) and (head.norm or model.placements[-1] == "post")
 
 
 def _last_norm(head: Head) -> str:
     """The norm whose output the matrix multiplies; "": a mean or another matrix is between."""
-    if head.transform is not None:
+    if head.transform is not None or head.pool_norm:
         return "head.norm"
-    mean = head.loss == "classification" and head.pool == "mean"
+    mean = head.loss == "classification" and head.pool != "first"
     return "" if mean or head.factor_dim is not None else "final.norm"
 
 

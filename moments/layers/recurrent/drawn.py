@@ -124,14 +124,14 @@ class DrawnHeads:
         draws: int | None = None,
     ) -> None:
         self.head, self.sequences, tokens = head, sequences, len(kernel)
-        root = _root(kernel)
+        root = root_of(kernel)
         if draws is None:
             rows = sum(one.drawn for one in head.sections.values())
             many = ENTRIES // (tokens * (head.pairs * tokens + 4 * rows))
             draws = min(max(many, LEAST_DRAWS), MOST_DRAWS)
         self.draws = draws
         self.entering = {
-            name: np.sqrt(gains[name]) * _rows(draws, one.drawn, tokens, name) @ root
+            name: np.sqrt(gains[name]) * rows_of(draws, one.drawn, tokens, name) @ root
             for name, one in head.sections.items()
         }
         self.own = head.own(np.random.default_rng(0), draws)
@@ -147,9 +147,9 @@ class DrawnHeads:
         total, squares = 0.0, []
         for part in self.parts:
             entering, own = self._given(part)
-            run = _on_lists(self.head, list(entering), list(own), {}, self.sequences)
+            run = on_lists(self.head, list(entering), list(own), {}, self.sequences)
             leaving = run(*entering.values(), *own.values())
-            total = total + _gram(leaving)
+            total = total + gram(leaving)
             squares.append(np.mean(leaving * leaving, -1))
         apart = np.concatenate(squares)
         value = self.head.sections["value"]
@@ -193,14 +193,14 @@ class DrawnHeads:
 
     def backward(self, grad_out: Array) -> Back:
         """Of the (L, L) gradient per feature of what leaves."""
-        head, root = self.head, _root(grad_out)
-        rows = _rows(self.draws, head.features, len(grad_out), "gradient")
+        head, root = self.head, root_of(grad_out)
+        rows = rows_of(self.draws, head.features, len(grad_out), "gradient")
         kernels = {name: np.zeros_like(grad_out) for name in head.sections}
         squares = {name: 0.0 for name in self.own if name not in FIXED}
         for part in self.parts:
             entering, own = self._given(part)
             names, mine = list(entering), [name for name in own if name not in FIXED]
-            run = _on_lists(
+            run = on_lists(
                 head,
                 names,
                 mine,
@@ -212,7 +212,7 @@ class DrawnHeads:
             for name, one in zip(names, grad_in, strict=False):
                 section = head.sections[name]
                 share = section.shared / (self.draws * section.drawn)
-                kernels[name] += _gram(one) * share
+                kernels[name] += gram(one) * share
             for name, one in zip(mine, grad_in[len(names) :], strict=True):
                 first = name.partition(".")[0]
                 of = head.sections[OF_SECTION.get(first, first)]
@@ -227,7 +227,7 @@ def _for_each(x: Array, sequences: int) -> Array:
     return np.reshape(wide, (len(x) * sequences, *x.shape[1:]))
 
 
-def _on_lists(
+def on_lists(
     head: Head, names: list[str], own: list[str], fixed: Any, sequences: int
 ) -> Callable[..., Array]:
     def run(*values: Array) -> Array:
@@ -247,20 +247,20 @@ def _on_lists(
     return run
 
 
-def _gram(x: Array) -> Array:
+def gram(x: Array) -> Array:
     """(L, L) sums over draws and features of (draws, L, features)."""
     flat = np.swapaxes(x, 0, 1).reshape(x.shape[1], -1)
     return flat @ flat.T
 
 
-def _root(kernel: Array) -> Array:
+def root_of(kernel: Array) -> Array:
     """The symmetric root of a kernel."""
     values, vectors = np.linalg.eigh(0.5 * (kernel + kernel.T))
     return (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
 
 
 @functools.lru_cache(maxsize=64)
-def _rows(draws: int, features: int, tokens: int, name: str) -> Array:
+def rows_of(draws: int, features: int, tokens: int, name: str) -> Array:
     """(draws, features, L) standard normal, another stream for every name; orthonormal over tokens
     where there are rows enough."""
     seed = [ord(letter) for letter in name]

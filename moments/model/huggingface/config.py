@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import DomainError, Undeclared, ValidityWarning, brief, domain_error
 from ...files import read_object
 from ..transformer import Transformer
-from . import NEAREST, READERS, REFUSED, Family
+from . import NEAREST, PARTS, READERS, REFUSED, Family
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
@@ -67,7 +67,9 @@ def _why_not(kind: str) -> str:
     """What is known of a type that is not read: its feature, or the family that is nearest, and
     what reads modules of any type."""
     if kind in REFUSED:
-        return f"{REFUSED[kind]} is outside what moments models{nearest(kind)}"
+        inside = " or ".join(f"config[{name!r}]" for name in PARTS.get(kind, ()))
+        parts = f"; give one of them, {inside}" if inside else ""
+        return f"{REFUSED[kind]} is outside what moments models{parts}{nearest(kind)}"
     module = "a module of it is read by what it computes: `moments check FILE.py:FACTORY`"
     if kind in NEAREST:
         return f"{nearest(kind)[2:]}; {module}"

@@ -375,7 +375,6 @@ def _looking(weights: Array, logits: Logits, shift: Array) -> Array:
     if rotation is None:
         return np.outer(shift, shift)
     parts = weights * (np.diagonal(logits.values) - weights @ logits.values)
-    phases = np.multiply.outer(rotation.key_positions, 1j * rotation.frequencies)
-    turned = of_shift(parts, shift) @ np.exp(phases)
-    turned *= np.exp(-np.multiply.outer(rotation.query_positions, 1j * rotation.frequencies))
+    turned = of_shift(parts, shift) @ np.exp(1j * rotation.key_angles)
+    turned *= np.exp(-1j * rotation.query_angles)
     return np.asarray(np.real((turned * rotation.shares) @ turned.conj().T))
