@@ -199,13 +199,14 @@ def over_tokens(kernel: Kernel) -> Array:
     by whether two tokens are of one sequence and of one word."""
     classes = kernel.classes
     if classes is None:
-        return np.asarray(kernel.pairs, float)
-    between, sequences = np.asarray(classes.inside.hats), len(classes.ends)
+        return np.asarray(kernel.off_diagonal, float)
+    between, sequences = np.asarray(classes.inside.basis), len(classes.ends)
     length = between.shape[1]
     blocks = []
-    for own, pairs in classes.told_apart(np.asarray(kernel.diagonal), np.asarray(kernel.pairs)):
-        block = between.T @ pairs @ between
-        np.fill_diagonal(block, own @ between)
+    cells = np.asarray(kernel.diagonal), np.asarray(kernel.off_diagonal)
+    for diagonal, off_diagonal in classes.blocks_by_relation(*cells):
+        block = between.T @ off_diagonal @ between
+        np.fill_diagonal(block, diagonal @ between)
         blocks.append(block)
     kinds, every = [], min(sequences, 2)
     for k in range(0, len(blocks), every):
@@ -399,12 +400,12 @@ class Reading:
         classes = readout.kernel.classes
         if classes is not None:
             carried = np.broadcast_to(readout.carried, len(classes.nodes))[
-                : len(classes.inside.hats)
+                : len(classes.inside.basis)
             ]
             readout = dataclasses.replace(
                 readout,
                 kernel=Kernel.of_matrix(over_tokens(readout.kernel)),
-                carried=np.tile(carried @ classes.inside.hats, len(classes.ends)),
+                carried=np.tile(carried @ classes.inside.basis, len(classes.ends)),
             )
         traces, encoder = [("", prediction.trace)], None
         if prediction.encoder is not None:
@@ -440,7 +441,9 @@ class Reading:
     def logit_spread(self) -> float:
         """The largest variance of attention's logits within rows, averaged over a layer's rows, of
         attention in closed form."""
-        ways = [one.attended.way for one in self.points if isinstance(one.attended, AttentionPulled)]
+        ways = [
+            one.attended.way for one in self.points if isinstance(one.attended, AttentionPulled)
+        ]
         seen = [way.output.diagnostics for way in ways if not bent(way.leaf)]
         return max((float(np.mean(one["logit_variance"])) for one in seen if one), default=0.0)
 
