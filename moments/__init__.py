@@ -43,7 +43,7 @@ _PUBLIC = {
     "Report": "show.findings",
     "Rotary": "model.positions",
     "ShortConvolution": "model.mixers",
-    "SoundEmbedding": "model.sound",
+    "SoundEmbedding": "model.patches",
     "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
     "Sweep": "grids.result",
@@ -159,10 +159,9 @@ if TYPE_CHECKING:
         ParallelMixer,
         ShortConvolution,
     )
-    from .model.patches import PatchEmbedding
+    from .model.patches import PatchEmbedding, SoundEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset
-    from .model.sound import SoundEmbedding
     from .model.transformer import Transformer
     from .model.weights import Biases, Weights
     from .prediction.explanation import Explanation, explain

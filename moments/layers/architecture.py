@@ -34,6 +34,7 @@ from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
 from .experts.mixture import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
+from .shared import SharedStack
 
 
 @functools.lru_cache(maxsize=32)
@@ -55,6 +56,8 @@ def declare(
         DomainError: the theory does not cover a feature of the model.
     """
     check_coverage(model, theory)
+    if model.shared_layers:
+        return SharedStack.of(model)
     stack = _Stack(model, theory, padding, sequences, memory_padding)
     bodies: dict[Any, Component] = {}
     layers = []
@@ -671,6 +674,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "an encoder": model.encoder is not None,
         "activation_dropout": model.activation_dropout,
         "norm_groups": model.norm_groups > 1,
+        "shared_layers": model.shared_layers,
     }
 
 

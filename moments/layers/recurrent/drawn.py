@@ -128,6 +128,38 @@ class Back(NamedTuple):
     own: dict[str, float]
 
 
+class Health(NamedTuple):
+    """Of a mixer's draws.
+
+    Attributes:
+        forgotten: part of the heads' states that keep less than `FORGOTTEN` a token later.
+        size, epsilon: mean square of what the norm divides by, and what is added to it.
+        share: of what the norm would give without epsilon.
+        rare: of what it multiplies gradients by, the part of one draw in a hundred.
+    """
+
+    forgotten: float
+    size: float = 1.0
+    epsilon: float = 0.0
+    share: float = 1.0
+    rare: float = 0.0
+
+    @property
+    def forgets(self) -> str:
+        return (
+            f"{100 * self.forgotten:.0f} % of the heads' states keep less than {FORGOTTEN:g} of "
+            "themselves from one token to the next: these heads see little but their own token"
+        )
+
+    @property
+    def swallows(self) -> str:
+        return (
+            f"the norm's epsilon {self.epsilon:.2g} is larger than most of what it normalises, of "
+            f"mean square {self.size:.1g}: the branch gives {self.share:.1g} of what the norm "
+            "would make of it, and is nearly dead"
+        )
+
+
 class DrawnHeads:
     """Draws of a head on tokens of one kernel.
 
@@ -152,7 +184,7 @@ class DrawnHeads:
         draws: int | None = None,
     ) -> None:
         self.head, self.sequences, tokens = head, sequences, len(kernel)
-        self.root, self.gains = _root(kernel), gains
+        self.root, self.gains = root_of(kernel), gains
         if draws is None:
             rows = sum(one.drawn for one in head.sections.values())
             # states pass in one sweep over tokens, for the time of an eighth of their numbers
@@ -166,7 +198,7 @@ class DrawnHeads:
         head, tokens = self.head, len(self.root)
         entering = {}
         for name, one in head.sections.items():
-            rows = _rows(self.draws, one.drawn, tokens, name)[part]
+            rows = rows_of(self.draws, one.drawn, tokens, name)[part]
             entering[name] = np.swapaxes(np.sqrt(self.gains[name]) * rows @ self.root, 1, 2)
         own = {name: one[part] for name, one in _own(head, self.draws).items()}
         for name, inner in head.inner.items():
@@ -178,9 +210,9 @@ class DrawnHeads:
         total, squares = 0.0, []
         for part in self.parts:
             entering, own = self._given(part)
-            run = _on_lists(self.head, list(entering), list(own), {}, self.sequences)
+            run = on_lists(self.head, list(entering), list(own), {}, self.sequences)
             leaving = run(*entering.values(), *own.values())
-            total = total + _gram(leaving)
+            total = total + gram(leaving)
             squares.append(np.mean(leaving * leaving, -1))
         apart, value = np.concatenate(squares), self.head.sections["value"]
         self.part = 1.0 if "key" in self.head.inner else value.drawn / value.rows
@@ -188,37 +220,39 @@ class DrawnHeads:
         self.sizes = 1.0 + self.part * (apart / np.maximum(apart.mean(0), TINY) - 1.0)
         return total / (self.draws * self.head.features)
 
+    def _first(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Some draws on the first sequence."""
+        entering, own = self._given(self.parts[0])
+        first = next(iter(entering.values())).shape[1] // self.sequences
+        return {name: one[:, :first] for name, one in entering.items()}, own
+
+    @functools.cached_property
+    def health(self) -> Health:
+        """What is left of the state, and what the norm makes of it."""
+        head, given = self.head, self._first()
+        gone = float(np.mean(head.kept(*given) < FORGOTTEN))
+        if not head.block.norm:
+            return Health(gone)
+        sizes = np.mean(head.before_norm(*given) ** 2, -1)
+        epsilon = head.block.norm_epsilon
+        gains = np.sort((1.0 / (sizes + epsilon)).ravel())
+        rare = float(gains[-max(len(gains) // 100, 1) :].sum() / gains.sum())
+        share = float(np.mean(sizes / (sizes + epsilon)))
+        return Health(gone, float(np.mean(sizes)), epsilon, share, rare)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What the draws say about the mixer's health, and about means over draws."""
-        block = self.head.block
-        entering, own = self._given(self.parts[0])
-        first = next(iter(entering.values())).shape[1] // self.sequences
-        given = {name: one[:, :first] for name, one in entering.items()}, own
-        result = []
-        gone = float(np.mean(self.head.kept(*given) < FORGOTTEN))
-        if gone > 0.5:
+        result, at = [], self.health
+        if at.forgotten > 0.5:
+            result.append(at.forgets)
+        if at.share < 0.5:
+            result.append(at.swallows)
+        # a skip keeps what the norm divides by from vanishing
+        if at.rare > RARE and not getattr(self.head.block, "skip", 0.0):
             result.append(
-                f"{100 * gone:.0f} % of the heads' states keep less than {FORGOTTEN:g} of "
-                "themselves from one token to the next: these heads see little but their own token"
-            )
-        if not block.norm:
-            return tuple(result)
-        sizes = np.mean(self.head.before_norm(*given) ** 2, -1)
-        epsilon = block.norm_epsilon
-        share = float(np.mean(sizes / (sizes + epsilon)))
-        if share < 0.5:
-            result.append(
-                f"the norm's epsilon {epsilon:.2g} is larger than most of what it normalises, of "
-                f"mean square {float(np.mean(sizes)):.1g}: the branch gives {share:.1g} of what "
-                "the norm would make of it, and is nearly dead"
-            )
-        gains = np.sort((1.0 / (sizes + epsilon)).ravel())
-        rare = float(gains[-max(len(gains) // 100, 1) :].sum() / gains.sum())
-        if rare > RARE and not getattr(block, "skip", 0.0):  # which keeps it from vanishing
-            result.append(
-                f"{100 * rare:.0f} % of what the norm multiplies gradients by comes from one draw "
-                "in a hundred, in which a head gives almost nothing: means over draws are not "
+                f"{100 * at.rare:.0f} % of what the norm multiplies gradients by comes from one "
+                "draw in a hundred, in which a head gives almost nothing: means over draws are not "
                 "what one draw shows"
             )
         return tuple(result)
@@ -230,17 +264,17 @@ class DrawnHeads:
             response, radial: (L,) of the gradient (`Gradient.norm_response`, `.radial`): draws that
                 give much receive little, and less along what they give.
         """
-        head, root = self.head, _root(grad_out)
+        head, root = self.head, root_of(grad_out)
         lost = 1.0 - np.sqrt(1.0 - (1.0 - np.broadcast_to(radial, len(grad_out))) * self.part)
         weights = 1.0 / (1.0 + response * (self.sizes - 1.0))
         weights = np.sqrt(weights / weights.mean(0))[..., None]
-        rows = _rows(self.draws, head.features, len(grad_out), "gradient")
+        rows = rows_of(self.draws, head.features, len(grad_out), "gradient")
         kernels = {name: np.zeros_like(grad_out) for name in head.sections}
         squares = {name: 0.0 for name in _own(head, self.draws) if name not in FIXED}
         for part in self.parts:
             entering, own = self._given(part)
             names, mine = list(entering), [name for name in own if name not in FIXED]
-            run = _on_lists(
+            run = on_lists(
                 head,
                 names,
                 mine,
@@ -255,7 +289,7 @@ class DrawnHeads:
             for name, one in zip(names, grad_in, strict=False):
                 section = head.sections[name]
                 share = section.shared / (self.draws * section.drawn)
-                kernels[name] += _gram(one) * share
+                kernels[name] += gram(one) * share
             for name, one in zip(mine, grad_in[len(names) :], strict=True):
                 squares[name] += float((one * one).sum()) * served(head, name) / self.draws
         return Back(kernels, squares)
@@ -277,7 +311,7 @@ def _for_each(x: Array, sequences: int) -> Array:
     return np.reshape(wide, (len(x) * sequences, *x.shape[1:]))
 
 
-def _on_lists(
+def on_lists(
     head: Head, names: list[str], own: list[str], fixed: Any, sequences: int
 ) -> Callable[..., Array]:
     def run(*values: Array) -> Array:
@@ -297,13 +331,13 @@ def _on_lists(
     return run
 
 
-def _gram(x: Array) -> Array:
+def gram(x: Array) -> Array:
     """(L, L) sums over draws and features of (draws, L, features)."""
     flat = np.swapaxes(x, 0, 1).reshape(x.shape[1], -1)
     return flat @ flat.T
 
 
-def _root(kernel: Array) -> Array:
+def root_of(kernel: Array) -> Array:
     """The symmetric root of a kernel."""
     values, vectors = np.linalg.eigh(0.5 * (kernel + kernel.T))
     return (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
@@ -318,7 +352,7 @@ def _own(head: Head, draws: int) -> dict[str, Array]:
 
 
 @functools.lru_cache(maxsize=16)
-def _rows(draws: int, features: int, tokens: int, name: str) -> Array:
+def rows_of(draws: int, features: int, tokens: int, name: str) -> Array:
     """(draws, features, L) standard normal, another stream for every name; orthonormal over tokens
     where there are rows enough."""
     seed = [ord(letter) for letter in name]

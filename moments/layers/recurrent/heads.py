@@ -63,19 +63,15 @@ def _convolved(x: Array, taps: Array) -> Array:
     return out
 
 
-def _back_to_input(g: Array, taps: Array) -> Array:
-    return _convolved(g[:, ::-1], taps)[:, ::-1]
-
-
 def _back_to_taps(g: Array, x: Array, kernel: int) -> Array:
     tokens = x.shape[1]
     later = [(g[:, a:] * x[:, : tokens - a]).sum(1) for a in range(kernel)]
     return np.stack(later, 1)
 
 
-convolved = primitive(
+convolved: Callable[..., Array] = primitive(
     _convolved,
-    lambda r, x, taps: lambda g: _back_to_input(g, taps),
+    lambda r, x, taps: lambda g: convolved(g[:, ::-1], taps)[:, ::-1],
     lambda r, x, taps: lambda g: _back_to_taps(g, x, taps.shape[1]),
 )
 

@@ -42,7 +42,7 @@ UNIT_EPSILON = 1e-6
 def taps(random: np.random.Generator, block: Any, draws: int, features: int) -> Array:
     """(draws, kernel, features) of a short convolution."""
     size = draws, block.kernel, features
-    if block.tap_distribution == "uniform":
+    if getattr(block, "tap_distribution", "uniform") == "uniform":
         return random.uniform(-1.0, 1.0, size) * np.sqrt(3 * block.tap_variance)
     return random.standard_normal(size) * np.sqrt(block.tap_variance)
 

@@ -5,24 +5,20 @@ family, sizes    what a family is, with the heads that most share; its architect
 defaults.json    what entries that are left out mean, from the config classes themselves
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
 bert, gpt, parallel, llama, t5, vit: one group of families each
-relatives, decoders, encoders: dense types, of which a module is read by what it computes
-bart             encoder-decoders with positions added to their token rows
+relatives, encoders: dense types, of which a module is read by what it computes
 latent, moe, recurrent, hybrid: families whose blocks `moments.torch` does not know in a module
-pictures, sound: what they read enters through patches or convolutions
+pictures         what they read enters through patches or convolutions
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from . import (
-    bart,
     bert,
-    decoders,
     encoders,
     gpt,
     hybrid,
@@ -33,7 +29,6 @@ from . import (
     pictures,
     recurrent,
     relatives,
-    sound,
     t5,
     vit,
 )
@@ -42,30 +37,29 @@ from .family import Family
 __all__ = ["DENSE", "FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
-_OF_BLOCKS = (latent, moe, recurrent, hybrid, pictures, sound)
+_OF_BLOCKS = (latent, moe, recurrent, hybrid, pictures)
 
 _DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
 
-def _of(groups: Iterable[Any]) -> dict[str, Family]:
+def _of(*groups: Mapping[str, Family]) -> dict[str, Family]:
     return {
         kind: dataclasses.replace(family, defaults=_DEFAULTS.get(kind, {}))
         for group in groups
-        for kind, family in group.FAMILIES.items()
+        for kind, family in group.items()
     }
 
 
-FAMILIES = _of(_GROUPS)
+FAMILIES = _of(*(group.FAMILIES for group in _GROUPS))
 """`model_type` -> family."""
-OF_BLOCKS = _of(_OF_BLOCKS)
+OF_BLOCKS = _of(*(group.FAMILIES for group in _OF_BLOCKS))
 """The same of those that are read from their config alone: of a module of theirs `moments.torch`
 does not know every part."""
-DENSE = _of((relatives, decoders, encoders, bart))
+DENSE = _of(relatives.FAMILIES, encoders.FAMILIES, t5.POSITIONED)
 """The same of those whose modules `moments.torch.from_config` reads."""
 READERS = FAMILIES | DENSE | OF_BLOCKS
 
 _BEYOND = {
-    "one layer's weights shared by all layers": "albert",
     "sparse attention": "big_bird led longformer longt5",
     "several models in one": "clip siglip",
     "convolutions": "convnext",

@@ -65,7 +65,7 @@ def _lfm2(read: Entries, seq_len: int | None) -> Transformer:
         biases=None,
         d_ff=width,
         attention_dropout=0.0,
-        qk_norm="rmsnorm" if None in mixers else None,
+        qk_norm="rmsnorm",
         mixer=mixers,
     )
 
@@ -102,8 +102,8 @@ def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         biases=None,
-        qk_norm="rmsnorm" if None in mixers else None,
-        attention_gate="elementwise" if None in mixers else None,
+        qk_norm="rmsnorm",
+        attention_gate="elementwise",
         mixer=mixers,
         ffn=experts,
     )
