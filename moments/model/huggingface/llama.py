@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import domain_error
-from ..mixers import RECURRENT
+from ..mixers import RECURRENT, Absent
 from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases
@@ -19,6 +19,7 @@ _SLIDING = "sliding_attention"
 
 
 _OF_ATTENTION = ("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "window")
+_OF_ATTENTION += ("temperature",)
 """Fields that no layer reads where none has attention."""
 
 
@@ -50,7 +51,9 @@ def _decoder(
         "d_head": read.count("head_dim", d_model // heads) if "d_head" not in changes else None,
     } | changes
     mixers = changes.get("mixer")
-    if isinstance(mixers, tuple | list) and all(isinstance(one, RECURRENT) for one in mixers):
+    if isinstance(mixers, tuple | list) and all(
+        isinstance(one, (*RECURRENT, Absent)) for one in mixers
+    ):
         fields = {name: one for name, one in fields.items() if name not in _OF_ATTENTION}
     return declared(
         read,

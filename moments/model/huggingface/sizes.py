@@ -11,11 +11,30 @@ from . import READERS
 
 # What families call the same thing
 _SIDES = ("encoder", "decoder")
-LAYERS: tuple[str, ...] = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers")
+LAYERS: tuple[str, ...] = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "num_decoder_layers",
+)
 LAYERS += tuple(f"{side}_layers" for side in _SIDES)
-WIDTHS: tuple[str, ...] = ("hidden_size", "n_embd", "dim", "d_model", "embedding_size", "input_embedding_size")
+WIDTHS: tuple[str, ...] = (
+    "hidden_size",
+    "n_embd",
+    "dim",
+    "d_model",
+    "embedding_size",
+    "input_embedding_size",
+)
 WIDTHS += ("output_embedding_size",)
-HEADS: tuple[str, ...] = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+HEADS: tuple[str, ...] = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "attention_heads",
+)
 HEADS += tuple(f"{side}_attention_heads" for side in _SIDES)
 FFN_WIDTHS: tuple[str, ...] = ("intermediate_size", "ffn_dim", "hidden_dim", "d_ff", "dff")
 FFN_WIDTHS += tuple(f"{side}_ffn_dim" for side in _SIDES)
