@@ -31,6 +31,9 @@ AT_ONCE = 1 << 21
 FORGOTTEN = 0.1
 """Part of a state that is left a token later, below which it is forgotten."""
 
+SCATTERED = 0.05
+"""Relative error of a token's own moments, as a mean over draws, from which a note is made."""
+
 TINY = 1e-300
 """Below which a token has no size to vary."""
 
@@ -217,6 +220,8 @@ class DrawnHeads:
         apart, value = np.concatenate(squares), self.head.sections["value"]
         self.part = 1.0 if "key" in self.head.inner else value.drawn / value.rows
         self.norms = np.cov(apart.T, ddof=0) * self.part
+        self.scatter = float(np.sqrt(np.mean(np.diag(self.norms)) / self.part / self.draws))
+        self.scatter /= max(float(apart.mean()), TINY)
         self.sizes = 1.0 + self.part * (apart / np.maximum(apart.mean(0), TINY) - 1.0)
         return total / (self.draws * self.head.features)
 
