@@ -94,7 +94,7 @@ class SharedStack(Chain):
         records, entering = [], signal
         for layer, point in zip(self.components, points, strict=True):
             assert isinstance(layer, Layer)
-            kernel = Kernel(*map(float, point))
+            kernel = Kernel(float(point[0]), float(point[1]))
             known = None if signal.fluctuation is None else Fluctuation.fixed(kernel)
             leaving = Signal(kernel, signal.seq_len, width=signal.width, fluctuation=known)
             inner = Record(layer.body, layer.number, entering, leaving)
@@ -114,7 +114,8 @@ class SharedStack(Chain):
         entered, at_points, *shares = record.pullback(last)
 
         def sent(cotangent: Array) -> Gradient:
-            return Gradient(Kernel(*(cotangent / counts).tolist()), length)
+            own, pairs = (cotangent / counts).tolist()
+            return Gradient(Kernel(own, pairs), length)
 
         received = [*(sent(one) for one in at_points[:-1]), gradient]
         below = [sent(entered), *received[:-1]]
@@ -155,7 +156,8 @@ class SharedStack(Chain):
         """The same, layer by layer."""
         model, epsilon = self.model, self.model.norm_epsilon
         z, points = entering[None, None], []
-        first, second = [], []  # deviations before either norm
+        first: list[Any] = []  # deviations before either norm
+        second: list[Any] = []
         for depth in range(model.layers):
             a = self._attention(z, extra)
             with_a = _along(a, first, second, "attention")
