@@ -15,8 +15,8 @@ covariance of a weight between two depths, what both depths send it together
 
 Tokens are alike: every covariance is a pair, of a token with itself and with another. Rows of
 attention weights overlap by the exact statistics of softmax, where the logits of two depths differ
-in variance by those at its geometric mean. Overlaps of tokens, which vary by 1/width over draws,
-enter queries' and keys' gradients to first order in the logits.
+in variance by those at its geometric mean. Overlaps of tokens, which vary over draws as those of
+the embedding's rows, enter queries' and keys' gradients to first order in the logits.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ..engine.derivative import plain, primitive, pullback
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Run
 from ..errors import DomainError, MomentsError
+from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from .attention.kernels.exact_rows import AlikeRows
 from .attention.softmax.table import PairStatistics
@@ -210,11 +211,13 @@ class SharedStack(Chain):
 
     def _attention(self, z: Array, extra: Mapping[str, Array]) -> Array:
         model = self.model
-        count, length, width = z.shape[0], model.seq_len, model.d_model
+        count, length, overlaps = z.shape[0], model.seq_len, 1.0 / model.d_model
+        if isinstance(model.embedding, Embedding):
+            overlaps = model.embedding.unshared_overlap(model.d_model)
         gap = z[..., :1] - z[..., 1:]
-        # overlaps of what two tokens have of their own vary by 1/width
+        # by how much overlaps of what two tokens have of their own vary
         alone = np.diagonal(plain(gap)[..., 0])
-        chance = (np.multiply.outer(alone, alone) / width)[..., None]
+        chance = (np.multiply.outer(alone, alone) * overlaps)[..., None]
         scale = float(model.temperatures[0]) ** -2
         queries = self._behind(z, "query", extra) * scale
         keys = self._behind(gap, "key", {"key": extra["key"]})  # a bias of all keys changes nothing
