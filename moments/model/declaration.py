@@ -27,18 +27,16 @@ from .embedding import Embedding
 from .fields import Stored, set_field, settle
 from .head import Head
 from .law_block import LawBlock
-from .mixers import RECURRENT, Absent
-from .patches import PatchEmbedding
+from .mixers import QK_NORMS, RECURRENT, Absent
+from .patches import PatchEmbedding, SoundEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
-from .sound import SoundEmbedding
 from .weights import Biases, Weights, check_length, check_lengths
 
 if TYPE_CHECKING:
     from .transformer import Transformer
 
 NORMALIZATIONS = ("layernorm", "rmsnorm", "dyt")
-QK_NORMS = (None, "rmsnorm", "layernorm", "rmsnorm-all", "layernorm-all")
 ATTENTION_GATES = (None, "elementwise", "headwise")
 LAYERNORM_SCALINGS = (
     False,
@@ -262,6 +260,7 @@ def _check_together(model: Transformer) -> None:
     _check_unread(model)
     if model.shared_layers:
         _check_shared(model)
+    _check_biases(model)
     if model.encoder is not None and model.encoder.encoder is not None:
         raise domain_error("encoder", "a model with an encoder", "a model without one")
 
@@ -291,6 +290,18 @@ def _check_shared(model: Transformer) -> None:
         raise domain_error(name, getattr(model, name), allowed)
 
 
+def _check_biases(model: Transformer) -> None:
+    """Raise where a bias belongs to no matrix of any layer, as blocks have others."""
+    if model.biases is None or not any((*model.mixers, *model.ffns)):
+        return
+    known = {name.removeprefix("cross_") for name in model.matrix_shapes}
+    known |= set() if model.gated else {"gate"}
+    for name, value in vars(model.biases).items():
+        if value is not None and np.any(value) and name not in known:
+            remedy = f"no layer has a matrix {name!r}, but {', '.join(sorted(known))}"
+            raise domain_error(f"biases.{name}", value, "None", remedy)
+
+
 def _check_unread(model: Transformer) -> None:
     """Raise where attention has what no layer reads, as a block stands everywhere in its place."""
     known = (*RECURRENT, LawBlock, Absent)
@@ -303,6 +314,12 @@ def _check_unread(model: Transformer) -> None:
         "logit_softcap": model.logit_softcap is not None,
         "attention_sink": any(one is not None for one in model.attention_sinks),
         "attention_gate": model.attention_gate is not None,
+        "window": any(one is not None for one in model.windows),
+        "rotary": any(one is not None for one in model.rotaries),
+        "temperature": bool(np.any(model.temperatures != 1.0)),
+        "kv_heads": model.kv_heads not in (None, model.heads),
+        "attention_dropout": bool(model.attention_dropout)
+        and "attention_dropout" not in model._defaulted,
     }
     for name in (name for name, there in given.items() if there):
         remedy = "no layer has attention, which alone reads it"

@@ -286,7 +286,9 @@ class Prediction:
         router and over the load's square (width does not change it: tokens that are alike choose
         alike); and, sampled at the tokens' mean correlation, `largest_load` over an even share,
         `starving` (the part of the experts with less than a tenth of that) and `balance_loss`
-        (E sum_e f_e p_e, without its coefficient). `learns`: whether any gradient reaches the
+        (E sum_e f_e p_e, without its coefficient) with `balance_gradient`, the expected squared
+        norm of its gradient at the router's matrix: times the coefficient's square, to be compared
+        with the router's in `weight_gradients`. `learns`: whether any gradient reaches the
         router; none does where the gate of a single expert is normalised.
 
         Raises:
@@ -339,6 +341,13 @@ class Prediction:
         self.unshared("a step of an optimizer")
         return Stepping.of(self)
 
+    @functools.cached_property
+    def _sharpening(self) -> Any:
+        """The same, of many tokens on classes."""
+        from ..step.result import Stepping
+
+        return Stepping.on_classes(self) or self._stepping
+
     def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
         """The network after the first step of an optimizer on the batch that was predicted.
 
@@ -363,8 +372,8 @@ class Prediction:
 
         Raises:
             DomainError: the prediction is not that of a batch with a loss (give `token_ids`, or
-                `pixels` and `targets`), the model has what a step does not cover (norms of queries
-                and keys, ...; the message names it), or an option is out of range.
+                `pixels` and `targets`), the model has what a step does not cover (the message
+                names it), or an option is out of range.
 
         Warns:
             ValidityWarning: where the step is too large for the theory.

@@ -6,8 +6,8 @@ defaults.json    what entries that are left out mean, from the config classes th
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
 bert, gpt, parallel, llama, t5, vit: one group of families each
 relatives, encoders: dense types, of which a module is read by what it computes
-latent, moe, recurrent: families whose blocks `moments.torch` does not recognise in a module
-pictures, sound: what they read enters through patches or convolutions
+latent, moe, recurrent, hybrid: families whose blocks `moments.torch` does not know in a module
+pictures         what they read enters through patches or convolutions
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from . import (
     bert,
     encoders,
     gpt,
+    hybrid,
     latent,
     llama,
     moe,
@@ -28,7 +29,6 @@ from . import (
     pictures,
     recurrent,
     relatives,
-    sound,
     t5,
     vit,
 )
@@ -37,7 +37,7 @@ from .family import Family
 __all__ = ["DENSE", "FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
-_OF_BLOCKS = (latent, moe, recurrent, pictures, sound)
+_OF_BLOCKS = (latent, moe, recurrent, hybrid, pictures)
 
 _DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
@@ -61,17 +61,17 @@ READERS = FAMILIES | DENSE | OF_BLOCKS
 
 _BEYOND = {
     "sparse attention": "big_bird led longformer longt5",
-    "several models in one": "clip gemma3 llama4 siglip",
+    "several models in one": "clip siglip",
     "convolutions": "convnext",
     "logits of relative positions": "deberta",
     "queries, keys and values that are clipped": "dbrx",
     "experts drawn at random among near ties": "phimoe",
     "experts that drop tokens": "switch_transformers",
-    "a state-space layer": "falcon_h1 falcon_mamba jamba mamba zamba",
+    "a block whose weights several layers share": "zamba",
     "a stack that pools its tokens": "funnel",
     "several streams side by side": "gemma3n",
     "bottlenecks around every block": "mobilebert",
-    "a recurrent layer": "recurrent_gemma rwkv",
+    "a recurrent layer": "rwkv",
     "hashed attention": "reformer",
     "windows of patches that shift between layers": "swin",
     "attention of two streams": "xlnet",
@@ -81,8 +81,6 @@ PARTS = {
     for kind, names in {
         "clip": "text_config vision_config",
         "siglip": "text_config vision_config",
-        "gemma3": "text_config",
-        "llama4": "text_config",
     }.items()
 }
 """Types of several models in one -> the entries whose objects are configs that are read."""
@@ -91,7 +89,6 @@ REFUSED = {kind: feature for feature, kinds in _BEYOND.items() for kind in kinds
 
 _RELATIVES = {
     "bert": "deberta layoutlm",
-    "gemma2": "gemma3",
     "gpt2": "gpt-sw3",
     "t5": "longt5",
     "vit": "dinov2_with_registers vit_msn yolos",
