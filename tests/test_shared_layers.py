@@ -54,14 +54,14 @@ def test_moments_and_gradients_are_those_of_the_twin(name: str) -> None:
         gap = np.abs(getattr(p, quantity) - draws.mean(0))
         assert np.all(gap < allowed * draws.mean(0) + 2 * error), quantity
     assert p.correlation == pytest.approx(s.correlation, abs=0.015)
-    found, drawn = (
+    ours, drawn = (
         frame[frame.layer.between(1, 4)].groupby("weight").sum()
         for frame in (p.weight_gradients(), s.weight_gradients())
     )
-    for weight in found.index.drop("query.bias"):  # which is next to nothing
+    for weight in ours.index.drop("query.bias"):  # which is next to nothing
         error = drawn.squared_norm_stderr[weight]
         allowed = 0.2 if weight in ("query", "key") else 0.08
-        gap = abs(found.squared_norm[weight] - drawn.squared_norm[weight])
+        gap = abs(ours.squared_norm[weight] - drawn.squared_norm[weight])
         assert gap < allowed * drawn.squared_norm[weight] + 2 * error, weight
 
 

@@ -191,23 +191,23 @@ class SharedStack(Chain):
     def _learned(self, norm: str, normal: Array, extra: Mapping[str, Array]) -> Array:
         """What a norm's gain and bias add to moments behind it, beyond gains of 1."""
         count = normal.shape[0]
-        found = 0.0 * normal
+        added = 0.0 * normal
         if f"{norm}.gain" in extra:
-            found = found + normal * extra[f"{norm}.gain"][:count, :count][..., None]
+            added = added + normal * extra[f"{norm}.gain"][:count, :count][..., None]
         if f"{norm}.bias" in extra:
-            found = found + extra[f"{norm}.bias"][:count, :count][..., None]
-        return found
+            added = added + extra[f"{norm}.bias"][:count, :count][..., None]
+        return added
 
     def _behind(self, x: Array, name: str, extra: Mapping[str, Array]) -> Array:
         """Moments behind a matrix and its bias."""
         count = x.shape[0]
         fan_in = self.model.matrix_shapes[name][0]
         variance = getattr(self.model.layer_weights(1), name)
-        found = x * (fan_in * (variance + extra[name][:count, :count][..., None]))
+        behind = x * (fan_in * (variance + extra[name][:count, :count][..., None]))
         if f"{name}.bias" in extra:
             start = self.model.biases.layer(1).get(name, 0.0)
-            found = found + (start + extra[f"{name}.bias"][:count, :count][..., None])
-        return found
+            behind = behind + (start + extra[f"{name}.bias"][:count, :count][..., None])
+        return behind
 
     def _attention(self, z: Array, extra: Mapping[str, Array]) -> Array:
         model = self.model
@@ -262,7 +262,7 @@ _overlap = primitive(
     lambda psi, theta, keys: np.asarray(_pairs(psi, theta, keys).overlap),
     lambda _, psi, theta, keys: lambda g: g * _slopes(psi, theta, keys),
 )
-"""E sum_k p_k p'_k, in the covariance of the logits; their variances are held."""
+"""E sum_k p_k p'_k, in the covariance of the logits; their variances are constants."""
 
 
 def _level(x: Array) -> float:
@@ -271,9 +271,9 @@ def _level(x: Array) -> float:
 
 def _dropped(count: int, drop_prob: float) -> Array:
     """What dropout multiplies (count, count, 2) moments by: those of a token with itself."""
-    found = np.ones((count, count, 2))
-    found[np.arange(count), np.arange(count), 0] = 1 / (1 - drop_prob)
-    return found
+    factors = np.ones((count, count, 2))
+    factors[np.arange(count), np.arange(count), 0] = 1 / (1 - drop_prob)
+    return factors
 
 
 def _along(made: Array, first: list[Any], second: list[Any], where: str) -> Array:
