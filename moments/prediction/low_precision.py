@@ -316,7 +316,7 @@ def _drawn(prediction: Any, layer: int) -> dict[str, Drawn]:
     found: dict[str, Drawn] = {}
     at: dict[str, Record] = {}
     for record in prediction.trace.layers[layer - 1].walk():
-        if record.input.resolved is not True or record.received is None:
+        if record.input.resolved is not True or record.grad_out is None:
             continue
         if isinstance(record.pulled, AttentionPulled) and record.memory is None:
             found |= dict(_of_attention(record, record.pulled, rng))
