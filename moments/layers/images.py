@@ -151,17 +151,17 @@ def patch_layout(embedding: PatchEmbedding, pixels: Any) -> tuple[np.ndarray, di
     cut, before, first = cut_patches(embedding, pixels), embedding.before, embedding.class_token
     place = np.tile(np.arange(embedding.seq_len), len(cut))
     register = np.where((place >= first) & (place < before), place - first, -1)
-    found = {
+    added = {
         "class": Looked(np.where(place == 0, 0, -1), embedding.class_variance, int(first)),
         "register": Looked(register, embedding.register_variance, embedding.registers),
     }
     if embedding.placed == "learned":
-        found["position"] = Looked(place, embedding.position_variance, embedding.seq_len)
+        added["position"] = Looked(place, embedding.position_variance, embedding.seq_len)
     if embedding.bias_variance is not None:
         bias = np.where(place < before, -1, 0)
-        found["patch.bias"] = Looked(bias, embedding.bias_variance, 1)
+        added["patch.bias"] = Looked(bias, embedding.bias_variance, 1)
     read = np.pad(cut, ((0, 0), (before, 0), (0, 0))).reshape(len(place), -1)
-    return read, {name: one for name, one in found.items() if one.count}
+    return read, {name: one for name, one in added.items() if one.count}
 
 
 # --- sound ----------------------------------------------------------------------------------------
@@ -220,8 +220,8 @@ def sound_gradients(
 
 def _products(pixels: np.ndarray) -> Array:
     """Of frames, summed over their numbers: (B, B, frames, frames), or (frames, frames) of one."""
-    found = np.einsum("aif,big->abfg", pixels[:, 0], pixels[:, 0])
-    return found if len(pixels) > 1 else found[0, 0]
+    products = np.einsum("aif,big->abfg", pixels[:, 0], pixels[:, 0])
+    return products if len(pixels) > 1 else products[0, 0]
 
 
 def _convolved(
@@ -236,17 +236,17 @@ def _convolved(
         extra: covariances across replicas of every convolution's entries, each followed by that of
             its bias where there is one; none: 0.
     """
-    given, found, inner = list(extra), frames, frames
+    given, behind, inner = list(extra), frames, frames
     sequences = len(frames) if np.ndim(frames) == 4 else 1
     level = extra[0].level if extra else math.inf  # what a replica has by itself is held constant
     with laws.evaluating(laws.Layout(True, sequences), level):
         for number, kernel in enumerate(embedding.kernels):
-            inner = _taps(found, kernel, embedding.strides[number]) * (d_model if number else 1)
+            inner = _taps(behind, kernel, embedding.strides[number]) * (d_model if number else 1)
             inner = inner * (embedding.variance + (given.pop(0) if given else 0.0))
             if embedding.bias_variance is not None:
                 inner = inner + (embedding.bias_variance + (given.pop(0) if given else 0.0))
-            found = laws.activation(embedding.activation, inner)
-    return found, inner
+            behind = laws.activation(embedding.activation, inner)
+    return behind, inner
 
 
 def _taps(x: Array, kernel: int, stride: int) -> Array:

@@ -1,4 +1,4 @@
-"""Encoders of pictures and of sound beside ViT, and the text towers that are trained with them.
+"""Encoders of pictures other than ViT and of sound, and text towers that are trained with them.
 
 Of a type that has no loss of its own here the declaration ends below the last norm: the gradient at
 the last layer's output is given to `predict`.
