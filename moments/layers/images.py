@@ -138,7 +138,7 @@ class Looked(NamedTuple):
 
     rows: np.ndarray
     variance: float
-    count: int
+    length: int
 
     @property
     def same(self) -> np.ndarray:
@@ -161,7 +161,7 @@ def patch_layout(embedding: PatchEmbedding, pixels: Any) -> tuple[np.ndarray, di
         bias = np.where(place < before, -1, 0)
         added["patch.bias"] = Looked(bias, embedding.bias_variance, 1)
     read = np.pad(cut, ((0, 0), (before, 0), (0, 0))).reshape(len(place), -1)
-    return read, {name: one for name, one in added.items() if one.count}
+    return read, {name: one for name, one in added.items() if one.length}
 
 
 # --- sound ----------------------------------------------------------------------------------------

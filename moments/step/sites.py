@@ -598,5 +598,5 @@ def _of_text(embedding: Any, rows: Any) -> tuple[Table, ...]:
 
 def _of_images(embedding: Any, pixels: Any) -> tuple[tuple[Table, ...], Array]:
     read, added = patch_layout(embedding, pixels)
-    tables = (Table(k, one.rows, 1.0, float(one.variance), one.count) for k, one in added.items())
+    tables = (Table(k, one.rows, 1.0, float(one.variance), one.length) for k, one in added.items())
     return tuple(tables), np.asarray(read, float)
