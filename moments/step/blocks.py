@@ -122,9 +122,15 @@ def mixer(walk: Walk, leaf: Mixer, change: Change, entering: Site, leaving: Site
         if isinstance(block, ShortConvolution)
         else HEADS[type(block)](block)
     )
+    if getattr(head, "inner", None) or any(one.square != 1 for one in leaf.inward):
+        raise DomainError(
+            f"the first step does not cover {block.kind} with matrices that read what the block "
+            "itself makes of the tokens, or with multipliers"
+        )
+    if leaf.named is not str:
+        raise DomainError("the first step does not cover a mixer together with attention")
     matrices = {
-        name: LawMatrix(name, leaf.d_model, rows, float(variance))
-        for name, rows, variance in leaf.rows
+        one.name: LawMatrix(one.name, one.fan_in, one.rows, one.variance) for one in leaf.inward
     }
     reads, kernels = _from(walk, change, entering, matrices)
     made = _made(walk, leaving, head, matrices, kernels, float(leaf.width), leaf.sequences)
