@@ -16,6 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,7 +64,10 @@ def copies(head: Any, name: str) -> Copies:
         result: Copies = head.copies(name)
         return result
     first = name.partition(".")[0]
-    of = head.sections[OF_SECTION.get(first, first)]
+    first = OF_SECTION.get(first, first)
+    if first in head.inner:
+        return Copies(head.inner[first].served ** 0.5, head.inner[first].served ** 0.5)
+    of = head.sections[first]
     return Copies(of.rows / of.drawn, of.shared)
 
 
@@ -89,6 +93,7 @@ class Block:
         features: of the whole output.
         known: squared norms of the matrices' gradients, by section, where they are known better.
         sequences: that the tokens are.
+        gains: of matrices inside a draw, what they make per unit of what they read.
     """
 
     def __init__(
@@ -100,11 +105,12 @@ class Block:
         features: float,
         known: Mapping[str, float],
         sequences: int = 1,
+        gains: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.head, self.matrices, self.features = head, matrices, features
         tokens, sections = len(received), head.sections
         rows = head.features + sum(one.drawn for one in sections.values())
-        pairs = head.pairs * tokens * tokens // sequences
+        pairs = head.pairs * tokens * tokens // sequences + getattr(head, "states", 0) * tokens
         count = self.count = int(np.clip(NUMBERS // (pairs + rows * tokens), LEAST, MOST))
 
         def drawn(many: int, kernel: Array, name: str) -> Array:
@@ -119,7 +125,11 @@ class Block:
             )
             for name, one in sections.items()
         }
-        own = head.own(np.random.default_rng(0), count)
+        random = np.random.default_rng(0)
+        own = head.own(random, count)
+        for name, one in getattr(head, "inner", {}).items():
+            entries = random.standard_normal((count, one.fan_in, one.fan_out))
+            own[name] = entries * (gains[name] / one.fan_in) ** 0.5
         fixed = {name: one for name, one in own.items() if name in FIXED}
         self.own = {name: one for name, one in own.items() if name not in FIXED}
         self.entering = entering

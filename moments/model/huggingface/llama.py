@@ -18,7 +18,10 @@ _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 
 
-_OF_ATTENTION = ("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "window")
+_OF_ATTENTION = (
+    *("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "temperature"),
+    "window",
+)
 """Fields that no layer reads where none has attention."""
 
 
