@@ -242,7 +242,7 @@ class Block:
         probe, there = self._sized, self._sizes > 0
         ways = along(probe.sent) | {k: one * probe.sent[k] for k, one in follow.items()}
         coherent = self._linear(ways, probe) / np.where(there, self._sizes, 1.0) ** 2 * there
-        met = self.features * float(np.vdot(coherent, gradient))
+        along_delta = self.features * float(np.vdot(coherent, gradient))
         slope = sum(
             self.matrices[name].fan_out * float(np.vdot(part, self.gradients[name]))
             for name, part in parts.items()
@@ -251,8 +251,8 @@ class Block:
             one * copies(self.head, name).times * float((self.sent[name] ** 2).sum()) / self.count
             for name, one in follow.items()
         )
-        if met > 0 and slope > 0:  # what probes scatter by
-            coherent = coherent * (slope / met)
+        if along_delta > 0 and slope > 0:  # what probes scatter by
+            coherent = coherent * (slope / along_delta)
         rng = np.random.default_rng(3)
         ways = dict(steps)
         for name, way in along(self.sent).items():
@@ -267,13 +267,13 @@ class Block:
             given = [one + sign * ways.get(name, 0.0) for name, one in every.items()]
             sides.append(self._run(*given) - self.output)
         moved = (sides[0] - sides[1]) / (2 * grown)
-        held = self._saturated(moved, coherent, gradient)
-        coherent = held[:, None] * coherent
+        kept = self._saturated(moved, coherent, gradient)
+        coherent = kept[:, None] * coherent
         total = (self._mean(sides[0], sides[0]) + self._mean(sides[1], sides[1])) / (2 * grown**2)
         drift = self._mean((sides[0] + sides[1]) / (2 * grown**2), self.output)
         overlap = self._averaged({name: one.overlap for name, one in changes.items()})
         scattered = self.followed({name: one.scattered for name, one in changes.items()})
-        return Change(coherent, overlap + drift, total, held[:, None] * scattered)
+        return Change(coherent, overlap + drift, total, kept[:, None] * scattered)
 
     def _saturated(self, moved: Array, coherent: Array, gradient: Array) -> Array:
         """(T,) what is left of each token's coherent change as the function bends, where that is
