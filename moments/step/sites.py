@@ -201,7 +201,7 @@ def over_tokens(kernel: Kernel) -> Array:
     for own, pairs in classes.told_apart(np.asarray(kernel.diagonal), np.asarray(kernel.pairs)):
         block = between.T @ pairs @ between
         np.fill_diagonal(block, own @ between)
-        blocks.append(block)
+        blocks.append(block.astype(np.float32))
     kinds, every = [], min(sequences, 2)
     for k in range(0, len(blocks), every):
         inside, across = blocks[k], blocks[k + every - 1]
