@@ -35,8 +35,8 @@ QUANTITIES: dict[str, Callable[[FirstStep], float]] = {
 
 DAMAGED = {("adam", "pre"): 0.37, ("adam", "post"): 0.04}
 """Constant rate from which on the loss of 300 steps ends a tenth of a nat above the best rate's,
-over the edge of stability: geometric means of the modules on which they were fixed, by optimizer and
-placement of norms. docs/theory/sharpness.md lists these, and what others gave."""
+over the edge of stability: geometric means of the modules on which they were fixed, by optimizer
+and placement of norms. docs/theory/sharpness.md lists these, and what others gave."""
 
 SEARCH: dict[tuple[str, str], tuple[float, float]] = {
     ("adam", "pre"): (0.18, 0.35),
