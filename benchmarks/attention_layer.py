@@ -453,10 +453,10 @@ def predicted(config: Config) -> dict[str, float]:
     paths = layer.backward(Kernel(1.0, config["grad_correlation"]))._asdict()
     return {
         "variance": float(output.diagonal),
-        "covariance": float(output.pairs),
+        "covariance": float(output.off_diagonal),
         **{name: float(path.diagonal) for name, path in paths.items()},
         "grad_variance": float(sum(path.diagonal for path in paths.values())),
-        "grad_covariance": float(sum(path.pairs for path in paths.values())),
+        "grad_covariance": float(sum(path.off_diagonal for path in paths.values())),
     }
 
 

@@ -54,7 +54,7 @@ class Parts:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.found = anatomy_of(module).found
+        self.found = anatomy_of(module).roles
         self.tensors = tensors_of(module)
 
     def roles(self, *names: str, layer: int | None = None) -> list[Role]:

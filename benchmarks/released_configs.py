@@ -1,7 +1,7 @@
 """Released configs of current models, small: real modules measured and their configs predicted.
 
-`tests/released_configs/` has the config.json of released models, written from memory of what was
-published and not compared with the files themselves.
+`tests/released_configs/` and `tests/text_configs/` have the config.json of released models,
+written from memory of what was published and not compared with the files themselves.
 `shrunk` takes from one its size alone: layers, widths, heads in their ratio, rows of tables, the
 reach of windows. transformers' own module of it, with its own initialisation, reads English text
 (smooth random pictures for ViT) and computes its own loss; the same small config is read by
@@ -10,7 +10,7 @@ reach of windows. transformers' own module of it, with its own initialisation, r
     python benchmarks/released_configs.py measure --seeds 48 [--names gemma3-1b ...]  # continues
     python benchmarks/released_configs.py table [--names gemma3-1b ...]               # predicts
 
-Means and standard errors lie in benchmarks/data/released_configs.json.
+Means and standard errors lie in benchmarks/data/, in a file for either folder.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import copy
 import json
 import math
+import re
 import time
 import warnings
 import zlib
@@ -30,73 +31,82 @@ import numpy as np
 import real_modules
 
 import moments
-from moments.model.huggingface import FAMILIES
+from moments.model.huggingface import READERS
+from moments.model.huggingface.sizes import FFN_WIDTHS, HEADS, LAYERS, WIDTHS
 
-CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "released_configs"
-DATA = Path(__file__).parent / "data" / "released_configs.json"
-LAYERS, HEADS, D_HEAD, VOCAB, SEQ_LEN, BATCH, WINDOW = 6, 4, 64, 1000, 64, 2, 16
+CONFIGS = [
+    Path(__file__).resolve().parents[1] / "tests" / name
+    for name in ("released_configs", "text_configs")
+]
+DATA = Path(__file__).parent / "data"
+DEPTH, N_HEADS, D_HEAD, VOCAB, SEQ_LEN, BATCH, WINDOW = 6, 4, 64, 1000, 64, 2, 16
 CHUNK = 8
 BOUNDS = {name: bound for name, bound in real_modules.BOUNDS.items() if name != "total"}
 """Errors beyond twice the standard error; relative but the correlation's."""
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
-_WIDTH = ("hidden_size", "n_embd", "dim", "d_model")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_FFN = ("intermediate_size", "ffn_dim", "hidden_dim", "d_ff")
-_NARROW = ("embedding_size", "word_embed_proj_dim")
+_NARROW = ("embedding_size", "word_embed_proj_dim", "input_embedding_size")
+_NARROW += ("output_embedding_size",)
 _HEAD = ("head_dim", "d_kv")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+_TOKENS += ("decoder_start_token_id",)
 _WINDOWS = ("sliding_window", "local_attention")
 
 
 def names() -> list[str]:
     """Of every released config."""
-    return sorted(file.stem for file in CONFIGS.glob("*.json"))
+    return sorted(file.stem for folder in CONFIGS for file in folder.glob("*.json"))
+
+
+def file_of(name: str) -> Path:
+    """Where a released config lies; its measurement lies in the file of `DATA` named as its
+    folder."""
+    return next(file for folder in CONFIGS if (file := folder / f"{name}.json").exists())
 
 
 def released(name: str) -> dict[str, Any]:
     """A config as it was released."""
-    entries: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    entries: dict[str, Any] = json.loads(file_of(name).read_text(encoding="utf-8"))
     return entries
 
 
-def shrunk(name: str, layers: int = LAYERS) -> dict[str, Any]:
+def shrunk(name: str, layers: int = DEPTH) -> dict[str, Any]:
     """A released config with fewer layers, features, tokens and rows; all else is its own."""
     entries = released(name)
 
     def first(names: tuple[str, ...]) -> Any:
         return next((entries[n] for n in names if entries.get(n) is not None), None)
 
-    depth, width, heads = first(_LAYERS), first(_WIDTH), first(_HEADS)
+    depth, width, heads = first(LAYERS), first(WIDTHS), first(HEADS)
     small = copy.deepcopy(entries)
 
     def put(names: tuple[str, ...], value: int) -> None:
         small.update({n: value for n in names if isinstance(entries.get(n), int)})
 
-    new_width = HEADS * D_HEAD
+    new_width = N_HEADS * D_HEAD
     for entry, value in entries.items():
         if isinstance(value, list) and len(value) == depth:
             small[entry] = value[:layers]
-    put(_LAYERS, layers)
-    put(_WIDTH, new_width)
-    put(_HEADS, HEADS)
+    put(LAYERS, layers)
+    put(WIDTHS, new_width)
+    put(HEADS, N_HEADS)
     put(_HEAD, D_HEAD)
     shared = entries.get("num_key_value_heads")
     if shared is not None:
-        small["num_key_value_heads"] = max(1, HEADS * shared // heads)
-    for entry in (*_FFN, *_NARROW):
+        small["num_key_value_heads"] = max(1, N_HEADS * shared // heads)
+    for entry in (*FFN_WIDTHS, *_NARROW):
         if isinstance(entries.get(entry), int):
             small[entry] = 16 * max(1, round(entries[entry] * new_width / width / 16))
     if "rotary_dim" in entries:
         small["rotary_dim"] = entries["rotary_dim"] * D_HEAD * heads // width
     put(_WINDOWS, WINDOW)
-    put(("vocab_size",), VOCAB)
+    put(("vocab_size", "decoder_vocab_size"), VOCAB)
     for entry in _TOKENS:
         token = entries.get(entry)
         if isinstance(token, int) and token >= VOCAB:
             small[entry] = VOCAB - 1 - _TOKENS.index(entry)
         elif isinstance(token, list):
             small[entry] = 2
+    small.update({entry: 0.0 for entry in entries if entry.endswith("layerdrop")})
     put(("image_size",), 32)
     put(("patch_size", "encoder_stride"), 8)
     for part in ("short_factor", "long_factor"):
@@ -111,7 +121,7 @@ def module(config: Mapping[str, Any], seed: int) -> Any:
     """The real class of a config, drawn by its own rule."""
     from moments.torch.huggingface_modules import build_module
 
-    if config["model_type"] in FAMILIES:
+    if config["model_type"] in READERS:
         return build_module(config, seed)
     import torch
 
@@ -125,8 +135,8 @@ def module(config: Mapping[str, Any], seed: int) -> Any:
 
 def task(config: Mapping[str, Any]) -> str:
     kind = config["model_type"]
-    if kind in FAMILIES:
-        return FAMILIES[kind].task
+    if kind in READERS:
+        return READERS[kind].task
     return "masked" if "MaskedLM" in config["architectures"][0] else "causal"
 
 
@@ -135,7 +145,7 @@ def batch(config: Mapping[str, Any]) -> dict[str, Any]:
     from moments.torch.huggingface_modules import module_batch
     from moments.torch.text import mask_tokens, tokenize
 
-    if config["model_type"] in FAMILIES:
+    if config["model_type"] in READERS:
         images = task(config) == "images"
         return module_batch(config, seq_len=None if images else SEQ_LEN, batch=BATCH, seed=0)
     ids = tokenize(VOCAB, SEQ_LEN, BATCH)
@@ -152,7 +162,10 @@ def predicted(config: Mapping[str, Any]) -> moments.Prediction:
         if of == "images":
             return moments.predict(model, pixels=data["pixel_values"], targets=data["labels"])
         if of == "translation":
-            shifted = np.pad(data["labels"][:, :-1], ((0, 0), (1, 0)))
+            labels, start = data["labels"], config.get("decoder_start_token_id", 0)
+            shifted = np.roll(labels, 1, axis=1)
+            if config["model_type"] != "mbart":  # whose module begins with the last label
+                shifted[:, 0] = start
             read = {"token_ids": data["input_ids"]}
             return moments.predict(
                 model, token_ids=shifted, targets=data["labels"], encoder_inputs=read
@@ -196,7 +209,13 @@ def _digits(values: Any) -> list[float]:
 
 
 def stored() -> dict[str, Any]:
-    return json.loads(DATA.read_text()) if DATA.exists() else {}
+    """Of every config that was measured."""
+    return {k: v for folder in CONFIGS for k, v in _stored(folder.name).items()}
+
+
+def _stored(folder: str) -> dict[str, Any]:
+    file = DATA / f"{folder}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 # --- comparison ----------------------------------------------------------------------------------
@@ -222,14 +241,15 @@ def errors(name: str, p: moments.Prediction | None = None) -> dict[str, tuple[fl
     # One table of relative biases gathers what all layers send it, and one token table what both
     # stacks do.
     shared = [v for k, v in known.items() if k.endswith(" relative_bias")]
-    known["0 relative_bias"] = sum(shared)
+    each = config["model_type"] == "umt5"  # whose layers have a table each
+    known["0 relative_bias"] = shared[0] if each and shared else sum(shared)
     if p.encoder is not None:
         rows_read = p.encoder.weight_gradients().itertuples()
         known["0 token"] += sum(float(r.squared_norm) for r in rows_read if r.weight == "token")
     matrices = {
         k: v
         for k, v in rows["weights"].items()
-        if not k.endswith((".bias", ".gain", "LayerNorm.weight"))
+        if not k.endswith((".bias", ".gain", "LayerNorm.weight", ".branch_scale"))
     }
     factored = getattr(p.model.head, "factor_variance", None) is not None
     matrices = {k if k in known else _ours(k, factored): v for k, v in matrices.items()}
@@ -255,6 +275,8 @@ _NAMES = {
 def _ours(key: str, factored: bool) -> str:
     """Our name of a measured matrix."""
     layer, name = key.split(" ")
+    if found := re.fullmatch(r"decoder\.block\.(\d+)\..*relative_attention_bias\.weight", name):
+        return f"{int(found[1]) + 1} relative_bias"
     if factored and name == "head.transform":
         name = "head.factor"
     result = (ours for theirs, ours in _NAMES.items() if name.endswith(theirs))
@@ -291,9 +313,10 @@ def main() -> None:
             except moments.MomentsError as error:
                 print(f"{name}: {error}", flush=True)
                 continue
-            rows = stored() | {name: result}
+            folder = file_of(name).parent.name
+            rows = _stored(folder) | {name: result}
             lines = (f"{json.dumps(k)}: {json.dumps(rows[k])}" for k in sorted(rows))
-            DATA.write_text("{" + ",\n".join(lines) + "}\n")
+            (DATA / f"{folder}.json").write_text("{" + ",\n".join(lines) + "}\n")
             print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
             continue
         if name not in stored():

@@ -27,18 +27,23 @@ _PUBLIC = {
     "Head": "model.head",
     "Law": "formulas.law",
     "LinearAttention": "model.mixers",
-    "Mamba2": "model.mixers",
     "LearningRate": "step.search",
+    "Mamba": "model.mixers",
+    "Mamba2": "model.mixers",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
     "LatentAttention": "model.mixers",
+    "ParallelMixer": "model.mixers",
+    "LayerAttention": "model.mixers",
     "PatchEmbedding": "model.patches",
     "Plan": "solver.plan",
     "Prediction": "prediction.result",
+    "RGLRU": "model.mixers",
     "RelativeBias": "model.positions",
     "Report": "show.findings",
     "Rotary": "model.positions",
     "ShortConvolution": "model.mixers",
+    "SoundEmbedding": "model.patches",
     "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
     "Sweep": "grids.result",
@@ -71,6 +76,7 @@ _PUBLIC = {
 _PACKAGES = {"laws": "engine.laws", "torch": "torch"}
 
 __all__ = [
+    "RGLRU",
     "Absent",
     "Biases",
     "Comparison",
@@ -85,11 +91,14 @@ __all__ = [
     "Head",
     "LatentAttention",
     "Law",
+    "LayerAttention",
     "LearningRate",
     "LinearAttention",
+    "Mamba",
     "Mamba2",
     "Measurement",
     "MomentsError",
+    "ParallelMixer",
     "PatchEmbedding",
     "Plan",
     "Prediction",
@@ -98,6 +107,7 @@ __all__ = [
     "Rotary",
     "Sharpness",
     "ShortConvolution",
+    "SoundEmbedding",
     "StepMeasurement",
     "Sweep",
     "TransferReport",
@@ -138,14 +148,18 @@ if TYPE_CHECKING:
     from .model.head import Head
     from .model.law_block import block
     from .model.mixers import (
+        RGLRU,
         Absent,
         GatedDeltaNet,
         LatentAttention,
+        LayerAttention,
         LinearAttention,
+        Mamba,
         Mamba2,
+        ParallelMixer,
         ShortConvolution,
     )
-    from .model.patches import PatchEmbedding
+    from .model.patches import PatchEmbedding, SoundEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset
     from .model.transformer import Transformer
@@ -185,8 +199,8 @@ def check(
     """Whether a model is in order at initialisation, before it is trained.
 
     A module is followed operation by operation through one pass of a few tokens, measured in one
-    pass forward and one back, and run three more times on few tokens, for its sums and for what is
-    random in it (up to six times where its input and loss have to be found). Its weights are read,
+    pass forward and one back, and run twice more on few tokens, for what is random in it (up to
+    five times where its input and loss have to be found). Its weights are read,
     the published scheme or framework default that they seem to be of is recognised, and every
     number is compared with what those weights, sums and norms give; a layer that is unlike the
     others is named without any scheme. A declaration or a config is judged by its
@@ -217,7 +231,7 @@ def check(
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read or run.
     """
-    from .errors import DomainError
+    from .errors import DomainError, Undeclared
     from .show.health import check_declared, declared, is_factory, made_by
 
     if plan is not None and scheme is not None:
@@ -230,7 +244,15 @@ def check(
     else:
         subject, given = made_by(subject)
     batch = given if batch is None else batch
-    model = declared(subject)
+    try:
+        model = declared(subject)
+    except Undeclared as refusal:
+        if meant is not None or batch is not None or loss is not None or measured is not None:
+            raise
+        from .model.huggingface.config import read_config
+        from .torch.narrow import checked
+
+        return checked(read_config(subject), refusal)
     if model is not None:
         report = check_declared(*model, batch=batch, scheme=meant, loss=loss)
     else:

@@ -23,6 +23,10 @@ class DomainError(MomentsError, ValueError):
     argument: str | None = None
 
 
+class Undeclared(DomainError):
+    """A config that is right, and whose module does what no Transformer says."""
+
+
 class ValidityWarning(UserWarning):
     """A number was computed outside the regime in which its formula is known to be accurate."""
 

@@ -106,11 +106,11 @@ def test_variants_against_a_real_layer(name: str) -> None:
     output, pullback = leaf.forward(resolved(kernel))
     pulled = pullback(Gradient(Kernel.of_matrix(gradient), LENGTH))
     weights = pulled.weights()
-    sent = pulled.gradient.kernel.pairs
+    sent = pulled.gradient.kernel.off_diagonal
     paths = [truth[f"{path} path"] for path in ("query", "key", "value")]
     checks = [
-        (np.trace(output.kernel.pairs), truth["output"], forward),
-        (output.kernel.pairs.sum(), truth["output sum"], forward),
+        (np.trace(output.kernel.off_diagonal), truth["output"], forward),
+        (output.kernel.off_diagonal.sum(), truth["output sum"], forward),
         # what correlates the value and key paths is of order 1/d_model
         (
             np.trace(sent),
@@ -147,9 +147,9 @@ def test_rotated_keys_of_tokens_without_correlation() -> None:
         mean, error = truth[name]
         assert abs(found - mean) < 4 * error + 0.03 * mean  # 16 % low without
     on_classes = PositionClasses(length, np.arange(1, length + 1))
-    rotary_means = RotaryMeans.of(on_classes.seen(), *Rotary().frequencies(narrow))
+    rotary_means = RotaryMeans.of(on_classes.key_counts(), *Rotary().frequencies(narrow))
     one = np.ones(length), np.zeros((length, length))
-    logits = ClassLogits(one, one, one, scale, on_classes.seen(), rotary_means)
+    logits = ClassLogits(one, one, one, scale, on_classes.key_counts(), rotary_means)
     own, pairs = PositionAttention(logits, **widths).backward(*alike_on_classes(gradient)).key
     np.testing.assert_allclose(own, np.diagonal(key), rtol=0.02)
     np.testing.assert_allclose(pairs.sum() - np.trace(pairs), key.sum() - np.trace(key), rtol=0.02)
@@ -180,7 +180,7 @@ def test_a_memory_shared_by_heads_spreads_the_norms(groups: int) -> None:
     layer = Layer(D_MODEL, HEADS, D_HEAD, scale, scale, scale, kv_heads=groups)
     variance, error = sample(layer, queries, np.eye(8), 500, memory)["spread"]
     leaf = CrossAttention(
-        "a", D_MODEL, D_MODEL, HEADS, D_HEAD, scale, scale, scale, kv_heads=groups
+        "a", D_MODEL, HEADS, D_HEAD, scale, scale, scale, D_MODEL, kv_heads=groups
     )
     sides = (
         (resolved(queries), resolved(memory)),
@@ -205,7 +205,7 @@ def test_gains_of_normalised_queries_and_keys(reads: bool, common: float) -> Non
     received = Gradient(Kernel.of_matrix(gradient), length)
     signal, sizes = resolved(tokens, width), (scale, scale, scale)
     if reads:
-        cross = CrossAttention("a", width, width, 2, d_head, *sizes, **settings)
+        cross = CrossAttention("a", width, 2, d_head, *sizes, width, **settings)
         assert memory is not None
         pulled, _ = cross.attend(signal, resolved(memory, width))[1](received)
     else:
@@ -306,20 +306,20 @@ def test_a_memory_is_attended_to_as_own_tokens_are() -> None:
     settings: dict[str, Any] = {"kv_heads": 2, "query_bias": 0.2, "has_bias": True}
     settings |= {"qk_norm": "layernorm", "norm_affine": True}
     own = SelfAttention("a", D_MODEL, HEADS, D_HEAD, *scales, 0.0, **settings)
-    cross = CrossAttention("a", D_MODEL, D_MODEL, HEADS, D_HEAD, *scales, **settings)
+    cross = CrossAttention("a", D_MODEL, HEADS, D_HEAD, *scales, D_MODEL, **settings)
     output, back = own.forward(tokens)
     read, back_read = cross.attend(tokens, tokens.replace())
-    np.testing.assert_allclose(read.kernel.pairs, output.kernel.pairs)
+    np.testing.assert_allclose(read.kernel.off_diagonal, output.kernel.off_diagonal)
     other, one = read.fluctuation, output.fluctuation
     assert other is not None
     assert one is not None
-    np.testing.assert_allclose(other.norms.pairs, one.norms.pairs)
+    np.testing.assert_allclose(other.norms.off_diagonal, one.norms.off_diagonal)
     assert other.overlaps is not None
     assert one.overlaps is not None
-    np.testing.assert_allclose(other.overlaps.pairs, one.overlaps.pairs)
+    np.testing.assert_allclose(other.overlaps.off_diagonal, one.overlaps.off_diagonal)
     assert other.shared is not None
     assert one.shared is not None
-    assert not np.any(other.shared[0].pairs)
+    assert not np.any(other.shared[0].off_diagonal)
     assert np.all(one.shared[0].diagonal > 0)
     received = Gradient(Kernel.of_matrix(alike(10, 1.0, 0.3)), 10)
     pulled, (across, _) = back(received), back_read(received)
@@ -338,17 +338,21 @@ def test_cross_attention_against_a_real_layer() -> None:
     layer = Layer(D_MODEL, HEADS, D_HEAD, *scales, memory_width=width, query_bias=0.2)
     truth = sample(layer, queries, gradient, 600, memory)
     leaf = CrossAttention(
-        "cross.heads", D_MODEL, width, HEADS, D_HEAD, *scales, query_bias=0.2, has_bias=True
+        "cross.heads", D_MODEL, HEADS, D_HEAD, *scales, width, query_bias=0.2, has_bias=True
     )
     output, pullback = leaf.attend(resolved(queries), resolved(memory, width))
     pulled, sent = pullback(Gradient(Kernel.of_matrix(gradient), 8))
     weights = pulled.weights()
     there = [truth["key path"], truth["value path"]]
     checks = [
-        (np.trace(output.kernel.pairs), truth["output"], 1.0),
-        (output.kernel.pairs.sum(), truth["output sum"], 1.0),
-        (np.trace(pulled.gradient.kernel.pairs), truth["query path"], 4.0),
-        (np.trace(sent.kernel.pairs), (sum(m for m, _ in there), sum(e for _, e in there)), 2.0),
+        (np.trace(output.kernel.off_diagonal), truth["output"], 1.0),
+        (output.kernel.off_diagonal.sum(), truth["output sum"], 1.0),
+        (np.trace(pulled.gradient.kernel.off_diagonal), truth["query path"], 4.0),
+        (
+            np.trace(sent.kernel.off_diagonal),
+            (sum(m for m, _ in there), sum(e for _, e in there)),
+            2.0,
+        ),
         (weights["cross_query"], truth["query"], 4.0),
         (weights["cross_key"], truth["key"], 8.0),
         (weights["cross_value"], truth["value"], 2.0),
@@ -509,7 +513,7 @@ def test_tokens_alike_agree_with_tokens_resolved(changes: dict[str, Any]) -> Non
         output, pullback = leaf.forward(signal)
         pulled = pullback(Gradient(gradient, LENGTH))
         kernels = (output.kernel, pulled.gradient.kernel)
-        numbers = [n for k in kernels for n in (np.mean(k.diagonal), k.mean_pairs())]
+        numbers = [n for k in kernels for n in (np.mean(k.diagonal), k.mean_off_diagonal())]
         found.append([*numbers, *(float(v) for v in pulled.weights().values())])
     np.testing.assert_allclose(found[0], found[1], rtol=5e-3, atol=1e-3)
 
@@ -526,7 +530,7 @@ def test_the_laws_and_statistics_of_alike_rows_are_one(
     for way in (leaf.forward(signal)[1], attended(leaf, signal, signal)):
         pulled = way(Gradient(Kernel(1.0, 0.1), 64))
         kernels = (way.output.kernel, pulled.gradient.kernel)  # type: ignore[attr-defined]
-        numbers = [n for k in kernels for n in (k.diagonal, k.pairs)]
+        numbers = [n for k in kernels for n in (k.diagonal, k.off_diagonal)]
         found.append([*numbers, *pulled.weights().values(), *pulled.overlaps().values()])
     np.testing.assert_allclose(found[0][:-2], found[1][:-2], rtol=3e-5)
     np.testing.assert_allclose(found[0][-2:], found[1][-2:], rtol=4e-4)
@@ -534,7 +538,7 @@ def test_the_laws_and_statistics_of_alike_rows_are_one(
 
 def test_memory_alike_agrees_with_memory_resolved() -> None:
     leaf = CrossAttention(
-        "c", D_MODEL, 64, HEADS, D_HEAD, 1 / D_MODEL, 1 / 64, 1 / 64, 0.1, value_bias=0.1
+        "c", D_MODEL, HEADS, D_HEAD, 1 / D_MODEL, 1 / 64, 1 / 64, 64, 0.1, value_bias=0.1
     )
     found = []
     for signal, memory, gradient in (
@@ -548,7 +552,7 @@ def test_memory_alike_agrees_with_memory_resolved() -> None:
         output, pullback = leaf.attend(signal, memory)
         pulled, sent = pullback(Gradient(gradient, 8))
         kernels = (output.kernel, pulled.gradient.kernel, sent.kernel)
-        numbers = [n for k in kernels for n in (np.mean(k.diagonal), k.mean_pairs())]
+        numbers = [n for k in kernels for n in (np.mean(k.diagonal), k.mean_off_diagonal())]
         found.append([*numbers, *(float(v) for v in pulled.weights().values())])
     np.testing.assert_allclose(found[0], found[1], rtol=5e-3)
 
@@ -561,16 +565,16 @@ def test_a_joint_batch_is_its_sequences() -> None:
     for changes in ({}, {"window": 4}, {"rotary": Rotary()}, {"alibi": True}):
         leaf = self_attention(causal=True, sequences=2, padding=padding, **changes)
         joint, pullback = leaf.forward(resolved(kernel))
-        back = pullback(Gradient(Kernel.of_matrix(gradient), length)).gradient.kernel.pairs
+        back = pullback(Gradient(Kernel.of_matrix(gradient), length)).gradient.kernel.off_diagonal
         for index in range(2):
             part = slice(index * length, (index + 1) * length)
             own = self_attention(causal=True, padding=padding[index : index + 1], **changes)
             alone, own_back = own.forward(resolved(kernel[part, part]))
             np.testing.assert_allclose(
-                joint.kernel.pairs[part, part], alone.kernel.pairs, rtol=2e-2
+                joint.kernel.off_diagonal[part, part], alone.kernel.off_diagonal, rtol=2e-2
             )
             received = Gradient(Kernel.of_matrix(gradient[part, part]), length)
-            sent = own_back(received).gradient.kernel.pairs
+            sent = own_back(received).gradient.kernel.off_diagonal
             assert np.trace(back[part, part]) == pytest.approx(np.trace(sent), rel=1e-2)
 
 
@@ -579,7 +583,7 @@ def test_gradients_of_biases_that_start_at_zero() -> None:
     gradient = Kernel.of_matrix(alike(LENGTH, 1.0, 0.3))
     pulled = leaf.forward(resolved(text(LENGTH)))[1](Gradient(gradient, LENGTH))
     weights = pulled.weights()
-    assert weights["value.bias"] == pytest.approx(HEADS * D_HEAD * gradient.pairs.sum())
+    assert weights["value.bias"] == pytest.approx(HEADS * D_HEAD * gradient.off_diagonal.sum())
     assert weights["query.bias"] > 0.0
     assert weights["key.bias"] < 1e-4 * weights["query.bias"]
     none = self_attention(has_bias=False).forward(resolved(text(LENGTH)))[1]
@@ -603,8 +607,8 @@ def test_extremes_stay_finite() -> None:
             )
             output, pullback = leaf.forward(resolved(text(8), 32))
             pulled = pullback(Gradient(Kernel.of_matrix(np.eye(8)), 8))
-            assert np.all(np.isfinite(output.kernel.pairs))
-            assert np.all(np.isfinite(pulled.gradient.kernel.pairs))
+            assert np.all(np.isfinite(output.kernel.off_diagonal))
+            assert np.all(np.isfinite(pulled.gradient.kernel.off_diagonal))
             assert all(np.all(np.isfinite(v)) for v in pulled.weights().values())
 
 
@@ -630,7 +634,7 @@ def test_bad_batches_are_named() -> None:
     leaf = self_attention(sequences=2, padding=((True,) * 5,))
     with pytest.raises(DomainError, match="padding"):
         leaf.forward(resolved(text(LENGTH)))
-    memory = CrossAttention("c", D_MODEL, 64, HEADS, D_HEAD, 0.01, 0.01, 0.01)
+    memory = CrossAttention("c", D_MODEL, HEADS, D_HEAD, 0.01, 0.01, 0.01, 64)
     with pytest.raises(DomainError, match="memory"):
         memory.attend(resolved(text(8)), exchangeable(8, 1.0, 0.2, 64))
 

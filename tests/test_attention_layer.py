@@ -337,7 +337,7 @@ def test_keys_that_are_alike_are_what_other_resolutions_are_held_to(
         value, query, key, _ = layer.backward(gradient)
         return np.array(
             [
-                k.pairs[0, :2] if k.resolved else (k.diagonal, k.pairs)
+                k.off_diagonal[0, :2] if k.resolved else (k.diagonal, k.off_diagonal)
                 for k in (layer.forward(), value, query, key)
             ]
         )

@@ -605,7 +605,7 @@ def test_overlaps_of_an_unknown_text() -> None:
         known = text_targets(head, WORDS, length, text, asked)
         kernel = Kernel.of_matrix(0.2 + 0.8 * np.eye(length))
         overlap = readout(kernel, known).overlap
-        each.append((overlap.pairs**2).sum() / overlap.diagonal.sum() ** 2)
+        each.append((overlap.off_diagonal**2).sum() / overlap.diagonal.sum() ** 2)
     found = mean_square(alike).total(length) / (length * alike.overlap.diagonal) ** 2
     assert float(found) == pytest.approx(np.mean(each), rel=0.06)
 
@@ -774,10 +774,10 @@ def test_tokens_that_grow_keep_their_overlaps_in_every_draw(name: str) -> None:
     leaf = GatedLinear("units", IDENTITY, width, width, 1 / width, 1 / width)
     output, _ = leaf.forward(signal)
     square = found["overlap"] ** 2 + found["overlap_variance"]
-    assert output.kernel.pairs == pytest.approx(square)
+    assert output.kernel.off_diagonal == pytest.approx(square)
     received = ClassMatrix(np.ones(1), np.ones((1, 1)), one_class(2))
     moved = Elementwise.of(leaf, signal, Gradient(Kernel(1.0, 1.0), 2), received, False)
-    by_overlap, by_growth = (float(one.pairs[0, 0]) for one in (moved.onward, moved.own))
+    by_overlap, by_growth = (float(one.off_diagonal[0, 0]) for one in (moved.onward, moved.growth))
     assert by_overlap * found["overlap"] + by_growth == pytest.approx(2 * square, rel=1e-3)
     measured, error = found["by_growth"]
     assert abs(by_growth - measured) < measured - 3 * error

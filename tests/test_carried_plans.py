@@ -238,7 +238,7 @@ def test_every_field_is_written_or_named(
         kurtosis = float((w**4).mean() / w.square().mean() ** 2)
         assert kurtosis == pytest.approx(1.8, abs=0.1)  # of a uniform distribution
         return
-    has = anatomy_of(module).reading.model
+    has = anatomy_of(module).model
     if field == "weights":
         name, has, plan = "query", has.weights, plan.weights
     wanted, present = value_of(plan, name), value_of(has, name)

@@ -87,7 +87,7 @@ def test_a_published_scheme_is_recognised_by_its_variances(name: str) -> None:
 @pytest.mark.parametrize(
     ("weights", "title"),
     [
-        (moments.Weights.normal(0.02**2), "one normal for all matrices, std 0.02"),
+        (moments.Weights.normal(0.02**2), "one normal distribution for all matrices, std 0.02"),
         (moments.Weights.normal(0.013**2, output_divisor=12), "GPT-2's scaled init: std 0.013"),
         (moments.Weights.torch_default(64), "torch's default for nn.Linear"),
     ],
@@ -352,7 +352,7 @@ def test_a_config_is_judged_by_predictions_and_says_so() -> None:
     report = moments.check("gpt2")
     assert report.healthy
     assert "nothing was measured" in " ".join(str(report).split())
-    assert report.unchecked == ("the module itself: nothing was run",)
+    assert report.unchecked == ("the module itself (no weights were read, nothing was run)",)
     assert np.isnan(report.to_frame()["measured"]).all()
     assert report.scheme.startswith("GPT-2's scaled init: std 0.02")
 

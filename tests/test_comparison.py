@@ -199,7 +199,7 @@ def test_outliers_are_the_points_that_were_moved(measured: moments.Measurement) 
     (row,) = comparison.outliers(3.0).to_dict("records")
     assert (row["layer"], row["quantity"]) == (0, "grad_variance")
     assert row["error"] == pytest.approx(1 / 3 - 1)
-    assert "gradient variance is out of its band at point 0" in comparison.verdict()
+    assert "gradient variance is outside its band at point 0" in comparison.verdict()
     assert "3 times the prediction" in comparison.verdict()
     assert "*" in comparison.table()
 
@@ -236,6 +236,8 @@ def test_many_points_just_outside_are_not_expected(measured: moments.Measurement
     assert three.verdict().startswith("the growth you see is doubtful: 3 of 6 points lie outside")
     assert "where up to 2 would by chance" in three.verdict()
     assert "2 of 6 points lie outside their 95 % bands, as happens by chance" in two.verdict()
+    one = moved((1,), ()).verdict()
+    assert "1 of 6 points lies outside its 95 % band, as happens by chance" in one
 
 
 def test_what_a_prediction_was_given_is_no_evidence(measured: moments.Measurement) -> None:
@@ -263,7 +265,7 @@ def test_a_published_theory_has_the_measured_errors_alone(measured: moments.Meas
     np.testing.assert_allclose(deviation, measured.variance_stderr / measured.variance)
     blind = moments.compare(prediction, one_draw(measured), tolerance=0)
     assert blind.points().deviations.isna().all()
-    assert "cannot be said" in blind.verdict()
+    assert "it is not known whether" in blind.verdict()
 
 
 def test_loss_logits_and_weight_gradients() -> None:

@@ -25,7 +25,7 @@ import own_styles  # noqa: E402
 from foreign_modules import UNREAD  # noqa: E402
 
 from moments.model.huggingface import FAMILIES  # noqa: E402
-from moments.torch.anatomy import anatomy_of  # noqa: E402
+from moments.torch.anatomy import anatomy_of, as_drawn  # noqa: E402
 from moments.torch.dataflow import read  # noqa: E402
 from moments.torch.dataflow.graph import record  # noqa: E402
 from moments.torch.roles import tensors_of  # noqa: E402
@@ -286,7 +286,7 @@ def test_a_style_is_measured_audited_and_initialised() -> None:
 
 def test_scales_and_dropouts_are_carried_into_any_module() -> None:
     module = built("minGPT")
-    plan = anatomy_of(module).architecture()
+    plan = as_drawn(anatomy_of(module))
     assert plan is not None
     plan = plan.replace(skip_scale=0.8, branch_scale=0.5)
     moments.torch.initialize(module, plan)
@@ -302,9 +302,9 @@ def test_scales_and_dropouts_are_carried_into_any_module() -> None:
 def test_a_reading_follows_the_module() -> None:
     """What was read before is not kept when a part, a setting or a hook changes."""
     module = built("minGPT")
-    assert anatomy_of(module).reading is anatomy_of(module).reading
+    assert anatomy_of(module) is anatomy_of(module)
     module.blocks[0].ln1 = nn.Identity()
-    reading = anatomy_of(module).reading
+    reading = anatomy_of(module)
     assert reading is not None
     assert reading.odd == ((1, "attention"),)
 

@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 
+import nano_gpt
 import numpy as np
 import pytest
 
@@ -161,6 +162,14 @@ def noted(module):
     return [str(w.message) for w in caught if w.category is ValidityWarning]
 
 
+def test_a_check_before_it_changes_no_description():
+    module = nano_gpt.GPT(nano_gpt.Config(n_layer=2, dropout=0.0))
+    alone = describe(module).model
+    moments.check(module, torch.arange(12)[None])
+    assert describe(module).model == alone
+    assert alone.seq_len == 24
+
+
 def test_fresh_weights_break_nothing():
     for seed in range(5):
         torch.manual_seed(seed)
@@ -201,7 +210,7 @@ def test_broken_assumptions_are_named_with_numbers():
 def test_the_spectral_edge_of_independent_entries():
     """Largest squared singular values of Gaussian matrices: about the edge, within the scale."""
     generator = torch.Generator().manual_seed(1)
-    role = anatomy_of(gpt2()).found.named("ffn_in")[0]
+    role = anatomy_of(gpt2()).roles.named("ffn_in")[0]
     deviations = []
     for _ in range(40):
         block = torch.randn((40, 100), generator=generator)

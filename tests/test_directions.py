@@ -51,7 +51,7 @@ def sent_back(*parts: Component, groups: int = 1) -> Kernel:
     """Second moments of the gradient at the input, of a generic one above a last norm."""
     signal = gaussian(Kernel(1.0, CORRELATION), TOKENS, WIDTH, True)
     _, record = forward(Chain((*parts, norm("final", groups))), signal)
-    return record.backward(Gradient(Kernel(1.0, 0.3), TOKENS)).gradient_sent.kernel
+    return record.backward(Gradient(Kernel(1.0, 0.3), TOKENS)).grad_in.kernel
 
 
 def feed_forward() -> tuple[Component, ...]:
@@ -60,7 +60,7 @@ def feed_forward() -> tuple[Component, ...]:
 
 
 def attention() -> tuple[Component, ...]:
-    heads = SelfAttention("heads", WIDTH, 1, WIDTH, 1e-12, 1e-12, 2.0 / WIDTH, 0.0, 1.0, False)
+    heads = SelfAttention("heads", WIDTH, 1, WIDTH, 1e-12, 1e-12, 2.0 / WIDTH, 0.0)
     return heads, linear(WIDTH, WIDTH)
 
 
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_draws(name: str, draws: Any) -> None:
     found = draws.stored()[f"block/{name}"]["found"]
     for value, (mean, error), accepted in (
         (predicted.diagonal, found["square"], 0.015 if name == "norms of groups" else 0.01),
-        (predicted.pairs, found["product"], 0.02),
+        (predicted.off_diagonal, found["product"], 0.02),
     ):
         assert value == pytest.approx(mean, abs=3 * error + accepted * mean), (found, predicted)
 

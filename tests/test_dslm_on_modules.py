@@ -20,7 +20,7 @@ from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.dataflow.reading import example  # noqa: E402
 from moments.torch.huggingface_modules import build_module  # noqa: E402
 from moments.torch.initialize import attach  # noqa: E402
-from moments.torch.probe import logits_path  # noqa: E402
+from moments.torch.logits import logits_path  # noqa: E402
 from moments.torch.running import run  # noqa: E402
 from moments.torch.scales import applied_scales  # noqa: E402
 
@@ -141,7 +141,7 @@ def test_a_bare_stack_has_no_logits():
             num_hidden_layers=3, hidden_size=32, num_attention_heads=4, intermediate_size=64
         )
     )
-    assert logits_path(anatomy_of(module).found) is None
+    assert logits_path(anatomy_of(module).roles) is None
     initialize(module, "dslm")
     assert audit(module, "dslm").passed
 
@@ -154,7 +154,7 @@ def test_both_stacks_of_torch(pre):
     module = torch.nn.Transformer(32, 4, 4, 3, 64, norm_first=pre, batch_first=True)
     model = architecture_of(module, 8)
     assert (model.layers, model.encoder.layers, model.causal) == (3, 4, True)
-    found = anatomy_of(module).found
+    found = anatomy_of(module).roles
     assert not found.unidentified
     assert [b.name for b in found.blocks if not b.stack] == ["attention", "cross", "ffn"] * 3
     finals = {r.full_name: (r.layer, r.parameter) for r in found.roles if "final" in r.name}

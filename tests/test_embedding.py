@@ -86,7 +86,7 @@ def test_joint_kernel_of_a_batch(name: str) -> None:
     embedding, draws = TEXTS[name], 4000
     x, _ = embedded(embedding, draws)
     each = (x @ x.transpose(1, 2) / WIDTH).detach().numpy()
-    kernel = joint_kernel(embedding, LENGTH, IDS, SEGMENTS, WIDTH).pairs
+    kernel = joint_kernel(embedding, LENGTH, IDS, SEGMENTS, WIDTH).off_diagonal
     assert np.abs(kernel - each.mean(0)).max() < 5 * each.std(0).max() / math.sqrt(draws)
     diagonal = np.diagonal(kernel)
     assert diagonal.max() == pytest.approx(embedding.variance, rel=1e-12)
@@ -103,8 +103,8 @@ def test_spread_of_squared_norms() -> None:
     assert signal.fluctuation is not None
     predicted = signal.fluctuation.norms
     largest = predicted.diagonal.max()
-    assert np.abs(np.cov(norms.T) - predicted.pairs).max() < 0.12 * largest
-    assert np.diagonal(2 * kernel.pairs**2 / WIDTH).max() > 1.1 * largest
+    assert np.abs(np.cov(norms.T) - predicted.off_diagonal).max() < 0.12 * largest
+    assert np.diagonal(2 * kernel.off_diagonal**2 / WIDTH).max() > 1.1 * largest
 
 
 def test_layernorm_of_sinusoidal_positions() -> None:
@@ -123,8 +123,8 @@ def test_layernorm_of_sinusoidal_positions() -> None:
     norm = FiniteNormalization(LAYERNORM, "norm")
     found, _ = norm.forward(gaussian(kernel, LENGTH, width, True, fixed))
     plain, _ = norm.forward(gaussian(kernel, LENGTH, width, True))
-    assert np.abs(found.kernel.pairs - measured).max() < 0.006
-    assert np.abs(plain.kernel.pairs - measured).max() > 0.02
+    assert np.abs(found.kernel.off_diagonal - measured).max() < 0.006
+    assert np.abs(plain.kernel.off_diagonal - measured).max() > 0.02
 
 
 def test_sinusoidal_positions_alike_are_the_averages() -> None:
@@ -132,7 +132,7 @@ def test_sinusoidal_positions_alike_are_the_averages() -> None:
     resolved = joint_kernel(embedding, LENGTH, IDS[:1], None, WIDTH)
     alike = embedded_alike(embedding, LENGTH, "refined", IDS[:1], None, WIDTH)
     assert alike.diagonal == pytest.approx(float(resolved.mean_diagonal()), rel=1e-12)
-    assert alike.pairs == pytest.approx(float(resolved.mean_pairs()), rel=1e-12)
+    assert alike.off_diagonal == pytest.approx(float(resolved.mean_off_diagonal()), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -263,7 +263,7 @@ def test_image_kernel_and_gradients_of_what_embeds() -> None:
     rng = np.random.default_rng(6)
     count = len(images) * PATCHES.seq_len
     mixing = rng.normal(size=(count, count))
-    kernel = image_kernel(PATCHES, images)
+    kernel = image_kernel(PATCHES, images, WIDTH)
     gradients = image_gradients(PATCHES, images, WIDTH, Kernel.of_matrix(mixing @ mixing.T))
     moments, norms = [], {name: [] for name in gradients}
 
@@ -289,7 +289,7 @@ def test_image_kernel_and_gradients_of_what_embeds() -> None:
         for name, values in norms.items():
             values.append(drawn[name].grad.square().sum().item())  # type: ignore[union-attr]
     error = np.std(moments, 0) / math.sqrt(draws)
-    assert (np.abs(kernel.pairs - np.mean(moments, 0)) < 4.5 * error).all()
+    assert (np.abs(kernel.off_diagonal - np.mean(moments, 0)) < 4.5 * error).all()
     for name, values in norms.items():
         stderr = float(np.std(values)) / math.sqrt(draws)
         assert gradients[name] == pytest.approx(float(np.mean(values)), abs=4 * stderr)
@@ -297,12 +297,12 @@ def test_image_kernel_and_gradients_of_what_embeds() -> None:
 
 def test_bad_images_are_named() -> None:
     with pytest.raises(DomainError, match="pixels"):
-        image_kernel(PATCHES, np.zeros((1, 3, 16, 8)))
+        image_kernel(PATCHES, np.zeros((1, 3, 16, 8)), WIDTH)
     with pytest.raises(DomainError, match="finite"):
-        image_kernel(PATCHES, np.full((3, 16, 16), np.nan))
-    blank = PATCHES.replace(bias_variance=None, position_variance=0.0)
-    with pytest.raises(DomainError, match="position_variance"):
-        image_kernel(blank, np.zeros((3, 16, 16)))
+        image_kernel(PATCHES, np.full((3, 16, 16), np.nan), WIDTH)
+    fixed = PATCHES.replace(position_variance=0.0, positions="sinusoidal")
+    with pytest.raises(DomainError, match="a multiple of 4"):
+        image_kernel(fixed, np.zeros((3, 16, 16)), 66)
     with pytest.raises(DomainError, match="gradient"):
         image_gradients(PATCHES, pixels(), WIDTH, Kernel.of_matrix(np.eye(3)))
     for wrong, word in (

@@ -353,7 +353,7 @@ def test_averages_of_sinusoids_are_those_of_their_kernel(seq_len: int, d_model: 
     assert placed is not None
     for one, other in zip(alike, placed, strict=True):
         assert one.diagonal == pytest.approx(other.mean_diagonal(), rel=1e-12)
-        assert one.pairs == pytest.approx(other.mean_pairs(), rel=1e-9)
+        assert one.off_diagonal == pytest.approx(other.mean_off_diagonal(), rel=1e-9)
 
 
 @pytest.mark.parametrize("count", [1, 999, 1000, 1001, 50257, 10**9, 10**15])

@@ -255,7 +255,7 @@ def test_the_command_says_whether_a_number_is_expected(config: Path) -> None:
     found = told(config, "--measured", "variance@3=20")
     assert found.exit_code == 1
     assert "1. variance 20 at layer 3, where" in found.output
-    assert "[error: not expected variance]" in " ".join(found.output.split())
+    assert "[error: unexpected variance]" in " ".join(found.output.split())
 
 
 @pytest.mark.parametrize(
@@ -274,10 +274,10 @@ def test_a_number_for_each_place(config: Path) -> None:
 def test_a_check_takes_what_was_measured() -> None:
     expected = PREDICTION.variance[4]
     report = moments.check(DEEP, measured={4: 40 * expected})
-    (found,) = [one for one in report.findings if one.kind == "not expected variance"]
+    (found,) = [one for one in report.findings if one.kind == "unexpected variance"]
     assert found.layers == (4,)
     assert found.measured == pytest.approx(40 * expected)
-    with pytest.raises(AssertionError, match="not expected variance"):
+    with pytest.raises(AssertionError, match="unexpected variance"):
         report.assert_healthy()
     of_gradient = {"grad_variance": {4: 1.0}}
     fine = moments.check(DEEP, measured=of_gradient)

@@ -91,7 +91,7 @@ def test_initialize_writes_all_experts() -> None:
 
 def test_gradients_of_a_module_are_by_role() -> None:
     module = module_of("mixtral")
-    found = anatomy_of(module).found
+    found = anatomy_of(module).roles
     assert found.unidentified == ()
     assert found.scales == ()
     ids = torch.randint(3, 120, (2, 16), generator=torch.Generator().manual_seed(0))

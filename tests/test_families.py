@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
 from moments.torch import hook_points, measure  # noqa: E402
-from moments.torch.anatomy import anatomy_of  # noqa: E402
+from moments.torch.anatomy import anatomy_of, measured_parts  # noqa: E402
 from moments.torch.huggingface_modules import build_module, module_batch  # noqa: E402
 
 LENGTH = 12
@@ -153,7 +153,7 @@ def test_types_that_are_not_read_say_what_is_nearest() -> None:
     assert not set(NEAREST) & set(FAMILIES)
     assert set(NEAREST) <= known
     assert {kind for kind in REFUSED if kind not in known} <= {"rwkv"}
-    for kind in ("bart", "deberta", "umt5", "codegen"):
+    for kind in ("deberta", "layoutlm", "longt5"):
         with pytest.raises(DomainError, match=f"'{NEAREST[kind]}' is built most like it"):
             moments.from_huggingface({"model_type": kind})
     with pytest.raises(DomainError, match=r"did you mean 'llama'\?"):
@@ -327,7 +327,7 @@ def test_initialisation_is_what_the_module_draws(kind: str, variant: str) -> Non
     module, model = build_module(config, seed=3), quiet(config)
     parameters = dict(module.named_parameters())
     matrices = 0
-    for row, part in anatomy_of(module).parts(module)[1]:
+    for row, part in measured_parts(module, None)[1]:
         entries = part.of(parameters[row.parameter]).detach().double()
         if row.parameter.startswith(("deberta.encoder.rel", "deberta.encoder.LayerNorm")):
             continue  # relative positions, which are left out
@@ -400,7 +400,7 @@ def run(module: Any, kind: str, variant: str = "", *, distinct: bool = False) ->
         handle.remove()
     gradients = dict(zip(parameters, pulled, strict=True))
     weights, found = {}, {}
-    for row, part in anatomy_of(module).parts(module)[1]:
+    for row, part in measured_parts(module, None)[1]:
         place = (row.layer, row.weight)
         assert place not in weights, f"{place} twice"
         weights[place] = part.of(parameters[row.parameter].detach()).double()
@@ -525,7 +525,7 @@ def test_every_parameter_has_a_part_and_parts_fill_it(kind: str, variant: str) -
     module = module_of(kind, variant)
     filled: dict[str, int] = {}
     parameters = dict(module.named_parameters())
-    for row, part in anatomy_of(module).parts(module)[1]:
+    for row, part in measured_parts(module, None)[1]:
         size = part.of(parameters[row.parameter]).numel()
         filled[row.parameter] = filled.get(row.parameter, 0) + size
     assert filled == {name: parameter.numel() for name, parameter in parameters.items()}
@@ -544,7 +544,7 @@ def test_query_key_and_value_are_told_apart(kind: str, variant: str) -> None:
                 setattr(part, name, 0.0)
     parameters = dict(module.named_parameters())
     with torch.no_grad():
-        for row, part in anatomy_of(module).parts(module)[1]:
+        for row, part in measured_parts(module, None)[1]:
             if row.weight in ("query", "relative_bias"):
                 part.of(parameters[row.parameter]).zero_()
     p, model = run(module, kind, variant), quiet(config_of(kind, variant))
@@ -615,8 +615,8 @@ def test_gradients_of_all_parameters_make_the_total(kind: str) -> None:
 
 def test_stacks_of_an_encoder_and_a_decoder() -> None:
     module = module_of("t5")
-    assert {block.stack for block in anatomy_of(module).found.blocks} == {"encoder.", ""}
-    assert {block.stack for block in anatomy_of(module.encoder).found.blocks} == {""}
+    assert {block.stack for block in anatomy_of(module).roles.blocks} == {"encoder.", ""}
+    assert {block.stack for block in anatomy_of(module.encoder).roles.blocks} == {""}
     points = {(point.layer, point.site) for point in hook_points(module.encoder)}
     assert (2, "stream") in points
     assert not any(site.startswith("encoder.") for _, site in points)

@@ -887,6 +887,8 @@ def test_two_steps(batch: Any) -> None:
 
 def test_measure_step_is_torch_s_own_and_leaves_the_module(batch: Any) -> None:
     module = build_module(GPT2, 0)
+    module.register_buffer("calls", torch.zeros(1))
+    module.register_forward_pre_hook(lambda called, _: called.calls.add_(1) and None)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     named = measure_step(module, batch, "sgd", 0.01)
     made = measure_step(module, batch, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
@@ -997,7 +999,7 @@ def test_what_is_not_covered_is_named(prediction: moments.Prediction) -> None:
     for found, said in (
         (moments.predict(bare, token_ids=ids), "loss"),
         (moments.predict(model), "token_ids"),
-        (moments.predict(model.replace(qk_norm="rmsnorm"), token_ids=ids), "qk_norm"),
+        (moments.predict(model.replace(qk_norm="rmsnorm", alibi=True), token_ids=ids), "alibi"),
         (moments.predict(model.replace(normalization="dyt"), token_ids=ids), "DynamicTanh"),
     ):
         with pytest.raises(moments.DomainError, match=said):

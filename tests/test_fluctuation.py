@@ -13,7 +13,7 @@ import pytest
 
 from moments.engine.classes import ClassRows, PositionClasses
 from moments.engine.composition import Chain, Layer, Parallel, Residual, forward
-from moments.engine.fluctuation import met_by, of_averages, overlap_variance
+from moments.engine.fluctuation import of_averages, overlap_variance, rows_times
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.engine.trace import Record
 from moments.formulas.activation import activation_laws
@@ -125,7 +125,7 @@ def test_correlation_behind_a_normalisation(causal: bool) -> None:
     mean, _, error = drawn(causal)["norm"]
     signals = predicted(causal)[0]
     loss = pairs_of(signals["sum"].correlation()) - off(mean)
-    left = pairs_of(signals["norm"].kernel.pairs) - off(mean)
+    left = pairs_of(signals["norm"].kernel.off_diagonal) - off(mean)
     assert loss > 6 * off(error) / math.sqrt(TOKENS)
     assert abs(left) < 0.2 * loss + off(error)
 
@@ -134,13 +134,15 @@ def test_correlation_behind_a_normalisation(causal: bool) -> None:
 def test_gated_units_see_realised_overlaps(causal: bool) -> None:
     mean, _, error = drawn(causal)["gated"]
     signal = predicted(causal)[0]["gated"]
-    assert pairs_of(signal.kernel.pairs) == pytest.approx(off(mean), rel=0.02, abs=off(error))
+    assert pairs_of(signal.kernel.off_diagonal) == pytest.approx(
+        off(mean), rel=0.02, abs=off(error)
+    )
     entering = predicted(causal)[0]["norm"]
     assert entering.fluctuation is not None
     entering = entering.replace(fluctuation=Fluctuation(entering.fluctuation.norms))
     gated = GatedLinear("gated", activation_laws("silu"), WIDTH, HIDDEN, 1 / WIDTH, 1 / WIDTH)
     without, _ = gated.forward(entering)
-    assert pairs_of(without.kernel.pairs) < 0.985 * off(mean)
+    assert pairs_of(without.kernel.off_diagonal) < 0.985 * off(mean)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -184,9 +186,7 @@ def test_parallel_branches_follow_one_stream(causal: bool) -> None:
 def test_a_scale_in_front_of_attention_scales_the_values_overlaps() -> None:
     """As LayerNorm Scaling has it: what varied before the norm still does behind the factor."""
     factor = 0.3
-    attend = SelfAttention(
-        "heads", WIDTH, 1, WIDTH, 1e-9 / WIDTH, 1e-9 / WIDTH, 4.0 / WIDTH, 0.0, 1.0, False
-    )
+    attend = SelfAttention("heads", WIDTH, 1, WIDTH, 1e-9 / WIDTH, 1e-9 / WIDTH, 4.0 / WIDTH, 0.0)
     norm = FiniteNormalization(RMSNORM, "norm", centres=False)
     reduced = Scale(SCALE, "refined", "scale", {"weight_variance": factor})
     signal = gaussian(Kernel(1.0, 0.1), TOKENS, WIDTH, True)
@@ -205,7 +205,7 @@ def test_overlaps_of_tokens_that_are_nearly_one_stay_inside_a_gate(apart: float)
     kernel = np.sqrt(np.outer(size, size)) * (1 - apart * (1 - np.eye(60)))
     signal = gaussian(Kernel.of_matrix(kernel), 60, WIDTH, True)
     gated = GatedLinear("gated", activation_laws("relu"), WIDTH, HIDDEN, 1.3 / WIDTH, 1 / WIDTH)
-    assert np.isfinite(gated.forward(signal)[0].kernel.pairs).all()
+    assert np.isfinite(gated.forward(signal)[0].kernel.off_diagonal).all()
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -223,9 +223,9 @@ def test_averages_on_classes_are_those_of_tokens(fixed: bool) -> None:
     kernel = matrix / np.outer(size, size) if fixed else matrix / 9
     rows = np.tril(rng.random((length, length)))
     rows /= rows.sum(1, keepdims=True)
-    on_classes = ClassRows(rows, classes.seen(None))
-    met = met_by(on_classes, Kernel(np.diag(kernel), kernel, classes))
-    assert met.pairs == pytest.approx(rows @ kernel, abs=1e-12)
+    on_classes = ClassRows(rows, classes.key_counts(None))
+    met = rows_times(on_classes, Kernel(np.diag(kernel), kernel, classes))
+    assert met.off_diagonal == pytest.approx(rows @ kernel, abs=1e-12)
 
     def averaged(resolved: object, weights: object) -> Fluctuation:
         tokens = Kernel(np.diag(kernel).copy(), kernel.copy(), resolved)
@@ -242,7 +242,7 @@ def test_averages_on_classes_are_those_of_tokens(fixed: bool) -> None:
     for by_token, by_class in zip(
         (one.norms, *one.shared), (other.norms, *other.shared), strict=True
     ):
-        assert by_class.pairs == pytest.approx(by_token.pairs, abs=1e-12)
+        assert by_class.off_diagonal == pytest.approx(by_token.off_diagonal, abs=1e-12)
 
 
 def test_a_gradient_that_falls_with_norms_meets_shorter_tokens() -> None:
@@ -256,7 +256,7 @@ def test_a_gradient_that_falls_with_norms_meets_shorter_tokens() -> None:
     _, record = forward(Chain((linear, norm)), tokens)
     first = record.backward(Gradient(alike(1.0, 0.0, 2, True), 2)).children[0]
     found = float(np.sum(first.weights()["matrix"]))
-    root = np.linalg.cholesky(tokens.kernel.pairs)
+    root = np.linalg.cholesky(tokens.kernel.off_diagonal)
     x = root @ rng.normal(size=(draws, 2, width))
     y = x @ rng.normal(size=(draws, width, width)) / width**0.5
     size = np.sqrt((y * y).mean(-1, keepdims=True))
@@ -266,5 +266,5 @@ def test_a_gradient_that_falls_with_norms_meets_shorter_tokens() -> None:
     each = each.sum((1, 2))
     error = each.std() / draws**0.5
     assert found == pytest.approx(each.mean(), abs=3 * error + 0.02 * found)
-    loose = first.gradient_received.kernel * tokens.kernel
+    loose = first.grad_out.kernel * tokens.kernel
     assert width**2 * loose.total(2) > each.mean() + 5 * error + 0.03 * found

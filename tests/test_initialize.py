@@ -353,7 +353,7 @@ def test_residual_branches_without_norms():
     module = gpt2()
     for block in module.transformer.h:
         block.ln_1, block.ln_2 = torch.nn.Identity(), torch.nn.Identity()
-    assert {b.placement for b in anatomy_of(module).found.blocks} == {"none"}
+    assert {b.placement for b in anatomy_of(module).roles.blocks} == {"none"}
     plan = architecture_of(module).replace(norm="none", branch_scale=0.0)
     initialize(module, plan)
     module.eval()

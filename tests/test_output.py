@@ -177,7 +177,7 @@ def test_language_model_heads(name: str) -> None:
     assert found.gradient is not None
     kernel = found.gradient.kernel
     agree(kernel.mean_diagonal(), measured.single, 0.015)
-    agree(kernel.pairs.sum(), measured.total, 0.03)
+    agree(kernel.off_diagonal.sum(), measured.total, 0.03)
     spread = float(np.std(measured.loss))
     assert found.loss_stderr == pytest.approx(spread, rel=3 / math.sqrt(2 * len(measured.loss)))
     weights = found.weights()
@@ -203,7 +203,9 @@ def test_a_gain_before_the_matrix_is_a_factor_on_it() -> None:
     assert other.loss == pytest.approx(one.loss, rel=1e-12)
     assert one.gradient is not None
     assert other.gradient is not None
-    np.testing.assert_allclose(other.gradient.kernel.pairs, one.gradient.kernel.pairs, rtol=1e-10)
+    np.testing.assert_allclose(
+        other.gradient.kernel.off_diagonal, one.gradient.kernel.off_diagonal, rtol=1e-10
+    )
     before, after = one.weights(), other.weights()
     assert after["head"] == pytest.approx(2.5**2 * before["head"], rel=1e-10)
     for name in ("final.norm.gain", "final.norm.bias"):
@@ -249,7 +251,7 @@ def test_classification(pool: str, hidden: bool) -> None:
     agree(found.loss, measured.loss, 0.005)
     assert found.gradient is not None
     agree(found.gradient.kernel.mean_diagonal(), measured.single, 0.03)
-    agree(found.gradient.kernel.pairs.sum(), measured.total, 0.04)
+    agree(found.gradient.kernel.off_diagonal.sum(), measured.total, 0.04)
     agree(found.weights()["head"], measured.weights["head"], 0.03)
 
 
@@ -269,7 +271,7 @@ def test_hidden_layer_and_its_norm_return_the_gradient_of_one_token() -> None:
     signal = gaussian(kernel, LENGTH, WIDTH, True)
     _, record = forward(head_chain(model, head, 1), signal)
     # The matrix has as many outputs as inputs and variance 1/d: it leaves the variance as it is.
-    sent = record.backward(Gradient(Kernel(1.0, 0.0), LENGTH)).gradient_sent.kernel.diagonal
+    sent = record.backward(Gradient(Kernel(1.0, 0.0), LENGTH)).grad_in.kernel.diagonal
     agree(sent, z.grad.square().mean(1).tolist(), 0.002)
 
 
@@ -300,12 +302,12 @@ def test_tokens_alike_average_over_texts(tied: bool, loss: str) -> None:
         assert found.gradient is not None
         losses.append(float(found.loss))
         singles.append(float(found.gradient.kernel.mean_diagonal()))
-        pairs.append(float(found.gradient.kernel.mean_pairs()))
+        pairs.append(float(found.gradient.kernel.mean_off_diagonal()))
     assert predicted.gradient is not None
     agree(predicted.loss, losses, 0.001)
     agree(predicted.gradient.kernel.diagonal, singles, 0.003)
     # The pairs' products of averages are not averages of products.
-    agree(predicted.gradient.kernel.pairs, pairs, 0.06)
+    agree(predicted.gradient.kernel.off_diagonal, pairs, 0.06)
 
 
 def test_unknown_text_by_token_averages_to_tokens_alike() -> None:
@@ -313,7 +315,7 @@ def test_unknown_text_by_token_averages_to_tokens_alike() -> None:
     model = model_with(head, TABLES)
     kernel = embedded_alike(TABLES, LENGTH, "refined")
     alike = output_moments(model, gaussian(kernel, LENGTH, WIDTH, True), batch=4)
-    matrix = np.full((LENGTH, LENGTH), kernel.pairs)
+    matrix = np.full((LENGTH, LENGTH), kernel.off_diagonal)
     np.fill_diagonal(matrix, kernel.diagonal)
     signal = gaussian(Kernel.of_matrix(matrix), LENGTH, WIDTH, True)
     resolved = output_moments(model, signal, batch=4)
@@ -322,7 +324,7 @@ def test_unknown_text_by_token_averages_to_tokens_alike() -> None:
     assert resolved.gradient is not None
     one, other = alike.gradient.kernel, resolved.gradient.kernel
     assert other.mean_diagonal() == pytest.approx(one.diagonal, rel=1e-9)
-    assert other.mean_pairs() == pytest.approx(one.pairs, rel=1e-9)
+    assert other.mean_off_diagonal() == pytest.approx(one.off_diagonal, rel=1e-9)
     assert other.diagonal[-1] == 0  # the last token predicts nothing
 
 

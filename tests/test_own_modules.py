@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 import nano_gpt  # noqa: E402
 
-from moments.torch.anatomy import anatomy_of  # noqa: E402
+from moments.torch.anatomy import anatomy_of, as_drawn  # noqa: E402
 
 CONFIG = nano_gpt.Config(n_layer=3)
 SQUARE = nano_gpt.STD**2
@@ -67,7 +67,7 @@ def headline(report: Any) -> str:
 def test_a_gpt_of_linear_layers_is_recognised(bare: bool) -> None:
     config = nano_gpt.Config(n_layer=2, bare=bare)
     module = nano_gpt.GPT(config)
-    found = anatomy_of(module).found
+    found = anatomy_of(module).roles
     assert not found.unidentified
     assert len(found.blocks) == 2 * config.n_layer
     (value,) = (r for r in found.named("value") if r.layer == 1)
@@ -87,7 +87,7 @@ def test_a_gpt_of_linear_layers_is_recognised(bare: bool) -> None:
 
 
 def test_its_architecture_is_read_for_a_scheme(module: Any) -> None:
-    read = anatomy_of(module).architecture()
+    read = as_drawn(anatomy_of(module))
     assert read is not None
     for name in ("layers", "d_model", "heads", "seq_len", "d_ff", "norm", "activation", "dropout"):
         assert getattr(read, name) == getattr(PLAN, name), name

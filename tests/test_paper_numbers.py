@@ -219,16 +219,16 @@ def test_composition_gives_the_tabulated_block(v: float, r: float) -> None:
     )
     assert isinstance(chain, Chain)
     output, record = forward(chain, Signal(Kernel(v, v * r), 16, width=d))
-    sent = record.backward(Gradient(Kernel(g2, g2 * rg), 16)).gradient_sent.kernel
+    sent = record.backward(Gradient(Kernel(g2, g2 * rg), 16)).grad_in.kernel
     values = {
         "d_model": d, "d_ff": d_ff, "ffn_in": s1, "ffn_out": s2, "drop_prob": p,
         "x_variance": v, "x_correlation": r, "grad_variance": g2, "grad_correlation": rg,
     }  # fmt: skip
     block = moments.component("ffn_block").under("published")
     assert output.kernel.diagonal == pytest.approx(block["variance"](**values), rel=1e-13)
-    assert output.kernel.pairs == pytest.approx(block["covariance"](**values), rel=1e-13)
+    assert output.kernel.off_diagonal == pytest.approx(block["covariance"](**values), rel=1e-13)
     assert sent.diagonal == pytest.approx(block["grad_variance"](**values), rel=1e-13)
-    assert sent.pairs == pytest.approx(block["grad_covariance"](**values), rel=1e-13)
+    assert sent.off_diagonal == pytest.approx(block["grad_covariance"](**values), rel=1e-13)
 
 
 # --- the published recursion, written again -------------------------------------------------------

@@ -47,7 +47,7 @@ def _gradient() -> Gradient:
 
 def _resolved(signal: Signal) -> Signal:
     def matrix(kernel: Kernel) -> Kernel:
-        pairs = np.full((TOKENS, TOKENS), kernel.pairs)
+        pairs = np.full((TOKENS, TOKENS), kernel.off_diagonal)
         np.fill_diagonal(pairs, kernel.diagonal)
         return Kernel.of_matrix(pairs)
 
@@ -63,11 +63,11 @@ def _predicted(leaf: Leaf, signal: Signal) -> dict[str, float]:
     assert output.fluctuation is not None
     return {
         "variance": kernel.diagonal,
-        "covariance": kernel.pairs,
+        "covariance": kernel.off_diagonal,
         "spread": output.fluctuation.norms.diagonal,
         "fourth": output.kurtosis * kernel.diagonal**2,
         "grad_variance": sent.diagonal,
-        "grad_covariance": sent.pairs,
+        "grad_covariance": sent.off_diagonal,
         **(pulled.weights() if pulled.weights is not None else {}),
     }
 
@@ -236,7 +236,7 @@ def test_gated_unit_resolved_by_token_equals_tokens_alike() -> None:
         assert one is not None
         assert two is not None
         assert two.mean_diagonal() == pytest.approx(one.diagonal, rel=1e-10)
-        assert two.mean_pairs() == pytest.approx(one.pairs, rel=1e-10)
+        assert two.mean_off_diagonal() == pytest.approx(one.off_diagonal, rel=1e-10)
 
 
 def test_a_gate_outside_its_laws_leaves_a_note() -> None:
@@ -514,7 +514,9 @@ def test_norms_behind_dropout(resolved: bool) -> None:
     assert varies is not None
     alone = (2 + drop_prob) * variance**2 / kept**3 / width
     assert varies.norms.mean_diagonal() == pytest.approx(alone, rel=1e-12)
-    assert varies.norms.mean_pairs() == pytest.approx(2 * common**2 / width / kept**2, rel=1e-12)
+    assert varies.norms.mean_off_diagonal() == pytest.approx(
+        2 * common**2 / width / kept**2, rel=1e-12
+    )
 
 
 def test_a_function_known_by_its_values_is_registered_when_it_is_asked_for() -> None:

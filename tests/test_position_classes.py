@@ -67,18 +67,20 @@ def test_sums_over_positions(length: int, power: float, shift: float) -> None:
     linear in log i over a step h: off by f'' h^2 / 12 of f, here by (p^2 + |p|/4) h^2 / 12 at most.
     """
     classes = PositionClasses.of(length)
-    sight = classes.seen()
+    key_counts = classes.key_counts()
     positions = np.arange(1, length + 1)
     every, held = (positions + shift) ** power, (classes.nodes + shift) ** power
     step = np.log(classes.nodes[-2] / classes.nodes[-3])
     linear = (power**2 + abs(power) / 4) * step**2 / 12
     for row, node in enumerate(classes.nodes):
         off = 6e-4 + linear * (row == len(classes.nodes) - 3)
-        np.testing.assert_allclose(sight.keys[row] @ held, every[:node].sum(), rtol=2e-4)
+        np.testing.assert_allclose(key_counts.keys[row] @ held, every[:node].sum(), rtol=2e-4)
         later = every[node - 1 :] / positions[node - 1 :]
-        np.testing.assert_allclose(sight.rows[row] @ (held / classes.nodes), later.sum(), rtol=off)
+        np.testing.assert_allclose(
+            key_counts.rows[row] @ (held / classes.nodes), later.sum(), rtol=off
+        )
         later = later / positions[node - 1 :]
-        found = sight.later[row, row] @ (held / classes.nodes**2)
+        found = key_counts.later[row, row] @ (held / classes.nodes**2)
         np.testing.assert_allclose(found, later.sum(), rtol=off)
     np.testing.assert_allclose(classes.spread_out(held), every, rtol=2e-4)
     np.testing.assert_allclose(classes.count.sum(), length, rtol=1e-9)
@@ -94,7 +96,7 @@ def test_nodes_that_widen_backwards(length: int) -> None:
     assert np.all(np.diff(steps) < 0.01)
     every = np.arange(1, length + 1)
     sums = np.cumsum((every + 8.0) ** -0.5)
-    found = classes.seen().keys @ (classes.nodes + 8.0) ** -0.5
+    found = classes.key_counts().keys @ (classes.nodes + 8.0) ** -0.5
     np.testing.assert_allclose(found, sums[classes.nodes - 1], rtol=5e-3)
     np.testing.assert_allclose(found[-4:], sums[classes.nodes[-4:] - 1], rtol=2e-4)
     np.testing.assert_allclose(classes.count.sum(), length, rtol=1e-9)
@@ -142,16 +144,18 @@ def test_arithmetic_of_class_matrices_is_that_of_blocks() -> None:
         for _ in range(2)
     )
     for matrix in (one, other):  # a class of one has no pairs of its own
-        matrix.pairs = matrix.pairs.copy()
-        matrix.pairs[0, 0] = matrix.own[0]
-    first, second = (whole(m.own, m.pairs, blocks) for m in (one, other))
+        matrix.off_diagonal = matrix.off_diagonal.copy()
+        matrix.off_diagonal[0, 0] = matrix.diagonal[0]
+    first, second = (whole(m.diagonal, m.off_diagonal, blocks) for m in (one, other))
     places = np.cumsum([0, *blocks[:-1]])
     found, expected = one @ other, first @ second
-    np.testing.assert_allclose(found.own, np.diag(expected)[places], rtol=1e-12)
+    np.testing.assert_allclose(found.diagonal, np.diag(expected)[places], rtol=1e-12)
     for p in range(size):
         for q in range(size):
             place = places[q] + (1 if p == q and blocks[q] > 1 else 0)
-            np.testing.assert_allclose(found.pairs[p, q], expected[places[p], place], rtol=1e-12)
+            np.testing.assert_allclose(
+                found.off_diagonal[p, q], expected[places[p], place], rtol=1e-12
+            )
     np.testing.assert_allclose(found.total(), expected.sum(), rtol=1e-12)
     np.testing.assert_allclose(found.trace(), np.trace(expected), rtol=1e-12)
     np.testing.assert_allclose(found.row_sums(), expected.sum(1)[places], rtol=1e-12)
@@ -188,7 +192,7 @@ def test_every_position_a_class_is_attention_by_token(monkeypatch: pytest.Monkey
     allowed = np.tri(length, dtype=bool)
     by_token = KernelAttention(kernel, logit_scale=scale, allowed=allowed, **settings)
     tokens, classes = (own, pairs), PositionClasses(length, np.arange(1, length + 1))
-    logits = ClassLogits(tokens, tokens, tokens, scale, classes.seen())
+    logits = ClassLogits(tokens, tokens, tokens, scale, classes.key_counts())
     by_class = PositionAttention(logits, **settings)
     # in single precision by token
     np.testing.assert_allclose(by_class.output[0], np.diag(by_token.forward()), rtol=3e-5)
@@ -200,10 +204,10 @@ def test_every_position_a_class_is_attention_by_token(monkeypatch: pytest.Monkey
     expected = by_token.backward(gradient)
     found = by_class.backward(np.diag(gradient).copy(), np.full((length, length), 0.05))
     for name in ("value", "query", "key"):
-        own_part, pair_part = getattr(found, name)
+        diagonal_factor, pair_part = getattr(found, name)
         matrix = getattr(expected, name)
         size = np.abs(np.diag(matrix)).max()
-        np.testing.assert_allclose(own_part, np.diag(matrix), rtol=3e-4, atol=3e-5 * size)
+        np.testing.assert_allclose(diagonal_factor, np.diag(matrix), rtol=3e-4, atol=3e-5 * size)
         np.testing.assert_allclose(pair_part[off], matrix[off], rtol=2e-3, atol=3e-5 * size)
 
 
@@ -228,7 +232,7 @@ def test_two_documents_are_attention_by_token_of_both(monkeypatch: pytest.Monkey
     logits = ClassLogits(
         *[inside] * 3,
         scale,
-        PositionClasses(length, np.arange(1, length + 1)).seen(),
+        PositionClasses(length, np.arange(1, length + 1)).key_counts(),
         across=Across(*[between] * 3),
     )
     by_class = PositionAttention(logits, **settings)
@@ -245,8 +249,10 @@ def test_two_documents_are_attention_by_token_of_both(monkeypatch: pytest.Monkey
         for name in ("value", "query", "key"):
             matrix = getattr(paths, name)[:length, block]
             size = np.abs(np.diag(matrix)).max()
-            own_part, pair_part = getattr(found, name)
-            np.testing.assert_allclose(own_part, np.diag(matrix), rtol=3e-4, atol=5e-5 * size)
+            diagonal_factor, pair_part = getattr(found, name)
+            np.testing.assert_allclose(
+                diagonal_factor, np.diag(matrix), rtol=3e-4, atol=5e-5 * size
+            )
             np.testing.assert_allclose(pair_part[off], matrix[off], rtol=2e-3, atol=5e-5 * size)
 
 
@@ -257,10 +263,12 @@ def one_layer(
     rotary: moments.Rotary | None = None,
 ) -> tuple[PositionAttention, Any]:
     """Tokens of one correlation, whose gradients correlate by .3, and what goes back."""
-    sight, size = classes.seen(window), len(classes.nodes)
+    key_counts, size = classes.key_counts(window), len(classes.nodes)
     tokens = np.ones(size), np.full((size, size), correlation)
-    rotary_means = None if rotary is None else RotaryMeans.of(sight, *rotary.frequencies(64))
-    layer = PositionAttention(ClassLogits(*[tokens] * 3, 2.7, sight, rotary_means), d_model=512.0)
+    rotary_means = None if rotary is None else RotaryMeans.of(key_counts, *rotary.frequencies(64))
+    layer = PositionAttention(
+        ClassLogits(*[tokens] * 3, 2.7, key_counts, rotary_means), d_model=512.0
+    )
     return layer, layer.backward(np.ones(size), np.full((size, size), 0.3))
 
 
@@ -270,14 +278,14 @@ def test_what_rows_send_is_split_where_they_begin_and_cease_to_see_the_other_key
 ) -> None:
     """Sums over rows that jump where another key begins and ceases to be seen."""
     classes = PositionClasses.of(128, window)
-    sight, place = classes.seen(window), np.arange(1, 129)
+    key_counts, place = classes.key_counts(window), np.arange(1, 129)
     size = np.minimum(place, window or 128)
     begins = classes.nodes[:, None] <= place
     seen = begins & (place < classes.nodes[:, None] + (window or 128))
     for key, other in np.ndindex(seen.shape[0], seen.shape[0]):
         rows = seen[key] / size * np.where(seen[other], 1.0, 0.2)
-        at_nodes = np.where(seen[other], 1.0, 0.2)[classes.nodes - 1] / sight.size
-        held = sight.sending[key, other]
+        at_nodes = np.where(seen[other], 1.0, 0.2)[classes.nodes - 1] / key_counts.size
+        held = key_counts.sending[key, other]
         few = seen[key] & ~seen[other] & (place > classes.nodes[other])
         if few.any() and not few[classes.nodes - 1].any():  # no node is among them
             continue
@@ -435,24 +443,26 @@ def test_queries_and_keys_against_rows_of_their_own(monkeypatch: pytest.MonkeyPa
 
 def test_counts_of_windows_are_sums_over_every_token() -> None:
     classes = PositionClasses.of(600, 150)
-    sight, nodes = classes.seen(150), classes.nodes
+    key_counts, nodes = classes.key_counts(150), classes.nodes
     positions = np.arange(1, 601)
     every, held = (positions + 30.0) ** -0.5, (nodes + 30.0) ** -0.5
     size, inner = np.minimum(positions, 150), nodes[:-1]
     for p, node in enumerate(nodes):
         seen = (positions > node - 150) & (positions <= node)
-        np.testing.assert_allclose(sight.keys[p] @ held, every[seen].sum(), rtol=1e-3)
+        np.testing.assert_allclose(key_counts.keys[p] @ held, every[seen].sum(), rtol=1e-3)
         later = (positions >= node) & (positions < node + 150)
-        found = sight.rows[p] @ (held / sight.size)
+        found = key_counts.rows[p] @ (held / key_counts.size)
         np.testing.assert_allclose(found, (every / size)[later].sum(), rtol=2e-3)
         for s, other in enumerate(nodes[: p + 1]):
             both = seen & (positions <= other)
-            found = sight.shared[p, s] @ held
+            found = key_counts.shared[p, s] @ held
             few = np.sum((inner > node - 150) & (inner <= other)) < 2  # one node stands for all
             np.testing.assert_allclose(found, every[both].sum(), rtol=0.05 if few else 1e-3)
-            np.testing.assert_allclose(sight.split[s, p] @ held, sight.keys[p] @ held, rtol=2e-2)
+            np.testing.assert_allclose(
+                key_counts.split[s, p] @ held, key_counts.keys[p] @ held, rtol=2e-2
+            )
             both = later & (positions < other + 150)
-            found = sight.later[p, s] @ (held / sight.size**2)
+            found = key_counts.later[p, s] @ (held / key_counts.size**2)
             expected = (every / size**2)[both].sum()
             few = np.sum((inner >= node) & (inner < other + 150)) < 2
             np.testing.assert_allclose(found, expected, rtol=0.05 if few else 3e-3)
@@ -461,7 +471,7 @@ def test_counts_of_windows_are_sums_over_every_token() -> None:
             at_nodes = np.where(nodes > node - 150, 1.0, 2.0) * held
             jumps = jumps[(positions > other - 150) & (positions <= other)].sum()
             if other > node - 150 and np.any((inner > other - 150) & (inner <= node - 150)):
-                np.testing.assert_allclose(sight.split[p, s] @ at_nodes, jumps, rtol=3e-2)
+                np.testing.assert_allclose(key_counts.split[p, s] @ at_nodes, jumps, rtol=3e-2)
 
 
 def test_means_over_cells_are_those_of_the_pairs_of_a_text() -> None:
@@ -470,9 +480,9 @@ def test_means_over_cells_are_those_of_the_pairs_of_a_text() -> None:
     classes = PositionClasses.of(300)
     same = (ids[:, None] == ids[None, :]) & ~np.eye(300, dtype=bool)
     found = classes.pair_means(ids, ids)
-    assert classes.hats.sum(0) == pytest.approx(1.0)
+    assert classes.basis.sum(0) == pytest.approx(1.0)
     np.testing.assert_allclose((found * classes.pair_count).sum(), same.sum(), rtol=1e-9)
-    weights = classes.hats
+    weights = classes.basis
     for q, r in ((8, 8), (9, 4), (12, 11)):
         several = np.outer(weights[q], weights[r]) * ~np.eye(300, dtype=bool)
         direct = (several * same).sum() / several.sum()
@@ -675,7 +685,7 @@ def test_what_the_benchmark_measured_is_within_the_bounds() -> None:
     for name, found in stored["rotary positions without a mask"].items():
         assert max(found["variance"], found["correlation"]) < 1e-3, name
         assert found["gradient"] < 0.012, name
-        assert max(found["band"], found["queries and keys"]) < 0.13, name  # words.md
+        assert max(found["band"], found["queries and keys"]) < 0.13, name  # repeats.md
     assert "Llama 3 8B, 32 x 8192" in stored["twice the classes"]
     for name, found in stored["twice the classes"].items():
         # turned positions over thousands of tokens, and tables: docs/theory/positions.md
@@ -871,18 +881,18 @@ def test_windows_without_a_mask(own_rows: None) -> None:
 @pytest.mark.parametrize("window", [16, 128])
 def test_sums_over_what_rows_see_on_both_sides(window: int) -> None:
     classes = both_sides(PositionClasses.of(128, 16))
-    sight, place = classes.seen(window), np.arange(1, 129)
+    key_counts, place = classes.key_counts(window), np.arange(1, 129)
     values = np.log(place + 10.0)
     held = values[classes.nodes - 1]
     seen = np.abs(np.subtract.outer(classes.nodes, place)) < window
-    np.testing.assert_array_equal(sight.size, seen.sum(1))
-    np.testing.assert_allclose(sight.keys @ held, seen @ values, rtol=1e-3)
+    np.testing.assert_array_equal(key_counts.size, seen.sum(1))
+    np.testing.assert_allclose(key_counts.keys @ held, seen @ values, rtol=1e-3)
     sizes = (np.abs(np.subtract.outer(place, place)) < window).sum(1)
-    sums = sight.rows @ (held / sight.size)
+    sums = key_counts.rows @ (held / key_counts.size)
     np.testing.assert_allclose(sums, seen @ (values / sizes), rtol=2e-3)
     both = np.einsum("pi,qi->pqi", seen, seen)
-    np.testing.assert_allclose(sight.shared @ held, both @ values, rtol=0.01, atol=0.1)
-    sums = np.einsum("pqr,r->pq", sight.later, held / sight.size**2)
+    np.testing.assert_allclose(key_counts.shared @ held, both @ values, rtol=0.01, atol=0.1)
+    sums = np.einsum("pqr,r->pq", key_counts.later, held / key_counts.size**2)
     np.testing.assert_allclose(sums, both @ (values / sizes**2), rtol=0.02, atol=2e-3)
 
 
@@ -968,10 +978,10 @@ def test_buckets_that_two_rows_share_are_summed_over_every_pair(
     and of keys that have the less in common the later they are."""
     table = moments.RelativeBias(0.1)
     classes = PositionClasses.of(length, window)
-    sight, size = classes.seen(window), len(classes.nodes)
-    weights = np.where(sight.seen, 1.0 / sight.size[:, None], 0.0)
+    key_counts, size = classes.key_counts(window), len(classes.nodes)
+    weights = np.where(key_counts.visible, 1.0 / key_counts.size[:, None], 0.0)
     later = shared * (8.0 / (8.0 + np.maximum.outer(classes.nodes, classes.nodes)))
-    own, pairs = shifted_classes(sight, table, weights, (np.ones(size), later))
+    own, pairs = shifted_classes(key_counts, table, weights, (np.ones(size), later))
     place = np.arange(length)
     seen = (place <= place[:, None]) & (place > place[:, None] - (window or length))
     bucket = table.bucket(place - place[:, None], True)

@@ -412,7 +412,7 @@ def exchangeable_matrix(variance: float, covariance: float) -> np.ndarray:
 
 def both(component: Component, signal: Signal, gradient: Gradient) -> tuple[Signal, Gradient]:
     output, record = forward(component, signal)
-    return output, record.backward(gradient).gradient_sent
+    return output, record.backward(gradient).grad_in
 
 
 @elementwise
@@ -429,12 +429,12 @@ def test_a_resolved_exchangeable_kernel_stays_the_same(component: Component) -> 
         Gradient(Kernel.of_matrix(exchangeable_matrix(g2, gc)), TOKENS),
     )
     for one, many in ((scalar.kernel, resolved.kernel), (sent.kernel, resolved_sent.kernel)):
-        expected = exchangeable_matrix(one.diagonal, one.pairs)
+        expected = exchangeable_matrix(one.diagonal, one.off_diagonal)
         assert many.resolved
         assert many.diagonal == pytest.approx(np.full(TOKENS, one.diagonal), rel=1e-13)
-        assert many.pairs == pytest.approx(expected, rel=1e-13)
+        assert many.off_diagonal == pytest.approx(expected, rel=1e-13)
         assert many.mean_diagonal() == pytest.approx(one.diagonal, rel=1e-13)
-        assert many.mean_pairs() == pytest.approx(one.pairs, rel=1e-13)
+        assert many.mean_off_diagonal() == pytest.approx(one.off_diagonal, rel=1e-13)
         assert many.total(TOKENS) == pytest.approx(one.total(TOKENS), rel=1e-13)
     assert np.broadcast_to(resolved.mean, TOKENS) == pytest.approx(
         np.full(TOKENS, scalar.mean), rel=1e-13
@@ -455,7 +455,7 @@ def test_every_entry_of_a_general_kernel_is_its_own_pair(component: Component) -
         Signal(Kernel.of_matrix(x), TOKENS, width=24),
         Gradient(Kernel.of_matrix(g), TOKENS),
     )
-    assert output.kernel.pairs == pytest.approx(output.kernel.pairs.T, rel=1e-12)
+    assert output.kernel.off_diagonal == pytest.approx(output.kernel.off_diagonal.T, rel=1e-12)
     for i, j in ((0, 1), (2, 5), (3, 4)):
         pair = np.ix_([i, j], [i, j])
         two, two_sent = both(
@@ -463,8 +463,10 @@ def test_every_entry_of_a_general_kernel_is_its_own_pair(component: Component) -
             Signal(Kernel.of_matrix(x[pair]), 2, width=24),
             Gradient(Kernel.of_matrix(g[pair]), 2),
         )
-        assert output.kernel.pairs[pair] == pytest.approx(two.kernel.pairs, rel=1e-12)
-        assert sent.kernel.pairs[pair] == pytest.approx(two_sent.kernel.pairs, rel=1e-12)
+        assert output.kernel.off_diagonal[pair] == pytest.approx(two.kernel.off_diagonal, rel=1e-12)
+        assert sent.kernel.off_diagonal[pair] == pytest.approx(
+            two_sent.kernel.off_diagonal, rel=1e-12
+        )
 
 
 def test_the_diagonal_is_not_a_pair_under_dropout() -> None:
@@ -472,7 +474,7 @@ def test_the_diagonal_is_not_a_pair_under_dropout() -> None:
     kernel = Kernel.of_matrix(np.ones((3, 3)))
     output, sent = both(dropout(0.5), Signal(kernel, 3), Gradient(kernel, 3))
     for moment in (output.kernel, sent.kernel):
-        assert moment.pairs == pytest.approx(np.ones((3, 3)) + np.eye(3), rel=1e-14)
+        assert moment.off_diagonal == pytest.approx(np.ones((3, 3)) + np.eye(3), rel=1e-14)
         assert moment.diagonal == pytest.approx([2.0, 2.0, 2.0], rel=1e-14)
 
 
@@ -492,7 +494,7 @@ def test_resolved_relu_and_dropout_by_simulation() -> None:
     centred = x - np.sqrt(np.diag(matrix) / (2 * math.pi))[:, None]
     products = centred[:, None, :] * centred[None, :, :]
     measured, stderr = products.mean(-1), products.std(-1) / math.sqrt(draws)
-    assert np.abs((output.kernel.pairs - measured) / stderr).max() < 4
+    assert np.abs((output.kernel.off_diagonal - measured) / stderr).max() < 4
 
 
 def test_configurations_lead_the_tokens() -> None:
@@ -503,15 +505,17 @@ def test_configurations_lead_the_tokens() -> None:
     chain = linear(24, 40, weights) >> Activation(GELU, "published", "gelu")
     gradient = Gradient(Kernel.of_matrix(np.broadcast_to(np.eye(TOKENS), matrices.shape)), TOKENS)
     output, sent = both(chain, Signal(Kernel.of_matrix(matrices), TOKENS, width=24), gradient)
-    assert output.kernel.pairs.shape == (3, TOKENS, TOKENS)
+    assert output.kernel.off_diagonal.shape == (3, TOKENS, TOKENS)
     for k in range(3):
         one, one_sent = both(
             linear(24, 40, weights[k]) >> Activation(GELU, "published", "gelu"),
             Signal(Kernel.of_matrix(matrices[k]), TOKENS, width=24),
             Gradient(Kernel.of_matrix(np.eye(TOKENS)), TOKENS),
         )
-        assert output.kernel.pairs[k] == pytest.approx(one.kernel.pairs, rel=1e-13)
-        assert sent.kernel.pairs[k] == pytest.approx(one_sent.kernel.pairs, rel=1e-13, abs=1e-16)
+        assert output.kernel.off_diagonal[k] == pytest.approx(one.kernel.off_diagonal, rel=1e-13)
+        assert sent.kernel.off_diagonal[k] == pytest.approx(
+            one_sent.kernel.off_diagonal, rel=1e-13, abs=1e-16
+        )
 
 
 def test_kernel_algebra() -> None:
@@ -528,10 +532,10 @@ def test_kernel_algebra() -> None:
         if expected is None:
             expected = a.copy()
             np.fill_diagonal(expected, np.arange(1.0, TOKENS + 1))
-        assert combined.pairs == pytest.approx(expected, rel=1e-15)
+        assert combined.off_diagonal == pytest.approx(expected, rel=1e-15)
         assert combined.diagonal == pytest.approx(np.diag(expected), rel=1e-15)
     off = ~np.eye(TOKENS, dtype=bool)
-    assert first.mean_pairs() == pytest.approx(a[off].mean(), rel=1e-13)
+    assert first.mean_off_diagonal() == pytest.approx(a[off].mean(), rel=1e-13)
     assert first.total(TOKENS) == pytest.approx(a.sum(), rel=1e-13)
     row, column = first.over_tokens(first.diagonal)
     assert (row * column) == pytest.approx(np.outer(np.diag(a), np.diag(a)), rel=1e-15)
@@ -548,7 +552,7 @@ def test_token_moments_of_the_simulator_are_a_kernels() -> None:
     """The reference's own averages, against the kernel of its products."""
     x = np.random.default_rng(6).normal(size=(TOKENS, 50))
     kernel = Kernel.of_matrix(x @ x.T / 50)
-    assert token_moments(x) == pytest.approx((kernel.mean_diagonal(), kernel.mean_pairs()))
+    assert token_moments(x) == pytest.approx((kernel.mean_diagonal(), kernel.mean_off_diagonal()))
 
 
 def test_numbers_stay_possible_where_norms_vary_too_much_to_expand() -> None:
@@ -575,4 +579,4 @@ def test_norms_of_a_scaled_sum_of_gaussians(skip: float, branch: float) -> None:
     total = kernels[0].mixed(skip**2, kernels[1], branch**2)
     assert varies is not None
     assert varies.norms.diagonal == pytest.approx(2 * total.diagonal**2 / width, rel=1e-12)
-    assert varies.norms.pairs == pytest.approx(2 * total.pairs**2 / width, rel=1e-12)
+    assert varies.norms.off_diagonal == pytest.approx(2 * total.off_diagonal**2 / width, rel=1e-12)

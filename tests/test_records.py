@@ -102,8 +102,8 @@ def test_records_mirror_the_declaration(case: str) -> None:
     met = 0
     for record in trace.stack.walk():
         assert tuple(one.component for one in record.children) == record.component.children
-        assert record.received is not None
-        assert record.sent is not None
+        assert record.grad_out is not None
+        assert record.grad_in is not None
         met += 1
     assert met > 10 * trace.stack.children[-1].layer
     assert _chained(trace.stack.children)
@@ -113,7 +113,7 @@ def test_records_mirror_the_declaration(case: str) -> None:
 def _chained(records: tuple[Record, ...]) -> bool:
     for below, above in itertools.pairwise(records):
         np.testing.assert_allclose(below.output.kernel.diagonal, above.input.kernel.diagonal)
-        sent, received = above.gradient_sent.kernel, below.gradient_received.kernel
+        sent, received = above.grad_in.kernel, below.grad_out.kernel
         np.testing.assert_allclose(sent.diagonal, received.diagonal, rtol=1e-12)
     return True
 
@@ -121,8 +121,8 @@ def _chained(records: tuple[Record, ...]) -> bool:
 def test_a_record_can_be_asked_again() -> None:
     """`backward` makes a record anew: the one it is asked of stays as it was."""
     record = predicted("pre").trace.layers[1]
-    twice = record.gradient_received.with_kernel(record.gradient_received.kernel.scaled(2.0))
+    twice = record.grad_out.with_kernel(record.grad_out.kernel.scaled(2.0))
     again = record.backward(twice)
-    ratio = again.gradient_sent.kernel.diagonal / record.gradient_sent.kernel.diagonal
+    ratio = again.grad_in.kernel.diagonal / record.grad_in.kernel.diagonal
     assert ratio == pytest.approx(2.0, rel=0.02)  # directions are of order 1/width
-    assert record.gradient_received is not again.gradient_received
+    assert record.grad_out is not again.grad_out

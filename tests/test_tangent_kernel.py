@@ -82,14 +82,14 @@ def test_parts_and_rates() -> None:
     p = moments.predict(MODELS["full"], correlation=0.3)
     kernel = p.tangent_kernel()
     frame = kernel.to_frame()
-    assert frame.own.sum() == pytest.approx(kernel.own[0], rel=1e-12)
+    assert frame.diagonal.sum() == pytest.approx(kernel.diagonal[0], rel=1e-12)
     assert set(frame.weight) == {"query", "key", "value", "output", "ffn_in", "ffn_out"}
-    frozen = p.tangent_kernel({"query": 0.0, "value": 3.0}).to_frame().set_index("weight").own
+    frozen = p.tangent_kernel({"query": 0.0, "value": 3.0}).to_frame().set_index("weight").diagonal
     assert np.all(frozen["query"] == 0.0)
-    every = frame.set_index("weight").own
+    every = frame.set_index("weight").diagonal
     assert frozen["value"].to_numpy() == pytest.approx(3 * every["value"].to_numpy())
     stored = json.loads(kernel.to_json())
-    assert stored["pairs"] == kernel.pairs.tolist()
+    assert stored["off_diagonal"] == kernel.off_diagonal.tolist()
     assert stored["weights"][0]["weight"] in set(frame.weight)
     assert "5 tokens alike" in repr(kernel)
     own, pairs = of_kernel(kernel)
@@ -113,12 +113,12 @@ def test_tables_are_among_the_parameters() -> None:
     model = MODELS["causal"].replace(embedding=moments.Embedding(50, 0.5))
     ids = np.array([1, 2, 1, 3, 4])
     kernel = moments.predict(model, token_ids=ids).tangent_kernel()
-    rows = kernel.to_frame().set_index(["layer", "weight"]).own
+    rows = kernel.to_frame().set_index(["layer", "weight"]).diagonal
     assert rows.loc[(0, "token")] > 0
     frozen = dict.fromkeys(set(rows.index.get_level_values(1)) - {"token"}, 0.0)
     once = moments.predict(model, token_ids=np.arange(5)).tangent_kernel(frozen)
     twice = moments.predict(model, token_ids=ids).tangent_kernel(frozen)
-    assert twice.pairs[0, 2] > once.pairs[0, 2] + 0.4  # one row that both look up
+    assert twice.off_diagonal[0, 2] > once.off_diagonal[0, 2] + 0.4  # one row that both look up
 
 
 def test_what_has_none_is_refused() -> None:

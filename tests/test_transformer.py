@@ -13,6 +13,7 @@ import pytest
 import moments
 from moments import Embedding, Transformer, Weights
 from moments.errors import DomainError, MomentsError
+from moments.model.summary import in_short
 
 BASE: dict[str, Any] = {"layers": 3, "d_model": 64, "heads": 4, "seq_len": 32}
 
@@ -300,3 +301,10 @@ def test_predictions_can_be_shown() -> None:
     data = json.loads(p.to_json())
     assert Transformer.from_dict(data["model"]) == p.model
     assert data["variance"] == p.variance.tolist()
+
+
+def test_the_line_about_a_model_has_the_field_s_names() -> None:
+    swiglu = model(heads=4, kv_heads=2, activation="silu", gated=True)
+    assert "4 query heads on 2 key heads, SwiGLU" in in_short(swiglu)
+    experts = swiglu.replace(ffn=moments.Experts(8, 2))
+    assert "8 experts, 2 per token" in in_short(experts)

@@ -94,7 +94,7 @@ def test_vanishing_logits_by_token_are_those_of_tokens_alike(tau: float) -> None
     for name in ("query", "key"):
         matrix, pair = getattr(one, name) / tau, getattr(two, name)
         assert matrix[0, 0] == pytest.approx(pair.diagonal / tau, rel=2e-5)
-        assert matrix[0, 1] == pytest.approx(pair.pairs / tau, rel=1e-4)
+        assert matrix[0, 1] == pytest.approx(pair.off_diagonal / tau, rel=1e-4)
 
 
 # --- weights of zeros ----------------------------------------------------------------------------

@@ -265,11 +265,11 @@ def test_a_law_is_scaled_as_if_token_by_token() -> None:
     token = np.full((1, 1), 1.0 / length)
     every = slice(0, 1)
     sums = Sums.of(mixture, (every, every), (weight, weight), (token, token), (each, each))
-    kinds = [
+    by_relation = [
         (np.full((1, 1), own[kind] - value), np.full((1, 1, 1), value))
         for kind, value in enumerate((others, same))
     ]
-    found, _ = sums.balanced_with(kinds, 200, ())
+    found, _ = sums.balanced_with(by_relation, 200, ())
     off = ~np.eye(length, dtype=bool)
     of_one = (ids[:, None] == ids[None, :]) & off
     assert found[1][1].item() == pytest.approx(dense[of_one].mean(), rel=1e-6)
@@ -297,13 +297,13 @@ def test_matrices_of_words_multiply_as_by_token() -> None:
         same /= often
         others /= length
         dense.append(np.where(one_word, same, others) * off + np.diag(np.full(length, own)))
-        kinds = classes.of_kinds(np.full((1, 1), others), np.full((1, 1), same))
-        found.append(ClassMatrix(np.full(2, own), kinds, classes))
+        by_relation = classes.of_relations(np.full((1, 1), others), np.full((1, 1), same))
+        found.append(ClassMatrix(np.full(2, own), by_relation, classes))
     both, product = dense[0] @ dense[1], found[0] @ found[1]
-    others, same = (part.item() for part in classes.kinds(product.pairs))
+    others, same = (part.item() for part in classes.by_relation(product.off_diagonal))
     assert same == pytest.approx(both[one_word & off].mean(), rel=2e-3)
     assert others == pytest.approx(both[~one_word].mean(), rel=2e-2)
-    assert product.own[0] == pytest.approx(np.diag(both).mean(), rel=2e-3)
+    assert product.diagonal[0] == pytest.approx(np.diag(both).mean(), rel=2e-3)
     assert product.total() == pytest.approx(both.sum(), rel=1e-2)
     assert product.trace() == pytest.approx(np.trace(both), rel=2e-3)
     column = rng.normal(size=1)
@@ -336,12 +336,12 @@ def test_parts_multiply_by_themselves() -> None:
     found = []
     for count, (a, left), (b, right) in zip(counts, *parts, strict=True):
         found.append((a * b, a[:, None] * right + left * b + count * left * right))
-    alone, of_kinds = parts[0][0][0], mixture.joined(found, found[0][0])
+    alone, of_relations = parts[0][0][0], mixture.joined(found, found[0][0])
     assert alone.shape == (1,)
     off = ~np.eye(length, dtype=bool)
     one = (ids[:, None] == ids[None, :]) & off
-    assert of_kinds[1][1].item() == pytest.approx(product[one].mean(), rel=2e-3)
-    assert of_kinds[0][1].item() == pytest.approx(product[~one & off].mean(), rel=2e-3)
+    assert of_relations[1][1].item() == pytest.approx(product[one].mean(), rel=2e-3)
+    assert of_relations[0][1].item() == pytest.approx(product[~one & off].mean(), rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ def test_rows_of_two_texts_move_their_own() -> None:
     ours, every = packed(2, 292, 281), packed(2, 292, 281, tokens=True)
     for layer in ours.trace.stack.walk():
         kernel = layer.output.kernel
-        assert np.abs(kernel.pairs).max() <= kernel.diagonal.max() * (1.0 + 1e-9)
+        assert np.abs(kernel.off_diagonal).max() <= kernel.diagonal.max() * (1.0 + 1e-9)
     norms = [
         one.weight_gradients().set_index(["layer", "weight"])["squared_norm"]
         for one in (ours, every)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DomainError, MomentsError, brief, domain_error, refused
+from ..errors import DomainError, MomentsError, Undeclared, brief, domain_error, refused
 from ..files import read_object, replacing
 from ..formulas.checks import check_count
 from .base import (
@@ -239,7 +239,12 @@ def _checked(subject: str, plan: Any, seq_len: int | None) -> Report:
         known = subject.endswith(".json") or subject in moments.preset.names()
         if not (known or os.path.exists(subject)):
             raise no_preset("SUBJECT", subject, "FILE.py:NAME, a file nor a preset")
-        model, _ = declared(subject, {"seq_len": seq_len})
+        try:
+            model, _ = declared(subject, {"seq_len": seq_len})
+        except Undeclared:
+            if seq_len is not None or plan is not None:
+                raise
+            return moments.check(subject)
         from ..show.health import check_declared
 
         return check_declared(shortened(model, seq_len), subject, scheme=plan)

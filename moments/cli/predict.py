@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from ..errors import DomainError, brief, domain_error, unknown_name
+from ..errors import DomainError, Undeclared, brief, domain_error, unknown_name
 from .base import (
     INITIALISE,
     PREDICT,
@@ -35,6 +35,7 @@ from .base import (
     err,
     examples,
     named,
+    noise,
     note,
     pictures,
     scheme_options,
@@ -86,27 +87,35 @@ def predict(
     whole: Annotated[bool, typer.Option("--all", help="Print every layer, not five.")] = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Predict every layer's variance, token correlation and gradient moments."""
+    """Predict every layer's variance, token correlation and gradient moments.
+
+    Of a config that no declaration covers, those of every submodule of its module.
+    """
     from ..prediction.predict import predict as run
+    from ..scheme.registry import input_options
     from ..scheme.registry import scheme as known_scheme
     from ..show.report import prediction_table
-    from ..show.scheme_table import input_options
     from ..show.screen import prediction_screen
 
-    described, known = declared(
-        model,
-        {
-            "layers": layers,
-            "d_model": d_model,
-            "heads": heads,
-            "seq_len": seq_len,
-            "d_ff": d_ff,
-            "norm": norm,
-            "activation": activation,
-            "dropout": dropout,
-            "causal": causal,
-        },
-    )
+    options = {
+        "layers": layers,
+        "d_model": d_model,
+        "heads": heads,
+        "seq_len": seq_len,
+        "d_ff": d_ff,
+        "norm": norm,
+        "activation": activation,
+        "dropout": dropout,
+        "causal": causal,
+    }
+    try:
+        described, known = declared(model, options)
+    except Undeclared as refusal:
+        moved = (variance, correlation, grad_variance, grad_correlation, scheme, option, plot)
+        if model is None or told(**options) or any(m is not None for m in moved):
+            raise
+        _by_operations(model, refusal).show(as_json, csv)
+        return
     if theory == "refined":
         described = shortened(described, seq_len)
     given = told(
@@ -124,7 +133,7 @@ def predict(
         described = described.with_scheme(scheme, **options)
     inputs = known | given
     if not known:
-        inputs["pixels"] = pictures(described, variance, correlation)
+        inputs |= {"pixels": pictures(described, variance, correlation)} | noise(described)
     progress = err.is_terminal and described.causal and described.seq_len > 128
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
     Answer(
@@ -137,6 +146,16 @@ def predict(
         frame=prediction.to_frame,
         figure=lambda: prediction.plot(named(model)),
     ).show(as_json, csv, plot)
+
+
+def _by_operations(model: str, refusal: Undeclared) -> Answer:
+    """What is said of a config whose module no Transformer describes."""
+    from ..model.huggingface.config import read_config
+    from ..torch.narrow import predicted
+
+    note(f"{refusal}: its operations are followed instead")
+    result = predicted(read_config(model))
+    return Answer(said=result.table, data=result.to_json, frame=result.to_frame)
 
 
 @app.command(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .classes import diagonal_of
 from .composition import Carry, Component, Residual, Solve, square
 from .directions import isotropic, orthogonal_parts
 from .fluctuation import followed
@@ -25,9 +26,8 @@ from .response import (
     SignalAdjoint,
     Sublayer,
     count_of,
-    diagonal,
+    diagonal_matrix,
     over_tokens,
-    own_entries,
     paired,
     per_pair,
     ratio,
@@ -72,15 +72,15 @@ class BottomToTop(Component):
         return run.passed(Record(self, run.layer, signal, output, children))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.met(record, gradient)
+        run.returning(record, gradient)
         attention, norm, ffn = record.children
         total = DoubleSum.of(self, record.input, record.children)
-        run.met(ffn, gradient)
+        run.returning(ffn, gradient)
         ffn = total.ffn_completed(record.output, gradient, ffn, run)
-        norm = self.norm.backpropagate(norm, ffn.gradient_sent, run)
-        attention = self.attention.backpropagate(attention, norm.gradient_sent, run)
-        sent = total.returned(record.output, gradient, attention.gradient_sent)
-        return record.completed(gradient, sent, (attention, norm, ffn))
+        norm = self.norm.backpropagate(norm, ffn.grad_in, run)
+        attention = self.attention.backpropagate(attention, norm.grad_in, run)
+        grad_in = total.returned(record.output, gradient, attention.grad_in)
+        return record.completed(gradient, grad_in, (attention, norm, ffn))
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         between = self.attention.two_sequences(signal, memory)
@@ -107,10 +107,6 @@ class DoubleSum(NamedTuple):
     """A layer with a second connection, on its way up.
 
     Attributes:
-        node: its declaration.
-        signal: the input.
-        between: attention's residual sum.
-        entering: the same, normalised.
         inner: the feed-forward block's residual sum.
         carried: amplitude of the input in `inner`, per token.
     """
@@ -180,11 +176,11 @@ class DoubleSum(NamedTuple):
         skip = square(self.node.attention.skip_scale)
         added = between.kernel - tokens.scaled(skip)
         fresh = inner.kernel - self.entering.kernel.scaled(square(self.node.ffn.skip_scale))
-        met = tokens * added
-        sizes = behind - before.scaled(skip * skip) - met.scaled(4 * skip / width)
+        crossing = tokens * added
+        sizes = behind - before.scaled(skip * skip) - crossing.scaled(4 * skip / width)
         total = between.kernel.diagonal
         share = skip * tokens.diagonal / total
-        turned = self._by_token(met, self.carried * (1 - share)).scaled(1 / (skip * width))
+        turned = self._by_token(crossing, self.carried * (1 - share)).scaled(1 / (skip * width))
         sized = self._by_token(sizes, 0.5 * self.carried * tokens.diagonal / total)
         both = ((tokens + self.crossed(tokens)) * fresh).scaled(4 / width)
         return inner.fluctuation.norms + before + both + (turned + sized).scaled(4.0)
@@ -200,12 +196,12 @@ class DoubleSum(NamedTuple):
         if before is None or behind is None:
             return None
         tokens = signal.kernel
-        held = self._by_token(tokens, self.carried)
+        carried_kernel = self._by_token(tokens, self.carried)
         more = self._by_token(tokens, 1 + self.carried)
-        rest = inner.kernel - held
+        rest = inner.kernel - carried_kernel
         squares = self._by_token(before, (1 + self.carried) ** 2)
         squares = squares - self._by_token(before, self.carried**2)
-        crossed = ((more - held) * rest).scaled(4 / signal.width)
+        crossed = ((more - carried_kernel) * rest).scaled(4 / signal.width)
         return behind + squares + crossed
 
     # --- the way back -----------------------------------------------------------------------------
@@ -222,41 +218,46 @@ class DoubleSum(NamedTuple):
         kept = gradient.kernel.scaled(square(node.skip_scale))
         handed = gradient.kernel.scaled(square(node.branch_scale))
         total, entering = output.kernel.mean_diagonal(), self.entering.kernel.mean_diagonal()
-        held, whole = square(node.skip_scale) * entering, self.inner.kernel.mean_diagonal()
-        added, shared = whole - held, self._overlap()
+        carried_kernel, whole = (
+            square(node.skip_scale) * entering,
+            self.inner.kernel.mean_diagonal(),
+        )
+        added, shared = whole - carried_kernel, self._overlap()
         done = branch.backward(gradient.at_addend(handed, added / total), run)
-        sent = done.gradient_sent
-        lacking = (2 * (held + shared) + added) / total - 1.0
-        share = ratio_or_zero(added * lacking, held)
-        kept, returned = orthogonal_parts(self.entering, share, gradient, kept, sent, mixing=False)
+        grad_in = done.grad_in
+        lacking = (2 * (carried_kernel + shared) + added) / total - 1.0
+        share = ratio_or_zero(added * lacking, carried_kernel)
+        kept, returned = orthogonal_parts(
+            self.entering, share, gradient, kept, grad_in, mixing=False
+        )
         merged = kept + returned
         radial: Array = 1.0
         if not isotropic(gradient.radial):
             along = whole - (1.0 - gradient.radial) * (whole + shared) ** 2 / total
-            received = gradient.kernel.mean_diagonal()
-            radial = ratio_or_zero(along * received, entering * merged.mean_diagonal())
+            grad_out = gradient.kernel.mean_diagonal()
+            radial = ratio_or_zero(along * grad_out, entering * merged.mean_diagonal())
         kept_share = ratio_or_zero(kept.mean_diagonal(), merged.mean_diagonal())
         centred = gradient.centred_share * kept_share
-        found = Gradient(merged, gradient.seq_len, radial, centred)
-        return ffn.completed(above, found, (done,))
+        result = Gradient(merged, gradient.seq_len, radial, centred)
+        return ffn.completed(above, result, (done,))
 
-    def returned(self, output: Signal, gradient: Gradient, sent: Gradient) -> Gradient:
+    def returned(self, output: Signal, gradient: Gradient, grad_in: Gradient) -> Gradient:
         """The gradient at the input, of what the sum received and what attention's side sends."""
         gradient = gradient.averaged()
         above = gradient.kernel
         carried, total = self.signal.kernel.mean_diagonal(), output.kernel.mean_diagonal()
         skip = square(self.node.ffn.skip_scale)
-        held, shared = skip * self.entering.kernel.mean_diagonal(), self._overlap()
+        carried_kernel, shared = skip * self.entering.kernel.mean_diagonal(), self._overlap()
         lacks = (1.0 - gradient.radial) / total
         # E (x.g)^2, E (x.g)(y.g), E (y.g)^2, y what the skip connection of u holds
         alone = carried - lacks * (carried + shared) ** 2
-        mutual = shared - lacks * (carried + shared) * (held + shared)
-        beside = held - lacks * (held + shared) ** 2
+        mutual = shared - lacks * (carried + shared) * (carried_kernel + shared)
+        remainder = carried_kernel - lacks * (carried_kernel + shared) ** 2
         # Through s the input receives P g/|s| with P orthogonal to y; and attention, along x, what
         # cancels that, averaged over the tokens' gradients.
-        common = ratio_or_zero(above.mean_pairs(), above.mean_diagonal())
-        turned = (alone - shared * mutual / held) / carried
-        lost = beside / held
+        common = ratio_or_zero(above.mean_off_diagonal(), above.mean_diagonal())
+        turned = (alone - shared * mutual / carried_kernel) / carried
+        lost = remainder / carried_kernel
         if self.entering.centred is not None:  # the mean over features
             lost = lost + 1.0 - gradient.centred_share
         width, norms = self.signal.width, self._norm_mean()
@@ -264,14 +265,16 @@ class DoubleSum(NamedTuple):
         _, two = above.lift(1.0 - (lost + turned) / width)
         first, second = above.over_tokens(self.carried * norms)
         cross = above.weighted(2 * self.carried * norms * one, (first + second) * two)
-        kernel = sent.kernel + above + cross
-        received, kept = above.mean_diagonal(), (above + cross).mean_diagonal()
+        kernel = grad_in.kernel + above + cross
+        grad_out, kept = above.mean_diagonal(), (above + cross).mean_diagonal()
         size = kernel.mean_diagonal()
-        centred = kept * gradient.centred_share + sent.kernel.mean_diagonal() * sent.centred_share
+        centred = (
+            kept * gradient.centred_share + grad_in.kernel.mean_diagonal() * grad_in.centred_share
+        )
         return Gradient(
             kernel,
             gradient.seq_len,
-            ratio_or_zero(alone * received, carried * size),
+            ratio_or_zero(alone * grad_out, carried * size),
             ratio_or_zero(centred, size),
         )
 
@@ -285,7 +288,7 @@ class DoubleSum(NamedTuple):
 #
 # With u = s x + b the sum behind attention, n = u/|u| and f the feed-forward block's output, the
 # layer ends in y = x + s' n + f, which holds x with amplitude 1 + a, a = s s'/|u|. The cross term
-# x.b of attention is in the kernel of u with the factor 2 s and in that of y with 2 s'/|u| beside,
+# x.b of attention is in the kernel of u with the factor 2 s and in that of y with 2 s'/|u|,
 # and on the way back the feed-forward block's likewise.
 
 
@@ -297,7 +300,7 @@ class Bypass:
         attention, norm, ffn: residual connection, normalisation, residual connection.
         carried: (..., L) a.
         leaving: kernel of the signal y.
-        sent, received: kernels of the gradient at x and at y.
+        grad_in, grad_out: kernels of the gradient at x and at y.
     """
 
     attention: Sublayer
@@ -305,32 +308,32 @@ class Bypass:
     ffn: Sublayer
     carried: Array
     leaving: Array
-    sent: Array
-    received: Array
+    grad_in: Array
+    grad_out: Array
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         inner = self.attention.gradient_adjoint(sensitivity)
         between = self.norm.gradient_adjoint(inner.sensitivity)
         top = self.ffn.gradient_adjoint(between.sensitivity)
         both, skip = self._both, per_pair(self.ffn.skip)
-        # The feed-forward block's branch, then attention's beside all the rest.
-        first = skip * self.received
-        deep = self.ffn.sent - first
+        # The feed-forward block's branch, then attention's and all the rest.
+        first = skip * self.grad_out
+        deep = self.ffn.grad_in - first
         crossed = between.sensitivity + ratio(0.5 * (both - 1), skip) * sensitivity
         noise = self._added(crossed, between.sensitivity, first, deep, self.ffn.back_kappa)
-        attended = self.sent - both * self.received
-        attended = attended - per_pair(self.attention.skip) * self.norm.sent
+        attended = self.grad_in - both * self.grad_out
+        attended = attended - per_pair(self.attention.skip) * self.norm.grad_in
         noise += self._added(
-            sensitivity, sensitivity, self.sent - attended, attended, self.attention.back_kappa
+            sensitivity, sensitivity, self.grad_in - attended, attended, self.attention.back_kappa
         )
         sizes = total(sensitivity * attended), total(between.sensitivity * deep)
-        met = sizes[0] * inner.coherence + sizes[1] * top.coherence
+        crossing = sizes[0] * inner.coherence + sizes[1] * top.coherence
         exposure = (inner.exposure, between.exposure, top.exposure, sensitivity)
         return GradientAdjoint(
             top.sensitivity + both * sensitivity,
             exposure,
             noise + inner.noise + between.noise + top.noise,
-            between.coherence * ratio(met, sizes[0] + sizes[1]),
+            between.coherence * ratio(crossing, sizes[0] + sizes[1]),
         )
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
@@ -340,9 +343,9 @@ class Bypass:
         kernel, around = self.attention.entering, self.attention.leaving
         # a falls as |u| grows
         moved = row_sums(sensitivity * kernel)
-        moved[: len(given)] += row_sums(given * self.received)
-        share = self.carried / own_entries(around)
-        middle = between.sensitivity - diagonal((share * moved).astype(SINGLE), around)
+        moved[: len(given)] += row_sums(given * self.grad_out)
+        share = self.carried / diagonal_of(around)
+        middle = between.sensitivity - diagonal_matrix((share * moved).astype(SINGLE), around)
         inner = self.attention.signal_adjoint(middle, of_attention)
         both, skip = self._both, per_pair(self.attention.skip)
         first = skip * kernel
@@ -399,8 +402,8 @@ def bypassed(
         kernels: of the signal that enters and leaves, of the gradient sent and received.
     """
     attention, norm, ffn = sublayers
-    entering, leaving, sent, received = kernels
-    answer = Bypass(attention, norm, ffn, carried, leaving, sent, received)
+    entering, leaving, grad_in, grad_out = kernels
+    answer = Bypass(attention, norm, ffn, carried, leaving, grad_in, grad_out)
     # What different directions share passes the connections on average over tokens.
     each = over_tokens((1 + carried) ** 2, entering) / count_of(entering)
     added = [one.leaving - per_pair(one.skip) * one.entering for one in (attention, ffn)]

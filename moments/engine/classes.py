@@ -1,6 +1,6 @@
 """Classes of positions: a causal sequence of any length as a few nodes in log position.
 
-Kernels of tokens that differ in position alone are smooth in its logarithm. They are held at nodes
+Kernels of tokens that differ in position alone are smooth in its logarithm. They are kept at nodes
 x_1 = 1 < ... < x_P = L; K at (p, p) is the value between two neighbours near x_p. Sums over tokens
 are sums over nodes with counts, those of an interpolant. See docs/theory/state.md, Classes of
 positions.
@@ -42,7 +42,6 @@ class PositionClasses:
     """Nodes in position and what sums over tokens make of them.
 
     Attributes:
-        length: tokens L.
         nodes: (P,) positions, counted from 1; the last are L - 1 and L.
     """
 
@@ -73,7 +72,7 @@ class PositionClasses:
     @functools.cached_property
     def count(self) -> Array:
         """(P,) tokens that a node stands for."""
-        return np.asarray(self.causal.seen().keys[-1])
+        return np.asarray(self.causal.key_counts().keys[-1])
 
     @property
     def inside(self) -> PositionClasses:
@@ -90,14 +89,14 @@ class PositionClasses:
         """Tokens of every sequence or document."""
         return (self.length,)
 
-    def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+    def blocks(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         """A matrix (own (..., P), pairs (..., P, P)), by what two tokens have to do with each
         other: of one document, and where there are several of two."""
-        return ((own, pairs),)
+        return ((diagonal, off_diagonal),)
 
-    def told_apart(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
-        """The same, and what else tells pairs of a cell apart."""
-        return self.blocks(own, pairs)
+    def blocks_by_relation(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
+        """The same, and by what else pairs of a cell differ in."""
+        return self.blocks(diagonal, off_diagonal)
 
     def joined(self, *blocks: Matrix) -> Matrix:
         """The same back."""
@@ -108,20 +107,20 @@ class PositionClasses:
         """Those that `ClassMatrix` is on: of one document."""
         return self.inside
 
-    def alone(self, own: Array, pairs: Array) -> Matrix:
+    def alone(self, diagonal: Array, off_diagonal: Array) -> Matrix:
         """A matrix of one document, on `of_one`."""
-        return self.blocks(own, pairs)[0]
+        return self.blocks(diagonal, off_diagonal)[0]
 
-    def between(self, own: Array, pairs: Array) -> Matrix | None:
+    def between(self, diagonal: Array, off_diagonal: Array) -> Matrix | None:
         """That of two, own parts being those of two tokens at one place; None: there is one."""
-        _, *across = self.blocks(own, pairs)
+        _, *across = self.blocks(diagonal, off_diagonal)
         return across[0] if across else None
 
-    def over_kinds(self, pairs: Array) -> Array:
-        """(..., P, P) means over what else tells pairs of two cells apart."""
-        return pairs
+    def over_relations(self, off_diagonal: Array) -> Array:
+        """(..., P, P) means over what else pairs of two cells differ in."""
+        return off_diagonal
 
-    def with_kinds(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
+    def with_relations(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
         """The product of two matrices, of that of their means over cells."""
         return product
 
@@ -130,9 +129,9 @@ class PositionClasses:
         """(L,), or (documents, longest): whether a document has that position."""
         return np.ones(self.length, dtype=bool)
 
-    def within(self, pairs: Array) -> Array:
+    def within(self, off_diagonal: Array) -> Array:
         """The matrix of pairs of one document, and 0 where two are."""
-        return pairs
+        return off_diagonal
 
     @property
     def at_one_place(self) -> Array:
@@ -144,16 +143,16 @@ class PositionClasses:
         """(P, P) share of pairs (i, j) in which j is the token behind i, as many as there are: two
         nodes that are one position apart, and beyond them two of one class."""
         one = self.inside
-        beside = np.diff(one.nodes) == 1
-        found = np.diag(beside.astype(float), 1)
-        inside = np.append(~beside, False)
+        neighbours = np.diff(one.nodes) == 1
+        result = np.diag(neighbours.astype(float), 1)
+        inside = np.append(~neighbours, False)
         inside[-2] = True
-        pairs = np.maximum(np.diagonal(one.pair_count), 0.0)
-        several = inside & (pairs > 0.0)
-        found[several, several] = np.minimum(one.count[several] / pairs[several], 1.0)
-        found = self.within(found)
+        off_diagonal = np.maximum(np.diagonal(one.pair_count), 0.0)
+        several = inside & (off_diagonal > 0.0)
+        result[several, several] = np.minimum(one.count[several] / off_diagonal[several], 1.0)
+        result = self.within(result)
         total = float(self.there.sum() - len(np.atleast_2d(self.there)))
-        return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
+        return np.minimum(result * to_total(result * self.pair_count, total), 1.0)
 
     @property
     def documents(self) -> Matrix | None:
@@ -177,11 +176,13 @@ class PositionClasses:
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different tokens: as many as there are, so that what is the same
         for all pairs averages to itself."""
-        pairs = self.count[:, None] * (self.causal.seen().keys - np.eye(len(self.nodes)))
-        pairs = pairs + pairs.T
-        return np.asarray(pairs * (self.length * (self.length - 1.0) / pairs.sum()))
+        off_diagonal = self.count[:, None] * (
+            self.causal.key_counts().keys - np.eye(len(self.nodes))
+        )
+        off_diagonal = off_diagonal + off_diagonal.T
+        return np.asarray(off_diagonal * (self.length * (self.length - 1.0) / off_diagonal.sum()))
 
-    def seen(self, window: int | None = None) -> Sight:
+    def key_counts(self, window: int | None = None) -> KeyCounts:
         """What the rows of a causal mask see; the same for the same window."""
         whole = window is None or window >= self.length
         return _seen(self, self.length if whole or window is None else window)
@@ -190,13 +191,13 @@ class PositionClasses:
         """(...) average over tokens of (..., P) values."""
         return np.asarray((values * self.count).sum(-1) / self.length)
 
-    def mean_of_pairs(self, pairs: Array) -> Array:
+    def mean_of_pairs(self, off_diagonal: Array) -> Array:
         """(...) average over pairs of different tokens of one sequence, of (..., P, P)."""
-        return self.sum_of_pairs(pairs) / max(self.length * (self.length - 1), 1)
+        return self.sum_of_pairs(off_diagonal) / max(self.length * (self.length - 1), 1)
 
-    def sum_of_pairs(self, pairs: Array) -> Array:
+    def sum_of_pairs(self, off_diagonal: Array) -> Array:
         """(...) sum over ordered pairs of different tokens."""
-        return np.asarray((pairs * self.pair_count).sum((-2, -1)))
+        return np.asarray((off_diagonal * self.pair_count).sum((-2, -1)))
 
     @functools.cached_property
     def _cells(self) -> tuple[NDArray[np.intp], Array]:
@@ -211,12 +212,12 @@ class PositionClasses:
         return left, (np.log(place) - logs[left]) / (logs[left + 1] - logs[left])
 
     @functools.cached_property
-    def hats(self) -> Array:
+    def basis(self) -> Array:
         """(P, L) functions linear in log position between nodes, 1 at their own: cells."""
         (left, share), place = self._cells, np.arange(self.length)
-        found = np.zeros((len(self.nodes) + 1, self.length))
-        found[left, place], found[left + 1, place] = 1.0 - share, share
-        return found[:-1]
+        result = np.zeros((len(self.nodes) + 1, self.length))
+        result[left, place], result[left + 1, place] = 1.0 - share, share
+        return result[:-1]
 
     def cell_means(self, values: Array) -> Array:
         """(P,) means over cells of (L,) values."""
@@ -238,16 +239,19 @@ class PositionClasses:
         return means[0]
 
     def pair_sums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[PairSums]:
-        """Of the same, by what else tells pairs apart."""
+        """Of the same, by what else pairs differ in."""
         known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
         sums = [
-            np.array([np.bincount(one, hat, len(known)) for hat in self.hats])
+            np.array([np.bincount(one, hat, len(known)) for hat in self.basis])
             for one in np.split(where, 2)
         ]
-        size = self.hats.sum(1)
-        itself = (self.hats * (first == second)) @ self.hats.T
-        found, count = sums[0] @ sums[1].T - itself, np.outer(size, size) - self.hats @ self.hats.T
-        return [PairSums(found, count, self.pair_count)]
+        size = self.basis.sum(1)
+        itself = (self.basis * (first == second)) @ self.basis.T
+        result, count = (
+            sums[0] @ sums[1].T - itself,
+            np.outer(size, size) - self.basis @ self.basis.T,
+        )
+        return [PairSums(result, count, self.pair_count)]
 
     def spread_out(self, values: Array) -> Array:
         """(..., L) mean squares at every position, from (..., P).
@@ -258,27 +262,27 @@ class PositionClasses:
         inner = values[..., :-1]
         positive = np.all(inner > 0, axis=-1, keepdims=True)
         known = np.where(positive, np.log(np.where(positive, inner, 1.0)), inner)
-        found = np.empty((*values.shape[:-1], self.length))
-        found[..., self.nodes[:-1] - 1] = known
-        for inside, held, weights in _between(tuple(self.nodes.tolist())):
-            found[..., inside] = known[..., held] @ weights
-        others = found[..., :-1]
+        result = np.empty((*values.shape[:-1], self.length))
+        result[..., self.nodes[:-1] - 1] = known
+        for inside, near, weights in _between(tuple(self.nodes.tolist())):
+            result[..., inside] = known[..., near] @ weights
+        others = result[..., :-1]
         np.exp(others, out=others, where=positive)
-        found[..., -1] = values[..., -1]
-        return found
+        result[..., -1] = values[..., -1]
+        return result
 
 
 class PairSums(NamedTuple):
     """Pairs of positions of two cells, (P, P), or some other such pairs.
 
     Attributes:
-        found: how many are as asked for, by `PositionClasses.hats`.
-        pairs: how many there are.
+        matching: how many are as asked for, by `PositionClasses.basis`.
+        total: how many there are.
         expected: the same as sums over pairs count them.
     """
 
-    found: Array
-    pairs: Array
+    matching: Array
+    total: Array
     expected: Array
 
 
@@ -313,7 +317,7 @@ class BothSides(PositionClasses):
     """Positions of sequences without a mask, whose rows see those less than a window away on both
     sides: nodes as under a mask, since what differs at either end does so over a window."""
 
-    def seen(self, window: int | None = None) -> Sight:
+    def key_counts(self, window: int | None = None) -> KeyCounts:
         return _seen_both(self, self.length if window is None else min(window, self.length))
 
     @property
@@ -338,10 +342,10 @@ class OneClass(PositionClasses):
     over tokens and over pairs of different ones."""
 
     @property
-    def hats(self) -> Array:
+    def basis(self) -> Array:
         return np.ones((1, self.length))
 
-    def seen(self, window: int | None = None) -> Sight:
+    def key_counts(self, window: int | None = None) -> KeyCounts:
         return _everything(self)
 
 
@@ -353,7 +357,7 @@ def one_class(length: int) -> OneClass:
 
 @dataclass(frozen=True, eq=False)
 class DocumentClasses(PositionClasses):
-    """Several sequences or documents that share weights, each of which sees itself alone.
+    """Several sequences or documents that share weights, each of which attends to itself alone.
 
     Under a causal mask what a token is depends on its place alone, however long its document: one
     set of classes serves all. Two documents stand for every two, so that `nodes` are those of one
@@ -362,7 +366,7 @@ class DocumentClasses(PositionClasses):
         [[inside, across], [across, inside]],
 
     `across` having two tokens at one place of two documents on its diagonal, as a token with itself
-    is beside `inside`: they share a row of a table of positions. What two tokens near each other
+    is next to `inside`: they share a row of a table of positions. What two tokens near each other
     share in two documents is read off both sides of it.
 
     A number of a class is its mean over the documents that reach it, whose shares are counts.
@@ -370,7 +374,6 @@ class DocumentClasses(PositionClasses):
     Attributes:
         length: tokens of all documents.
         one: classes of the longest.
-        lengths: of all documents.
     """
 
     one: PositionClasses
@@ -431,12 +434,12 @@ class DocumentClasses(PositionClasses):
     def inside_count(self) -> Array:
         """(P, P) ordered pairs of different tokens of one document."""
         counts, many = self._counts
-        pairs = (many @ counts)[:, None] * (
-            self.one.causal.seen().keys - np.eye(len(self.one.nodes))
+        off_diagonal = (many @ counts)[:, None] * (
+            self.one.causal.key_counts().keys - np.eye(len(self.one.nodes))
         )
         lengths = np.array(self.lengths, float)
-        pairs = pairs + pairs.T
-        return np.asarray(pairs * to_total(pairs, float(lengths @ (lengths - 1.0))))
+        off_diagonal = off_diagonal + off_diagonal.T
+        return np.asarray(off_diagonal * to_total(off_diagonal, float(lengths @ (lengths - 1.0))))
 
     @functools.cached_property
     def across_count(self) -> Matrix:
@@ -444,28 +447,30 @@ class DocumentClasses(PositionClasses):
         counts, many = self._counts
         # Of two documents as many as the shorter one has places, and then the rest of the longer.
         longer = many.sum() - np.cumsum(many)
-        met = (many * (many - 1.0 + 2.0 * longer)) @ counts
-        pairs = met[:, None] * (self.one.causal.seen().keys - np.eye(len(met)))
+        at_place = (many * (many - 1.0 + 2.0 * longer)) @ counts
+        off_diagonal = at_place[:, None] * (
+            self.one.causal.key_counts().keys - np.eye(len(at_place))
+        )
         rest = np.cumsum((many[:, None] * counts)[::-1], axis=0)[::-1]
         rest = rest - (longer + many)[:, None] * counts
-        pairs += np.einsum("n,np,nq->pq", many, rest, counts)
-        return met, np.asarray(pairs + pairs.T)
+        off_diagonal += np.einsum("n,np,nq->pq", many, rest, counts)
+        return at_place, np.asarray(off_diagonal + off_diagonal.T)
 
     @functools.cached_property
     def pair_count(self) -> Array:
-        own, pairs = self.across_count
-        inner = np.diagonal(pairs)
-        # Those beside the diagonal are counted where they are read from.
-        across = pairs - np.diag(inner) + inner[:, None] * self._aside
-        across = 0.5 * (across + across.T) + np.diag(own)
+        diagonal, off_diagonal = self.across_count
+        inner = np.diagonal(off_diagonal)
+        # Those next to the diagonal are counted where they are read from.
+        across = off_diagonal - np.diag(inner) + inner[:, None] * self._aside
+        across = 0.5 * (across + across.T) + np.diag(diagonal)
         return 0.5 * np.block([[self.inside_count, across], [across, self.inside_count]])
 
     @functools.cached_property
     def _aside(self) -> Array:
-        """(P, P) weights by which a row's other entries give that beside its diagonal: linear in
+        """(P, P) weights by which a row's other entries give that next to its diagonal: linear in
         log position from either side, along which the rest is smooth, and their mean."""
         logs, size = np.log(self.one.nodes), len(self.one.nodes)
-        found = np.zeros((size, size))
+        result = np.zeros((size, size))
         for node in range(size):
             sides = [
                 range(node - 1, max(node - 3, -1), -1),
@@ -473,13 +478,15 @@ class DocumentClasses(PositionClasses):
             ]
             sides = [side for side in sides if len(side)] or [range(node - 1, node - 2, -1)]
             for side in sides:
-                held = np.array(side)
-                found[node, held] += lagrange(logs[held], logs[[node]])[:, 0] / len(sides)
-        return found
+                near = np.array(side)
+                result[node, near] += lagrange(logs[near], logs[[node]])[:, 0] / len(sides)
+        return result
 
-    def mean_of_pairs(self, pairs: Array) -> Array:
+    def mean_of_pairs(self, off_diagonal: Array) -> Array:
         size, count = len(self.one.nodes), self.inside_count
-        return np.asarray((pairs[..., :size, :size] * count).sum((-2, -1)) / max(count.sum(), 1.0))
+        return np.asarray(
+            (off_diagonal[..., :size, :size] * count).sum((-2, -1)) / max(count.sum(), 1.0)
+        )
 
     @functools.cached_property
     def documents(self) -> Matrix | None:
@@ -500,16 +507,16 @@ class DocumentClasses(PositionClasses):
         values = np.asarray(values)
         return super().mean(values if values.shape[-1] == len(self.nodes) else np.tile(values, 2))
 
-    def seen(self, window: int | None = None) -> Sight:
-        return self.one.seen(window)
+    def key_counts(self, window: int | None = None) -> KeyCounts:
+        return self.one.key_counts(window)
 
-    def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+    def blocks(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         size = len(self.one.nodes)
-        across, index = np.array(pairs[..., :size, size:]), np.arange(size)
+        across, index = np.array(off_diagonal[..., :size, size:]), np.arange(size)
         at_one_place = np.array(across[..., index, index])
         across[..., index, index] = 0.0
         across[..., index, index] = (across * self._aside).sum(-1)
-        return (own[..., :size], pairs[..., :size, :size]), (at_one_place, across)
+        return (diagonal[..., :size], off_diagonal[..., :size, :size]), (at_one_place, across)
 
     def joined(self, *blocks: Matrix) -> Matrix:
         inside, across = blocks
@@ -522,9 +529,9 @@ class DocumentClasses(PositionClasses):
         )
         return np.concatenate([inside[0]] * 2, axis=-1), np.concatenate([top, bottom], axis=-2)
 
-    def within(self, pairs: Array) -> Array:
-        none = np.zeros_like(pairs)
-        return np.block([[pairs, none], [none, pairs]])
+    def within(self, off_diagonal: Array) -> Array:
+        none = np.zeros_like(off_diagonal)
+        return np.block([[off_diagonal, none], [none, off_diagonal]])
 
     @functools.cached_property
     def there(self) -> NDArray[np.bool_]:
@@ -532,27 +539,27 @@ class DocumentClasses(PositionClasses):
 
     def cell_means(self, values: Array) -> Array:
         """(2 P,) means over cells of (documents, longest) values, each as far as it reaches."""
-        sums = self.one.hats @ np.where(self.there, values, 0.0).sum(0)
-        return np.tile(sums / (self.one.hats @ self._reaching), 2)
+        sums = self.one.basis @ np.where(self.there, values, 0.0).sum(0)
+        return np.tile(sums / (self.one.basis @ self._reaching), 2)
 
     def of_sums(self, *means: Array) -> Array:
-        inner, outer, own = means
-        return np.asarray(self.joined((np.diagonal(inner), inner), (own, outer))[1])
+        inner, outer, diagonal = means
+        return np.asarray(self.joined((np.diagonal(inner), inner), (diagonal, outer))[1])
 
     def pair_sums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[PairSums]:
         """Of one document, of two, and at one place of two: of (documents, longest) values, of
         which those that are not there do not count."""
-        hats, there = self.one.hats, self.there
+        basis, there = self.one.basis, self.there
         weights = there + 0.0
         known, where = np.unique(np.stack([first, second]), return_inverse=True)
         one, two = np.reshape(where, (2, *there.shape))
-        size, values = len(hats), len(known)
-        held = np.arange(size)[:, None] * values
+        size, values = len(basis), len(known)
+        offsets = np.arange(size)[:, None] * values
 
         def sums(which: NDArray[np.intp], by: Array) -> Array:
-            flat = (held + which).ravel()
-            found = np.bincount(flat, (hats * by).ravel(), size * values)
-            return np.asarray(found.reshape(size, values), np.float64)
+            flat = (offsets + which).ravel()
+            result = np.bincount(flat, (basis * by).ravel(), size * values)
+            return np.asarray(result.reshape(size, values), np.float64)
 
         every = [np.zeros((size, values)), np.zeros((size, values))]
         inside, places = np.zeros((size, size)), np.zeros((size, size))
@@ -560,26 +567,26 @@ class DocumentClasses(PositionClasses):
             both = sums(one[number], weights[number]), sums(two[number], weights[number])
             inside += both[0] @ both[1].T
             every = [total + part for total, part in zip(every, both, strict=True)]
-            cells = hats @ there[number]
+            cells = basis @ there[number]
             places += np.outer(cells, cells)
         itself = (weights * (one == two)).sum(0)
         at_place = np.arange(there.shape[1])[None, :] * values
-        codes, found = np.unique(np.stack([at_place + one, at_place + two]), return_inverse=True)
-        left, right = np.reshape(found, (2, *there.shape))
-        met = np.bincount(left.ravel(), weights.ravel(), len(codes))
-        met *= np.bincount(right.ravel(), weights.ravel(), len(codes))
-        met = np.bincount(codes // values, met, there.shape[1]) - itself
+        codes, result = np.unique(np.stack([at_place + one, at_place + two]), return_inverse=True)
+        left, right = np.reshape(result, (2, *there.shape))
+        pairs_at_place = np.bincount(left.ravel(), weights.ravel(), len(codes))
+        pairs_at_place *= np.bincount(right.ravel(), weights.ravel(), len(codes))
+        pairs_at_place = np.bincount(codes // values, pairs_at_place, there.shape[1]) - itself
         others = self._reaching * (self._reaching - 1.0)
-        whole = np.outer(hats @ self._reaching, hats @ self._reaching)
+        whole = np.outer(basis @ self._reaching, basis @ self._reaching)
         counts = (
-            places - (hats * self._reaching) @ hats.T,
-            whole - places - (hats * others) @ hats.T,
-            hats @ others,
+            places - (basis * self._reaching) @ basis.T,
+            whole - places - (basis * others) @ basis.T,
+            basis @ others,
         )
         shares = (
-            inside - (hats * itself) @ hats.T,
-            every[0] @ every[1].T - inside - (hats * met) @ hats.T,
-            hats @ met,
+            inside - (basis * itself) @ basis.T,
+            every[0] @ every[1].T - inside - (basis * pairs_at_place) @ basis.T,
+            basis @ pairs_at_place,
         )
         expected = self.inside_count, self.across_count[1], self.across_count[0]
         return [PairSums(*one) for one in zip(shares, counts, expected, strict=True)]
@@ -593,22 +600,22 @@ LEAST_SHARED = 1e-9
 """Pairs of documents that reach two positions, of those that reach one, below which none do."""
 
 
-def as_many(found: Array, count: Array, expected: Array) -> Array:
+def as_many(result: Array, count: Array, expected: Array) -> Array:
     """Sums over their counts, such that weighed by what is counted elsewhere they are as many. A
     cell of one position has no pairs: those with the next stand in."""
-    usable, total = count > 0.5, float(found.sum())
-    found = np.where(usable, found / np.where(usable, count, 1.0), 0.0)
-    if found.ndim == 2:
+    usable, total = count > 0.5, float(result.sum())
+    result = np.where(usable, result / np.where(usable, count, 1.0), 0.0)
+    if result.ndim == 2:
         for place in map(int, np.flatnonzero(~np.diagonal(usable))):
-            beside = [min(place + 1, len(found) - 1), max(place - 1, 0)]
-            found[place, place] = found[place, beside].mean()
-    return found * to_total(found * expected, total)
+            neighbours = [min(place + 1, len(result) - 1), max(place - 1, 0)]
+            result[place, place] = result[place, neighbours].mean()
+    return result * to_total(result * expected, total)
 
 
 def to_total(counts: Array, total: float) -> float:
     """The factor by which counts sum to what they should."""
-    found = float(counts.sum())
-    return total / found if found > 0.0 else 0.0
+    result = float(counts.sum())
+    return total / result if result > 0.0 else 0.0
 
 
 @functools.lru_cache(maxsize=16)
@@ -646,16 +653,16 @@ def few_points(values: Array, most: int, shares: Array | None = None) -> tuple[A
     centre, size = points.mean(), np.ptp(points) or 1.0
     x = (points - centre) / size
     basis = [np.sqrt(weights)]
-    diagonal, beside = [], []
+    diagonal, neighbours = [], []
     for order in range(most):
         moved = x * basis[-1]
         diagonal.append(float(basis[-1] @ moved))
         for vector in basis:
             moved = moved - (vector @ moved) * vector
-        beside.append(float(np.linalg.norm(moved)))
+        neighbours.append(float(np.linalg.norm(moved)))
         if order + 1 < most:
-            basis.append(moved / beside[-1])
-    jacobi = np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1)
+            basis.append(moved / neighbours[-1])
+    jacobi = np.diag(diagonal) + np.diag(neighbours[:-1], 1) + np.diag(neighbours[:-1], -1)
     nodes, vectors = np.linalg.eigh(jacobi)
     return centre + size * nodes, vectors[0] ** 2
 
@@ -679,7 +686,7 @@ def stencil(cell: int, low: int, high: int) -> slice:
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
+class KeyCounts:
     """What the rows of a causal mask see, in counts.
 
     A row at node p sees the keys x_p - window < j <= x_p, and sums over them or over the rows that
@@ -687,9 +694,8 @@ class Sight:
     where that may jump; what is of one row alone goes on beyond the first key of its window.
 
     Attributes:
-        classes: of positions.
-        window: keys that a row sees at most.
-        starts: (P,) the last position that a row no longer sees.
+        window: keys that a row attends to at most.
+        starts: (P,) the last position that a row no longer attends to.
         ends: (P,) the last that it does.
         size: (P,) keys of a row.
         keys: (P, P) counts of a row's keys.
@@ -717,18 +723,18 @@ class Sight:
     begins: NDArray[np.intp]
 
     @functools.cached_property
-    def later_own(self) -> Array:
+    def later_diagonal(self) -> Array:
         """(P, P) counts [q, p] of the rows that see q, of what falls like 1/size^2."""
-        return diagonal(np.swapaxes(self.later, 0, 2)).T
+        return diagonal_of(np.swapaxes(self.later, 0, 2)).T
 
     @functools.cached_property
-    def seen(self) -> NDArray[np.bool_]:
+    def visible(self) -> NDArray[np.bool_]:
         """(P, P) whether a row counts a key."""
         return np.asarray(self.keys != 0.0)
 
 
 @functools.lru_cache(maxsize=16)
-def _seen(classes: PositionClasses, reach: int) -> Sight:
+def _seen(classes: PositionClasses, reach: int) -> KeyCounts:
     nodes, total = classes.nodes, len(classes.nodes)
     starts = np.maximum(nodes - reach, 0)
     first = np.searchsorted(nodes, starts, "right")  # of a row's keys
@@ -760,23 +766,23 @@ def _seen(classes: PositionClasses, reach: int) -> Sight:
                         rest = sums(end, nodes[p] + reach - 1, last[s] + 1, last[p], 1)
                         sending[p, s] = together + rest
     size = np.minimum(nodes, reach).astype(float)
-    return Sight(
+    return KeyCounts(
         classes, reach, starts, nodes, size, keys, shared, split, rows, sending, later, first
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _everything(classes: OneClass) -> Sight:
+def _everything(classes: OneClass) -> KeyCounts:
     """Of one class."""
     size, none = float(classes.length), np.zeros(1, np.intp)
-    pairs, cubes = np.full((1, 1), size), np.full((1, 1, 1), size)
+    off_diagonal, cubes = np.full((1, 1), size), np.full((1, 1, 1), size)
     ends = none, classes.nodes, np.array([size])
-    counts = pairs, cubes, cubes, pairs, cubes, cubes
-    return Sight(classes, classes.length, *ends, *counts, none)
+    counts = off_diagonal, cubes, cubes, off_diagonal, cubes, cubes
+    return KeyCounts(classes, classes.length, *ends, *counts, none)
 
 
 @functools.lru_cache(maxsize=16)
-def _seen_both(classes: BothSides, reach: int) -> Sight:
+def _seen_both(classes: BothSides, reach: int) -> KeyCounts:
     """Of rows that see both sides: nothing jumps at a node, since no row ends there."""
     nodes, total, length = classes.nodes, len(classes.nodes), classes.length
     starts, ends = np.maximum(nodes - reach, 0), np.minimum(nodes + reach - 1, length)
@@ -797,7 +803,7 @@ def _seen_both(classes: BothSides, reach: int) -> Sight:
     cube, none = (total, total, total), np.zeros(total, np.intp)
     split, sending = np.broadcast_to(keys, cube), np.broadcast_to(rows[:, None], cube)
     sizes = size(nodes.astype(float))
-    return Sight(
+    return KeyCounts(
         classes, reach, starts, ends, sizes, keys, shared, split, rows, sending, later, none
     )
 
@@ -834,30 +840,30 @@ class _Sums:
         for cell in range(max(0, behind - 1), len(places) - 2):
             if places[cell] >= high:
                 break
-            held = stencil(cell, first, inner)
+            near = stencil(cell, first, inner)
             ends = max(low, places[cell]), min(high + 1, places[cell + 1])
-            key = held.start, held.stop, *ends, power
+            key = near.start, near.stop, *ends, power
             if key not in self._cells:
                 points, masses = positions_between(*ends)
-                basis = lagrange(self._logs[held], np.log(points)) * masses
+                basis = lagrange(self._logs[near], np.log(points)) * masses
                 if power:
-                    sizes = self._size(self._nodes[held])[:, None]
+                    sizes = self._size(self._nodes[near])[:, None]
                     basis = basis * (sizes / self._size(points)) ** power
                 self._cells[key] = basis.sum(1)
-            counts[held] += self._cells[key]
+            counts[near] += self._cells[key]
         return counts
 
 
 @functools.lru_cache(maxsize=4)
 def _between(nodes: tuple[int, ...]) -> list[tuple[slice, slice, Array]]:
     """Between every two nodes the positions, the nodes that give them, and the weights of those."""
-    logs, found = np.log(nodes), []
+    logs, result = np.log(nodes), []
     for cell, (low, high) in enumerate(itertools.pairwise(nodes)):
         if high > low + 1:
-            held = stencil(cell, 0, len(nodes) - 2)
-            weights = lagrange(logs[held], np.log(np.arange(low + 1, high)))
-            found.append((slice(low, high - 1), held, weights))
-    return found
+            near = stencil(cell, 0, len(nodes) - 2)
+            weights = lagrange(logs[near], np.log(np.arange(low + 1, high)))
+            result.append((slice(low, high - 1), near, weights))
+    return result
 
 
 class ClassRows(NamedTuple):
@@ -865,29 +871,30 @@ class ClassRows(NamedTuple):
 
     Attributes:
         weights: (..., P, P) [row, key], to one token of a class.
-        sight: what rows see.
     """
 
     weights: Array
-    sight: Sight
+    key_counts: KeyCounts
 
     @property
     def counted(self) -> Array:
-        """(..., P, P) to all tokens of a class that a row sees."""
-        return self.sight.keys * self.weights
+        """(..., P, P) to all tokens of a class that a row attends to."""
+        return self.key_counts.keys * self.weights
 
 
 # --- matrices over keys ---------------------------------------------------------------------------
 
 Matrix = tuple[Any, Any]
-"""(own, pairs): what a key has beyond `pairs` on the diagonal, (..., P), and (..., P, P)."""
+"""(own, pairs): what a key has beyond `off_diagonal` on the diagonal, (..., P), and (..., P, P)."""
 
 
-def diagonal(pairs: Array) -> Array:
-    """(..., P) values between neighbours."""
-    if pairs.shape[-2:] == (1, 1):
-        return pairs[..., 0]
-    return pairs.diagonal(axis1=-2, axis2=-1)
+def diagonal_of(matrix: Any) -> Array:
+    """(..., P) diagonal of an array (..., P, P), or of a `ClassMatrix`."""
+    if isinstance(matrix, ClassMatrix):
+        return matrix.diagonal
+    if matrix.shape[-2:] == (1, 1):
+        return np.asarray(matrix[..., 0])
+    return np.asarray(matrix.diagonal(axis1=-2, axis2=-1))
 
 
 class ClassMatrix:
@@ -896,11 +903,11 @@ class ClassMatrix:
     Classes are taken as blocks of alike tokens here, each of `count`: a row that sees a part of a
     class sees all of it with as much less weight. Products, transposes and sums are then those of
     one matrix over all tokens, so that maps of kernels and their transposes agree; it costs the
-    order of a cell in how a mask's edge is met.
+    order of a cell at a mask's edge.
 
     Attributes:
-        own: (..., nodes) entries of a token with itself.
-        pairs: (..., nodes, nodes) of two different tokens.
+        diagonal: (..., nodes) entries of a token with itself.
+        off_diagonal: (..., nodes, nodes) of two different tokens.
         classes: the positions, those of a text's words, or one class of tokens alike.
         crowded: (..., P, P) of rows of attention, what two keys of one word get together over what
             two others do: they crowd each other. None: no such rows, or no words.
@@ -909,43 +916,60 @@ class ClassMatrix:
     __array_ufunc__ = None
 
     def __init__(
-        self, own: Array, pairs: Array, classes: PositionClasses, crowded: Array | None = None
+        self,
+        diagonal: Array,
+        off_diagonal: Array,
+        classes: PositionClasses,
+        crowded: Array | None = None,
     ) -> None:
-        entries, matrix = own.shape, pairs.shape
+        entries, matrix = diagonal.shape, off_diagonal.shape
         if entries != matrix[:-1] or matrix[-1] != matrix[-2]:
             shape, size = np.broadcast_shapes(entries[:-1], matrix[:-2]), matrix[-1]
-            own = np.broadcast_to(own, (*shape, size))
-            pairs = np.broadcast_to(pairs, (*shape, size, size))
-        self.own, self.pairs, self.classes, self.crowded = own, pairs, classes, crowded
+            diagonal = np.broadcast_to(diagonal, (*shape, size))
+            off_diagonal = np.broadcast_to(off_diagonal, (*shape, size, size))
+        self.diagonal, self.off_diagonal, self.classes, self.crowded = (
+            diagonal,
+            off_diagonal,
+            classes,
+            crowded,
+        )
 
     @classmethod
     def of_rows(
-        cls, rows: Array, sight: Sight, classes: PositionClasses, crowded: Array | None = None
+        cls,
+        rows: Array,
+        key_counts: KeyCounts,
+        classes: PositionClasses,
+        crowded: Array | None = None,
     ) -> ClassMatrix:
         """Of what rows give to one key of a class that they see, (..., P, P)."""
-        count, inside = sight.classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
-        pairs, seen = rows * sight.keys / count, np.diagonal(sight.keys)
+        count, inside = key_counts.classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
+        off_diagonal, seen = rows * key_counts.keys / count, np.diagonal(key_counts.keys)
         several = count > 1.5
-        beside = (seen - 1.0) / np.where(several, count - 1.0, 1.0)
+        neighbours = (seen - 1.0) / np.where(several, count - 1.0, 1.0)
         index = np.arange(len(count))
-        pairs[..., index, index] = np.where(several, inside * beside, inside * seen / count)
-        own = np.where(several, inside, pairs[..., index, index])
-        return cls(*classes.everywhere((own, pairs)), classes, crowded)
+        off_diagonal[..., index, index] = np.where(
+            several, inside * neighbours, inside * seen / count
+        )
+        diagonal = np.where(several, inside, off_diagonal[..., index, index])
+        return cls(*classes.everywhere((diagonal, off_diagonal)), classes, crowded)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.pairs.shape
+        return self.off_diagonal.shape
 
     @property
     def size(self) -> int:
-        return int(self.pairs.size)
+        return int(self.off_diagonal.size)
 
     def astype(self, kind: Any) -> ClassMatrix:
         crowded = None if self.crowded is None else self.crowded.astype(kind)
-        return ClassMatrix(self.own.astype(kind), self.pairs.astype(kind), self.classes, crowded)
+        return ClassMatrix(
+            self.diagonal.astype(kind), self.off_diagonal.astype(kind), self.classes, crowded
+        )
 
     def transposed(self) -> ClassMatrix:
-        return ClassMatrix(self.own, np.swapaxes(self.pairs, -1, -2), self.classes)
+        return ClassMatrix(self.diagonal, np.swapaxes(self.off_diagonal, -1, -2), self.classes)
 
     def total(self) -> Array:
         """(...) sum of all entries."""
@@ -953,20 +977,20 @@ class ClassMatrix:
 
     def row_sums(self) -> Array:
         """(..., P) sums over the second token."""
-        return self.classes.repeated(self.apart + self.mean @ self.classes.inside.count)
+        return self.classes.repeated(self.excess + self.mean @ self.classes.inside.count)
 
     def trace(self) -> Array:
-        return np.asarray((self.own * self.classes.count).sum(-1))
+        return np.asarray((self.diagonal * self.classes.count).sum(-1))
 
     @functools.cached_property
     def mean(self) -> Array:
         """(..., P, P) over all pairs of two classes."""
-        return self.classes.over_kinds(self.pairs)
+        return self.classes.over_relations(self.off_diagonal)
 
     @functools.cached_property
-    def apart(self) -> Array:
+    def excess(self) -> Array:
         """(..., P) what a token has with itself beyond what it has with others of its class."""
-        return np.asarray(self.own[..., : self.mean.shape[-1]] - diagonal(self.mean))
+        return np.asarray(self.diagonal[..., : self.mean.shape[-1]] - diagonal_of(self.mean))
 
     @functools.cached_property
     def counted(self) -> Array:
@@ -974,35 +998,39 @@ class ClassMatrix:
         return np.asarray(self.classes.inside.count[:, None] * self.mean)
 
     def __getitem__(self, index: Any) -> ClassMatrix:
-        return ClassMatrix(self.own[index], self.pairs[index], self.classes)
+        return ClassMatrix(self.diagonal[index], self.off_diagonal[index], self.classes)
 
     def __len__(self) -> int:
-        return len(self.pairs)
+        return len(self.off_diagonal)
 
     def __array__(self, *_: Any, **__: Any) -> Array:
         raise TypeError("a matrix on classes is no array: apply functions of entries `entrywise`")
 
     def __matmul__(self, other: Any) -> Any:
-        apart, mean = self.apart, self.mean
+        excess, mean = self.excess, self.mean
         if not isinstance(other, ClassMatrix):  # a column per token
             columns = np.asarray(other)[..., : mean.shape[-1], :]
-            found = apart[..., None] * columns + mean @ (
+            result = excess[..., None] * columns + mean @ (
                 self.classes.inside.count[:, None] * columns
             )
-            return np.swapaxes(self.classes.repeated(np.swapaxes(found, -1, -2)), -1, -2)
-        beyond = other.apart
-        pairs = apart[..., :, None] * other.mean + mean * beyond[..., None, :]
-        pairs = pairs + mean @ other.counted
-        product = apart * beyond + diagonal(pairs), pairs
-        return ClassMatrix(*self.classes.with_kinds(product, self, other), self.classes)
+            return np.swapaxes(self.classes.repeated(np.swapaxes(result, -1, -2)), -1, -2)
+        beyond = other.excess
+        off_diagonal = excess[..., :, None] * other.mean + mean * beyond[..., None, :]
+        off_diagonal = off_diagonal + mean @ other.counted
+        product = excess * beyond + diagonal_of(off_diagonal), off_diagonal
+        return ClassMatrix(*self.classes.with_relations(product, self, other), self.classes)
 
     def _with(self, other: Any, operation: Any) -> ClassMatrix:
         if isinstance(other, ClassMatrix):
             return ClassMatrix(
-                operation(self.own, other.own), operation(self.pairs, other.pairs), self.classes
+                operation(self.diagonal, other.diagonal),
+                operation(self.off_diagonal, other.off_diagonal),
+                self.classes,
             )
         return ClassMatrix(
-            operation(self.own, own_part(other)), operation(self.pairs, other), self.classes
+            operation(self.diagonal, diagonal_factor(other)),
+            operation(self.off_diagonal, other),
+            self.classes,
         )
 
     def __add__(self, other: Any) -> ClassMatrix:
@@ -1018,7 +1046,7 @@ class ClassMatrix:
         return self._with(other, np.divide)
 
     def __pow__(self, power: int) -> ClassMatrix:
-        return ClassMatrix(self.own**power, self.pairs**power, self.classes)
+        return ClassMatrix(self.diagonal**power, self.off_diagonal**power, self.classes)
 
     def __rsub__(self, other: Any) -> ClassMatrix:
         return (self * -1.0).__add__(other)
@@ -1027,11 +1055,11 @@ class ClassMatrix:
     __rmul__ = __mul__
 
 
-def own_part(other: Any) -> Any:
+def diagonal_factor(other: Any) -> Any:
     """What meets a token's own entry, of an array that meets pairs (..., P or 1, P or 1)."""
     other = np.asarray(other)
     if other.ndim < 2:
         return other
     if other.shape[-1] == 1:
         return other[..., 0]
-    return other[..., 0, :] if other.shape[-2] == 1 else diagonal(other)
+    return other[..., 0, :] if other.shape[-2] == 1 else diagonal_of(other)

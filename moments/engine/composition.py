@@ -28,7 +28,7 @@ from .trace import Record, Run
 
 @dataclass(slots=True, eq=False)
 class Pulled:
-    """What a pullback returns: the gradient at the input, and what it can tell when asked.
+    """What a pullback returns: the gradient at the input, and what follows from it when asked.
 
     Leaves with weights have a class of their own, which holds what its answers need.
     """
@@ -60,7 +60,6 @@ class Addition(NamedTuple):
 
     Attributes:
         kept, added: what enters the connection and what leaves the branch.
-        keeping, adding: the squared factors.
     """
 
     kept: Record
@@ -219,7 +218,6 @@ class Component(abc.ABC):
         """The same with another residual connection in the place of each of its own.
 
         Args:
-            signal: what enters.
             solve: gives the other, from the one and what enters it.
             carry: gives what a component makes of what enters it.
         """
@@ -269,8 +267,8 @@ class Component(abc.ABC):
     def documents(self) -> np.ndarray | None:
         """(B, L) the documents that attention in it keeps apart; None: each row is one."""
         for child in self.children:
-            if (found := child.documents) is not None:
-                return found
+            if (result := child.documents) is not None:
+                return result
         numbers = self.padding
         if numbers is None or np.max(numbers) < 2:
             return None
@@ -304,8 +302,8 @@ class Leaf(Component):
         return amplitude * np.sqrt(ratio_or_zero(after, before))
 
     def response(self, record: Record, around: Around) -> Response:
-        received, sent = around.received(record), record.gradient_received
-        return Elementwise.of(self, record.input, sent, received, self.scales_pairs)
+        grad_out, grad_in = around.grad_out(record), record.grad_out
+        return Elementwise.of(self, record.input, grad_in, grad_out, self.scales_pairs)
 
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -316,7 +314,7 @@ class Leaf(Component):
         return run.passed(Record(self, run.layer, signal, output, (), pullback))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.met(record, gradient)
+        run.returning(record, gradient)
         pulled = record.pullback(gradient)
         return record.completed(gradient, pulled.gradient, (), pulled)
 
@@ -335,9 +333,9 @@ class Reader(Component):
     def response(self, record: Record, around: Around) -> Response:
         # As it meets the tokens that ask: every one alone, of a memory as it is.
         assert record.memory is not None
-        reading, received = _Reading(self, record.memory), around.received(record)
-        sent = record.gradient_received
-        return Elementwise.of(reading, record.input, sent, received, False, at_once=False)
+        reading, grad_out = _Reading(self, record.memory), around.grad_out(record)
+        grad_in = record.grad_out
+        return Elementwise.of(reading, record.input, grad_in, grad_out, False, at_once=False)
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         memory = run.memory
@@ -347,7 +345,7 @@ class Reader(Component):
         return run.passed(Record(self, run.layer, signal, output, (), pullback, memory))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.met(record, gradient)
+        run.returning(record, gradient)
         pulled, to_memory = record.pullback(gradient)
         return record.completed(gradient, pulled.gradient, (), pulled, to_memory)
 
@@ -379,11 +377,11 @@ class Chain(Component):
         return Record(self, run.layer, signal, output, tuple(records))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        sent, children = gradient, []
+        grad_in, children = gradient, []
         for child in reversed(record.children):
-            children.append(child.component.backpropagate(child, sent, run))
-            sent = children[-1].gradient_sent
-        return record.completed(gradient, sent, tuple(reversed(children)))
+            children.append(child.component.backpropagate(child, grad_in, run))
+            grad_in = children[-1].grad_in
+        return record.completed(gradient, grad_in, tuple(reversed(children)))
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         for child in record.children:
@@ -404,10 +402,10 @@ class Chain(Component):
         return record.children
 
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
-        found: list[tuple[Record, ...]] = [()]
+        result: list[tuple[Record, ...]] = [()]
         for child in record.children:
-            found = [one + path for one in found for path in child.paths()]
-        return found
+            result = [one + path for one in result for path in child.paths()]
+        return result
 
     def response(self, record: Record, around: Around) -> Response:
         return Sequence(tuple(one.component.response(one, around) for one in record.children))
@@ -440,12 +438,12 @@ class Parallel(Component):
                 share = ratio_or_zero(child.output.kernel.diagonal, output.kernel.diagonal)
                 addend = gradient.at_addend(gradient.kernel, share, gradient.persistence)
             children.append(child.component.backpropagate(child, addend, run))
-            kernel = children[-1].gradient_sent.kernel
+            kernel = children[-1].grad_in.kernel
             if signal.fluctuation is not None:
                 kernel = returned(kernel, addend, child.component, signal.width)
             kernels.append(kernel)
-        sent = Gradient(sum_of(kernels), gradient.seq_len)
-        return record.completed(gradient, sent, tuple(children))
+        grad_in = Gradient(sum_of(kernels), gradient.seq_len)
+        return record.completed(gradient, grad_in, tuple(children))
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -472,12 +470,12 @@ class Parallel(Component):
         return [path for child in record.children for path in child.paths()]
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        found = [branch.two_sequences(signal, memory) for branch in self.branches]
-        return Signal(sum_of([one.kernel for one in found]), 2, width=found[0].width)
+        result = [branch.two_sequences(signal, memory) for branch in self.branches]
+        return Signal(sum_of([one.kernel for one in result]), 2, width=result[0].width)
 
     def response(self, record: Record, around: Around) -> Response:
         inner = tuple(one.component.response(one, around) for one in record.children)
-        return Sum(inner, around.received(record))
+        return Sum(inner, around.grad_out(record))
 
     @property
     def splits(self) -> bool:
@@ -517,7 +515,7 @@ class Residual(Component):
         return added(signal, branch, *scales, keeps_mean=True)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.met(record, gradient)
+        run.returning(record, gradient)
         (child,) = record.children
 
         def back(addend: Gradient) -> Record:
@@ -528,7 +526,7 @@ class Residual(Component):
         kept, handed = gradient.kernel.scaled(skip), gradient.kernel.scaled(scale)
         if signal.fluctuation is None:
             done = back(gradient.with_kernel(handed))
-            merged = _merged(gradient, kept, done.gradient_sent.kernel, not self.branch.normalises)
+            merged = _merged(gradient, kept, done.grad_in.kernel, not self.branch.normalises)
             return record.completed(gradient, merged, (done,))
         if not self.branch.normalises:
             return self._scale_free(record, gradient, kept, handed, back)
@@ -538,8 +536,8 @@ class Residual(Component):
         shared = shared_persistence(signal, response, gradient.kernel, self.branch.documents)
         addend = gradient.at_addend(handed, share, (persistence(signal, response), shared))
         done = back(addend)
-        sent = returned(done.gradient_sent.kernel, addend, self.branch, signal.width)
-        total = kept + sent
+        grad_in = returned(done.grad_in.kernel, addend, self.branch, signal.width)
+        total = kept + grad_in
         kept_share = ratio_or_zero(kept.diagonal, total.diagonal)
         mean_share = ratio_or_zero(kept.mean_diagonal(), total.mean_diagonal())
         merged = Gradient(
@@ -579,31 +577,31 @@ class Residual(Component):
     def _scale_free(
         self,
         record: Record,
-        received: Gradient,
+        grad_out: Gradient,
         kept: Kernel,
         handed: Kernel,
         back: Callable[[Gradient], Record],
     ) -> Record:
         """The way back where the branch scales with its input: it holds no normalisation."""
         signal, (child,) = record.input, record.children
-        gradient = received.averaged()
+        gradient = grad_out.averaged()
         total = record.output.kernel.mean_diagonal()
         scale = square(self.branch_scale)
         share = ratio_or_zero(child.output.kernel.mean_diagonal() * scale, total)
         done = back(gradient.at_addend(handed, share))
-        sent = done.gradient_sent
+        grad_in = done.grad_in
         if isotropic(gradient.radial):
-            merged = _merged(gradient, kept, sent.kernel, True)
-            return record.completed(received, merged, (done,))
+            merged = _merged(gradient, kept, grad_in.kernel, True)
+            return record.completed(grad_out, merged, (done,))
         mixing = self.branch.mixes_tokens
-        kept, back_kernel = orthogonal_parts(signal, share, gradient, kept, sent, mixing)
+        kept, back_kernel = orthogonal_parts(signal, share, gradient, kept, grad_in, mixing)
         merged = _merged(gradient, kept, back_kernel, True)
         if not gradient.orthogonal:
             # u.g of the sum u is x.g of its addend x, of a branch of degree 1
             kept_share = ratio_or_zero(kept.mean_diagonal(), merged.kernel.mean_diagonal())
             radial = gradient.radial * kept_share * ratio_or_zero(1.0, 1.0 - share)
             merged = dataclasses.replace(merged, radial=radial)
-        return record.completed(received, merged, (done,))
+        return record.completed(grad_out, merged, (done,))
 
 
 @dataclass(frozen=True)
@@ -629,11 +627,11 @@ class Layer(Component):
         return record
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.met(record, gradient)
+        run.returning(record, gradient)
         (child,) = record.children
         done = self.body.backpropagate(child, gradient, run)
         run.layer_done()
-        return record.completed(gradient, done.gradient_sent, (done,))
+        return record.completed(gradient, done.grad_in, (done,))
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         return self.body.carried(record.children[0], amplitude)
@@ -643,11 +641,6 @@ def forward(
     component: Component, signal: Signal, memory: Signal | None = None
 ) -> tuple[Signal, Record]:
     """Carry a signal through a declaration.
-
-    Args:
-        component: any.
-        signal: what enters.
-        memory: what cross-attention reads.
 
     Returns:
         The output, and the record of the pass, whose `backward` carries a gradient at the output
@@ -672,7 +665,7 @@ def added(
 
     Args:
         source: what both are branches of; None: the first is what the second branches off.
-        keeps_mean: whether what the first has without its features' mean stays told apart.
+        keeps_mean: whether what the first has without its features' mean stays a part of its own.
     """
     kernel = signal.kernel.mixed(skip, branch.kernel, scale)
     fluctuation = summed(signal, branch, skip, scale, source)
@@ -695,20 +688,20 @@ def returned(kernel: Kernel, addend: Gradient, branch: Component, width: Array) 
         return kernel
     grown, shared = addend.persistence
     if not branch.mixes_tokens:
-        return kernel.weighted(1 + grown.diagonal, 1 + grown.pairs)
+        return kernel.weighted(1 + grown.diagonal, 1 + grown.off_diagonal)
     lost, _ = kernel.lift((1 - addend.averaged().radial) / width)
     one, first, second = at_tokens(kernel, 1 + shared - lost)
     return kernel.weighted(one, (first + second) / 2)
 
 
-def _merged(gradient: Gradient, kept: Kernel, sent: Kernel, scale_free: bool) -> Gradient:
+def _merged(gradient: Gradient, kept: Kernel, grad_in: Kernel, scale_free: bool) -> Gradient:
     """Add the gradient that came through the branch to the one the skip connection kept.
 
     The sum stays orthogonal to the signal if it was so above and the branch scales with its input,
     that is, holds no normalisation (exact for ReLU networks, to leading order for attention, whose
     logits do not scale).
     """
-    total = kept + sent
+    total = kept + grad_in
     share = ratio_or_zero(kept.mean_diagonal(), total.mean_diagonal())
     return Gradient(
         total,

@@ -229,10 +229,10 @@ def pullback(function: Callable[..., Array], *arguments: Array) -> tuple[Array, 
                 sums[end.order] = one if known is None else known + one
                 nodes[end.order] = end
         for node in _backwards(list(nodes.values())):
-            received = sums[node.order]
+            grad_out = sums[node.order]
             for parent, rule in node.parents:
-                sent, known = rule(received), sums.get(parent.order)
-                sums[parent.order] = sent if known is None else known + sent
+                grad_in, known = rule(grad_out), sums.get(parent.order)
+                sums[parent.order] = grad_in if known is None else known + grad_in
         return tuple(sums.get(one.order, np.zeros(np.shape(plain(one)))) for one in starts)
 
     return (values if several else values[0]), pull
@@ -257,8 +257,8 @@ def tangent(
     several = isinstance(value, tuple)
     none = [np.zeros(np.shape(one)) for one in (value if several else (value,))]
     _, push = pullback(lambda *given: pull(given if several else given[0]), *none)
-    found = push(tuple(directions))
-    return value, found if several else found[0]
+    result = push(tuple(directions))
+    return value, result if several else result[0]
 
 
 def _number(value: Array) -> Array:
@@ -306,9 +306,9 @@ def _elementwise(function: Any, *slopes: Any) -> Callable[..., Array]:
 
         return made
 
-    found = primitive(function, *(rule(k, slope) for k, slope in enumerate(slopes)))
-    _RULES[function] = found
-    return found
+    operation = primitive(function, *(rule(k, slope) for k, slope in enumerate(slopes)))
+    _RULES[function] = operation
+    return operation
 
 
 add = primitive(
@@ -385,9 +385,9 @@ total = primitive(
 
 
 def _scattered(g: Array, shape: tuple[int, ...], index: Any) -> Array:
-    found = np.zeros(shape)
-    np.add.at(found, index, g)
-    return found
+    result = np.zeros(shape)
+    np.add.at(result, index, g)
+    return result
 
 
 _placed: Callable[..., Array] = primitive(_scattered, lambda r, g, shape, index: lambda h: h[index])

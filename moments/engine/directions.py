@@ -49,8 +49,8 @@ def expected_pull(freedom: float, correlation: Array) -> Array:
     half = 0.5 * math.exp(2 * (math.lgamma((n - 1) / 2) - math.lgamma(n / 2)))
     both = hyp2f1(0.5, 0.5, n / 2, square)
     apart = (1 - square) * hyp2f1(1.5, 1.5, n / 2 + 1, square)
-    found = half * (n - 1) * (both - apart / n)
-    return found if np.ndim(found) else float(found)
+    result = half * (n - 1) * (both - apart / n)
+    return result if np.ndim(result) else float(result)
 
 
 # --- directions -----------------------------------------------------------------------------------
@@ -106,8 +106,10 @@ def realigned(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Arr
     of_one, of_two = kernel.lift(more)
     one, first, second = at_tokens(kernel, 1 - gradient.radial)
     falls, falls_first, falls_second = at_tokens(kernel, gradient.norm_response)
-    pairs = of_pairs(first, second, output.cosine_square()) + (falls_first + falls_second) / 2
-    return kernel.weighted(1 / (1 + of_one * (one + falls)), 1 / (1 + of_two * pairs))
+    off_diagonal = (
+        of_pairs(first, second, output.cosine_square()) + (falls_first + falls_second) / 2
+    )
+    return kernel.weighted(1 / (1 + of_one * (one + falls)), 1 / (1 + of_two * off_diagonal))
 
 
 def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
@@ -118,8 +120,8 @@ def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
     """
     if is_number(response) and response == 0.0:
         return tokens
-    own = ratio_or_zero(spread.diagonal, tokens.diagonal * tokens.diagonal)
-    one, first, second = at_tokens(tokens, response * own)
+    diagonal = ratio_or_zero(spread.diagonal, tokens.diagonal * tokens.diagonal)
+    one, first, second = at_tokens(tokens, response * diagonal)
     return tokens.weighted(1 / (1 + one), 1 / (1 + (first + second) / 2))
 
 
@@ -133,8 +135,8 @@ def persistence(signal: Signal, response: Array) -> Kernel:
     kernel = signal.kernel
     one, first, second = at_tokens(kernel, response)
     v, w = kernel.over_tokens(single)
-    pairs = (first * v + second * w + (first + second) * common) / 4
-    return Kernel.joined(one * single, pairs, kernel.resolved)
+    off_diagonal = (first * v + second * w + (first + second) * common) / 4
+    return Kernel.joined(one * single, off_diagonal, kernel.resolved)
 
 
 def shared_persistence(
@@ -154,21 +156,21 @@ def shared_persistence(
         counted = above.diagonal * classes.count
         share = ratio_or_zero(counted, counted.sum(-1, keepdims=True) + 0.0 * counted) * response
         share, count = classes.in_one(share), classes.in_one(classes.count)
-        (own, inside), *_ = classes.blocks(single, common)
-        apart = own - np.diagonal(inside, axis1=-2, axis2=-1)
+        (diagonal, inside), *_ = classes.blocks(single, common)
+        excess = diagonal - np.diagonal(inside, axis1=-2, axis2=-1)
         met = (share[..., None, :] @ inside)[..., 0, :]
-        return classes.repeated(met + share * apart / count)
+        return classes.repeated(met + share * excess / count)
     leading, count = common.shape[:-2], common.shape[-1]
     blocks = common.reshape(*leading, count // length, length, count // length, length)
-    own = np.einsum("...bibj->...bij", blocks)
-    sizes = np.broadcast_to(above.diagonal, (*leading, count)).reshape(*own.shape[:-1])
-    received = sizes.sum(-1, keepdims=True) + 0.0 * sizes
+    diagonal = np.einsum("...bibj->...bij", blocks)
+    sizes = np.broadcast_to(above.diagonal, (*leading, count)).reshape(*diagonal.shape[:-1])
+    grad_out = sizes.sum(-1, keepdims=True) + 0.0 * sizes
     if documents is not None:
         together = one_document(documents) + 0.0
-        received, own = np.einsum("...bi,bij->...bj", sizes, together), own * together
-    fallen = sizes * np.broadcast_to(response, (*leading, count)).reshape(*own.shape[:-1])
-    found = np.einsum("...bi,...bij->...bj", fallen, own)
-    return ratio_or_zero(found, received).reshape(*leading, count)
+        grad_out, diagonal = np.einsum("...bi,bij->...bj", sizes, together), diagonal * together
+    fallen = sizes * np.broadcast_to(response, (*leading, count)).reshape(*diagonal.shape[:-1])
+    result = np.einsum("...bi,...bij->...bj", fallen, diagonal)
+    return ratio_or_zero(result, grad_out).reshape(*leading, count)
 
 
 def relative_spread(signal: Signal, features: bool = True) -> tuple[Array, Array]:
@@ -182,16 +184,16 @@ def relative_spread(signal: Signal, features: bool = True) -> tuple[Array, Array
         spread = spread - (kernel * kernel).scaled(2 / signal.width)
     first, second = kernel.over_tokens(kernel.diagonal)
     single = ratio_or_zero(spread.diagonal, kernel.diagonal * kernel.diagonal)
-    return single, ratio_or_zero(spread.pairs, first * second)
+    return single, ratio_or_zero(spread.off_diagonal, first * second)
 
 
 def orthogonal_parts(
-    signal: Signal, share: Array, gradient: Gradient, kept: Kernel, sent: Gradient, mixing: bool
+    signal: Signal, share: Array, gradient: Gradient, kept: Kernel, grad_in: Gradient, mixing: bool
 ) -> tuple[Kernel, Kernel]:
     """What scale invariance takes from the two parts of a gradient, to order 1/d.
 
     Along x, which enters u = x + M x, the branch returns what cancels the skip connection. The
-    branch loses one direction in d, of which its matrices have left `sent.radial`, the skip
+    branch loses one direction in d, of which its matrices have left `grad_in.radial`, the skip
     connection `share` of one, the branch's part of |u|^2; of a gradient that keeps `radial` of its
     component along u both lose the rest. Exact in this order where the branch has degree 1, acts on
     every token alone and has the same gain both ways; one that mixes tokens loses the direction of
@@ -200,10 +202,10 @@ def orthogonal_parts(
     width, lost = signal.width, 1.0 - gradient.radial
     both = 1.0 if mixing else 2 - signal.correlation() ** 2
     above = gradient.kernel
-    common = ratio_or_zero(above.mean_pairs(), above.mean_diagonal()) if mixing else 1.0
-    one, two = kept.lift(sent.radial * lost / width)
+    common = ratio_or_zero(above.mean_off_diagonal(), above.mean_diagonal()) if mixing else 1.0
+    one, two = kept.lift(grad_in.radial * lost / width)
     skip_one, skip_two = kept.lift(share * common * lost / width)
     return (
         kept.weighted(1 - skip_one, 1 - skip_two * both),
-        sent.kernel.weighted(1 - one, 1 - two * both),
+        grad_in.kernel.weighted(1 - one, 1 - two * both),
     )

@@ -14,34 +14,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..formulas.algebra import is_number
-from .classes import ClassRows, diagonal
+from .classes import ClassRows, diagonal_of
 from .state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
-
-if TYPE_CHECKING:
-    from .composition import Leaf
-    from .trace import Record
+from .trace import Record
 
 
 def has_fixed_norms(signal: Signal) -> bool:
     """Whether a normalisation put all tokens on one sphere."""
     if signal.fluctuation is None:
         return False
-    own = signal.fluctuation.norms.diagonal
-    return own == 0.0 if is_number(own) else not np.any(own)
+    diagonal = signal.fluctuation.norms.diagonal
+    return diagonal == 0.0 if is_number(diagonal) else not np.any(diagonal)
 
 
 def signed_root(square: Kernel, like: Kernel) -> Kernel:
     """Square roots with the signs of another kernel."""
     if is_number(square.diagonal):
-        pairs = max(square.pairs, 0.0) ** 0.5
-        return Kernel(max(square.diagonal, 0.0) ** 0.5, -pairs if like.pairs < 0 else pairs)
-    pairs = np.copysign(np.sqrt(np.maximum(square.pairs, 0.0)), like.pairs)
-    return Kernel(np.sqrt(np.maximum(square.diagonal, 0.0)), pairs, square.resolved)
+        off_diagonal = max(square.off_diagonal, 0.0) ** 0.5
+        return Kernel(
+            max(square.diagonal, 0.0) ** 0.5,
+            -off_diagonal if like.off_diagonal < 0 else off_diagonal,
+        )
+    off_diagonal = np.copysign(np.sqrt(np.maximum(square.off_diagonal, 0.0)), like.off_diagonal)
+    return Kernel(np.sqrt(np.maximum(square.diagonal, 0.0)), off_diagonal, square.resolved)
 
 
 def norm_variance(signal: Signal) -> Array:
@@ -53,8 +53,8 @@ def norm_variance(signal: Signal) -> Array:
     if signal.fluctuation is None:
         return 0.0
     square = signal.second_moment().diagonal ** 2
-    found = signal.kernel.average(ratio_or_zero(signal.fluctuation.norms.diagonal, square))
-    return np.maximum(found, 0.0)
+    result = signal.kernel.average(ratio_or_zero(signal.fluctuation.norms.diagonal, square))
+    return np.maximum(result, 0.0)
 
 
 def followed(signal: Signal) -> Kernel | None:
@@ -70,23 +70,23 @@ def overlap_variance(signal: Signal) -> Array | None:
     kernel = signal.second_moment()
     root = signed_root(square, kernel)
     first, second = root.over_tokens(root.diagonal)
-    variance = 0.5 * (first * second + square.pairs)
+    variance = 0.5 * (first * second + square.off_diagonal)
     if not has_fixed_norms(signal):
         return variance
     size, other = kernel.over_tokens(kernel.diagonal)
-    one = ratio_or_zero(first * kernel.pairs, size)
-    two = ratio_or_zero(second * kernel.pairs, other)
+    one = ratio_or_zero(first * kernel.off_diagonal, size)
+    two = ratio_or_zero(second * kernel.off_diagonal, other)
     # d o - (r d q_i + r' d q_j)/2, r = C_ij/C_ii
-    fixed = variance - (one + two) * root.pairs
+    fixed = variance - (one + two) * root.off_diagonal
     fixed = fixed + 0.25 * (one * one + two * two)
-    fixed = fixed + 0.5 * ratio_or_zero(kernel.pairs**2, size * other) * square.pairs
+    fixed = fixed + 0.5 * ratio_or_zero(kernel.off_diagonal**2, size * other) * square.off_diagonal
     return np.maximum(fixed, 0.0) if np.ndim(fixed) else max(fixed, 0.0)
 
 
 def step_within(kernel: Kernel, variance: Array) -> Array:
     """sqrt(Var o_ij), no further than to where two tokens are parallel or opposite."""
     first, second = kernel.over_tokens(kernel.diagonal)
-    room = (first * second) ** 0.5 - abs(kernel.pairs)
+    room = (first * second) ** 0.5 - abs(kernel.off_diagonal)
     if is_number(room):
         return min(variance**0.5, max(room, 0.0))
     return np.minimum(variance**0.5, np.maximum(room, 0.0))
@@ -103,7 +103,7 @@ def shared_with(signal: Signal) -> tuple[Kernel, Kernel]:
         return shared
     assert overlaps is not None
     first, _ = overlaps.over_tokens(ratio_or_zero(1.0, signal.second_moment().diagonal))
-    return overlaps.at_pairs(first), norms.at_pairs(first)
+    return overlaps.at_every_pair(first), norms.at_every_pair(first)
 
 
 def scaled_shared(signal: Signal, gain: Array, of_norms: Array | None = None) -> Any:
@@ -178,23 +178,23 @@ def _of_branches(
     assert source.fluctuation is not None
     overlaps = source.fluctuation.overlaps
     assert overlaps is not None
-    found = []
-    for own, entered, one, other in zip(
+    result = []
+    for diagonal, entered, one, other in zip(
         (overlaps, source.fluctuation.norms), shared_with(source), first, second, strict=True
     ):
-        met = entered * entered.transposed()
-        product = one.transposed() * other * own
+        averaged = entered * entered.transposed()
+        product = one.transposed() * other * diagonal
         both = Kernel(
-            ratio_or_zero(product.diagonal, met.diagonal),
-            ratio_or_zero(product.pairs, met.pairs),
+            ratio_or_zero(product.diagonal, averaged.diagonal),
+            ratio_or_zero(product.off_diagonal, averaged.off_diagonal),
             product.resolved,
         )
-        found.append(both + both.transposed())
-    return found[0], found[1]
+        result.append(both + both.transposed())
+    return result[0], result[1]
 
 
 def _both_ways(shared: Kernel, size: Array, factor: Any) -> Kernel:
-    moved = shared.at_pairs(size).scaled(factor)
+    moved = shared.at_every_pair(size).scaled(factor)
     return moved + moved.transposed()
 
 
@@ -215,9 +215,9 @@ def of_averages(signal: Signal, weights: Array | None, gain: Any) -> Fluctuation
     mixed, shared, _, _ = average(tokens, overlaps, weights, False, signal.seq_len)
     norms = signal.fluctuation.before_norms
     _, _, mixed_norms, shared_norms = average(tokens, norms, weights, fixed, signal.seq_len)
-    found = shared.scaled(gain), shared_norms.scaled(gain)
+    result = shared.scaled(gain), shared_norms.scaled(gain)
     square = gain * gain
-    return Fluctuation(mixed_norms.scaled(square), mixed.scaled(square), shared=found)
+    return Fluctuation(mixed_norms.scaled(square), mixed.scaled(square), shared=result)
 
 
 _Averages = tuple[Kernel, Kernel, Kernel, Kernel]
@@ -226,21 +226,21 @@ _Averages = tuple[Kernel, Kernel, Kernel, Kernel]
 def _by_token(
     tokens: Kernel, square: Kernel, weights: Array, fixed: bool, _seq_len: int
 ) -> _Averages:
-    root = signed_root(square, tokens).pairs
+    root = signed_root(square, tokens).off_diagonal
     turned = np.swapaxes(weights, -1, -2)
-    met = weights @ root
-    mixed = (met @ turned) ** 2
-    met = met * met
+    averaged = weights @ root
+    mixed = (averaged @ turned) ** 2
+    averaged = averaged * averaged
     size = tokens.diagonal[..., :, None]
     inverse = ratio_or_zero(1.0, size)
-    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(met, -1, -2) * inverse)
+    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(averaged, -1, -2) * inverse)
     if not fixed:
         return (*free, *free)
-    lost = weights * ratio_or_zero(weights @ tokens.pairs, tokens.diagonal[..., None, :])
+    lost = weights * ratio_or_zero(weights @ tokens.off_diagonal, tokens.diagonal[..., None, :])
     back = np.swapaxes(lost, -1, -2)
-    cross = met @ back
-    mixed = mixed - cross - np.swapaxes(cross, -1, -2) + lost @ square.pairs @ back
-    shared = (np.swapaxes(met, -1, -2) - square.pairs @ back) * inverse
+    cross = averaged @ back
+    mixed = mixed - cross - np.swapaxes(cross, -1, -2) + lost @ square.off_diagonal @ back
+    shared = (np.swapaxes(averaged, -1, -2) - square.off_diagonal @ back) * inverse
     return (*free, Kernel.of_matrix(mixed), Kernel.of_matrix(shared))
 
 
@@ -248,76 +248,79 @@ def _by_class(
     tokens: Kernel, square: Kernel, weights: Any, fixed: bool, _seq_len: int
 ) -> _Averages:
     root = signed_root(square, tokens)
-    met = met_by(weights, root)
-    met = met * met
+    averaged = rows_times(weights, root)
+    averaged = averaged * averaged
     mixed = between_rows(weights, root)
     mixed = mixed * mixed
     inverse, _ = tokens.over_tokens(1.0 / tokens.diagonal)
 
     def shared(of_rows: Kernel) -> Kernel:
-        pairs = np.swapaxes(of_rows.pairs, -1, -2) * inverse
-        return Kernel(diagonal(pairs), pairs, tokens.resolved)
+        off_diagonal = np.swapaxes(of_rows.off_diagonal, -1, -2) * inverse
+        return Kernel(diagonal_of(off_diagonal), off_diagonal, tokens.resolved)
 
-    free = mixed, shared(met)
+    free = mixed, shared(averaged)
     if not fixed:
         return (*free, *free)
     # A row loses to the keys of its own document alone.
     assert tokens.classes is not None
     size = tokens.diagonal[..., : len(tokens.classes.inside.nodes)]
-    inside = met_by(weights, tokens).pairs[..., : size.shape[-1], : size.shape[-1]]
-    lost = ClassRows(weights.weights * inside / size[..., None, :], weights.sight)
+    inside = rows_times(weights, tokens).off_diagonal[..., : size.shape[-1], : size.shape[-1]]
+    lost = ClassRows(weights.weights * inside / size[..., None, :], weights.key_counts)
 
-    def crossed(pairs: Array, _own: Array) -> Array:
-        found: Array = pairs @ np.swapaxes(lost.counted, -1, -2)
-        return found
+    def crossed(off_diagonal: Array, _own: Array) -> Array:
+        result: Array = off_diagonal @ np.swapaxes(lost.counted, -1, -2)
+        return result
 
-    cross = _of_rows(crossed, met)
+    cross = _of_rows(crossed, averaged)
     mixed = mixed - cross - cross.transposed() + between_rows(lost, square)
-    return (*free, mixed, shared(met - met_by(lost, square)))
+    return (*free, mixed, shared(averaged - rows_times(lost, square)))
 
 
 def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kernel:
     """A function of a kernel on classes, its pairs and what a token has besides, inside documents
-    and across them; what belongs to one place is that beside it: the rows are the same."""
+    and across them; what belongs to one place is that next to it: the rows are the same."""
     classes = kernel.classes
     assert classes is not None
-    found = []
-    for own, pairs in classes.blocks(kernel.diagonal, kernel.pairs):
-        of_pairs = function(pairs, own - diagonal(pairs))
-        found.append((diagonal(of_pairs), of_pairs))
-    return Kernel(*classes.joined(*found), classes)
+    result = []
+    for diagonal, off_diagonal in classes.blocks(kernel.diagonal, kernel.off_diagonal):
+        of_pairs = function(off_diagonal, diagonal - diagonal_of(off_diagonal))
+        result.append((diagonal_of(of_pairs), of_pairs))
+    return Kernel(*classes.joined(*result), classes)
 
 
-def met_by(rows: ClassRows, kernel: Kernel) -> Kernel:
+def rows_times(rows: ClassRows, kernel: Kernel) -> Kernel:
     """[row, key] of rows W times a kernel on classes, for one key of a class; a row has with the
-    key at its own position what it has with one beside that."""
+    key at its own position what it has with one next to that."""
     return _of_rows(
-        lambda pairs, apart: rows.counted @ pairs + rows.weights * apart[..., None, :], kernel
+        lambda off_diagonal, excess: (
+            rows.counted @ off_diagonal + rows.weights * excess[..., None, :]
+        ),
+        kernel,
     )
 
 
 def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
     """W K W^T on classes."""
-    counted, each, shared = rows.counted, rows.weights, rows.sight.shared
+    counted, each, shared = rows.counted, rows.weights, rows.key_counts.shared
 
-    def between(pairs: Array, apart: Array) -> Array:
-        alone = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, apart)
-        return np.asarray(counted @ pairs @ np.swapaxes(counted, -1, -2) + alone)
+    def between(off_diagonal: Array, excess: Array) -> Array:
+        alone = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, excess)
+        return np.asarray(counted @ off_diagonal @ np.swapaxes(counted, -1, -2) + alone)
 
     return _of_rows(between, kernel)
 
 
 def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: int) -> _Averages:
     root = signed_root(square, tokens)
-    met = ((root.diagonal + (seq_len - 1) * root.pairs) / seq_len) ** 2
+    averaged = ((root.diagonal + (seq_len - 1) * root.off_diagonal) / seq_len) ** 2
     inverse = ratio_or_zero(1.0, tokens.diagonal)
-    free = Kernel(met, met), Kernel(met * inverse, met * inverse)
+    free = Kernel(averaged, averaged), Kernel(averaged * inverse, averaged * inverse)
     if not fixed:
         return (*free, *free)
-    lost = (1 + (seq_len - 1) * tokens.pairs * inverse) / seq_len
-    mean = (square.diagonal + (seq_len - 1) * square.pairs) / seq_len
-    mixed = met - 2 * lost * met + lost * lost * mean
-    shared = (met - lost * mean) * inverse
+    lost = (1 + (seq_len - 1) * tokens.off_diagonal * inverse) / seq_len
+    mean = (square.diagonal + (seq_len - 1) * square.off_diagonal) / seq_len
+    mixed = averaged - 2 * lost * averaged + lost * lost * mean
+    shared = (averaged - lost * mean) * inverse
     return (*free, Kernel(mixed, mixed), Kernel(shared, shared))
 
 
@@ -327,10 +330,8 @@ def normalised(
     """Behind a normalisation, and a gain of that square.
 
     Args:
-        signal: before it.
         kernel, normal: of what is divided by its norm, and of what that leaves.
         epsilon: added to the variance under the root.
-        square: of the gain.
     """
     fixed = normal.scaled(0.0)
     overlaps = followed(signal)
@@ -342,10 +343,10 @@ def normalised(
     both = first * second
     shared = signal.fluctuation.shared
     if shared is not None:
-        moved = shared[0].at_pairs(second)
+        moved = shared[0].at_every_pair(second)
         shared = moved, moved.scaled(0.0)
-    free = signal.fluctuation.before_norms.at_pairs(both)
-    return Fluctuation(fixed, overlaps.at_pairs(both), free, shared)
+    free = signal.fluctuation.before_norms.at_every_pair(both)
+    return Fluctuation(fixed, overlaps.at_every_pair(both), free, shared)
 
 
 INDEPENDENT = 1e-9
@@ -361,7 +362,6 @@ def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> 
     covariance by the slope, which exceeds that where the function is not homogeneous.
 
     Args:
-        signal, output: before and behind.
         kurtosis: of an entry behind it.
         slope: mean change of a covariance per change of the input's.
     """
@@ -382,7 +382,7 @@ def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> 
         return Fluctuation(norms)
     common = slope
     if np.all(abs(kept.diagonal) <= INDEPENDENT * before.diagonal):
-        unshared = (one.mean_diagonal() - one.mean_pairs() for one in (tokens, moment))
+        unshared = (one.mean_diagonal() - one.mean_off_diagonal() for one in (tokens, moment))
         common = slope * ratio * ratio_or_zero(*unshared)
     overlaps = _by_parts(inherited(overlaps, 2), slope * slope, common * common)
     overlaps = squared.mixed(2 / output.width, overlaps, 1.0)
@@ -397,9 +397,9 @@ def _by_parts(kernel: Kernel, unshared: Array, common: Array) -> Kernel:
     if common is unshared:
         return kernel.scaled(common)
     (one, _), (more, two) = kernel.lift(unshared), kernel.lift(common)
-    mean, _ = kernel.lift(kernel.mean_pairs())
+    mean, _ = kernel.lift(kernel.mean_off_diagonal())
     diagonal = kernel.diagonal * one + mean * (more - one)
-    return Kernel.joined(diagonal, kernel.pairs * two, kernel.resolved)
+    return Kernel.joined(diagonal, kernel.off_diagonal * two, kernel.resolved)
 
 
 def dropped(signal: Signal, drop_prob: Any) -> Fluctuation:
@@ -447,10 +447,13 @@ class UnsharedOverlap(NamedTuple):
         """Behind a linear map onto so many features."""
         return UnsharedOverlap(self.variance + 1.0 / width, self.response)
 
-    def activated(self, elasticity: float, widths: tuple[float, float]) -> UnsharedOverlap:
-        """Of independent features' nonlinear images, (features in, features out)."""
+    def activated(
+        self, elasticity: float, widths: tuple[float, float], units: float = 1.0
+    ) -> UnsharedOverlap:
+        """Of independent features' nonlinear images, (features in, features out), of which so few
+        count as `units` says (`layers.elementary.concentration`)."""
         moved = elasticity**2 * (self.variance - 1.0 / widths[0])
-        return UnsharedOverlap(moved + 1.0 / widths[1], self.response * elasticity)
+        return UnsharedOverlap(moved + units / widths[1], self.response * elasticity)
 
     def dropped(self, before: float, after: float, width: float) -> UnsharedOverlap:
         """Behind dropout; own variances before and after."""
@@ -473,7 +476,6 @@ class UnsharedOverlap(NamedTuple):
             other: of what is added.
             variances: own variances of both.
             source: of what both are made from.
-            width: number of features.
         """
         first, second = variances
         total = first + second
@@ -506,25 +508,26 @@ class OverlapWalk:
 
     def through(self, record: Record, at: UnsharedOverlap) -> UnsharedOverlap:
         """That behind a component."""
-        return record.component.unshared_overlap(record, at, self)
+        behind: UnsharedOverlap = record.component.unshared_overlap(record, at, self)
+        return behind
 
 
 def unshared_variance(signal: Signal, real: Array | None = None) -> float:
     """What a token's second moment has beyond what two tokens share, averaged over real ones."""
     tokens = signal.second_moment()
-    return max(float(tokens.mean_diagonal(real)) - float(tokens.mean_pairs(real)), 0.0)
+    return max(float(tokens.mean_diagonal(real)) - float(tokens.mean_off_diagonal(real)), 0.0)
 
 
-def elasticity(leaf: Leaf, before: Signal, after: Signal, real: Array | None) -> float:
+def elasticity(leaf: Any, before: Signal, after: Signal, real: Array | None) -> float:
     """Relative change of two tokens' overlap behind an entrywise function per that before it."""
     kernel = before.kernel
-    tokens = Kernel(float(kernel.mean_diagonal(real)), float(kernel.mean_pairs(real)))
+    tokens = Kernel(float(kernel.mean_diagonal(real)), float(kernel.mean_off_diagonal(real)))
     mean = before.second_moment().mean_diagonal(real) - kernel.mean_diagonal(real)
     entering = Signal(tokens, before.seq_len, float(max(mean, 0.0)) ** 0.5, before.width)
     output, pullback = leaf.forward(entering)
     unshared = unshared_variance(output)
     if unshared == 0.0:
         return 1.0
-    sent = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.pairs
+    grad_in = pullback(Gradient(Kernel(1.0, 1.0), before.seq_len)).gradient.kernel.off_diagonal
     gain = before.width / after.width * unshared_variance(entering) / unshared
-    return float(sent) * float(gain)
+    return float(grad_in) * float(gain)

@@ -3,7 +3,7 @@
 Two replicas of a network have one architecture and Gaussian weights, of variance s in either and
 of covariance s + c across. A block's law takes the array X of E x_i . x'_j per feature, x and x' of
 one replica each, to that of its output. At c = 0 both are the same network: the law is the
-signal's, its derivative in X, what each replica has by itself being held, gives the gradient's
+signal's, its derivative in X, what each replica has by itself being fixed, gives the gradient's
 second moments (Price's theorem), that in c the squared gradients of the weights.
 
 Where a block mixes tokens, X is (..., L, L). Where it does not, it may also be (..., P + 1, P):
@@ -51,24 +51,27 @@ class Layout:
     def of(cls, kernel: Kernel, seq_len: int) -> Layout:
         if kernel.resolved is not True:
             return cls(kernel.resolved)
-        return cls(True, max(np.shape(kernel.pairs)[-1] // seq_len, 1))
+        return cls(True, max(np.shape(kernel.off_diagonal)[-1] // seq_len, 1))
 
     def array(self, kernel: Kernel) -> Array:
         if self.resolved is True:
-            return self.cut(np.asarray(kernel.pairs, float))
-        own, pairs = np.asarray(kernel.diagonal, float), np.asarray(kernel.pairs, float)
+            return self.cut(np.asarray(kernel.off_diagonal, float))
+        diagonal, off_diagonal = (
+            np.asarray(kernel.diagonal, float),
+            np.asarray(kernel.off_diagonal, float),
+        )
         if not self.resolved:
-            own, pairs = np.broadcast_arrays(own, pairs)
-            own, pairs = own[..., None], pairs[..., None, None]
-        return np.concatenate([pairs, own[..., None, :]], -2)
+            diagonal, off_diagonal = np.broadcast_arrays(diagonal, off_diagonal)
+            diagonal, off_diagonal = diagonal[..., None], off_diagonal[..., None, None]
+        return np.concatenate([off_diagonal, diagonal[..., None, :]], -2)
 
     def kernel(self, array: Array) -> Kernel:
         if self.resolved is True:
             return Kernel.of_matrix(self.joined(array))
-        own, pairs = array[..., -1, :], array[..., :-1, :]
+        diagonal, off_diagonal = array[..., -1, :], array[..., :-1, :]
         if self.resolved:
-            return Kernel(own, pairs, self.resolved)
-        one, two = own[..., 0], pairs[..., 0, 0]
+            return Kernel(diagonal, off_diagonal, self.resolved)
+        one, two = diagonal[..., 0], off_diagonal[..., 0, 0]
         return Kernel(one, two) if np.ndim(one) else Kernel(float(one), float(two))
 
     def cut(self, matrix: Array) -> Array:
@@ -90,28 +93,30 @@ class Layout:
         """(..., L, L) moments of the first replica, and of the second."""
         if self.sequences == 1:
             return array, array
-        own = np.moveaxis(np.diagonal(array, axis1=-4, axis2=-3), -1, -3)
-        return own[..., :, None, :, :], own[..., None, :, :, :]
+        diagonal = np.moveaxis(np.diagonal(array, axis1=-4, axis2=-3), -1, -3)
+        return diagonal[..., :, None, :, :], diagonal[..., None, :, :, :]
 
     def variances(self, array: Array) -> tuple[Array, Array]:
         """Second moments of the first and of the second token of every entry."""
         if self.resolved is True:
             first, second = (np.diagonal(s, axis1=-2, axis2=-1) for s in self.selves(array))
             return first[..., :, None], second[..., None, :]
-        own = array[..., -1:, :]
-        along = np.broadcast_to(np.swapaxes(own, -1, -2), (*own.shape[:-2], *own.shape[-1:] * 2))
-        return np.concatenate([along, own], -2), own
+        diagonal = array[..., -1:, :]
+        along = np.broadcast_to(
+            np.swapaxes(diagonal, -1, -2), (*diagonal.shape[:-2], *diagonal.shape[-1:] * 2)
+        )
+        return np.concatenate([along, diagonal], -2), diagonal
 
-    def own(self, shape: tuple[int, ...]) -> Array:
+    def diagonal(self, shape: tuple[int, ...]) -> Array:
         """Which entries are of a token with itself."""
-        found = np.zeros(shape, bool)
+        result = np.zeros(shape, bool)
         if self.resolved is not True:
-            found[..., -1, :] = True
-            return found
+            result[..., -1, :] = True
+            return result
         one = np.eye(shape[-1], dtype=bool)
         if self.sequences == 1:
-            return found | one
-        return found | (np.eye(self.sequences, dtype=bool)[:, :, None, None] & one)
+            return result | one
+        return result | (np.eye(self.sequences, dtype=bool)[:, :, None, None] & one)
 
 
 class _At(NamedTuple):
@@ -188,7 +193,7 @@ def activation(name: str, x: Array) -> Array:
         x: moments across, behind a matrix.
     """
     first, second = variances(x)
-    return _moment(first, second, x, _here().layout.own(np.shape(plain(x))), _pair(name))
+    return _moment(first, second, x, _here().layout.diagonal(np.shape(plain(x))), _pair(name))
 
 
 class _Pair(NamedTuple):
@@ -211,7 +216,7 @@ def of_pairs(law: Law, v: Array, w: Array, x: Array) -> Array:
     return np.asarray(law.formula(NUMPY, *law.pick(values)))
 
 
-def _in_variance(order: int, v: Array, w: Array, x: Array, own: Array, pair: _Pair) -> Array:
+def _in_variance(order: int, v: Array, w: Array, x: Array, diagonal: Array, pair: _Pair) -> Array:
     """Derivative in v of moment (order 0) or slope (1).
 
     Own entries are a function f(q, q, q) of one number, whose derivative is finite where those of f
@@ -222,14 +227,14 @@ def _in_variance(order: int, v: Array, w: Array, x: Array, own: Array, pair: _Pa
     whole = (of_pairs(law, *(v * (1 + h),) * 3) - of_pairs(law, *(v * (1 - h),) * 3)) / (2 * h)
     if order == 0:
         whole = whole - v * of_pairs(pair.slope, v, v, v)
-    return ratio_or_zero(np.where(own, whole / 2, apart), v + 0.0 * x)
+    return ratio_or_zero(np.where(diagonal, whole / 2, apart), v + 0.0 * x)
 
 
-def _in_covariance(v: Array, w: Array, x: Array, own: Array, pair: _Pair) -> Array:
+def _in_covariance(v: Array, w: Array, x: Array, diagonal: Array, pair: _Pair) -> Array:
     """Derivative of the slope in x."""
     step = STEP * np.sqrt(v * w)
-    found = of_pairs(pair.slope, v, w, x + step) - of_pairs(pair.slope, v, w, x - step)
-    return np.where(own, 0.0, ratio_or_zero(found, 2 * step + 0.0 * x))
+    result = of_pairs(pair.slope, v, w, x + step) - of_pairs(pair.slope, v, w, x - step)
+    return np.where(diagonal, 0.0, ratio_or_zero(result, 2 * step + 0.0 * x))
 
 
 def _times(slope: Callable[..., Array], argument: int) -> Callable[..., Any]:
@@ -239,12 +244,12 @@ def _times(slope: Callable[..., Array], argument: int) -> Callable[..., Any]:
         shape = np.shape(plain(given[argument]))
 
         def pull(g: Array) -> Array:
-            sent = g * slope(*given)
+            grad_in = g * slope(*given)
             axes = tuple(
-                k for k, n in enumerate(shape, -len(shape)) if n < np.shape(plain(sent))[k]
+                k for k, n in enumerate(shape, -len(shape)) if n < np.shape(plain(grad_in))[k]
             )
-            lead = tuple(range(np.ndim(sent) - len(shape)))
-            total = np.sum(np.sum(sent, axis=axes, keepdims=True), axis=lead)
+            lead = tuple(range(np.ndim(grad_in) - len(shape)))
+            total = np.sum(np.sum(grad_in, axis=axes, keepdims=True), axis=lead)
             return np.reshape(total, shape)
 
         return pull
@@ -253,13 +258,13 @@ def _times(slope: Callable[..., Array], argument: int) -> Callable[..., Any]:
 
 
 _slope = primitive(
-    lambda v, w, x, own, pair: of_pairs(pair.slope, v, w, x),
+    lambda v, w, x, diagonal, pair: of_pairs(pair.slope, v, w, x),
     _times(lambda v, w, x, *more: _in_variance(1, *map(plain, (v, w, x)), *more), 0),
     _times(lambda v, w, x, *more: _in_variance(1, *map(plain, (w, v, x)), *more), 1),
     _times(lambda v, w, x, *more: _in_covariance(*map(plain, (v, w, x)), *more), 2),
 )
 _moment = primitive(
-    lambda v, w, x, own, pair: of_pairs(pair.moment, v, w, x),
+    lambda v, w, x, diagonal, pair: of_pairs(pair.moment, v, w, x),
     _times(lambda v, w, x, *more: _in_variance(0, *map(plain, (v, w, x)), *more), 0),
     _times(lambda v, w, x, *more: _in_variance(0, *map(plain, (w, v, x)), *more), 1),
     _times(_slope, 2),
@@ -320,9 +325,9 @@ class Applied:
         return self[name]
 
     def _applied(self, matrix: LawMatrix, x: Array) -> Array:
-        found = self._behind(matrix, x)
-        self._passed[matrix.name] = x, found
-        return found
+        result = self._behind(matrix, x)
+        self._passed[matrix.name] = x, result
+        return result
 
     def _behind(self, matrix: LawMatrix, x: Array) -> Array:
         variance = matrix.variance + self._extra.get(matrix.name, 0.0)

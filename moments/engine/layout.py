@@ -82,17 +82,12 @@ def spans(documents: Any) -> np.ndarray | None:
 
 
 def by_document(values: Any, where: np.ndarray) -> np.ndarray:
-    """(documents, longest) of (L,) or (B, L) values; -1 behind a document's end.
-
-    Args:
-        values: of every token.
-        where: as from `spans`.
-    """
+    """(documents, longest) of (L,) or (B, L) values; -1 behind a document's end."""
     every = np.atleast_2d(np.asarray(values))
-    found = np.full((len(where), int(where[:, 2].max())), -1, dtype=every.dtype)
-    for one, (row, first, length) in zip(found, where, strict=True):
+    result = np.full((len(where), int(where[:, 2].max())), -1, dtype=every.dtype)
+    for one, (row, first, length) in zip(result, where, strict=True):
         one[:length] = every[row, first : first + length]
-    return found
+    return result
 
 
 def one_document(documents: Any) -> np.ndarray:
@@ -150,7 +145,7 @@ class SequenceLayout:
 
     @property
     def places(self) -> tuple[Padding | None, int, Padding | None]:
-        """What a declaration of layers is told of where its tokens lie."""
+        """Where the tokens lie, for a declaration of layers."""
         return self.padding, self.sequences, self.memory
 
     @property
@@ -181,34 +176,40 @@ class SequenceLayout:
         """What tokens of one sequence share, (sequences, L, L); unchanged if there is only one."""
         if self.sequences == 1 or kernel.resolved is not True:
             return kernel
-        length = kernel.pairs.shape[-1] // self.sequences
-        blocks = np.reshape(kernel.pairs, (self.sequences, length, self.sequences, length))
+        length = kernel.off_diagonal.shape[-1] // self.sequences
+        blocks = np.reshape(kernel.off_diagonal, (self.sequences, length, self.sequences, length))
         index = np.arange(self.sequences)
         return Kernel.of_matrix(blocks[index, :, index, :])
 
     def token_average(self, kernel: Kernel) -> tuple[Array, Array]:
         """Variance of a token and covariance of two of one sequence, averaged."""
         if kernel.classes is not None:
-            return kernel.mean_diagonal(), kernel.mean_pairs()
+            return kernel.mean_diagonal(), kernel.mean_off_diagonal()
         within, numbers = self.split(kernel), self.numbers
         # Behind a pooling head every token is one sequence's.
-        if within.resolved and numbers is not None and numbers.shape[-1] == within.pairs.shape[-1]:
+        if (
+            within.resolved
+            and numbers is not None
+            and numbers.shape[-1] == within.off_diagonal.shape[-1]
+        ):
             return self._of_documents(within, numbers)
-        found = within.mean_diagonal(), within.mean_pairs()
+        result = within.mean_diagonal(), within.mean_off_diagonal()
         if self.sequences == 1 or not kernel.resolved:
-            return found
-        return np.mean(found[0], axis=0), np.mean(found[1], axis=0)
+            return result
+        return np.mean(result[0], axis=0), np.mean(result[1], axis=0)
 
     def _of_documents(self, kernel: Kernel, documents: np.ndarray) -> tuple[Array, Array]:
         """Averages over all tokens, and over all pairs of one document; 0 without any."""
-        documents = documents.reshape(-1, kernel.pairs.shape[-1])
+        documents = documents.reshape(-1, kernel.off_diagonal.shape[-1])
         axes: tuple[int, ...] = (-3, -2, -1)
         if self.sequences == 1:
             documents, axes = documents[0], axes[1:]
-        real, pairs = (documents > 0) + 0.0, one_document(documents) + 0.0
-        pairs -= np.eye(pairs.shape[-1]) * real[..., None]
+        real, off_diagonal = (documents > 0) + 0.0, one_document(documents) + 0.0
+        off_diagonal -= np.eye(off_diagonal.shape[-1]) * real[..., None]
         variance = (kernel.diagonal * real).sum(axes[1:]) / real.sum()
-        return variance, (kernel.pairs * pairs).sum(axes) / max(pairs.sum(), 1.0)
+        return variance, (kernel.off_diagonal * off_diagonal).sum(axes) / max(
+            off_diagonal.sum(), 1.0
+        )
 
     def average(self, values: Array) -> Array:
         """Over the tokens that do not pad, of (..., L) numbers by token; one for all stays."""
@@ -241,14 +242,13 @@ class SequenceLayout:
 
     def by_token(self, diagonal: Array) -> Array:
         """(..., L): averaged over the sequences, those that have a real token there if any has."""
-        found = self.by_sequence(diagonal)
-        return found if self.sequences == 1 else self._over_rows(found)
+        result = self.by_sequence(diagonal)
+        return result if self.sequences == 1 else self._over_rows(result)
 
     def placed(self, values: Array, padding: float | None = None) -> Array:
         """(..., L) averages over sequences of (..., longest) values by place in a document.
 
         Args:
-            values: of every place.
             padding: what stands where all tokens pad; None: the last place's.
         """
         if self.numbers is None:
@@ -259,8 +259,8 @@ class SequenceLayout:
         assert where is not None
         for row, first, length in where:
             place[row, first : first + length] = np.arange(length)
-        found = values[..., place]
-        return self._over_rows(found if padding is None else np.where(place < 0, padding, found))
+        result = values[..., place]
+        return self._over_rows(result if padding is None else np.where(place < 0, padding, result))
 
     def _over_rows(self, values: Array) -> Array:
         """(..., L) from (..., sequences, L)."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .classes import ClassMatrix, OneClass, one_class, own_part
+from .classes import ClassMatrix, OneClass, diagonal_factor, diagonal_of, one_class
 from .fluctuation import norm_variance
 from .state import Array, Fluctuation, Gradient, Kernel, Signal
 from .trace import Record
@@ -78,11 +78,11 @@ def ratio(numerator: Array, denominator: Array) -> Array:
     numerator, denominator = np.asarray(numerator), np.asarray(denominator)
     present = denominator != 0
     if present.all():
-        found = numerator / denominator
+        result = numerator / denominator
     else:
-        found = numerator / np.where(present, denominator, denominator.dtype.type(1))
-        found = np.where(present, found, 0)
-    return np.asarray(found, numerator.dtype)
+        result = numerator / np.where(present, denominator, denominator.dtype.type(1))
+        result = np.where(present, result, 0)
+    return np.asarray(result, numerator.dtype)
 
 
 # --- matrices over tokens: arrays (..., L, L), or on classes --------------------------------------
@@ -93,20 +93,20 @@ Matrix = Any
 def matrix_of(kernel: Kernel, seq_len: int) -> Matrix:
     """A kernel's entries; tokens alike are one class of `seq_len`."""
     if kernel.classes is not None:  # of one document, for all: others are sequences of a batch
-        own, pairs = kernel.classes.alone(kernel.diagonal, kernel.pairs)
-        return ClassMatrix(own, pairs, kernel.classes.of_one)
+        diagonal, off_diagonal = kernel.classes.alone(kernel.diagonal, kernel.off_diagonal)
+        return ClassMatrix(diagonal, off_diagonal, kernel.classes.of_one)
     if kernel.resolved:
-        return kernel.pairs
-    own, pairs = np.broadcast_arrays(kernel.diagonal, kernel.pairs)
-    return ClassMatrix(own[..., None], pairs[..., None, None], one_class(seq_len))
+        return kernel.off_diagonal
+    diagonal, off_diagonal = np.broadcast_arrays(kernel.diagonal, kernel.off_diagonal)
+    return ClassMatrix(diagonal[..., None], off_diagonal[..., None, None], one_class(seq_len))
 
 
 def kernel_of(matrix: Matrix) -> Kernel:
     """The kernel of these entries."""
     if isinstance(matrix, ClassMatrix):
         if isinstance(matrix.classes, OneClass):
-            return Kernel(matrix.own[..., 0], matrix.pairs[..., 0, 0])
-        return Kernel(matrix.own, matrix.pairs, matrix.classes)
+            return Kernel(matrix.diagonal[..., 0], matrix.off_diagonal[..., 0, 0])
+        return Kernel(matrix.diagonal, matrix.off_diagonal, matrix.classes)
     return Kernel.of_matrix(matrix)
 
 
@@ -117,13 +117,6 @@ def transposed(matrix: Matrix) -> Matrix:
 def symmetric(matrix: Matrix) -> Matrix:
     """The symmetric part: an antisymmetric rounding error would grow through a deep network."""
     return 0.5 * (matrix + transposed(matrix))
-
-
-def own_entries(matrix: Matrix) -> Array:
-    """(..., L) entries of every token with itself."""
-    if isinstance(matrix, ClassMatrix):
-        return matrix.own
-    return np.diagonal(matrix, axis1=-2, axis2=-1)
 
 
 def total(matrix: Matrix) -> Array:
@@ -155,7 +148,7 @@ def count_of(matrix: Matrix) -> float:
     return float(matrix.classes.length if isinstance(matrix, ClassMatrix) else matrix.shape[-1])
 
 
-def diagonal(entries: Array, like: Matrix) -> Matrix:
+def diagonal_matrix(entries: Array, like: Matrix) -> Matrix:
     """The diagonal matrices of entries (..., L)."""
     if isinstance(like, ClassMatrix):
         none = np.zeros((*entries.shape, entries.shape[-1]), entries.dtype)
@@ -166,9 +159,9 @@ def diagonal(entries: Array, like: Matrix) -> Matrix:
     return matrix
 
 
-def off_diagonal(matrix: Matrix) -> Matrix:
+def without_diagonal(matrix: Matrix) -> Matrix:
     """The same without what tokens have with themselves."""
-    return matrix - diagonal(own_entries(matrix), matrix)
+    return matrix - diagonal_matrix(diagonal_of(matrix), matrix)
 
 
 def ones(shape: tuple[int, ...], like: Matrix) -> Matrix:
@@ -182,25 +175,28 @@ def stacked(matrices: Several[Matrix], axis: Any = np.concatenate) -> Matrix:
     """Matrices one after the other along their first axis, or along a new one by np.stack."""
     first = matrices[0]
     if isinstance(first, ClassMatrix):
-        own, pairs = axis([one.own for one in matrices]), axis([one.pairs for one in matrices])
+        diagonal, off_diagonal = (
+            axis([one.diagonal for one in matrices]),
+            axis([one.off_diagonal for one in matrices]),
+        )
         crowded = None if first.crowded is None else axis([one.crowded for one in matrices])
-        return ClassMatrix(own, pairs, first.classes, crowded)
+        return ClassMatrix(diagonal, off_diagonal, first.classes, crowded)
     return axis(matrices)
 
 
 def present(matrix: Matrix) -> bool:
     """Whether any entry is not 0."""
     if isinstance(matrix, ClassMatrix):
-        return bool(np.any(matrix.own) or np.any(matrix.pairs))
+        return bool(np.any(matrix.diagonal) or np.any(matrix.off_diagonal))
     return bool(np.any(matrix))
 
 
 def sum_of(matrices: Several[Any]) -> Any:
     """Of matrices or kernels, at least one."""
-    found = matrices[0]
+    result = matrices[0]
     for one in matrices[1:]:
-        found = found + one
-    return found
+        result = result + one
+    return result
 
 
 def grown(matrix: Matrix, first: Matrix) -> Matrix:
@@ -215,11 +211,15 @@ def entrywise(function: Callable[..., Any], *matrices: Any) -> Any:
     on = next((one.classes for one in matrices if isinstance(one, ClassMatrix)), None)
     if on is None:
         return function(*matrices)
-    own = function(*(m.own if isinstance(m, ClassMatrix) else own_part(m) for m in matrices))
-    pairs = function(*(m.pairs if isinstance(m, ClassMatrix) else m for m in matrices))
-    if isinstance(own, tuple):
-        return tuple(ClassMatrix(a, b, on) for a, b in zip(own, pairs, strict=True))
-    return ClassMatrix(own, pairs, on)
+    diagonal = function(
+        *(m.diagonal if isinstance(m, ClassMatrix) else diagonal_factor(m) for m in matrices)
+    )
+    off_diagonal = function(
+        *(m.off_diagonal if isinstance(m, ClassMatrix) else m for m in matrices)
+    )
+    if isinstance(diagonal, tuple):
+        return tuple(ClassMatrix(a, b, on) for a, b in zip(diagonal, off_diagonal, strict=True))
+    return ClassMatrix(diagonal, off_diagonal, on)
 
 
 def per_pair(values: Any) -> Array:
@@ -252,17 +252,17 @@ class Elementwise:
     Attributes:
         onward, back: (..., L, L) derivative of an output pair by its input pair, and the factor on
             a gradient pair.
-        own, back_own: (..., L, L) change of an output pair, and of that factor, where both tokens
-            grow, over the tokens' relative growth; correlated as they were.
+        growth, back_growth: (..., L, L) change of an output pair, and of that factor, where both
+            tokens grow, over the tokens' relative growth; correlated as they were.
         back_change: (..., L, L) derivative of that factor by the pair.
         kernel, gradient: second moments at the input, gradient at the output.
     """
 
     onward: Matrix
-    own: Matrix
+    growth: Matrix
     back: Matrix
     back_change: Matrix
-    back_own: Matrix
+    back_growth: Matrix
     kernel: Matrix
     gradient: Matrix
 
@@ -272,7 +272,7 @@ class Elementwise:
         leaf: Any,
         signal: Signal,
         gradient: Gradient,
-        received: Array,
+        grad_out: Array,
         linear: bool,
         at_once: bool = True,
     ) -> Elementwise:
@@ -280,44 +280,42 @@ class Elementwise:
 
         Args:
             leaf: one, or what has its `forward`.
-            signal: that one.
-            gradient: at the output.
-            received: the same, as sensitivities have it.
+            grad_out: the same, as sensitivities have it.
             linear: whether the leaf scales every pair by a factor, the same at any kernel.
             at_once: whether it takes several signals on an axis before those of configurations.
         """
         kernel = signal.second_moment()
         if linear:
-            return cls._linear(leaf, signal, gradient, received)
+            return cls._linear(leaf, signal, gradient, grad_out)
         base = signal.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
         nearer = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
         risen = base.replace(kernel=kernel.scaled(1 + STEP), fluctuation=_grown(signal.fluctuation))
         ends = base, base.replace(kernel=nearer), risen
-        groups = [_side_by_side(ends, received.shape[:-2])] if at_once else ends
+        groups = [_side_by_side(ends, grad_out.shape[:-2])] if at_once else ends
         outs: list[Matrix] = []
         backs: list[Matrix] = []
         for entering in groups:
             output, pullback = leaf.forward(entering)
-            sent = pullback(_ones(gradient, entering.kernel)).gradient.kernel
-            for found, one in ((outs, output.second_moment()), (backs, sent)):
-                found += _each(
-                    matrix_of(one, signal.seq_len), received.shape, len(ends) if at_once else 1
+            grad_in = pullback(_ones(gradient, entering.kernel)).gradient.kernel
+            for result, one in ((outs, output.second_moment()), (backs, grad_in)):
+                result += _each(
+                    matrix_of(one, signal.seq_len), grad_out.shape, len(ends) if at_once else 1
                 )
         (out, out_near, out_grown), (back, back_near, back_grown) = outs, backs
         tokens, step = (matrix_of(one, signal.seq_len) for one in (kernel, scale.scaled(STEP)))
         onward, change = (
-            off_diagonal(entrywise(ratio, at - near, step))
+            without_diagonal(entrywise(ratio, at - near, step))
             for at, near in ((out, out_near), (back, back_near))
         )
-        own = (out_grown - out) / STEP - onward * tokens
-        back_own = (back_grown - back) / STEP - change * tokens
-        fields = (onward, own, back, change, back_own, tokens, received)
+        growth = (out_grown - out) / STEP - onward * tokens
+        back_growth = (back_grown - back) / STEP - change * tokens
+        fields = (onward, growth, back, change, back_growth, tokens, grad_out)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     @classmethod
-    def _linear(cls, leaf: Any, signal: Signal, gradient: Gradient, received: Array) -> Elementwise:
+    def _linear(cls, leaf: Any, signal: Signal, gradient: Gradient, grad_out: Array) -> Elementwise:
         """What needs no differences."""
         kernel = signal.second_moment()
         even = _ones(gradient, kernel)
@@ -327,36 +325,36 @@ class Elementwise:
             matrix_of(one, signal.seq_len)
             for one in (output.kernel, pullback(even).gradient.kernel, kernel)
         )
-        own = diagonal(own_entries(factor) * own_entries(tokens), factor)
-        onward = off_diagonal(factor)
-        fields = (onward, own, back, 0 * back, 0 * back, tokens, received)
+        growth = diagonal_matrix(diagonal_of(factor) * diagonal_of(tokens), factor)
+        onward = without_diagonal(factor)
+        fields = (onward, growth, back, 0 * back, 0 * back, tokens, grad_out)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         paired = sensitivity * self.gradient
         none = np.zeros(sensitivity.shape[:-2])
         by_pair = self.back_change * paired if present(self.back_change) else None
-        exposure = by_pair, self._by_size(self.back_own * paired)
+        exposure = by_pair, self._by_size(self.back_growth * paired)
         return GradientAdjoint(self.back * sensitivity, exposure, none, none + self._coherence)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         by_pair, by_size = exposure
-        size = self._by_size(self.own * sensitivity)
+        size = self._by_size(self.growth * sensitivity)
         size[: len(by_size)] += by_size
-        found = self.onward * sensitivity
+        result = self.onward * sensitivity
         if by_pair is not None:
-            found = grown(found, by_pair)
+            result = grown(result, by_pair)
         none = np.zeros(sensitivity.shape[:-2])
-        return SignalAdjoint(found + diagonal(size, found), none, none)
+        return SignalAdjoint(result + diagonal_matrix(size, result), none, none)
 
     @functools.cached_property
     def _coherence(self) -> Array:
         factor = kernel_of(self.back)
-        return ratio(factor.mean_pairs(), factor.mean_diagonal())
+        return ratio(factor.mean_off_diagonal(), factor.mean_diagonal())
 
-    def _by_size(self, pairs: Array) -> Array:
+    def _by_size(self, entries: Array) -> Array:
         """Each of two tokens has half a share in their pair."""
-        return ratio(row_sums(pairs), own_entries(self.kernel))
+        return ratio(row_sums(entries), diagonal_of(self.kernel))
 
 
 @dataclass(frozen=True)
@@ -392,12 +390,11 @@ class Sum:
     """Branches that read the same tensor, whose outputs add up.
 
     Attributes:
-        parts: the branches.
-        received: (..., L, L) gradient at the output.
+        grad_out: (..., L, L) gradient at the output.
     """
 
     parts: tuple[Response, ...]
-    received: Array
+    grad_out: Array
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         steps = [part.gradient_adjoint(sensitivity) for part in self.parts]
@@ -415,9 +412,9 @@ class Sum:
     @functools.cached_property
     def shares(self) -> list[Array]:
         """(...,) share of every branch in the variance of the gradient they send back."""
-        identity = diagonal(np.ones((1, *self.received.shape[:-1]), SINGLE), self.received)
+        identity = diagonal_matrix(np.ones((1, *self.grad_out.shape[:-1]), SINGLE), self.grad_out)
         sizes = [
-            total(part.gradient_adjoint(identity).sensitivity[0] * self.received)
+            total(part.gradient_adjoint(identity).sensitivity[0] * self.grad_out)
             for part in self.parts
         ]
         return [ratio(size, sum(sizes)) for size in sizes]
@@ -433,11 +430,10 @@ class Sublayer:
         skip, scale: (...,) squared factors of skip connection and branch; 0 and 1 where there is
             none.
         entering, leaving: kernels of the signal.
-        sent, received: kernels of the gradient, at the input and at the output, in units of the
+        grad_in, grad_out: kernels of the gradient, at the input and at the output, in units of the
             former's trace.
         kappa: (...,) d_model times the relative variance of |branch|^2.
         back_kappa: the same of the gradient, beyond what `response` calls noise.
-        width: d_model.
         inner: number of features of all heads, where the branch attends; else None.
         attends: (...,) share of attention in what the branch adds; 1 where it is all of it.
     """
@@ -448,8 +444,8 @@ class Sublayer:
     scale: Array
     entering: Matrix
     leaving: Matrix
-    sent: Matrix
-    received: Matrix
+    grad_in: Matrix
+    grad_out: Matrix
     kappa: Array
     back_kappa: Array
     width: float
@@ -458,19 +454,19 @@ class Sublayer:
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         """What a sensitivity to the gradient sent says; see `GradientAdjoint`."""
-        found = self.response.gradient_adjoint(sensitivity)
-        onward = per_pair(self.scale) * found.sensitivity + per_pair(self.skip) * sensitivity
-        return found._replace(sensitivity=onward)
+        result = self.response.gradient_adjoint(sensitivity)
+        onward = per_pair(self.scale) * result.sensitivity + per_pair(self.skip) * sensitivity
+        return result._replace(sensitivity=onward)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         """What a sensitivity to the signal that leaves says; see `SignalAdjoint`."""
-        found = self.response.signal_adjoint(per_pair(self.scale) * sensitivity, exposure)
-        return found._replace(sensitivity=found.sensitivity + per_pair(self.skip) * sensitivity)
+        result = self.response.signal_adjoint(per_pair(self.scale) * sensitivity, exposure)
+        return result._replace(sensitivity=result.sensitivity + per_pair(self.skip) * sensitivity)
 
     def gradient_noise(self, sensitivity: Array) -> Array:
         """Variance that the addition of the gradients adds."""
-        carried = per_pair(self.skip) * self.received
-        return self._noise(sensitivity, carried, self.sent - carried, self.back_kappa)
+        carried = per_pair(self.skip) * self.grad_out
+        return self._noise(sensitivity, carried, self.grad_in - carried, self.back_kappa)
 
     def signal_noise(self, sensitivity: Array) -> Array:
         """Variance that the addition of the signals adds."""
@@ -490,8 +486,8 @@ class Sublayer:
             return (cross + self.kappa * coherent**2 * overlap) / self.width
         # two matrices one after the other: behind the first, overlaps have grown by 1/inner
         twice = 2 * overlap * self.width / self.inner + 2 * (overlap + 1 / self.inner)
-        beside = 0.0 if np.all(self.attends == 1) else self.kappa * coherent**2 * overlap
-        return (cross + twice * (self.attends * added) ** 2 + beside) / self.width
+        common = 0.0 if np.all(self.attends == 1) else self.kappa * coherent**2 * overlap
+        return (cross + twice * (self.attends * added) ** 2 + common) / self.width
 
     def _noise(self, sensitivity: Array, carried: Array, added: Array, kappa: Array) -> Array:
         if not self.residual:
@@ -514,10 +510,10 @@ class Around:
         """(..., L) numbers for every token of a kernel, as sensitivities have them."""
         return np.asarray(values) if kernel.resolved else np.asarray(values)[..., None]
 
-    def received(self, record: Record) -> Matrix:
+    def grad_out(self, record: Record) -> Matrix:
         """The gradient at the output."""
-        received = matrix_of(record.gradient_received.kernel, record.output.seq_len)
-        return in_units(received, self.unit)
+        grad_out = matrix_of(record.grad_out.kernel, record.output.seq_len)
+        return in_units(grad_out, self.unit)
 
     def kernels(self, record: Record) -> tuple[Matrix, Matrix, Matrix, Matrix]:
         """Of the signal that enters and leaves, and of the gradient sent and received."""
@@ -525,8 +521,8 @@ class Around:
             matrix_of(one.second_moment(), one.seq_len).astype(SINGLE)
             for one in (record.input, record.output)
         )
-        sent = in_units(matrix_of(record.gradient_sent.kernel, record.input.seq_len), self.unit)
-        return entering, leaving, sent, self.received(record)
+        grad_in = in_units(matrix_of(record.grad_in.kernel, record.input.seq_len), self.unit)
+        return entering, leaving, grad_in, self.grad_out(record)
 
     def whole(self, record: Record) -> Sublayer:
         """A part without a skip connection."""
@@ -566,12 +562,12 @@ def kappas(branch: Record, answer: Any) -> tuple[Array, Array, Array]:
     Of parallel branches, whose sum varies by 2 (sum B)^2/d if each does by 2 B^2/d; unless a
     normalisation behind them fixes the size of the sum.
     """
-    found = branch.paths()
-    common = set(found[0]).intersection(*found[1:]) if len(found) > 1 else set()
-    if fixed_behind(found[0], common):
-        found, common = [tuple(branch.leaves())], set()
+    result = branch.paths()
+    common = set(result[0]).intersection(*result[1:]) if len(result) > 1 else set()
+    if fixed_behind(result[0], common):
+        result, common = [tuple(branch.leaves())], set()
     sizes, of_signal, of_gradient, attention_flags = [], [], [], []
-    for path in found:
+    for path in result:
         reached = last_matrix([leaf for leaf in path if leaf not in common]).output
         of_signal.append(_own_fluctuation(path, branch.input, reached))
         sizes.append(np.asarray(reached.second_moment().mean_diagonal()))
@@ -582,7 +578,7 @@ def kappas(branch: Record, answer: Any) -> tuple[Array, Array, Array]:
             if leaf.memory is not None:
                 of_gradient[-1] = reader.back_kappa(leaf.memory.seq_len)
         attention_flags.append(float(attends))
-    if len(found) == 1:
+    if len(result) == 1:
         return of_signal[0], of_gradient[0], 1.0
     shares = _path_shares(answer)
     return (
@@ -660,11 +656,11 @@ def _side_by_side(signals: Several[Signal], axes: tuple[int, ...]) -> Signal:
         first = values[0]
         if isinstance(first, Kernel):
             axis_count, several = int(bool(first.resolved)), [one.diagonal for one in values]
-            pairs = entries([one.pairs for one in values], 2 * axis_count)
-            return Kernel(entries(several, axis_count), pairs, first.resolved)
+            off_diagonal = entries([one.off_diagonal for one in values], 2 * axis_count)
+            return Kernel(entries(several, axis_count), off_diagonal, first.resolved)
         if isinstance(first, tuple):
-            found = [together(one) for one in zip(*values, strict=True)]
-            return type(first)(*found) if hasattr(first, "_fields") else tuple(found)
+            result = [together(one) for one in zip(*values, strict=True)]
+            return type(first)(*result) if hasattr(first, "_fields") else tuple(result)
         return first
 
     kernel, centred, fluctuation = (
@@ -684,13 +680,13 @@ def _each(matrix: Matrix, shape: tuple[int, ...], count: int) -> list[Matrix]:
 def _ones(gradient: Gradient, kernel: Kernel) -> Gradient:
     """A gradient of covariance 1 everywhere, otherwise as the one given."""
     tokens = matrix_of(kernel, gradient.seq_len)
-    received = matrix_of(gradient.kernel, gradient.seq_len)
-    even = kernel_of(ones(np.broadcast_shapes(received.shape, tokens.shape), tokens))
+    grad_out = matrix_of(gradient.kernel, gradient.seq_len)
+    even = kernel_of(ones(np.broadcast_shapes(grad_out.shape, tokens.shape), tokens))
     axes = np.ndim(gradient.kernel.diagonal)
 
-    def held(value: Array) -> Array:  # what is of every token or configuration stays that
+    def spread_over(value: Array) -> Array:  # what is of every token or configuration stays that
         by_token = axes and np.ndim(value) == axes
         return np.broadcast_to(value, np.shape(even.diagonal)) if by_token else value
 
-    radial, share = held(gradient.radial), held(gradient.centred_share)
+    radial, share = spread_over(gradient.radial), spread_over(gradient.centred_share)
     return Gradient(even, gradient.seq_len, radial, share)

@@ -2,10 +2,10 @@
 
 A `Kernel` has one number per token and one per pair of tokens, in one of three resolutions:
 
-exchangeable     all tokens alike: `diagonal` and `pairs` have shape (...,)
-by class         P classes of positions (`classes`): shapes (..., P) and (..., P, P), `pairs` having
-                 two different tokens of one class on its diagonal
-token-resolved   `diagonal` has shape (..., L), `pairs` (..., L, L) with `diagonal` on its diagonal
+exchangeable     all tokens alike: `diagonal` and `off_diagonal` have shape (...,)
+by class         P classes of positions (`classes`): shapes (..., P) and (..., P, P), with two
+                 different tokens of one class on the diagonal of `off_diagonal`
+token-resolved   `diagonal` has shape (..., L), `off_diagonal` (..., L, L) with it on its diagonal
 
 Leading axes are configurations; without any, exchangeable entries are plain floats. All classes are
 values: nothing changes one after it is made (they are not declared frozen, which would double the
@@ -24,7 +24,7 @@ import numpy as np
 
 from ..formulas.algebra import is_number, number_system
 from ..formulas.law import Law
-from .classes import PositionClasses, own_part
+from .classes import PositionClasses, diagonal_factor
 
 Array = Any  # float or numpy array; see the module docstring
 
@@ -35,8 +35,8 @@ def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
         return numerator / denominator if denominator else 0.0 * numerator
     if denominator.all():
         return np.asarray(numerator / denominator, dtype=float)
-    found = np.zeros(np.broadcast_shapes(np.shape(numerator), denominator.shape))
-    return np.divide(numerator, denominator, out=found, where=denominator != 0)
+    result = np.zeros(np.broadcast_shapes(np.shape(numerator), denominator.shape))
+    return np.divide(numerator, denominator, out=result, where=denominator != 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class Kernel:
     """
 
     diagonal: Array
-    pairs: Array
+    off_diagonal: Array
     resolved: bool | PositionClasses = False
 
     @property
@@ -63,21 +63,23 @@ class Kernel:
     def with_diagonal(self, diagonal: Array) -> Kernel:
         """The same pairs with another diagonal."""
         if self.resolved is not True:
-            return Kernel(diagonal, self.pairs, self.resolved)
+            return Kernel(diagonal, self.off_diagonal, self.resolved)
         shape = np.shape(diagonal)
-        matrix = np.array(np.broadcast_to(self.pairs, (*shape, shape[-1])))
+        matrix = np.array(np.broadcast_to(self.off_diagonal, (*shape, shape[-1])))
         index = np.arange(shape[-1])
         matrix[..., index, index] = diagonal
         return Kernel(diagonal, matrix, True)
 
     @classmethod
-    def joined(cls, diagonal: Array, pairs: Array, resolved: bool | PositionClasses) -> Kernel:
+    def joined(
+        cls, diagonal: Array, off_diagonal: Array, resolved: bool | PositionClasses
+    ) -> Kernel:
         """A kernel of one law's diagonal and another's pairs."""
-        kernel = cls(diagonal, pairs, resolved)
+        kernel = cls(diagonal, off_diagonal, resolved)
         return kernel.with_diagonal(diagonal) if resolved is True else kernel
 
     def lift(self, value: Array) -> tuple[Array, Array]:
-        """A per-configuration number, shaped to meet `diagonal` and to meet `pairs`."""
+        """A per-configuration number, shaped to meet `diagonal` and to meet `off_diagonal`."""
         if not self.resolved or np.ndim(value) == 0:
             return value, value
         return value[..., None], value[..., None, None]
@@ -87,27 +89,31 @@ class Kernel:
         if is_number(factor) and factor == 1.0:
             return self
         if not self.resolved:
-            return Kernel(self.diagonal * factor, self.pairs * factor)
+            return Kernel(self.diagonal * factor, self.off_diagonal * factor)
         one, two = self.lift(factor)
-        return Kernel(self.diagonal * one, self.pairs * two, self.resolved)
+        return Kernel(self.diagonal * one, self.off_diagonal * two, self.resolved)
 
     def with_ones(self) -> Kernel:
         """Ones in the same shape."""
         if not self.resolved:
-            return Kernel(0.0 * self.diagonal + 1.0, 0.0 * self.pairs + 1.0)
-        return Kernel(np.ones_like(self.diagonal), np.ones_like(self.pairs), self.resolved)
+            return Kernel(0.0 * self.diagonal + 1.0, 0.0 * self.off_diagonal + 1.0)
+        return Kernel(np.ones_like(self.diagonal), np.ones_like(self.off_diagonal), self.resolved)
 
-    def weighted(self, diagonal: Array, pairs: Array) -> Kernel:
+    def weighted(self, diagonal: Array, off_diagonal: Array) -> Kernel:
         """The diagonal and the pairs, each times a factor of its own."""
-        return Kernel.joined(self.diagonal * diagonal, self.pairs * pairs, self.resolved)
+        return Kernel.joined(
+            self.diagonal * diagonal, self.off_diagonal * off_diagonal, self.resolved
+        )
 
     def resolved_as(self, other: Kernel) -> Kernel:
         """Tokens alike in the resolution of another kernel; what is resolved stays."""
         if self.resolved or not other.resolved:
             return self
-        own = np.broadcast_to(other.lift(self.diagonal)[0], np.shape(other.diagonal))
-        pairs = np.broadcast_to(other.lift(self.pairs)[1], np.shape(other.pairs))
-        return Kernel.joined(own, pairs, other.resolved)
+        diagonal = np.broadcast_to(other.lift(self.diagonal)[0], np.shape(other.diagonal))
+        off_diagonal = np.broadcast_to(
+            other.lift(self.off_diagonal)[1], np.shape(other.off_diagonal)
+        )
+        return Kernel.joined(diagonal, off_diagonal, other.resolved)
 
     def mixed(self, share: Array, other: Kernel, other_share: Array) -> Kernel:
         """share * self + other_share * other, in one step."""
@@ -115,36 +121,44 @@ class Kernel:
             return self.scaled(share) + other.scaled(other_share)
         return Kernel(
             self.diagonal * share + other.diagonal * other_share,
-            self.pairs * share + other.pairs * other_share,
+            self.off_diagonal * share + other.off_diagonal * other_share,
         )
 
     def without_common(self) -> Kernel:
         """Every entry less the mean over pairs of different tokens."""
-        one, two = self.lift(self.mean_pairs())
-        return Kernel(self.diagonal - one, self.pairs - two, self.resolved)
+        one, two = self.lift(self.mean_off_diagonal())
+        return Kernel(self.diagonal - one, self.off_diagonal - two, self.resolved)
 
     def __add__(self, other: Kernel) -> Kernel:
-        return Kernel(self.diagonal + other.diagonal, self.pairs + other.pairs, self.resolved)
+        return Kernel(
+            self.diagonal + other.diagonal, self.off_diagonal + other.off_diagonal, self.resolved
+        )
 
     def __sub__(self, other: Kernel) -> Kernel:
-        return Kernel(self.diagonal - other.diagonal, self.pairs - other.pairs, self.resolved)
+        return Kernel(
+            self.diagonal - other.diagonal, self.off_diagonal - other.off_diagonal, self.resolved
+        )
 
     def __mul__(self, other: Kernel) -> Kernel:
-        return Kernel(self.diagonal * other.diagonal, self.pairs * other.pairs, self.resolved)
+        return Kernel(
+            self.diagonal * other.diagonal, self.off_diagonal * other.off_diagonal, self.resolved
+        )
 
-    def at_pairs(self, factor: Array) -> Kernel:
+    def at_every_pair(self, factor: Array) -> Kernel:
         """Every entry times a factor per pair, a token's own being that of it with itself."""
         if self.classes is not None:
-            return Kernel(self.diagonal * own_part(factor), self.pairs * factor, self.resolved)
+            return Kernel(
+                self.diagonal * diagonal_factor(factor), self.off_diagonal * factor, self.resolved
+            )
         if not self.resolved:
-            return Kernel(self.diagonal * factor, self.pairs * factor)
-        return Kernel.of_matrix(self.pairs * factor)
+            return Kernel(self.diagonal * factor, self.off_diagonal * factor)
+        return Kernel.of_matrix(self.off_diagonal * factor)
 
     def transposed(self) -> Kernel:
         """The second token first."""
         if not self.resolved:
             return self
-        return Kernel(self.diagonal, np.swapaxes(self.pairs, -1, -2), self.resolved)
+        return Kernel(self.diagonal, np.swapaxes(self.off_diagonal, -1, -2), self.resolved)
 
     def over_tokens(self, value: Array) -> tuple[Array, Array]:
         """A per-token number at the first and at the second token of every pair."""
@@ -160,7 +174,6 @@ class Kernel:
         """Average over tokens of a number for each; a number for all stays.
 
         Args:
-            values: of the tokens.
             real: (L,) 1 for tokens that count and 0 for padding, by token; None: all count.
         """
         if not self.resolved or np.ndim(values) < np.ndim(self.diagonal):
@@ -169,28 +182,28 @@ class Kernel:
             return self.classes.mean(values)
         return np.mean(values, axis=-1) if real is None else values @ real / real.sum()
 
-    def mean_pairs(self, real: Array | None = None) -> Array:
+    def mean_off_diagonal(self, real: Array | None = None) -> Array:
         """Average over ordered pairs of different tokens, `real` as in `average`; 0 without any."""
         if not self.resolved:
-            return self.pairs
+            return self.off_diagonal
         if self.classes is not None:
-            return self.classes.mean_of_pairs(self.pairs)
+            return self.classes.mean_of_pairs(self.off_diagonal)
         if real is None:
-            length = self.pairs.shape[-1]
-            total = self.pairs.sum((-2, -1)) - self.diagonal.sum(-1)
+            length = self.off_diagonal.shape[-1]
+            total = self.off_diagonal.sum((-2, -1)) - self.diagonal.sum(-1)
         else:
             length = real.sum()
-            total = self.pairs @ real @ real - self.diagonal @ real
+            total = self.off_diagonal @ real @ real - self.diagonal @ real
         return total / max(length * (length - 1), 1)
 
     def total(self, seq_len: int) -> Array:
         """Sum over all tokens and ordered pairs."""
         if self.classes is not None:
-            own = (self.diagonal * self.classes.count).sum(-1)
-            return own + self.classes.sum_of_pairs(self.pairs)
+            diagonal = (self.diagonal * self.classes.count).sum(-1)
+            return diagonal + self.classes.sum_of_pairs(self.off_diagonal)
         if self.resolved:
-            return self.pairs.sum((-2, -1))
-        return seq_len * (self.diagonal + (seq_len - 1) * self.pairs)
+            return self.off_diagonal.sum((-2, -1))
+        return seq_len * (self.diagonal + (seq_len - 1) * self.off_diagonal)
 
 
 class Fluctuation(NamedTuple):
@@ -248,15 +261,13 @@ class Signal:
 
     Attributes:
         kernel: variances and token covariances about the ensemble mean.
-        seq_len: tokens per sequence.
         mean: ensemble mean, per token where resolved.
-        width: number of features.
         hidden_covariance: covariance between two features of one token (published theory).
         fluctuation: how realised norms and overlaps vary over draws of the weights (refined
             theory); None where not tracked.
         centred: part of `kernel` whose features already average to zero within every token.
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
-        diagnostics: what the component that made this signal can tell besides its moments.
+        diagnostics: what the component that made this signal adds to its moments.
         notes: what made the numbers here less certain, for the component that produced them.
     """
 
@@ -284,16 +295,16 @@ class Signal:
         """Correlation of every pair, kept inside [-1, 1] against rounding; 0 without variance."""
         kernel = self.kernel
         if is_number(kernel.diagonal):
-            return min(1.0, max(-1.0, ratio_or_zero(kernel.pairs, kernel.diagonal)))
+            return min(1.0, max(-1.0, ratio_or_zero(kernel.off_diagonal, kernel.diagonal)))
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = np.sqrt(first * second) if kernel.resolved else first
-        return np.minimum(np.maximum(ratio_or_zero(kernel.pairs, scale), -1.0), 1.0)
+        return np.minimum(np.maximum(ratio_or_zero(kernel.off_diagonal, scale), -1.0), 1.0)
 
     def cosine_square(self) -> Array:
         """Squared cosine between the vectors of every pair of tokens, means included."""
         tokens = self.second_moment()
         first, second = tokens.over_tokens(tokens.diagonal)
-        return ratio_or_zero(tokens.pairs * tokens.pairs, first * second)
+        return ratio_or_zero(tokens.off_diagonal * tokens.off_diagonal, first * second)
 
     def second_moment(self) -> Kernel:
         """E x_i x_j: the kernel about zero instead of about the mean."""
@@ -301,7 +312,9 @@ class Signal:
         if is_number(mean) and mean == 0.0:
             return kernel
         first, second = kernel.over_tokens(mean) if np.ndim(mean) else (mean, mean)
-        return Kernel(kernel.diagonal + mean * mean, kernel.pairs + first * second, kernel.resolved)
+        return Kernel(
+            kernel.diagonal + mean * mean, kernel.off_diagonal + first * second, kernel.resolved
+        )
 
     def replace(self, **changes: Any) -> Signal:
         return replace(self, **changes)
@@ -313,7 +326,6 @@ class Gradient:
 
     Attributes:
         kernel: variances and token covariances.
-        seq_len: tokens per sequence.
         radial: variance of the gradient's component along the signal at its point, over that of
             any other component: 0.0 where everything downstream ignores the signal's scale, 1 where
             nothing is known. A number for all tokens or one for each.

@@ -2,7 +2,7 @@
 
 What two tokens have in common takes two values, [[K, S], [S, .]], of two different words and of
 one; cells share a word in s of their pairs, so that sums over pairs count K by 1 - s and S by s.
-See docs/theory/words.md.
+See docs/theory/repeats.md.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from .classes import (
     Array,
     ClassMatrix,
+    KeyCounts,
     Matrix,
     PairSums,
     PositionClasses,
-    Sight,
     as_many,
-    diagonal,
+    diagonal_of,
     few_points,
     to_total,
 )
@@ -55,8 +55,8 @@ class Frequencies(NamedTuple):
         total = weights.sum()
         if not total > 0.0:
             return cls(np.zeros(1), np.ones(1), np.zeros(1))
-        held = several > 0.0
-        nodes, rule = few_points(several[held], size, weights[held] / total)
+        repeated_words = several > 0.0
+        nodes, rule = few_points(several[repeated_words], size, weights[repeated_words] / total)
         portion = total * rule / nodes
         rest = max(1.0 - portion.sum(), 0.0)
         return cls(np.append(0.0, nodes / total), np.append(rest, portion), np.append(0.0, rule))
@@ -67,9 +67,7 @@ class TextClasses(PositionClasses):
     """Of one text, or of several: `nodes` are those of other classes twice, tokens counted once.
 
     Attributes:
-        one: those classes.
         share: (P, P) of pairs of different tokens of two cells that are one word.
-        frequencies: of its words.
         others: (T - 1,) of a document's tokens, those of a pair's word besides that pair, by its
             frequency.
         others_across: the same of pairs of two documents.
@@ -108,8 +106,8 @@ class TextClasses(PositionClasses):
     def count(self) -> Array:
         return np.concatenate([self.one.count, np.zeros(self.size)])
 
-    def seen(self, window: int | None = None) -> Sight:
-        return self.one.seen(window)
+    def key_counts(self, window: int | None = None) -> KeyCounts:
+        return self.one.key_counts(window)
 
     def mean(self, values: Array) -> Array:
         """Of (..., 2 P), or of the first (..., P) of them."""
@@ -118,8 +116,8 @@ class TextClasses(PositionClasses):
     def in_one(self, sums: Array) -> Array:
         return self.one.in_one(sums[..., : self.size])
 
-    def within(self, pairs: Array) -> Array:
-        return np.tile(self.one.within(pairs), (2, 2))
+    def within(self, off_diagonal: Array) -> Array:
+        return np.tile(self.one.within(off_diagonal), (2, 2))
 
     def spread_out(self, values: Array) -> Array:
         return self.one.spread_out(values[..., : self.size])
@@ -127,7 +125,11 @@ class TextClasses(PositionClasses):
     @property
     def documents(self) -> Matrix | None:
         counts = self.one.documents
-        return None if counts is None else (self._twice(counts[0]), self.of_kinds(*[counts[1]] * 2))
+        return (
+            None
+            if counts is None
+            else (self._twice(counts[0]), self.of_relations(*[counts[1]] * 2))
+        )
 
     @functools.cached_property
     def pair_count(self) -> Array:
@@ -137,28 +139,28 @@ class TextClasses(PositionClasses):
     @functools.cached_property
     def one_word(self) -> Array:
         """(2 P, 2 P) 1 for tokens of one word, else 0."""
-        return self.of_kinds(np.zeros_like(self.share), np.ones_like(self.share))
+        return self.of_relations(np.zeros_like(self.share), np.ones_like(self.share))
 
     @functools.cached_property
     def at_one_place(self) -> Array:
         placed = self.one.at_one_place + 0.0 * self.share
-        return self.of_kinds(placed, placed)
+        return self.of_relations(placed, placed)
 
     @functools.cached_property
     def following_pairs(self) -> Array:
-        found = self.of_kinds(self.one.following_pairs, self.one.following_pairs)
+        result = self.of_relations(self.one.following_pairs, self.one.following_pairs)
         total = float(self.length - len(self.ends))
-        return np.minimum(found * to_total(found * self.pair_count, total), 1.0)
+        return np.minimum(result * to_total(result * self.pair_count, total), 1.0)
 
-    def mean_of_pairs(self, pairs: Array) -> Array:
-        return self.one.mean_of_pairs(self._over_words(pairs))
+    def mean_of_pairs(self, off_diagonal: Array) -> Array:
+        return self.one.mean_of_pairs(self._over_words(off_diagonal))
 
     @functools.cached_property
     def shares(self) -> tuple[Matrix, ...]:
         """`share` in one document and in two, own parts being those of pairs at one place."""
-        found = self.one.blocks(np.zeros(self.size), self.share)
-        # Of two documents a cell with itself is read off those beside it, which may lead beyond.
-        return tuple((own, np.clip(share, 0.0, 1.0)) for own, share in found)
+        result = self.one.blocks(np.zeros(self.size), self.share)
+        # Of two documents a cell with itself is read off its neighbours, which may lead beyond.
+        return tuple((diagonal, np.clip(share, 0.0, 1.0)) for diagonal, share in result)
 
     @functools.cached_property
     def most_of_a_cell(self) -> float:
@@ -171,7 +173,7 @@ class TextClasses(PositionClasses):
         """Mean over rows of how many pairs of their keys are of one word beyond that."""
         inside, size = self.one.inside, len(self.one.inside.nodes)
         beyond = np.maximum(self.share[:size, :size] - self.most_of_a_cell, 0.0)
-        keys = inside.seen().keys
+        keys = inside.key_counts().keys
         keys = keys / keys.sum(1, keepdims=True)
         return float(inside.mean(np.einsum("pq,qr,pr->p", keys, beyond, keys)))
 
@@ -181,25 +183,25 @@ class TextClasses(PositionClasses):
     def _twice(self, values: Array) -> Array:
         return np.concatenate([values, values], axis=-1)
 
-    def kinds(self, pairs: Array) -> tuple[Array, Array]:
+    def by_relation(self, off_diagonal: Array) -> tuple[Array, Array]:
         """(..., P, P) of two words and of one."""
         size = self.size
-        return pairs[..., :size, :size], pairs[..., :size, size:]
+        return off_diagonal[..., :size, :size], off_diagonal[..., :size, size:]
 
-    def of_kinds(self, others: Array, same: Array) -> Array:
+    def of_relations(self, others: Array, same: Array) -> Array:
         """(..., 2 P, 2 P) of these."""
         others, same = np.broadcast_arrays(others, same)
         top, bottom = (np.concatenate(row, axis=-1) for row in ((others, same), (same, others)))
         return np.concatenate([top, bottom], axis=-2)
 
-    def _over_words(self, pairs: Array) -> Array:
+    def _over_words(self, off_diagonal: Array) -> Array:
         """(..., P, P) means over cells."""
-        others, same = self.kinds(pairs)
+        others, same = self.by_relation(off_diagonal)
         return np.asarray(others + self.share * (same - others))
 
-    def blocks(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+    def blocks(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         """Of means over cells."""
-        return self.one.blocks(own[..., : self.size], self._over_words(pairs))
+        return self.one.blocks(diagonal[..., : self.size], self._over_words(off_diagonal))
 
     @functools.cached_property
     def of_one(self) -> TextClasses:
@@ -209,64 +211,68 @@ class TextClasses(PositionClasses):
         counts = self.frequencies, self.others, self.others_across
         return TextClasses(one.length, np.tile(one.nodes, 2), one, share, *counts)
 
-    def alone(self, own: Array, pairs: Array) -> Matrix:
+    def alone(self, diagonal: Array, off_diagonal: Array) -> Matrix:
         if len(self.ends) == 1:
-            return own, pairs
-        inside, _, alike, _ = self.told_apart(own, pairs)
+            return diagonal, off_diagonal
+        inside, _, alike, _ = self.blocks_by_relation(diagonal, off_diagonal)
         return self.of_one.joined(inside, alike)
 
-    def between(self, own: Array, pairs: Array) -> Matrix | None:
+    def between(self, diagonal: Array, off_diagonal: Array) -> Matrix | None:
         if len(self.ends) == 1:
             return None
-        (_, (met, across)), inside = self.shares, self.of_one
-        _, (placed, others), _, (together, same) = self.told_apart(own, pairs)
+        (_, (coincidence, across)), inside = self.shares, self.of_one
+        _, (placed, others), _, (together, same) = self.blocks_by_relation(diagonal, off_diagonal)
         # As many words are shared across as inside, and the mean is what it was.
         beyond = same - others
         others = others + (across - inside.share) * beyond
-        own = placed + met * (together - placed)
-        return inside.joined((own, others), (own, others + beyond))
+        diagonal = placed + coincidence * (together - placed)
+        return inside.joined((diagonal, others), (diagonal, others + beyond))
 
-    def over_kinds(self, pairs: Array) -> Array:
-        return self._over_words(pairs)
+    def over_relations(self, off_diagonal: Array) -> Array:
+        return self._over_words(off_diagonal)
 
-    def with_kinds(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
+    def with_relations(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
         """By parts: what a token has with itself beyond two words stands by itself. Rows of
-        attention give two keys of one word less, be they met from the left, X = w C w^T, or from
+        attention give two keys of one word less, multiplied from the left, X = w C w^T, or from
         the right, w^T R w."""
-        (own, pairs), share, count = product, self.share, self.inside.count
+        (diagonal, off_diagonal), share, count = product, self.share, self.inside.count
         (first, left), (second, right) = (self._beyond(matrix) for matrix in (one, other))
         often = float(self.frequencies.of_pairs[1:] @ self.others)
         beyond = first[..., :, None] * right + left * second[..., None, :]
         beyond = beyond + left @ ((often * count)[:, None] * right)
         if one.crowded is not None:
             less = ((one.crowded - 1.0) * one.mean) @ (count[:, None] * share * right)
-            own, pairs = own + diagonal(less), pairs + less
+            diagonal, off_diagonal = diagonal + diagonal_of(less), off_diagonal + less
         if other.crowded is not None:
             given = count[:, None] * other.mean
             root = np.sqrt((given * other.crowded).sum(-2) / given.sum(-2))
-            beyond = beyond + (root[..., :, None] * root[..., None, :] - 1.0) * pairs
-        others = pairs - share * beyond
+            beyond = beyond + (root[..., :, None] * root[..., None, :] - 1.0) * off_diagonal
+        others = off_diagonal - share * beyond
         # Of a token with itself the other one is of its word for both, or for neither.
         spread = share * (1.0 - share) * (count - np.eye(len(count)))
-        alone = own + (left * spread * np.swapaxes(right, -1, -2)).sum(-1)
-        return self._twice(alone), self.of_kinds(others, others + beyond)
+        alone = diagonal + (left * spread * np.swapaxes(right, -1, -2)).sum(-1)
+        return self._twice(alone), self.of_relations(others, others + beyond)
 
     def _beyond(self, matrix: ClassMatrix) -> Matrix:
         """What a token has with itself, and with others of its word, beyond two words."""
-        others, same = self.kinds(matrix.pairs)
-        return matrix.own[..., : self.size] - diagonal(others), same - others
+        others, same = self.by_relation(matrix.off_diagonal)
+        return matrix.diagonal[..., : self.size] - diagonal_of(others), same - others
 
-    def told_apart(self, own: Array, pairs: Array) -> tuple[Matrix, ...]:
+    def blocks_by_relation(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         """Of two words, and then of one."""
-        single = own[..., : self.size]
-        return tuple(block for kind in self.kinds(pairs) for block in self.one.blocks(single, kind))
+        single = diagonal[..., : self.size]
+        return tuple(
+            block
+            for kind in self.by_relation(off_diagonal)
+            for block in self.one.blocks(single, kind)
+        )
 
     def joined(self, *blocks: Matrix) -> Matrix:
         """Of matrices of both kinds, or of means over cells, in which one word is as two."""
         every = min(len(self.ends), 2)
-        own, others = self.one.joined(*blocks[:every])
+        diagonal, others = self.one.joined(*blocks[:every])
         _, same = self.one.joined(*blocks[-every:])
-        return self._twice(own), self.of_kinds(others, same)
+        return self._twice(diagonal), self.of_relations(others, same)
 
     def cell_means(self, values: Array) -> Array:
         return self._twice(self.one.cell_means(values))
@@ -275,8 +281,8 @@ class TextClasses(PositionClasses):
     def _of_one_word(self) -> list[tuple[PairSums, Array]]:
         """Of the classes' kinds of pairs, those of one word, and their share."""
         assert self.ids is not None
-        found = self.one.pair_sums(self.ids, self.ids)
-        return [(one, np.clip(as_many(*one), 0.0, 1.0)) for one in found]
+        result = self.one.pair_sums(self.ids, self.ids)
+        return [(one, np.clip(as_many(*one), 0.0, 1.0)) for one in result]
 
     def pair_means(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> Array:
         assert self.ids is not None
@@ -285,15 +291,17 @@ class TextClasses(PositionClasses):
         words = np.reshape(words, self.ids.shape)
         one, two = np.reshape(codes, (2, *first.shape)) * (int(words.max()) + 1)
         others, same = [], []
-        for (found, pairs, expected), (alike, *_), (of_word, share) in zip(
+        for (matching, count, expected), (alike, *_), (of_word, share) in zip(
             self.one.pair_sums(first, second),
             self.one.pair_sums(one + words, two + words),
             self._of_one_word,
             strict=True,
         ):
-            others.append(as_many(found - alike, pairs - of_word.found, expected * (1.0 - share)))
-            same.append(as_many(alike, of_word.found, expected * share))
-        return self.of_kinds(self.one.of_sums(*others), self.one.of_sums(*same))
+            others.append(
+                as_many(matching - alike, count - of_word.matching, expected * (1.0 - share))
+            )
+            same.append(as_many(alike, of_word.matching, expected * share))
+        return self.of_relations(self.one.of_sums(*others), self.one.of_sums(*same))
 
 
 def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
@@ -312,9 +320,9 @@ def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
     level, length = frequencies.level[1:], float(ends @ ends) / tokens
     total = float(often @ count) / tokens
     others = np.maximum(level * total * (length - 1.0) - 1.0, LEAST) / (length - 2.0)
-    met = float(shares @ elsewhere) / max(float(elsewhere.sum()), 1.0)
+    coincidence = float(shares @ elsewhere) / max(float(elsewhere.sum()), 1.0)
     relative = level / max(float(level @ frequencies.of_pairs[1:]), LEAST)
-    across = np.maximum(relative * met, LEAST / length)
+    across = np.maximum(relative * coincidence, LEAST / length)
     nodes = np.tile(one.nodes, 2)
     return TextClasses(one.length, nodes, one, share, frequencies, others, across, ids)
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .state import Array, Gradient, Signal
-
-if TYPE_CHECKING:
-    from .composition import Component, Pulled
 
 
 class Point(NamedTuple):
@@ -33,57 +30,46 @@ class Record:
     A value, like `state.Signal`: nothing changes it after it is made.
 
     Attributes:
-        component: the node of the declaration.
+        component: the node of the declaration, a `composition.Component`.
         layer: number of the layer that it is in; 0 before the first.
         input, output: what entered and left.
         children: of the components it holds, in the order in which the signal passed them.
         pullback: of a leaf, the way back around `input`.
         memory: what a leaf read besides its input.
-        received, sent: the gradient at the output and at the input; None before it came.
-        pulled: of a leaf, what its way back can tell besides the gradient.
-        sent_to_memory: the gradient at `memory`.
+        grad_out, grad_in: the `Gradient` at the output and at the input; None before it came.
+        pulled: of a leaf, the `composition.Pulled` that its way back returned.
+        grad_memory: the gradient at `memory`.
     """
 
-    component: Component
+    component: Any
     layer: int
     input: Signal
     output: Signal
     children: tuple[Record, ...] = ()
     pullback: Any = None
     memory: Signal | None = None
-    received: Gradient | None = None
-    sent: Gradient | None = None
-    pulled: Pulled | None = None
-    sent_to_memory: Gradient | None = None
+    grad_out: Any = None
+    grad_in: Any = None
+    pulled: Any = None
+    grad_memory: Gradient | None = None
 
     def backward(self, gradient: Gradient, run: Run | None = None) -> Record:
         """The same with a gradient at the output carried back through it."""
-        return self.component.backpropagate(self, gradient, Run() if run is None else run)
+        done: Record = self.component.backpropagate(self, gradient, Run() if run is None else run)
+        return done
 
     def completed(
         self,
-        received: Gradient,
-        sent: Gradient,
+        grad_out: Gradient,
+        grad_in: Gradient,
         children: tuple[Record, ...],
-        pulled: Pulled | None = None,
-        sent_to_memory: Gradient | None = None,
+        pulled: Any = None,
+        grad_memory: Gradient | None = None,
     ) -> Record:
         """The same with what came back."""
         entered = self.component, self.layer, self.input, self.output, children
         passed = self.pullback, self.memory
-        return Record(*entered, *passed, received, sent, pulled, sent_to_memory)
-
-    @property
-    def gradient_sent(self) -> Gradient:
-        """The gradient at the input, of a record that a gradient has come back through."""
-        assert self.sent is not None
-        return self.sent
-
-    @property
-    def gradient_received(self) -> Gradient:
-        """The gradient at the output, of a record that a gradient has come back to."""
-        assert self.received is not None
-        return self.received
+        return Record(*entered, *passed, grad_out, grad_in, pulled, grad_memory)
 
     def walk(self) -> Iterator[Record]:
         """Every record, children before what holds them: the order of the forward pass."""
@@ -104,11 +90,13 @@ class Record:
     def paths(self) -> list[tuple[Record, ...]]:
         """The leaves of every way through parallel branches; those before and behind the branches
         are in each."""
-        return self.component.record_paths(self)
+        paths: list[tuple[Record, ...]] = self.component.record_paths(self)
+        return paths
 
     def in_order(self) -> tuple[Record, ...]:
         """What follows one another in it: itself, unless it is of a chain."""
-        return self.component.records_in_order(self)
+        records: tuple[Record, ...] = self.component.records_in_order(self)
+        return records
 
     def leaves(self) -> Iterator[Record]:
         """Those of components that hold no others."""
@@ -126,7 +114,7 @@ class Record:
     @property
     def point(self) -> Point:
         """The site behind the component."""
-        return Point(self.layer, self.component.label, self.output, self.received)
+        return Point(self.layer, self.component.label, self.output, self.grad_out)
 
     def weights(self, overlap: Array | None = None) -> Mapping[str, Array]:
         """Expected squared gradient norms of a leaf's weights, by name.
@@ -147,10 +135,9 @@ class Record:
 
 @dataclass
 class Run:
-    """One pass under way: what components may read, where it is, and who is told.
+    """One pass under way: what components may read, where it is, and callbacks.
 
     Attributes:
-        memory: what cross-attention reads.
         layer: number of the layer at hand.
         on_layer: called as each layer is passed, in either direction.
         reached: every site passed on the way up, for an error to say where numbers broke.
@@ -168,16 +155,16 @@ class Run:
     def points(self) -> list[Point]:
         """Every site reached, with the gradient that has come back to it."""
         places = [(one.layer, one.component.label) for one in self.returned]
-        sent = dict(zip(places, self.gradients, strict=True))
+        grad_in = dict(zip(places, self.gradients, strict=True))
         points = [one.point if isinstance(one, Record) else one for one in self.reached]
-        return [p._replace(gradient=sent.get((p.layer, p.site))) for p in points]
+        return [p._replace(gradient=grad_in.get((p.layer, p.site))) for p in points]
 
     def passed(self, record: Record) -> Record:
         """Note a site on the way up."""
         self.reached.append(record)
         return record
 
-    def met(self, record: Record, gradient: Gradient) -> None:
+    def returning(self, record: Record, gradient: Gradient) -> None:
         """Note a site on the way back."""
         self.returned.append(record)
         self.gradients.append(gradient)
@@ -193,7 +180,6 @@ class Trace:
 
     Attributes:
         entering: what enters layer 1.
-        stack: of the layers.
         embedding: of what follows the sum of the embedding tables.
         ending: of what stands between the last layer and the matrix to the logits, or the decoder
             that reads it.
@@ -209,12 +195,12 @@ class Trace:
     @functools.cached_property
     def points(self) -> list[Point]:
         """Every site, in the order of the forward pass."""
-        found = [] if self.embedding is None else [one.point for one in self.embedding.sites()]
-        found.append(Point(0, "stream", self.entering, self.stack.sent if self.stack else None))
+        result = [] if self.embedding is None else [one.point for one in self.embedding.sites()]
+        result.append(Point(0, "stream", self.entering, self.stack.grad_in if self.stack else None))
         for record in (self.stack, self.ending):
             if record is not None:
-                found += [one.point for one in record.sites()]
-        return found if self.logits is None else [*found, self.logits]
+                result += [one.point for one in record.sites()]
+        return result if self.logits is None else [*result, self.logits]
 
     def stream(self) -> list[Point]:
         """The N + 1 points of the residual stream."""
@@ -222,7 +208,7 @@ class Trace:
 
     def passing(self) -> list[tuple[Signal, Gradient]]:
         """What enters every layer, and the gradient that its output receives."""
-        return [(one.input, one.children[0].gradient_received) for one in self.layers]
+        return [(one.input, one.children[0].grad_out) for one in self.layers]
 
     def notes(self) -> list[tuple[int, str, str]]:
         """Those of every record, in the order of the forward pass."""
@@ -240,12 +226,12 @@ class Trace:
         read = (one.memory for layer in self.layers[:1] for one in layer.walk())
         return next((memory for memory in read if memory is not None), None)
 
-    def sent_to_memory(self) -> list[Gradient]:
+    def grad_memory(self) -> list[Gradient]:
         """The gradients at what cross-attention reads, from the last layer down."""
         if self.stack is None:
             return []
-        sent = (one.sent_to_memory for one in self.stack.walk_back())
-        return [gradient for gradient in sent if gradient is not None]
+        grad_in = (one.grad_memory for one in self.stack.walk_back())
+        return [gradient for gradient in grad_in if gradient is not None]
 
     def weights(self) -> list[tuple[int, str, Array]]:
         """(layer, matrix, expected squared gradient norm), from the first layer to the last.
@@ -276,4 +262,4 @@ def weight_rows(records: Iterator[tuple[Record, Array | None]]) -> list[tuple[in
 def with_top_gradient(stack: Record, gradient: Gradient) -> Record:
     """A chain of layers whose last output is said to receive another gradient."""
     *below, last = stack.children
-    return replace(stack, children=(*below, replace(last, received=gradient)))
+    return replace(stack, children=(*below, replace(last, grad_out=gradient)))

@@ -75,7 +75,7 @@ STACKS: dict[str, ComponentLaws] = {
 _POSITIONS = "docs/theory/attention.md, Rotary positions"
 _PENALTIES = "docs/theory/positions.md, Distance penalties"
 _BIASES = "docs/theory/positions.md, Relative biases"
-_LOGITS = "docs/theory/attention.md, What stands between tokens and logits"
+_LOGITS = "docs/theory/logits.md"
 _STEP = "docs/theory/first-step.md, One matrix"
 
 # What no component has for itself, by the words one would look for, and where it is told.

@@ -97,7 +97,7 @@ class _Together(Stack):
         count = self.shape
         return Kernel(
             np.array(np.broadcast_to(found.diagonal, count), dtype=float),
-            np.array(np.broadcast_to(found.pairs, count), dtype=float),
+            np.array(np.broadcast_to(found.off_diagonal, count), dtype=float),
         )
 
 

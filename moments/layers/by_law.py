@@ -80,7 +80,7 @@ class LawLeaf(Leaf):
         given = self.applied() if weights is None else weights
         with evaluating(layout, level):
             try:
-                found = self.law(x, given)
+                result = self.law(x, given)
             except (ValueError, TypeError, IndexError) as error:
                 if isinstance(error, DomainError):
                     raise
@@ -93,7 +93,7 @@ class LawLeaf(Leaf):
                 f"the law of block {self.label!r} never applies its weight {unused[0]!r}: write "
                 f"w.{unused[0]}(x) where the twin does, or leave it out of weights"
             )
-        return found
+        return result
 
     def applied(self, *extra: Array) -> Applied:
         """Its weights across replicas, with `extra` covariances of those in `names`."""
@@ -139,42 +139,44 @@ class LawLeaf(Leaf):
                 0.0 * kernel.diagonal, step_within(kernel, variance), kernel.resolved
             )
             return Moves(layout.array(step)[None])
-        found = Moves.of(signal, layout)
-        mean = found.steps.mean(0)
+        result = Moves.of(signal, layout)
+        mean = result.steps.mean(0)
         above, below = (self.evaluated(layout, x + side * mean) for side in (1, -1))
         linear = np.allclose(above + below, 2 * base, rtol=0, atol=1e-13 * np.max(np.abs(base)))
-        return None if linear else found
+        return None if linear else result
 
     def _checked(self, layout: Layout, x: Array) -> Array:
-        found = self.evaluated(layout, x)
-        if np.shape(found) != x.shape:
+        result = self.evaluated(layout, x)
+        if np.shape(result) != x.shape:
             raise DomainError(
-                f"the law of block {self.label!r} makes shape {np.shape(found)} of {x.shape}: "
+                f"the law of block {self.label!r} makes shape {np.shape(result)} of {x.shape}: "
                 "it returns moments of as many tokens as it takes"
             )
-        first, second = layout.variances(np.asarray(found))
-        if not np.all(np.isfinite(found)) or np.any(first < 0):
+        first, second = layout.variances(np.asarray(result))
+        if not np.all(np.isfinite(result)) or np.any(first < 0):
             raise DomainError(
                 f"the law of block {self.label!r} gives variances that are negative or not finite, "
                 f"such as {np.min(first):.4g}: second moments of tokens that exist have none"
             )
-        if np.any(np.abs(found) > (1 + 1e-6) * np.sqrt(first * second) + 1e-300):
-            worst = np.max(np.abs(found) / np.maximum(np.sqrt(first * second), 1e-300))
+        if np.any(np.abs(result) > (1 + 1e-6) * np.sqrt(first * second) + 1e-300):
+            worst = np.max(np.abs(result) / np.maximum(np.sqrt(first * second), 1e-300))
             raise DomainError(
                 f"the law of block {self.label!r} makes two tokens correlate by {worst:.4g}: one "
                 "law serves own entries and pairs, so that at most 1 can come out"
             )
-        return found
+        return result
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         if not self.mixes_tokens:
             return self.forward(signal)[0]
-        own, across = (np.asarray(one)[..., None, None, None, None] for one in _both(signal.kernel))
+        diagonal, across = (
+            np.asarray(one)[..., None, None, None, None] for one in _both(signal.kernel)
+        )
         size, layout = self.seq_len, Layout(True, 2)
         itself = np.eye(2)[:, :, None, None] * np.eye(size)
-        found = self.evaluated(layout, across + (own - across) * itself)
-        one = np.diagonal(found[..., 0, 0, :, :], axis1=-2, axis2=-1).mean(-1)
-        return Signal(Kernel(one, found[..., 0, 1, :, :].mean((-2, -1))), 2, width=self.width)
+        result = self.evaluated(layout, across + (diagonal - across) * itself)
+        one = np.diagonal(result[..., 0, 0, :, :], axis1=-2, axis2=-1).mean(-1)
+        return Signal(Kernel(one, result[..., 0, 1, :, :].mean((-2, -1))), 2, width=self.width)
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -189,7 +191,9 @@ class LawLeaf(Leaf):
         moments = record.input.second_moment()
         layout = Layout.of(moments, self.seq_len)
         ratio = self.width / record.input.width
-        return LawResponse(self, layout, moments.pairs, ratio * around.received(record), ratio)
+        return LawResponse(
+            self, layout, moments.off_diagonal, ratio * around.grad_out(record), ratio
+        )
 
 
 MOST_NUMBERS = 2**17
@@ -215,10 +219,10 @@ class Moves:
         have that mean."""
         kernel, square = signal.second_moment(), followed(signal)
         assert square is not None
-        values, vectors = np.linalg.eigh(signed_root(square, kernel).pairs)
+        values, vectors = np.linalg.eigh(signed_root(square, kernel).off_diagonal)
         root = vectors * np.sqrt(np.maximum(values, 0.0))[..., None, :]
         count = root.shape[-1]
-        numbers, pairs = kernel.pairs.size, count * (count + 1) // 2
+        numbers, pairs = kernel.off_diagonal.size, count * (count + 1) // 2
         if pairs * numbers <= MOST_NUMBERS:
             one, two = np.triu_indices(count)
             signs = np.zeros((pairs, count, count))
@@ -234,7 +238,7 @@ class Moves:
         steps = root @ signs @ np.swapaxes(root, -1, -2)
         if has_fixed_norms(signal):
             lost = np.diagonal(steps, axis1=-2, axis2=-1) / kernel.diagonal
-            steps = steps - 0.5 * kernel.pairs * (lost[..., :, None] + lost[..., None, :])
+            steps = steps - 0.5 * kernel.off_diagonal * (lost[..., :, None] + lost[..., None, :])
         exact = pairs * numbers <= MOST_NUMBERS
         return cls(layout.cut(steps), 1.0 if exact else 1.0 / len(steps))
 
@@ -245,7 +249,7 @@ class Moves:
 
 
 def _both(kernel: Kernel) -> tuple[Array, ...]:
-    return tuple(np.broadcast_arrays(kernel.diagonal, kernel.pairs))
+    return tuple(np.broadcast_arrays(kernel.diagonal, kernel.off_diagonal))
 
 
 @dataclass(slots=True, eq=False)
@@ -260,8 +264,8 @@ class LawPullback:
 
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, layout = self.leaf, self.layout
-        received = layout.array(gradient.kernel) * (leaf.width / self.signal.width)
-        shape = np.broadcast_shapes(received.shape, self.x.shape)
+        grad_out = layout.array(gradient.kernel) * (leaf.width / self.signal.width)
+        shape = np.broadcast_shapes(grad_out.shape, self.x.shape)
         none = [np.zeros(shape) for _ in leaf.names]
 
         def law(x: Array, *extra: Array) -> Array:
@@ -271,9 +275,9 @@ class LawPullback:
             return leaf.averaged(layout, x, self.moves, weights)
 
         _, pull = pullback(law, np.broadcast_to(self.x, shape), *none)
-        sent, *weights = (layout.kernel(one) for one in pull(np.broadcast_to(received, shape)))
+        grad_in, *weights = (layout.kernel(one) for one in pull(np.broadcast_to(grad_out, shape)))
         by_name = dict(zip(leaf.names, weights, strict=True))
-        return LawPulled(gradient.with_kernel(sent), by_name, self.signal)
+        return LawPulled(gradient.with_kernel(grad_in), by_name, self.signal)
 
 
 @dataclass(slots=True, eq=False)
@@ -298,14 +302,14 @@ class LawResponse:
     Attributes:
         leaf, layout: of the law.
         moments: (..., L, L) at the input.
-        received: (..., L, L) the gradient at the output, times `ratio`.
+        grad_out: (..., L, L) the gradient at the output, times `ratio`.
         ratio: of the features that leave to those that enter.
     """
 
     leaf: LawLeaf
     layout: Layout
     moments: Array
-    received: Array
+    grad_out: Array
     ratio: float
 
     def _across(self, x: Array) -> Array:
@@ -315,28 +319,28 @@ class LawResponse:
         none = np.zeros(sensitivity.shape[:-2])
         if not sensitivity.size:  # of a number made of signals alone
             return GradientAdjoint(sensitivity, sensitivity, none, none + 1.0)
-        _, found = tangent(self._across, *self._with(sensitivity))
-        onward = (self.ratio * self.layout.joined(found)).astype(SINGLE)
+        _, result = tangent(self._across, *self._with(sensitivity))
+        onward = (self.ratio * self.layout.joined(result)).astype(SINGLE)
         return GradientAdjoint(onward, sensitivity, none, none + 1.0)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         (point,), (above,) = self._with(sensitivity)
-        received = self.layout.cut(np.broadcast_to(self.received, sensitivity.shape))
+        grad_out = self.layout.cut(np.broadcast_to(self.grad_out, sensitivity.shape))
         given = np.zeros(sensitivity.shape)
         given[: len(exposure)] = exposure
         direction = self.layout.cut(given)
 
         def number(c: Array) -> Array:
-            own = self.leaf.evaluated(self.layout, c, follow=True)
+            diagonal = self.leaf.evaluated(self.layout, c, follow=True)
             if not len(exposure):
-                return np.sum(own * above)
-            _, sent = tangent(self._across, [c], [direction])
-            return np.sum(own * above) + np.sum(sent * received)
+                return np.sum(diagonal * above)
+            _, grad_in = tangent(self._across, [c], [direction])
+            return np.sum(diagonal * above) + np.sum(grad_in * grad_out)
 
         _, pull = pullback(number, point)
-        found = self.layout.joined(pull(1.0)[0]).astype(SINGLE)
+        result = self.layout.joined(pull(1.0)[0]).astype(SINGLE)
         none = np.zeros(sensitivity.shape[:-2])
-        return SignalAdjoint(0.5 * (found + np.swapaxes(found, -1, -2)), none, none)
+        return SignalAdjoint(0.5 * (result + np.swapaxes(result, -1, -2)), none, none)
 
     def _with(self, sensitivity: Array) -> tuple[list[Array], list[Array]]:
         """The law's argument and a direction, in one shape."""

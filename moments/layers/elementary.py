@@ -8,6 +8,7 @@ See docs/theory/norms.md, Squared norms.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from ..engine.fluctuation import (
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, bind, evaluate, ratio_or_zero
 from ..engine.trace import Record
 from ..errors import DomainError
+from ..formulas.algebra import NUMPY
 from ..formulas.law import ComponentLaws, Law, Theory
 from ..formulas.linear import BIASED_LINEAR, LINEAR
 from ..model.fields import set_field
@@ -39,7 +41,6 @@ class Lawful(Leaf):
     """A leaf whose moments follow from its laws alone.
 
     Attributes:
-        laws: the component's laws.
         theory: which of them to use.
         label: site name in a trace.
         parameters: values of the laws' symbols that the signal does not carry, such as fan_in.
@@ -58,7 +59,7 @@ class Lawful(Leaf):
         values = dict(self.parameters)
         weight = None if set(names).isdisjoint(self.matrices) else values["weight_variance"]
 
-        def found(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
+        def result(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
             values["x_mean"], values["x_variance"] = entering
             if weight is not None:
                 values["weight_variance"] = weight * factor
@@ -67,16 +68,16 @@ class Lawful(Leaf):
                 variance.formula(algebra, *variance.pick(values)),
             )
 
-        return found
+        return result
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         laws = self.laws.under(self.theory)
         algebra, kernel = signal.algebra, signal.kernel
         one, two = bind(signal, self.parameters)
         variance = evaluate(laws["variance"], algebra, one) + 0 * kernel.diagonal
-        pairs = evaluate(laws["covariance"], algebra, two) + 0 * kernel.pairs
+        off_diagonal = evaluate(laws["covariance"], algebra, two) + 0 * kernel.off_diagonal
         output = Signal(
-            Kernel.joined(variance, pairs, signal.resolved),
+            Kernel.joined(variance, off_diagonal, signal.resolved),
             signal.seq_len,
             mean=evaluate(laws["mean"], algebra, one),
             width=signal.width if self.width is None else self.width,
@@ -112,8 +113,8 @@ class Lawful(Leaf):
         """What varies over draws of an output of these moments: fields of `Signal`."""
         return {}
 
-    def _pulled(self, sent: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
-        return Pulled(sent)
+    def _pulled(self, grad_in: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
+        return Pulled(grad_in)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +122,6 @@ class LawfulPullback:
     """The way back through a leaf of laws.
 
     Attributes:
-        leaf: that one.
         signal, output: what entered and left.
         one, two: values of the laws' symbols, for a token and for a pair.
     """
@@ -133,18 +133,18 @@ class LawfulPullback:
     two: Values
 
     def __call__(self, gradient: Gradient) -> Pulled:
-        leaf, received, algebra = self.leaf, gradient.kernel, self.signal.algebra
+        leaf, grad_out, algebra = self.leaf, gradient.kernel, self.signal.algebra
         laws = leaf.laws.under(leaf.theory)
         if gradient.resolved:
-            single = self.one | {"grad_variance": received.diagonal}
-            pair = self.two | {"grad_covariance": received.pairs}
+            single = self.one | {"grad_variance": grad_out.diagonal}
+            pair = self.two | {"grad_covariance": grad_out.off_diagonal}
         else:
             single = pair = self.one.copy()
-            single["grad_variance"] = received.diagonal
-            single["grad_covariance"] = received.pairs
+            single["grad_variance"] = grad_out.diagonal
+            single["grad_covariance"] = grad_out.off_diagonal
         variance = evaluate(laws["grad_variance"], algebra, single)
-        pairs = evaluate(laws["grad_covariance"], algebra, pair)
-        kernel = Kernel.joined(variance, pairs, gradient.resolved)
+        off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
+        kernel = Kernel.joined(variance, off_diagonal, gradient.resolved)
         return leaf._pulled(leaf._sent(self, gradient, kernel), self.signal, gradient)
 
 
@@ -186,8 +186,8 @@ class Linear(Lawful):
             kernel = without(kernel, way.signal, (1 - gradient.radial) / self.parameters["fan_in"])
         return gradient.along(kernel)
 
-    def _pulled(self, sent: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
-        return LinearPulled(sent, self, signal, gradient)
+    def _pulled(self, grad_in: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
+        return LinearPulled(grad_in, self, signal, gradient)
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -201,12 +201,12 @@ class LinearPulled(Pulled):
 
     leaf: Linear
     signal: Signal
-    received: Gradient
+    grad_out: Gradient
 
     def weights(self) -> Values:
         # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
         # db = sum_i g_i. Where gradients fall with the tokens' norms, they meet shorter tokens.
-        leaf, signal, gradient = self.leaf, self.signal, self.received
+        leaf, signal, gradient = self.leaf, self.signal, self.grad_out
         size = leaf.parameters["fan_in"] * leaf.parameters["fan_out"]
         tokens = signal.second_moment()
         if signal.fluctuation is not None:
@@ -231,7 +231,11 @@ class Activation(Lawful):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        return entrywise_overlap(self, record, at, walk.real)
+        kernel = record.input.kernel
+        variance = float(kernel.mean_diagonal(walk.real))
+        common = float(kernel.mean_off_diagonal(walk.real))
+        units = concentration(self.laws, variance, ratio_or_zero(common, variance))
+        return entrywise_overlap(self, record, at, walk.real, units)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         kurtosis = faintly(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
@@ -244,11 +248,11 @@ class Activation(Lawful):
         """Change of a covariance per change of the input's, at the mean correlation."""
         law = self.laws.under(self.theory)["grad_covariance"]
         kernel, mean = signal.kernel, signal.mean
-        own, pairs = kernel.mean_diagonal(), kernel.mean_pairs()
+        diagonal, off_diagonal = kernel.mean_diagonal(), kernel.mean_off_diagonal()
         given = dict(self.parameters)
-        given["x_variance"] = given["x_other_variance"] = own
+        given["x_variance"] = given["x_other_variance"] = diagonal
         given["x_mean"] = given["x_other_mean"] = kernel.average(mean)
-        given["x_correlation"] = ratio_or_zero(pairs, own)
+        given["x_correlation"] = ratio_or_zero(off_diagonal, diagonal)
         given["grad_covariance"] = 1.0
         return evaluate(law, signal.algebra, given)
 
@@ -285,11 +289,52 @@ class Activation(Lawful):
 
 
 def entrywise_overlap(
-    leaf: Leaf, record: Record, at: UnsharedOverlap, real: Array | None
+    leaf: Leaf, record: Record, at: UnsharedOverlap, real: Array | None, units: float = 1.0
 ) -> UnsharedOverlap:
-    """Behind a function of every feature by itself."""
+    """Behind a function of every feature by itself; `units` as from `concentration`."""
     before, after = record.input, record.output
-    return at.activated(elasticity(leaf, before, after, real), (before.width, after.width))
+    moved = elasticity(leaf, before, after, real)
+    return at.activated(moved, (before.width, after.width), units)
+
+
+@functools.lru_cache(maxsize=1024)
+def concentration(
+    laws: ComponentLaws,
+    variance: float,
+    correlation: float,
+    factor: tuple[float, float, float] | None = None,
+) -> float:
+    """E s^4/(E s^2)^2 over features, s^2 the variance of f(x) given what all tokens share of x.
+
+    Where tokens share most of x, a feature of large slope has it for all of them: their overlaps
+    are sums over fewer features by that number. Derived here, by quadrature: x = sqrt(v r) z +
+    sqrt(v (1 - r)) e with z shared; behind a gate s^2 is that of f(x) u, u = shift + a Gaussian.
+
+    Args:
+        laws: of f; 1 where they do not name it.
+        variance, correlation: v and r, of two tokens' x.
+        factor: variance and correlation of u, and the shift; None: there is no gate.
+    """
+    if laws.entrywise is None or not variance > 0.0:
+        return 1.0
+    function, nearest = laws.entrywise[0], 1.0 - 1e-6  # where a function is linear in the rest
+    r = min(max(correlation, 0.0), nearest)
+    z = (np.arange(400) + 0.5) / 25.0 - 8.0
+    weights = np.exp(-(z**2) / 2)
+    weights /= weights.sum()
+    shared = (variance * r) ** 0.5 * z
+    nodes, masses = np.polynomial.hermite_e.hermegauss(32)
+    values = function(NUMPY, shared[:, None] + (variance * (1.0 - r)) ** 0.5 * nodes)
+    mean, square = (values**k @ masses / masses.sum() for k in (1, 2))
+    spread = (values - mean[:, None]) ** 2 @ masses / masses.sum()
+    common, fourth, alone = 1.0, 1.0, 0.0  # E m^2, E m^4 and variance of u = m + its own
+    if factor is not None:
+        size, other, shift = factor[0], min(factor[1], nearest), factor[2]
+        common, alone = size * other + shift**2, size * (1.0 - other)
+        fourth = 3.0 * (size * other) ** 2 + 6.0 * size * other * shift**2 + shift**4
+    first = float(weights @ (spread * common + square * alone))
+    second = spread**2 * fourth + 2.0 * spread * common * square * alone + (square * alone) ** 2
+    return float(weights @ second) / first**2 if first > 0.0 else 1.0
 
 
 FAINT = 1e-30

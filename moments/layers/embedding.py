@@ -84,8 +84,10 @@ def drawn_alike(
     total = Kernel(0.0, 0.0)
     for laws, variance, pattern in tables:
         values = {"table_variance": variance, "pattern_correlation": pattern}
-        own, pairs = (float(laws.law(n, theory).of(values)) for n in ("variance", "covariance"))
-        total = total + Kernel(own, pairs)
+        diagonal, off_diagonal = (
+            float(laws.law(n, theory).of(values)) for n in ("variance", "covariance")
+        )
+        total = total + Kernel(diagonal, off_diagonal)
     return total
 
 
@@ -103,7 +105,6 @@ def joint_kernel(
     two rows are one; tokens at the same position of two sequences share the position's row.
 
     Args:
-        embedding: the tables.
         seq_len: tokens per sequence L.
         token_ids, segment_ids: integers of shape (L,) or (B, L); without segments there is one.
         d_model: width; needed for sinusoidal positions.
@@ -121,7 +122,7 @@ def joint_kernel(
         + embedding.position_variance * _same(where)
     )
     fixed = fixed_positions(embedding, seq_len, d_model, len(ids) // seq_len, documents)
-    return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.pairs)
+    return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.off_diagonal)
 
 
 def class_kernel(embedding: Embedding, classes: TextClasses, d_model: int | None = None) -> Kernel:
@@ -130,33 +131,37 @@ def class_kernel(embedding: Embedding, classes: TextClasses, d_model: int | None
     The text is one segment without padding.
 
     Args:
-        embedding: the tables.
-        classes: of its words.
         d_model: width; needed for sinusoidal positions.
     """
     token = embedding.row_variance
-    pairs = token * classes.one_word + embedding.segment_variance
-    pairs = pairs + embedding.position_variance * classes.at_one_place
-    own = token + embedding.segment_variance + embedding.position_variance
-    found = Kernel(np.full(len(classes.nodes), own), pairs, classes)
+    off_diagonal = token * classes.one_word + embedding.segment_variance
+    off_diagonal = off_diagonal + embedding.position_variance * classes.at_one_place
+    diagonal = token + embedding.segment_variance + embedding.position_variance
+    result = Kernel(np.full(len(classes.nodes), diagonal), off_diagonal, classes)
     fixed = fixed_positions(embedding, classes.length, d_model, classes=classes)
-    return found if fixed is None else found + fixed.kernel
+    return result if fixed is None else result + fixed.kernel
 
 
-def _frequencies(d_model: int) -> np.ndarray:
-    return np.asarray(10000.0 ** (-2 * np.arange(d_model // 2) / d_model))
+def _frequencies(d_model: int, base: float) -> np.ndarray:
+    return np.asarray(base ** (-2 * np.arange(d_model // 2) / d_model))
 
 
 class FixedPart(NamedTuple):
     """What a tensor holds that no weight is drawn for.
 
     Attributes:
-        kernel: p_i . p_j/d.
         common: the product of two tokens' means over features, which centring removes.
     """
 
     kernel: Kernel
     common: Kernel
+
+    @classmethod
+    def of_rows(cls, rows: np.ndarray) -> FixedPart:
+        """Of what is added to every token, (tokens, d)."""
+        means = rows.mean(1)
+        both = rows @ rows.T / rows.shape[1], means[:, None] * means[None, :]
+        return cls(*map(Kernel.of_matrix, both))
 
 
 def fixed_positions(
@@ -170,12 +175,10 @@ def fixed_positions(
     """Sinusoidal positions; None where there are none.
 
     Sines and cosines of one angle meet as cos(w_m (i - j)), so p_i . p_j/d averages that over the
-    d/2 frequencies w_m = 10000^(-2 m/d).
+    d/2 frequencies w_m = position_base^(-2 m/d).
 
     Args:
-        embedding: the declaration.
         seq_len: tokens per sequence L.
-        d_model: width.
         sequences: B for kernels of shape (B L, B L); None: tokens alike.
         documents: of packed rows, (L,) or (B, L); None: each row is one.
         classes: of positions, for means over their cells; None: none.
@@ -192,24 +195,23 @@ def fixed_positions(
         allowed = f"an even number, {WIDEST} at most, for sinusoidal positions"
         raise domain_error("d_model", d_model, allowed)
     if classes is not None:
-        blocks = _fixed_on(d_model, classes.inside)
+        blocks = _fixed_on(d_model, embedding.position_base, classes.inside)
         return FixedPart(*(Kernel(*classes.everywhere(block), classes) for block in blocks))
     if sequences is None:
-        alike = _fixed_on(d_model, one_class(seq_len))
-        return FixedPart(*(Kernel(own[0], pairs[0, 0]) for own, pairs in alike))
-    frequencies = _frequencies(d_model)
+        alike = _fixed_on(d_model, embedding.position_base, one_class(seq_len))
+        return FixedPart(
+            *(Kernel(diagonal[0], off_diagonal[0, 0]) for diagonal, off_diagonal in alike)
+        )
+    frequencies = _frequencies(d_model, embedding.position_base)
     angles = np.multiply.outer(np.arange(seq_len), frequencies)
     rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
-    means = rows.mean(1)
-    both = rows @ rows.T / d_model, means[:, None] * means[None, :]
-    place = _places(seq_len, sequences, documents)
-    return FixedPart(*(Kernel.of_matrix(m[np.ix_(place, place)]) for m in both))
+    return FixedPart.of_rows(rows[_places(seq_len, sequences, documents)])
 
 
 @functools.lru_cache(maxsize=16)
-def _fixed_on(d_model: int, one: PositionClasses) -> tuple[Matrix, Matrix]:
+def _fixed_on(d_model: int, base: float, one: PositionClasses) -> tuple[Matrix, Matrix]:
     """Means over cells, of one place or of two: the same in every document."""
-    frequencies = _frequencies(d_model)
+    frequencies = _frequencies(d_model, base)
     count = len(frequencies)
     phases, mass, twice = basis_of(one, frequencies).sums(0, one.length)
     cosines = (phases @ phases.conj().T).real / count
@@ -219,13 +221,13 @@ def _fixed_on(d_model: int, one: PositionClasses) -> tuple[Matrix, Matrix]:
     # A token's mean over features is sum_m (sin + cos)(w_m t)/d, t counted from 0.
     turned = turned_means(one.length, frequencies, np.full(count, 0.5 / count))
     means = turned.real + turned.imag
-    sums, squares = one.hats @ means, (one.hats * means**2) @ one.hats.T
-    own = one.hats @ means**2 / mass
+    sums, squares = one.basis @ means, (one.basis * means**2) @ one.basis.T
+    diagonal = one.basis @ means**2 / mass
     common = np.outer(sums, sums) - squares
     rest = pairs - twice
     usable = rest > 0.5
     common = np.where(usable, common / np.where(usable, rest, 1.0), 0.0)
-    return (np.full(len(mass), 0.5), kernel), (own, common)
+    return (np.full(len(mass), 0.5), kernel), (diagonal, common)
 
 
 def embedding_gradients(
@@ -244,7 +246,6 @@ def embedding_gradients(
     padding row has no gradient.
 
     Args:
-        embedding: the tables.
         seq_len: tokens per sequence L.
         d_model: width of the sum of the tables.
         gradient: at the sum of the tables, resolved (B L, B L) for a text of (B, L) tokens, or
@@ -267,13 +268,13 @@ def embedding_gradients(
         pairs = gradient.total(seq_len) - alone
         repeated, shared = token * pairs, 0.0 * alone
         if classes is not None:
-            shared = classes.sum_of_pairs(gradient.pairs * classes.at_one_place)
+            shared = classes.sum_of_pairs(gradient.off_diagonal * classes.at_one_place)
             if isinstance(classes, TextClasses):
-                repeated = classes.sum_of_pairs(gradient.pairs * classes.one_word)
-        found = {"token": scale * (alone + repeated), "position": alone + shared}
-        found["segment"] = alone + segment * pairs
+                repeated = classes.sum_of_pairs(gradient.off_diagonal * classes.one_word)
+        result = {"token": scale * (alone + repeated), "position": alone + shared}
+        result["segment"] = alone + segment * pairs
     else:
-        count = gradient.pairs.shape[-1]
+        count = gradient.off_diagonal.shape[-1]
         if token_ids is None:
             token, _ = _patterns(embedding, seq_len, "refined", None, None)
             where, segments = _places(seq_len, count // seq_len, documents), np.zeros(count)
@@ -284,17 +285,17 @@ def embedding_gradients(
                 allowed = f"{count}, as the gradient has"
                 raise domain_error("token_ids", f"{ids.size} tokens", allowed)
             of_one = _same(ids) * (ids != embedding.padding_id)
-        found = {
-            "token": scale * (gradient.pairs * of_one).sum((-2, -1)),
-            "position": (gradient.pairs * _same(where)).sum((-2, -1)),
-            "segment": (gradient.pairs * _same(segments)).sum((-2, -1)),
+        result = {
+            "token": scale * (gradient.off_diagonal * of_one).sum((-2, -1)),
+            "position": (gradient.off_diagonal * _same(where)).sum((-2, -1)),
+            "segment": (gradient.off_diagonal * _same(segments)).sum((-2, -1)),
         }
     there = {
         "token": True,
         "position": embedding.position_variance > 0,
         "segment": embedding.segment_variance > 0,
     }
-    norms = {name: d_model * value for name, value in found.items() if there[name]}
+    norms = {name: d_model * value for name, value in result.items() if there[name]}
     if embedding.factor_dim is not None and not embedding.norm:
         # Both meet the same sums: a row's gradient is the matrix's turn of what arrives, the
         # matrix's the rows' products with it.

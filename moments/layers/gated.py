@@ -39,7 +39,7 @@ from ..formulas.algebra import Keeping
 from ..formulas.gated import gated
 from ..formulas.law import ComponentLaws
 from ..formulas.linear import LINEAR
-from .elementary import Linear, faintly
+from .elementary import Linear, concentration, faintly
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,15 @@ class GatedLinear(Leaf):
 
     def with_variances(self, names: tuple[str, ...], factor: float) -> GatedLinear:
         own = ("gate", "ffn_in")
-        held = {one: getattr(self, one) * factor for one in own if self.prefix + one in names}
-        return replace(self, **held)
+        changed = {one: getattr(self, one) * factor for one in own if self.prefix + one in names}
+        return replace(self, **changed)
 
     def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
         product = gated(self.activation).under("refined")["variance"]
         mean = self.activation.under("refined")["mean"]
         gate, factor = (one.of_entry(algebra, names) for one in self._maps())
 
-        def found(entering: tuple[Array, Array], times: float) -> tuple[Array, Array]:
+        def result(entering: tuple[Array, Array], times: float) -> tuple[Array, Array]:
             _, of_gate = gate(entering, times)
             of_factor = factor(entering, times)[1] + self.shift**2
             values = {"x_variance": of_gate, "factor_variance": of_factor, "x_mean": 0.0}
@@ -106,7 +106,7 @@ class GatedLinear(Leaf):
             common = self.shift * mean.formula(algebra, *mean.pick(values))
             return common, square - common * common
 
-        return found
+        return result
 
     def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
         upper = gated(self.activation).under("refined")["variance"].domain["x_variance"].upper
@@ -124,7 +124,7 @@ class GatedLinear(Leaf):
             moved = factor.kernel.with_ones().scaled(self.shift**2)
             factor = factor.replace(kernel=factor.kernel + moved)
         one = one | {"factor_variance": factor.kernel.diagonal}
-        two = two | {"factor_covariance": factor.kernel.pairs}
+        two = two | {"factor_covariance": factor.kernel.off_diagonal}
 
         varied, step = self._two_points(signal, inner, factor)
         ends, covariance = None, None
@@ -182,7 +182,17 @@ class GatedLinear(Leaf):
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         before, after = record.input, record.output
         moved = elasticity(self, before, after, walk.real)
-        return at.mapped(after.width).activated(moved, (after.width, after.width))
+        tokens = before.second_moment()
+        size = float(tokens.mean_diagonal(walk.real))
+        alone = size - float(tokens.mean_off_diagonal(walk.real))
+
+        def entering(entry: Any, bias: Any) -> tuple[float, float]:
+            variance = float(self.fan_in * entry * size + bias)
+            return variance, 1.0 - ratio_or_zero(float(self.fan_in * entry * alone), variance)
+
+        gate, factor = entering(self.gate, self.gate_bias), entering(self.ffn_in, self.bias)
+        units = concentration(self.activation, *gate, (*factor, self.shift))
+        return at.mapped(after.width).activated(moved, (after.width, after.width), units)
 
     def _two_points(
         self, signal: Signal, inner: Signal, factor: Signal
@@ -199,7 +209,7 @@ class GatedLinear(Leaf):
         first, second = inner.kernel.over_tokens(inner.kernel.diagonal)
         at_gate = ratio_or_zero(step * (self.fan_in * self.gate), (first * second) ** 0.5)
         at_factor = step * (self.fan_in * self.ffn_in)
-        correlation, covariance = inner.correlation(), factor.kernel.pairs
+        correlation, covariance = inner.correlation(), factor.kernel.off_diagonal
         above, below = (
             {
                 "x_correlation": np.clip(correlation + side * at_gate, -1.0, 1.0),  # of rounding
@@ -242,8 +252,8 @@ class GatedLinear(Leaf):
         alone = of_gate.over_tokens(of_gate.diagonal), other.over_tokens(factor.kernel.diagonal)
         (p, p_other), (u, u_other) = alone
         own_pairs = (
-            2 * p * p_other * other.pairs
-            + more_pairs * gate.pairs * (u * u_other + 2 * other.pairs)
+            2 * p * p_other * other.off_diagonal
+            + more_pairs * gate.off_diagonal * (u * u_other + 2 * other.off_diagonal)
         ) / self.fan_out
         diagonal = (2 + 3 * more) * gate.diagonal * other.diagonal / self.fan_out
         elastic = self._elasticity(inner.kernel.diagonal, inner.algebra)
@@ -303,7 +313,7 @@ def _fluctuation(
     change = 0.5 * (ends[0] - ends[1])  # slope times step
     root = overlaps.diagonal**0.5
     first, second = overlaps.over_tokens(root)
-    size = _mean_pairs(overlaps, 0.5 * (first * second + overlaps.pairs))
+    size = _mean_pairs(overlaps, 0.5 * (first * second + overlaps.off_diagonal))
     square = ratio_or_zero(_mean_pairs(overlaps, change * change), size)
     slope = ratio_or_zero(_mean_pairs(overlaps, change * step), size)
     mixed = overlaps.mixed(square, moment * moment, 2 / output.width)
@@ -311,13 +321,13 @@ def _fluctuation(
     return Fluctuation(norms, mixed, shared=(kept.scaled(slope), of_norms.scaled(0.0)))
 
 
-def _mean_pairs(like: Kernel, pairs: Array) -> Array:
-    return Kernel.joined(0.0 * like.diagonal, pairs, like.resolved).mean_pairs()
+def _mean_pairs(like: Kernel, off_diagonal: Array) -> Array:
+    return Kernel.joined(0.0 * like.diagonal, off_diagonal, like.resolved).mean_off_diagonal()
 
 
 class _Values(NamedTuple):
-    """What entered, expectations met before, and values of the laws' symbols: for a token, for a
-    pair, and at the two overlaps of a pair that are averaged over (`GatedLinear._two_points`)."""
+    """What entered, expectations already evaluated, and values of the laws' symbols: for a token,
+    for a pair, and at the two overlaps of a pair that are averaged (`GatedLinear._two_points`)."""
 
     activation: ComponentLaws
     signal: Signal
@@ -355,9 +365,9 @@ class GatedPullback:
     factor: Pullback
 
     def __call__(self, gradient: Gradient) -> Pulled:
-        received, values, output = gradient.kernel, self.values, self.output
-        single = {"grad_variance": received.diagonal}
-        pair = {"grad_covariance": received.pairs}
+        grad_out, values, output = gradient.kernel, self.values, self.output
+        single = {"grad_variance": grad_out.diagonal}
+        pair = {"grad_covariance": grad_out.off_diagonal}
         at_gate = values.both("grad_variance", single, pair, gradient.resolved)
         at_factor = values.both("grad_factor", single, pair, gradient.resolved)
         if values.signal.fluctuation is not None and knows_directions(gradient):
@@ -370,8 +380,8 @@ class GatedPullback:
         through_factor = self.factor(gradient.with_kernel(at_factor))
         # The two matrices are independent, and so are what they send back.
         total = through_gate.gradient.kernel + through_factor.gradient.kernel
-        sent = Gradient(total, gradient.seq_len)
-        return GatedPulled(sent, through_gate, through_factor)
+        grad_in = Gradient(total, gradient.seq_len)
+        return GatedPulled(grad_in, through_gate, through_factor)
 
 
 @dataclass(slots=True, eq=False)

@@ -87,17 +87,19 @@ class FiniteNormalization(Leaf):
         spreads = two
         if self.groups > 1:  # whose norms fluctuate too much to expand
             spreads = two | {name: 0.0 for name in two if name.endswith("norm_spread")}
-        pairs = evaluate(laws["covariance"], algebra, spreads)
+        off_diagonal = evaluate(laws["covariance"], algebra, spreads)
         if self.groups > 1:
-            pairs = pairs * expected_cosine(self.freedom(signal.width), two["x_correlation"])
+            off_diagonal = off_diagonal * expected_cosine(
+                self.freedom(signal.width), two["x_correlation"]
+            )
         varies = one["norm_spread"]
         if np.any(varies > _EXPANDED):
-            normal = Kernel.joined(variance, pairs, kernel.resolved)
+            normal = Kernel.joined(variance, off_diagonal, kernel.resolved)
             first, second = kernel.over_tokens(varies)
             far = np.maximum(first, second) > _EXPANDED
-            held: Array = np.where(far, _possible(normal, inner), pairs)
-            pairs = float(held) if algebra.scalar else held
-        normal = Kernel.joined(variance, pairs, kernel.resolved)
+            bounded: Array = np.where(far, _possible(normal, inner), off_diagonal)
+            off_diagonal = float(bounded) if algebra.scalar else bounded
+        normal = Kernel.joined(variance, off_diagonal, kernel.resolved)
         square = self.gain * self.gain
         scaled = normal.scaled(square)
         output = Signal(
@@ -122,10 +124,10 @@ class FiniteNormalization(Leaf):
         one, _ = kernel.lift(self.epsilon)
         if np.all(kernel.diagonal + one):
             return one
-        found = np.where(kernel.diagonal + one == 0.0, np.inf, one)[()]
-        return float(found) if is_number(kernel.diagonal) else found
+        result = np.where(kernel.diagonal + one == 0.0, np.inf, one)[()]
+        return float(result) if is_number(kernel.diagonal) else result
 
-    def _by_group(self, signal: Signal, received: Kernel, epsilon: Array) -> tuple[Array, Array]:
+    def _by_group(self, signal: Signal, grad_out: Kernel, epsilon: Array) -> tuple[Array, Array]:
         """The gradient behind small groups, whose norms fluctuate too much to expand.
 
         A group's m Gaussian features leave a chi-square norm of n degrees of freedom: n = m, or
@@ -134,14 +136,14 @@ class FiniteNormalization(Leaf):
         tokens, n = signal.second_moment(), self.freedom(signal.width)
         first, second = tokens.over_tokens(tokens.diagonal + epsilon)
         scale = (first * second) ** 0.5
-        variance = received.diagonal * expected_pull(n, 1.0) / (tokens.diagonal + epsilon)
-        pairs = received.pairs * expected_pull(n, signal.correlation()) / scale
+        variance = grad_out.diagonal * expected_pull(n, 1.0) / (tokens.diagonal + epsilon)
+        off_diagonal = grad_out.off_diagonal * expected_pull(n, signal.correlation()) / scale
         if signal.fluctuation is None:
-            return variance, pairs
+            return variance, off_diagonal
         # what all groups' norms share
-        own, common = relative_spread(signal, features=False)
-        v, w = tokens.over_tokens(own)
-        return variance * (1 + own), pairs * (1 + 0.375 * (v + w) + common / 4)
+        diagonal, common = relative_spread(signal, features=False)
+        v, w = tokens.over_tokens(diagonal)
+        return variance * (1 + diagonal), off_diagonal * (1 + 0.375 * (v + w) + common / 4)
 
     def _norms(self, signal: Signal) -> Kernel | None:
         """Covariance of the squared norms that are divided by."""
@@ -172,15 +174,15 @@ class FiniteNormalization(Leaf):
         }
         if spread is None:
             spread = kernel.scaled(0.0)
-        own = spread.diagonal / (kernel.diagonal + eps) ** 2
-        one["norm_spread"] = own
-        two["norm_spread"], two["other_norm_spread"] = kernel.over_tokens(own)
+        diagonal = spread.diagonal / (kernel.diagonal + eps) ** 2
+        one["norm_spread"] = diagonal
+        two["norm_spread"], two["other_norm_spread"] = kernel.over_tokens(diagonal)
         first, second = first + eps_pairs, second + eps_pairs
-        two["pair_norm_spread"] = spread.pairs / (first * second)
+        two["pair_norm_spread"] = spread.off_diagonal / (first * second)
         root = signed_root(spread, kernel)
         one_root, other_root = root.over_tokens(root.diagonal)
         both = one_root / first + other_root / second
-        two["overlap_norm_spread"] = 0.5 * both * root.pairs / (first * second) ** 0.5
+        two["overlap_norm_spread"] = 0.5 * both * root.off_diagonal / (first * second) ** 0.5
         return one, two
 
     def _lost_directions(self, gradient: Gradient) -> tuple[Any, Any]:
@@ -198,8 +200,6 @@ class NormalizationPullback:
     """The way back through a normalisation.
 
     Attributes:
-        leaf: that one.
-        signal: what entered.
         normal: kernel of what the gain multiplies.
         one, two: values of the laws' symbols, for a token and for a pair.
         epsilon: to meet a diagonal.
@@ -215,25 +215,25 @@ class NormalizationPullback:
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, one, two, width = self.leaf, self.one, self.two, self.signal.width
         laws, algebra = leaf.laws.under("refined"), self.signal.algebra
-        received = gradient.kernel.scaled(leaf.gain * leaf.gain)
+        grad_out = gradient.kernel.scaled(leaf.gain * leaf.gain)
         radial, mean = leaf._lost_directions(gradient)
-        along, along_first, along_second = at_tokens(received, radial)
-        share = (along + received.lift(mean)[0]) / width
+        along, along_first, along_second = at_tokens(grad_out, radial)
+        share = (along + grad_out.lift(mean)[0]) / width
         overlap = two["x_correlation"] ** 2
-        _, pair_share = received.lift(1 / width)
-        lost = of_pairs(along_first, along_second, overlap) + received.lift(mean)[1]
+        _, pair_share = grad_out.lift(1 / width)
+        lost = of_pairs(along_first, along_second, overlap) + grad_out.lift(mean)[1]
         pair_share = pair_share * lost
-        single = one | {"grad_variance": received.diagonal, "removed_share": share}
-        pair = two | {"grad_covariance": received.pairs, "removed_pair_share": pair_share}
+        single = one | {"grad_variance": grad_out.diagonal, "removed_share": share}
+        pair = two | {"grad_covariance": grad_out.off_diagonal, "removed_pair_share": pair_share}
         variance = evaluate(laws["grad_variance"], algebra, single)
-        pairs = evaluate(laws["grad_covariance"], algebra, pair)
+        off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
         if leaf.groups > 1:
-            variance, pairs = leaf._by_group(self.signal, received, self.epsilon)
-        kernel = Kernel.joined(variance, pairs, received.resolved)
+            variance, off_diagonal = leaf._by_group(self.signal, grad_out, self.epsilon)
+        kernel = Kernel.joined(variance, off_diagonal, grad_out.resolved)
         # What is normalised has no scale, so its gradient is orthogonal to it.
         centred = 1.0 if leaf.centres else gradient.centred_share
-        sent = Gradient(kernel, gradient.seq_len, 0.0, centred, norm_response=1.0)
-        return AffinePulled(sent, leaf, width, self.normal, gradient)
+        grad_in = Gradient(kernel, gradient.seq_len, 0.0, centred, norm_response=1.0)
+        return AffinePulled(grad_in, leaf, width, self.normal, gradient)
 
 
 _EXPANDED = 0.05
@@ -247,9 +247,9 @@ _FAR = 0.3
 def _possible(normal: Kernel, inner: Signal) -> Array:
     """Covariances no larger than the variances allow, and of the sign they had."""
     first, second = normal.over_tokens(normal.diagonal)
-    sign = np.sign(inner.kernel.pairs)
-    pairs = sign * np.clip(sign * normal.pairs, 0.0, (first * second) ** 0.5)
-    return pairs if normal.resolved or np.ndim(pairs) else float(pairs)
+    sign = np.sign(inner.kernel.off_diagonal)
+    off_diagonal = sign * np.clip(sign * normal.off_diagonal, 0.0, (first * second) ** 0.5)
+    return off_diagonal if normal.resolved or np.ndim(off_diagonal) else float(off_diagonal)
 
 
 def _undefined(epsilon: Array) -> tuple[str, ...]:
@@ -292,7 +292,6 @@ class DynamicTanh(Leaf):
         alpha: multiplies the input; its own gradient is not given.
         gain: root mean square of the gain, which multiplies the output.
         affine: whether gain and bias are parameters per feature that receive gradients.
-        laws: the component's laws.
     """
 
     label: str
@@ -353,26 +352,24 @@ class AffinePulled(Pulled):
     """What a norm sent back, whose gain and bias per feature receive gradients.
 
     Attributes:
-        norm: that one.
-        width: number of features.
         normal: kernel of what the gain multiplies.
-        received: gradient at the output.
+        grad_out: gradient at the output.
     """
 
     norm: FiniteNormalization | DynamicTanh
     width: Any
     normal: Kernel
-    received: Gradient
+    grad_out: Gradient
 
     def weights(self) -> Values:
         """d gain_k = sum_i g_ik n_ik and d bias_k = sum_i g_ik, n what the gain multiplies:
         gradients and signal are independent entry by entry, up to order 1/width where the gradient
         is orthogonal."""
-        norm, gradient = self.norm, self.received
+        norm, gradient = self.norm, self.grad_out
         if not norm.affine:
             return {}
         overlap = (self.normal * gradient.kernel).total(gradient.seq_len)
-        found = {f"{norm.label}.gain": self.width * overlap}
+        result = {f"{norm.label}.gain": self.width * overlap}
         if norm.bias:
-            found[f"{norm.label}.bias"] = self.width * gradient.kernel.total(gradient.seq_len)
-        return found
+            result[f"{norm.label}.bias"] = self.width * gradient.kernel.total(gradient.seq_len)
+        return result

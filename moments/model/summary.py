@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import listed
+from .experts import Experts
+from .mixers import Absent
 
 if TYPE_CHECKING:
+    from .block import Block
     from .transformer import Transformer
+
+
+UNITS = {"silu": "SwiGLU", "gelu": "GEGLU", "relu": "ReGLU", "sigmoid": "GLU"}
+"""Names of gated units by their activation."""
 
 
 def in_brief(model: Transformer, without: Container[str] = ()) -> str:
@@ -34,11 +41,14 @@ def in_short(model: Transformer) -> str:
         model.normalization, model.normalization
     )
     shared = model.kv_heads or model.heads
-    heads = f"{model.heads} heads" + (f" on {shared} of keys" if shared != model.heads else "")
+    heads = f"{model.heads} heads"
+    if shared != model.heads:
+        heads = f"{model.heads} query heads on {shared} key head{'s' * (shared > 1)}"
     attention = f"{'causal' if model.causal else 'full'} attention"
-    mixers = (attention if one is None else type(one).__name__ for one in model.mixers)
-    own = f"{'gated ' if model.gated else ''}{model.activation}"
-    blocks = (own if one is None else type(one).__name__ for one in model.ffns)
+    mixers = (attention if one is None else _block(one, "mixer") for one in model.mixers)
+    units = UNITS.get(model.activation, f"gated {model.activation}")
+    own = units if model.gated else model.activation
+    blocks = (own if one is None else _block(one, "feed-forward block") for one in model.ffns)
     parts = [f"{model.layers} layer{'s' * (model.layers > 1)} of width {model.d_model}"]
     parts += [" and ".join(dict.fromkeys(mixers)), placement]
     parts += [norm] if model.norm != "none" else []
@@ -46,6 +56,14 @@ def in_short(model: Transformer) -> str:
     parts += ["rotary"] if model.rotary is not None else []
     parts += ["ALiBi"] if model.alibi else []
     return ", ".join([*parts, f"{model.seq_len} tokens"])
+
+
+def _block(block: Block, place: str) -> str:
+    if isinstance(block, Absent):
+        return f"no {place}"
+    if isinstance(block, Experts):
+        return f"{block.experts} experts, {block.chosen} per token"
+    return type(block).__name__
 
 
 def rows(model: Transformer) -> list[tuple[str, str]]:

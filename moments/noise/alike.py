@@ -1,4 +1,4 @@
-"""Tokens alike: layers of one structure met at once; and what sequences share of one draw.
+"""Tokens alike: layers of one structure at once; and what sequences share of one draw.
 
 Cross-attention asks nothing of a sequence beyond its own memory. Memories of texts read by one
 embedding are taken to share what two of their own tokens do; those of other inputs, nothing.
@@ -19,8 +19,8 @@ from ..engine.structure import fields_of, flattened, joined
 from ..engine.trace import Record, Run, Trace
 from .network import AllAtOnce, Group
 
-_OF_KERNELS = ("diagonal", "pairs")
-_EITHER = ("pairs", "norm_response")
+_OF_KERNELS = ("diagonal", "off_diagonal")
+_EITHER = ("off_diagonal", "norm_response")
 
 
 class Alike(NamedTuple):
@@ -29,7 +29,6 @@ class Alike(NamedTuple):
     Attributes:
         entering: what enters layer 1.
         passing: what enters every layer, and the gradient that its output receives.
-        memory: what cross-attention reads.
     """
 
     entering: Signal
@@ -53,7 +52,7 @@ class Alike(NamedTuple):
     def sublayers(self, layers: Sequence[Layer]) -> list[tuple[Group, Record]]:
         """Of all layers, those of one structure at once, with the record of both passes.
 
-        Positions that tell no token from another are left out, as by token.
+        Positions that distinguish no tokens are left out, as by token.
         """
         starts, alike = sublayer_starts(layers), dict[Any, list[int]]()
         distinct = {id(layer.body): layer.body for layer in layers}  # most layers share one body
@@ -62,17 +61,17 @@ class Alike(NamedTuple):
         for n, (layer, (signal, gradient)) in enumerate(zip(layers, self.passing, strict=True)):
             key = kinds[id(layer.body)], structure(signal), structure(gradient)
             alike.setdefault(key, []).append(n)
-        memory, found = None if self.memory is None else stacked([self.memory]), []
+        memory, result = None if self.memory is None else stacked([self.memory]), []
         for numbers in alike.values():
             body = stacked([bodies[id(layers[n].body)] for n in numbers])
             signals, gradients = (stacked([self.passing[n][i] for n in numbers]) for i in (0, 1))
             record = body.propagate(signals, Run(memory)).backward(gradients)
             for position, one in enumerate(record.in_order()):
                 places = [starts[n] + position for n in numbers]
-                axes = one.input.kernel.diagonal, one.gradient_sent.kernel.diagonal
+                axes = one.input.kernel.diagonal, one.grad_in.kernel.diagonal
                 shape = np.broadcast_shapes(*map(np.shape, axes))
-                found.append((Group(sublayer_of(one, shape), places, True), one))
-        return found
+                result.append((Group(sublayer_of(one, shape), places, True), one))
+        return result
 
     def walk(self, layers: Sequence[Layer]) -> AllAtOnce:
         """Through all of them."""
@@ -81,8 +80,9 @@ class Alike(NamedTuple):
 
 def sublayer_of(record: Record, shape: tuple[int, ...]) -> Sublayer:
     """What a part does, in as many configurations."""
-    unit = trace_of(matrix_of(record.gradient_sent.kernel, record.input.seq_len))
-    return record.component.sublayer(record, Around(np.broadcast_to(unit, shape)))
+    unit = trace_of(matrix_of(record.grad_in.kernel, record.input.seq_len))
+    sublayer: Sublayer = record.component.sublayer(record, Around(np.broadcast_to(unit, shape)))
+    return sublayer
 
 
 def across_sequences(
@@ -96,18 +96,18 @@ def across_sequences(
     """
     embedded = trace.embedding is not None
     entering = averaged_tokens(trace.entering.kernel, trace.entering.seq_len)
-    overlap = entering.pairs if embedded else 0.0 * entering.pairs
+    overlap = entering.off_diagonal if embedded else 0.0 * entering.off_diagonal
     width, memory = trace.entering.width, None
     if trace.memory is not None:
         read = averaged_tokens(trace.memory.second_moment(), trace.memory.seq_len)
-        memory = Kernel(read.diagonal, read.pairs * float(embedded))
+        memory = Kernel(read.diagonal, read.off_diagonal * float(embedded))
     sublayers = [sublayer for layer in layers for sublayer in layer.body.in_order()]
-    found = [overlap]
+    result = [overlap]
     for sublayer, variance in zip(sublayers, variances, strict=True):
         tokens = Signal(Kernel(0.0 * overlap + variance, overlap), 2, width=width)
-        overlap = sublayer.two_sequences(tokens, memory).kernel.pairs
-        found.append(overlap)
-    return found
+        overlap = sublayer.two_sequences(tokens, memory).kernel.off_diagonal
+        result.append(overlap)
+    return result
 
 
 def sublayer_starts(layers: Sequence[Layer]) -> list[int]:
@@ -123,9 +123,9 @@ def structure(value: Any) -> Any:
     which numbers vanish, since 0 often says that there is nothing. Where two tokens share nothing,
     or a gradient does not answer to norms, it is a number like others: sweeps hold both at once."""
     numbers: list[Any] = []
-    found = flattened(value, numbers, axes=True)
-    pairs = zip(fields_of(found), numbers, strict=True)
-    return found, tuple(name in _EITHER or not np.any(number) for name, number in pairs)
+    result = flattened(value, numbers, axes=True)
+    pairs = zip(fields_of(result), numbers, strict=True)
+    return result, tuple(name in _EITHER or not np.any(number) for name, number in pairs)
 
 
 def stacked(values: Sequence[Any]) -> Any:
@@ -147,7 +147,7 @@ def averaged_tokens(kernel: Kernel, seq_len: int) -> Kernel:
     if not kernel.resolved:
         return kernel
     several = kernel.resolved is True and seq_len > 1
-    sequences = kernel.pairs.shape[-1] // seq_len if several else 1
+    sequences = kernel.off_diagonal.shape[-1] // seq_len if several else 1
     return Kernel(*SequenceLayout(sequences).token_average(kernel))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..engine.classes import ClassMatrix
+from ..engine.classes import ClassMatrix, diagonal_of
 from ..engine.composition import Chain, Layer
 from ..engine.response import (
     SINGLE,
@@ -25,9 +25,8 @@ from ..engine.response import (
     SignalAdjoint,
     Sublayer,
     count_of,
-    diagonal,
+    diagonal_matrix,
     matrix_of,
-    own_entries,
     paired,
     per_unit,
     stacked,
@@ -60,7 +59,7 @@ CHUNK_ENTRIES = 2**23
 class End(Protocol):
     """Where the gradient at the last layer comes from."""
 
-    def met(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
+    def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """That gradient, and how it answers to all that is behind it.
 
         Args:
@@ -92,15 +91,15 @@ def log_variance(
     layers = _layers(declaration)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         alone = _alone(trace, batch)
-        end = Fresh.of(trace) if top is None else top.met(trace, alone)
+        end = Fresh.of(trace) if top is None else top.gradient_response(trace, alone)
         network = _network(layers, trace, batch, end, across)
         starts = sublayer_starts(layers)
 
         def variance(points: Sequence[int]) -> Array:
             return network.variance([starts[n] for n in points])
 
-        found = _at_points(network, variance, len(layers))
-    return _where_it_arrives(found, trace)
+        result = _at_points(network, variance, len(layers))
+    return _where_it_arrives(result, trace)
 
 
 def _layers(declaration: Chain) -> list[Layer]:
@@ -112,7 +111,7 @@ def _alone(trace: Trace, batch: float) -> float:
     first = trace.entering
     if first.resolved is not True:
         return batch
-    together = int(first.kernel.pairs.shape[-1]) // first.seq_len
+    together = int(first.kernel.off_diagonal.shape[-1]) // first.seq_len
     return max(1.0, batch // together)
 
 
@@ -139,7 +138,6 @@ def signal_log_variance(
     """Var log v of the signal's variance at every point of the stream, shape (..., N + 1).
 
     Args:
-        declaration, trace, batch, across: as in `log_variance`.
         real: (n,) by token, 1 for tokens that count and 0 for padding; None: all count.
     """
     layers = _layers(declaration)
@@ -151,16 +149,16 @@ def signal_log_variance(
         starts = sublayer_starts(layers)
 
         def variance(points: Sequence[int]) -> Array:
-            own = [_averaging(kernels[n], real) for n in points[::-1]]
-            return network.signal_variance([starts[n] for n in points[::-1]], own)[::-1]
+            diagonal = [_averaging(kernels[n], real) for n in points[::-1]]
+            return network.signal_variance([starts[n] for n in points[::-1]], diagonal)[::-1]
 
         return _at_points(network, variance, len(layers), False)
 
 
 def _averaging(kernel: Matrix, real: Array | None) -> Matrix:
     """(1, ..., L, L) sensitivity of tokens' average variance over its mean to a kernel."""
-    count = np.ones_like(own_entries(kernel)) if real is None else real + 0.0 * own_entries(kernel)
-    one = diagonal(count.astype(SINGLE), kernel)
+    count = np.ones_like(diagonal_of(kernel)) if real is None else real + 0.0 * diagonal_of(kernel)
+    one = diagonal_matrix(count.astype(SINGLE), kernel)
     return stacked([per_unit(one, total(one * kernel))], np.stack)
 
 
@@ -168,15 +166,15 @@ def between_documents(trace: Trace) -> list[Matrix] | None:
     """What tokens of two documents share before every part of every layer, and behind the last, of
     a trace on `classes.DocumentClasses`; None where there is one document."""
     records = [one for layer in trace.layers for one in layer.children[0].in_order()]
-    found = []
+    result = []
     for signal in (*(one.input for one in records), records[-1].output):
         kernel = signal.second_moment()
         assert kernel.classes is not None
-        across = kernel.classes.between(kernel.diagonal, kernel.pairs)
+        across = kernel.classes.between(kernel.diagonal, kernel.off_diagonal)
         if across is None:
             return None
-        found.append(ClassMatrix(*across, kernel.classes.of_one).astype(SINGLE))
-    return found
+        result.append(ClassMatrix(*across, kernel.classes.of_one).astype(SINGLE))
+    return result
 
 
 def _means(matrices: Sequence[Matrix]) -> list[Array]:
@@ -200,19 +198,19 @@ def shared(
 class Fresh:
     """A Gaussian gradient of its own at the last layer, kernel (..., L, L)."""
 
-    received: Matrix
+    grad_out: Matrix
     width: Array
 
     @classmethod
     def of(cls, trace: Trace) -> tuple[Matrix, Fresh]:
         """The gradient, and what it comes from."""
         signal, gradient = trace.passing()[-1]
-        received = matrix_of(gradient.kernel, signal.seq_len)
-        received = per_unit(received, trace_of(received)).astype(SINGLE)
-        return received, cls(received, signal.width)
+        grad_out = matrix_of(gradient.kernel, signal.seq_len)
+        grad_out = per_unit(grad_out, trace_of(grad_out)).astype(SINGLE)
+        return grad_out, cls(grad_out, signal.width)
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        noise = 2 / self.width * paired(sensitivity, self.received, self.received)
+        noise = 2 / self.width * paired(sensitivity, self.grad_out, self.grad_out)
         return GradientAdjoint(sensitivity, None, noise, 0.0 * noise)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
@@ -253,10 +251,10 @@ def _at_points(
     targets = np.unique(np.append(below, layers)).astype(int)
     parts = sum(len(group.places) for group in network.walk.groups)
     size = max(1, CHUNK_ENTRIES // (network.top.size * parts))
-    found = [
+    result = [
         variance(targets[first : first + size].tolist()) for first in range(0, len(targets), size)
     ]
-    deviation = np.sqrt(np.concatenate(found))
+    deviation = np.sqrt(np.concatenate(result))
     points = np.arange(layers + 1)
     after = np.clip(np.searchsorted(targets, points), 1, len(targets) - 1)
     way = (points - targets[after - 1]) / (targets[after] - targets[after - 1])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.classes import ClassMatrix, OneClass, one_class
+from ..engine.classes import ClassMatrix, OneClass, diagonal_of, one_class
 from ..engine.composition import Chain, Layer, forward
 from ..engine.response import (
     SINGLE,
@@ -26,15 +26,14 @@ from ..engine.response import (
     Response,
     SignalAdjoint,
     count_of,
-    diagonal,
+    diagonal_matrix,
     matrix_of,
-    off_diagonal,
-    own_entries,
     per_unit,
     ratio,
     total,
     trace_of,
     transposed,
+    without_diagonal,
 )
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Trace
@@ -66,19 +65,21 @@ class Modes:
 
     def of(self, kernel: Kernel) -> Array:
         """Eigenvalues (..., 2) of a kernel."""
-        own, pairs = np.broadcast_arrays(kernel.diagonal, kernel.pairs)
-        return np.stack([own + (self.seq_len - 1) * pairs, own - pairs], axis=-1)
+        diagonal, off_diagonal = np.broadcast_arrays(kernel.diagonal, kernel.off_diagonal)
+        return np.stack(
+            [diagonal + (self.seq_len - 1) * off_diagonal, diagonal - off_diagonal], axis=-1
+        )
 
     def kernel(self, modes: Array) -> Kernel:
         """The kernel with eigenvalues (..., 2)."""
         mean, difference = modes[..., 0], modes[..., 1]
-        pairs = (mean - difference) / self.seq_len
-        return Kernel(difference + pairs, pairs)
+        off_diagonal = (mean - difference) / self.seq_len
+        return Kernel(difference + off_diagonal, off_diagonal)
 
     def sensitivity(self, derivative: Array) -> Array:
         """(..., 2) to a token's moment and to that of two, of derivatives by both eigenvalues."""
         kernel = self.kernel(ratio(derivative, self.count))
-        return np.stack([kernel.diagonal, kernel.pairs], axis=-1)
+        return np.stack([kernel.diagonal, kernel.off_diagonal], axis=-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,6 @@ class DecoderTop:
 
     Attributes:
         read: what turns the encoder's last layer into the memory.
-        declaration: of the decoder.
         trace: of the decoder, both passes.
         top: where its own last gradient comes from; None: it is a fresh Gaussian tensor.
     """
@@ -97,16 +97,16 @@ class DecoderTop:
     trace: Trace
     top: End | None = None
 
-    def met(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
+    def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """The encoder's last gradient, and how it answers to the decoder; `trace` is the
         encoder's."""
         last = trace.stream()[-1]
         assert last.gradient is not None
         signal, modes = last.signal, Modes(last.signal.seq_len)
-        received = matrix_of(last.gradient.kernel, signal.seq_len)
+        grad_out = matrix_of(last.gradient.kernel, signal.seq_len)
         kernel = matrix_of(signal.second_moment(), signal.seq_len)
-        relative = per_unit(received, trace_of(received)).astype(SINGLE)
-        sequences = int(count_of(received)) // signal.seq_len
+        relative = per_unit(grad_out, trace_of(grad_out)).astype(SINGLE)
+        sequences = int(count_of(grad_out)) // signal.seq_len
         response, covariance = self._of_modes(signal, modes, batch * sequences)
         return relative, OfModes(response, batch * covariance, relative, kernel, modes)
 
@@ -119,19 +119,19 @@ class DecoderTop:
         decoder = Alike.of(self.trace)
         parts = decoder.sublayers(layers)
         groups = [group for group, _ in parts]
-        shape = groups[0].sublayer.sent.shape[:-3]
+        shape = groups[0].sublayer.grad_in.shape[:-3]
         of_memory = _Reading.of(self.read, signal, modes, batch, shape)
-        sent: list[tuple[Group, _Sent]] = []
+        grad_in: list[tuple[Group, _Sent]] = []
         for group, record in parts:
             reading = [one for one in record.leaves() if one.memory is not None]
-            sent += [(group, _of_part(record, reading[0], of_memory)) for _ in reading[:1]]
-        whole = np.add.reduce([one.added.sum(-2) for _, one in sent])
+            grad_in += [(group, _of_part(record, reading[0], of_memory)) for _ in reading[:1]]
+        whole = np.add.reduce([one.added.sum(-2) for _, one in grad_in])
         last = matrix_times(of_memory.back, whole[:3])
         gradient, size = last[0] @ modes.average, whole[0] @ modes.average
         walk = AllAtOnce(groups)
         overlaps = shared(layers, self.trace, walk, batch)
         network = Network(walk, decoder.entering, batch, overlaps, self._end(batch))
-        covariance = _covariance(network, walk, sent, size, of_memory)
+        covariance = _covariance(network, walk, grad_in, size, of_memory)
         through = of_memory.back[0] * (size / gradient)[..., None, None]
         response = (last[1:] - last[0]) / (STEP * gradient[..., None])
         return np.moveaxis(response, 0, -1), through @ covariance @ transposed(through)
@@ -143,13 +143,13 @@ class DecoderTop:
             end: tuple[Matrix, Response] = Fresh.of(self.trace)
         else:
             if first.resolved is True:
-                sequences = first.kernel.pairs.shape[-1] // first.seq_len
-            end = self.top.met(self.trace, max(1, batch // sequences))
+                sequences = first.kernel.off_diagonal.shape[-1] // first.seq_len
+            end = self.top.gradient_response(self.trace, max(1, batch // sequences))
         if not first.resolved:
             return end
-        received, response = end
+        grad_out, response = end
         kind = one_class(first.seq_len)
-        return _alike(received, kind), OfAverages(response, received, kind, sequences)
+        return _alike(grad_out, kind), OfAverages(response, grad_out, kind, sequences)
 
 
 class _Sent(NamedTuple):
@@ -177,7 +177,6 @@ class _Reading(NamedTuple):
         back: (3, ..., 2, 2) map of the gradient's modes from the memory to that signal.
         modes, width: of the encoder's tokens.
         batch: sequences that share the weights.
-        shape: of the configurations.
     """
 
     memory: Signal
@@ -201,7 +200,7 @@ class _Reading(NamedTuple):
         )
         memory, record = forward(read, entering)
         basis = modes.kernel(np.eye(2).reshape(2, 1, *axes, 2))
-        pulled = modes.of(record.backward(Gradient(basis, modes.seq_len)).gradient_sent.kernel)
+        pulled = modes.of(record.backward(Gradient(basis, modes.seq_len)).grad_in.kernel)
         pulled = np.broadcast_to(pulled, np.broadcast_shapes(pulled.shape, (2, 5, *base.shape)))
         back = np.moveaxis(pulled, 0, -1)[:3]
         plain = dataclasses.replace(memory, diagnostics=None, notes=())
@@ -211,9 +210,9 @@ class _Reading(NamedTuple):
 def _of_part(record: Record, reading: Record, of_memory: _Reading) -> _Sent:
     """Of the parts of a group, and one reader in them."""
     modes, attention = Modes(record.input.seq_len), reading.component
-    kernel, gradient = record.input.kernel, record.gradient_received.kernel
+    kernel, gradient = record.input.kernel, record.grad_out.kernel
     shape = (*of_memory.shape, np.shape(kernel.diagonal)[-1], 2)
-    base, received = (np.broadcast_to(modes.of(one), shape) for one in (kernel, gradient))
+    base, grad_out = (np.broadcast_to(modes.of(one), shape) for one in (kernel, gradient))
     axes = (1,) * (base.ndim - 1)
     steps = STEP * np.array([[0, 0], [0, 0], [0, 0], [1, 0], [0, 1]])
     nudged = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
@@ -227,20 +226,20 @@ def _of_part(record: Record, reading: Record, of_memory: _Reading) -> _Sent:
     path = next(one for one in node.paths() if reading in one)
     through = Chain(tuple(one.component for one in path))
     passed = forward(through, signal, of_memory.memory)[1].backward(basis)
-    (read,) = (one for one in passed.leaves() if one.sent_to_memory is not None)
-    assert read.sent_to_memory is not None
-    sent = of_memory.modes.of(read.sent_to_memory.kernel)
-    sent = np.broadcast_to(sent, np.broadcast_shapes(sent.shape, (2, 5, *base.shape)))
-    returned = np.asarray(scale)[..., None, None] * np.moveaxis(sent, 0, -1)
+    (read,) = (one for one in passed.leaves() if one.grad_memory is not None)
+    assert read.grad_memory is not None
+    grad_in = of_memory.modes.of(read.grad_memory.kernel)
+    grad_in = np.broadcast_to(grad_in, np.broadcast_shapes(grad_in.shape, (2, 5, *base.shape)))
+    returned = np.asarray(scale)[..., None, None] * np.moveaxis(grad_in, 0, -1)
     query_tokens = _first(read.input.kernel)
-    noise = _noise(attention, returned[0], received, query_tokens, of_memory, modes)
-    return _Sent(returned[0], matrix_times(returned, received), base, noise)
+    noise = _noise(attention, returned[0], grad_out, query_tokens, of_memory, modes)
+    return _Sent(returned[0], matrix_times(returned, grad_out), base, noise)
 
 
 def _noise(
     attention: Any,
     returned: Array,
-    received: Array,
+    grad_out: Array,
     query_tokens: Kernel,
     of_memory: _Reading,
     modes: Modes,
@@ -250,27 +249,27 @@ def _noise(
     the decoder's mean sends into the memory's differences, in every head one vector over tokens.
     """
     inner, width = attention.heads * attention.d_head, attention.memory_width
-    stage = returned * (2 / inner * received**2 / modes.count)[..., None, :]
+    stage = returned * (2 / inner * grad_out**2 / modes.count)[..., None, :]
     noise = stage @ transposed(returned)
     direct = np.stack(
-        [matrix_times(returned, received)[..., 0], returned[..., 1, 1] * received[..., 1]], axis=-1
+        [matrix_times(returned, grad_out)[..., 0], returned[..., 1, 1] * grad_out[..., 1]], axis=-1
     )
     noise = noise + (2 * direct**2 / width / of_memory.modes.count)[..., None] * np.eye(2)
     tokens = _first(of_memory.memory.second_moment())
     law = logit_law(attention, query_tokens, tokens, (attention.d_model, width))
-    own = law.keys.kernel.diagonal - law.keys.kernel.pairs
+    diagonal = law.keys.kernel.diagonal - law.keys.kernel.off_diagonal
     # Squared weights are those of doubled logits, of four times their variance.
-    theta = np.maximum(4 * law.scale * law.queries.kernel.diagonal * own, 0.0)
+    theta = np.maximum(4 * law.scale * law.queries.kernel.diagonal * diagonal, 0.0)
     squares = AlikeRows.of(of_memory.modes.seq_len).rows(theta).sum_square
     share = 2 / attention.heads * (squares + 1 / width)
-    noise[..., 1, 1] += share * (returned[..., 1, 0] * received[..., 0]) ** 2
+    noise[..., 1, 1] += share * (returned[..., 1, 0] * grad_out[..., 0]) ** 2
     return noise
 
 
 def _covariance(
     network: Network,
     walk: AllAtOnce,
-    sent: Sequence[tuple[Group, _Sent]],
+    grad_in: Sequence[tuple[Group, _Sent]],
     size: Array,
     of_memory: _Reading,
 ) -> Array:
@@ -281,8 +280,8 @@ def _covariance(
     inflow: dict[int, Inflow] = {}
     noise: Array = 0.0
     parts = []
-    for group, one in sent:
-        modes = Modes(group.sublayer.sent.classes.length)
+    for group, one in grad_in:
+        modes = Modes(group.sublayer.grad_in.classes.length)
         weights, over = units[..., None, :], size[..., None, None]
         to_gradient = modes.sensitivity(matrix_times(transposed(one.returned), weights))
         share = (weights * one.added[0] / over).sum(-1)
@@ -293,19 +292,19 @@ def _covariance(
             inflow[place + 1] = Inflow(to_gradient[..., j, :], share[..., j], exposure[..., j, :])
             parts.append((place, one.added[0][..., j, :], one.noise[..., j, :, :]))
     carried: Array = 0.0
-    for _, added, own in sorted(parts, key=lambda part: -part[0]):
+    for _, added, diagonal in sorted(parts, key=lambda part: -part[0]):
         cross = 4 * carried * added / of_memory.width / of_memory.modes.count
-        noise = noise + own + cross[..., None] * np.eye(2)
+        noise = noise + diagonal + cross[..., None] * np.eye(2)
         carried = carried + added
     noise = noise / (of_memory.batch * size[..., None, None] ** 2)
-    found = network.along(walk.of(inflow)).variance([0, 0, 0])
-    cross = (found[2] - found[0] - found[1]) / 2
-    rows = np.stack([found[0], cross], -1), np.stack([cross, found[1]], -1)
+    result = network.along(walk.of(inflow)).variance([0, 0, 0])
+    cross = (result[2] - result[0] - result[1]) / 2
+    rows = np.stack([result[0], cross], -1), np.stack([cross, result[1]], -1)
     return noise + np.stack(rows, axis=-2)
 
 
 def _first(kernel: Kernel) -> Kernel:
-    return Kernel(kernel.diagonal[0], kernel.pairs[0])
+    return Kernel(kernel.diagonal[0], kernel.off_diagonal[0])
 
 
 # --- between gradients by token and those of tokens alike -----------------------------------------
@@ -317,21 +316,20 @@ class OfModes:
 
     Attributes:
         response, covariance: (..., 2, 2) as `DecoderTop` finds them.
-        received: the gradient, of trace 1.
-        kernel: of the signal.
+        grad_out: the gradient, of trace 1.
         modes: of the tokens of a sequence.
     """
 
     response: Array
     covariance: Array
-    received: Matrix
+    grad_out: Matrix
     kernel: Matrix
     modes: Modes
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        mean = _means(sensitivity @ self.received, self.modes.seq_len)
-        split = np.stack([mean, total(sensitivity * self.received) - mean], axis=-1)
-        weights = ratio(split, self._relative(self.received))
+        mean = _means(sensitivity @ self.grad_out, self.modes.seq_len)
+        split = np.stack([mean, total(sensitivity * self.grad_out) - mean], axis=-1)
+        weights = ratio(split, self._relative(self.grad_out))
         noise = (weights * matrix_times(self.covariance, weights)).sum(-1)
         return GradientAdjoint(sensitivity, weights, noise, 0.0 * noise)
 
@@ -344,11 +342,11 @@ class OfModes:
         per_mode = per_mode / (self.modes.count * count / self.modes.seq_len)
         mean, difference = (per_mode[..., i, None, None] for i in range(2))
         like = 0.0 * sensitivity
-        found = diagonal(own_entries(like) + difference[..., 0], like)
+        result = diagonal_matrix(diagonal_of(like) + difference[..., 0], like)
         same = _same_sequence(like, self.modes.seq_len)
-        found = found + (mean - difference) / self.modes.seq_len * same
+        result = result + (mean - difference) / self.modes.seq_len * same
         none = np.zeros(sensitivity.shape[:-2])
-        return SignalAdjoint(sensitivity + found.astype(SINGLE), none, none)
+        return SignalAdjoint(sensitivity + result.astype(SINGLE), none, none)
 
     def _relative(self, kernel: Matrix) -> Array:
         """(..., 2) modes over the variance."""
@@ -375,10 +373,10 @@ def _means(kernel: Matrix, seq_len: int) -> Array:
 
 def _alike(matrix: Matrix, kind: OneClass) -> ClassMatrix:
     """Averages of tokens of one sequence, and of their pairs."""
-    own = trace_of(matrix) / count_of(matrix)
+    diagonal = trace_of(matrix) / count_of(matrix)
     mean = kind.length * _means(matrix, kind.length) / count_of(matrix)
-    pairs = (mean - own) / max(kind.length - 1, 1)
-    return ClassMatrix(own[..., None], pairs[..., None, None], kind)
+    off_diagonal = (mean - diagonal) / max(kind.length - 1, 1)
+    return ClassMatrix(diagonal[..., None], off_diagonal[..., None, None], kind)
 
 
 @dataclass(frozen=True)
@@ -388,7 +386,6 @@ class OfAverages:
     Attributes:
         inner: the same by token.
         like: a matrix by token.
-        kind: the tokens.
         sequences: how many of them the matrix holds.
     """
 
@@ -399,9 +396,11 @@ class OfAverages:
 
     def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
         each = 0.0 * self.like
-        own, pairs = sensitivity.own, sensitivity.pairs
-        by_token = off_diagonal(each + _same_sequence(self.like, self.kind.length) * pairs)
-        by_token = by_token + diagonal(own_entries(0.0 * by_token) + own, by_token)
+        diagonal, off_diagonal = sensitivity.diagonal, sensitivity.off_diagonal
+        by_token = without_diagonal(
+            each + _same_sequence(self.like, self.kind.length) * off_diagonal
+        )
+        by_token = by_token + diagonal_matrix(diagonal_of(0.0 * by_token) + diagonal, by_token)
         step = self.inner.gradient_adjoint(by_token.astype(SINGLE))
         return step._replace(sensitivity=sensitivity, noise=step.noise * self.sequences)
 

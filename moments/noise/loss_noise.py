@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.classes import diagonal_of
 from ..engine.composition import Chain, Component
 from ..engine.fluctuation import norm_variance
 from ..engine.response import (
@@ -30,18 +31,17 @@ from ..engine.response import (
     Response,
     Sequence,
     SignalAdjoint,
-    diagonal,
+    diagonal_matrix,
     entrywise,
     in_units,
     matrix_of,
-    off_diagonal,
     over_tokens,
-    own_entries,
     paired,
     ratio,
     row_sums,
     total,
     trace_of,
+    without_diagonal,
 )
 from ..engine.state import Array, Kernel, Signal
 from ..engine.trace import Trace
@@ -64,8 +64,8 @@ def across(readout: Readout) -> Array:
     first, second = overlap.over_tokens(targets.active)
     agree = first * second * targets.same_target * common**2
     if overlap.resolved:
-        own, kind = overlap.diagonal, overlap.resolved
-        apart, alone = Kernel.joined(0.0 * own, agree, kind), overlap.weighted(1.0, 0.0)
+        diagonal, kind = overlap.diagonal, overlap.resolved
+        apart, alone = Kernel.joined(0.0 * diagonal, agree, kind), overlap.weighted(1.0, 0.0)
         return apart.total(readout.seq_len) / alone.total(readout.seq_len) ** 2
     return agree / overlap.diagonal**2
 
@@ -76,10 +76,10 @@ def mean_square(readout: Readout) -> Kernel:
     targets, overlap = readout.targets, readout.overlap
     common = _common(readout)
     same = targets.same_target
-    pairs = ratio(overlap.pairs**2, targets.both + 0 * overlap.pairs)
-    pairs = pairs + targets.both * same * (1 - same) * common**2
+    off_diagonal = ratio(overlap.off_diagonal**2, targets.both + 0 * overlap.off_diagonal)
+    off_diagonal = off_diagonal + targets.both * same * (1 - same) * common**2
     diagonal = ratio(overlap.diagonal**2, targets.active + 0 * overlap.diagonal)
-    return Kernel.joined(diagonal, pairs, overlap.resolved)
+    return Kernel.joined(diagonal, off_diagonal, overlap.resolved)
 
 
 def _common(readout: Readout) -> Array:
@@ -100,7 +100,7 @@ def logit_agreement(readout: Readout) -> Matrix:
     same, kernel = readout.targets.same_target, readout.kernel
     other = readout.vocab_size - 1
     first, second = kernel.over_tokens(kernel.diagonal)
-    agree = (same - (1 - same) / other) * kernel.pairs / np.sqrt(first * second)
+    agree = (same - (1 - same) / other) * kernel.off_diagonal / np.sqrt(first * second)
     agree = Kernel.joined(1.0 + 0.0 * kernel.diagonal, agree, kernel.resolved)
     return matrix_of(agree.scaled(1 + 1 / other), readout.seq_len).astype(SINGLE)
 
@@ -155,18 +155,18 @@ class HeadTop:
     chain: Chain
     readout: Readout
 
-    def met(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
+    def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """The last layer's gradient, and how it answers to all that is behind it."""
         before = trace.stream()[-1]
         assert before.gradient is not None
         assert trace.ending is not None
-        received = matrix_of(before.gradient.kernel, before.signal.seq_len)
-        unit = trace_of(received)
-        last = first = in_units(received, unit)
+        grad_out = matrix_of(before.gradient.kernel, before.signal.seq_len)
+        unit = trace_of(grad_out)
+        last = first = in_units(grad_out, unit)
         around = Around(np.asarray(unit))
         parts: list[Response] = []
         for record in trace.ending.children:
-            last, leaf, output = around.received(record), record.component, record.output
+            last, leaf, output = around.grad_out(record), record.component, record.output
             answer = leaf.response(record, around)
             if not isinstance(leaf, Pool):
                 answer = _Drawn(answer, output, last, _kappa(leaf, output))
@@ -193,12 +193,12 @@ class _Drawn:
 
     inner: Response
     output: Signal
-    received: Array
+    grad_out: Array
     kappa: Array
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         step = self.inner.gradient_adjoint(sensitivity)
-        noise = step.noise + self._noise(step.sensitivity, self.received)
+        noise = step.noise + self._noise(step.sensitivity, self.grad_out)
         return step._replace(noise=noise)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
@@ -218,17 +218,17 @@ class _Ending:
 
     Attributes:
         answer: of the gradient at what the matrix multiplies, to its kernel.
-        received: (..., L, L) that gradient.
+        grad_out: (..., L, L) that gradient.
         width: features that the matrix multiplies.
         agreement, effect: how far tokens' D_ii vary together, and how much, over draws.
         batch: sequences that share the weights.
-        unknown: (..., L, L) variance of `received` over texts, that of D_ij.
+        unknown: (..., L, L) variance of `grad_out` over texts, that of D_ij.
         shared: E of the squares of what a token's gradient shares with those of other sequences,
             summed over them, relative to that of all its own.
     """
 
     answer: Elementwise
-    received: Array
+    grad_out: Array
     width: float
     agreement: Array
     effect: tuple[Array, Array]
@@ -237,51 +237,51 @@ class _Ending:
     shared: Array
 
     @classmethod
-    def of(cls, readout: Readout, received: Array, unit: Array, batch: float) -> _Ending:
+    def of(cls, readout: Readout, grad_out: Array, unit: Array, batch: float) -> _Ending:
         kernel, length = readout.kernel, readout.seq_len
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
         near = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
         base = matrix_of(_sent(readout), length)
         change = base - matrix_of(_sent(_moved(readout, near)), length)
-        change = off_diagonal(change / matrix_of(scale.scaled(STEP), length))
-        own = 0.0 * base
+        change = without_diagonal(change / matrix_of(scale.scaled(STEP), length))
+        diagonal = 0.0 * base
         if not readout.normalised:
             grown = dataclasses.replace(
                 readout,
                 kernel=kernel.scaled(1 + _COARSE),
                 carried=readout.carried * np.sqrt(1 + _COARSE),
             )
-            own = (matrix_of(_sent(grown), length) - base) / _COARSE
-            own = own - change * matrix_of(kernel, length)
-        back, change, own = (in_units(entry, unit) for entry in (base, change, own))
+            diagonal = (matrix_of(_sent(grown), length) - base) / _COARSE
+            diagonal = diagonal - change * matrix_of(kernel, length)
+        back, change, diagonal = (in_units(entry, unit) for entry in (base, change, diagonal))
         none = 0.0 * back
-        pairs = (matrix_of(kernel, length) + 0.0 * base).astype(SINGLE)
-        answer = Elementwise(none, none, back, change, own, pairs, none + 1)
+        off_diagonal = (matrix_of(kernel, length) + 0.0 * base).astype(SINGLE)
+        answer = Elementwise(none, none, back, change, diagonal, off_diagonal, none + 1)
         excess = matrix_of(mean_square(readout), length) - matrix_of(readout.overlap, length) ** 2
         size = readout.scale**2 * readout.weight_variance
         unknown = entrywise(lambda more: np.maximum(more, 0.0), excess) * size**2
         unknown = in_units(unknown, unit**2)
         drawn = logit_agreement(readout), logit_effect(readout), batch
         shared = (batch - 1) * across(readout)
-        return cls(answer, received, float(readout.width), *drawn, unknown, shared)
+        return cls(answer, grad_out, float(readout.width), *drawn, unknown, shared)
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        step, weighted = self.answer.gradient_adjoint(sensitivity), sensitivity * self.received
-        noise = 2 / self.width * paired(sensitivity, self.received, self.received)
-        own = own_entries(sensitivity)
-        spread = self.unknown * own[..., :, None] * own[..., None, :]
+        step, weighted = self.answer.gradient_adjoint(sensitivity), sensitivity * self.grad_out
+        noise = 2 / self.width * paired(sensitivity, self.grad_out, self.grad_out)
+        diagonal = diagonal_of(sensitivity)
+        spread = self.unknown * diagonal[..., :, None] * diagonal[..., None, :]
         noise += 2 / self.width * (total(spread) + self.shared)
         tokens = row_sums(weighted)
         met = (self.agreement @ tokens[..., :, None])[..., 0]
-        share = over_tokens(tokens * met, self.received)
+        share = over_tokens(tokens * met, self.grad_out)
         noise += log_variance_of_mean(self.effect, share / self.batch) * self.batch
         return step._replace(noise=noise)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        # above it there is nothing, of as many tokens as the matrix sees
+        # above it there is nothing, of as many tokens as the matrix attends to
         by_size = exposure[1]
-        none = diagonal(np.zeros(by_size.shape, SINGLE), self.received)
+        none = diagonal_matrix(np.zeros(by_size.shape, SINGLE), self.grad_out)
         return self.answer.signal_adjoint(none, exposure)
 
 

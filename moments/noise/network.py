@@ -6,7 +6,7 @@ realised signal kernels, with sensitivities Gamma (`response`). All parts above 
 their matrices make of the first, all parts of the network of the second; and where directions share
 nothing on average, their random overlap q is the floor under what tokens and sequences that share
 the weights can average out. Tokens alike are one class of all (`classes.ClassMatrix`), whose parts
-of one structure are met at once (`alike`).
+of one structure are evaluated at once (`alike`).
 
 See docs/theory/band.md, What fluctuates. See docs/theory/band.md, The floor."""
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.classes import ClassMatrix, PositionClasses
+from ..engine.classes import ClassMatrix, PositionClasses, diagonal_of
 from ..engine.fluctuation import followed, has_fixed_norms, signed_root
 from ..engine.response import (
     SINGLE,
@@ -26,9 +26,8 @@ from ..engine.response import (
     Response,
     Sublayer,
     count_of,
-    diagonal,
+    diagonal_matrix,
     matrix_of,
-    own_entries,
     paired,
     per_unit,
     ratio,
@@ -79,10 +78,10 @@ class Passed(NamedTuple):
     adjoint: Any
 
 
-def normalised(sensitivity: Matrix, sent: Matrix) -> Matrix:
+def normalised(sensitivity: Matrix, grad_in: Matrix) -> Matrix:
     """In units of y: a linear map's paths together hand on the whole, and what traced moments lost
     to corrections of order 1/d, and the maps to their approximations, is put back."""
-    return per_unit(sensitivity, total(sensitivity * sent))
+    return per_unit(sensitivity, total(sensitivity * grad_in))
 
 
 class OneByOne:
@@ -95,42 +94,48 @@ class OneByOne:
         """From the inputs of these parts to the last gradient `top`, to which the second answer is
         the sensitivity. Of a group, only the first sensitivities may be there, if others are 0."""
         sublayers = [one.sublayer for one in self.groups]
-        identity = diagonal(np.ones((1, *sublayers[0].sent.shape[:-1]), SINGLE), sublayers[0].sent)
-        sensitivity, found = identity[:0], []
+        identity = diagonal_matrix(
+            np.ones((1, *sublayers[0].grad_in.shape[:-1]), SINGLE), sublayers[0].grad_in
+        )
+        sensitivity, result = identity[:0], []
         for k in range(len(sublayers) + 1):
             fresh = [identity] * sum(start == k for start in starts)
             sensitivity = stacked([sensitivity, *fresh])
-            sensitivity = normalised(sensitivity, sublayers[k].sent if k < len(sublayers) else top)
+            sensitivity = normalised(
+                sensitivity, sublayers[k].grad_in if k < len(sublayers) else top
+            )
             if k < len(sublayers):
                 adjoint = sublayers[k].gradient_adjoint(sensitivity)
-                found.append(Passed(self.groups[k], sensitivity, adjoint))
+                result.append(Passed(self.groups[k], sensitivity, adjoint))
                 sensitivity = adjoint.sensitivity
-        return found, sensitivity
+        return result, sensitivity
 
     def down(self, ups: Sequence[Passed], last: Matrix) -> tuple[list[Passed], Matrix]:
         """And back, from the last signal to the first, to which the second answer is the
         sensitivity."""
-        found, sensitivity = [], last
+        result, sensitivity = [], last
         for group, _, up in reversed(ups):
             adjoint = group.sublayer.signal_adjoint(sensitivity, up.exposure)
-            found.append(Passed(group, sensitivity, adjoint))
+            result.append(Passed(group, sensitivity, adjoint))
             sensitivity = adjoint.sensitivity
-        return found, sensitivity
+        return result, sensitivity
 
-    def fall(self, starts: Sequence[int], own: Sequence[Matrix]) -> tuple[list[Passed], Matrix]:
+    def fall(
+        self, starts: Sequence[int], diagonal: Sequence[Matrix]
+    ) -> tuple[list[Passed], Matrix]:
         """The same of numbers that are made of signals alone: each of that which enters a part (or
-        leaves the last), with the sensitivity `own` to it; from the last part to the first."""
+        leaves the last), with the sensitivity `diagonal` to it; from the last part to the first."""
         assert list(starts) == sorted(starts, reverse=True)
-        sensitivity, found = own[0][:0], []
+        sensitivity, result = diagonal[0][:0], []
         for k in range(len(self.groups), -1, -1):
-            fresh = [one for start, one in zip(starts, own, strict=True) if start == k]
+            fresh = [one for start, one in zip(starts, diagonal, strict=True) if start == k]
             sensitivity = stacked([sensitivity, *fresh])
             if k and len(sensitivity):
                 group = self.groups[k - 1]
                 adjoint = signal_alone(group.sublayer, sensitivity)
-                found.append(Passed(group, sensitivity, adjoint))
+                result.append(Passed(group, sensitivity, adjoint))
                 sensitivity = adjoint.sensitivity
-        return found, sensitivity
+        return result, sensitivity
 
 
 def signal_alone(sublayer: Sublayer, sensitivity: Matrix) -> Any:
@@ -161,51 +166,54 @@ class AllAtOnce:
         self.groups = groups
         self._inflow: Mapping[int, Inflow] | None = None
         count = sum(len(group.places) for group in groups)
-        gradient, signal, sent = ([np.zeros(0)] * count for _ in range(3))
+        gradient, signal, grad_in = ([np.zeros(0)] * count for _ in range(3))
         for group in groups:
             sublayer = group.sublayer
-            kind = sublayer.sent.classes
-            axes = sublayer.sent.shape[:-2]
+            kind = sublayer.grad_in.classes
+            axes = sublayer.grad_in.shape[:-2]
             units = np.eye(2).reshape(2, *(1,) * len(axes), 2)
             basis = _matrix(np.broadcast_to(units, (2, *axes, 2)), kind)
             onward = sublayer.gradient_adjoint(basis).sensitivity
             nothing = sublayer.gradient_adjoint(basis[:0]).exposure
             back = sublayer.signal_adjoint(basis, nothing).sensitivity
-            sizes = _in_total(sublayer.sent)
+            sizes = _in_total(sublayer.grad_in)
             maps = [np.moveaxis(_numbers(one), 0, -1) for one in (onward, back)]
             for j, place in enumerate(group.places):
                 gradient[place], signal[place] = (one[..., j, :, :] for one in maps)
-                sent[place] = sizes[..., j, :]
-        self._gradient, self._signal, self._sent = gradient, signal, sent
+                grad_in[place] = sizes[..., j, :]
+        self._gradient, self._signal, self._sent = gradient, signal, grad_in
 
     def of(self, inflow: Mapping[int, Inflow]) -> AllAtOnce:
         """The walk of a number made of what parts send elsewhere, by the place behind each, in
         place of the gradient's variance at the starts given."""
-        found = copy.copy(self)
-        found._inflow = inflow
-        return found
+        result = copy.copy(self)
+        result._inflow = inflow
+        return result
 
     def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Passed], Matrix]:
         begins = np.asarray(starts).reshape(-1, *(1,) * self._sent[0].ndim)
         at: Array = np.zeros((len(starts), *self._sent[0].shape))
         share, identity, before = at[..., 0], np.array([1.0, 0.0]), []
-        for k, sent in enumerate([*self._sent, _in_total(top)]):
-            at = _sharing(at, sent, share)
+        for k, grad_in in enumerate([*self._sent, _in_total(top)]):
+            at = _sharing(at, grad_in, share)
             if self._inflow is None:
                 here = begins == k
-                at, share = np.where(here, _sharing(identity, sent, 1.0), at), share + here[..., 0]
+                at, share = (
+                    np.where(here, _sharing(identity, grad_in, 1.0), at),
+                    share + here[..., 0],
+                )
             elif k in self._inflow:
                 begun = self._inflow[k]
-                at = at + _sharing(begun.sensitivity, sent, begun.share)
+                at = at + _sharing(begun.sensitivity, grad_in, begun.share)
                 share = share + begun.share
             before.append(at)
             if k < len(self._sent):
                 at = matrix_times(self._gradient[k], at)
-        found = []
+        result = []
         for group in self.groups:
             sensitivity = _matrix(_gathered(group, before), top.classes)
-            found.append(Passed(group, sensitivity, group.sublayer.gradient_adjoint(sensitivity)))
-        return found, _matrix(before[-1], top.classes)
+            result.append(Passed(group, sensitivity, group.sublayer.gradient_adjoint(sensitivity)))
+        return result, _matrix(before[-1], top.classes)
 
     def down(self, ups: Sequence[Passed], last: Matrix) -> tuple[list[Passed], Matrix]:
         exposed: list[Array] = [0.0] * len(self._sent)
@@ -220,16 +228,18 @@ class AllAtOnce:
             at = matrix_times(self._signal[k], at) + exposed[k]
             if self._inflow is not None and k + 1 in self._inflow:
                 at = at + self._inflow[k + 1].exposure
-        found = []
+        result = []
         for group, _, up in ups:
             sensitivity = _matrix(_gathered(group, behind), last.classes)
             adjoint = group.sublayer.signal_adjoint(sensitivity, up.exposure)
-            found.append(Passed(group, sensitivity, adjoint))
-        return found, _matrix(at, last.classes)
+            result.append(Passed(group, sensitivity, adjoint))
+        return result, _matrix(at, last.classes)
 
-    def fall(self, starts: Sequence[int], own: Sequence[Matrix]) -> tuple[list[Passed], Matrix]:
+    def fall(
+        self, starts: Sequence[int], diagonal: Sequence[Matrix]
+    ) -> tuple[list[Passed], Matrix]:
         """As `OneByOne.fall`, whatever the order."""
-        kind, given = own[0].classes, np.concatenate([_numbers(one) for one in own])
+        kind, given = diagonal[0].classes, np.concatenate([_numbers(one) for one in diagonal])
         begins = np.asarray(starts).reshape(-1, *(1,) * (given.ndim - 1))
         at, behind = np.zeros_like(given), [given] * len(self._sent)
         for k in range(len(self._sent), -1, -1):
@@ -237,12 +247,12 @@ class AllAtOnce:
             if k:
                 behind[k - 1] = at
                 at = matrix_times(self._signal[k - 1], at)
-        found = []
+        result = []
         for group in self.groups:
             sensitivity = _matrix(_gathered(group, behind), kind)
             adjoint = signal_alone(group.sublayer, sensitivity)
-            found.append(Passed(group, sensitivity, adjoint))
-        return found, _matrix(at, kind)
+            result.append(Passed(group, sensitivity, adjoint))
+        return result, _matrix(at, kind)
 
 
 SensitivityWalk = OneByOne | AllAtOnce
@@ -256,7 +266,9 @@ def _matrix(numbers: Array, kind: PositionClasses) -> ClassMatrix:
 
 def _numbers(matrix: ClassMatrix) -> Array:
     """The same back."""
-    return np.stack([matrix.own[..., 0], matrix.pairs[..., 0, 0]], axis=-1).astype(float)
+    return np.stack([matrix.diagonal[..., 0], matrix.off_diagonal[..., 0, 0]], axis=-1).astype(
+        float
+    )
 
 
 def _in_total(matrix: ClassMatrix) -> Array:
@@ -265,9 +277,9 @@ def _in_total(matrix: ClassMatrix) -> Array:
     return np.array([1.0, length - 1.0]) * length * _numbers(matrix)
 
 
-def _sharing(sensitivity: Array, sent: Array, share: Array) -> Array:
+def _sharing(sensitivity: Array, grad_in: Array, share: Array) -> Array:
     """In the unit in which y has that share there."""
-    unit = ratio(share, (sensitivity * sent).sum(-1))
+    unit = ratio(share, (sensitivity * grad_in).sum(-1))
     return np.asarray(sensitivity * unit[..., None])
 
 
@@ -292,12 +304,11 @@ class Network:
         across: Sequence[Matrix] | None = None,
     ) -> None:
         """Arguments:
-        walk: through all parts.
         first: the signal that enters.
         batch: sequences that share the weights.
         overlaps: covariance of tokens of different sequences before every part, and behind all.
         end: the gradient at the last part's output, and where it comes from.
-        across: the same as `overlaps`, place by place, where parts are met one by one; None: alike.
+        across: the same as `overlaps`, place by place, where parts come one by one; None: alike.
         """
         self.top, self.end = end
         self.across = across
@@ -307,9 +318,9 @@ class Network:
 
     def along(self, walk: SensitivityWalk) -> Network:
         """The same on another walk through the same parts."""
-        found = copy.copy(self)
-        found.walk = walk
-        return found
+        result = copy.copy(self)
+        result.walk = walk
+        return result
 
     def variance(self, starts: Sequence[int]) -> Array:
         """(starts, ...): of y at the inputs of these parts (or the network's output), in order.
@@ -327,14 +338,14 @@ class Network:
             noise[: len(floor)] += group.summed(floor)
         return noise + self._signal(ups, sensitivity, last.exposure)
 
-    def signal_variance(self, starts: Sequence[int], own: Sequence[Matrix]) -> Array:
+    def signal_variance(self, starts: Sequence[int], diagonal: Sequence[Matrix]) -> Array:
         """(starts, ...): of a number made of the signal at the inputs of these parts (or the
         network's output), from the last to the first, with these sensitivities to it."""
         if self.batch > 1:
             self._known(self.walk.up([0], self.top)[0])
-        downs, sensitivity = self.walk.fall(starts, own)
-        found = np.zeros(sensitivity.shape[:-2])
-        return self._below(found, downs, sensitivity)
+        downs, sensitivity = self.walk.fall(starts, diagonal)
+        result = np.zeros(sensitivity.shape[:-2])
+        return self._below(result, downs, sensitivity)
 
     def _known(self, ups: Sequence[Passed]) -> None:
         """Keep the coherence of every part."""
@@ -353,9 +364,9 @@ class Network:
             sublayer = group.sublayer
             if not sublayer.residual:
                 continue
-            whole = total(given * sublayer.sent)
-            carried = sublayer.skip * total(given * sublayer.received)
-            alone = ratio(paired(given, sublayer.sent, sublayer.sent), whole**2) / self.batch
+            whole = total(given * sublayer.grad_in)
+            carried = sublayer.skip * total(given * sublayer.grad_out)
+            alone = ratio(paired(given, sublayer.grad_in, sublayer.grad_in), whole**2) / self.batch
             added, others = whole - carried, np.clip(1 - alone, 0.0, 1.0)
             coherent = adjoint.coherence * added
             shares.append((group, carried, added, coherent, others))
@@ -372,24 +383,24 @@ class Network:
             overlaps[k] = overlap[: len(fresh)]
             overlap = overlap.copy()
             overlap[: len(fresh)] = kept * overlaps[k] + fresh
-        found = []
+        result = []
         for group, carried, added, coherent, others in shares:
             sublayer, begins = group.sublayer, np.asarray(starts[: len(carried)])
             met = np.less_equal.outer(begins, group.places).astype(float)
             axes = (1,) * (carried.ndim - 1 - group.several)
             met = met.reshape(len(begins), *axes, *((-1,) if group.several else ()))
             floor = sublayer.floor(carried, added, coherent, group.gathered(overlaps))
-            found.append((group, floor * others * met))
-        return found
+            result.append((group, floor * others * met))
+        return result
 
     # --- signal --------------------------------------------------------------------------------
 
     def _signal(self, ups: Sequence[Passed], like: Matrix, exposure: Any) -> Array:
         last = self.end.signal_adjoint(0.0 * like, exposure)
-        found = np.zeros(like.shape[:-2]) + last.noise / self.batch
-        return self._below(found, *self.walk.down(ups, last.sensitivity))
+        result = np.zeros(like.shape[:-2]) + last.noise / self.batch
+        return self._below(result, *self.walk.down(ups, last.sensitivity))
 
-    def _below(self, found: Array, downs: Sequence[Passed], sensitivity: Matrix) -> Array:
+    def _below(self, result: Array, downs: Sequence[Passed], sensitivity: Matrix) -> Array:
         """With what every part adds on the way down, and what enters the first."""
         overlaps = self._signal_overlaps() if self.batch > 1 else {}
         for group, given, adjoint in downs:
@@ -403,18 +414,18 @@ class Network:
                 floor = sublayer.floor(carried, added, coherent, group.gathered(overlaps))
                 noise = noise + (1 - 1 / self.batch) * floor + self._across(given, group)
             noise = group.summed(noise)
-            found[: len(noise)] += noise
+            result[: len(noise)] += noise
         kernel = self._entering()
         if has_fixed_norms(self.first):
             # a norm has fixed every token's size
-            lost = ratio(row_sums(sensitivity * kernel), own_entries(kernel))
-            sensitivity = sensitivity - diagonal(lost, kernel)
-        found += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
+            lost = ratio(row_sums(sensitivity * kernel), diagonal_of(kernel))
+            sensitivity = sensitivity - diagonal_matrix(lost, kernel)
+        result += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
         if self.across is None:
             across = (total(sensitivity) * self.overlaps[0]) ** 2
         else:
             across = paired(sensitivity, self.across[0], self.across[0])
-        return found + 2 / self.width * (1 - 1 / self.batch) * across
+        return result + 2 / self.width * (1 - 1 / self.batch) * across
 
     def _entering(self) -> Matrix:
         """The kernel of independent features whose overlaps vary as those of what enters do: its
@@ -436,15 +447,15 @@ class Network:
                 carried, kappa = np.broadcast_arrays(carried, sublayer.kappa)
                 pairs = zip(group.by_place(carried), group.by_place(kappa), strict=True)
                 shares |= {k: (one, more) for (k, one), (_, more) in pairs}
-        overlap, found = 1 / self.width + 0 * next(iter(self._coherence.values())), {}
+        overlap, result = 1 / self.width + 0 * next(iter(self._coherence.values())), {}
         for k in range(len(self._coherence)):
-            found[k] = overlap
+            result[k] = overlap
             if k in shares:
                 carried, kappa = shares[k]
                 added = 1 - carried
                 fresh = self._fresh(carried, added, kappa)
                 overlap = (carried + self._coherence[k] * added) ** 2 * overlap + fresh
-        return found
+        return result
 
     def _fresh(self, carried: Array, added: Array, kappa: Any) -> Array:
         """What an addition adds to the overlap q, of shares of their sum."""

@@ -1,15 +1,15 @@
 """How much two tokens' overlap x_a.x_b/d varies over draws, beyond independent features.
 
 The gradients of queries and keys sum o_ab^2 over L^2 pairs of tokens, whose mean overlap may be 0,
-beside L terms C_aa: there 1/d is followed as one number nu for all pairs, the relative variance of
+and L terms C_aa: there 1/d is followed as one number nu for all pairs, the relative variance of
 the overlap of what two tokens have of their own (a component's `unshared_overlap`).
 
 Around a unit of realised overlap o, hidden units have the covariance F(o) and send the gradient
 G b(o) back. The gradients of the matrices before and behind, and of the gain of a norm before, sum
 o b(o) and F(o) over pairs: the mean is taken of the two values at E o +- sqrt(Var o), exact to
-third order in o. Var o_ab is what the forward pass found (`fluctuation`).
+third order in o. Var o_ab is the forward pass's (`fluctuation`).
 
-See docs/theory/norms.md, Overlaps of what tokens have of their own."""
+See docs/theory/norms.md, Overlaps of idiosyncratic parts."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def units(chain: Record) -> Iterator[ChainUnit]:
     """The units of a chain that a gradient has come back through."""
     parts = [one.component for one in chain.children]
     for index, part in enumerate(parts):
-        found = part.hidden
-        if found is None or chain.children[index].received is None:
+        result = part.hidden
+        if result is None or chain.children[index].grad_out is None:
             continue
-        first = index + 1 - found.parts
+        first = index + 1 - result.parts
         if first < 0 or not parts[first].matrices:
             continue
         # scales do not change what a gain meets, nor masks what a matrix does
@@ -101,27 +101,32 @@ def units(chain: Record) -> Iterator[ChainUnit]:
             chain.children[first : index + 1],
             before[-1].gain_name if before else None,
             next(iter(behind[0].matrices), None) if behind else None,
-            found.along,
+            result.along,
         )
 
 
 def unit_growth(unit: ChainUnit) -> dict[str, float]:
     """Factors on squared gradient norms, by name."""
-    tokens, gradient = unit.records[0].input, unit.records[-1].gradient_received
+    tokens, gradient = unit.records[0].input, unit.records[-1].grad_out
     kernel = tokens.second_moment()
     first, second = kernel.over_tokens(kernel.diagonal)
-    found = overlap_variance(tokens)
-    if found is None:  # behind a component of one's own that does not follow them
+    result = overlap_variance(tokens)
+    if result is None:  # behind a component of one's own that does not follow them
         return {}
-    step = step_within(kernel, found)
-    at = _norms(unit, kernel, kernel.pairs, tokens, gradient, True)
+    step = step_within(kernel, result)
+    at = _norms(unit, kernel, kernel.off_diagonal, tokens, gradient, True)
     above, below = (
-        _norms(unit, kernel, kernel.pairs + side * step, tokens, gradient) for side in (1, -1)
+        _norms(unit, kernel, kernel.off_diagonal + side * step, tokens, gradient)
+        for side in (1, -1)
     )
     grown = {name: 0.5 * (above[0][name] + below[0][name]) for name in at[0]}
     if unit.before is not None:
         slope = ratio_or_zero(0.5 * (above[1] - below[1]), step)  # a token with itself has no step
-        along = (first * second + 2.0 * kernel.pairs * kernel.pairs) * slope / tokens.width
+        along = (
+            (first * second + 2.0 * kernel.off_diagonal * kernel.off_diagonal)
+            * slope
+            / tokens.width
+        )
         diagonal = 0.0 * kernel.diagonal
         total = Kernel.joined(diagonal, along, kernel.resolved).total(tokens.seq_len)
         grown[unit.before] += unit.along * float(np.sum(total))
@@ -131,13 +136,13 @@ def unit_growth(unit: ChainUnit) -> dict[str, float]:
 def _norms(
     unit: ChainUnit,
     kernel: Kernel,
-    pairs: Array,
+    off_diagonal: Array,
     tokens: Signal,
     gradient: Gradient,
     averaged: bool = False,
 ) -> tuple[dict[str, float], Array]:
     """Squared norms, or what they are in proportion to, and the gradient's pairs at the tokens."""
-    moved = Kernel.joined(kernel.diagonal, pairs, kernel.resolved)
+    moved = Kernel.joined(kernel.diagonal, off_diagonal, kernel.resolved)
     signal = Signal(
         moved,
         tokens.seq_len,
@@ -147,14 +152,16 @@ def _norms(
     )
     _, record = forward(Chain(tuple(one.component for one in unit.records)), signal)
     signal = record.output
-    found: dict[str, Array] = {}
+    result: dict[str, Array] = {}
     if unit.behind is not None:
         hidden = signal.second_moment() * gradient.kernel
-        found[unit.behind] = hidden.total(tokens.seq_len)
+        result[unit.behind] = hidden.total(tokens.seq_len)
     record = record.backward(gradient)
     for one in record.leaves():
-        found |= one.weights()
-    gradient = record.gradient_sent
+        result |= one.weights()
+    gradient = record.grad_in
     if unit.before is not None:
-        found[unit.before] = (moved * gradient.kernel).total(tokens.seq_len)
-    return {name: float(np.sum(norm)) for name, norm in found.items()}, gradient.kernel.pairs
+        result[unit.before] = (moved * gradient.kernel).total(tokens.seq_len)
+    return {
+        name: float(np.sum(norm)) for name, norm in result.items()
+    }, gradient.kernel.off_diagonal

@@ -74,7 +74,7 @@ class Step:
         if self.component == LAW:
             return "a block's own law of second moments"
         if self.component == DIRECTIONS:
-            return "derived here, what the gradient lacks along its signal, of order 1/width"
+            return "derived here, a gradient without its component along the signal, order 1/width"
         if self.component == EXPERTS:
             return "derived here, one expert's law times what the router makes of two tokens"
         if self.law is None:
@@ -100,10 +100,10 @@ class Log:
             with self._at(component.label, "forward") as steps:
                 output = component.propagate(record.input, Run(record.memory)).output
             self._complete(component, "forward", output.kernel, steps)
-        found = component.addition(record)
-        if found is not None:
-            kept, added = found.kept.input.kernel, found.added.output.kernel
-            self._sum(component.label, found, "forward", kept, added, None)
+        result = component.addition(record)
+        if result is not None:
+            kept, added = result.kept.input.kernel, result.added.output.kernel
+            self._sum(component.label, result, "forward", kept, added, None)
 
     def backward(self, record: Record) -> None:
         """The same in the order of the backward pass."""
@@ -112,16 +112,16 @@ class Log:
             self.backward(child)
         if not component.children:
             with self._at(component.label, "backward") as steps:
-                sent = record.backward(record.gradient_received).gradient_sent
-            self._complete(component, "backward", sent.kernel, steps)
-        found = component.addition(record)
-        if found is not None:
+                grad_in = record.backward(record.grad_out).grad_in
+            self._complete(component, "backward", grad_in.kernel, steps)
+        result = component.addition(record)
+        if result is not None:
             # The branch was sent branch_scale^2 of the gradient, and the law counts it again.
-            factor = 1 / found.adding if found.adding else 0.0
-            kept = found.kept.gradient_received.kernel
-            added = found.added.gradient_sent.kernel.scaled(factor)
-            total = record.gradient_sent.kernel
-            self._sum(component.label, found, "backward", kept, added, total)
+            factor = 1 / result.adding if result.adding else 0.0
+            kept = result.kept.grad_out.kernel
+            added = result.added.grad_in.kernel.scaled(factor)
+            total = record.grad_in.kernel
+            self._sum(component.label, result, "backward", kept, added, total)
 
     @contextmanager
     def _at(self, site: str, way: str) -> Iterator[list[Step]]:
@@ -149,7 +149,7 @@ class Log:
         count = max(np.shape(value))
         matrix, classes = np.broadcast_to(value, (count, count)), self.layout.classes
         if classes is not None:
-            return float(Kernel(np.diagonal(matrix), matrix, classes).mean_pairs())
+            return float(Kernel(np.diagonal(matrix), matrix, classes).mean_off_diagonal())
         return float(self.layout.token_average(Kernel.of_matrix(matrix))[1])
 
     def _complete(self, leaf: Component, way: str, kernel: Kernel, steps: list[Step]) -> None:
@@ -204,25 +204,20 @@ class Log:
 
 def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
     """Where the registry has each law, by its formula."""
-    found: dict[Formula, tuple[str, str]] = {}
+    result: dict[Formula, tuple[str, str]] = {}
     for name in components():
         for theory in ("simplified", "published", "refined"):
             for quantity, law in component(name).under(theory).items():
-                found.setdefault(law.formula, (name, quantity))
+                result.setdefault(law.formula, (name, quantity))
     if model.gated:
         product = gated(activation_laws(model.activation))
-        found |= {law.formula: (product.name, q) for q, law in product.under("refined").items()}
-    return found
+        result |= {law.formula: (product.name, q) for q, law in product.under("refined").items()}
+    return result
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The laws of one layer in the order in which they were used, residual additions included.
-
-    Attributes:
-        model, layer: of which.
-        steps: in that order.
-    """
+    """The laws of one layer in the order in which they were used, residual additions included."""
 
     model: Transformer
     layer: int
@@ -269,8 +264,10 @@ class Explanation:
                 given = f"   from {values}" if values else ""
                 lines.append(f"    {step.quantity} = {step.result:.5g}{given}")
                 if step.law is not None:
-                    formula = f"= {step.law.expr}"
-                    lines += textwrap.wrap(formula, 100, **_INDENTED)
+                    formula = str(step.law.expr)
+                    if "Integral(" in formula:
+                        formula = "a mean over Gaussians, by quadrature (as LaTeX: --latex)"
+                    lines += textwrap.wrap(f"= {formula}", 100, **_INDENTED)
                 lines.append(f"      {step.source}")
         return "\n".join(lines)
 
@@ -290,9 +287,7 @@ def explain(
     docs/theory/index.md has what ties the laws together.
 
     Args:
-        model: the declaration.
         layer: its number, from 1.
-        theory: whose laws.
         inputs: what `predict` takes, for one configuration.
 
     Raises:
@@ -306,6 +301,7 @@ def explain(
     prediction = predict(model, theory=theory, **inputs)
     if prediction.variance.ndim > 1:
         raise DomainError("explain takes one configuration: pass numbers, not arrays")
+    prediction.unshared("one layer's recursion")
     log = Log(prediction.layout, names_of_laws(model))
     record = prediction.trace.layers[layer - 1]
     log.forward(record)

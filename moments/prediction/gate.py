@@ -163,9 +163,11 @@ def breakdown(theory: Theory, traces: Sequence[Run | Trace]) -> DomainError:
     if not points:
         return DomainError("the moments of what enters layer 1 overflow: use smaller variances")
     behind = "at"
-    lost = [p for p in points if not np.all(np.isfinite(p.signal.kernel.pairs))]
-    sent = [p for p in points[::-1] if p.gradient is not None]
-    lost += [p for p in sent if p.gradient and not np.all(np.isfinite(p.gradient.kernel.pairs))]
+    lost = [p for p in points if not np.all(np.isfinite(p.signal.kernel.off_diagonal))]
+    grad_in = [p for p in points[::-1] if p.gradient is not None]
+    lost += [
+        p for p in grad_in if p.gradient and not np.all(np.isfinite(p.gradient.kernel.off_diagonal))
+    ]
     empty = [p for p in points if np.any(np.asarray(p.signal.kernel.diagonal) == 0)]
     if not lost:
         behind, lost = "behind", points[-1:]
@@ -262,7 +264,7 @@ def _of_sizes(model: Transformer, trace: Trace) -> tuple[str, ...]:
         return ()
     size = np.asarray(last.second_moment().mean_diagonal())
     with np.errstate(all="ignore"):
-        largest = float(np.max(last.fluctuation.norms.mean_pairs() / size / size))
+        largest = float(np.max(last.fluctuation.norms.mean_off_diagonal() / size / size))
     if not SIZE_SPREAD_NOTED <= largest < np.inf:
         return ()
     return (
@@ -284,9 +286,9 @@ def _behind_gates(model: Transformer, trace: Trace) -> tuple[str, ...]:
     ends = [point.gradient for point in (stream[0], stream[-1])]
     if model.norm != "none" or not model.gated or ends[0] is None or ends[1] is None:
         return ()
-    sent = ratio_or_zero(ends[0].kernel.mean_diagonal(), ends[1].kernel.mean_diagonal())
+    grad_in = ratio_or_zero(ends[0].kernel.mean_diagonal(), ends[1].kernel.mean_diagonal())
     sizes = [np.asarray(stream[end].signal.second_moment().mean_diagonal()) for end in (0, -1)]
-    elastic = sent * ratio_or_zero(*sizes)
+    elastic = grad_in * ratio_or_zero(*sizes)
     spread = float(np.max(elastic**2)) * 2.0 / model.d_model
     if not GATED_SPREAD < spread < np.inf:
         return ()

@@ -142,22 +142,22 @@ class Measurement:
         encoder = None
         if read:
             encoder = cls.from_draws(read, batch=batch, source=f"the encoder of {source}")
-        found: dict[str, tuple[Any, Any]] = {
+        result: dict[str, tuple[Any, Any]] = {
             name: (array(name, "value"), array(name, "stderr"))
             for name in (*QUANTITIES, "grad_variance_typical")
         }
-        found["token_variance"] = by_token(lambda draw: draw.signal)
-        found["token_grad_variance"] = by_token(lambda draw: draw.gradient)
-        found["loss"] = scalar([draw.loss for draw in draws])
-        found["logit_variance"] = scalar([draw.logit_variance for draw in draws])
+        result["token_variance"] = by_token(lambda draw: draw.signal)
+        result["token_grad_variance"] = by_token(lambda draw: draw.gradient)
+        result["loss"] = scalar([draw.loss for draw in draws])
+        result["logit_variance"] = scalar([draw.logit_variance for draw in draws])
         return cls(
             layers=layers,
-            seq_len=found["token_variance"][0].shape[1],
+            seq_len=result["token_variance"][0].shape[1],
             seeds=len(draws),
             batch=batch,
             source=source,
-            **{name: value for name, (value, _) in found.items()},
-            **{f"{name}_stderr": stderr for name, (_, stderr) in found.items()},
+            **{name: value for name, (value, _) in result.items()},
+            **{f"{name}_stderr": stderr for name, (_, stderr) in result.items()},
             samples={name: array(name, "samples").T for name in QUANTITIES},
             site_rows=tuple(rows),
             weight_gradient_rows=tuple(weight_rows),
@@ -187,8 +187,8 @@ class Measurement:
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, with a format version; nan becomes None."""
         fields = vars(self) | {"encoder": self.encoder and self.encoder.to_dict()}
-        found: dict[str, Any] = plain({"format_version": FORMAT_VERSION} | fields)
-        return found
+        result: dict[str, Any] = plain({"format_version": FORMAT_VERSION} | fields)
+        return result
 
     def to_json(self) -> str:
         """`to_dict` as one JSON object."""
@@ -256,10 +256,10 @@ def last_grad_kernel(measurement: Measurement) -> np.ndarray:
     variance = measurement.token_grad_variance[-1]
     deviation = np.sqrt(variance)
     kernel = np.outer(deviation, deviation)
-    pairs = kernel.sum() - np.trace(kernel)
+    off_diagonal = kernel.sum() - np.trace(kernel)
     length = variance.size
     mean = measurement.grad_correlation[-1] * variance.mean() * length * (length - 1)
     # Tokens without a target have no gradient; no kernel of the rest falls below -1/(active - 1).
     active = max(int((variance > 0).sum()), 2)
-    share = float(np.clip(mean / pairs, -1 / (active - 1), 1.0)) if pairs > 0 else 0.0
+    share = float(np.clip(mean / off_diagonal, -1 / (active - 1), 1.0)) if off_diagonal > 0 else 0.0
     return np.where(np.eye(length, dtype=bool), kernel, share * kernel)

@@ -126,8 +126,8 @@ def predict(
         inputs, other = as_many(inputs, other)
         if inputs.sequences > 1 and model.head is not None and model.head.loss != "classification":
             targets = repeated(targets, 2, inputs.sequences)
-    received = {"grad_variance": grad_variance, "grad_correlation": grad_correlation}
-    shapes = {name: given_shape(value) for name, value in received.items()}
+    grad_out = {"grad_variance": grad_variance, "grad_correlation": grad_correlation}
+    shapes = {name: given_shape(value) for name, value in grad_out.items()}
     shapes["grad_kernel"] = given_shape(grad_kernel)[:-2]
     shape = configurations(inputs=inputs.shape, encoder_inputs=other.shape, **shapes)
     resolved = resolution(model, theory, tokens, inputs, other, grad_kernel, targets)
@@ -135,7 +135,7 @@ def predict(
     stack.notes += tuple(notes_of(model, stack.classes))
     stacks = [stack]
     if model.encoder is not None:
-        of_encoder = resolved is True  # beside classes of positions its tokens are alike
+        of_encoder = resolved is True  # with classes of positions its tokens are alike
         stacks.insert(0, Stack(model.encoder, theory, other, of_encoder, shape))
     if stack.layout.sequences > 1:
         batch = _counted(batch, stack.layout.sequences)
@@ -155,7 +155,7 @@ def predict(
         )
         stack.backward(outcome)
         if model.encoder is not None:
-            stacks[0].backward(stacks[0].read_back(stack.trace.sent_to_memory()))
+            stacks[0].backward(stacks[0].read_back(stack.trace.grad_memory()))
     encoder = None
     if model.encoder is not None:
         read = functools.partial(
@@ -166,11 +166,11 @@ def predict(
     if stack.classes is not None and stack.classes.of_one is not stack.classes:
         given = (grad_variance, grad_correlation)
         alone = functools.partial(_of_one_document, stack, stack.classes.ends, given, batch)
-    found = stack.prediction(batch, outcome, encoder, alone=alone)
-    found = dataclasses.replace(found, asked=asked)
-    for note in found.warnings:
+    result = stack.prediction(batch, outcome, encoder, alone=alone)
+    result = dataclasses.replace(result, asked=asked)
+    for note in result.warnings:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
-    return found
+    return result
 
 
 def _of_one_document(

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..show.expects import Expects
     from ..step.result import FirstStep
     from ..step.sharpness import Sharpness
-    from .stack import OuterWeights
 
 
 FORMAT_VERSION = 1
@@ -70,7 +69,7 @@ class Prediction:
         outer_weights: what is outside the layers: on what the loss was predicted, and squared
             gradient norms.
         top: gives what the band has to know of what sends the last gradient; None: nothing.
-        alone: of several sequences or documents that are held together, gives the same of one of
+        alone: of several sequences or documents in one kernel, gives the same of one of
             them and how many such there are as its batch; None: there are none.
         asked: arguments of `predict`, the model aside, as they were given.
     """
@@ -91,7 +90,7 @@ class Prediction:
     loss_stderr: Any = None
     logit_variance: Any = None
     encoder: Prediction | None = field(default=None, repr=False)
-    outer_weights: OuterWeights | None = field(default=None, repr=False)
+    outer_weights: Any = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
     alone: Callable[[], tuple[Prediction, float]] | None = field(default=None, repr=False)
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -184,6 +183,7 @@ class Prediction:
         return one, between_documents(self.trace), batch
 
     def _check_draws(self) -> None:
+        self.unshared("the band of one draw")
         if self.theory != "refined":
             raise DomainError(
                 f"theory {self.theory!r} gives means over draws only; "
@@ -235,13 +235,13 @@ class Prediction:
         gate = self._gate()
         for column in ("correlation", "grad_correlation"):
             known = whole[column].notna()
-            found = whole[known]
-            if len(found):
+            result = whole[known]
+            if len(result):
                 places = [
-                    f"layer {n}, {site}" for n, site in zip(found.layer, found.site, strict=True)
+                    f"layer {n}, {site}" for n, site in zip(result.layer, result.site, strict=True)
                 ]
                 what = "the " + column.replace("grad_", "gradient ")
-                values = found[column].to_numpy(dtype=float)
+                values = result[column].to_numpy(dtype=float)
                 whole.loc[known, column] = gate.correlation(what, values, places)
         for note in gate.notes:
             warnings.warn(note, ValidityWarning, stacklevel=2)
@@ -251,7 +251,7 @@ class Prediction:
         """Expected squared gradient norm of every parameter: layer, weight, squared_norm.
 
         What `parameter.grad.norm()**2` is on average over draws. Of the loss on the whole batch of
-        `token_ids` that is held by token or by classes; else for one sequence, though the loss is
+        `token_ids` resolved by token or by classes; else for one sequence, though the loss is
         averaged over `batch`: the frame's `attrs["sequences"]` says of how many, `attrs["batch"]`
         of how many the loss is. Layer 0 holds embedding tables, layer N + 1 the head. Theories that
         state no query or key gradient have no such rows.
@@ -286,7 +286,9 @@ class Prediction:
         router and over the load's square (width does not change it: tokens that are alike choose
         alike); and, sampled at the tokens' mean correlation, `largest_load` over an even share,
         `starving` (the part of the experts with less than a tenth of that) and `balance_loss`
-        (E sum_e f_e p_e, without its coefficient). `learns`: whether any gradient reaches the
+        (E sum_e f_e p_e, without its coefficient) with `balance_gradient`, the expected squared
+        norm of its gradient at the router's matrix: times the coefficient's square, to be compared
+        with the router's in `weight_gradients`. `learns`: whether any gradient reaches the
         router; none does where the gate of a single expert is normalised.
 
         Raises:
@@ -295,10 +297,10 @@ class Prediction:
         if self.variance.shape[:-1]:
             raise DomainError("experts needs a single configuration, not a batch of them")
         assert self.trace.stack is not None
-        found = list(expert_rows(self.trace.stack))
-        if not found:
+        result = list(expert_rows(self.trace.stack))
+        if not result:
             raise DomainError("the model has no experts: declare them by ffn=moments.Experts(...)")
-        return as_frame([tuple(row.values()) for row in found], columns=list(found[0]))
+        return as_frame([tuple(row.values()) for row in result], columns=list(result[0]))
 
     @property
     def sequences(self) -> tuple[int, int]:
@@ -323,6 +325,11 @@ class Prediction:
             entering = embedding.unshared_overlap(self.model.d_model)
         return stack_overlaps(self.trace.stack, memory, entering)
 
+    def unshared(self, what: str) -> None:
+        """Raise where layers share their weights, for which `what` is not stated."""
+        if self.model.shared_layers:
+            raise DomainError(f"{what} is not stated where layers share their weights")
+
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)
 
@@ -331,6 +338,7 @@ class Prediction:
         """What first steps of all rates share."""
         from ..step.result import Stepping
 
+        self.unshared("a step of an optimizer")
         return Stepping.of(self)
 
     @functools.cached_property
@@ -364,8 +372,8 @@ class Prediction:
 
         Raises:
             DomainError: the prediction is not that of a batch with a loss (give `token_ids`, or
-                `pixels` and `targets`), the model has what a step does not cover (norms of queries
-                and keys, ...; the message names it), or an option is out of range.
+                `pixels` and `targets`), the model has what a step does not cover (the message
+                names it), or an option is out of range.
 
         Warns:
             ValidityWarning: where the step is too large for the theory.
@@ -373,10 +381,10 @@ class Prediction:
         from ..step.result import check_step
 
         check_step(optimizer, learning_rate, **options)
-        found: FirstStep = self._stepping.after(optimizer, learning_rate, **options)
-        for note in found.warnings:
+        result: FirstStep = self._stepping.after(optimizer, learning_rate, **options)
+        for note in result.warnings:
             warnings.warn(note, ValidityWarning, stacklevel=2)
-        return found
+        return result
 
     def sharpness(self, optimizer: str, **options: Any) -> Sharpness:
         """The largest and the least eigenvalue of the (preconditioned) Hessian of the batch's loss.
@@ -404,6 +412,7 @@ class Prediction:
         """
         from ..step.result import sharpness
 
+        self.unshared("sharpness")
         return sharpness(self, optimizer, **options)
 
     def tangent_kernel(self, rates: Mapping[str, float] | None = None) -> TangentKernel:
@@ -416,14 +425,14 @@ class Prediction:
         >>> import moments
         >>> p = moments.predict(moments.Transformer(2, 64, 4, 16), correlation=0.2)
         >>> p.tangent_kernel()
-        TangentKernel(16 tokens alike: own 584.2, pairs 343.7)
+        TangentKernel(16 tokens alike: diagonal 584.2, off-diagonal 343.7)
 
         Args:
             rates: what multiplies the learning rate of parameters by name ("query", ...), 0 of
                 frozen ones; 1 of those left out.
 
         Returns:
-            A `TangentKernel`: `own`, `pairs`, `matrix()`, `condition`, `to_frame()` by parameter,
+            A `TangentKernel`: `diagonal`, `off_diagonal`, `matrix()`, `condition`, `to_frame()`,
             `to_json()`. On classes or by token it takes one gradient's pass per pair of them.
 
         Raises:
@@ -467,11 +476,14 @@ class Prediction:
             A row for both operands of every product: layer, weight, product ("forward", "input
             gradient", "weight gradient"), operand ("input", "weight", "gradient"), zero and clipped
             (shares of entries that become 0, and that lie beyond the largest number), snr and
-            product_snr (signal over noise of the operand and of the product, in dB).
+            product_snr (signal over noise of the operand and of the product, in dB). "weight
+            gradient" has rows where every token is resolved by itself (`tokens=True`), of
+            attention and dense blocks.
 
         Raises:
             DomainError: no such format, or several configurations were predicted at once.
         """
+        self.unshared("the precision of products")
         return low_precision(self, format)
 
     def expects(
@@ -521,7 +533,7 @@ class Prediction:
     def to_json(self) -> str:
         """Model, stream moments, the band of one draw (refined theory) and warnings as JSON."""
         quantities, notes = list(QUANTITIES), self.warnings
-        if self.theory == "refined":
+        if self.theory == "refined" and not self.model.shared_layers:
             quantities += ["grad_variance_typical", "grad_variance_band"]
             notes += self._draws[2]
         data = {
@@ -542,8 +554,8 @@ class Prediction:
         first, last = self.variance[..., 0], self.variance[..., -1]
         if self.variance.ndim > 1:
             return f"Prediction({self.variance.shape[:-1]} configurations, {self.theory})"
-        sent = self.grad_variance[-1]
-        growth = f"x {self.grad_variance[0] / sent:.4g} down to the input" if sent else "0"
+        grad_in = self.grad_variance[-1]
+        growth = f"x {self.grad_variance[0] / grad_in:.4g} down to the input" if grad_in else "0"
         return (
             f"Prediction({self.model.layers} layers, {self.theory}: variance x {last / first:.4g}, "
             f"correlation {self.correlation[0]:.3f} to {self.correlation[-1]:.3f}, "

@@ -34,9 +34,8 @@ from ..layers.embedding import (
     joint_kernel,
 )
 from ..layers.head.output import OutputMoments, output_moments
-from ..layers.images import image_gradients, image_kernel
+from ..layers.images import ReadsPixels, entering, image_gradients
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..noise.loss_noise import HeadTop
 from .gate import Gate, breakdown, validity_warnings
@@ -66,7 +65,7 @@ class Inputs:
 
     @property
     def given_by_token(self) -> bool:
-        """Whether what is given tells single tokens apart: more than a text, and where it ends."""
+        """Whether what is given distinguishes single tokens: more than a text and its ends."""
         segments = self.segment_ids is not None and np.ptp(np.asarray(self.segment_ids)) != 0
         return segments or any(value is not None for value in (self.pixels, self.kernel))
 
@@ -92,8 +91,8 @@ class Inputs:
         of its kind."""
         if self.sequences == count:
             return self
-        found = {name: repeated(getattr(self, name), rank, count) for name, rank in RANKS.items()}
-        return dataclasses.replace(self, texts=count, **found)
+        result = {name: repeated(getattr(self, name), rank, count) for name, rank in RANKS.items()}
+        return dataclasses.replace(self, texts=count, **result)
 
     @property
     def moments(self) -> bool:
@@ -175,7 +174,7 @@ class Stack:
         if isinstance(self.classes, TextClasses) and self.classes.ids is not None:
             self.ids = self.classes.ids
         self.first = self._first(real)
-        if resolved and self.first.pairs.shape[:-2] != shape:
+        if resolved and self.first.off_diagonal.shape[:-2] != shape:
             first = self.first
             if inputs.sequences > 1:
                 raise DomainError(
@@ -185,7 +184,7 @@ class Stack:
             self.first = _spread(first, shape)
         sequences = 1
         if resolved is True:
-            sequences = self.first.pairs.shape[-1] // model.seq_len
+            sequences = self.first.off_diagonal.shape[-1] // model.seq_len
             if real is not None and sequences > 1:
                 real = np.broadcast_to(real, (sequences, model.seq_len))
         if self.classes is not None and len(self.classes.ends) > 1:
@@ -201,14 +200,14 @@ class Stack:
         """Of several documents, the stack of one that is like them on average."""
         several = self.classes
         assert several is not None
-        first, one = several.alone(self.first.diagonal, self.first.pairs), several.of_one
-        found = copy.copy(self)
-        found.resolved = found.classes = one
-        found.first = Kernel(*first, one)
-        found.layout = SequenceLayout(classes=one)
-        found.run = Run()
-        found._embedding = found._layers = found._ending = found._logits = None
-        return found
+        first, one = several.alone(self.first.diagonal, self.first.off_diagonal), several.of_one
+        result = copy.copy(self)
+        result.resolved = result.classes = one
+        result.first = Kernel(*first, one)
+        result.layout = SequenceLayout(classes=one)
+        result.run = Run()
+        result._embedding = result._layers = result._ending = result._logits = None
+        return result
 
     def _first(self, real: np.ndarray | None) -> Kernel:
         told = self.resolved, self.inputs, self.ids, self.documents
@@ -216,18 +215,18 @@ class Stack:
         if self.resolved is True and real is not None:
             one = _unseen_filled(one, real)
         length, texts = self.model.seq_len, self.inputs.sequences
-        if self.resolved is not True or texts == 1 or one.pairs.shape[-1] != length:
+        if self.resolved is not True or texts == 1 or one.off_diagonal.shape[-1] != length:
             return one
-        pairs = np.tile(one.pairs, (texts, texts))
+        off_diagonal = np.tile(one.off_diagonal, (texts, texts))
         if not self.inputs.moments:
             # Tokens at one place of two unknown texts share its row of the position table; the rest
             # of what a token has of its own they do not.
             embedding = self.model.embedding
             assert isinstance(embedding, Embedding)
             tables = drawn_alike(embedding, length, self.theory)
-            alone = tables.diagonal - tables.pairs - embedding.position_variance
-            pairs = pairs - alone * np.kron(1.0 - np.eye(texts), np.eye(length))
-        return Kernel.of_matrix(pairs)
+            alone = tables.diagonal - tables.off_diagonal - embedding.position_variance
+            off_diagonal = off_diagonal - alone * np.kron(1.0 - np.eye(texts), np.eye(length))
+        return Kernel.of_matrix(off_diagonal)
 
     def enter(self) -> Signal:
         model, theory = self.model, self.theory
@@ -236,6 +235,8 @@ class Stack:
         if read and isinstance(model.embedding, Embedding):
             sequences = self.layout.sequences
             fixed = placed_positions(model, self.resolved, sequences, self.documents)
+        elif read:
+            fixed = _of_image(model, self.inputs)[1]
         width = model.d_model
         if read and isinstance(model.embedding, Embedding):
             width = model.embedding.table_width(width)
@@ -264,7 +265,7 @@ class Stack:
         gradient, output = outcome.gradient, outcome.output
         self._layers = self._layers.backward(gradient, self.run)
         if self._embedding is not None:
-            self._embedding = self._embedding.backward(self._layers.gradient_sent, self.run)
+            self._embedding = self._embedding.backward(self._layers.grad_in, self.run)
         if output is None:
             return
         self._ending, self._logits = output.record, output.logits
@@ -287,7 +288,7 @@ class Stack:
         assert self._ending is not None
         total = sum_of([gradient.kernel for gradient in gradients])
         self._ending = self._ending.backward(Gradient(total, self.model.seq_len), self.run)
-        return Outcome(self._ending.gradient_sent)
+        return Outcome(self._ending.grad_in)
 
     @property
     def trace(self) -> Trace:
@@ -302,10 +303,10 @@ class Stack:
         top: Any = None,
         alone: Any = None,
     ) -> Prediction:
-        """What both passes found, the gradient at the last layer coming from `top` if any; `alone`
+        """What both passes give, the gradient at the last layer coming from `top` if any; `alone`
         as in `Prediction`."""
         model, trace, layout = self.model, self.trace, self.layout
-        embedded = None if self._embedding is None else self._embedding.gradient_sent
+        embedded = None if self._embedding is None else self._embedding.grad_in
         columns: list[tuple[Any, ...]] = [layout.moments(point)[1:] for point in trace.stream()]
         if any(np.ndim(one) for column in columns for one in column):
             columns = [tuple(np.broadcast_arrays(*column)) for column in columns]
@@ -363,13 +364,13 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class OuterWeights:
-    """What lies outside the layers, the embedding and the head: the gradient `received` at the sum
+    """What lies outside the layers, the embedding and the head: the gradient `gradient` at the sum
     of the tables, the head's output, every token's document (None where each row is one), and the
     loss's targets as given."""
 
     model: Transformer
     inputs: Inputs
-    received: Gradient | None
+    gradient: Gradient | None
     output: OutputMoments | None
     documents: np.ndarray | None
     targets: Any
@@ -382,28 +383,28 @@ class OuterWeights:
     def rows(self) -> list[tuple[int, str, Array]]:
         """Squared gradient norms: (layer, name, norm); layer 0 and that above the last."""
         model, inputs, output = self.model, self.inputs, self.output
-        embedding, received = model.embedding, self.received
+        embedding, gradient = model.embedding, self.gradient
         norms: dict[str, Array] = {}
-        if embedding is None or received is None:
+        if embedding is None or gradient is None:
             norms = {}
         elif inputs.pixels is not None:
-            norms = image_gradients(embedding, inputs.pixels, model.d_model, received.kernel)
+            norms = image_gradients(embedding, inputs.pixels, model.d_model, gradient.kernel)
         elif isinstance(embedding, Embedding):
             norms = embedding_gradients(
                 embedding,
                 model.seq_len,
                 embedding.table_width(model.d_model),
-                received.kernel,
+                gradient.kernel,
                 inputs.token_ids,
                 inputs.segment_ids,
                 self.documents,
             )
         if output is not None and "token" in norms:
             norms["token"] = norms["token"] + output.table()
-        found = [(0, name, norm) for name, norm in norms.items()]
+        result = [(0, name, norm) for name, norm in norms.items()]
         if output is not None:
-            found += [(model.layers + 1, name, n) for name, n in output.weights().items()]
-        return found
+            result += [(model.layers + 1, name, n) for name, n in output.weights().items()]
+        return result
 
 
 def last_gradient(
@@ -434,21 +435,21 @@ def last_gradient(
     elif targets is not None:
         raise DomainError("targets are what a head predicts: declare model.head")
     last = last_kernel(model, stack.resolved, variance, correlation, kernel, layout.sequences)
-    leading = np.shape(stack.first.pairs)[:-2]
-    if stack.resolved and leading != last.pairs.shape[:-2]:
+    leading = np.shape(stack.first.off_diagonal)[:-2]
+    if stack.resolved and leading != last.off_diagonal.shape[:-2]:
         last = _spread(last, leading)
     if layout.real is not None and layout.classes is None:
         real = layout.real.reshape(-1) if layout.sequences > 1 else layout.real
         real = real[0] if real.ndim == 2 else real
-        last = Kernel.of_matrix(last.pairs * real[..., :, None] * real[..., None, :])
+        last = Kernel.of_matrix(last.off_diagonal * real[..., :, None] * real[..., None, :])
     return Outcome(Gradient(last, model.seq_len))
 
 
 def _spread(kernel: Kernel, shape: tuple[int, ...]) -> Kernel:
     """The same of every configuration."""
-    own = np.broadcast_to(kernel.diagonal, (*shape, kernel.diagonal.shape[-1]))
-    pairs = np.broadcast_to(kernel.pairs, (*shape, *kernel.pairs.shape[-2:]))
-    return Kernel(own, pairs, kernel.resolved)
+    diagonal = np.broadcast_to(kernel.diagonal, (*shape, kernel.diagonal.shape[-1]))
+    off_diagonal = np.broadcast_to(kernel.off_diagonal, (*shape, *kernel.off_diagonal.shape[-2:]))
+    return Kernel(diagonal, off_diagonal, kernel.resolved)
 
 
 def head_top(output: OutputMoments | None) -> Any:
@@ -524,9 +525,9 @@ def alike(
         return Kernel(variance, variance * correlation)
     size = len(resolved.nodes) if isinstance(resolved, PositionClasses) else seq_len
     v, c = np.asarray(variance, float), np.asarray(variance * correlation, float)
-    own = np.broadcast_to(v[..., None], (*v.shape, size))
-    pairs = np.broadcast_to(c[..., None, None], (*c.shape, size, size))
-    return Kernel.joined(own, pairs, resolved)
+    diagonal = np.broadcast_to(v[..., None], (*v.shape, size))
+    off_diagonal = np.broadcast_to(c[..., None, None], (*c.shape, size, size))
+    return Kernel.joined(diagonal, off_diagonal, resolved)
 
 
 def gaussian(
@@ -535,7 +536,7 @@ def gaussian(
     """Independent Gaussian features; their squared norms vary by 2 C o C / d.
 
     With a fixed part, x = e + p, Cov(|x_i|^2, |x_j|^2) = 2 d E_ij^2 + 4 d E_ij P_ij, that is
-    2 d (C_ij^2 - P_ij^2); and the mean over features is that of p, beside the 1/d of e.
+    2 d (C_ij^2 - P_ij^2); and the mean over features is that of p and the 1/d of e.
     """
     mean = 0.0 * kernel.diagonal
     signal = Signal(kernel, seq_len, mean=mean, width=d_model)
@@ -570,14 +571,14 @@ def check_kernel(name: str, kernel: Any, seq_len: int) -> Kernel:
 
 def _unseen_filled(kernel: Kernel, real: np.ndarray) -> Kernel:
     """With variance at padding whose row of the table is zero (`real` is (L,) or (B, L), 0 there):
-    nobody sees it, so that it may be any token, and one of no size would be divided by."""
+    nothing attends to it, so that it may be any token, and one of no size would be divided by."""
     there = np.broadcast_to(real.reshape(-1) > 0, kernel.diagonal.shape)
     empty = ~there & (kernel.diagonal == 0)
     if not empty.any():
         return kernel
     mean = (kernel.diagonal * there).sum(-1, keepdims=True) / there.sum(-1, keepdims=True)
-    own = np.where(empty, mean, kernel.diagonal)
-    return Kernel.joined(own, kernel.pairs, kernel.resolved)
+    diagonal = np.where(empty, mean, kernel.diagonal)
+    return Kernel.joined(diagonal, kernel.off_diagonal, kernel.resolved)
 
 
 def given_shape(value: Any) -> tuple[int, ...]:
@@ -605,7 +606,7 @@ tokens: measured, 140 and 200 under a causal mask of 128 to 512 tokens; by resol
 
 
 POSITIONS = 12
-"""Numbers for every position of a sequence on classes beside what `Prediction` keeps by token:
+"""Numbers for every position of a sequence on classes next to what `Prediction` keeps by token:
 measured, 8 at 1e6 and 1e7 of them."""
 
 
@@ -616,8 +617,8 @@ def check_memory(
     prediction, before anything is made; `positions` are those of a sequence on classes, of which
     variances are kept one by one."""
     alone, each = NUMBERS[resolved]
-    pairs = float(tokens) ** 2 if resolved else 1.0
-    needed = 8.0 * model.layers * (alone + each * configurations * pairs)
+    off_diagonal = float(tokens) ** 2 if resolved else 1.0
+    needed = 8.0 * model.layers * (alone + each * configurations * off_diagonal)
     needed += 8.0 * positions * (POSITIONS + 2.0 * (model.layers + 1) * configurations)
     there = memory()
     if needed > there:
@@ -643,7 +644,7 @@ def memory() -> float:
 
 
 def check_mask(mask: Any, seq_len: int, token_ids: Any) -> np.ndarray:
-    """Which tokens are real, two of a sequence at least, as 0.0 and 1.0: (B, L) beside token_ids of
+    """Which tokens are real, two of a sequence at least, as 0.0 and 1.0: (B, L) for token_ids of
     that shape, else (L,)."""
     real = check_array("attention_mask", mask, "0 or 1, of shape (L,) or (B, L)")
     shape = (seq_len,) if token_ids is None else check_ids(token_ids, seq_len, "token_ids").shape
@@ -672,7 +673,7 @@ def first_kernel(
     moments_given = variance is not None or correlation is not None
     embedding = model.embedding
     if inputs.pixels is not None:
-        return _of_image(model, inputs)
+        return _of_image(model, inputs)[0]
     if inputs.kernel is not None:
         if moments_given or token_ids is not None:
             raise DomainError("kernel replaces variance, correlation and token_ids: give one")
@@ -707,11 +708,11 @@ def first_kernel(
     if not resolved:
         alone = embedding, model.seq_len, theory, token_ids, segment_ids, model.d_model
         tables = embedded_alike(*alone)
-        return alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, False)
+        return alike(tables.diagonal, tables.off_diagonal / tables.diagonal, model.seq_len, False)
     tables = drawn_alike(embedding, model.seq_len, theory, token_ids, segment_ids)
-    found = alike(tables.diagonal, tables.pairs / tables.diagonal, model.seq_len, resolved)
+    result = alike(tables.diagonal, tables.off_diagonal / tables.diagonal, model.seq_len, resolved)
     fixed = placed_positions(model, resolved, 1, documents)
-    return found if fixed is None else found + fixed.kernel
+    return result if fixed is None else result + fixed.kernel
 
 
 def embedded(model: Transformer, theory: Theory) -> tuple[float, float]:
@@ -765,9 +766,9 @@ def last_kernel(
         if isinstance(resolved, PositionClasses):
             size = len(resolved.inside.nodes)
             return Kernel(
-                one.diagonal, one.pairs * resolved.within(np.ones((size, size))), resolved
+                one.diagonal, one.off_diagonal * resolved.within(np.ones((size, size))), resolved
             )
-        return Kernel.of_matrix(np.kron(np.eye(sequences), one.pairs))
+        return Kernel.of_matrix(np.kron(np.eye(sequences), one.off_diagonal))
     if variance is not None or correlation is not None:
         raise DomainError("grad_kernel replaces grad_variance and grad_correlation: give one")
     if sequences > 1 and np.shape(kernel)[-1:] == (sequences * model.seq_len,):
@@ -778,12 +779,12 @@ def last_kernel(
     length = model.seq_len
     joint = np.zeros((sequences, length, sequences, length))
     index = np.arange(sequences)
-    joint[index, :, index, :] = given.pairs
+    joint[index, :, index, :] = given.off_diagonal
     return Kernel.of_matrix(joint.reshape(sequences * length, sequences * length))
 
 
-def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
-    if not isinstance(model.embedding, PatchEmbedding):
+def _of_image(model: Transformer, inputs: Inputs) -> tuple[Kernel, FixedPart | None]:
+    if not isinstance(model.embedding, ReadsPixels):
         raise DomainError("pixels are read by a patch embedding: declare model.embedding")
     if inputs.moments or inputs.token_ids is not None:
         raise DomainError("pixels replace variance, correlation, kernel and token_ids: give one")
@@ -792,7 +793,7 @@ def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
             f"seq_len = {model.seq_len}: the image has {model.embedding.seq_len} tokens; use "
             f"model.replace(seq_len={model.embedding.seq_len})"
         )
-    return image_kernel(model.embedding, inputs.pixels)
+    return entering(model.embedding, inputs.pixels, model.d_model)
 
 
 def _each(value: Array) -> Any:

@@ -12,7 +12,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from .gate import computing
 if TYPE_CHECKING:
     import pandas as pd
 
-    from .result import Prediction
 
 MOST_PASSES = 1000
 """Passes of a gradient beyond which a kernel is refused: 43 tokens each by itself."""
@@ -40,17 +39,15 @@ class TangentKernel:
     Under gradient descent at a small rate h_i changes by -rate sum_j Theta_ij dLoss/dh_j.
 
     Attributes:
-        own: Theta_ii of a token with itself, (P,): one number for tokens alike, else of every class
-            of positions or every token.
-        pairs: Theta_ij of two different tokens, (P, P); own entries on the diagonal where tokens
-            are single.
+        diagonal: Theta_ii of a token with itself, (P,): one number for tokens alike, else of every
+            class of positions or every token.
+        off_diagonal: Theta_ij of two different tokens, (P, P); by token Theta_ii on its diagonal.
         positions: (P,) of the tokens, from 1, or of the classes' nodes; None: tokens are alike.
-        seq_len: L.
-        weights: layer, parameter and its part of the mean of `own` over tokens.
+        weights: layer, parameter and its part of the mean of `diagonal` over tokens.
     """
 
-    own: np.ndarray
-    pairs: np.ndarray
+    diagonal: np.ndarray
+    off_diagonal: np.ndarray
     positions: np.ndarray | None
     seq_len: int
     weights: tuple[tuple[int, str, float], ...]
@@ -59,14 +56,14 @@ class TangentKernel:
         """(L, L) the kernel of all tokens, between nodes linear in log position."""
         length = self.seq_len
         if self.positions is not None and len(self.positions) == length:
-            return self.pairs
+            return self.off_diagonal
         if self.positions is None:
-            hats = np.ones((1, length))
+            basis = np.ones((1, length))
         else:
-            hats = PositionClasses(length, self.positions).hats
-        found: np.ndarray = hats.T @ self.pairs @ hats
-        np.fill_diagonal(found, self.own @ hats)
-        return found
+            basis = PositionClasses(length, self.positions).basis
+        result: np.ndarray = basis.T @ self.off_diagonal @ basis
+        np.fill_diagonal(result, self.diagonal @ basis)
+        return result
 
     @property
     def condition(self) -> float:
@@ -76,25 +73,24 @@ class TangentKernel:
         return float(values[-1] / values[0]) if values[0] > 0 else float("inf")
 
     def to_frame(self) -> pd.DataFrame:
-        """Columns layer, weight and own: a parameter's part of the mean of `own` over tokens."""
-        return as_frame(list(self.weights), columns=["layer", "weight", "own"])
+        """Columns layer, weight and diagonal: a parameter's part of the mean `diagonal`."""
+        return as_frame(list(self.weights), columns=["layer", "weight", "diagonal"])
 
     def to_json(self) -> str:
         """Every attribute as JSON."""
         data = {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        names = ("layer", "weight", "own")
+        names = ("layer", "weight", "diagonal")
         data["weights"] = [dict(zip(names, row, strict=True)) for row in self.weights]
         return json.dumps(data, indent=2, allow_nan=False)
 
     def __repr__(self) -> str:
-        own, pairs = float(np.mean(self.own)), float(np.mean(self.pairs))
+        diagonal, off_diagonal = float(np.mean(self.diagonal)), float(np.mean(self.off_diagonal))
         where = "alike" if self.positions is None else f"at {len(self.positions)} positions"
-        return f"TangentKernel({self.seq_len} tokens {where}: own {own:.4g}, pairs {pairs:.4g})"
+        entries = f"diagonal {diagonal:.4g}, off-diagonal {off_diagonal:.4g}"
+        return f"TangentKernel({self.seq_len} tokens {where}: {entries})"
 
 
-def tangent_kernel(
-    prediction: Prediction, rates: Mapping[str, float] | None = None
-) -> TangentKernel:
+def tangent_kernel(prediction: Any, rates: Mapping[str, float] | None = None) -> TangentKernel:
     """As `Prediction.tangent_kernel`, which says what it is."""
     if prediction.theory != "refined":
         raise domain_error("theory", prediction.theory, "'refined' for a tangent kernel")
@@ -128,7 +124,7 @@ def tangent_kernel(
 class _Read:
     """Squared gradients of all weights, as a function of the gradient at the last stream."""
 
-    prediction: Prediction
+    prediction: Any
     rates: dict[str, float]
 
     def rows(self, kernel: Kernel) -> list[tuple[int, str, Array]]:
@@ -138,17 +134,17 @@ class _Read:
         stack = trace.stack.backward(Gradient(kernel, prediction.model.seq_len))
         embedding = trace.embedding
         if embedding is not None:
-            embedding = embedding.backward(stack.gradient_sent)
-        found = prediction._overlaps.weights(Trace(trace.entering, stack, embedding))
+            embedding = embedding.backward(stack.grad_in)
+        result = prediction._overlaps.weights(Trace(trace.entering, stack, embedding))
         outer = prediction.outer_weights
-        if outer is not None and outer.received is not None and embedding is not None:
-            received = dataclasses.replace(
-                outer, received=embedding.gradient_sent, output=None, targets=None
+        if outer is not None and outer.gradient is not None and embedding is not None:
+            grad_out = dataclasses.replace(
+                outer, gradient=embedding.grad_in, output=None, targets=None
             )
-            found = [*received.rows(), *found]
-        if unknown := sorted(self.rates.keys() - {name for _, name, _ in found}):
-            raise unknown_name("rates", unknown[0], sorted({name for _, name, _ in found}))
-        return [(n, name, norm * self.rates.get(name, 1.0)) for n, name, norm in found]
+            result = [*grad_out.rows(), *result]
+        if unknown := sorted(self.rates.keys() - {name for _, name, _ in result}):
+            raise unknown_name("rates", unknown[0], sorted({name for _, name, _ in result}))
+        return [(n, name, norm * self.rates.get(name, 1.0)) for n, name, norm in result]
 
     def total(self, kernel: Kernel) -> Array:
         """Over all of them."""
@@ -168,9 +164,9 @@ class _Read:
 def _alike(read: _Read) -> TangentKernel:
     length = read.prediction.model.seq_len
     rows = read.rows(Kernel(1.0, 0.0))
-    own = sum(norm for _, _, norm in rows)
-    pairs = 2.0 * (read.total(Kernel(1.0, 0.5)) - own) / max(length * (length - 1), 1)
-    one, two = np.array([own / length]) / read.width, np.array([[pairs]]) / read.width
+    diagonal = sum(norm for _, _, norm in rows)
+    off_diagonal = 2.0 * (read.total(Kernel(1.0, 0.5)) - diagonal) / max(length * (length - 1), 1)
+    one, two = np.array([diagonal / length]) / read.width, np.array([[off_diagonal]]) / read.width
     return TangentKernel(one, two, None, length, read.parts(rows))
 
 
@@ -184,21 +180,23 @@ def _resolved(read: _Read, kernel: Kernel, count: int) -> TangentKernel:
     rows = read.rows(Kernel.joined(*base, kernel.resolved))
     first = sum(norm for _, _, norm in rows)
 
-    def more(diagonal: Array, pairs: Array) -> float:
-        changed = Kernel.joined(base[0] + diagonal, base[1] + pairs, kernel.resolved)
+    def more(one: Array, two: Array) -> float:
+        changed = Kernel.joined(base[0] + one, base[1] + two, kernel.resolved)
         return float(read.total(changed) - first) / read.width
 
-    own = np.array([more(one, 0.0) for one in np.eye(count)]) / sizes
-    pairs = np.diag(own) if classes is None else np.zeros((count, count))
+    diagonal = np.array([more(one, 0.0) for one in np.eye(count)]) / sizes
+    off_diagonal = np.diag(diagonal) if classes is None else np.zeros((count, count))
     for i, j in _pairs(count, classes is not None):
         if of_pairs[i, j] <= 0.0:
             continue
         change = np.zeros((count, count))
         change[i, j] = change[j, i] = 0.5
         counted = of_pairs[i, j] + (of_pairs[j, i] if i != j else 0.0)
-        pairs[i, j] = pairs[j, i] = more(0.0, change) / (0.5 * counted)
+        off_diagonal[i, j] = off_diagonal[j, i] = more(0.0, change) / (0.5 * counted)
     positions = np.arange(1, count + 1) if classes is None else classes.nodes
-    return TangentKernel(own, pairs, positions, read.prediction.model.seq_len, read.parts(rows))
+    return TangentKernel(
+        diagonal, off_diagonal, positions, read.prediction.model.seq_len, read.parts(rows)
+    )
 
 
 def _pairs(count: int, alike: bool) -> Iterator[tuple[int, int]]:

@@ -181,7 +181,7 @@ def _input_correlation(model: Transformer, given: float | None) -> float:
             'with_scheme("dslm", input_correlation=...) or solve(model, "dslm", correlation=...)'
         )
     tables = embedded_alike(model.embedding, model.seq_len, "published", d_model=model.d_model)
-    return float(tables.pairs / tables.diagonal)
+    return float(tables.off_diagonal / tables.diagonal)
 
 
 def _unit_embedding(model: Transformer) -> Any:

@@ -124,7 +124,7 @@ def _total(norms: Kernel, tokens: int, real: np.ndarray | None) -> float:
     if real is None or not norms.resolved:
         return float(np.mean(norms.total(tokens))) / tokens**2
     share = real.reshape(-1) if real.size == tokens else np.resize(real, tokens)
-    return float(share @ norms.pairs @ share) / float(share.sum()) ** 2
+    return float(share @ norms.off_diagonal @ share) / float(share.sum()) ** 2
 
 
 def log_variance(band: np.ndarray) -> np.ndarray:

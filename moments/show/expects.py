@@ -211,7 +211,7 @@ class Expects(Shown):
                 lines.append(f"  and {len(causes) - SHOWN} more, in .causes")
         elif self._variants:
             lines.append(
-                "no published scheme and no simple slip gives it; nearest is "
+                "no published scheme and no common mistake gives it; the nearest is "
                 f"{self._variants[0].words}, with "
                 + ", ".join(f"{point.predicted:.3g}" for point in self._variants[0].points)
             )

@@ -60,7 +60,7 @@ class Finding:
         """What is wrong, where, and what to do, a paragraph each."""
         said = [f"{self.reason} [{self.severity}: {self.kind}]"]
         said += [f"in {', '.join(braced(self.where))}"] if self.where else []
-        return said + ([f"mend: {self.mend}"] if self.mend else [])
+        return said + ([f"fix: {self.mend}"] if self.mend else [])
 
     def __str__(self) -> str:
         return "; ".join(self.lines())
@@ -221,7 +221,7 @@ class Report:
         value = self.prediction.expects(**(measured if by_name else {"variance": measured}))
         rows = [
             streamed(
-                f"{NAMES[point.quantity]} leaving layer {point.layer}, as it was seen",
+                f"{NAMES[point.quantity]} leaving layer {point.layer}, as measured",
                 *(point.measured, point.predicted, (point.low, point.high), point.inside),
             )
             for point in value.points
@@ -229,7 +229,8 @@ class Report:
         report = dataclasses.replace(self, rows=(*rows, *self.rows))
         if value.expected:
             return dataclasses.replace(report, notes=(*self.notes, str(value)))
-        first, *rest = str(value).splitlines()
+        first, *why = (line.strip() for line in str(value).splitlines())
+        word = "unexpected" if value.verdict == "not expected" else value.verdict
         worst = max(value.points, key=lambda point: abs(point.deviations))
         severity = "error" if value.verdict == "not expected" else "warning"
         given = tuple(
@@ -238,14 +239,13 @@ class Report:
         )
         finding = Finding(
             severity,
-            f"{value.verdict} {NAMES[worst.quantity]}",
+            f"{word} {NAMES[worst.quantity]}",
             (),
             tuple(sorted({point.layer for point in value.points if not point.inside})),
             worst.measured,
             worst.predicted,
-            first.removeprefix(f"{value.verdict}: "),
-            " ".join(line.strip() for line in rest)
-            or "apply what the declaration says, or declare what is applied",
+            "; ".join([first.removeprefix(f"{value.verdict}: "), " ".join(why)]).rstrip("; "),
+            "apply what the declaration says, or declare what is applied",
         )
         found = ranked([*self.findings, finding])
         return dataclasses.replace(report, findings=found, _why=lambda: given)
@@ -493,7 +493,7 @@ def _body(report: Report, *, whole: bool) -> str:
         parts.append(
             f'<div class="card {found.severity}"><span class="kind">{found.severity}: '
             f"{html.escape(found.kind)}</span> {names}<br>{html.escape(found.reason)}<br>"
-            f'<span class="soft">Mend:</span> {html.escape(found.mend)}</div>'
+            f'<span class="soft">Fix:</span> {html.escape(found.mend)}</div>'
         )
     parts.append("<h2>Measured and expected</h2>" if report.read else "<h2>Predicted</h2>")
     rows = [list(row.cells()) for row in report.rows]

@@ -60,7 +60,7 @@ def number(value: float) -> str:
 
 
 def _caption(prediction: Prediction) -> str:
-    text = "index 0 enters layer 1; gradients are means over draws of the weights"
+    text = "layer 0 is the input of layer 1; gradients are means over draws of the weights"
     if prediction.loss is None:
         return text
     one, every = prediction.sequences
@@ -162,7 +162,7 @@ def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table
         lines.append(cells)
     caption = (
         "measured ± one standard error over seeds; error of the prediction, of "
-        "correlations absolute; * out of its 95 % band"
+        "correlations absolute; * outside its 95 % band"
     )
     return tabled(title, heads, lines, caption)
 

@@ -54,7 +54,7 @@ def comparison_screen(comparison: Comparison, name: str) -> str:
     lines = _table((*heads, "correlation", "measured"), rows)
     lines += _loss(p, None if m.loss is None else float(m.loss))
     if not all(inside.values()):
-        lines.append("* out of its 95 % band")
+        lines.append("* outside its 95 % band")
     return _screen(f"{name}: {comparison.verdict()}", p, lines, p.warnings)
 
 

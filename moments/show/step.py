@@ -32,7 +32,7 @@ def first_step_table(step: FirstStep) -> Table:
         f"{step.loss_before:.4g} to {step.loss:.4g}",
         ("layer", "variance after", "relative change"),
         ((str(k), number(v), number(change)) for k, (v, change) in enumerate(changes)),
-        f"index 0 enters layer 1; relative change: E |dh|^2/E |h|^2 before the step\n"
+        f"layer 0 is the input of layer 1; relative change: E |dh|^2/E |h|^2 before the step\n"
         f"slope {step.slope:.4g}: the loss would fall by "
         f"{-step.slope * step.learning_rate:.4g} if it were linear",
         whole=False,

@@ -86,9 +86,11 @@ def verdict(comparison: Comparison) -> str:
     if (inner := comparison.encoder) is not None:
         parts += growths(inner.prediction, inner.measurement, "encoder ")
     if judged.empty:
-        why = 'one draw, and a theory that states no spread (theory="refined" does)'
-        return f"whether the growth is expected cannot be said: {why}; {'; '.join(parts)}"
-    count = f"{outside} of {len(judged)} points lie outside their 95 % bands"
+        why = 'one draw, and this theory gives no spread between draws (theory="refined" does)'
+        return f"it is not known whether the growth is expected: {why}; {'; '.join(parts)}"
+    one = outside == 1
+    count = f"{outside} of {len(judged)} points {'lies' if one else 'lie'} outside "
+    count += "its 95 % band" if one else "their 95 % bands"
     if not beyond.empty:
         word = "not expected"
         parts = [
@@ -124,7 +126,7 @@ def _worst(part: Any, stack: str, quantity: str) -> str:
         several = "points" if layers[-1] - layers[0] < len(layers) else f"{len(layers)} points from"
         where = f"{several} {layers[0]} to {layers[-1]}, most at {worst['layer']}"
     return (
-        f"{_name(stack, quantity)} is out of its band at {where}, "
+        f"{_name(stack, quantity)} is outside its band at {where}, "
         f"{times(worst['measured'], worst['predicted']):.3g} times the prediction "
         f"({worst['deviations']:+.1f} standard deviations)"
     )

@@ -52,7 +52,7 @@ def largest(
 
     if kind == "depth":
         _check_any_depth(model)
-        limit = _limit(entered(model.replace(layers=1), inputs)[0].first.pairs)
+        limit = _limit(entered(model.replace(layers=1), inputs)[0].first.off_diagonal)
         tried = [*(2.0**i for i in range((limit - 1).bit_length())), float(limit)]
 
         def at(x: float) -> Transformer:

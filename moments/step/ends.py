@@ -127,7 +127,7 @@ def _row_blocks(reading: Reading, words: Words, tied: Array) -> Array:
     `tied`: `tied_overlap`.
     """
     readout, batches = reading.readout, reading.batches
-    kernel = np.asarray(readout.kernel.pairs)
+    kernel = np.asarray(readout.kernel.off_diagonal)
 
     def split(values: Array) -> Array:
         """(k, T, V') of each step's tokens alone."""
@@ -230,7 +230,7 @@ def entered(
         rows = np.maximum(row_blocks.sum((1, 2)), 0.0)
         readout = reading.readout
         sent = readout.scale * words.sent
-        gathered = sent.T @ np.asarray(readout.kernel.pairs) @ sent
+        gathered = sent.T @ np.asarray(readout.kernel.off_diagonal) @ sent
         for beside in reading.streams:
             if beside is not stream:
                 there = words.of_stream(beside is reading.main)
@@ -373,7 +373,7 @@ def ending(
         what = "logit_softcap" if readout.softcap is not None else "label_smoothing"
         raise DomainError(f"the first step does not cover a head's {what}")
     d, scale, variance = float(readout.width), readout.scale, readout.weight_variance
-    kernel = np.asarray(readout.kernel.pairs)
+    kernel = np.asarray(readout.kernel.off_diagonal)
     name = "token" if reading.tied else "head"
     step = rate * optimizer.factor(name)
     decay = optimizer.left(name, rate)

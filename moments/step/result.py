@@ -16,6 +16,7 @@ from ..errors import domain_error
 from ..files import as_frame, plain
 from ..prediction.gate import computing
 from ..prediction.predict import predict
+from . import blocks as _blocks  # noqa: F401 (what the walk does at them)
 from .change import Change, between_trace
 from .draws import Draws
 from .ends import Words, ending, entered, tied_overlap
@@ -196,7 +197,7 @@ class FirstStep:
     def __repr__(self) -> str:
         return (
             f"FirstStep({self.optimizer} at {self.learning_rate:g}: loss {self.loss_before:.4g} to "
-            f"{self.loss:.4g}, last stream changes by {self.relative_change[-1]:.3g} of its square)"
+            f"{self.loss:.4g}, stream changes by {self.relative_change[-1]:.3g} of its mean square)"
         )
 
     def _repr_html_(self) -> str:
@@ -307,7 +308,7 @@ def _by_token(prediction: Prediction) -> Prediction:
 def still(reading: Reading, optimizer: Optimizer) -> float:
     """The loss at learning rate 0, as `ending` has it."""
     words = Words.of(reading)
-    kernel = np.asarray(reading.readout.kernel.pairs)
+    kernel = np.asarray(reading.readout.kernel.off_diagonal)
     nothing = Change.none(len(kernel))
     tied = tied_overlap(reading, words)
     ones, zeros = np.ones(len(kernel)), np.zeros_like(kernel)

@@ -70,7 +70,7 @@ def edge_of_stability(optimizer: str, largest: float, **options: Any) -> float:
 
 
 _SAID = {
-    "relative_change": "changes the stream by {} of its square",
+    "relative_change": "changes the residual stream by {} of its mean square",
     "logit_change": "changes logits by {} (mean square)",
     "loss_drop": "lowers the loss by {} nats",
 }

@@ -27,7 +27,7 @@ from ..layers.embedding import joint_kernel, table_rows
 from ..layers.head.readout import Readout
 from ..layers.images import cut_patches, image_kernel
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from .attention import Rows, Three
 from .change import Array
 from .heads import Heads
@@ -40,6 +40,18 @@ Made = TypeVar("Made")
 
 ENCODER = "encoder."
 """Stands before the names of an encoder's sites and parameters beside a decoder's."""
+
+
+def bent(leaf: Any) -> list[str]:
+    """What attention has that the closed forms of a step leave out."""
+    parts = {
+        "qk_norm": leaf.qk_norm is not None,
+        "logit_softcap": leaf.logit_softcap is not None,
+        "attention_sink": getattr(leaf, "sink", None) is not None,
+        "biases of queries": bool(leaf.query_bias),
+        "biases of keys": bool(leaf.key_bias),
+    }
+    return [name for name, there in parts.items() if there]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +94,7 @@ class Site:
         assert self.signal is not None
         assert other.signal is not None
         total = added(self.signal, other.signal, 1.0, 1.0, source=entering.signal)
-        kernel = np.asarray(total.second_moment().pairs, float)
+        kernel = np.asarray(total.second_moment().off_diagonal, float)
         return dataclasses.replace(other, signal=total, kernel=kernel)
 
     @classmethod
@@ -113,7 +125,7 @@ class Site:
         size = 2 * float((self.kernel**2).sum())
         if size == 0.0:
             return 0.0
-        return max(float(np.asarray(varies.pairs).sum()) / size - 1 / self.width, 0.0)
+        return max(float(np.asarray(varies.off_diagonal).sum()) / size - 1 / self.width, 0.0)
 
     def attention_rows(
         self, leaf: Any, leaving: Site, memory: Site, norm: Callable[[str], float | None]
@@ -121,15 +133,8 @@ class Site:
         """The attention that reads this site and the tokens of `memory`, whose heads are
         `leaving`. `norm` gives that of the gradient of queries or keys, squared; None: that of the
         mean overlaps."""
-        for name, there in {
-            "qk_norm": leaf.qk_norm is not None,
-            "logit_softcap": leaf.logit_softcap is not None,
-            "attention_sink": getattr(leaf, "sink", None) is not None,
-            "biases of queries": bool(leaf.query_bias),
-            "biases of keys": bool(leaf.key_bias),
-        }.items():
-            if there:
-                raise DomainError(f"the first step does not cover {name} ({leaf.label})")
+        for name in bent(leaf):
+            raise DomainError(f"the first step does not cover {name} ({leaf.label})")
         heads, d = float(leaf.heads * leaf.d_head), float(leaf.memory_width)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         value, query, key = (
@@ -175,7 +180,7 @@ class Site:
             ),
             over_tokens(layer.response()),
             d * value,
-            np.asarray(received.pairs),
+            np.asarray(received.off_diagonal),
             by_key,
             Three(
                 # the paths are on the scale of the tokens attended to
@@ -194,13 +199,14 @@ def over_tokens(kernel: Kernel) -> Array:
     by whether two tokens are of one sequence and of one word."""
     classes = kernel.classes
     if classes is None:
-        return np.asarray(kernel.pairs, float)
-    between, sequences = np.asarray(classes.inside.hats), len(classes.ends)
+        return np.asarray(kernel.off_diagonal, float)
+    between, sequences = np.asarray(classes.inside.basis), len(classes.ends)
     length = between.shape[1]
     blocks = []
-    for own, pairs in classes.told_apart(np.asarray(kernel.diagonal), np.asarray(kernel.pairs)):
-        block = between.T @ pairs @ between
-        np.fill_diagonal(block, own @ between)
+    cells = np.asarray(kernel.diagonal), np.asarray(kernel.off_diagonal)
+    for diagonal, off_diagonal in classes.blocks_by_relation(*cells):
+        block = between.T @ off_diagonal @ between
+        np.fill_diagonal(block, diagonal @ between)
         blocks.append(block.astype(np.float32))
     kinds, every = [], min(sequences, 2)
     for k in range(0, len(blocks), every):
@@ -282,16 +288,16 @@ class Stream:
     def of(cls, prediction: Prediction, inputs: Any, ending: Chain) -> Stream:
         model, layout, outer = prediction.model, prediction.layout, prediction.outer_weights
         assert outer is not None
-        assert outer.received is not None
+        assert outer.gradient is not None
         length, d = model.seq_len, model.d_model
         if isinstance(model.embedding, PatchEmbedding):
-            before = np.asarray(image_kernel(model.embedding, inputs.pixels).pairs)
+            before = np.asarray(image_kernel(model.embedding, inputs.pixels, d).off_diagonal)
             tables, patch = _of_images(model.embedding, inputs.pixels)
             ids = np.full(len(before), -1)
         else:
             assert model.embedding is not None
             given = inputs.token_ids, inputs.segment_ids
-            before = np.asarray(joint_kernel(model.embedding, length, *given, d).pairs)
+            before = np.asarray(joint_kernel(model.embedding, length, *given, d).off_diagonal)
             rows = table_rows(model.embedding, length, *given, None)
             tables, patch = _of_text(model.embedding, rows), None
             ids = rows[0]
@@ -300,7 +306,7 @@ class Stream:
             declare(model, "refined", *layout.places),
             ending,
             before,
-            over_tokens(outer.received.kernel),
+            over_tokens(outer.gradient.kernel),
             tables,
             patch,
             ids,
@@ -324,7 +330,7 @@ class Reading:
         readout: the matrix to the logits.
         targets: of the loss, for every row of the logits, -1 for none.
         loss, logit_variance: as predicted.
-        norms: of the gradients of queries and keys, squared, by layer and name, once asked for.
+        norms: of the weights' gradients, squared, by layer and name, once asked for.
         sequences: how many.
         batches: of several steps; None: one.
     """
@@ -394,12 +400,12 @@ class Reading:
         classes = readout.kernel.classes
         if classes is not None:
             carried = np.broadcast_to(readout.carried, len(classes.nodes))[
-                : len(classes.inside.hats)
+                : len(classes.inside.basis)
             ]
             readout = dataclasses.replace(
                 readout,
                 kernel=Kernel.of_matrix(over_tokens(readout.kernel)),
-                carried=np.tile(carried @ classes.inside.hats, len(classes.ends)),
+                carried=np.tile(carried @ classes.inside.basis, len(classes.ends)),
             )
         traces, encoder = [("", prediction.trace)], None
         if prediction.encoder is not None:
@@ -433,10 +439,13 @@ class Reading:
 
     @functools.cached_property
     def logit_spread(self) -> float:
-        """The largest variance of attention's logits within rows, averaged over a layer's rows."""
-        diagnostics = [site.signal.diagnostics for site in self.points if site.signal is not None]
-        found = [float(np.mean(one["logit_variance"])) for one in diagnostics if one is not None]
-        return max(found, default=0.0)
+        """The largest variance of attention's logits within rows, averaged over a layer's rows, of
+        attention in closed form."""
+        ways = [
+            one.attended.way for one in self.points if isinstance(one.attended, AttentionPulled)
+        ]
+        seen = [way.output.diagnostics for way in ways if not bent(way.leaf)]
+        return max((float(np.mean(one["logit_variance"])) for one in seen if one), default=0.0)
 
     @functools.cached_property
     def made(self) -> dict[Any, Any]:
@@ -477,7 +486,6 @@ def _norms(prediction: Prediction) -> dict[tuple[int, str], float]:
         (layer, before + name): float(np.sum(norm))
         for before, stream in streams
         for layer, name, norm in stream.inner_weights()
-        if name.endswith(("query", "key"))
     }
 
 
@@ -489,13 +497,13 @@ def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:
         for record in (trace.embedding, None, trace.stack, trace.ending):
             if record is None:
                 if not any(point.site == "stream" for own, point, _ in found if own == prefix):
-                    sent = None if trace.stack is None else trace.stack.sent
+                    sent = None if trace.stack is None else trace.stack.grad_in
                     found.append((prefix, Point(0, "stream", trace.entering, sent), trace.entering))
                 continue
             for one in record.walk():
                 if isinstance(one.component, SelfAttention | CrossAttention):
                     attended[id(one.input)] = one.pulled
-                if one.component.label:
+                if one.component.label or not one.component.children:
                     found.append((prefix, one.point, one.output))
     return tuple(
         Site.of(k, prefix, point, attended.get(id(signal)))
@@ -523,6 +531,8 @@ def _check(prediction: Prediction) -> None:
         "attention_mask": inputs.attention_mask is not None,
         "document_ids": inputs.document_ids is not None,
         "batch beyond the sequences given": prediction.batch != 1,
+        "convolutions over sound": isinstance(model.embedding, SoundEmbedding),
+        "rotary positions of patches": any(one and one.grid for one in model.rotaries),
         "factor_dim": getattr(model.embedding, "factor_dim", None) is not None
         or getattr(model.head, "factor_dim", None) is not None,
         "an embedding that is described by variance, correlation or kernel": inputs.moments,
@@ -587,20 +597,22 @@ def _of_text(embedding: Any, rows: Any) -> tuple[Table, ...]:
 
 
 def _of_images(embedding: Any, pixels: Any) -> tuple[tuple[Table, ...], Array]:
-    cut = cut_patches(embedding, pixels)
-    count = len(cut)
-    if embedding.class_token:
-        cut = np.concatenate([np.zeros_like(cut[:, :1]), cut], axis=1)
-    where = np.tile(np.arange(embedding.seq_len), count)
+    cut, before, classes = cut_patches(embedding, pixels), embedding.before, embedding.class_token
+    where = np.tile(np.arange(embedding.seq_len), len(cut))
+    cut = np.pad(cut, ((0, 0), (before, 0), (0, 0)))
     tables = []
-    first = (where == 0) & bool(embedding.class_token)
-    if embedding.class_token:
-        rows = np.where(first, 0, -1)
+    if classes:
+        rows = np.where(where == 0, 0, -1)
         tables.append(Table("class", rows, 1.0, float(embedding.class_variance), 1))
-    if embedding.position_variance > 0:
+    if embedding.registers:
+        rows = np.where((where >= classes) & (where < before), where - classes, -1)
+        variance = float(embedding.register_variance)
+        tables.append(Table("register", rows, 1.0, variance, embedding.registers))
+    if embedding.placed == "learned":
         tables.append(
             Table("position", where, 1.0, float(embedding.position_variance), embedding.seq_len)
         )
     if embedding.bias_variance is not None:
-        tables.append(Table("patch.bias", np.where(first, -1, 0), 1.0, embedding.bias_variance, 1))
+        rows = np.where(where < before, -1, 0)
+        tables.append(Table("patch.bias", rows, 1.0, embedding.bias_variance, 1))
     return tuple(tables), np.asarray(cut.reshape(len(where), -1), float)

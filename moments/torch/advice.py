@@ -1,20 +1,18 @@
-"""Likely causes of what an audit found, in plain words.
+"""Likely causes of what an audit has, in plain words: one table of slips.
 
-A cause is a hypothesis about the variance of one role in every layer. It is named only where it
-predicts every layer's measured variance within its sampling error.
+A slip gives the matrices of one role a variance in every layer. It is named only where that is
+every layer's measured variance within its sampling error.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
-from ..scheme.registry import scheme
 from ..scheme.shared import xavier
 from ..show.expected import tail_probability
 from ..show.findings import Row
@@ -22,186 +20,158 @@ from .entries import TRUNCATION, truncated_variance
 from .expectation import model_of_stack
 from .findings import Measured, in_layers
 from .hook_points import ENCODER
-from .roles import TABLES
+from .roles import TABLES, Role
 from .running import grouped
 
-# --- hypotheses about a role, each with the variances it predicts ---------------------------------
+# --- slips, each with the variance that it gives a matrix -----------------------------------------
 
-
+INWARD = ("query", "key", "value")
 BY_LAYER = "a scale 1/sqrt(2 l) that counts the layer l"
 BY_DEPTH = "1/sqrt(2 N) of all N layers"
 
 
-@dataclass(frozen=True)
-class RoleCause:
-    """Predicted variance in every layer of the role, and the sentence it stands for."""
+class Place(NamedTuple):
+    """One matrix or table of one layer.
 
-    variances: tuple[float, ...]
+    Attributes:
+        role, expected: what it is, and the variance that its plan gives it.
+        uniform: whether its entries look uniform.
+        plan, drawn: the stack's plan, and the module as its framework draws it.
+    """
+
+    role: Role
+    expected: float
+    uniform: bool
+    plan: Transformer
+    drawn: Transformer | None
+
+    def of(self, model: Transformer | None, name: str, shift: int = 0) -> float | None:
+        """What a model gives a matrix of this layer, or of one `shift` layers on."""
+        layer = self.role.layer + shift
+        if model is None or self.role.name not in MATRICES or not 1 <= layer <= model.layers:
+            return None
+        return float(getattr(model.layer_weights(layer), name))
+
+    def xavier(self, per_head: bool) -> float | None:
+        """Glorot's rule for queries, keys and values."""
+        name = self.role.name
+        return float(getattr(xavier(self.plan, per_head), name)) if name in INWARD else None
+
+
+class Slip(NamedTuple):
+    """A cause in words, with {n} for the number of layers, and the variance that it gives; None
+    where it says nothing. `everywhere`: in all layers, or in those that are off alone."""
+
     words: str
+    variance: Callable[[Place], float | None]
+    everywhere: bool = False
 
 
-@dataclass(frozen=True)
-class Convention:
-    """The same plan by another reading of its words, which `words` gives both."""
-
-    model: Transformer
-    words: str
+def _times(factor: Callable[[Place], float]) -> Callable[[Place], float | None]:
+    return lambda p: factor(p) * p.expected
 
 
-_PER_HEAD = {
-    True: "each head of query, key and value as a matrix of its own, 2/(d_model + d_head)",
-    False: "query, key and value as whole matrices, 2/(fan_in + fan_out), as xavier_uniform_ does",
-}
+def _by_fans(rule: Callable[[float, float], float]) -> Callable[[Place], float | None]:
+    return lambda p: rule(p.role.fan_in, p.role.fan_out) if p.role.is_matrix else None
 
 
-def conventions(
-    plan: Any, options: Mapping[str, Any] | None, model: Transformer
-) -> tuple[Convention, ...]:
-    """Plans that go by the same name: Glorot's rule by head or matrix; the plan means `model`."""
-    remedy = ""
-    if isinstance(plan, str):
-        by_head = {**scheme(plan).options, **(options or {})}.get("per_head")
-        if not isinstance(by_head, bool):
-            return ()
-        remedy = f"; pass options={{'per_head': {not by_head}}} (--option per_head="
-        remedy += f"{str(not by_head).lower()}) for the module's"
-    else:
-        readings = [by for by in (True, False) if _is_xavier(model, by)]
-        if len(readings) != 1:  # not drawn by Glorot's rule, or one head, where both agree
-            return ()
-        (by_head,) = readings
-    other = _redrawn(model, by_head)
-    if other.encoder is not None:
-        other = other.replace(encoder=_redrawn(other.encoder, by_head))
-    words = f"the module has {_PER_HEAD[not by_head]}, the plan {_PER_HEAD[by_head]}{remedy}"
-    return (Convention(other, words),)
+def _as_of(name: str) -> Callable[[Place], float | None]:
+    return lambda p: p.of(p.plan, name)
 
 
-def _is_xavier(model: Transformer, by_head: bool) -> bool:
-    wanted = xavier(model, by_head)
-    return all(
-        math.isclose(getattr(model.layer_weights(n), name), getattr(wanted, name), rel_tol=1e-9)
-        for n in range(1, model.layers + 1)
-        for name in ("query", "key", "value")
+def _over_layers(power: int) -> Callable[[Place], float | None]:
+    """Times (N / l)^power."""
+    return lambda p: (
+        p.expected * (p.plan.layers / p.role.layer) ** power if p.role.layer > 0 else None
     )
 
 
-def _redrawn(model: Transformer, by_head: bool) -> Transformer:
-    """The model with Glorot's other reading, whatever else multiplies it."""
-    assert model.weights is not None
-    one, other = xavier(model, by_head), xavier(model, not by_head)
-    changed = {}
-    for name in ("query", "key", "value"):
-        ratio = getattr(other, name) / getattr(one, name)
-        layers = range(1, model.layers + 1)
-        changed[name] = [ratio * getattr(model.layer_weights(n), name) for n in layers]
-    return model.replace(weights=model.weights.replace(**changed))
+_CUT = truncated_variance(TRUNCATION)
+SLIPS = (
+    Slip(f"{BY_LAYER} was applied for {BY_DEPTH} (N = {{n}})", _over_layers(1), True),
+    Slip(f"{BY_DEPTH} was applied for {BY_LAYER} (N = {{n}})", _over_layers(-1), True),
+    Slip(
+        "it is Xavier's for each head of query, key and value as a matrix of its own, 2/(d_model + "
+        "d_head) (the scheme's option per_head=true)",
+        lambda p: p.xavier(True),
+    ),
+    Slip(
+        "it is Xavier's for query, key and value as whole matrices, 2/(fan_in + fan_out), as "
+        "xavier_uniform_ does (the scheme's option per_head=false)",
+        lambda p: p.xavier(False),
+    ),
+    Slip(
+        "it is the framework's own initialisation, unscaled", lambda p: p.of(p.drawn, p.role.name)
+    ),
+    Slip(
+        "it is that of layer l + 1: layers are counted from another number",
+        lambda p: p.of(p.plan, p.role.name, 1),
+    ),
+    Slip(
+        "it is that of layer l - 1: layers are counted from another number",
+        lambda p: p.of(p.plan, p.role.name, -1),
+    ),
+    Slip("a normal cut at two deviations without correcting its variance", _times(lambda p: _CUT)),
+    Slip("a correction for truncation where nothing was cut", _times(lambda p: 1 / _CUT)),
+    Slip("a correction for truncation that went the wrong way", _times(lambda p: _CUT**2)),
+    Slip(
+        "the standard deviation was passed as the bound of a uniform draw, whose variance is a "
+        "third of its bound's square",
+        lambda p: p.expected / 3 if p.uniform else None,
+    ),
+    Slip("the variance was passed as a standard deviation", lambda p: p.expected**2),
+    Slip("the standard deviation was used as a variance", lambda p: p.expected**0.5),
+    Slip("1/N written for 1/(2N), or a factor 2 twice (N = {n})", _times(lambda p: 2.0)),
+    Slip("1/(2N) written for 1/N, or a factor 2 missing (N = {n})", _times(lambda p: 0.5)),
+    Slip("a factor 1/N is missing (N = {n})", _times(lambda p: p.plan.layers)),
+    Slip("a factor 1/N too much (N = {n})", _times(lambda p: 1 / p.plan.layers)),
+    Slip("a factor 1/(2N) is missing (N = {n})", _times(lambda p: 2.0 * p.plan.layers)),
+    Slip("a factor 1/(2N) too much (N = {n})", _times(lambda p: 0.5 / p.plan.layers)),
+    Slip(
+        "a scale 1/sqrt(N) was applied to the variance, not to the deviation (N = {n})",
+        _times(lambda p: p.plan.layers**0.5),
+    ),
+    Slip("the dropout correction is missing", _times(lambda p: 1 / (1 - p.plan.dropout))),
+    Slip("the dropout correction was applied twice", _times(lambda p: 1 - p.plan.dropout)),
+    Slip("a factor 4", _times(lambda p: 4.0)),
+    Slip("a factor 1/4", _times(lambda p: 0.25)),
+    Slip("it is torch's default 1/(3 fan_in)", _by_fans(lambda i, o: 1 / (3 * i))),
+    Slip(
+        "it is Xavier's 2/(fan_in + fan_out)",
+        lambda p: (
+            2 / (p.role.fan_in + p.role.fan_out)
+            if p.role.is_matrix and p.role.name not in INWARD
+            else None
+        ),
+    ),
+    Slip(
+        "it is Xavier's for query, key and value as one fused matrix",
+        _by_fans(lambda i, o: 2 / (i + 3 * o)),
+    ),
+    Slip("it is Kaiming's 2/fan_in", _by_fans(lambda i, o: 2 / i)),
+    Slip("it is LeCun's 1/fan_in", _by_fans(lambda i, o: 1 / i)),
+    Slip("it is 1/fan_out", _by_fans(lambda i, o: 1 / o)),
+    Slip("it is 0.02^2, as most language models draw", lambda p: 0.02**2),
+    Slip(
+        "fan_in and fan_out are swapped",
+        lambda p: p.expected * p.role.fan_in / p.role.fan_out if p.role.is_matrix else None,
+    ),
+    Slip(
+        "fan_in and fan_out are swapped",
+        lambda p: p.expected * p.role.fan_out / p.role.fan_in if p.role.is_matrix else None,
+    ),
+)
+"""What is easily got wrong, specific slips first."""
 
 
-def causes_by_layer(group: list[Measured], model: Transformer) -> Iterator[RoleCause]:
-    """Hypotheses that mean another factor in every layer, about all layers of one role."""
-    total = model_of_stack(model, group[0].role.stack).layers
-    layers = [m.role.layer for m in group]
-    if total < 2 or not 1 <= min(layers) <= max(layers) <= total:
-        return
-    expected = [float(m.expected or 0.0) for m in group]
-    for power, words in (
-        (1, f"{BY_LAYER} was applied for {BY_DEPTH}"),
-        (-1, f"{BY_DEPTH} was applied for {BY_LAYER}"),
-    ):
-        variances = tuple(v * (total / n) ** power for v, n in zip(expected, layers, strict=True))
-        yield RoleCause(variances, f"{words} (N = {total})")
-
-
-def causes(
-    group: list[Measured],
-    groups: dict[str, list[Measured]],
-    model: Transformer,
-    described: Transformer | None,
-    readings: Sequence[Convention] = (),
-) -> Iterator[RoleCause]:
-    """Hypotheses about one role, specific ones first; `readings`: other ones of the plan."""
-    name, layers = group[0].role.name, [m.role.layer for m in group]
-    stack = group[0].role.stack
-    model = model_of_stack(model, stack)
-    if described is not None:
-        described = model_of_stack(described, stack)
-    expected = [float(m.expected or 0.0) for m in group]
-
-    def scaled(factor: float) -> tuple[float, ...]:
-        return tuple(factor * v for v in expected)
-
-    def planned(matrix: str, of: Transformer = model, shift: int = 0) -> tuple[float, ...]:
-        return tuple(getattr(of.layer_weights(n + shift), matrix) for n in layers)
-
-    for reading in readings:
-        if name in ("query", "key", "value"):
-            read = model_of_stack(reading.model, stack)
-            yield RoleCause(planned(name, read), reading.words)
-    if name in MATRICES:
-        others = (other for other in MATRICES if other != name and stack + other in groups)
-        for variances, alike in grouped(others, planned).items():
-            yield RoleCause(
-                variances,
-                f"it is what the plan gives {' and '.join(alike)}: {name} was skipped, or "
-                "took another's scale",
-            )
-        if described is not None:
-            words = "it is the framework's own initialisation, unscaled"
-            yield RoleCause(planned(name, described), words)
-        for shift in (1, -1):
-            if all(1 <= n + shift <= model.layers for n in layers):
-                yield RoleCause(
-                    planned(name, shift=shift),
-                    f"it is that of layer l {'+' if shift > 0 else '-'} 1: "
-                    "layers are counted from another number",
-                )
-    cut = truncated_variance(TRUNCATION)
-    yield RoleCause(scaled(cut), "a normal cut at two deviations without correcting its variance")
-    yield RoleCause(scaled(1 / cut), "a correction for truncation where nothing was cut")
-    yield RoleCause(scaled(cut**2), "a correction for truncation that went the wrong way")
-    if all(m.entries.distribution == "uniform" for m in group):
-        words = "the standard deviation was passed as the bound of a uniform draw"
-        yield RoleCause(scaled(1 / 3), f"{words}, whose variance is a third of its bound's square")
-    yield RoleCause(
-        tuple(v**2 for v in expected), "the variance was passed as a standard deviation"
-    )
-    yield RoleCause(
-        tuple(v**0.5 for v in expected), "the standard deviation was used as a variance"
-    )
-    n = model.layers
-    for factor, words in (
-        (2.0, "1/N written for 1/(2N), or a factor 2 twice"),
-        (0.5, "1/(2N) written for 1/N, or a factor 2 missing"),
-        (float(n), "a factor 1/N is missing"),
-        (1 / n, "a factor 1/N too much"),
-        (2.0 * n, "a factor 1/(2N) is missing"),
-        (0.5 / n, "a factor 1/(2N) too much"),
-        (float(n) ** 0.5, "a scale 1/sqrt(N) was applied to the variance, not to the deviation"),
-        (1 / (1 - model.dropout), "the dropout correction is missing"),
-        (1 - model.dropout, "the dropout correction was applied twice"),
-        (4.0, "a factor 4"),
-        (0.25, "a factor 1/4"),
-    ):
-        if factor != 1:
-            yield RoleCause(scaled(factor), f"{words} (N = {n})" if "N" in words else words)
-    for fans, words in (
-        (lambda i, o: 1 / (3 * i), "torch's default 1/(3 fan_in)"),
-        (lambda i, o: 2 / (i + o), "Xavier's 2/(fan_in + fan_out)"),
-        (lambda i, o: 2 / (i + 3 * o), "Xavier's for query, key and value as one fused matrix"),
-        (lambda i, o: 2 / i, "Kaiming's 2/fan_in"),
-        (lambda i, o: 1 / i, "LeCun's 1/fan_in"),
-        (lambda i, o: 1 / o, "1/fan_out"),
-    ):
-        told = name in ("query", "key", "value") and words.startswith("Xavier's 2/") and readings
-        if group[0].role.is_matrix and not told:
-            variances = tuple(fans(m.role.fan_in, m.role.fan_out) for m in group)
-            yield RoleCause(variances, f"it is {words}")
-    yield RoleCause(tuple(0.02**2 for _ in group), "it is 0.02^2, as most language models draw")
-    role = group[0].role
-    if role.is_matrix and role.fan_in != role.fan_out:
-        for factor in (role.fan_in / role.fan_out, role.fan_out / role.fan_in):
-            yield RoleCause(scaled(factor), "fan_in and fan_out are swapped")
+def _others(places: Sequence[Place], groups: Collection[str]) -> Iterator[Slip]:
+    """What a plan gives other matrices of the same layers, those that share it together."""
+    role = places[0].role
+    there = (n for n in MATRICES if n != role.name and role.stack + n in groups)
+    by_variance = grouped(there, lambda n: tuple(p.of(p.plan, n) for p in places))
+    for alike in by_variance.values():
+        words = f"it is what the plan gives {' and '.join(alike)}: {role.name} was skipped, or "
+        yield Slip(f"{words}took another's scale", _as_of(alike[0]))
 
 
 CHANCE = 1e-4
@@ -245,20 +215,15 @@ def advise(
     measured: Sequence[Measured],
     model: Transformer,
     described: Transformer | None,
-    readings: Sequence[Convention] = (),
 ) -> Advice:
-    """Why roles and scales failed.
-
-    `described` is the module's architecture as its framework draws it, `readings` are others of the
-    plan.
-    """
+    """Why roles and scales failed; `described` is the module as its framework draws it."""
     known = [m for m in measured if m.expected is not None]
     drawn = [m for m in known if m.role.is_matrix or m.role.name in TABLES]
     groups = grouped(drawn, lambda m: m.role.full_name)
     failed = [row for row in rows if row.passed is False]
     off = {row.role for row in failed if row.quantity.partition(" over")[0] == "variance"}
     roles = [name for name in groups if name in off]
-    reasons = {n: _causes(groups[n], groups, model, described, readings) for n in roles}
+    reasons = {n: _causes(groups[n], groups, model, described) for n in roles}
     # What fits every matrix is likelier than another cause for each.
     several = [set(r) for n, r in reasons.items() if r and n.split(".")[-1] in MATRICES]
     if len(several) >= 3 and (common := set.intersection(*several)):
@@ -276,29 +241,35 @@ def advise(
 
 def _causes(
     group: list[Measured],
-    groups: dict[str, list[Measured]],
+    groups: Collection[str],
     model: Transformer,
     described: Transformer | None,
-    readings: Sequence[Convention],
 ) -> tuple[str, ...]:
     """What fits the layers of a role that are off, the likeliest first."""
     if any(m.expected and m.entries.square == 0 for m in group):
         return ()
+    stack = group[0].role.stack
+    plan, drawn = (m and model_of_stack(m, stack) for m in (model, described))
+    assert plan is not None
     bad = [m for m in group if m.expected and not _chance(m, m.expected) > CHANCE] or group
-    hypotheses = [(group, cause) for cause in causes_by_layer(group, model)]
-    hypotheses += [(bad, cause) for cause in causes(bad, groups, model, described, readings)]
-    fitting = [
-        (score, cause.words)
-        for members, cause in hypotheses
-        if (score := _score(members, cause)) > FIT / len(members)
-    ]
+
+    def place(m: Measured) -> Place:
+        uniform = all(one.entries.distribution == "uniform" for one in bad)
+        return Place(m.role, float(m.expected or 0.0), uniform, plan, drawn)
+
+    others = list(_others([place(m) for m in bad], groups))
+    at = next(n for n, slip in enumerate(SLIPS) if slip.words.startswith("it is the framework's"))
+    fitting = []
+    for slip in (*SLIPS[:at], *others, *SLIPS[at:]):
+        members = group if slip.everywhere else bad
+        wanted = [(m, slip.variance(p), p.expected) for m in members for p in [place(m)]]
+        if any(v is None for _, v, _ in wanted) or all(v == e for _, v, e in wanted):
+            continue
+        score = min(_chance(m, v) for m, v, _ in wanted if v is not None)
+        if score > FIT / len(members):
+            fitting.append((score, slip.words.format(n=plan.layers)))
     ranked = sorted(fitting, key=lambda pair: -min(pair[0], 0.05))
     return tuple(dict.fromkeys(word for _, word in ranked))
-
-
-def _score(group: list[Measured], cause: RoleCause) -> float:
-    """Probability of the worst layer under the cause."""
-    return min(_chance(m, v) for m, v in zip(group, cause.variances, strict=True))
 
 
 def _chance(m: Measured, variance: float) -> float:
@@ -357,7 +328,6 @@ SCALE_WORDS = {
     "skip_scale": "the skip multiplier lambda",
     "branch_scale": "the residual multiplier beta",
     "norm_output_scale": "the norm's output scale",
-    "norm_input_scale": "the norm's input scale",
     "output_scale": "the factor on the logits",
 }
 """Quantities of findings about multipliers, in words."""

@@ -1,12 +1,11 @@
-"""What one pass through a module gives: its parameters by role, hook points, residual branches."""
+"""Modules that were read, each from one pass while its entries stay what they are."""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DomainError, MomentsError, optional
@@ -18,59 +17,12 @@ from .checkpoints import drawn, is_meta
 from .dataflow import ModuleReading, read
 from .expert_roles import with_experts
 from .hook_points import HookPoint, WeightPart
-from .roles import ModuleRoles
+from .roles import is_gain
 
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
     from torch.utils._pytree import tree_leaves
-
-
-@dataclass(frozen=True)
-class Anatomy:
-    """A module's parts, as one pass gave them."""
-
-    reading: ModuleReading
-
-    @property
-    def found(self) -> ModuleRoles:
-        """Parameters by role, and residual branches."""
-        return self.reading.roles
-
-    @property
-    def sites(self) -> tuple[HookPoint, ...]:
-        """Hook points."""
-        return self.reading.sites
-
-    def parts(self, module: nn.Module) -> Measured:
-        """Hook points, and every parameter that can learn, split into its matrices.
-
-        Names are those of `moments.Weights`, with ".bias" for biases, "attention.norm.gain" and the
-        like for norms, "token", "position", "segment", "patch" and "class" in layer 0,
-        "final.norm.gain", "head.transform" and "head" in layer N + 1; those of an encoder beside
-        the main stack begin with "encoder.". A parameter without a role keeps its own name as one,
-        in layer 0.
-        """
-        learn = {name for name, p in module.named_parameters() if p.requires_grad}
-        roles = [*self.found.roles, *self.found.scales]
-        rows = [(WeightGradient(r.layer, r.full_name, r.parameter), r.part) for r in roles]
-        rows += [(WeightGradient(0, n, n), WeightPart(n, n)) for n in self.found.unidentified]
-        return self.sites, [(row, part) for row, part in rows if row.parameter in learn]
-
-    @property
-    def example(self) -> Any:
-        """What the module was run on to be read; None where it was not."""
-        return self.reading.example
-
-    def architecture(self) -> Transformer | None:
-        """The module's shape, its matrices and biases as nn.Linear draws them, without tables and
-        head, whose draw nothing in it says; None where no Transformer describes it.
-        """
-        model = self.reading.model
-        crossing = any(block.name == "cross" for block in self.found.blocks)
-        if model is None or (crossing and model.encoder is None):
-            return None  # what a decoder alone reads, nothing in it says
-        return _as_drawn(model)
 
 
 Measured = tuple[tuple[HookPoint, ...], list[tuple[WeightGradient, WeightPart]]]
@@ -92,20 +44,42 @@ def hook_points(module: nn.Module, batch: Any = None) -> tuple[HookPoint, ...]:
 
 
 def measured_parts(module: nn.Module, batch: Any) -> Measured:
-    """Where a module is watched, and its parameters by role."""
-    parts = _anatomy(module, batch, values=False)
-    if why := parts.reading.unlayered:
-        reasons = "; ".join((*why, *(r for r in parts.reading.reasons if r not in why)))
+    """Where a module is watched, and every parameter that can learn, split into its matrices.
+
+    Names are those of `moments.Weights`, with ".bias" for biases, "attention.norm.gain" and the
+    like for norms, "token", "position", "segment", "patch" and "class" in layer 0,
+    "final.norm.gain", "head.transform" and "head" in layer N + 1; those of an encoder beside the
+    main stack begin with "encoder.". A parameter without a role keeps its own name as one, in
+    layer 0.
+    """
+    reading = _reading(module, batch, values=False)
+    if why := reading.unlayered:
+        reasons = "; ".join((*why, *(r for r in reading.reasons if r not in why)))
         raise MomentsError(
             f"the layers of {type(module).__name__} could not be distinguished: {reasons}"
         )
-    layers = [point.layer for point in parts.sites if point.site == STREAM]
-    if sorted(layers) != list(range(parts.found.layers + 1)):
+    found = reading.roles
+    layers = [point.layer for point in reading.sites if point.site == STREAM]
+    if sorted(layers) != list(range(found.layers + 1)):
         raise MomentsError(
             f"{type(module).__name__} was read, but no submodule gives or takes the stream of "
             "every layer, where a hook could see it: make its layers submodules"
         )
-    return parts.parts(module)
+    learn = {name for name, p in module.named_parameters() if p.requires_grad}
+    roles = [*found.roles, *found.scales]
+    rows = [(WeightGradient(r.layer, r.full_name, r.parameter), r.part) for r in roles]
+    rows += [(WeightGradient(0, n, n), WeightPart(n, n)) for n in found.unidentified]
+    return reading.sites, [(row, part) for row, part in rows if row.parameter in learn]
+
+
+def as_drawn(reading: ModuleReading) -> Transformer | None:
+    """A module's shape, its matrices and biases as nn.Linear draws them, without tables and head,
+    whose draw nothing in it says; None where no Transformer describes it.
+    """
+    crossing = any(block.name == "cross" for block in reading.roles.blocks)
+    if reading.model is None or (crossing and reading.model.encoder is None):
+        return None  # what a decoder alone reads, nothing in it says
+    return _as_drawn(reading.model)
 
 
 def _as_drawn(model: Transformer) -> Transformer:
@@ -122,17 +96,18 @@ def _as_drawn(model: Transformer) -> Transformer:
     )
 
 
-def anatomy_of(module: nn.Module, batch: Any = None) -> Anatomy:
-    """A module's parts, read from one pass, or from an earlier one with the same entries.
+def anatomy_of(module: nn.Module, batch: Any = None, *, own: bool = False) -> ModuleReading:
+    """A module, read from one pass, or from an earlier one with the same entries; `own`:
+    from none over a batch, whose length its declaration has.
 
     Raises:
         DomainError: a module on the meta device.
         MomentsError: the module could not be read.
     """
-    return _anatomy(module, batch, values=True)
+    return _reading(module, batch, values=True, own=own)
 
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, ModuleReading]] = (
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, bool, ModuleReading]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -142,7 +117,7 @@ def forget(module: nn.Module) -> None:
     _KNOWN.pop(module, None)
 
 
-def _anatomy(module: nn.Module, batch: Any, *, values: bool) -> Anatomy:
+def _reading(module: nn.Module, batch: Any, *, values: bool, own: bool = False) -> ModuleReading:
     """As `anatomy_of`; without `values` an earlier reading does although entries have changed."""
     if is_meta(module):
         name = next(name for name, p in module.named_parameters() if p.is_meta)
@@ -153,14 +128,19 @@ def _anatomy(module: nn.Module, batch: Any, *, values: bool) -> Anatomy:
         )
     structure, entries = _structure(module), _entries(module)
     known = _KNOWN.get(module)
-    if known is None or known[0] != structure or (values and known[1] != entries):
+    masked = isinstance(batch, Mapping) and any("mask" in name for name in batch)
+    masked = masked and not hasattr(module, "config")  # which only its caller knows
+    given = batch if masked or not _says_its_input(module) else None
+    if known is not None and ((values and known[1] != entries) or (own and known[2])):
+        known = None
+    if known is None or known[0] != structure or (masked and not known[2]):
         with _readable(module):
-            reading = read(module, None if _says_its_input(module) else batch)
+            reading = read(module, given)
         roles = with_experts(reading.roles, dict(module.named_parameters()))
         reading = dataclasses.replace(reading, roles=roles)
-        known = structure, entries, reading
+        known = structure, entries, given is not None, reading
         _KNOWN[module] = known
-    return Anatomy(known[2])
+    return known[3]
 
 
 @contextmanager
@@ -178,7 +158,7 @@ def _readable(module: nn.Module) -> Iterator[None]:
             if not isinstance(weight, nn.Parameter) or bool(weight.any()):
                 continue
             table, norm = isinstance(part, nn.Embedding), "norm" in type(part).__name__.lower()
-            if table or norm:
+            if table or (norm and is_gain(part, weight)):
                 broken.setdefault(weight, weight.detach().clone())
                 generator = torch.Generator(weight.device).manual_seed(0)
                 weight.normal_(generator=generator) if table else weight.fill_(1.0)

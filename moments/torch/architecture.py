@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from ..errors import DomainError, MomentsError, optional, without_warnings
 from ..model.head import Head
+from ..model.huggingface import READERS
 from ..model.huggingface.config import from_huggingface
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
-from .anatomy import Anatomy, anatomy_of
-from .dataflow.reading import SEQ_LEN
+from .anatomy import anatomy_of, as_drawn
+from .dataflow.reading import SEQ_LEN, ModuleReading
 from .departures import Departure, check_sizes, departures, refuse, shared_by
 from .expectation import model_of
 from .running import own_module
@@ -26,7 +27,7 @@ class Fitted(NamedTuple):
     """A module, unwrapped, and a plan's model; `described` is its own architecture, if known."""
 
     module: nn.Module
-    parts: Anatomy
+    reading: ModuleReading
     model: Transformer
     described: Transformer | None
     departures: tuple[Departure, ...]
@@ -56,22 +57,22 @@ def fitted(
             f"{plan.title} is not feasible (nearest value {plan.nearest:.6g}): solve for "
             "another target, or pass plan.model to take the nearest model all the same"
         )
-    parts = anatomy_of(module, batch)
+    reading = anatomy_of(module, batch)
     promised = promised_by(module)
-    described = promised or parts.architecture()
+    described = promised or as_drawn(reading)
     if plan is None and promised is None:
         raise DomainError(
             f"nothing in {type(module).__name__} says how it is meant to be drawn: pass a plan, a "
             "Transformer or a scheme's name; moments.check says what its weights look like"
         )
-    shared = shared_by(module, parts.reading)
-    why = "; ".join((*parts.reading.reasons, *shared))
+    shared = shared_by(module, reading)
+    why = "; ".join((*reading.reasons, *shared))
     model = model_of(promised if plan is None else plan, described, options, why)
-    check_sizes(model, parts.found, described, shared)
-    rows = departures(model, module, parts.reading, promised)
+    check_sizes(model, reading.roles, described, shared)
+    rows = departures(model, module, reading, promised)
     if strict:
         refuse(rows)
-    return Fitted(module, parts, model, described, rows)
+    return Fitted(module, reading, model, described, rows)
 
 
 def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
@@ -92,7 +93,7 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
     if hasattr(config, "to_dict"):
         with without_warnings():
             model = from_huggingface(config, seq_len=seq_len)
-        if model.encoder is None or any(b.stack for b in anatomy_of(module).found.blocks):
+        if model.encoder is None or any(b.stack for b in anatomy_of(module).roles.blocks):
             return model
         return model.encoder
     encoder, main = (
@@ -112,6 +113,9 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
 
 def promised_by(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
     """What the module's config, or torch's own class, says of its initialisation."""
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    if isinstance(kind, str) and kind in READERS and READERS[kind].slip:
+        return None
     try:
         return architecture_of(module, seq_len)
     except MomentsError:

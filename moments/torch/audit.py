@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import optional
 from ..show.findings import Report, ranked
-from .advice import advise, conventions
+from .advice import advise
+from .anatomy import as_drawn
 from .architecture import fitted
 from .findings import measure_roles
 from .scales import FOLDED
@@ -30,9 +31,9 @@ def audit(
     """Compare a freshly initialised module with a plan.
 
     Compared are mean squares, by matrix and by role over all layers, with their sampling errors,
-    means, norms' gains and biases; no layer may have another one's entries. The module is run once,
-    in evaluation mode, and the multipliers of its residual sums and norms are measured by
-    regression. A right module fails with probability 1e-5, all checks together.
+    means, norms' gains and biases; no layer may have another one's entries. The multipliers of its
+    residual sums and norms are those of one recorded pass. A right module fails with probability
+    1e-5, all checks together.
 
     Args:
         module: any that can be read. It is left as it was. Compiled and
@@ -52,10 +53,9 @@ def audit(
         MomentsError: the module cannot be read.
     """
     of = fitted(module, plan, options, batch, strict=False)
-    module, parts, model, described = of.module, of.parts, of.model, of.described
-    batch = parts.example if batch is None else batch
-    readings = conventions(model if plan is None else plan, options, model)
-    read = AuditedModule.of(module, parts.found, batch, model)
+    module, reading, model, described = of.module, of.reading, of.model, of.described
+    batch = reading.example if batch is None else batch
+    read = AuditedModule.of(module, reading, batch)
     checked = checked_rows(read, model, described)
     measured = measure_roles(model, read.entries)
     words = "the plan"
@@ -64,13 +64,11 @@ def audit(
     elif isinstance(plan, str):
         words = f"the scheme {plan!r}"
     against = Against(model, words, plan is not None, True, described)
-    weights = WeightFindings(
-        read, against, advise(checked.rows, measured, model, described, readings)
-    )
+    weights = WeightFindings(read, against, advise(checked.rows, measured, model, described))
     failed = [row for row in checked.rows if row.passed is False]
     found = list(weights.findings(failed))
     folded = bool(failed) and getattr(module, FOLDED, False)
-    unknown = parts.found.unidentified
+    unknown = reading.roles.unidentified
     return Report(
         source=type(module).__name__,
         scheme=f"compared with {words}",
@@ -86,5 +84,5 @@ def audit(
             *((f"of unknown role: {', '.join(unknown)}",) * bool(unknown)),
         ),
         rows=tuple(checked.rows),
-        model=parts.architecture(),
+        model=as_drawn(reading),
     )

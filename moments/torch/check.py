@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import DomainError, MomentsError, listed, optional, without_warnings
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..prediction.measurement import Measurement, last_grad_kernel
@@ -27,23 +27,22 @@ from ..show.differences import Case
 from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import Seen, rules, stream_numbers
 from ..show.outliers import odd_layers
-from ..show.recognition import Weight, WeightRule, recognise
+from ..show.recognition import Weight, WeightRule, misplaced, recognise
 from .advice import STRUCTURE, advise
-from .anatomy import Anatomy, anatomy_of, forget
+from .anatomy import anatomy_of, forget
 from .architecture import promised_by
 from .batches import batch_shape, measured_gradient, measured_moments
 from .checkpoints import opened
-from .dataflow.reading import in_every_layer
+from .dataflow.reading import ModuleReading, in_every_layer
 from .describe import NO_ROLE, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
-from .entering import behaviour, first_stream, ids_read, sees_ahead
+from .entering import first_stream, random_part
 from .entries import EntryMoments
 from .expectation import model_of
 from .factory import seen_of, unwritten
 from .findings import measure_roles
 from .measure import Loss, measure, needs_labels
 from .open_check import check_open
-from .probe import Slope
 from .roles import (
     ModuleRoles,
     Role,
@@ -162,39 +161,39 @@ class Checking:
         self.given = batch is not None
         forget(module)  # entries may be others than when it was read
         try:
-            self.parts = anatomy_of(module, batch)
+            self.reading = anatomy_of(module, batch)
         except DomainError:
             raise
         except MomentsError as error:
             raise not_read(module, batch, str(error)) from None
-        self.found, self._reading = self.parts.found, self.parts.reading
+        self.found = self.reading.roles
         self.promised = promised_by(module)
         self.promised_by = "config" if _configured(module) else "class"
-        told = self._reading.model
+        told = self.reading.model
         if self.promised is not None and told is not None and self.promised_by == "class":
             # A class of torch's says how it draws itself; masks, tables and head are the module's.
             drawn = {"weights": self.promised.weights, "biases": self.promised.biases}
             if self.promised.encoder is None and told.encoder is None:
                 self.promised = told.replace(**drawn)
-        read = architecture_read(module, batch, self.parts, self.promised)
-        example = self.parts.example
+        read = architecture_read(module, batch, self.reading, self.promised)
+        example = self.reading.example
         self.inputs = inputs_for(module, self.found, self.promised or read, batch, loss, example)
         self.measurement = self._measured(batch is None)
         self.architecture = at_length(read, self.measurement)
         if self.promised is not None:
             self.promised = at_length(self.promised, self.measurement)
-        self.tensors = AuditedModule.of(module, self.found, self.inputs.few, self.architecture)
-        told = self._reading.model
+        self.tensors = AuditedModule.of(module, self.reading, self.inputs.few)
+        told = self.reading.model
         if told is not None and told.head is not None and batch is None:
-            scale = Slope(told.head.output_scale, 0.0, 0.0)  # one pass told it
-            self.tensors._slopes[told.head.logit_softcap is not None] = scale
-        self.seen = behaviour(module, self.inputs.few)
+            # one pass told it
+            self.tensors._factors[told.head.logit_softcap is not None] = told.head.output_scale
+        self.random = random_part(module, self.inputs.few)
         self.idle = tuple(self._unused())
         self.notes: list[str] = []
         self.described = self._described()
-        self.random = self.seen.random
-        self.ahead = None if self.random is not None else self._ahead()
-        mixed = bool(self._reading.unmasked)
+        pictures = isinstance(self.architecture.embedding, PatchEmbedding)
+        self.ahead = None if self.random is not None or pictures else self.reading.ahead
+        mixed = bool(self.reading.unmasked)
         if self.ahead is not None and self.ahead == self.described.causal and not mixed:
             self.described = self.described.replace(causal=not self.ahead)
         names = dict.fromkeys(role.full_name for role in self.found.roles)
@@ -231,35 +230,27 @@ class Checking:
                 values = in_every_layer(MATRICES, own.layers, squares)
                 return own.replace(weights=own.weights.replace(**values))
         self.notes += dict.fromkeys(str(w.message) for w in caught)
-        return self.architecture if found.model is None else found.model
+        model = self.architecture if found.model is None else found.model
+        other = model.encoder
+        sound = getattr(getattr(self.promised, "encoder", None), "embedding", None)
+        if other is None or other.embedding is not None or not isinstance(sound, SoundEmbedding):
+            return model
+        # No operation says that convolutions embed sound; its config does.
+        return model.replace(encoder=other.replace(embedding=sound, seq_len=sound.seq_len))
 
     def _unused(self) -> Iterator[str]:
-        """Submodules that are not run and whose parameters get no gradient."""
+        """Submodules whose parameters nothing reads, and which get no gradient."""
         reached = {
             str(row["parameter"])
             for row in self.measurement.weight_gradient_rows
             if float(row["squared_norm"]) > 0
         }
         names = aliases(self.module)
-        for path in self.seen.never_run:
-            held = self.module.get_submodule(path).parameters(recurse=False)
-            if not any(reached & set(names[parameter]) for parameter in held):
+        unread = {self.module.get_parameter(name) for name in self.reading.unused}
+        for path, part in self.module.named_modules():
+            own = set(part.parameters(recurse=False))
+            if own and own <= unread and not any(reached & set(names[one]) for one in own):
                 yield path
-
-    def _ahead(self) -> bool | None:
-        told = self._reading.model
-        if told is not None and told.encoder is None and not self.given:
-            causal = told.causal and not self._reading.unmasked
-            return None if isinstance(told.embedding, PatchEmbedding) else not causal
-        two = getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
-        if two or self.described.encoder is not None:
-            return None
-        few, embedding = self.inputs.few, self.architecture.embedding
-        ids = few.get("input_ids") if isinstance(few, Mapping) else None
-        if ids is None and isinstance(embedding, Embedding):
-            ids = ids_read(self.module, few, embedding.vocab_size)
-        known = None if ids is None else np.asarray(ids)
-        return sees_ahead(self.module, few, self.described.layers, known)
 
     def _compared(self) -> Comparison:
         self.text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
@@ -309,8 +300,8 @@ class Checking:
         advice = advise(audited.rows, measured, target, self.promised)
         weights = WeightFindings(self.tensors, against, advice)
         left = {"temperature"} if self.random is None else {"temperature", *STRUCTURE}
-        odd = {f"{name} sum in {layer}" for layer, name in self._reading.odd}  # by themselves
-        moved = {layer for layer, _ in self._reading.misplaced}
+        odd = {f"{name} sum in {layer}" for layer, name in self.reading.odd}  # by themselves
+        moved = {layer for layer, _ in self.reading.misplaced}
         failed = [
             row
             for row in audited.rows
@@ -389,7 +380,7 @@ class Checking:
         """Whether a field that departs is one of a plan or config, and not named by itself."""
         field, planned = row.role.rpartition(".")[2], self.scheme is not None
         known = planned or (self.promised is not None and self.promised_by == "config")
-        apart = field in ("causal", "tied") and (not planned or bool(self._reading.unmasked))
+        apart = field in ("causal", "tied") and (not planned or bool(self.reading.unmasked))
         return known and field != "seq_len" and not apart
 
     def _meant(self) -> tuple[WeightRule, Transformer, list[str]]:
@@ -401,6 +392,8 @@ class Checking:
                 spread = entries.spread if math.isfinite(entries.spread) else 1.0
                 of = entries.square, spread, entries.count, role.fan_in, role.fan_out
                 weights.append(Weight(role.layer, role.name, *of))
+        if self.promised is not None and misplaced(self.promised):
+            self.promised = None  # its library draws it so: no less a slip
         reading = recognise(weights, self.architecture, self.promised, self.promised_by)
         if self.promised_by == "class" and self.promised is not None:
             # Its user may draw it anew, which a config would say.
@@ -439,8 +432,8 @@ class Checking:
         yield from self._mask()
         yield from self._odd()
         yield from self._zero_heads()
-        shared = self._reading.shared
-        if shared and self._reading.model is not None and self._shared_alone():
+        shared = self.reading.shared
+        if shared and self.reading.model is not None and self._shared_alone():
             layers = tuple(sorted({layer for row in shared.values() for layer in row}))
             why = f"{', '.join(shared)} is used by layers {listed(layers)}, where the others have "
             why += "matrices of their own: these layers give the same map and move together"
@@ -480,7 +473,7 @@ class Checking:
 
     def _mask(self) -> Iterator[Finding]:
         """Tokens that see what they are to predict."""
-        layers = self._reading.unmasked
+        layers = self.reading.unmasked
         promised = self.promised is not None and self.promised.causal
         severity, why = "error", "a token's output changes with a later token, and "
         if layers:
@@ -561,9 +554,9 @@ class Checking:
                     continue
                 yield self._odd_layer(name, n, names, squares)
         for field, words in (("branch_scale", "beta"), ("skip_scale", "lambda")):
-            if self._reading.model is None or strict:
+            if self.reading.model is None or strict:
                 continue
-            values = self._reading.model.by_block(field) ** 2
+            values = self.reading.model.by_block(field) ** 2
             for column, block in enumerate(("attention", "ffn")):
                 for place in odd_layers(values[:, column], [WRITTEN] * layers, count):
                     rest = float(np.median(np.delete(values[:, column], place)) ** 0.5)
@@ -595,7 +588,7 @@ class Checking:
 
     def _remarks(self, reading: WeightRule) -> Iterator[str]:
         """What was seen that may be meant."""
-        read = self._reading
+        read = self.reading
         layers = self.described.layers
         frozen = [
             role.parameter
@@ -651,7 +644,7 @@ class Checking:
     def _shared_alone(self) -> bool:
         """Whether one matrix of a kind is used twice, which no published sharing does."""
         named = [self.found.named(r.name) for r in self.found.roles]
-        rows = [r for group in named for r in group if r.parameter in self._reading.shared]
+        rows = [r for group in named for r in group if r.parameter in self.reading.shared]
         kinds = grouped(dict.fromkeys((r.name, r.parameter) for r in rows), lambda row: row[0])
         return bool(kinds) and all(len(group) == 1 for group in kinds.values())
 
@@ -672,7 +665,7 @@ class Checking:
         if before and {parted(name)[:2] for name in before} == first:
             why = "a norm of layer 1 normalises the stream itself, besides what its block reads"
             yield _misplaced(gathered_names(before), 1, why)
-        odd = self._reading.odd
+        odd = self.reading.odd
         tensors = tensors_of(self.module)
         zero = [
             name
@@ -686,7 +679,7 @@ class Checking:
             mend = "start gains at 1: nn.init.ones_(norm.weight)"
             yield Finding("warning", "norm gain", *of, why, mend)
             return
-        for layer, kind in self._reading.misplaced:
+        for layer, kind in self.reading.misplaced:
             usual = PLACEMENTS.get(self.described.placements[layer - 1], "another form")
             names = self.tensors.names("attention.norm.gain", "ffn.norm.gain", layers=(layer,))
             why = f"layer {layer} is {PLACEMENTS.get(kind, kind)}, where the others are {usual}"
@@ -722,7 +715,7 @@ class Checking:
         return tuple(n for n in names if n not in given and OTHER_INPUTS.fullmatch(n))
 
     def _attention(self, weights: WeightFindings, audited: Sequence[Row]) -> Iterator[Finding]:
-        if wrong := self._reading.over_queries:
+        if wrong := self.reading.over_queries:
             of = (
                 "softmax over the wrong axis",
                 self.tensors.names("query", "key", layers=wrong),
@@ -736,7 +729,7 @@ class Checking:
 
     def _factors(self, audited: Sequence[Row]) -> Iterator[tuple[str, int, float]]:
         """Stacks and layers in which q k is multiplied by too much, and by how much."""
-        reading, weights = self._reading, self.described.weights
+        reading, weights = self.reading, self.described.weights
         if self.promised is not None or self.scheme is not None:
             for f in audited:
                 if f.quantity == "temperature" and f.passed is False:
@@ -801,7 +794,7 @@ class Checking:
         frame = self.comparison.to_frame()
         name = "variance" if forward else "grad_variance"
         rows = frame[(frame["quantity"] == name) & (frame["layer"] == max(layer, 1))]
-        sites = {(p.layer, p.site): p.path for p in self.parts.sites or ()}
+        sites = {(p.layer, p.site): p.path for p in self.reading.sites or ()}
         for row in rows.to_dict("records"):
             if abs(float(row["error"])) > 0.25:
                 return sites.get((int(row["layer"]), str(row["site"])), "")
@@ -846,13 +839,13 @@ def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Finding:
 
 
 def architecture_read(
-    module: nn.Module, batch: Any, parts: Anatomy, promised: Transformer | None
+    module: nn.Module, batch: Any, reading: ModuleReading, promised: Transformer | None
 ) -> Transformer:
     """What the module is, as one pass tells it, or else what it promises."""
-    model = parts.reading.model or promised
+    model = reading.model or promised
     if model is None:
         said = f"no Transformer says what {type(module).__name__} does"
-        unplaced = unplaced_by(parts.reading)
+        unplaced = unplaced_by(reading)
         names = [words for words in unplaced if words.endswith(NO_ROLE)]
         why = [words for words in unplaced if words not in names]
         why += [f"{len(names)} parameters of unknown role"] if names else []

@@ -25,8 +25,7 @@ from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_la
 from .departures import check_sizes
 from .entries import EntryMoments
 from .expectation import OUTSIDE, model_of_stack
-from .hook_points import ENCODER, HookPoint
-from .probe import BlockProbe, Slope
+from .hook_points import ENCODER, HookPoint, Sums
 from .roles import ModuleRoles, Role, block_of, gain_of, layer_pattern, tensors_of
 from .running import as_named
 from .tensors import AuditedModule, entries_of
@@ -81,15 +80,14 @@ def describe(
     alone = model is None or (architecture is None and not hasattr(module, "config"))
     if alone:  # a class of torch's knows nothing of what is around its layers
         own = batch is None and seq_len is None
-        reading = anatomy_of(module).reading if own else read(module, batch, seq_len)
+        reading = anatomy_of(module, own=True) if own else read(module, batch, seq_len)
         around = reading.model is not None and reading.model.embedding is not None
         if model is None or around:
             return _of_reading(module, reading, lost)
     assert model is not None
-    parts = anatomy_of(module, batch)
-    found = parts.found
-    given = parts.example if batch is None else batch
-    described = described_as(model, AuditedModule.of(module, found, given, model), parts.sites)
+    reading = anatomy_of(module, batch)
+    given = reading.example if batch is None else batch
+    described = described_as(model, AuditedModule.of(module, reading, given), reading.sites)
     return dataclasses.replace(described, notes=lost)
 
 
@@ -102,8 +100,6 @@ def described_as(
     if model.encoder is not None:
         held = held.replace(encoder=_held(model, read, ENCODER))
     broken = _broken(read.module, read.found, read.by_role, read.repeated)
-    if not read.probes:
-        broken.append(f"residual multipliers were not measured and are taken as 1: {read.why}")
     for note in broken:
         warnings.warn(note, ValidityWarning, stacklevel=3)
     unplaced = tuple(f"{name}{NO_ROLE}" for name in read.found.unidentified)
@@ -205,7 +201,7 @@ def weight_statistics(module: nn.Module) -> pandas.DataFrame:
     Raises:
         MomentsError: the module could not be read.
     """
-    found = anatomy_of(module).found
+    found = anatomy_of(module).roles
     tensors = tensors_of(module)
     rows = []
     for role in found.roles:
@@ -232,7 +228,7 @@ def _held(model: Transformer, read: AuditedModule, stack: str = "") -> Transform
     return model.replace(
         weights=model.weights.replace(**in_every_layer(MATRICES, model.layers, squares)),
         biases=biases_of(model.layers, squares),
-        **_scales(model, entries, [p for p in read.probes if p.block.stack == stack]),
+        **_scales(model, entries, stack, read.reading.sums),
         **_outside(model, entries, None if stack or read.batch is None else read),
     )
 
@@ -243,22 +239,21 @@ def _gain(entries: Held, layer: int, block: str) -> EntryMoments | None:
     return next((entries[layer, name] for name in names if (layer, name) in entries), None)
 
 
-def _scales(model: Transformer, entries: Held, probes: Sequence[BlockProbe]) -> dict[str, Any]:
+def _scales(model: Transformer, entries: Held, stack: str, sums: Sums) -> dict[str, Any]:
     gains, skip, branch, output = np.ones((4, model.layers, 2))
     for (row, column), _ in np.ndenumerate(gains):
         block = ("attention", "ffn")[column]
         if model.parallel or (row + 1, f"{block}.norm.gain") in entries:
             gain = _gain(entries, row + 1, block)
             gains[row, column] = 1.0 if gain is None else math.sqrt(gain.square)
-    if not probes:
-        return {"norm_gain": fewest(gains)}  # LayerNorm Scaling as it is declared
-    for p in probes:
-        at = (p.block.layer - 1, p.block.column)
-        skip[at], branch[at] = _value(p.skip, 1.0), _value(p.branch, 1.0)
-        # The slope of a norm's own output upon the normalised input is its gain, averaged.
-        gain = _gain(entries, p.block.layer, p.block.name)
-        mean = 1.0 if gain is None else gain.mean
-        output[at] = _value(p.norm_output, mean) / mean if mean else 1.0
+    for (of, layer, block), one in sums.items():
+        if of != stack or layer > model.layers:
+            continue
+        at = layer - 1, int(block == "ffn")
+        gain = _gain(entries, layer, block)
+        size = 1.0 if gain is None else math.sqrt(gain.square)
+        skip[at], branch[at] = _near(one.skip or 1.0), _near(one.branch)
+        output[at] = _near(one.norm / size) if one.norm is not None and size else 1.0
     scales = {"skip_scale": fewest(skip), "branch_scale": fewest(branch)}
     return scales | gain_fields(gains, output)
 
@@ -279,9 +274,9 @@ def _outside(model: Transformer, entries: Held, read: AuditedModule | None) -> d
         if field == "head" and part.norm and after is not None:
             values["norm_gain"] = math.sqrt(after.square)
         changes[field] = part.replace(**values)
-    scale = read.logit_slope(model) if read is not None and "head" in changes else None
-    if scale is not None and abs(scale.value / changes["head"].output_scale - 1) > EXACT:
-        changes["head"] = changes["head"].replace(output_scale=scale.value)
+    scale = read.logit_factor(model) if read is not None and "head" in changes else None
+    if scale is not None and abs(scale / changes["head"].output_scale - 1) > EXACT:
+        changes["head"] = changes["head"].replace(output_scale=scale)
     return changes
 
 
@@ -311,8 +306,6 @@ def _broken(
     return lines
 
 
-def _value(slope: Slope | None, default: float) -> float:
-    """A multiplier; what cannot be measured is the default, what is 1 to rounding is 1."""
-    if slope is None or not np.isfinite(slope.value):
-        return default
-    return 1.0 if abs(slope.value - 1) < EXACT else slope.value
+def _near(value: float) -> float:
+    """1 where it is 1 to rounding."""
+    return 1.0 if abs(value - 1) < EXACT else value

@@ -20,18 +20,16 @@ from ..show.diagnosis import TOKENS, diagnose_case, say
 from ..show.differences import Case, Feature, differences
 from ..show.expected import TOLERANCE
 from ..show.findings import Report
-from .advice import conventions
-from .anatomy import anatomy_of
+from .anatomy import anatomy_of, as_drawn
 from .architecture import promised_by
 from .assumptions import Copies, copies, copy_notes, shuffle, shuffled
 from .batches import batch_shape, inputs_of, measured_gradient, measured_moments
 from .describe import describe
-from .entering import first_stream, ids_read, sees_ahead, targets_read
+from .entering import first_stream, ids_read, targets_read
 from .expectation import model_of
 from .findings import unchecked
 from .hook_points import ENCODER
 from .measure import Loss, measure
-from .probe import probe_or_why
 from .roles import block_of, tensors_of
 from .running import as_named, at_hand, built
 from .tensors import weight_advice
@@ -88,8 +86,8 @@ def diagnose(
     fixed = isinstance(module, nn.Module)
     target = built(module, seed)
     batch = at_hand(as_named(target, batch))
-    parts = anatomy_of(target, batch)
-    batch = parts.example if batch is None else batch
+    reading = anatomy_of(target, batch)
+    batch = reading.example if batch is None else batch
     if progress is None:
         progress = _large(target, batch, seeds)
     if progress:
@@ -100,7 +98,7 @@ def diagnose(
 
     measurement = measured(module)
     described = promised_by(target, measurement.seq_len)
-    read = parts.architecture() if described is None else described
+    read = as_drawn(reading) if described is None else described
     if plan is None and described is None:
         raise _meant(read)
     declared = at_length(described if plan is None else model_of(plan, read, options), measurement)
@@ -115,13 +113,13 @@ def diagnose(
     unseen = _unseen(target, case, measurement, inputs)
     advice: tuple[str, ...] = ()
     if found is not None:
-        roles = parts.found
-        ahead = sees_ahead(target, batch, declared.layers, text.ids)
+        roles = reading.roles
+        ahead = reading.ahead
         changed = _with_mask(found, ahead)
-        if (one_pass := parts.reading.model) is not None:
+        if (one_pass := reading.model) is not None:
             names = "dropout", "attention_dropout", "activation_dropout", "ffn_dropout"
             changed = changed.replace(**{name: getattr(one_pass, name) for name in names})
-        likely = weight_advice(target, roles, declared, read, conventions(plan, options, declared))
+        likely = weight_advice(target, roles, declared, read)
         own_features = _reasoned(differences(declared, changed), likely.reasons)
         advice = tuple(sentence for _, sentence in likely.crossed)
         repeated = copies((role, block_of(tensors_of(target), role)) for role in roles.roles)
@@ -136,8 +134,7 @@ def diagnose(
 
             own_features.append(_copied(repeated, again, text, inputs))
         features = [*own_features, *features]
-        probes, why = probe_or_why(target, roles, batch, epsilon=declared.norm_epsilon)
-        unseen = [*unchecked(declared, roles, probes, why), *unseen]
+        unseen = [*unchecked(declared, roles, reading.sums), *unseen]
         unseen += ["the attention mask"] if ahead is None else []
     else:
         unseen.insert(0, "its weights, scales and norms")

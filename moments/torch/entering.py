@@ -1,10 +1,9 @@
-"""What a few runs of a module show: what enters layer 1, its mask, chance, and parts that idle."""
+"""What a few runs of a module show: what it reads and enters layer 1, its targets, chance."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from .running import (
     first_tensor,
     hooked,
     in_mode,
-    made_at_hand,
     module_logits,
     module_loss,
     on_device,
@@ -29,11 +27,7 @@ from .running import (
 with optional("torch", "torch"):
     import torch
     from torch import Tensor, nn
-    from torch.overrides import TorchFunctionMode
     from torch.utils.hooks import RemovableHandle
-
-UNSEEN = 1e-6
-"""Relative change below which a token has not noticed another; single precision rounds to 1e-7."""
 
 RANDOM = 0.03
 """Relative difference from which two runs are two: rounding stays below, and dropout with
@@ -45,24 +39,19 @@ ENTRIES = 4096
 
 def first_stream(module: nn.Module, batch: Any) -> np.ndarray | None:
     """The tensor that enters layer 1 without dropout, (B, L, d_model); None where it is no such."""
-    return _stream(module, batch, 0)
-
-
-def sees_ahead(
-    module: nn.Module, batch: Any, layers: int, ids: np.ndarray | None = None
-) -> bool | None:
-    """Whether a token's output depends on a later token: the second is changed, the first read.
-
-    None where that cannot be told: a module of pictures, two stacks, one token.
-    """
-    changed = _changed(batch, batch_first(module), ids)
-    if changed is None:
+    points = measured_parts(module, batch)[0]
+    if any(point.site.startswith("encoder.") for point in points):
         return None
-    one, other = (_stream(module, given, layers) for given in (batch, changed))
-    if one is None or other is None or one.shape != other.shape or one.shape[1] < 2:
+    point = next((p for p in points if (p.layer, p.site) == (0, STREAM)), None)
+    if point is None:
         return None
-    moved = np.abs(one - other).max((0, 2)) / max(float(np.abs(one).max()), 1e-30)
-    return bool(moved[0] > UNSEEN) if moved[1] > UNSEEN else None
+    seen: list[Tensor] = []
+    part = module.get_submodule(point.path)
+    _evaluated(module, batch, [watch_tensor(part, point.side, seen.append)])
+    if not seen or seen[0].ndim != 3:
+        return None
+    tensor = seen[0] if batch_first(module) else seen[0].transpose(0, 1)
+    return np.asarray(tensor.detach().double().cpu().numpy())
 
 
 def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | None:
@@ -121,68 +110,12 @@ def _evaluated(module: nn.Module, batch: Any, hooks: Iterable[RemovableHandle] =
             return None
 
 
-def _changed(batch: Any, batch_first: bool, ids: np.ndarray | None) -> Any:
-    """The batch with another second token in every sequence."""
-    if not isinstance(batch, Mapping):
-        return _another(batch, batch_first)
-    if "decoder_input_ids" in batch or "pixel_values" in batch:
-        return None
-    read = [name for name in batch if ids is not None and np.array_equal(batch[name], ids)]
-    read += [name for name, v in batch.items() if np.ndim(v) == 3 and "mask" not in name]
-    name = "input_ids" if "input_ids" in batch else next(iter(read), None)
-    return None if name is None else {**batch, name: _another(batch[name], batch_first)}
+# --- chance in evaluation mode --------------------------------------------------------------------
 
 
-@made_at_hand
-def _another(tokens: Any, batch_first: bool) -> Tensor:
-    """(B, L) ids or (B, L, features), or (L, B, features)."""
-    given = torch.as_tensor(tokens).clone()
-    if given.ndim < 2:
-        return given
-    rows = given if batch_first or given.ndim == 2 else given.transpose(0, 1)
-    if rows.shape[1] > 2:
-        # Another token stands in for the second, so that no id leaves the vocabulary.
-        first, second, third = rows[:, 0], rows[:, 1].clone(), rows[:, 2]
-        other = torch.where(third != second, third, first)
-        other = torch.where(other != second, other, (second - 1).clamp(min=0))
-        rows[:, 1] = -second if rows.is_floating_point() else other
-    return given
-
-
-def _stream(module: nn.Module, batch: Any, layer: int) -> np.ndarray | None:
-    points = measured_parts(module, batch)[0]
-    if any(point.site.startswith("encoder.") for point in points):
-        return None
-    point = next((p for p in points if (p.layer, p.site) == (layer, STREAM)), None)
-    if point is None:
-        return None
-    seen: list[Tensor] = []
-    part = module.get_submodule(point.path)
-    _evaluated(module, batch, [watch_tensor(part, point.side, seen.append)])
-    if not seen or seen[0].ndim != 3:
-        return None
-    tensor = seen[0] if batch_first(module) else seen[0].transpose(0, 1)
-    return np.asarray(tensor.detach().double().cpu().numpy())
-
-
-# --- chance in evaluation mode, and parts that are never run --------------------------------------
-
-
-class Behaviour(NamedTuple):
-    """What two runs of a module in evaluation mode show.
-
-    `random` is the first submodule whose output differs between the runs, if any; `never_run` are
-    those that were not called and whose own parameters nothing else took.
-    """
-
-    random: str | None
-    never_run: tuple[str, ...]
-
-
-def behaviour(module: nn.Module, batch: Any) -> Behaviour:
-    """Run a module twice on one batch, without dropout."""
+def random_part(module: nn.Module, batch: Any) -> str | None:
+    """The first submodule whose output differs between two runs on one batch without dropout."""
     runs: list[list[tuple[str, Tensor | None]]] = []
-    watch = _Watch()
 
     def keep(path: str, seen: list[tuple[str, Tensor | None]]) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
@@ -195,22 +128,13 @@ def behaviour(module: nn.Module, batch: Any) -> Behaviour:
         return hook
 
     with in_mode(module, False):
-        for mode in (watch, nullcontext()):
+        for _ in range(2):
             seen: list[tuple[str, Tensor | None]] = []
             parts = module.named_modules()
-            hooks = (part.register_forward_hook(keep(path, seen)) for path, part in parts)
-            with hooked(hooks), mode:
+            with hooked(part.register_forward_hook(keep(path, seen)) for path, part in parts):
                 run(module, batch)
             runs.append(seen)
-    called = {path for path, _ in runs[0]}
-    idle = (
-        path
-        for path, part in module.named_modules()
-        if path not in called
-        and (parameters := list(part.parameters(recurse=False)))
-        and not any(id(one) in watch.met for one in parameters)
-    )
-    return Behaviour(_first_apart(*runs), tuple(idle))
+    return _first_apart(*runs)
 
 
 def _first_apart(
@@ -227,19 +151,3 @@ def _first_apart(
         if float(apart) > RANDOM * float(size):
             return path or "the module itself"
     return None
-
-
-class _Watch(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.met: set[int] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = func(*args, **kwargs)
-        if not isinstance(given, bool | int | torch.dtype | torch.device | torch.Size):
-            # A table's weight may be added, and a projection's given to a fused kernel.
-            self.met.update(
-                id(one) for one in (*args, *kwargs.values()) if isinstance(one, nn.Parameter)
-            )
-        return given

@@ -14,7 +14,7 @@ from ..show.expected import tail_probability
 from ..show.findings import Row
 from .entries import EntryMoments
 from .expectation import expected_variance, model_of_stack, scales_of, stacks_in
-from .probe import BlockProbe, Slope
+from .hook_points import ModuleBranch, Sums
 from .roles import ModuleRoles, Role
 from .running import grouped
 
@@ -22,7 +22,7 @@ FALSE_ALARM = 1e-5
 """Probability that an audit of a correct module fails at all, over all its checks together."""
 
 SLACK = 2e-3
-"""Relative error of a probed multiplier that single precision and rounding may leave."""
+"""Relative error of a multiplier that single precision and rounding may leave."""
 
 
 @dataclass(frozen=True)
@@ -127,73 +127,53 @@ def norm_findings(
         yield m.row(quantity, expected, value, passed, "")
 
 
-def scale_findings(model: Transformer, probes: Iterable[BlockProbe]) -> Iterator[Row]:
+def scale_findings(model: Transformer, found: ModuleRoles, sums: Sums) -> Iterator[Row]:
     """Residual multipliers, norm factors, the norm's kind and the form of the sum itself."""
     scales = scales_of(model)
-    for p in probes:
-        block = p.block
-        stack = model_of_stack(model, block.stack)
-        skip, branch, entering, output = scales[block.stack].at(block.layer, block.column)
-        own = f"{block.stack}{block.name}"
-        of = block.layer, f"{own} sum", block.path
-        wanted = stack.placements[block.layer - 1]
-        if wanted != block.placement:
-            note = f"the norm sits {block.placement!r}, the plan wants {wanted!r}"
-            yield Row(*of, "norm placement", 1, 0, False, note)
-        if p.unseen:
-            names = ", ".join(path or "the module itself" for path in p.unseen)
-            note = f"no tensor passes {names}: its code goes another way"
-            yield Row(*of, "norm placement", 1, 0, False, note)
+    paths = {(block.stack, block.layer, block.name): block for block in found.blocks}
+    for (prefix, layer, name), one in sums.items():
+        stack, block = model_of_stack(model, prefix), paths.get((prefix, layer, name))
+        if layer > stack.layers:
             continue
-        if p.skip is not None and not p.skip.unexplained < 0.02:
+        column = int(name == "ffn")
+        skip, branch, _, output = scales[prefix].at(layer, column)
+        path, behind, norm = ("",) * 3 if block is None else _paths(block)
+        own, wanted = f"{prefix}{name}", stack.placements[layer - 1]
+        of = layer, f"{own} sum", path
+        if wanted != one.placement:
+            note = f"the norm sits {one.placement!r}, the plan wants {wanted!r}"
+            yield Row(*of, "norm placement", 1, 0, False, note)
+        if not one.whole:
             note = "not lambda x + beta f: norms or sums sit elsewhere than was read"
-            share = p.skip.unexplained
-            yield Row(*of, "unexplained share of the sum", 0.0, share, False, note)
+            yield Row(*of, "unexplained share of the sum", 0.0, math.nan, False, note)
             continue
-        yield slope_finding(block.layer, own, block.path, "skip_scale", p.skip, skip)
-        yield slope_finding(block.layer, own, block.branch.path, "branch_scale", p.branch, branch)
-        if block.norm is not None and block.placement == wanted:
-            output *= float(stack.norm_gains[block.layer - 1, block.column])
-            norm = block.layer, f"{own}.norm", block.norm
-            yield slope_finding(*norm, "norm_output_scale", p.norm_output, output)
-            if entering != 1 or (p.norm_input is not None and abs(p.norm_input.value - 1) > SLACK):
-                yield slope_finding(*norm, "norm_input_scale", p.norm_input, entering)
+        yield written(layer, own, path, "skip_scale", one.skip, skip)
+        yield written(layer, own, behind, "branch_scale", one.branch, branch)
+        if one.norm is not None and one.placement == wanted:
+            output *= float(stack.norm_gains[layer - 1, column])
+            yield written(layer, f"{own}.norm", norm, "norm_output_scale", one.norm, output)
 
 
-def slope_finding(
-    layer: int, role: str, path: str, quantity: str, slope: Slope | None, expected: float
+def _paths(block: ModuleBranch) -> tuple[str, str, str]:
+    return block.path, block.branch.path, block.norm or ""
+
+
+def written(
+    layer: int, role: str, path: str, quantity: str, value: float | None, expected: float
 ) -> Row:
-    """A probed multiplier against the one that is wanted."""
-    of = layer, role, path
-    if slope is None:
+    """A multiplier against the one that is wanted."""
+    of = layer, role, path, quantity, expected
+    if value is None:
         note = "what it multiplies is 0 throughout, so that it cannot be measured"
-        return Row(*of, quantity, expected, math.nan, None, note, math.nan)
-    error = abs(slope.value - expected)
-    passed = error <= SLACK * abs(expected) + 6 * slope.stderr + 1e-9
-    return Row(*of, quantity, expected, slope.value, passed, stderr=slope.stderr)
-
-
-def unprobed_findings(model: Transformer, why: str) -> Iterator[Row]:
-    """Scales that are not 1 in a plan, where no run of the module could show them, and why."""
-    note = f"not checked: {why}"
-    for stack, scales in scales_of(model).items():
-        for quantity, values in vars(scales).items():
-            for (row, column), target in np.ndenumerate(values):
-                if target != 1:
-                    of = row + 1, stack + ("attention", "ffn")[column], "", f"{quantity}_scale"
-                    yield Row(*of, float(target), math.nan, False, note)
+        return Row(*of, math.nan, None, note, math.nan)
+    return Row(*of, value, abs(value - expected) <= SLACK * abs(expected) + 1e-9)
 
 
 def unchecked(
-    model: Transformer,
-    found: ModuleRoles,
-    probes: Iterable[BlockProbe],
-    why: str,
-    findings: Iterable[Row] = (),
+    model: Transformer, found: ModuleRoles, sums: Sums, findings: Iterable[Row] = ()
 ) -> tuple[str, ...]:
-    """What of a model was not checked, a phrase each; `why`: there are no probes."""
-    seen = {(p.block.stack, p.block.layer, p.block.name) for p in probes}
-    words = list(_unprobed(model, seen, why))
+    """What of a model was not checked, a phrase each."""
+    words = list(_unread(model, sums))
     for stack, stack_model in stacks_in(model).items():
         there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
         for name in stack_model.matrix_shapes:
@@ -213,24 +193,15 @@ def unchecked(
     return tuple(words)
 
 
-def _unprobed(
-    model: Transformer, probed: Container[tuple[str, int, str]], why: str
-) -> Iterator[str]:
-    for stack, stack_model in stacks_in(model).items():
-        names = (
-            ("attention", "ffn") if stack_model.encoder is None else ("attention", "cross", "ffn")
-        )
-        by_layers: dict[tuple[int, ...], list[str]] = {}
+def _unread(model: Transformer, sums: Sums) -> Iterator[str]:
+    for stack, of_stack in stacks_in(model).items():
+        names = ("attention", "ffn") if of_stack.encoder is None else ("attention", "cross", "ffn")
         for name in names:
-            layers = [n for n in range(1, stack_model.layers + 1) if (stack, n, name) not in probed]
+            layers = [n for n in range(1, of_stack.layers + 1) if (stack, n, name) not in sums]
             if layers:
-                by_layers.setdefault(tuple(layers), []).append(f"{stack}{name}")
-        for lacking, blocks in by_layers.items():
-            where = in_layers(list(lacking), stack_model.layers)
-            whole = len(blocks) == len(names)
-            of = f"{stack}blocks" if whole else f"{' and '.join(blocks)} blocks"
-            reason = why or "no sites inside them"
-            yield f"residual multipliers, norm factors and norm placement of {of}{where} ({reason})"
+                where = in_layers(layers, of_stack.layers)
+                what = "residual multipliers, norm factors and norm placement"
+                yield f"{what} of {stack}{name} blocks{where} (no such sum was read)"
 
 
 def in_layers(layers: list[int], total: int) -> str:

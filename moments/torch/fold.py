@@ -22,7 +22,7 @@ from ..model.transformer import Transformer
 from .architecture import fitted
 from .expectation import Scales, scales_of
 from .hook_points import ModuleBranch
-from .probe import LogitFactor, logit_factor
+from .logits import LogitFactor, logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .scales import FOLDED, ScaleRow, applied_scales, native_branch, remove_scales
 
@@ -57,7 +57,7 @@ def fold(module: nn.Module, plan: Any) -> nn.Module:
     if getattr(module, FOLDED, False):
         raise DomainError("the module was folded before: fold a copy of the unfolded one")
     of = fitted(module, plan)
-    module, found, model, described = of.module, of.parts.found, of.model, of.described
+    module, found, model, described = of.module, of.reading.roles, of.model, of.described
     if not found.blocks:
         raise DomainError("no submodule takes or gives the module's residual sums and norms")
     logits = logit_factor(found, model, described)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import DomainError, MomentsError, domain_error, optional, refused
+from ..errors import DomainError, MomentsError, Undeclared, domain_error, optional, refused
 from ..formulas.checks import check_count
 from ..model.embedding import Embedding
 from ..model.huggingface.config import family, nearest
@@ -41,6 +41,11 @@ _TASKS = (
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+)
+
+_PAIRED = (
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 )
 
 # Names that config classes turn into entries of their own, other than those of their signatures.
@@ -105,16 +110,23 @@ def from_config(
 def _declared(text: str) -> tuple[Transformer, tuple[str, ...]]:
     entries = json.loads(text)
     kind = entries["model_type"]
-    with _quiet():
+    with quietly():
         config, unknown = settings(entries)
-        made = module_class(entries, config)
+        try:
+            made = module_class(entries, config)
+        except DomainError as error:
+            raise Undeclared(str(error)) from error
         with refused(f"config of type {kind!r}"), torch.device("meta"):
             whole = made(config)
-        shapes = {name: tuple(p.shape) for name, p in _named(whole)}
-        squares = _squares(whole)
-        copies = [_Copy.of(made, config, number, squares) for number in range(2)]
-    readings = [_reading(kind, one) for one in copies]
-    model = _at_true_width(kind, config, shapes, copies, readings)
+        shapes = {name: tuple(p.shape) for name, p in named_parameters(whole)}
+        squares = squares_drawn(whole)
+    try:
+        with quietly():
+            copies = [_Copy.of(made, config, number, squares) for number in range(2)]
+        readings = [_reading(kind, one) for one in copies]
+        model = _at_true_width(kind, config, shapes, copies, readings)
+    except DomainError as error:
+        raise Undeclared(str(error)) from error
     doubts = [note for note in readings[0].doubts if not note.endswith("measured by hooks")]
     if unknown:
         doubts.append(f"entries that {type(config).__name__} does not know are left out: {unknown}")
@@ -122,7 +134,7 @@ def _declared(text: str) -> tuple[Transformer, tuple[str, ...]]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Without transformers' remarks, and with torch's random state as it was."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
@@ -169,16 +181,18 @@ _CHOOSING_NAMES = (
 _CHOOSING = frozenset(_CHOOSING_NAMES.split())
 
 
-def module_class(entries: Mapping[str, Any], config: Any) -> Any:
-    """The class that the config names, if it is one of its own type's; else that of its task."""
+def module_class(entries: Mapping[str, Any], config: Any, *, pairs: bool = False) -> Any:
+    """The class that the config names, if it is one of its own type's; else that of its task;
+    `pairs`: also of an encoder and a decoder."""
     kind = entries["model_type"]
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) and not pairs:
         raise DomainError(
             f"model_type = {kind!r}: an encoder and a decoder are not read from a config alone; "
             f"describe a module of them with moments.torch.describe{nearest(kind)}"
         )
     names = entries.get("architectures")
-    usual = [getattr(modeling_auto, task).get(kind) for task in _TASKS]
+    tasks = (*_PAIRED, *_TASKS) if getattr(config, "is_encoder_decoder", False) else _TASKS
+    usual = [getattr(modeling_auto, task).get(kind) for task in tasks]
     if result := named_class(config, *(names if isinstance(names, list) else ()), *usual):
         return result
     raise DomainError(f"model_type = {kind!r}: no model of text or of images{nearest(kind)}")
@@ -223,15 +237,15 @@ class _Copy:
             if size > LARGEST:
                 raise DomainError(f"{what} has {size:.2g} parameters: its width has other entries")
             module = made(narrow)
-        _rescale(module, squares)
+        rescale(module, squares)
         return cls(width, window, heads, kv_heads, module)
 
 
-def _rescale(module: nn.Module, squares: Mapping[str, float]) -> None:
+def rescale(module: nn.Module, squares: Mapping[str, float]) -> None:
     """Give every parameter the mean square of the true one; a padding row stays zero."""
     padding = padding_rows(module)
     with torch.no_grad():
-        for name, parameter in _named(module):
+        for name, parameter in named_parameters(module):
             wanted = squares.get(name)
             if wanted is None:
                 continue
@@ -273,18 +287,18 @@ def _sizes(config: Any) -> _Sizes:
     return _Sizes(d_model, heads, int(kv_heads), int(d_head))
 
 
-def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters() if p.numel()]
 
 
 # --- how entries are drawn ------------------------------------------------------------------------
 
 
-def _squares(whole: nn.Module) -> dict[str, float]:
+def squares_drawn(whole: nn.Module) -> dict[str, float]:
     """Mean square of the entries that the module's own rule draws, by parameter, without padding
     rows; the parameters of `whole`, on the meta device, are replaced by samples.
     """
-    shapes = {name: tuple(p.shape) for name, p in _named(whole)}
+    shapes = {name: tuple(p.shape) for name, p in named_parameters(whole)}
     first, second = (_sampled(whole, shapes, dict.fromkeys(shapes, e)) for e in _EDGES)
     by_shape = [n for n, v in first.items() if abs(v - second[n]) > _BY_SHAPE * max(v, second[n])]
     if large := [n for n in by_shape if math.prod(shapes[n]) > LARGEST]:

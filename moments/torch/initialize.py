@@ -18,10 +18,18 @@ from .architecture import Fitted, fitted
 from .expectation import Scales, expected_variance, scales_of
 from .findings import SLACK, attention_of, temperatures
 from .hook_points import ModuleBranch
-from .probe import drops_behind, logit_factor
+from .logits import logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_rows
-from .scales import FOLDED, AppliedScales, HeldDropout, applied_scales, apply_scales, held_dropouts
+from .scales import (
+    FOLDED,
+    AppliedScales,
+    HeldDropout,
+    applied_scales,
+    apply_scales,
+    drops_behind,
+    held_dropouts,
+)
 
 with optional("torch", "torch"):
     import torch
@@ -107,7 +115,7 @@ def initialize(
     """
     check_count("seed", seed, least=0)
     of = fitted(module, plan, options, batch)
-    module, found, model = of.module, of.parts.found, of.model
+    module, found, model = of.module, of.reading.roles, of.model
     chosen = (
         (model.weights and model.weights.distribution) if distribution is None else distribution
     )
@@ -159,8 +167,8 @@ def attach(
 
 def _attached(of: Fitted, batch: Any) -> AppliedScales | None:
     """Hooks and temperatures, decided before the first is placed."""
-    module, parts, model, described = of.module, of.parts, of.model, of.described
-    found, batch = parts.found, of.parts.example if batch is None else batch
+    module, found, model, described = of.module, of.reading.roles, of.model, of.described
+    batch = of.reading.example if batch is None else batch
     stacks = scales_of(model)
     held = _check_scales(found, stacks[""])
     scalings = _scalings(module, found, model)

@@ -57,14 +57,21 @@ def check_open(module: nn.Module, batch: Any, refusal: NotRead) -> Report:
     if any(finding.kind == "entries not finite" for finding in refusal.findings):
         raise refusal
     try:
-        done, loss = _followed(module, batch)
+        return report_of(module, batch, refusal)
     except (MomentsError, RuntimeError) as error:
         said = f"{refusal}; and its operations could not be followed ({error})"
         raise NotRead(said, ()) from None
+
+
+def report_of(
+    module: nn.Module, batch: Any, refusal: NotRead, wider: Mapping[str, Any] | None = None
+) -> Report:
+    """The same; with `wider`, as of `lowered`, nothing is measured."""
+    done, loss = _followed(module, batch, wider)
     prediction = summary(done, DRAWS)
-    gradients = _gradients(done, loss)
+    gradients = {} if wider else _gradients(done, loss)
     chosen = _chosen(done, prediction, gradients)
-    rows = list(_rows(done, prediction, gradients, chosen))
+    rows = list(_rows(done, prediction, gradients, chosen)) if not wider else []
     findings = [*refusal.findings, *_odd_tensors(module), *_unlike(rows), *_way(prediction)]
     notes = [*_layers(prediction), *_idle(done, loss), *prediction.notes]
     drawn = f"{sum(prediction.sampled.values())} operations without a law, which were drawn"
@@ -91,12 +98,14 @@ def _why(refusal: NotRead) -> str:
     return str(refusal).splitlines()[0].partition("; found nonetheless: ")[0]
 
 
-def _followed(module: nn.Module, batch: Any) -> tuple[Lowered, str | None]:
+def _followed(
+    module: nn.Module, batch: Any, wider: Mapping[str, Any] | None
+) -> tuple[Lowered, str | None]:
     """With the cross-entropy of the next token where it gives logits, else any gradient."""
     try:
-        return lowered(module, batch, "cross-entropy"), "cross-entropy"
+        return lowered(module, batch, "cross-entropy", wider=wider), "cross-entropy"
     except MomentsError:
-        return lowered(module, batch), None
+        return lowered(module, batch, wider=wider), None
 
 
 def _gradients(done: Lowered, loss: str | None) -> dict[int, Tensor]:

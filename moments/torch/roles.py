@@ -155,8 +155,13 @@ def unit_gain(module: nn.Module, role: Role) -> bool:
     """Whether the gain is the weight itself, not 1 + weight; found out by running the norm once."""
     if role.unit is not None:
         return role.unit
-    norm = module.get_submodule(role.parameter.rpartition(".")[0])
-    weight = getattr(norm, role.parameter.rpartition(".")[2])
+    path, _, name = role.parameter.rpartition(".")
+    norm = module.get_submodule(path)
+    return is_gain(norm, getattr(norm, name))
+
+
+def is_gain(norm: nn.Module, weight: Tensor) -> bool:
+    """Whether a norm's weight is its gain: at 0 it then gives nothing but its bias."""
     x = torch.linspace(-1.5, 1.7, weight.numel(), dtype=weight.dtype, device=weight.device)
     stored = weight.detach().clone()
     bias = getattr(norm, "bias", None)

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import DomainError, MomentsError, optional
+from .anatomy import anatomy_of
 from .expectation import Scales
 from .hook_points import ModuleBranch, Side, SubmoduleTensor
-from .probe import LogitFactor, drops_behind
+from .logits import LogitFactor
 from .running import first_tensor, grouped, with_first_tensor
 
 with optional("torch", "torch"):
@@ -365,6 +366,14 @@ def held_dropouts(
                 setattr(parts[held.path], held.name, held.drop_prob)
         found |= {block: held for block, held in tried.items() if block not in still}
     return found
+
+
+def drops_behind(
+    module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
+) -> set[ModuleBranch]:
+    """Blocks whose output passes dropout between its last hook and the sum."""
+    late = {block for block in anatomy_of(module, batch).roles.blocks if block.drops}
+    return late & set(blocks)
 
 
 def _key(block: ModuleBranch, held: HeldDropout) -> tuple[str, str]:

@@ -12,11 +12,10 @@ from ..errors import optional
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..show.findings import Row
-from .advice import Advice, Convention, advise
-from .anatomy import anatomy_of
+from .advice import Advice, advise
 from .architecture import promised_by
 from .assumptions import Copies, copies, copy_findings
-from .dataflow.reading import example
+from .dataflow import ModuleReading
 from .departures import Departure, departures
 from .entries import EntryMoments
 from .expectation import scales_of
@@ -24,13 +23,12 @@ from .findings import (
     measure_roles,
     norm_findings,
     scale_findings,
-    slope_finding,
     temperature_findings,
     unchecked,
-    unprobed_findings,
     variance_findings,
+    written,
 )
-from .probe import BlockProbe, Slope, logits_path, measured_scale, probe_or_why
+from .logits import logits_path, measured_scale
 from .roles import ModuleRoles, Role, block_of, gain_of, gathered, tensors_of
 from .running import grouped, padding_rows
 
@@ -44,18 +42,16 @@ class AuditedModule:
 
     Attributes:
         repeated: tensors that are another layer's.
-        why: there are no probes.
-        batch: what it was run on; None where it was not.
+        batch: what it is run on, if it is.
     """
 
     module: nn.Module
     found: ModuleRoles
     entries: tuple[tuple[Role, EntryMoments], ...]
     repeated: tuple[Copies, ...]
-    probes: tuple[BlockProbe, ...]
-    why: str
+    reading: ModuleReading
     batch: Any
-    _slopes: dict[bool, Slope | None] = field(default_factory=dict, compare=False, repr=False)
+    _factors: dict[bool, float | None] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def by_role(self) -> dict[Role, EntryMoments]:
@@ -78,22 +74,19 @@ class AuditedModule:
         named = [role for name in roles for role in known if role.full_name == name]
         return gathered([role for role in named if not layers or role.layer in layers])
 
-    def logit_slope(self, model: Transformer) -> Slope | None:
+    def logit_factor(self, model: Transformer) -> float | None:
         """What multiplies the logits, by `measured_scale`, once."""
         capped = model.head is not None and model.head.logit_softcap is not None
-        if model.head is not None and capped not in self._slopes:
-            self._slopes[capped] = measured_scale(self.module, self.found, model, self.batch)
-        return self._slopes.get(capped)
+        if model.head is not None and capped not in self._factors:
+            self._factors[capped] = measured_scale(self.module, self.found, model, self.batch)
+        return self._factors.get(capped)
 
     @classmethod
-    def of(
-        cls, module: nn.Module, found: ModuleRoles, batch: Any, model: Transformer
-    ) -> AuditedModule:
-        """Read the tensors, and run the module once; `model`: any of its shape."""
-        entries, repeated = entries_of(module, found)
-        probes, why = probe_or_why(module, found, batch, epsilon=model.norm_epsilon)
-        reads = example(module) if batch is None and probes else batch
-        return cls(module, found, entries, repeated, tuple(probes), why, reads)
+    def of(cls, module: nn.Module, reading: ModuleReading, batch: Any) -> AuditedModule:
+        """Look at the tensors of a module that was read."""
+        entries, repeated = entries_of(module, reading.roles)
+        reads = reading.example if batch is None else batch
+        return cls(module, reading.roles, entries, repeated, reading, reads)
 
 
 class Checked(NamedTuple):
@@ -107,23 +100,21 @@ class Checked(NamedTuple):
 
 def checked_rows(read: AuditedModule, model: Transformer, described: Transformer | None) -> Checked:
     """Hold what was read of a module against a model."""
-    module, found, why = read.module, read.found, read.why
-    probes = read.probes
+    module, found, sums = read.module, read.found, read.reading.sums
     rows = _weights(read.entries, read.repeated, model)
-    reading = anatomy_of(module, read.batch).reading
-    fields = departures(model, module, reading, promised_by(module))
+    fields = departures(model, module, read.reading, promised_by(module))
     # Norms are checked block by block among the scales, and matrices that are missing not at all.
     apart = {f"{block.stack}norm" for block in found.blocks} | set(MATRICES)
     faults = [row for row in fields if not row.remark and row.name not in apart]
     rows += [_structure(row, module) for row in faults]
-    rows += scale_findings(model, probes) if probes else unprobed_findings(model, why)
+    rows += scale_findings(model, found, sums)
     rows += temperature_findings(found, model)
-    rows += [] if why else _logits(read, model)
+    rows += _logits(read, model)
     return Checked(
         tuple(sorted(rows, key=lambda row: -row.size)),
         (
             *(f"{row.name} ({row})" for row in fields if row.remark and not row.silent),
-            *unchecked(model, found, probes, why, rows),
+            *unchecked(model, found, sums, rows),
         ),
         tuple(f"{row.name} ({row})" for row in fields if row.silent),
     )
@@ -164,20 +155,19 @@ def weight_advice(
     found: ModuleRoles,
     model: Transformer,
     described: Transformer | None,
-    readings: Sequence[Convention] = (),
 ) -> Advice:
     """Likely causes of what is wrong with weights, without a run; arguments as of `advise`."""
     entries, repeated = entries_of(module, found)
     rows, measured = _weights(entries, repeated, model), measure_roles(model, entries)
-    return advise(rows, measured, model, described, readings)
+    return advise(rows, measured, model, described)
 
 
 def _logits(read: AuditedModule, model: Transformer) -> list[Row]:
     path = logits_path(read.found)
     if path is None or model.head is None:
         return []
-    wanted, slope = model.head.output_scale, read.logit_slope(model)
-    return [slope_finding(model.layers + 1, "head", path, "output_scale", slope, wanted)]
+    wanted, factor = model.head.output_scale, read.logit_factor(model)
+    return [written(model.layers + 1, "head", path, "output_scale", factor, wanted)]
 
 
 def _entries(

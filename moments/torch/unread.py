@@ -14,7 +14,7 @@ from ..errors import MomentsError, optional
 from ..show.findings import Finding, ranked
 from .dataflow.graph import VIEWS, Graph, record
 from .dataflow.reading import called
-from .entering import behaviour
+from .entering import random_part
 from .roles import gathered_names
 from .running import in_mode, kept_buffers
 
@@ -127,7 +127,7 @@ def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
         near, call, passed, given = called(module, batch)
         with kept_buffers(near), in_mode(near, True):
             found = [*_forgetting(list(recurrences(near, call, passed)))]
-        found += random_outcome(behaviour(module, given).random)
+        found += random_outcome(random_part(module, given))
     except Exception:  # a refusal does not fail over what it could add
         found = []
     return NotRead(why, ranked(found))

@@ -182,7 +182,7 @@ def received_correlation(prediction: Prediction) -> np.ndarray:
         for point in prediction.trace.points
         if point.site == "attention.sum" and point.gradient is not None
     ]
-    return np.array([k.mean_pairs() / k.mean_diagonal() for k in gradients], dtype=float)
+    return np.array([k.mean_off_diagonal() / k.mean_diagonal() for k in gradients], dtype=float)
 
 
 # --- Sensitivity (Davis et al. 2021) and what it costs in stability, over k and alpha -------------

@@ -48,15 +48,15 @@ class GatedHeads(Component):
         return run.passed(Record(self, run.layer, signal, output, records))
 
     def _product(self, heads: Signal, gate: Signal) -> Signal:
-        square, own = gate.second_moment(), heads.kernel
+        square, diagonal = gate.second_moment(), heads.kernel
         fluctuation, excess = None, gate.kurtosis - 1.0
         if heads.fluctuation is not None:
             # Of independent features: the heads', and E g^4 - E^2 g^2 of the gates, which a head's
             # features share.
-            both = own * own * square * square
+            both = diagonal * diagonal * square * square
             more = (2.0 + self.each) / heads.width
             one, two = both.lift(more)
-            added = both.weighted(excess * one, _mean(own, excess) * two)
+            added = both.weighted(excess * one, _mean(diagonal, excess) * two)
             norms, overlaps, _, shared = heads.fluctuation
             if shared is not None:
                 shared = (shared[0] * square, shared[1] * square)
@@ -66,24 +66,24 @@ class GatedHeads(Component):
                 shared=shared,
             )
         return heads.replace(
-            kernel=own * square,
+            kernel=diagonal * square,
             kurtosis=heads.kurtosis * gate.kurtosis,
             fluctuation=fluctuation,
             notes=heads.notes + gate.notes,
         )
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.met(record, gradient)
+        run.returning(record, gradient)
         heads, gate = record.children
-        received, length = gradient.kernel, gradient.seq_len
+        grad_out, length = gradient.kernel, gradient.seq_len
         back = (
-            heads.backward(Gradient(received * gate.output.second_moment(), length), run),
+            heads.backward(Gradient(grad_out * gate.output.second_moment(), length), run),
             gate.backward(
-                Gradient((received * heads.output.kernel).scaled(self.each), length), run
+                Gradient((grad_out * heads.output.kernel).scaled(self.each), length), run
             ),
         )
-        sent = sum_of([one.gradient_sent.kernel for one in back])
-        return record.completed(gradient, Gradient(sent, length), back)
+        grad_in = sum_of([one.grad_in.kernel for one in back])
+        return record.completed(gradient, Gradient(grad_in, length), back)
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -123,7 +123,6 @@ class _Product:
     """How sensitivities pass the product of two functions of the same tokens.
 
     Attributes:
-        parts: both functions.
         factors: second moments of each one's other factor.
         units: how many entries that it multiplies a feature of each gathers gradients of.
     """

@@ -46,6 +46,7 @@ class _PartTurned:
     rotary: Rotary
     width: int
     share: float
+    grid: None = None
 
     def frequencies(self, d_head: int) -> tuple[Array, Array]:
         """As of `Rotary`: the rest of the features does not turn."""
@@ -73,8 +74,8 @@ class _Core(SelfAttention):
     def value_width(self) -> Any:
         return self.heads * self.value_dim
 
-    def sight(self, queries: int, keys: int, matrices: int) -> list[Mask]:
-        """Which keys each query sees: it stands where its key does."""
+    def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
+        """Which keys each query attends to: it stands where its key does."""
         return self_masks(self, keys, matrices)
 
 
@@ -130,9 +131,9 @@ class LatentHeads(Leaf):
         """Variance of a key's entry, averaged over both parts, and the shared one's part of it, of
         tokens of that size."""
         block, leaf = self.block, self.attention
-        own = block.nope_dim * block.kv_rank * float(leaf.key) * block.kv_factor**2
+        diagonal = block.nope_dim * block.kv_rank * float(leaf.key) * block.kv_factor**2
         shared = block.rope_dim * float(leaf.d_model) * block.kv_down * size
-        total = own + shared
+        total = diagonal + shared
         return total / float(leaf.d_head), shared / total if total > 0.0 else 0.0
 
     def core(self, size: float) -> _Core:
@@ -200,7 +201,7 @@ class LatentHeads(Leaf):
 
     def response(self, record: Record, around: Around) -> Response:
         signal = record.input
-        return AttentionSublayer.of(self._alone(signal), signal, around.received(record))
+        return AttentionSublayer.of(self._alone(signal), signal, around.grad_out(record))
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -241,8 +242,8 @@ class _Back:
         total = total + _down(self.stands, rest + key.scaled(-share), length, parts)
         # of the parts that all heads share, per feature of theirs
         shared = key.scaled(share * block.kv_rank * block.kv_factor**2)
-        own = float(self.heads.attention.d_model) * _size(self.signal)
-        total = total + shared.scaled(1.0 / own)
+        diagonal = float(self.heads.attention.d_model) * _size(self.signal)
+        total = total + shared.scaled(1.0 / diagonal)
         return _Pulled(Gradient(total, length), self, gradient.kernel, sides, shared, tuple(parts))
 
 
@@ -260,16 +261,14 @@ class _Pulled(Pulled):
     """What came back.
 
     Attributes:
-        way: around what.
-        received: gradient's kernel at the heads.
-        sides: attention's paths.
+        grad_out: gradient's kernel at the heads.
         shared: gradient's kernel at tokens that keys' shared part would be made of with matrices of
             unit gain.
         parts: what norms and matrices before the latents sent back.
     """
 
     way: _Back
-    received: Kernel
+    grad_out: Kernel
     sides: Any
     shared: Kernel
     parts: tuple[Pulled, ...]
@@ -278,23 +277,23 @@ class _Pulled(Pulled):
         way = self.way
         heads, signal = way.heads, way.signal
         block = heads.block
-        found = dict(way.way.weights(self.received, self.sides))
+        result = dict(way.way.weights(self.grad_out, self.sides))
         # The matrix of the keys' own part has nope_dim of d_head features, and its own variance.
-        found["key"] = found["key"] * (block.nope_dim / (block.nope_dim + block.rope_dim))
+        result["key"] = result["key"] * (block.nope_dim / (block.nope_dim + block.rope_dim))
         for part in self.parts:
-            found |= dict(part.weights())
+            result |= dict(part.weights())
         for name, factor in ((QUERY_LATENT, block.query_factor), (KV_LATENT, block.kv_factor)):
-            if f"{name}.gain" in found:
-                found[f"{name}.gain"] = found[f"{name}.gain"] * factor**2
+            if f"{name}.gain" in result:
+                result[f"{name}.gain"] = result[f"{name}.gain"] * factor**2
         if block.rope_dim:
             tokens = signal.second_moment()
             if heads.attention.rotary is None:
                 tokens = tokens.without_common()
             total = (tokens * self.shared).total(signal.seq_len)
-            found["kv_down"] += total / max(block.kv_down * _size(signal), 1e-300)
-        return found
+            result["kv_down"] += total / max(block.kv_down * _size(signal), 1e-300)
+        return result
 
     def response(self) -> Kernel | None:
         way = self.way
-        found = way.way.response(self.received)
-        return _down(way.asks, found, way.signal.seq_len, []) if way.asks else found
+        result = way.way.response(self.grad_out)
+        return _down(way.asks, result, way.signal.seq_len, []) if way.asks else result

@@ -88,12 +88,12 @@ def profiled_rows(
 ) -> FiniteRows:
     """`alike_rows` of such tokens by interpolation, (m,) of few logit scales; no correlation is
     negative."""
-    found = np.empty((sum(_COLUMNS), correlation.size))
+    result = np.empty((sum(_COLUMNS), correlation.size))
     for scale in np.unique(logit_scale).tolist():
         at = logit_scale == scale
         basis = chebyshev_basis(2 * correlation[at] - 1, _NODES)
-        found[:, at] = _profile(scale, keys, widths.d_model, widths.d_head) @ basis
-    parts = np.split(found, np.cumsum(_COLUMNS)[:-1])
+        result[:, at] = _profile(scale, keys, widths.d_model, widths.d_head) @ basis
+    parts = np.split(result, np.cumsum(_COLUMNS)[:-1])
     return FiniteRows(*(part.T if len(part) > 1 else part[0] for part in parts))
 
 
@@ -136,14 +136,17 @@ class AlikeLayer:
         self.keys = float(key_count)
         self._values, self.wanted = values, wanted
         self._noise = drop_prob / (1 - drop_prob)
-        unshared_value, unshared_key = values.diagonal - values.pairs, keys.diagonal - keys.pairs
+        unshared_value, unshared_key = (
+            values.diagonal - values.off_diagonal,
+            keys.diagonal - keys.off_diagonal,
+        )
         size = queries.diagonal
         if queries.resolved:  # of two rows the geometric mean, as of their log odds by token
             first, second = queries.over_tokens(size)
             size = np.sqrt(first * second)
         two = self._at_pairs
         theta = two(scale) * size * two(unshared_key)
-        correlation = np.clip(ratio_or_zero(queries.pairs, size), -1.0, 1.0)
+        correlation = np.clip(ratio_or_zero(queries.off_diagonal, size), -1.0, 1.0)
         apart_from = two(ratio_or_zero(unshared_key, keys.diagonal))
         whole = two(scale * keys.diagonal) * size
         flat = np.broadcast_arrays(1.0 * theta, correlation, apart_from, whole, two(norm_spread))
@@ -171,16 +174,16 @@ class AlikeLayer:
         returned = 2 * self._of(widths.deficit) * shared**2
         # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
         looking = self._own[1] * (1 - self._of(rows.overlap[:, 0])) ** 2
-        self._overlap_path = self._at(rows.query_shift).at_pairs(looking * self._own[0])
+        self._overlap_path = self._at(rows.query_shift).at_every_pair(looking * self._own[0])
         kept = np.exp(-stiffness * (1 + correlation)), np.exp(-2 * stiffness)
         mixed = overlap.weighted(self._alone(kept[1]), kept[0])
-        mixed = mixed + self._at(rows.growth).at_pairs(returned)
-        pulled = (self._at(rows.joint_shift) * queries).at_pairs(looking * self._wide)
-        mixed = (mixed + pulled).at_pairs(self._own[0])
-        against = two(values.pairs) * (1 - self._of(rows.against))
+        mixed = mixed + self._at(rows.growth).at_every_pair(returned)
+        pulled = (self._at(rows.joint_shift) * queries).at_every_pair(looking * self._wide)
+        mixed = (mixed + pulled).at_every_pair(self._own[0])
+        against = two(values.off_diagonal) * (1 - self._of(rows.against))
         dropped = two(self._noise * values.diagonal) * (1 + self._of(rows.masks))
-        own = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
-        mixed = Kernel.joined(own, mixed.pairs + against, queries.resolved)
+        diagonal = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
+        mixed = Kernel.joined(diagonal, mixed.off_diagonal + against, queries.resolved)
         self._mixed = _plain(mixed)
 
     def forward(self) -> Kernel:
@@ -190,7 +193,7 @@ class AlikeLayer:
     def mean_output(self) -> Kernel:
         """Overlap of two heads that share keys and values: of two uniform averages."""
         values = self._values
-        mean = values.pairs + (values.diagonal - values.pairs) / self._counts[1]
+        mean = values.off_diagonal + (values.diagonal - values.off_diagonal) / self._counts[1]
         return Kernel(mean, mean)
 
     def weights(self) -> None:
@@ -224,25 +227,27 @@ class AlikeLayer:
         unshared_value, scale, masked = self._own
         noise = self._noise * masked
 
-        def sent(rate: Kernel, dropped: Array = 0.0, drive: Array = 1.0) -> Array:
+        def grad_in(rate: Kernel, dropped: Array = 0.0, drive: Array = 1.0) -> Array:
             """To a key by all rows: rates of every two, and what dropout adds to a row's own."""
             dropped = self._alone(dropped + 0.0 * self._of(rows.square))
-            rate = Kernel.joined(rate.diagonal + dropped, rate.pairs, rate.resolved)
-            return (gradient * rate.at_pairs(drive)).total(queries) / keys
+            rate = Kernel.joined(rate.diagonal + dropped, rate.off_diagonal, rate.resolved)
+            return (gradient * rate.at_every_pair(drive)).total(queries) / keys
 
         ones = self._queries.with_ones()
         overlap = self._at(rows.overlap)
-        held = sent(overlap, self._noise * self._of(rows.overlap[:, 0]))
-        value = Kernel(held, sent(ones - overlap) / others)
+        held = grad_in(overlap, self._noise * self._of(rows.overlap[:, 0]))
+        value = Kernel(held, grad_in(ones - overlap) / others)
         path = self.overlap_path(gradient)
-        rate = self._at(rows.query).at_pairs(unshared_value)
-        own = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
-        rate = Kernel.joined(rate.diagonal + self._alone(own), rate.pairs, rate.resolved)
-        query = (gradient * rate.at_pairs(scale)).mixed(1.0, path, wide)
-        driven = self._at(rows.key).at_pairs(unshared_value)
-        key = sent(driven, noise * self._of(rows.dropped_key), self._drive)
+        rate = self._at(rows.query).at_every_pair(unshared_value)
+        diagonal = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)
+        rate = Kernel.joined(
+            rate.diagonal + self._alone(diagonal), rate.off_diagonal, rate.resolved
+        )
+        query = (gradient * rate.at_every_pair(scale)).mixed(1.0, path, wide)
+        driven = self._at(rows.key).at_every_pair(unshared_value)
+        key = grad_in(driven, noise * self._of(rows.dropped_key), self._drive)
         growth = self._at(rows.growth)
-        shared = 2 * wide * sent(growth, self._noise * self._of(rows.dropped_cross))
+        shared = 2 * wide * grad_in(growth, self._noise * self._of(rows.dropped_cross))
         paths = value, query, Kernel(key, -key / others), Kernel(shared, -shared / others)
         return Paths(*map(_plain, paths))
 
@@ -262,15 +267,15 @@ class AlikeLayer:
 
     def _at(self, values: Array) -> Kernel:
         """For a row with itself and with another."""
-        own, pairs = self._alone(self._of(values[:, 0])), self._of(values[:, 1])
-        return Kernel.joined(own, pairs, self._queries.resolved)
+        diagonal, off_diagonal = self._alone(self._of(values[:, 0])), self._of(values[:, 1])
+        return Kernel.joined(diagonal, off_diagonal, self._queries.resolved)
 
 
 def _plain(kernel: Kernel) -> Kernel:
     """A configuration without axes has plain numbers."""
-    if np.ndim(kernel.diagonal) or np.ndim(kernel.pairs):
+    if np.ndim(kernel.diagonal) or np.ndim(kernel.off_diagonal):
         return kernel
-    return Kernel(float(kernel.diagonal), float(kernel.pairs))
+    return Kernel(float(kernel.diagonal), float(kernel.off_diagonal))
 
 
 def _few(scales: Array) -> bool:

@@ -53,13 +53,13 @@ TURNED_ALIKE = (
 def turned_alike(leaf: Any, law: LogitLaw) -> bool:
     """Whether rotary positions turn tokens that correlate strongly, under logits that matter."""
     keys = law.keys.kernel
-    size, shared = keys.mean_diagonal(), keys.mean_pairs()
+    size, shared = keys.mean_diagonal(), keys.mean_off_diagonal()
     logits = law.scale * law.queries.kernel.mean_diagonal() * size
     strong = (shared > ALIKE_NOTED * size) & (np.asarray(logits) > TURNED_NOTED)
     return leaf.rotary is not None and bool(np.any(strong))
 
 
-# --- what each query sees -------------------------------------------------------------------------
+# --- what each query attends to -------------------------------------------------------------------
 
 
 def positions(tokens: int, leaf: Any) -> Array:
@@ -73,9 +73,9 @@ def positions(tokens: int, leaf: Any) -> Array:
 
 
 def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
-    """Which keys each query sees, one (n, n) mask for every kernel of n tokens.
+    """Which keys each query attends to, one (n, n) mask for every kernel of n tokens.
 
-    A kernel holds `leaf.sequences` sequences one after the other, and a token sees its own alone.
+    A kernel holds `leaf.sequences` sequences one after the other, each of which attends to itself.
 
     Raises:
         DomainError: the tokens are no whole number of sequences, or the padding fits neither the
@@ -104,7 +104,7 @@ def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
 
 def _visible(inside: Mask, documents: NDArray[np.int64]) -> Mask:
     """(L, L) real keys of a query's own document; of a padding query, all that are real. One that
-    would see none sees itself: padding before a causal text."""
+    would have no key attends to itself: padding before a causal text."""
     mask = inside & (one_document(documents) | ((documents[:, None] == 0) & (documents > 0)))
     return np.asarray(np.where(mask.any(-1, keepdims=True), mask, np.eye(len(mask), dtype=bool)))
 
@@ -132,15 +132,13 @@ def build(
     """The layer on every kernel of a batch, and the variance its logits were to have in each.
 
     Args:
-        leaf: `SelfAttention` or `CrossAttention`.
-        law: of the logits.
         memory: (..., Lk, Lk) kernel of the tokens attended to.
         allowed: a mask for every kernel.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged over each kernel's.
     """
     queries, keys = law.queries.kernel, law.keys.kernel
     scales, wanted = logit_scales(law)
-    lead = memory.pairs.shape[:-2]
+    lead = memory.off_diagonal.shape[:-2]
     scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
     heads: list[HeadAverage] = []
     turned = leaf.rotary is not None
@@ -160,7 +158,7 @@ def build(
             "norm_spread": float(spread),
             "query_kernel": None if plain and queries is memory else query_tokens,
             "key_kernel": None if plain else key_tokens,
-            "rotation": Rotation.of(*leaf.rotary.frequencies(int(leaf.d_head)), *where)
+            "rotation": Rotation.of_rotary(leaf.rotary, int(leaf.d_head), *where)
             if turned
             else None,
             "value_bias": leaf.value_bias / value_gain,
@@ -188,7 +186,7 @@ def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
     """tau of every kernel, no larger than there are laws for; and the variance that its logits were
     to have: what the tokens have of their own, which is what a row's logits vary with."""
     queries, keys = law.queries.kernel, law.keys.kernel
-    wanted = law.scale * queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_pairs())
+    wanted = law.scale * queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_off_diagonal())
     return law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)), wanted
 
 
@@ -199,7 +197,7 @@ def memory_gain(leaf: Any) -> float:
 
 def flat(kernel: Kernel) -> Array:
     """(matrices, n, n)."""
-    return np.asarray(kernel.pairs.reshape(-1, *kernel.pairs.shape[-2:]))
+    return np.asarray(kernel.off_diagonal.reshape(-1, *kernel.off_diagonal.shape[-2:]))
 
 
 class _Layer:
@@ -208,10 +206,10 @@ class _Layer:
     rows: Kernel | None = None
     """Second moments of the sums of rows; None: they are 1."""
     keys: Any
-    """How many keys a row sees."""
+    """How many keys a row attends to."""
 
     def summed(self, query: Kernel) -> Kernel:
-        """The query path as sums over pairs of tokens take it: what is held as means over cells
+        """The query path as sums over pairs of tokens take it: what is kept as means over cells
         by what these weigh."""
         return query
 
@@ -237,9 +235,13 @@ class TokenLayer(_Layer):
         self, leaf: Any, law: LogitLaw, queries: Kernel, memory: Kernel, norm_spread: Array
     ) -> None:
         """Kernels of the tokens that ask and of those attended to: one, where they are the same."""
-        self._leaf, self._shape, self._memory_shape = leaf, queries.pairs.shape, memory.pairs.shape
+        self._leaf, self._shape, self._memory_shape = (
+            leaf,
+            queries.off_diagonal.shape,
+            memory.off_diagonal.shape,
+        )
         count = int(np.prod(self._shape[:-2], dtype=int))
-        self._masks = leaf.sight(self._shape[-1], self._memory_shape[-1], count)
+        self._masks = leaf.key_masks(self._shape[-1], self._memory_shape[-1], count)
         self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread)
         self._length = self._shape[-1]
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
@@ -261,8 +263,8 @@ class TokenLayer(_Layer):
 
     def weights(self) -> Array:
         """Mean attention."""
-        found = self._numbers("mean_attention")
-        return found.reshape(*self._shape[:-2], *found.shape[-2:])
+        result = self._numbers("mean_attention")
+        return result.reshape(*self._shape[:-2], *result.shape[-2:])
 
     def head_weights(self) -> Array:
         """(heads, n, n) mean attention of every head of one kernel; one, where all are alike."""
@@ -274,12 +276,12 @@ class TokenLayer(_Layer):
         few, _ = head_slopes(self._leaf)
         where = positions(len(nodes[0]), self._leaf)
         distance = np.abs(np.subtract.outer(where, where))
-        found = []
+        result = []
         for slope in every:
             near = int(np.argmin(np.abs(np.log(few / slope))))
             weights = nodes[near] * np.exp((few[near] - slope) * distance)
-            found.append(weights / weights.sum(-1, keepdims=True))
-        return np.stack(found)
+            result.append(weights / weights.sum(-1, keepdims=True))
+        return np.stack(result)
 
     @functools.cached_property
     def sum_square(self) -> Array:
@@ -296,15 +298,15 @@ class TokenLayer(_Layer):
         parts = [one.backward(matrix) for one, matrix in zip(self._rows, flat(gained), strict=True)]
         query = self._kernel([one.query for one in parts])
         value, key, cross = (
-            Kernel.of_matrix(np.stack(found).reshape(self._memory_shape))
-            for found in zip(*((one.value, one.key, one.cross) for one in parts), strict=True)
+            Kernel.of_matrix(np.stack(result).reshape(self._memory_shape))
+            for result in zip(*((one.value, one.key, one.cross) for one in parts), strict=True)
         )
         return Paths(value, query, key, cross)
 
     def overlap_path(self, gained: Kernel) -> Kernel:
         """What the query path gains per unit of the relative variance of two tokens' overlap."""
-        found = [one.overlap_path * g for one, g in zip(self._rows, flat(gained), strict=True)]
-        return self._kernel(found)
+        result = [one.overlap_path * g for one, g in zip(self._rows, flat(gained), strict=True)]
+        return self._kernel(result)
 
     def response(self) -> Kernel:
         """What the query path is per unit of the gradient."""
@@ -333,14 +335,16 @@ class ClassLayer(_Layer):
     def __init__(self, leaf: Any, law: LogitLaw, memory: Signal, tokens: Kernel) -> None:
         self._alike = tokens.classes is None
         self._classes = classes = tokens.classes or one_class(memory.seq_len)
-        self._lead = lead = np.shape(tokens.pairs) if self._alike else tokens.pairs.shape[:-2]
-        self._sight = sight = classes.seen(leaf.window)
+        self._lead = lead = (
+            np.shape(tokens.off_diagonal) if self._alike else tokens.off_diagonal.shape[:-2]
+        )
+        self._key_counts = key_counts = classes.key_counts(leaf.window)
         scales, self.wanted = logit_scales(law)
         given = scales, norm_variance(memory)
         scales, spreads = (np.broadcast_to(one, lead).ravel() for one in given)
         self._rotary_means = rotary_means = None
         if leaf.rotary is not None:
-            rotary_means = RotaryMeans.of(sight, *leaf.rotary.frequencies(int(leaf.d_head)))
+            rotary_means = RotaryMeans.of(key_counts, *leaf.rotary.frequencies(int(leaf.d_head)))
             self._rotary_means = rotary_means
         self._rows: list[PositionAttention] = []
         kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
@@ -351,15 +355,15 @@ class ClassLayer(_Layer):
             plain = law.keys.gain is None and (rotary_means is None or law.keys.kernel is tokens)
             keys = values if plain else key_tokens
             queries = values if law.queries.kernel is tokens else query_tokens
-            told = list(zip(queries, keys, values, strict=True))
+            blocks = list(zip(queries, keys, values, strict=True))
             words: list[Words | None] = [None, None]
             if isinstance(classes, TextClasses):
-                half = len(told) // 2
-                words = self._words(classes, told[half:])
-                told = told[:half]
-            inside, *other = told
+                half = len(blocks) // 2
+                words = self._words(classes, blocks[half:])
+                blocks = blocks[:half]
+            inside, *other = blocks
             across = Across(*other[0], words[1]) if other else None
-            logits = ClassLogits(*inside, float(scale), sight, rotary_means, across, words[0])
+            logits = ClassLogits(*inside, float(scale), key_counts, rotary_means, across, words[0])
             self._rows.append(
                 PositionAttention(
                     logits,
@@ -372,60 +376,71 @@ class ClassLayer(_Layer):
             )
         self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
         self._tokens, self._length = tokens, classes.length
-        self.keys = self._of_tokens(sight.size)
+        self.keys = self._of_tokens(key_counts.size)
 
     def _words(
-        self, classes: TextClasses, told: Sequence[tuple[Matrix, Matrix, Matrix]]
+        self, classes: TextClasses, blocks: Sequence[tuple[Matrix, Matrix, Matrix]]
     ) -> list[Words | None]:
         """What two tokens of one word have, in one document and in two: of queries, keys and
         values."""
-        found: list[Words | None] = []
+        result: list[Words | None] = []
         others = classes.others, classes.others_across
-        for (met, share), counts, kernels in zip(classes.shares, others, told, strict=False):
+        for (coincidence, share), counts, kernels in zip(
+            classes.shares, others, blocks, strict=False
+        ):
             queries, keys, values = kernels
-            at_one_place = met if found else None
+            at_one_place = coincidence if result else None
             words = classes.frequencies, counts, at_one_place
             # beyond it no words of that frequency are left: `prediction.stack` refuses many such
             share = np.minimum(share, classes.most_of_a_cell)
-            found.append(Words(queries, keys, values, share, *words))
-        return [*found, None]
+            result.append(Words(queries, keys, values, share, *words))
+        return [*result, None]
 
     def _flat(self, kernel: Kernel, means: bool = False) -> list[tuple[Matrix, ...]]:
         """Of every configuration, its kernel by what two tokens have to do with each other, or the
         means of that over cells."""
         size = len(self._classes.nodes)
-        own, pairs = kernel.diagonal, kernel.pairs
+        diagonal, off_diagonal = kernel.diagonal, kernel.off_diagonal
         if self._alike:
-            own, pairs = np.asarray(own)[..., None], np.asarray(pairs)[..., None, None]
+            diagonal, off_diagonal = (
+                np.asarray(diagonal)[..., None],
+                np.asarray(off_diagonal)[..., None, None],
+            )
         shape = (*self._lead, size)
-        if own.shape != shape or pairs.shape != (*shape, size):
-            own, pairs = np.broadcast_to(own, shape), np.broadcast_to(pairs, (*shape, size))
-        every = zip(own.reshape(-1, size), pairs.reshape(-1, size, size), strict=True)
-        divided = self._classes.blocks if means else self._classes.told_apart
+        if diagonal.shape != shape or off_diagonal.shape != (*shape, size):
+            diagonal, off_diagonal = (
+                np.broadcast_to(diagonal, shape),
+                np.broadcast_to(off_diagonal, (*shape, size)),
+            )
+        every = zip(diagonal.reshape(-1, size), off_diagonal.reshape(-1, size, size), strict=True)
+        divided = self._classes.blocks if means else self._classes.blocks_by_relation
         return [divided(*one) for one in every]
 
     def _kernel(self, kernels: list[Any]) -> Kernel:
-        own, pairs = kernels[0]
+        diagonal, off_diagonal = kernels[0]
         if self._lead:
-            shape = own.shape, pairs.shape
-            own, pairs = (np.stack(part) for part in zip(*kernels, strict=True))
-            own, pairs = own.reshape(*self._lead, *shape[0]), pairs.reshape(*self._lead, *shape[1])
+            shape = diagonal.shape, off_diagonal.shape
+            diagonal, off_diagonal = (np.stack(part) for part in zip(*kernels, strict=True))
+            diagonal, off_diagonal = (
+                diagonal.reshape(*self._lead, *shape[0]),
+                off_diagonal.reshape(*self._lead, *shape[1]),
+            )
         if self._alike:
-            return Kernel(own[..., 0][()], pairs[..., 0, 0][()])
-        return Kernel(own, pairs, self._classes)
+            return Kernel(diagonal[..., 0][()], off_diagonal[..., 0, 0][()])
+        return Kernel(diagonal, off_diagonal, self._classes)
 
     def _of_rows(self, function: Callable[..., Matrix], *kernels: Kernel) -> Kernel:
         """A kernel that rows make of others, those of one document and those of two."""
-        found = []
+        result = []
         for one, *given in zip(self._rows, *map(self._flat, kernels), strict=True):
             rows = [one, *one.others]
             blocks = [function(*block) for block in zip(rows, *given, strict=True)]
-            found.append(self._classes.joined(*blocks))
-        return self._kernel(found)
+            result.append(self._classes.joined(*blocks))
+        return self._kernel(result)
 
     def _numbers(self, name: str) -> Array:
-        found = np.stack([getattr(one, name) for one in self._rows])
-        return self._of_tokens(found.reshape(*self._lead, *found.shape[1:]))
+        result = np.stack([getattr(one, name) for one in self._rows])
+        return self._of_tokens(result.reshape(*self._lead, *result.shape[1:]))
 
     def _of_tokens(self, values: Array) -> Array:
         return values[..., 0] if self._alike else self._classes.repeated(values)
@@ -437,11 +452,11 @@ class ClassLayer(_Layer):
         return self._of_rows(lambda one: one.mean_output())
 
     def weights(self) -> ClassRows | None:
-        """Uniform, as far as tokens alike can tell."""
+        """Uniform, for tokens alike."""
         if self._alike:
             return None
-        found = np.stack([one.weights for one in self._rows])
-        return ClassRows(found.reshape(*self._lead, *found.shape[1:]), self._sight)
+        result = np.stack([one.weights for one in self._rows])
+        return ClassRows(result.reshape(*self._lead, *result.shape[1:]), self._key_counts)
 
     @functools.cached_property
     def sum_square(self) -> Array:
@@ -452,7 +467,7 @@ class ClassLayer(_Layer):
         return attention_diagnostics(theta, square, entropy, self.keys)
 
     def backward(self, gained: Kernel) -> Paths[Kernel]:
-        found: list[list[Matrix]] = [[] for _ in Paths._fields]
+        result: list[list[Matrix]] = [[] for _ in Paths._fields]
         counts = self._classes.documents
         totals = gained if counts is None else gained.weighted(*counts)
         for one, given in zip(self._rows, self._flat(totals), strict=True):
@@ -461,9 +476,9 @@ class ClassLayer(_Layer):
                 parts = self._backward_by_word(self._classes, rows, given)
             else:
                 parts = [row.backward(*block) for row, block in zip(rows, given, strict=True)]
-            for of_path, blocks in zip(found, zip(*parts, strict=True), strict=True):
+            for of_path, blocks in zip(result, zip(*parts, strict=True), strict=True):
                 of_path.append(self._classes.joined(*blocks))
-        paths = Paths(*map(self._kernel, found))
+        paths = Paths(*map(self._kernel, result))
         if counts is None:
             return paths
         each = [ratio_or_zero(1.0, count) for count in counts]
@@ -473,35 +488,37 @@ class ClassLayer(_Layer):
         self, classes: TextClasses, rows: list[Any], given: tuple[Matrix, ...]
     ) -> list[Any]:
         """Paths of two words and then of one, in one document and in two."""
-        found: list[list[Any]] = [[], []]
+        result: list[list[Any]] = [[], []]
         half = len(classes.shares)
         for number, (alike, share) in enumerate(classes.shares):
             both = rows[number::half], given[number::half]
             portions = (1.0 - alike, 1.0 - share), (alike, share)
             parts = [
-                row.backward(one * own, several * pairs)
-                for row, (own, pairs), (one, several) in zip(*both, portions, strict=True)
+                row.backward(one * diagonal, several * off_diagonal)
+                for row, (diagonal, off_diagonal), (one, several) in zip(
+                    *both, portions, strict=True
+                )
             ]
             of_query = [
-                (own * row.response[0], pairs * row.response[1])
-                for row, (own, pairs) in zip(*both, strict=True)
+                (diagonal * row.response[0], off_diagonal * row.response[1])
+                for row, (diagonal, off_diagonal) in zip(*both, strict=True)
             ]
             for kind, query in enumerate(of_query):
                 of_path = {"query": query}
                 for name in ("value", "key", "cross"):
                     (a, b), (more, rest) = (getattr(part, name) for part in parts)
                     whole, several = a + more, b + rest
-                    if number > 0:  # at one place as beside it, and what that has beyond
+                    if number > 0:  # at one place as next to it, and what that has beyond
                         mean = several[0] + share * (several[1] - several[0])
                         whole = whole + np.diagonal(several[kind] - mean)
                     of_path[name] = whole, several[kind]
-                found[kind].append(parts[0]._replace(**of_path))
-        return found[0] + found[1]
+                result[kind].append(parts[0]._replace(**of_path))
+        return result[0] + result[1]
 
     def summed(self, query: Kernel) -> Kernel:
         classes = self._classes
-        held = classes.one if isinstance(classes, TextClasses) else classes
-        if self._rotary_means is None or type(held) is not PositionClasses:
+        inner = classes.one if isinstance(classes, TextClasses) else classes
+        if self._rotary_means is None or type(inner) is not PositionClasses:
             return query
         count = classes.inside.pair_count
         usable = count > 0.0
@@ -517,7 +534,7 @@ class ClassLayer(_Layer):
     def _shifted(self, table: RelativeBias) -> Kernel:
         shifted = [
             self._classes.joined(
-                *(shifted_classes(self._sight, table, one.weights, block) for block in blocks)
+                *(shifted_classes(self._key_counts, table, one.weights, block) for block in blocks)
             )
             for one, blocks in zip(self._rows, self._flat(self._tokens, means=True), strict=True)
         ]
@@ -537,10 +554,7 @@ def layer_of(
     """That layer.
 
     Args:
-        leaf: `SelfAttention` or `CrossAttention`.
-        law: of its logits.
         signal, memory: the tokens that ask and those attended to, which may be the same.
-        kernels: of both, likewise.
     """
     layer, (_, tokens) = _layer_of(leaf, law, signal, memory, kernels), kernels
     sink = getattr(leaf, "sink", None)

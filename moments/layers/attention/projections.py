@@ -3,7 +3,7 @@
 Queries and keys are Gaussian given the tokens, with kernels d s_q C + b_q and d s_k C' + b_k; norms
 and a soft cap may stand between, and the logits then are read as the Gaussian ones of `LogitLaw`.
 Back at the weights, E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W). See
-docs/theory/attention.md, What stands between tokens and logits, and Weight gradients.
+docs/theory/logits.md and docs/theory/attention.md, Weight gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TABLE_NOTED = 0.1
 """Variance of relative biases beyond which a note says so: how they spread attention is missing."""
 
 FAINTEST = 1e-9
-"""What stands for no weight beside a bias: products of it with the rest keep seven digits."""
+"""What stands for no weight besides a bias: products of it with the rest keep seven digits."""
 
 LOGIT_VARIANCE_MAX = THETA_PEAKED
 """Logit variance, averaged over a kernel's tokens, beyond which that variance stands in."""
@@ -82,7 +82,6 @@ class LogitLaw(NamedTuple):
     """Covariance of logits (i, j) and (k, l): scale times queries_ik times keys_jl.
 
     Attributes:
-        queries, keys: of the layer.
         scale: that of the Gaussian logits which stand for the actual ones.
         gradient_scale: actual scale over it, which multiplies gradients through queries and those
             of the keys' weights.
@@ -122,8 +121,8 @@ class RowMoments(NamedTuple):
 def of_rows(output: Signal, shape: tuple[int, ...] = ()) -> RowMoments:
     """What an attention's output tells of its rows, by token in that shape."""
     assert output.diagnostics is not None
-    found = (np.asarray(output.diagnostics[name]) for name in ("square_sum", "logit_variance"))
-    return RowMoments(*(one.reshape(shape) if shape else one for one in found))
+    result = (np.asarray(output.diagnostics[name]) for name in ("square_sum", "logit_variance"))
+    return RowMoments(*(one.reshape(shape) if shape else one for one in result))
 
 
 def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, width: Any) -> Side:
@@ -131,21 +130,21 @@ def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, 
     kernel = tokens
     if np.any(shift):
         one, two = tokens.lift(shift)
-        kernel = Kernel(tokens.diagonal + one, tokens.pairs + two, tokens.resolved)
+        kernel = Kernel(tokens.diagonal + one, tokens.off_diagonal + two, tokens.resolved)
     if norm is None:
         return Side(kernel, None, gain)
     first, second = kernel.over_tokens(kernel.diagonal)
-    correlation = np.clip(ratio_or_zero(kernel.pairs, np.sqrt(first * second)), -1.0, 1.0)
+    correlation = np.clip(ratio_or_zero(kernel.off_diagonal, np.sqrt(first * second)), -1.0, 1.0)
     inverse = ratio_or_zero(gain + 0.0 * kernel.diagonal, kernel.diagonal * gain + epsilon)
     shrunk = kernel.diagonal * inverse
     left, right = kernel.over_tokens(np.sqrt(shrunk))
     square = correlation**2
-    pairs = left * right * correlation * (1.0 - (1.0 - square) / (2.0 * width))
-    directions = Kernel.joined(shrunk, pairs, kernel.resolved)
+    off_diagonal = left * right * correlation * (1.0 - (1.0 - square) / (2.0 * width))
+    directions = Kernel.joined(shrunk, off_diagonal, kernel.resolved)
     left, right = kernel.over_tokens(np.sqrt(inverse))
     back = left * right * np.maximum(1.0 + (1.5 * square - 0.5) / width, 0.0)
-    own = inverse * (1.0 + 1.0 / width)
-    returned = Kernel.joined(own, back, kernel.resolved)
+    diagonal = inverse * (1.0 + 1.0 / width)
+    returned = Kernel.joined(diagonal, back, kernel.resolved)
     # On the scale of the largest: epsilon may leave next to nothing.
     largest = shrunk.max(-1) if kernel.resolved else shrunk
     one = ratio_or_zero(1.0, largest)
@@ -182,7 +181,7 @@ class Bent(NamedTuple):
 
 
 def bent(
-    own: Any, shared: Any, keys: float, spread: float, cap: float | None, dimension: Any
+    diagonal: Any, shared: Any, keys: float, spread: float, cap: float | None, dimension: Any
 ) -> Bent:
     """Of logits f = c tanh(s/c), s the coordinates of points on a sphere.
 
@@ -191,51 +190,53 @@ def bent(
     the logits of a row share; and with it shared/own E|J f'|^2.
 
     Args:
-        own, shared: variance of the logits within a row, and of what all of a row share.
+        diagonal, shared: variance of the logits within a row, and of what all of a row share.
         keys: how many a row has.
         spread: relative variance of a row's logit variance.
         cap: c; None: f = s.
         dimension: of the sphere; infinite: s is Gaussian.
 
     Source:
-        the integrals of `_bent_row`; see docs/theory/attention.md.
+        the integrals of `_bent_row`; see docs/theory/logits.md, Soft caps.
     """
     most = max(LOGIT_VARIANCE_MAX, 0.0 if cap is None else 100.0 * cap**2)
-    shared = shared * np.minimum(most / np.maximum(own, most), 1.0)
-    own = np.minimum(np.maximum(own, BENT_LEAST), most)
-    own, shared, dimension = np.broadcast_arrays(own, np.maximum(shared, 0.0), dimension)
+    shared = shared * np.minimum(most / np.maximum(diagonal, most), 1.0)
+    diagonal = np.minimum(np.maximum(diagonal, BENT_LEAST), most)
+    diagonal, shared, dimension = np.broadcast_arrays(diagonal, np.maximum(shared, 0.0), dimension)
     keys = min(max(float(keys), 1.0 + 1e-6), LENGTH_MAX)
     norms = chi_square_rule(2.0 / spread if spread > 0.0 else np.inf)
     rows = AlikeRows.of(keys)
 
     def averages(theta: Any) -> list[Array]:
-        found = rows.rows(np.multiply.outer(norms.nodes, theta))
-        fields = found.sum_square, found.jacobian_square, found.sum_square_slope
+        result = rows.rows(np.multiply.outer(norms.nodes, theta))
+        fields = result.sum_square, result.jacobian_square, result.sum_square_slope
         return [np.tensordot(norms.weights, one, 1) for one in fields]
 
-    each = [_bent_rows(xi * own, xi * shared, keys, cap, dimension) for xi in norms.nodes]
+    each = [_bent_rows(xi * diagonal, xi * shared, keys, cap, dimension) for xi in norms.nodes]
     square, driven, common = np.tensordot(norms.weights, each, 1)
-    theta = np.array(own)
+    theta = np.array(diagonal)
     for _ in range(BENT_SWEEPS):
         reached, _, slope = averages(theta)
         step = np.clip((square - reached) / np.maximum(slope, 1e-300), -1.0, 1.0)
-        theta = np.minimum(theta * np.exp(step), own)
+        theta = np.minimum(theta * np.exp(step), diagonal)
     jacobian = np.maximum(averages(theta)[1], 1e-300)
-    whole = driven + shared / own * common
-    return Bent(theta / own, driven / jacobian, whole / jacobian)
+    whole = driven + shared / diagonal * common
+    return Bent(theta / diagonal, driven / jacobian, whole / jacobian)
 
 
 def _bent_rows(
-    own: Array, shared: Array, keys: float, cap: float | None, dimension: Array
+    diagonal: Array, shared: Array, keys: float, cap: float | None, dimension: Array
 ) -> Array:
     """(3, ...) `_bent_row` of every variance."""
-    given = zip(*(np.ravel(one).tolist() for one in (own, shared, dimension)), strict=True)
-    found = np.transpose([_bent_row(*one, keys, cap) for one in given])
-    return np.asarray(found.reshape(3, *np.shape(own)))
+    given = zip(*(np.ravel(one).tolist() for one in (diagonal, shared, dimension)), strict=True)
+    result = np.transpose([_bent_row(*one, keys, cap) for one in given])
+    return np.asarray(result.reshape(3, *np.shape(diagonal)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _bent_row(own: float, shared: float, dimension: float, keys: float, cap: float | None) -> Array:
+def _bent_row(
+    diagonal: float, shared: float, dimension: float, keys: float, cap: float | None
+) -> Array:
     """P2, E tr J D^2 y^2 J and E |J f'|^2 of a row of logits f(s + u), averaged over u.
 
     E sum over distinct keys of prod a_j^p g(s_j) is n (n-1) .. / Gamma(sum p) int phi^{n-c} prod
@@ -244,7 +245,7 @@ def _bent_row(own: float, shared: float, dimension: float, keys: float, cap: flo
     (J f')_l = sum_k a_l a_k (f'_l - f'_k).
     """
     # e^{-t e^f} is analytic in a strip of the width of pi/sigma, which bounds the spacing
-    half = min(math.ceil(6.4 / min(0.3, 1.07 / own**0.5)), BENT_NODES)
+    half = min(math.ceil(6.4 / min(0.3, 1.07 / diagonal**0.5)), BENT_NODES)
     if dimension < BENT_GAUSSIAN:
         top = min(0.5 * np.pi, 6.4 / dimension**0.5 * (1.0 + 6.4 / dimension**0.5))
         angle = np.linspace(-top, top, 2 * half + 1)
@@ -255,7 +256,7 @@ def _bent_row(own: float, shared: float, dimension: float, keys: float, cap: flo
         z = np.linspace(-6.4, 6.4, 2 * half + 1)
         weights, orthogonal = np.exp(-0.5 * z * z), np.ones(len(z))
     weights = weights / weights.sum()
-    logits, slopes, shares = own**0.5 * z[None], np.ones((1, len(z))), np.ones(1)
+    logits, slopes, shares = diagonal**0.5 * z[None], np.ones((1, len(z))), np.ones(1)
     if cap is not None:
         shifts, shares = np.polynomial.hermite_e.hermegauss(6 if shared > 0.0 else 1)
         turned = np.tanh((logits + shared**0.5 * shifts[:, None]) / cap)
@@ -325,7 +326,6 @@ def logit_law(
     Args:
         leaf: with the fields of `SelfAttention` that name variances and norms.
         query_tokens, key_tokens: kernels of the tokens behind queries and keys.
-        widths: of those tokens.
         length: how many keys there are.
     """
     norm, d_head = leaf.qk_norm, leaf.d_head
@@ -359,7 +359,10 @@ def logit_law(
         count = _keys_of_a_row(leaf, length)
         count = (count + 1) / 2 if getattr(leaf, "causal", False) else count
         size = scale * queries.kernel.mean_diagonal(asks)
-        total, shared = size * keys.kernel.mean_diagonal(seen), size * keys.kernel.mean_pairs(seen)
+        total, shared = (
+            size * keys.kernel.mean_diagonal(seen),
+            size * keys.kernel.mean_off_diagonal(seen),
+        )
         unshared = np.maximum(1.0 - ratio_or_zero(shared, total), 1e-6)
         spread, dimension = 2.0 / widths[0], np.inf
         if each:
@@ -420,43 +423,42 @@ def through(path: Kernel, side: Side, gradient_scale: Array) -> Kernel:
 
 
 def normalised_cross(
-    law: LogitLaw, rows: RowMoments, weights: Any, width: Any, received: Array, plain: Paths[Kernel]
+    law: LogitLaw, rows: RowMoments, weights: Any, width: Any, grad_out: Array, plain: Paths[Kernel]
 ) -> Kernel:
     """Correlation of the value and key paths of normalised keys.
 
     Args:
-        law: of the logits.
         rows: of the attention, in the shape of the queries.
         weights: mean attention, an array or `ClassRows`; None: uniform.
         width: of the tokens attended to.
-        received: variance of the gradient at every row.
+        grad_out: variance of the gradient at every row.
         plain: the paths of keys that are not normalised.
     """
     queries, keys = law.queries.kernel, law.keys.kernel
     total = queries.scaled(law.scale * keys.mean_diagonal()).diagonal
-    apart = np.clip(ratio_or_zero(rows.logit_variance, total), 0.0, 1.0)
+    unshared = np.clip(ratio_or_zero(rows.logit_variance, total), 0.0, 1.0)
     several = np.maximum((1 - rows.squares) * (1 - 2 * rows.squares), 0.0)
-    lost = 2 / width * rows.logit_variance * apart * several
+    lost = 2 / width * rows.logit_variance * unshared * several
     value = plain.value
     if weights is None:
         value = value.scaled(queries.average(lost))
     else:
-        one, two = (_of_keys(weights, received, lost, power, value) for power in (2, 1))
+        one, two = (_of_keys(weights, grad_out, lost, power, value) for power in (2, 1))
         first, second = value.over_tokens(two)
         value = value.weighted(one, (first + second) / 2)
-    return plain.cross.scaled(1 - queries.average(apart)) - value
+    return plain.cross.scaled(1 - queries.average(unshared)) - value
 
 
-def _of_keys(attention: Any, received: Array, values: Array, power: int, keys: Kernel) -> Array:
+def _of_keys(attention: Any, grad_out: Array, values: Array, power: int, keys: Kernel) -> Array:
     """A number per row at every one of `keys`: its average over the rows, by powers of their
     weights."""
-    sizes, sums = np.asarray(received), np.asarray(received * values)
+    sizes, sums = np.asarray(grad_out), np.asarray(grad_out * values)
     if not isinstance(attention, ClassRows):
         return _averaged(attention**power, sizes, sums)
-    sight, classes = attention.sight, keys.classes
+    key_counts, classes = attention.key_counts, keys.classes
     assert classes is not None
-    met = sight.later_own if power == 2 else sight.rows
-    weights = attention.weights**power * np.swapaxes(met, -1, -2)
+    counts = key_counts.later_diagonal if power == 2 else key_counts.rows
+    weights = attention.weights**power * np.swapaxes(counts, -1, -2)
     of_one = (classes.in_one(one + 0.0 * keys.diagonal) for one in (sizes, sums))
     return classes.repeated(_averaged(weights, *of_one))
 
@@ -488,7 +490,7 @@ def projection_gradients(
     signal: Signal,
     memory: Signal,
     mixed: Kernel,
-    received: Kernel,
+    grad_out: Kernel,
     paths: ProjectionPaths,
     rows: RowMoments,
 ) -> dict[str, Array]:
@@ -496,37 +498,34 @@ def projection_gradients(
 
     Args:
         leaf: a `SelfAttention` or `CrossAttention`.
-        law: of its logits.
         signal, memory: the tokens that ask, and those attended to.
         mixed: second moments per feature of sum_j a_ij y_j over the latter.
-        received: gradient's kernel at the heads.
-        paths: of it.
-        rows: of the attention.
+        grad_out: gradient's kernel at the heads.
     """
     width, length = leaf.value_width, signal.seq_len
     grown = _overlap_gradients(leaf, law, signal, paths.overlap_path)
-    found: dict[str, Array] = {}
+    result: dict[str, Array] = {}
     sides = (("query", signal, paths.query), ("key", memory, paths.key))
     inverse = _inverse_variances(leaf)
     for side, tokens, path in sides:
-        sent = _of_side(leaf, law, side, tokens, path)
-        found |= {name: norm * inverse[side] for name, norm in sent.items()}
-    found["value"] = leaf.memory_width * width * (mixed * received).total(length)
-    found["key"] = found["key"] + grown["key"] / leaf.memory_width
+        grad_in = _of_side(leaf, law, side, tokens, path)
+        result |= {name: norm * inverse[side] for name, norm in grad_in.items()}
+    result["value"] = leaf.memory_width * width * (mixed * grad_out).total(length)
+    result["key"] = result["key"] + grown["key"] / leaf.memory_width
     if leaf.qk_norm is not None and leaf.norm_affine:
-        # E (tr J)^2 of two rows, which the overlaps' variance stands beside, is that of any two.
+        # E (tr J)^2 of two rows, to which the overlaps' variance adds, is that of any two.
         path = paths.query + paths.overlap_path.scaled(-1 / leaf.memory_width)
         within = _within_heads(law.queries.kernel, path, rows).scaled(2 / _freedom(leaf))
         gain = _of_gain(leaf, law, law.queries.kernel * paths.query + within, length)
-        found["query.norm.gain"] = found["key.norm.gain"] = gain
+        result["query.norm.gain"] = result["key.norm.gain"] = gain
     if "value" in biased(leaf.has_bias):
         dropped = leaf.drop_prob / (1 - leaf.drop_prob)
-        ones = received.with_diagonal(received.diagonal * (1 + dropped * rows.squares))
-        found["value.bias"] = width * ones.total(length)
-    if "key.bias" in found:
+        ones = grad_out.with_diagonal(grad_out.diagonal * (1 + dropped * rows.squares))
+        result["value.bias"] = width * ones.total(length)
+    if "key.bias" in result:
         moved = _moves_with_keys(leaf)
-        found["key.bias"] = np.maximum(found["key.bias"], 0.0) if moved else 0.0
-    return _prefixed(leaf, dict(sorted(found.items(), key=lambda one: one[0].count("."))))
+        result["key.bias"] = np.maximum(result["key.bias"], 0.0) if moved else 0.0
+    return _prefixed(leaf, dict(sorted(result.items(), key=lambda one: one[0].count("."))))
 
 
 def biased(given: bool | tuple[str, ...]) -> tuple[str, ...]:
@@ -572,16 +571,16 @@ def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
     """(1 - N^2)^2 dQ/dN of different rows."""
     size_i, other = kernel.over_tokens(kernel.diagonal)
     size = np.sqrt(size_i * other)
-    cosine = ratio_or_zero(kernel.pairs, size)
+    cosine = ratio_or_zero(kernel.off_diagonal, size)
     theta, square = (
         np.sqrt(np.multiply(*kernel.over_tokens(np.asarray(of))))
         for of in (rows.logit_variance, rows.squares)
     )
-    # p of the own key of a row beside the others'
+    # p of the own key of a row, and of the others'
     odds = ratio_or_zero(square, np.maximum(1 - square, 0.0)) * np.exp((cosine - 1) * theta)
     slope = theta * (1 - odds) / (1 + odds)
-    pairs = size * (1 - cosine * cosine) ** 2 * slope * path.pairs
-    return Kernel.joined(0.0 * kernel.diagonal, pairs, kernel.resolved)
+    off_diagonal = size * (1 - cosine * cosine) ** 2 * slope * path.off_diagonal
+    return Kernel.joined(0.0 * kernel.diagonal, off_diagonal, kernel.resolved)
 
 
 def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) -> dict[str, Array]:
@@ -591,11 +590,11 @@ def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) 
     kernel, length = tokens.second_moment(), tokens.seq_len
     if name == "key" and not _moves_with_keys(leaf):
         kernel = kernel.without_common()
-    sent, size = through(path, side, law.gradient_scale), leaf.memory_width
-    found = {name: size * (kernel * sent).total(length)}
+    grad_in, size = through(path, side, law.gradient_scale), leaf.memory_width
+    result = {name: size * (kernel * grad_in).total(length)}
     if name in biased(leaf.has_bias):
-        found[f"{name}.bias"] = size / tokens.width * sent.total(length)
-    return found
+        result[f"{name}.bias"] = size / tokens.width * grad_in.total(length)
+    return result
 
 
 def _moves_with_keys(leaf: Any) -> bool:

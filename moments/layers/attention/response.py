@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...engine.classes import ClassMatrix, ClassRows, OneClass, Sight
+from ...engine.classes import ClassMatrix, ClassRows, KeyCounts, OneClass, diagonal_of
 from ...engine.composition import Pulled
 from ...engine.fluctuation import (
     OverlapWalk,
@@ -23,7 +23,7 @@ from ...engine.fluctuation import (
     between_rows,
     followed,
     has_fixed_norms,
-    met_by,
+    rows_times,
     unshared_variance,
 )
 from ...engine.response import (
@@ -32,12 +32,11 @@ from ...engine.response import (
     Matrix,
     SignalAdjoint,
     count_of,
-    diagonal,
+    diagonal_matrix,
     entrywise,
     matrix_of,
     ones,
     over_tokens,
-    own_entries,
     paired,
     per_pair,
     ratio,
@@ -104,16 +103,16 @@ class Averages(NamedTuple):
         """tr(P_i X P_i' Y) of every two rows."""
         w = self.weights
         cross = w @ transposed(self.mixed * other.mixed)
-        found = w @ (self.kernel * other.kernel) @ transposed(w)
-        return found + self.means * other.means - cross - transposed(cross)
+        result = w @ (self.kernel * other.kernel) @ transposed(w)
+        return result + self.means * other.means - cross - transposed(cross)
 
-    def spread(self, pairs: Matrix) -> Matrix:
+    def spread(self, off_diagonal: Matrix) -> Matrix:
         """sum_ii' H_ii' P_i X P_i', the transpose of `gather` in Y, for pairs H of rows."""
         w = self.weights
-        sent = transposed(w) @ pairs
-        cross = (sent * transposed(self.mixed)) @ w
-        found = (sent @ w) * self.kernel - cross - transposed(cross)
-        return found + transposed(w) @ (pairs * self.means) @ w
+        grad_in = transposed(w) @ off_diagonal
+        cross = (grad_in * transposed(self.mixed)) @ w
+        result = (grad_in @ w) * self.kernel - cross - transposed(cross)
+        return result + transposed(w) @ (off_diagonal * self.means) @ w
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,6 @@ class AttentionResponse:
 
     Attributes:
         kernel: second moments C of the tokens that attend.
-        weights: mean attention w.
         squares: E a_ij^2 times p/(1 - p) of the dropout on the attention weights.
         by_head: the factors value + key, tau C_ii' (R1 + R2): realised weights and keys, which are
             one vector over tokens in each head. The keys' part of dropout is included.
@@ -141,7 +139,7 @@ class AttentionResponse:
         query_change: (slope + slope_change) tr(P_i C P_i' C).
         squares_change: C_ii d(squares)/dC_ii, as if theta's odds grew in proportion.
         through_keys: (..., L) what dropout adds to the keys' part of a row with itself.
-        apart: (..., L) sum_j w_ij C_jj - (w C w^T)_ii, which theta is proportional to.
+        unshared: (..., L) sum_j w_ij C_jj - (w C w^T)_ii, which theta is proportional to.
         bend: (..., L) d log t/d log theta - 1 of every row.
         logit_variance, keys: (..., L) theta and effective number of keys of every row.
     """
@@ -156,7 +154,7 @@ class AttentionResponse:
     query_change: Matrix
     squares_change: Matrix
     through_keys: Array
-    apart: Array
+    unshared: Array
     bend: Array
     logit_variance: Array
     keys: Array
@@ -168,8 +166,8 @@ class AttentionResponse:
         Args:
             attention: the layer, a `SelfAttention`.
             kernel: second moments of the tokens that attend.
-            allowed: for every leading entry, (L, L) which keys each query sees; None on classes of
-                positions, where it sees those before it, and for tokens alike, where it sees all.
+            allowed: for every leading entry, (L, L) the keys of each query; None on classes of
+                positions (those before it) and for tokens alike (all).
             tau: (...,) logit scale.
         """
         dropped = attention.drop_prob / (1 - attention.drop_prob)
@@ -182,7 +180,7 @@ class AttentionResponse:
         for place, index in enumerate(np.ndindex(axes)):
             one = kernel[index]
             if allowed is None:
-                rows = _on_classes(one, one.classes.seen(attention.window), tau)
+                rows = _on_classes(one, one.classes.key_counts(attention.window), tau)
             else:
                 rows = _by_token(one, allowed[place], tau)
             built.append(_response(one, *rows, tau, dropped, float(attention.d_model)))
@@ -193,9 +191,9 @@ class AttentionResponse:
         """Sensitivity to the gradient at the output, of one to that at the input."""
         given = Averages.of(self.weights, sensitivity)
         gathered = self._rows.gather(given)
-        dropped = (self.squares @ own_entries(sensitivity)[..., None])[..., 0]
+        dropped = (self.squares @ diagonal_of(sensitivity)[..., None])[..., 0]
         onward = given.means + self.by_head * gathered + self.query * sensitivity
-        onward = onward + diagonal(dropped, onward)
+        onward = onward + diagonal_matrix(dropped, onward)
         return AttentionAdjoint(given, symmetric(onward), gathered)
 
     def signal_adjoint(
@@ -212,42 +210,44 @@ class AttentionResponse:
             gradient: G at the output.
         """
         w, wt = self.weights, transposed(self.weights)
-        pairs = self.by_head * sensitivity
+        off_diagonal = self.by_head * sensitivity
         direct = self.query * sensitivity
         middle = sensitivity
-        dropped = (transposed(self.squares) @ own_entries(sensitivity)[..., None])[..., 0]
+        dropped = (transposed(self.squares) @ diagonal_of(sensitivity)[..., None])[..., 0]
         # What follows a row's theta less than in proportion: `follows` both the query's own size
         # and how far apart its keys are, `sized` only the former, `apart` only the latter.
-        own = own_entries(sensitivity)
-        sized = own * (self.squares_change @ own_entries(self.kernel)[..., None])[..., 0]
+        diagonal = diagonal_of(sensitivity)
+        sized = diagonal * (self.squares_change @ diagonal_of(self.kernel)[..., None])[..., 0]
         follows = self.bend * (row_sums(self.query * self.kernel * sensitivity) + sized)
-        apart = 0.0 * sized
+        paths = 0.0 * sized
         if adjoint is not None:
             given = adjoint.given.kernel
             twice = 2 * self.slope + self.slope_change
-            again = own_entries(self.slope + self.slope_change) * self.through_keys
-            twice = twice + diagonal(again, twice)
+            again = diagonal_of(self.slope + self.slope_change) * self.through_keys
+            twice = twice + diagonal_matrix(again, twice)
             direct = direct + twice * gradient * adjoint.gathered
-            pairs = pairs + 2 * (self.slope + self.slope_change) * gradient * given
+            off_diagonal = off_diagonal + 2 * (self.slope + self.slope_change) * gradient * given
             keys = twice * self.kernel * gradient
-            own = own_entries(gradient)
-            squares = own * (self.squares_change @ own_entries(given)[..., None])[..., 0]
+            diagonal = diagonal_of(gradient)
+            squares = diagonal * (self.squares_change @ diagonal_of(given)[..., None])[..., 0]
             sizes = row_sums(keys * adjoint.gathered + self.query_change * gradient * given)
             follows = follows + self.bend * (sizes + squares)
             # `through_keys` is per that distance over the tokens' mean size
             keyed = (
-                own_entries(self.slope * self.kernel * adjoint.gathered) * own * self.through_keys
+                diagonal_of(self.slope * self.kernel * adjoint.gathered)
+                * diagonal
+                * self.through_keys
             )
-            sized, apart = sized + squares, squares - keyed
+            sized, paths = sized + squares, squares - keyed
             dropped = dropped + ratio(over_tokens(keyed, middle), trace_of(self.kernel))[..., None]
-        direct = direct + diagonal(ratio(follows + sized, own_entries(self.kernel)), middle)
-        apart = ratio(follows + apart, self.apart)
-        middle = middle - diagonal(apart, middle)
-        dropped = dropped + (wt @ apart[..., None])[..., 0]
-        found = wt @ middle @ w + self._rows.spread(pairs)
+        direct = direct + diagonal_matrix(ratio(follows + sized, diagonal_of(self.kernel)), middle)
+        paths = ratio(follows + paths, self.unshared)
+        middle = middle - diagonal_matrix(paths, middle)
+        dropped = dropped + (wt @ paths[..., None])[..., 0]
+        result = wt @ middle @ w + self._rows.spread(off_diagonal)
         if adjoint is not None:
-            found = found + adjoint.given.spread(keys)
-        return symmetric(found + direct + diagonal(dropped, found)), direct
+            result = result + adjoint.given.spread(keys)
+        return symmetric(result + direct + diagonal_matrix(dropped, result)), direct
 
     def sent_by_head(self, gradient: Array) -> Array:
         """The part of the gradient at the input that is one vector over tokens in each head."""
@@ -255,7 +255,7 @@ class AttentionResponse:
 
     def agreement(self, gradient: Array) -> Array:
         """(..., L) correlation of a row's query with others', as gradients weigh them."""
-        size, weight = np.sqrt(own_entries(self.kernel)), own_entries(gradient)
+        size, weight = np.sqrt(diagonal_of(self.kernel)), diagonal_of(gradient)
         sizes = size[..., :, None] * size[..., None, :]
         correlation = entrywise(ratio, self.kernel, sizes)
         others = (correlation @ weight[..., None])[..., 0] - weight
@@ -287,11 +287,11 @@ def _by_token(kernel: Array, mask: Array, tau: float) -> tuple[AttentionRows, Ar
 
 
 def _on_classes(
-    kernel: ClassMatrix, sight: Sight, tau: float
+    kernel: ClassMatrix, key_counts: KeyCounts, tau: float
 ) -> tuple[AttentionRows, Matrix, Matrix]:
     classes = kernel.classes
-    tokens, *alike = classes.told_apart(kernel.own, kernel.pairs)
-    logits = ClassLogits(tokens, tokens, tokens, tau, sight)
+    tokens, *alike = classes.blocks_by_relation(kernel.diagonal, kernel.off_diagonal)
+    logits = ClassLogits(tokens, tokens, tokens, tau, key_counts)
     if isinstance(classes, TextClasses):
         (same,) = alike
         counts = classes.share, classes.frequencies, classes.others
@@ -303,8 +303,8 @@ def _on_classes(
     if isinstance(classes, TextClasses):
         relative = ratio(by_frequency[..., 1:], mean[..., None])
         crowded = relative**2 @ classes.frequencies.of_pairs[1:]
-    weights = ClassMatrix.of_rows(mean, sight, classes, crowded)
-    squares = ClassMatrix.of_rows(by_frequency**2 @ portion, sight, classes)
+    weights = ClassMatrix.of_rows(mean, key_counts, classes, crowded)
+    squares = ClassMatrix.of_rows(by_frequency**2 @ portion, key_counts, classes)
     several = {f.name: classes.repeated(getattr(rows, f.name)) for f in dataclasses.fields(rows)}
     return dataclasses.replace(rows, **several), weights, squares
 
@@ -312,32 +312,35 @@ def _on_classes(
 def _alike(kernel: ClassMatrix, tau: Array) -> tuple[AttentionRows, Matrix, Matrix]:
     """Of tokens that all see all, whose rows are their own references; leading axes as tau's."""
     length = kernel.classes.length
-    own, pairs = kernel.own, kernel.pairs[..., 0]
-    count = np.full(own.shape, float(length))
-    found = statistics_of(
-        ReferenceRow(np.maximum(own - pairs, 0.0), count),
+    diagonal, off_diagonal = kernel.diagonal, kernel.off_diagonal[..., 0]
+    count = np.full(diagonal.shape, float(length))
+    result = statistics_of(
+        ReferenceRow(np.maximum(diagonal - off_diagonal, 0.0), count),
         1.0,
         count,
-        own,
+        diagonal,
         tau,
-        own,
-        (own + (length - 1) * pairs) / length,
+        diagonal,
+        (diagonal + (length - 1) * off_diagonal) / length,
         np.log(count),
     )
     weights = ones(kernel.shape, kernel) * (1.0 / length)
-    return found, weights, weights**2
+    return result, weights, weights**2
 
 
 def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:
     """Fields of every leading entry, as one."""
-    found = stacked(fields, np.stack)
-    if isinstance(found, ClassMatrix):
-        own = found.own.reshape(*axes, *found.own.shape[1:])
-        pairs, crowded = found.pairs.reshape(*axes, *found.shape[1:]), found.crowded
+    result = stacked(fields, np.stack)
+    if isinstance(result, ClassMatrix):
+        diagonal = result.diagonal.reshape(*axes, *result.diagonal.shape[1:])
+        off_diagonal, crowded = (
+            result.off_diagonal.reshape(*axes, *result.shape[1:]),
+            result.crowded,
+        )
         if crowded is not None:
             crowded = crowded.reshape(*axes, *crowded.shape[1:])
-        return ClassMatrix(own, pairs, found.classes, crowded)
-    return found.reshape(*axes, *found.shape[1:])
+        return ClassMatrix(diagonal, off_diagonal, result.classes, crowded)
+    return result.reshape(*axes, *result.shape[1:])
 
 
 def _response(
@@ -350,10 +353,10 @@ def _response(
     d_model: float,
 ) -> tuple[Any, ...]:
     """All attributes but the kernel, of one sequence; of tokens alike, with leading axes."""
-    own = own_entries(kernel)
+    diagonal = diagonal_of(kernel)
     keys, theta = np.maximum(rows.keys, 1 + 1e-6), np.maximum(rows.theta, FAINT)
     odds = np.where(rows.keys > 1 + 1e-6, rows.odds * theta, theta)
-    correlation = entrywise(ratio, kernel, np.sqrt(_outer(own)))
+    correlation = entrywise(ratio, kernel, np.sqrt(_outer(diagonal)))
     halves = (
         entrywise(saturation, correlation, *map(to_rows, (keys, theta, odds)))
         for to_rows in (lambda v: v[..., :, None], lambda v: v[..., None, :])
@@ -363,23 +366,25 @@ def _response(
     chord, slope, change = (factor * (0.5 * (a + b)) for a, b in zip(*halves, strict=True))
     averages = Averages.of(weights, kernel)
     mixed, means = averages.mixed, averages.means
-    itself = own_entries(means)[..., :, None]
-    excess = entrywise(lambda met: np.maximum(met, 0.0), own[..., None, :] - 2 * mixed + itself)
-    squares_change = squares * own_entries(kernel * slope)[..., :, None] * excess
-    squares = squares * (1 + own_entries(kernel * chord)[..., :, None] * excess)
+    itself = diagonal_of(means)[..., :, None]
+    excess = entrywise(
+        lambda met: np.maximum(met, 0.0), diagonal[..., None, :] - 2 * mixed + itself
+    )
+    squares_change = squares * diagonal_of(kernel * slope)[..., :, None] * excess
+    squares = squares * (1 + diagonal_of(kernel * chord)[..., :, None] * excess)
     # Given the direction a query looks in, the tokens it attends to share a component along it.
-    apart = (weights @ own[..., None])[..., 0] - own_entries(means)
+    unshared = (weights @ diagonal[..., None])[..., 0] - diagonal_of(means)
     overlap = averages.gather(averages)
-    query = slope * (overlap + _outer(apart) / d_model)
+    query = slope * (overlap + _outer(unshared) / d_model)
     mean = (trace_of(kernel) / count_of(kernel))[..., None]
     dropped_rows = dropped[..., None] if np.ndim(dropped) else dropped
     through_keys = dropped_by_own(dropped_rows, ratio(rows.unshared, mean))
-    by_head = kernel * (chord + slope * (1 + diagonal(through_keys, kernel)))
+    by_head = kernel * (chord + slope * (1 + diagonal_matrix(through_keys, kernel)))
     query_change = (slope + change) * overlap
     dropped = per_pair(dropped) if np.ndim(dropped) else dropped
     squares, squares_change = dropped * squares, dropped * squares_change
     maps = weights, squares, by_head, query, slope, change, query_change, squares_change
-    return *maps, through_keys, apart, _bend(rows), rows.theta, rows.keys
+    return *maps, through_keys, unshared, _bend(rows), rows.theta, rows.keys
 
 
 def _outer(entries: Array) -> Array:
@@ -414,7 +419,7 @@ class HeadNoise(NamedTuple):
     Row i sends (g_i . v_j) a_ij q_i to key j, v_j relative to the row's mean. Rows of one gradient
     send one vector z_j of squares over keys, and so do rows of one query; independent rows send one
     each. With f = E a^4/(E a^2)^2 the relative variance of sum_j z_j^2 over n keys is (3 f - 1)/n,
-    beside 2/d of the norm that all g . v_j share.
+    besides 2/d of the norm that all g . v_j share.
 
     Attributes:
         gradients, queries: (..., L, L) what rows of common gradient, and of common query, send.
@@ -430,13 +435,13 @@ class HeadNoise(NamedTuple):
 
     @classmethod
     def of(cls, maps: AttentionResponse, gradient: Matrix) -> HeadNoise:
-        own = own_entries(gradient)
+        diagonal = diagonal_of(gradient)
         single = ratio(
-            own, trace_of(gradient)[..., None]
+            diagonal, trace_of(gradient)[..., None]
         )  # a row that is alone: common with itself
         agreement = maps.agreement(gradient)
-        common = gradient - diagonal(own * (1 - single), gradient)
-        queries = diagonal(own * (1 - single) * agreement, gradient)
+        common = gradient - diagonal_matrix(diagonal * (1 - single), gradient)
+        queries = diagonal_matrix(diagonal * (1 - single) * agreement, gradient)
         alone = ((1 - single) * (1 - agreement)) ** 2
         several = 3 * maps.participation(np.ones_like(agreement)) - 1 / maps.keys
         return cls(
@@ -454,7 +459,7 @@ class AttentionSublayer:
     Attributes:
         maps: of the attention weights.
         gain, back_gain: of the value projection, on a signal and on a gradient.
-        received: (..., L, L) gradient at the output.
+        grad_out: (..., L, L) gradient at the output.
         head_noise: what a head's rows send together.
         heads, d_head, d_model: number and width of the heads, width of the tokens.
     """
@@ -462,14 +467,14 @@ class AttentionSublayer:
     maps: AttentionResponse
     gain: Array
     back_gain: Array
-    received: Matrix
+    grad_out: Matrix
     head_noise: HeadNoise
     heads: float
     d_head: float
     d_model: float
 
     @classmethod
-    def of(cls, attention: Any, signal: Signal, received: Matrix) -> AttentionSublayer:
+    def of(cls, attention: Any, signal: Signal, grad_out: Matrix) -> AttentionSublayer:
         """Around the signal that enters and the gradient kernel received."""
         tokens = signal.second_moment()
         kernel = matrix_of(tokens, signal.seq_len)
@@ -487,8 +492,8 @@ class AttentionSublayer:
             maps,
             attention.d_model * attention.value,
             back_gain,
-            received,
-            HeadNoise.of(maps, per_pair(back_gain) * received),
+            grad_out,
+            HeadNoise.of(maps, per_pair(back_gain) * grad_out),
             attention.heads,
             attention.d_head,
             attention.d_model,
@@ -499,29 +504,29 @@ class AttentionSublayer:
         what a head's realised weights and keys send: few vectors over tokens in each head."""
         adjoint = self.maps.gradient_adjoint(sensitivity)
         onward = per_pair(self.back_gain) * adjoint.onward
-        noise = 2 / (self.heads * self.d_head) * paired(onward, self.received, self.received)
+        noise = 2 / (self.heads * self.d_head) * paired(onward, self.grad_out, self.grad_out)
         head = self.head_noise
-        sizes = entrywise(np.abs, self.maps.by_head * self.received * adjoint.gathered)
+        sizes = entrywise(np.abs, self.maps.by_head * self.grad_out * adjoint.gathered)
         rows = row_sums(sizes)
         crowding = ratio(over_tokens(rows * head.crowding, sizes), over_tokens(rows, sizes))
-        for sent in (head.gradients, head.queries):
-            by_key = (3 * crowding - 1) * paired(sensitivity, sent, sent)
-            size = 2 * total(sensitivity * sent) ** 2 / self.d_model
+        for grad_in in (head.gradients, head.queries):
+            by_key = (3 * crowding - 1) * paired(sensitivity, grad_in, grad_in)
+            size = 2 * total(sensitivity * grad_in) ** 2 / self.d_model
             noise = noise + (by_key + size) / self.heads
-        own = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
-        own = own_entries(per_pair(self.back_gain) * own * self.received)
-        noise = noise + over_tokens(own**2 * head.alone, self.received) / self.heads
-        met = total(sensitivity * (self.received @ self.maps.weights))
-        whole = total(sensitivity * self.received) * total(onward * self.received)
+        diagonal = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
+        diagonal = diagonal_of(per_pair(self.back_gain) * diagonal * self.grad_out)
+        noise = noise + over_tokens(diagonal**2 * head.alone, self.grad_out) / self.heads
+        met = total(sensitivity * (self.grad_out @ self.maps.weights))
+        whole = total(sensitivity * self.grad_out) * total(onward * self.grad_out)
         return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * met**2, whole))
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         """The noise is that of |W_k^T W_q x|^2 in every head, which scales a query's logits."""
-        gain, received = per_pair(self.gain), per_pair(self.back_gain) * self.received
+        gain, grad_out = per_pair(self.gain), per_pair(self.back_gain) * self.grad_out
         count = len(exposure.given.kernel)
-        onward, queries = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, received)
+        onward, queries = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, grad_out)
         if count < len(sensitivity):
-            rest = self.maps.signal_adjoint(gain * sensitivity[count:], None, received)
+            rest = self.maps.signal_adjoint(gain * sensitivity[count:], None, grad_out)
             onward, queries = (stacked(pair) for pair in zip((onward, queries), rest, strict=True))
         relative = 2 * (1 / self.d_head + 1 / self.d_model) / self.heads
         kernel = self.maps.kernel
@@ -539,10 +544,8 @@ def through_attention(
     """Behind a `SelfAttention` or `CrossAttention`.
 
     Args:
-        leaf: the attention.
         record: of it, or of what holds it.
         at: of the tokens that ask.
-        walk: what is gathered.
         fixed: whether tokens are normalised inside.
     """
     signal, output, memory = record.input, record.output, record.memory
@@ -576,9 +579,9 @@ def uniform_rows(leaf: Any, tokens: Signal) -> Any:
     """(L, L) attention that keeps to the mask alone, of tokens resolved; `ClassRows` on classes."""
     classes = tokens.kernel.classes
     if classes is not None:
-        sight = classes.seen(leaf.window)
-        return ClassRows(sight.seen / sight.size[:, None], sight)
-    mask = self_masks(leaf, tokens.kernel.pairs.shape[-1], 1)[0]
+        key_counts = classes.key_counts(leaf.window)
+        return ClassRows(key_counts.visible / key_counts.size[:, None], key_counts)
+    mask = self_masks(leaf, tokens.kernel.off_diagonal.shape[-1], 1)[0]
     return np.asarray(mask / mask.sum(1, keepdims=True))
 
 
@@ -594,11 +597,11 @@ def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None
     """
     kernel = tokens.second_moment()
     if kernel.classes is not None:
-        kernels = met_by(weights, kernel), kernel, between_rows(weights, kernel)
+        kernels = rows_times(weights, kernel), kernel, between_rows(weights, kernel)
     else:
-        met = weights @ kernel.pairs
+        met = weights @ kernel.off_diagonal
         kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
-    unshared = [float(one.mean_diagonal(real) - one.mean_pairs(real)) for one in kernels]
+    unshared = [float(one.mean_diagonal(real) - one.mean_off_diagonal(real)) for one in kernels]
     if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:
         return 0.0
     return float(
@@ -617,8 +620,8 @@ def query_elasticity(
     response = None if pulled is None or unshared == 0.0 else pulled.response()
     if response is None:
         return 0.0
-    sent = float(response.mean_pairs(real))
-    return float(sent * before.width / after.width * unshared_variance(before, real) / unshared)
+    grad_in = float(response.mean_off_diagonal(real))
+    return float(grad_in * before.width / after.width * unshared_variance(before, real) / unshared)
 
 
 def unshared_spread(tokens: Signal, real: Array | None = None) -> float:
@@ -632,4 +635,4 @@ def unshared_spread(tokens: Signal, real: Array | None = None) -> float:
     if overlaps is None:
         return 0.0
     size = float(tokens.second_moment().mean_diagonal(real))
-    return float(overlaps.mean_pairs(real)) / size**2 if size > 0.0 else 0.0
+    return float(overlaps.mean_off_diagonal(real)) / size**2 if size > 0.0 else 0.0

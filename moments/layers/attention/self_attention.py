@@ -49,22 +49,52 @@ from .projections import (
 from .response import AttentionSublayer, through_attention
 
 
+@dataclass(frozen=True, kw_only=True)
 class Attention(Component):
     """What self-attention and cross-attention share: keys come from the tokens or from elsewhere.
 
     Attributes:
         matrices: name of the value matrix.
         prefix: of its weights' names.
+        heads, d_head: number and width of the heads.
+        query, key, value: variances of the projections' entries.
+        temperature: divides the logits.
+        kv_heads: key and value heads, each shared by heads / kv_heads queries; None: heads.
+        qk_norm: normalisation of each head's queries and keys: None, "rmsnorm" or "layernorm".
+        norm_epsilon: added to the variance under the root of `qk_norm`.
+        norm_affine: whether `qk_norm` has gains, shared by the heads, that receive gradients.
+        logit_softcap: c of c tanh(logit / c); None: uncapped.
+        query_bias, key_bias, value_bias: variances of the projections' biases.
+        has_bias: which of query, key and value have a bias, be its variance 0, that receives a
+            gradient; True: all.
+        padding: for every sequence of the tokens attended to, the document of each, 0 where it
+            pads; None: one of all. A token attends to its own document, and nobody to padding.
+        sequences: number of equally long sequences that a token kernel holds one after the other.
     """
 
     matrices: ClassVar[tuple[str, ...]]
     prefix: ClassVar[str]
     mixes_tokens: ClassVar[bool] = True
 
+    label: str
+    d_model: Any
     heads: Any
     d_head: Any
+    query: Any
+    key: Any
     value: Any
-    value_bias: Any
+    temperature: Any = 1.0
+    kv_heads: Any = None
+    qk_norm: str | None = None
+    norm_epsilon: float = 0.0
+    norm_affine: bool = False
+    logit_softcap: float | None = None
+    query_bias: float = 0.0
+    key_bias: float = 0.0
+    value_bias: float = 0.0
+    has_bias: bool | tuple[str, ...] = ()
+    padding: Padding | None = None
+    sequences: int = 1
 
     @property
     def value_width(self) -> Any:
@@ -89,26 +119,12 @@ class SelfAttention(Attention, Leaf):
 
     Attributes:
         d_model: width of the input.
-        heads, d_head: number and width of the heads.
-        query, key, value: variances of the projections' entries.
         drop_prob: dropout on the attention weights.
-        temperature: divides the logits.
-        causal: whether a token sees only itself and earlier ones.
-        padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
-            A token attends to its own document, and nobody to padding.
-        kv_heads: key and value heads, each shared by heads / kv_heads queries; None: heads.
+        causal: whether a token attends to only itself and earlier ones.
         rotary: how positions turn queries and keys.
         alibi: multiplies the slopes that, times the distance, logits lose; 0: they lose nothing.
         relative_bias: random biases on the logits by relative position.
-        qk_norm: normalisation of each head's queries and keys: None, "rmsnorm" or "layernorm".
-        logit_softcap: c of c tanh(logit / c); None: uncapped.
-        window: a token sees those less than this many positions away; None: all.
-        query_bias, key_bias, value_bias: variances of the projections' biases.
-        has_bias: which of query, key and value have a bias, be its variance 0, that receives a
-            gradient; True: all.
-        sequences: number of equally long sequences that the token kernel holds one after the other.
-        norm_epsilon: added to the variance under the root of `qk_norm`.
-        norm_affine: whether `qk_norm` has gains, shared by the heads, that receive gradients.
+        window: a token attends to those less than this many positions away; None: all.
         sink: variance over heads of the logit of a key without a value; None: there is none.
     """
 
@@ -120,23 +136,11 @@ class SelfAttention(Attention, Leaf):
     key: Any
     value: Any
     drop_prob: Any
-    temperature: Any = 1.0
     causal: bool = False
-    padding: Padding | None = None
-    kv_heads: Any = None
     rotary: Rotary | None = None
     alibi: bool | float = False
     relative_bias: RelativeBias | None = None
-    qk_norm: str | None = None
-    logit_softcap: float | None = None
     window: int | None = None
-    query_bias: float = 0.0
-    key_bias: float = 0.0
-    value_bias: float = 0.0
-    has_bias: bool | tuple[str, ...] = ()
-    sequences: int = 1
-    norm_epsilon: float = 0.0
-    norm_affine: bool = False
     sink: float | None = None
 
     matrices: ClassVar[tuple[str, ...]] = ("value",)
@@ -151,21 +155,21 @@ class SelfAttention(Attention, Leaf):
         """Moments of the concatenated heads, and the map that carries a gradient back.
 
         Raises:
-            DomainError: tokens alike under a mask or positions that tell them apart.
+            DomainError: tokens alike under a mask or positions that distinguish them.
         """
         if not signal.resolved:
             self._check_alike(signal.seq_len)
         way = attended(self, signal, signal)
         return way.output, way
 
-    def sight(self, queries: int, keys: int, matrices: int) -> list[Mask]:
-        """Which keys each query sees, one mask for every kernel."""
+    def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
+        """Which keys each query attends to, one mask for every kernel."""
         return self_masks(self, keys, matrices)
 
     # --- tokens alike --------------------------------------------------------------------------
 
     def _check_alike(self, length: int) -> None:
-        """Raise where positions tell tokens apart."""
+        """Raise where positions distinguish tokens."""
         if length == 1:
             return
         placed = {
@@ -188,7 +192,7 @@ class SelfAttention(Attention, Leaf):
         return dataclasses.replace(free, rotary=None, alibi=False, relative_bias=None)
 
     def response(self, record: Record, around: Around) -> Response:
-        return AttentionSublayer.of(self, record.input, around.received(record))
+        return AttentionSublayer.of(self, record.input, around.grad_out(record))
 
     @property
     def _width(self) -> Any:
@@ -201,9 +205,7 @@ class AttentionPullback:
 
     Attributes:
         leaf: a `SelfAttention` or `CrossAttention`.
-        law: of its logits.
         signal, memory: the tokens that ask and those attended to; one where they are the same.
-        output: what left.
         mixed: second moments per feature of sum_j a_ij y_j over those attended to.
         layer: what knows the paths.
     """
@@ -226,17 +228,17 @@ class AttentionPullback:
         query, rest, sides = self._sent(gradient.kernel)
         return self._pulled(query, gradient, sides), Gradient(rest, self.memory.seq_len)
 
-    def _pulled(self, sent: Kernel, gradient: Gradient, sides: Any) -> AttentionPulled:
-        return AttentionPulled(Gradient(sent, gradient.seq_len), self, gradient.kernel, sides)
+    def _pulled(self, grad_in: Kernel, gradient: Gradient, sides: Any) -> AttentionPulled:
+        return AttentionPulled(Gradient(grad_in, gradient.seq_len), self, gradient.kernel, sides)
 
-    def _sent(self, received: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
+    def _sent(self, grad_out: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
         """Through the queries, through keys and values, and the paths."""
-        sides: Paths[Kernel] = self.layer.backward(received.scaled(self.gain))
+        sides: Paths[Kernel] = self.layer.backward(grad_out.scaled(self.gain))
         if self.leaf.qk_norm is not None and not over_all_heads(self.leaf):
             queries, width = self.law.queries.kernel, self.leaf.memory_width
             rows = of_rows(self.output, np.shape(queries.diagonal) if queries.resolved else ())
             attention = self.layer.weights()
-            cross = normalised_cross(self.law, rows, attention, width, received.diagonal, sides)
+            cross = normalised_cross(self.law, rows, attention, width, grad_out.diagonal, sides)
             sides = sides._replace(cross=cross)
         key = through(sides.key, self.law.keys, self.law.key_scale)
         return self._at_queries(sides.query), sides.value + sides.cross + key, sides
@@ -248,30 +250,30 @@ class AttentionPullback:
 
     def _at_queries(self, path: Kernel) -> Kernel:
         """At the tokens that ask, of a path counted on the scale of those attended to."""
-        found = through(path, self.law.queries, self.law.gradient_scale)
+        result = through(path, self.law.queries, self.law.gradient_scale)
         if self.memory is self.signal:
-            return found
-        return found.scaled(self.leaf.memory_width / self.leaf.d_model)
+            return result
+        return result.scaled(self.leaf.memory_width / self.leaf.d_model)
 
-    def overlap_path(self, received: Kernel) -> Kernel:
+    def overlap_path(self, grad_out: Kernel) -> Kernel:
         """What the query path gains per unit of the overlaps' variance."""
-        found: Kernel = self.layer.overlap_path(received.scaled(self.gain))
-        return found
+        result: Kernel = self.layer.overlap_path(grad_out.scaled(self.gain))
+        return result
 
     def summed(self, query: Kernel) -> Kernel:
         """The query path for sums over tokens."""
-        found: Kernel = self.layer.summed(query)
-        return found
+        result: Kernel = self.layer.summed(query)
+        return result
 
-    def response(self, received: Kernel) -> Kernel:
+    def response(self, grad_out: Kernel) -> Kernel:
         """The query path of a gradient of ones."""
-        found: Kernel = self.layer.response()
-        return self._at_queries(found.scaled(self.gain))
+        result: Kernel = self.layer.response()
+        return self._at_queries(result.scaled(self.gain))
 
-    def weights(self, received: Kernel, sides: Any) -> dict[str, Array]:
+    def weights(self, grad_out: Kernel, sides: Any) -> dict[str, Array]:
         """`projection_gradients` of the paths of a gradient, and that of a table of biases."""
-        gained = received.scaled(self.gain)
-        norms = self._of_projections(received, sides)
+        gained = grad_out.scaled(self.gain)
+        norms = self._of_projections(grad_out, sides)
         table = self.layer.table_gradient(self.leaf, gained)
         if table is not None:
             norms |= {"relative_bias": table}
@@ -279,16 +281,16 @@ class AttentionPullback:
         if kept is None:
             return norms
         if "value.bias" in norms:
-            share = ratio_or_zero((received * kept).total(length), received.total(length))
+            share = ratio_or_zero((grad_out * kept).total(length), grad_out.total(length))
             norms["value.bias"] = norms["value.bias"] * share
         return norms | {"attention_sink": self.layer.sink_gradient(self.leaf, gained, length)}
 
-    def _of_projections(self, received: Kernel, sides: Any) -> dict[str, Array]:
+    def _of_projections(self, grad_out: Kernel, sides: Any) -> dict[str, Array]:
         query = self.summed(sides.query)
-        paths = ProjectionPaths(query, sides.key, self.overlap_path(received))
+        paths = ProjectionPaths(query, sides.key, self.overlap_path(grad_out))
         rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         return projection_gradients(
-            self.leaf, self.law, self.signal, self.memory, self.mixed, received, paths, rows
+            self.leaf, self.law, self.signal, self.memory, self.mixed, grad_out, paths, rows
         )
 
 
@@ -297,18 +299,18 @@ class AttentionPulled(Pulled):
     """What attention sent back, the gradient received, and its paths."""
 
     way: AttentionPullback
-    received: Kernel
+    grad_out: Kernel
     sides: Any
 
     def weights(self) -> dict[str, Array]:
-        return self.way.weights(self.received, self.sides)
+        return self.way.weights(self.grad_out, self.sides)
 
     def overlaps(self) -> dict[str, Array]:
         way = self.way
-        return overlap_gradients(way.leaf, way.law, way.signal, way.overlap_path(self.received))
+        return overlap_gradients(way.leaf, way.law, way.signal, way.overlap_path(self.grad_out))
 
     def response(self) -> Kernel:
-        return self.way.response(self.received)
+        return self.way.response(self.grad_out)
 
 
 def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
@@ -350,9 +352,9 @@ def _with_bias(leaf: Any, heads: Kernel, squares: Array, rows: Kernel | None) ->
         return heads
     dropped = leaf.drop_prob / (1 - leaf.drop_prob)
     one, two = heads.lift(leaf.value_bias)
-    own, pairs = (1.0, 1.0) if rows is None else (rows.diagonal, rows.pairs)
-    diagonal = heads.diagonal + one * (own + dropped * squares)
-    return Kernel.joined(diagonal, heads.pairs + two * pairs, heads.resolved)
+    of_one, of_two = (1.0, 1.0) if rows is None else (rows.diagonal, rows.off_diagonal)
+    diagonal = heads.diagonal + one * (of_one + dropped * squares)
+    return Kernel.joined(diagonal, heads.off_diagonal + two * of_two, heads.resolved)
 
 
 def concatenated(
@@ -370,13 +372,11 @@ def concatenated(
     """The concatenated heads of a `SelfAttention` or `CrossAttention`.
 
     Args:
-        leaf: the attention.
         signal, memory: the tokens that ask, and those attended to.
         mixed: second moments per feature of sum_j a_ij y_j over the latter.
         squares: E sum_j a_ij^2.
         shared: gives the overlap of what two heads of one key and value mix.
         weights: gives mean attention, None where it is uniform, tokens alike.
-        diagnostics, notes: of the signal.
         rows: second moments of the sums of rows; None: they are 1.
     """
     width, gain = leaf.value_width, leaf.memory_width * leaf.value
@@ -390,13 +390,13 @@ def concatenated(
         if together > 1:
             common = shared().scaled(gain).resolved_as(kernel)
             alone += (common * common).scaled(2 * (together - 1) / width)
-        found = of_averages(memory, weights(), gain)
+        result = of_averages(memory, weights(), gain)
         fluctuation = Fluctuation(alone)
-        if found is not None and found.overlaps is not None:  # the averages' own vary too
+        if result is not None and result.overlaps is not None:  # the averages' own vary too
             # Of another stack's tokens, those that ask are taken to know nothing; what the layers
             # before read of them, and thus have in common with this one, is left out.
-            known = found.shared if memory is signal else (alone.scaled(0.0),) * 2
-            norms, overlaps = (one.resolved_as(kernel) for one in (found.norms, found.overlaps))
+            known = result.shared if memory is signal else (alone.scaled(0.0),) * 2
+            norms, overlaps = (one.resolved_as(kernel) for one in (result.norms, result.overlaps))
             fluctuation = Fluctuation(alone + norms, alone + overlaps, shared=known)
     return Signal(
         kernel,
@@ -414,43 +414,22 @@ def concatenated(
 
 @dataclass(frozen=True)
 class CrossAttention(Attention, Reader):
-    """Queries from the tokens at hand, keys and values from a memory; every query sees every key.
+    """Queries from the tokens at hand, keys and values from a memory, all of it.
 
     Attributes:
         d_model, memory_width: widths of the tokens and of the memory.
-        heads, d_head: number and width of the heads.
-        query, key, value: variances of the projections' entries.
         drop_prob: dropout on the attention weights.
-        temperature: divides the logits.
-        kv_heads, qk_norm, logit_softcap, norm_epsilon, norm_affine, has_bias: as in
-            `SelfAttention`.
-        query_bias, key_bias, value_bias: variances of the projections' biases.
-        padding: for every sequence of the memory, which of its tokens are real; None: all.
-        sequences: number of equally long sequences that each token kernel holds one after the
-            other.
     """
 
     label: str
     d_model: Any
-    memory_width: Any
     heads: Any
     d_head: Any
     query: Any
     key: Any
     value: Any
+    memory_width: Any
     drop_prob: Any = 0.0
-    temperature: Any = 1.0
-    kv_heads: Any = None
-    qk_norm: str | None = None
-    logit_softcap: float | None = None
-    norm_epsilon: float = 0.0
-    norm_affine: bool = False
-    query_bias: float = 0.0
-    key_bias: float = 0.0
-    value_bias: float = 0.0
-    has_bias: bool | tuple[str, ...] = ()
-    padding: Padding | None = None
-    sequences: int = 1
 
     rotary: ClassVar[None] = None
     alibi: ClassVar[bool] = False
@@ -472,12 +451,12 @@ class CrossAttention(Attention, Reader):
         return way.output, way.to_both
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        one = 1.0 + 0.0 * signal.kernel.pairs
+        one = 1.0 + 0.0 * signal.kernel.off_diagonal
         if memory is None:
             memory = Kernel(signal.kernel.diagonal, 0.0 * one)
         kernel = memory.scaled(self.memory_width * self.value)
         width = self.heads * self.d_head
-        return Signal(Kernel(kernel.diagonal * one, kernel.pairs * one), 2, width=width)
+        return Signal(Kernel(kernel.diagonal * one, kernel.off_diagonal * one), 2, width=width)
 
     @property
     def reads(self) -> CrossAttention:
@@ -497,7 +476,7 @@ class CrossAttention(Attention, Reader):
         by_head = 2 * (2 / self.d_head + rank) / self.heads
         return 2.0 + self.d_model * by_head
 
-    def sight(self, queries: int, keys: int, matrices: int) -> list[Mask]:
+    def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
         """A (queries, keys) mask for every kernel: a token's own sequence, its real tokens."""
         mask = same_sequence(queries, keys, self.sequences)
         if self.padding is None:
@@ -512,7 +491,7 @@ class CrossAttention(Attention, Reader):
 # --- normalised values ----------------------------------------------------------------------------
 
 LEAST_FREEDOM = 4.0
-"""Degrees of freedom of a head's norm at which narrower heads are held: E 1/|v|^2 is 1/(n - 2) and
+"""Degrees of freedom of a head's norm which stand for fewer: E 1/|v|^2 is 1/(n - 2) and
 has no mean at 2, where the ratio (n - 1)/(n - 2) of the way back is without meaning."""
 
 
@@ -522,7 +501,7 @@ class NormalizedAttention(Leaf):
 
     What is normalised has no scale, so the tokens' own may be taken off first, where their width
     makes it exact, and the values' weights then are 1/d_model. What normalising values does to a
-    gradient beside is applied to all of it, an error of order 1/d_head in the query and key paths;
+    gradient besides is applied to all of it, an error of order 1/d_head in the query and key paths;
     correlations of values are those of infinitely wide heads.
 
     Attributes:
@@ -572,8 +551,8 @@ class NormalizedAttention(Leaf):
         attention = self.attention
         unit = FiniteNormalization(RMSNORM, attention.label, attention.norm_epsilon, centres=False)
         width, size = attention.d_model, _size(signal)
-        own, bias = width * attention.value * size, attention.value_bias
-        bias = bias / (own + bias) if bias > 0 else 0.0
+        diagonal, bias = width * attention.value * size, attention.value_bias
+        bias = bias / (diagonal + bias) if bias > 0 else 0.0
         plain = dataclasses.replace(
             attention,
             query_bias=attention.query_bias / size,
@@ -594,14 +573,14 @@ class NormalizedAttention(Leaf):
         # the fast maps.
         signal = record.input
         unit, plain = self.values_normalised(signal)
-        received = around.received(record)
+        grad_out = around.grad_out(record)
         tokens, _ = unit.forward(signal)
-        attention = AttentionSublayer.of(plain, tokens, received)
-        sent, _ = attention.maps.signal_adjoint(
-            SINGLE(attention.back_gain) * received, None, received
+        attention = AttentionSublayer.of(plain, tokens, grad_out)
+        grad_in, _ = attention.maps.signal_adjoint(
+            SINGLE(attention.back_gain) * grad_out, None, grad_out
         )
-        at_tokens = Gradient(kernel_of(sent), record.gradient_received.seq_len)
-        normed = Elementwise.of(unit, signal, at_tokens, sent, False)
+        at_tokens = Gradient(kernel_of(grad_in), record.grad_out.seq_len)
+        normed = Elementwise.of(unit, signal, at_tokens, grad_in, False)
         return Sequence((normed, attention))
 
 
@@ -610,10 +589,8 @@ class _Pullback:
     """The way back: through attention, and through the tokens' normalisation.
 
     Attributes:
-        attention, norm: those two ways.
         factor, both: what normalising values does to a token's gradient, and to that of two.
         gain: of the unnormalised values.
-        size: of the tokens.
     """
 
     attention: Pullback
@@ -626,8 +603,8 @@ class _Pullback:
     def __call__(self, gradient: Gradient) -> Pulled:
         inner = self.attention(gradient)
         kernel = inner.gradient.kernel.weighted(self.factor, self.both)
-        sent = self.norm(Gradient(kernel, gradient.seq_len)).gradient
-        return _Pulled(sent, self, inner)
+        grad_in = self.norm(Gradient(kernel, gradient.seq_len)).gradient
+        return _Pulled(grad_in, self, inner)
 
 
 @dataclass(slots=True, eq=False)
@@ -638,21 +615,21 @@ class _Pulled(Pulled):
     inner: Pulled
 
     def weights(self) -> Mapping[str, Array]:
-        way, found = self.way, dict(self.inner.weights())
+        way, result = self.way, dict(self.inner.weights())
         for name in ("value", "value.bias"):
-            if name in found:
-                found[name] = found[name] * way.factor / way.gain
-        biased = {name for name in found if name.endswith(".bias")}
-        return {name: norm / way.size if name in biased else norm for name, norm in found.items()}
+            if name in result:
+                result[name] = result[name] * way.factor / way.gain
+        biased = {name for name in result if name.endswith(".bias")}
+        return {name: norm / way.size if name in biased else norm for name, norm in result.items()}
 
     def overlaps(self) -> Mapping[str, Array]:
         return self.inner.overlaps()
 
     def response(self) -> Kernel | None:
-        found = self.inner.response()
-        if found is None:
+        result = self.inner.response()
+        if result is None:
             return None
-        return self.way.norm(Gradient(found, self.gradient.seq_len)).gradient.kernel
+        return self.way.norm(Gradient(result, self.gradient.seq_len)).gradient.kernel
 
 
 def _size(signal: Signal) -> float:

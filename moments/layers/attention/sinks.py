@@ -52,7 +52,6 @@ def one_row(theta: Array, count: Array, shared: Array) -> OneRow:
     u = e^{s - b}, averaged over the difference of the sink and what all keys share.
 
     Args:
-        theta, count: of every row.
         shared: variance of s - b.
     """
     theta, count, shared = np.broadcast_arrays(
@@ -85,7 +84,7 @@ def one_row(theta: Array, count: Array, shared: Array) -> OneRow:
     inverse = [STEP * (np.exp(k * x) * every).sum(1) for k in (1, 2)]
     variance = np.maximum(np.log(inverse[1] / inverse[0] ** 2), 0.0)
     squares = STEP * rest.sum(1)
-    found = (
+    result = (
         0.5 * variance - np.log(inverse[0]),
         variance,
         1.0 - 2.0 * p[0] + p[1],
@@ -93,7 +92,7 @@ def one_row(theta: Array, count: Array, shared: Array) -> OneRow:
         total(0, rest) / squares,
         total(2, rest) / (6.0 * squares),
     )
-    return OneRow(*(one.reshape(shape)[()] for one in found))
+    return OneRow(*(one.reshape(shape)[()] for one in result))
 
 
 @functools.lru_cache(maxsize=1)
@@ -116,16 +115,14 @@ class SinkLayer:
     def __init__(self, layer: Any, law: LogitLaw, sink: float, tokens: Kernel) -> None:
         """Args:
         layer: the attention without sinks.
-        law: of its logits.
         sink: variance of the sinks' logits over heads.
-        tokens: those attended to.
         """
         self.layer, self._law = layer, law
         queries, keys = law.queries.kernel, law.keys.kernel
-        told = layer.diagnostics()
+        statistics = layer.diagnostics()
         size = queries.diagonal
-        theta = np.reshape(told["logit_variance"], np.shape(size))
-        count = np.reshape(layer.keys + 0.0 * told["logit_variance"], np.shape(size))
+        theta = np.reshape(statistics["logit_variance"], np.shape(size))
+        count = np.reshape(layer.keys + 0.0 * statistics["logit_variance"], np.shape(size))
         scale, mean = (queries.lift(one)[0] for one in (law.scale, keys.mean_diagonal()))
         shared = np.maximum(scale * mean * size - theta, 0.0)
         alone = one_row(theta, count, shared + sink)
@@ -133,14 +130,14 @@ class SinkLayer:
 
         # Of what two rows have in common: keys' own parts by those that both see.
         first, second = queries.over_tokens(size)
-        cosine = np.clip(ratio_or_zero(queries.pairs, np.sqrt(first * second)), -1.0, 1.0)
+        cosine = np.clip(ratio_or_zero(queries.off_diagonal, np.sqrt(first * second)), -1.0, 1.0)
         common, both = (np.sqrt(np.multiply(*queries.over_tokens(one))) for one in (shared, theta))
         most = np.maximum(*queries.over_tokens(count))
         fenton = np.log1p(np.expm1(np.minimum(theta, 500.0)) / count)
         narrow = np.sqrt(np.multiply(*queries.over_tokens(ratio_or_zero(alone.variance, fenton))))
-        own = narrow * np.log1p(np.expm1(np.minimum(cosine * both, 500.0)) / most)
+        diagonal = narrow * np.log1p(np.expm1(np.minimum(cosine * both, 500.0)) / most)
         sizes = np.sqrt(np.multiply(*queries.over_tokens(variance)))
-        correlation = np.clip(ratio_or_zero(cosine * common + own + sink, sizes), -1.0, 1.0)
+        correlation = np.clip(ratio_or_zero(cosine * common + diagonal + sink, sizes), -1.0, 1.0)
 
         z, weights, polynomials = _hermite()
         logits = np.asarray(alone.center)[..., None] + np.sqrt(variance)[..., None] * z
@@ -150,21 +147,23 @@ class SinkLayer:
         entropy = entropy + np.where(kept < 1.0, -(1 - kept) * np.log1p(-kept * (kept < 1.0)), 0.0)
         self._entropy = (entropy * weights).sum(-1)
 
-        def moments(values: Array, own: Array) -> Kernel:
+        def moments(values: Array, diagonal: Array) -> Kernel:
             terms = (values * weights) @ polynomials.T
             one, other = terms, terms
             if queries.resolved:
                 one, other = terms[..., :, None, :], terms[..., None, :, :]
-            pairs = np.zeros(np.broadcast_shapes(np.shape(correlation), one.shape[:-1]))
+            off_diagonal = np.zeros(np.broadcast_shapes(np.shape(correlation), one.shape[:-1]))
             for k in reversed(range(DEGREES)):
-                pairs = pairs * correlation + one[..., k] * other[..., k]
-            return Kernel.joined(own, pairs[()], queries.resolved)
+                off_diagonal = off_diagonal * correlation + one[..., k] * other[..., k]
+            return Kernel.joined(diagonal, off_diagonal[()], queries.resolved)
 
         # What rows sum of their keys' own parts is larger where Z is.
         self._output, self._squares = layer.forward(), alone.kept_squares
         squares = np.reshape(layer.sum_square, np.shape(size))
-        apart, _ = queries.lift(np.maximum(tokens.mean_diagonal() - tokens.mean_pairs(), 0.0))
-        part = np.minimum(ratio_or_zero(squares * apart, self._output.diagonal), 1.0)
+        unshared, _ = queries.lift(
+            np.maximum(tokens.mean_diagonal() - tokens.mean_off_diagonal(), 0.0)
+        )
+        part = np.minimum(ratio_or_zero(squares * unshared, self._output.diagonal), 1.0)
 
         def mixed(whole: Array, of_squares: Array) -> Array:
             return whole + part * (of_squares - whole)
@@ -185,65 +184,65 @@ class SinkLayer:
 
     def forward(self) -> Kernel:
         """Second moments per feature of sum_j a_ij x_j."""
-        found: Kernel = self._output * self._mixing
-        return found
+        result: Kernel = self._output * self._mixing
+        return result
 
     def mean_output(self) -> Kernel:
         """Overlap of the outputs of two heads that share keys and values, not their sinks."""
         first, second = self.rows.over_tokens(self._mean)
-        found: Kernel = self.layer.mean_output()
-        return found.weighted(self._mean**2, first * second)
+        result: Kernel = self.layer.mean_output()
+        return result.weighted(self._mean**2, first * second)
 
     def weights(self) -> Any:
-        """Mean attention; None: uniform, as far as tokens alike can tell."""
-        found = self.layer.weights()
-        if isinstance(found, ClassRows):
-            mean = self._mean[..., : found.weights.shape[-2], None]
-            return found._replace(weights=found.weights * mean)
-        return None if found is None else found * self._mean[..., None]
+        """Mean attention; None: uniform, for tokens alike."""
+        result = self.layer.weights()
+        if isinstance(result, ClassRows):
+            mean = self._mean[..., : result.weights.shape[-2], None]
+            return result._replace(weights=result.weights * mean)
+        return None if result is None else result * self._mean[..., None]
 
     @property
     def sum_square(self) -> Array:
         """E sum_j a_ij^2 over the keys with values."""
-        found: Array = self.layer.sum_square
-        return found * np.reshape(self._squares, np.shape(found))
+        result: Array = self.layer.sum_square
+        return result * np.reshape(self._squares, np.shape(result))
 
     def diagnostics(self) -> dict[str, Array]:
         """See `attention_diagnostics`; the entropy is that of a row with its sink."""
-        found = self.layer.diagnostics()
-        entropy = self._mean * found["entropy"] + self._entropy
+        result = self.layer.diagnostics()
+        entropy = self._mean * result["entropy"] + self._entropy
         return attention_diagnostics(
-            found["logit_variance"], self.sum_square, entropy, self.layer.keys
+            result["logit_variance"], self.sum_square, entropy, self.layer.keys
         )
 
     def _of_sums(self, gained: Kernel) -> Kernel:
         """Of dLoss/dlog Z of two rows, per feature, from the gradient at sum_j a_ij x_j."""
-        found: Kernel = gained * self._output * self._moved
-        return found
+        result: Kernel = gained * self._output * self._moved
+        return result
 
     def backward(self, gained: Kernel) -> Paths[Kernel]:
         """Of the gradient at sum_j a_ij x_j: as without sinks, and through log Z, whose gradient
         in a row's logits are its weights."""
         plain: Paths[Kernel] = self.layer.backward(gained * self._mixing)
         sums = self._of_sums(gained)
-        sent = (sums * self._law.queries.kernel).scaled(self._law.scale)
-        keys = self.layer.backward(sent).value
+        grad_in = (sums * self._law.queries.kernel).scaled(self._law.scale)
+        keys = self.layer.backward(grad_in).value
         return plain._replace(query=plain.query + sums * self._logits, key=plain.key + keys)
 
     def overlap_path(self, gained: Kernel) -> Kernel:
         """What the query path gains per unit of the variance of two tokens' overlap."""
-        found: Kernel = self.layer.overlap_path(gained * self._mixing)
-        return found
+        result: Kernel = self.layer.overlap_path(gained * self._mixing)
+        return result
 
     def response(self) -> Kernel:
         """What the query path is per unit of the gradient."""
-        found: Kernel = self.layer.response() * self._mixing
-        return found + self._of_sums(self.rows.with_ones()) * self._logits
+        result: Kernel = self.layer.response() * self._mixing
+        return result + self._of_sums(self.rows.with_ones()) * self._logits
 
     def table_gradient(self, leaf: Any, gained: Kernel) -> Array | None:
         """Of a table of relative biases."""
-        found: Array | None = self.layer.table_gradient(leaf, gained * self._mixing)
-        return found
+        result: Array | None = self.layer.table_gradient(leaf, gained * self._mixing)
+        return result
 
     def sink_gradient(self, leaf: Any, gained: Kernel, length: int) -> Array:
         """Of the heads' sinks: dLoss/ds = -sum_i dLoss/dlog Z_i."""

@@ -7,9 +7,10 @@ correlation of two tokens' logits (`routing`). See docs/theory/experts.md, A mix
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,17 @@ from ...engine.fluctuation import (
     overlap_variance,
     step_within,
 )
+from ...engine.response import (
+    Around,
+    Elementwise,
+    GradientAdjoint,
+    Matrix,
+    Response,
+    SignalAdjoint,
+    matrix_of,
+    total,
+    trace_of,
+)
 from ...engine.state import Array, Gradient, Kernel, Signal, Values, observed, ratio_or_zero
 from ...engine.trace import Record
 from ...errors import DomainError, domain_error
@@ -37,9 +49,6 @@ from ...formulas.linear import SCALE
 from ...model.experts import SHARED, Experts
 from ..elementary import Scale, entrywise_overlap
 from .routing import LARGEST, LEAST, Router, functions
-
-if TYPE_CHECKING:
-    from ..architecture import Blocks
 
 
 def _by_nobody(*_: Any) -> None:
@@ -97,7 +106,7 @@ class Mixture(Leaf):
         if self.inward or None in parts:
             return None
 
-        def found(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
+        def result(entering: tuple[Array, Array], factor: float) -> tuple[Array, Array]:
             square = np.mean(entering[0] * entering[0] + entering[1])
             logits = self.d_model * self.router_variance * float(square) + self.bias_variance
             for part in parts:
@@ -105,7 +114,7 @@ class Mixture(Leaf):
                 entering = part(entering, factor)
             return 0.0, entering[1] * functions(self.router, logits, 1.0)[0]
 
-        return found
+        return result
 
     def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
         return self.expert.components[0].domain_share(mean, variance, algebra)
@@ -121,17 +130,21 @@ class Mixture(Leaf):
         gain = self.d_model * self.router_variance
         logits = gain * own + self.bias_variance
         first, second = tokens.over_tokens(tokens.diagonal)
-        cosine = np.clip(ratio_or_zero(tokens.pairs + moved, (first * second) ** 0.5), -1.0, 1.0)
+        cosine = np.clip(
+            ratio_or_zero(tokens.off_diagonal + moved, (first * second) ** 0.5), -1.0, 1.0
+        )
         _, two = tokens.lift(ratio_or_zero(gain * own, logits))
         # a constant shared by all tokens' logits is a bias, which they have in common
-        pairs = 1.0 - two * (1.0 - cosine)
+        off_diagonal = 1.0 - two * (1.0 - cosine)
         single = functions(self.router, logits, 1.0 + 0.0 * own)
-        joint = functions(self.router, logits, pairs)
-        found = []
+        joint = functions(self.router, logits, off_diagonal)
+        result = []
         for alone, both in zip(single, joint, strict=True):
             diagonal = tokens.lift(alone)[0] + 0.0 * tokens.diagonal
-            found.append(Kernel.joined(diagonal, both + 0.0 * tokens.pairs, tokens.resolved))
-        return Routed(found[0], found[1], found[2], logits)
+            result.append(
+                Kernel.joined(diagonal, both + 0.0 * tokens.off_diagonal, tokens.resolved)
+            )
+        return Routed(result[0], result[1], result[2], logits)
 
     def _outward(self, signal: Signal) -> Mixture:
         """The same with the gate on what the expert gives, where it multiplies what it reads.
@@ -186,16 +199,17 @@ class Mixture(Leaf):
         """Of experts' outputs, Gaussian features given what they sum over.
 
         What the sum over hidden features varies by is of every expert by itself: the less, the more
-        of them two tokens share. How the choice varies over draws of the router is left out.
+        of them two tokens share. How the choice varies over draws of the router is the band's
+        alone (`_Routing`).
         """
-        found = inner.fluctuation
-        if found is None:
+        result = inner.fluctuation
+        if result is None:
             return None
         square = weight * weight
         gaussian = (inner.kernel * inner.kernel).scaled(2 / inner.width)
         shares = Kernel.joined(
             ratio_or_zero(1.0, at.load.diagonal),
-            ratio_or_zero(1.0, at.load.pairs),
+            ratio_or_zero(1.0, at.load.off_diagonal),
             at.load.resolved,
         )
 
@@ -203,11 +217,11 @@ class Mixture(Leaf):
             return square * (gaussian + (kernel - gaussian) * shares)
 
         shared = None
-        if found.shared is not None:
-            shared = found.shared[0] * weight, found.shared[1] * weight
-        overlaps = None if found.overlaps is None else of(found.overlaps)
-        return found._replace(
-            norms=of(found.norms), overlaps=overlaps, free_norms=None, shared=shared
+        if result.shared is not None:
+            shared = result.shared[0] * weight, result.shared[1] * weight
+        overlaps = None if result.overlaps is None else of(result.overlaps)
+        return result._replace(
+            norms=of(result.norms), overlaps=overlaps, free_norms=None, shared=shared
         )
 
     def _notes(self, signal: Signal, at: Routed) -> tuple[str, ...]:
@@ -235,6 +249,59 @@ class Mixture(Leaf):
     ) -> UnsharedOverlap:
         return entrywise_overlap(self, record, at, walk.real)
 
+    def response(self, record: Record, around: Around) -> Response:
+        inner = super().response(record, around)
+        assert isinstance(inner, Elementwise)
+        signal = record.input
+        logits, correlation = _mean_logits(self, signal)
+        drawn = [
+            gate_spread(self.router, float(s), float(r), signal.seq_len)
+            for s, r in zip(np.ravel(logits), np.ravel(correlation), strict=True)
+        ]
+        shape = np.shape(logits)
+        spread = np.stack([one for one, _ in drawn]).reshape(*shape, 2, 2)
+        alone = np.stack([one for _, one in drawn]).reshape(shape)
+        output = matrix_of(record.output.second_moment(), signal.seq_len)
+        return _Routing(inner, output, spread, alone)
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """How sensitivities pass a mixture whose router is drawn: to first order in what two tokens
+    have of gates in common, g.g' over its mean, by its means over tokens and over pairs.
+
+    Attributes:
+        inner: for gates that all draws share.
+        output: kernel there.
+        spread: (..., 2, 2) covariance of the two means over draws of the router.
+        alone: (...,) variance of a token's own.
+    """
+
+    inner: Elementwise
+    output: Matrix
+    spread: Array
+    alone: Array
+
+    def gradient_adjoint(self, sensitivity: Matrix) -> GradientAdjoint:
+        result = self.inner.gradient_adjoint(sensitivity)
+        share = _own_and_pairs(result.sensitivity * self.inner.gradient)
+        return result._replace(exposure=(result.exposure, share))
+
+    def signal_adjoint(self, sensitivity: Matrix, exposure: Any) -> SignalAdjoint:
+        inner, passed_on = exposure
+        share = _own_and_pairs(sensitivity * self.output)
+        share[: len(passed_on)] += passed_on
+        result = self.inner.signal_adjoint(sensitivity, inner)
+        noise = np.einsum("...i,...ij,...j->...", share, self.spread, share)
+        common = share.sum(-1) ** 2 * self.alone
+        return result._replace(noise=result.noise + noise, common=result.common + common)
+
+
+def _own_and_pairs(matrix: Matrix) -> Array:
+    """(..., 2) sums over tokens' own entries, and over those of two."""
+    own = trace_of(matrix)
+    return np.stack([own, total(matrix) - own], -1).astype(float)
+
 
 class _Sides(NamedTuple):
     """A pair at the two values of its realised overlap that are averaged over (`GatedLinear`).
@@ -260,26 +327,26 @@ class _Sides(NamedTuple):
         step = step_within(tokens, variance)
         routed, out, back = [], [], []
         for side in (1.0, -1.0):
-            pairs = tokens.pairs + side * step
-            moved = Kernel.joined(tokens.diagonal, pairs, tokens.resolved)
+            off_diagonal = tokens.off_diagonal + side * step
+            moved = Kernel.joined(tokens.diagonal, off_diagonal, tokens.resolved)
             still = Signal(moved, signal.seq_len, mean=0.0 * moved.diagonal, width=signal.width)
             given, record = passed(leaf.expert, still)
             even = Gradient(moved.with_ones(), signal.seq_len)
             routed.append(leaf.routed(signal, side * step))
-            out.append(abs(given.second_moment().pairs))
-            back.append(abs(record.backward(even).gradient_sent.kernel.pairs))
+            out.append(abs(given.second_moment().off_diagonal))
+            back.append(abs(record.backward(even).grad_in.kernel.off_diagonal))
         return cls(tuple(routed), tuple(out), tuple(back))  # type: ignore[arg-type]
 
     def weighted(self, kernel: Kernel, name: str, by: str) -> Kernel:
         """A factor of the router, its pairs weighted by an expert's size at either value."""
-        one, two = (getattr(at, name).pairs for at in self.routed)
+        one, two = (getattr(at, name).off_diagonal for at in self.routed)
         first, second = getattr(self, by)
         total = first + second
         share = np.where(total > 0, ratio_or_zero(first, total), 0.5)
-        pairs = two + share * (one - two)
-        if np.ndim(pairs) == 0 and np.ndim(kernel.pairs) == 0:
-            pairs = float(pairs)
-        return Kernel.joined(kernel.diagonal, pairs, kernel.resolved)
+        off_diagonal = two + share * (one - two)
+        if np.ndim(off_diagonal) == 0 and np.ndim(kernel.off_diagonal) == 0:
+            off_diagonal = float(off_diagonal)
+        return Kernel.joined(kernel.diagonal, off_diagonal, kernel.resolved)
 
 
 @dataclass(slots=True, eq=False)
@@ -303,14 +370,16 @@ class MixturePullback:
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, signal, at, sides = self.leaf, self.signal, self.at, self.sides
         lacks = (1.0 - gradient.averaged().radial) / leaf.router.chosen
-        received = Gradient(gradient.kernel * self.weight, gradient.seq_len, 1.0 - lacks)
+        grad_out = Gradient(gradient.kernel * self.weight, gradient.seq_len, 1.0 - lacks)
         with observed(_by_nobody):
-            record = self.record.backward(received)
-        through, slopes = record.gradient_sent.kernel, at.slopes
+            record = self.record.backward(grad_out)
+        through, slopes = record.grad_in.kernel, at.slopes
         if sides is not None:
             back = sides.weighted(at.gates, "gates", "back")
-            pairs = through.pairs * ratio_or_zero(back.pairs, self.weight.pairs)
-            through = Kernel.joined(through.diagonal, pairs, through.resolved)
+            off_diagonal = through.off_diagonal * ratio_or_zero(
+                back.off_diagonal, self.weight.off_diagonal
+            )
+            through = Kernel.joined(through.diagonal, off_diagonal, through.resolved)
             slopes = sides.weighted(slopes, "slopes", "out")
         given = self.inner.second_moment()
         logits = (gradient.kernel * given * slopes).scaled(self.inner.width)
@@ -318,8 +387,8 @@ class MixturePullback:
             one, two = logits.lift(1.0 - lacks)
             logits = logits.weighted(one, two * two)
         total = through + logits.scaled(leaf.router_variance)
-        sent = Gradient(total, gradient.seq_len)
-        return MixturePulled(sent, leaf, signal, record, logits)
+        grad_in = Gradient(total, gradient.seq_len)
+        return MixturePulled(grad_in, leaf, signal, record, logits)
 
 
 @dataclass(slots=True, eq=False)
@@ -338,13 +407,13 @@ class MixturePulled(Pulled):
 
     def weights(self) -> Values:
         """Of all experts together: E of them, each with its share of the tokens."""
-        found = {k: v for one in self.experts.leaves() for k, v in one.weights().items()}
+        result = {k: v for one in self.experts.leaves() for k, v in one.weights().items()}
         tokens = self.signal.second_moment()
         length = self.signal.seq_len
-        found[self.leaf.name] = self.leaf.d_model * (tokens * self.logits).total(length)
+        result[self.leaf.name] = self.leaf.d_model * (tokens * self.logits).total(length)
         if self.leaf.has_bias:
-            found[f"{self.leaf.name}.bias"] = self.logits.total(length)
-        return found
+            result[f"{self.leaf.name}.bias"] = self.logits.total(length)
+        return result
 
 
 # --- how evenly tokens are routed in one draw ----------------------------------------------------
@@ -355,6 +424,51 @@ STARVING = 0.1
 """An expert starves with less than this part of an even share."""
 
 
+def gate_spread(router: Router, s: float, r: float, tokens: int) -> tuple[Array, float]:
+    """Covariance over draws of the router of the means over tokens and over pairs of what gates
+    have in common, over its mean; and of a single token's the variance.
+
+    Sampled, as `one_draw`, at the nearest of logits' variances a tenth apart in the logarithm and
+    of correlations a fiftieth apart.
+    """
+    steps = round(10 * float(np.log(max(s, 1e-12)))), round(50 * r)
+    return _gate_spread(router, *steps, min(tokens, max(8, 4096 // router.experts), 64))
+
+
+@functools.lru_cache(maxsize=256)
+def _gate_spread(router: Router, log_s: int, r: int, tokens: int) -> tuple[Array, float]:
+    random, count = np.random.default_rng(1), max(tokens, 2)
+    result, alone = [], []
+    for _ in range(2 * DRAWS):
+        z = _equal_logits(router, float(np.exp(log_s / 10)), r / 50, count, random)
+        gates, _ = router.gates(z)
+        own = (gates * gates).sum(-1)
+        pairs = ((gates.sum(0) ** 2).sum() - own.sum()) / (count * (count - 1))
+        result.append((own.mean(), pairs))
+        alone.append(own)
+    means = np.mean(result, 0)
+    scale = np.where(means > 0, 1 / np.where(means > 0, means, 1.0), 0.0)
+    every = np.concatenate(alone)
+    return np.cov(np.array(result).T) * np.outer(scale, scale), float(every.var() * scale[0] ** 2)
+
+
+def _equal_logits(
+    router: Router, s: float, r: float, count: int, random: np.random.Generator
+) -> Array:
+    """(count, E) of tokens whose logits have variance s and correlate alike, by r: given what they
+    have in common, sqrt(r) c, they are independent."""
+    common, own = (random.standard_normal((n, router.experts)) for n in (1, count))
+    return np.sqrt(s) * (np.sqrt(max(r, 0.0)) * common + np.sqrt(1 - max(r, 0.0)) * own)
+
+
+def _mean_logits(leaf: Mixture, signal: Signal) -> tuple[Array, Array]:
+    """Variance of tokens' logits, and the mean correlation of two tokens'."""
+    tokens, gain = signal.second_moment(), leaf.d_model * leaf.router_variance
+    logits = gain * tokens.mean_diagonal() + leaf.bias_variance
+    covariance = gain * tokens.mean_off_diagonal() + leaf.bias_variance
+    return logits, ratio_or_zero(covariance, logits)
+
+
 class OneDraw(NamedTuple):
     """What one draw of the router does, in the mean over draws.
 
@@ -363,30 +477,39 @@ class OneDraw(NamedTuple):
         starving: part of the experts with less than `STARVING` of an even share.
         balance: E sum_e f_e p_e of the tokens' shares f and the mean probabilities p (Switch
             Transformer's auxiliary loss without its coefficient; k where all is even).
+        own, pairs: E sum_e of its gradient at a token's logits, times the number of tokens, with
+            itself and with another token's.
     """
 
     largest: float
     starving: float
     balance: float
+    own: float
+    pairs: float
 
 
 def one_draw(router: Router, s: float, r: float, tokens: int) -> OneDraw:
     """Of tokens whose logits have variance s and correlate alike, by r.
 
-    Sampled: given what the tokens have in common, sqrt(r) c of the logits, they are independent.
+    Sampled.
     """
     random = np.random.default_rng(0)
     count, experts = min(tokens, TOKENS), router.experts
-    found = []
+    result = []
     for _ in range(DRAWS):
-        common, own = random.standard_normal(experts), random.standard_normal((count, experts))
-        z = np.sqrt(s) * (np.sqrt(max(r, 0.0)) * common + np.sqrt(1 - max(r, 0.0)) * own)
+        z = _equal_logits(router, s, r, count, random)
         share = router.choice(z).mean(0)
-        weight, _ = router.weight(z)
-        mean = (weight / weight.sum(-1, keepdims=True)).mean(0)
+        weight, slope = router.weight(z)
+        total = weight.sum(-1, keepdims=True)
+        part = weight / total
         load = share * experts / router.chosen
-        found.append((load.max(), (load < STARVING).mean(), experts * (share * mean).sum()))
-    return OneDraw(*map(float, np.mean(found, axis=0)))
+        balance = experts * (share * part.mean(0)).sum()
+        # dp_a/dz_e = w'_e/sum(w) (1 (a = e) - p_a); the choice has no derivative
+        sent = experts * slope / total * (share - part @ share[:, None])
+        own = (sent * sent).sum() / count
+        both = ((sent.sum(0) ** 2).sum() - count * own) / max(count * (count - 1), 1)
+        result.append((load.max(), (load < STARVING).mean(), balance, own, both))
+    return OneDraw(*map(float, np.mean(result, axis=0)))
 
 
 def rows(stack: Record) -> Iterator[dict[str, Any]]:
@@ -399,14 +522,14 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
         signal, router = record.input, leaf.router
         at, length = leaf.routed(signal), signal.seq_len
         ones = at.load.with_ones().total(length)
-        tokens = signal.second_moment()
-        gain = leaf.d_model * leaf.router_variance
-        covariance = gain * tokens.mean_pairs() + leaf.bias_variance
-        correlation = float(np.mean(ratio_or_zero(covariance, at.logits)))
-        s = float(np.mean(at.logits))
+        s, correlation = (float(np.mean(one)) for one in _mean_logits(leaf, signal))
         shared = float(np.mean(at.load.total(length) / ones))
         even = router.chosen / router.experts
-        drawn = one_draw(router, s, correlation, round(float(np.mean(ones)) ** 0.5))
+        count = round(float(np.mean(ones)) ** 0.5)
+        drawn = one_draw(router, s, correlation, count)
+        tokens = signal.second_moment()
+        own = float(np.mean(tokens.mean_diagonal())) * drawn.own / count
+        pairs = float(np.mean(tokens.mean_off_diagonal())) * drawn.pairs * (1 - 1 / count)
         yield {
             "layer": record.layer,
             "experts": router.experts,
@@ -414,12 +537,13 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
             "logit_variance": s,
             "logit_correlation": correlation,
             "gate_square": float(np.mean(at.gates.mean_diagonal())),
-            "gate_overlap": float(np.mean(at.gates.mean_pairs())),
+            "gate_overlap": float(np.mean(at.gates.mean_off_diagonal())),
             "load": even,
             "load_variance": max(shared / router.experts / even**2 - 1.0, 0.0),
             "largest_load": drawn.largest,
             "starving": drawn.starving,
             "balance_loss": drawn.balance,
+            "balance_gradient": leaf.d_model * (own + pairs),
             "learns": bool(np.any(at.slopes.diagonal > 0)),
         }
 
@@ -444,8 +568,8 @@ def router_of(block: Experts) -> Router:
     )
 
 
-def experts(parts: Blocks, block: Experts) -> Iterator[Component]:
-    """The mixture, and the shared expert beside it."""
+def experts(parts: Any, block: Experts) -> Iterator[Component]:
+    """The mixture, and the shared expert."""
     model = parts.model
     if parts.theory != "refined":
         raise domain_error("theory", parts.theory, "'refined' with experts")

@@ -30,7 +30,6 @@ class Router:
         experts, chosen: E, and how many of them a token goes to, k.
         logistic: whether a weight is sigmoid(z), not exp(z).
         normalised: what gates are divided by: the weights of the "chosen", of "all", or "none".
-        scale: multiplies the gates.
         groups, kept_groups: experts are chosen among those of so many groups.
         group_best: a group scores by the sum of so many of its largest weights.
         power: weights are raised to it.
@@ -120,8 +119,8 @@ def _table(router: Router, step: int) -> np.ndarray:
     if router.sampled:
         values = sampled(router, s)[0]
     else:
-        pairs = [at(router, s, float(np.cos(angle))) for angle in ANGLES[1:]]
-        values = np.stack([alone(router, s), *pairs], -1)
+        off_diagonal = [at(router, s, float(np.cos(angle))) for angle in ANGLES[1:]]
+        values = np.stack([alone(router, s), *off_diagonal], -1)
     m, n, p = values
     return np.linalg.solve(
         np.vander(ANGLES, increasing=True), np.stack([np.log(m), n / m, np.log(p)]).T
@@ -132,7 +131,6 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
     """M, N and P, of tables that are made once.
 
     Args:
-        router: which.
         s: variance of the logits, a number or one per configuration.
         correlation: of two tokens' logits, with as many axes more as it likes.
     """
@@ -143,7 +141,7 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
     below = np.floor(place).astype(int)
     share = place - below
     shape = np.shape(s)
-    found = np.empty((3, *shape, len(ANGLES)))
+    powers = np.empty((3, *shape, len(ANGLES)))
     below, share = (
         np.where(share > 1 - 1e-9, below + 1, below),
         np.where(share > 1 - 1e-9, 0.0, share),
@@ -156,12 +154,14 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
         two = _table(router, int(step) + 1) if between else one
         if shape:
             one, two = one[:, None], two[:, None]
-        found[:, at_step] = (one + rest * (two - one)).reshape(3, *np.shape(found[:, at_step])[1:])
+        powers[:, at_step] = (one + rest * (two - one)).reshape(
+            3, *np.shape(powers[:, at_step])[1:]
+        )
     angle = np.arccos(np.clip(correlation, LEAST, 1.0))
     more = (1,) * (correlation.ndim - len(shape))
     result: Any = 0.0
     for power in range(len(ANGLES) - 1, -1, -1):
-        result = result * angle + found[..., power].reshape(3, *shape, *more)
+        result = result * angle + powers[..., power].reshape(3, *shape, *more)
     log_m, ratio, log_p = result
     m, p = square * np.exp(log_m), np.exp(log_p)
     n = m * ratio
@@ -367,7 +367,6 @@ def _everywhere(
 
     Args:
         at: the nodes of the first and the second token.
-        factors: by node.
         onto, given: density times the factor, over its tail and over all, by node.
         p11: the region above both.
     """

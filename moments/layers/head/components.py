@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.classes import ClassMatrix, OneClass, PositionClasses, one_class
+from ...engine.classes import ClassMatrix, OneClass, PositionClasses, diagonal_of, one_class
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
-from ...engine.response import SINGLE, Around, GradientAdjoint, Response, SignalAdjoint, own_entries
+from ...engine.response import SINGLE, Around, GradientAdjoint, Response, SignalAdjoint
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...formulas.activation import (
@@ -33,10 +33,13 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
     """What stands between the last layer and the matrix to the logits."""
     parts: list[Component] = []
     if head.norm:
-        parts.append(_final_norm(model, head.norm_gain))
+        parts.append(_norm(model, "final.norm", head.norm_gain))
     if head.loss == "classification":
         weights = None if real is None else np.asarray(real, float).reshape(sequences, -1)
-        parts.append(Pool("head.pool", head.pool, sequences, weights))
+        before = getattr(model.embedding, "before", 0)
+        parts.append(Pool("head.pool", head.pool, sequences, weights, before))
+        if head.pool_norm:
+            parts.append(_norm(model, "head.norm"))
     if head.dropout:
         parts.append(Dropout(DROPOUT, "refined", "final.dropout", {"drop_prob": head.dropout}))
     width = head.factor_dim or model.d_model
@@ -64,10 +67,10 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
     return Chain(tuple(parts))
 
 
-def _final_norm(model: Transformer, gain: float) -> Component:
+def _norm(model: Transformer, label: str, gain: float = 1.0) -> Component:
     if model.normalization == "dyt":
-        return DynamicTanh("final.norm", model.dyt_alpha, gain, model.norm_affine)
-    return FiniteNormalization.of(model, "final.norm", gain)
+        return DynamicTanh(label, model.dyt_alpha, gain, model.norm_affine)
+    return FiniteNormalization.of(model, label, gain)
 
 
 # Functions of a number system, where the laws do not hold them.
@@ -90,18 +93,18 @@ class HiddenActivation(Activation):
         return gradient.with_kernel(kernel)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Any) -> dict[str, Any]:
-        found, function = super()._over_draws(signal, output, values), _function(self.laws.name)
+        result, function = super()._over_draws(signal, output, values), _function(self.laws.name)
         if function is None:
-            return found
+            return result
         variance = float(np.mean(signal.kernel.mean_diagonal()))
-        return found | {"kurtosis": _centred_kurtosis(function, variance)}
+        return result | {"kurtosis": _centred_kurtosis(function, variance)}
 
 
 def _function(name: str) -> Callable[[np.ndarray], Any] | None:
     if name in _FUNCTIONS:
         return functools.partial(_FUNCTIONS[name], NUMPY)
-    found = registered_function(name)
-    return None if found is None else found[0]
+    result = registered_function(name)
+    return None if result is None else result[0]
 
 
 def _centred_kurtosis(function: Callable[[np.ndarray], Any], variance: float) -> float:
@@ -136,45 +139,53 @@ class HiddenNormalization(FiniteNormalization):
 
 @dataclass(frozen=True)
 class Pool(Leaf):
-    """One vector per sequence: its first token, or the mean of its real tokens.
+    """One vector per sequence: its first token, or the mean of its real tokens, or of a picture's
+    "patches" or the tokens "before" them.
 
-    With tokens alike there is one sequence, and the gradient is the average over its tokens.
+    With tokens alike there is one sequence, and the gradient is the average over its tokens; the
+    band then takes what is a mean of some tokens for one of all.
 
     Attributes:
         label: site name in a trace.
-        kind: "first" or "mean".
+        kind: as `Head.pool`.
         sequences: of a resolved kernel, one after the other.
         real: (sequences, L), 1 for real tokens; None: all.
+        before: tokens that stand before the patches.
     """
 
     label: str
     kind: str
     sequences: int = 1
     real: Any = None
+    before: int = 0
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         if not signal.resolved:
             return self._alike(signal)
         if signal.kernel.classes is not None:
             return self._on_classes(signal, signal.kernel.classes)
-        weights = self.weights(signal.kernel.pairs.shape[-1])
-        pooled = Kernel.of_matrix(weights @ signal.second_moment().pairs @ weights.T)
-        return _gaussian(pooled, signal), functools.partial(self._sent, signal.seq_len, weights)
+        weights = self.weights(signal.kernel.off_diagonal.shape[-1])
+        pooled = Kernel.of_matrix(weights @ signal.second_moment().off_diagonal @ weights.T)
+        output = _gaussian(pooled, signal)
+        if signal.centred is not None:
+            centred = weights @ signal.centred.off_diagonal @ weights.T
+            output = output.replace(centred=Kernel.of_matrix(centred))
+        return output, functools.partial(self._sent, signal.seq_len, weights)
 
     def _sent(self, seq_len: int, weights: np.ndarray, gradient: Gradient) -> Pulled:
-        sent = Kernel.of_matrix(weights.T @ gradient.kernel.pairs @ weights)
-        return Pulled(Gradient(sent, seq_len))
+        grad_in = Kernel.of_matrix(weights.T @ gradient.kernel.off_diagonal @ weights)
+        return Pulled(Gradient(grad_in, seq_len))
 
     def _on_classes(self, signal: Signal, classes: PositionClasses) -> tuple[Signal, Pullback]:
         """Of equally long documents, each of which has one vector."""
         tokens = signal.second_moment()
-        inside, *across = classes.blocks(tokens.diagonal, tokens.pairs)
+        inside, *across = classes.blocks(tokens.diagonal, tokens.off_diagonal)
         one, count = classes.inside, float(classes.inside.length)
 
-        def pooled(own: Array, pairs: Array) -> Array:
+        def pooled(diagonal: Array, off_diagonal: Array) -> Array:
             if self.kind == "first":
-                return own[..., 0]
-            return (one.mean(own) + (count - 1.0) * one.mean_of_pairs(pairs)) / count
+                return diagonal[..., 0]
+            return (one.mean(diagonal) + (count - 1.0) * one.mean_of_pairs(off_diagonal)) / count
 
         alone = pooled(*inside)
         between = pooled(*across[0]) if across else 0.0 * alone
@@ -186,10 +197,10 @@ class Pool(Leaf):
     def _sent_on_classes(
         self, seq_len: int, classes: PositionClasses, gradient: Gradient
     ) -> Pulled:
-        received, one = gradient.kernel, classes.inside
+        grad_out, one = gradient.kernel, classes.inside
         size, count = len(one.nodes), float(one.length)
 
-        def sent(value: Array) -> tuple[Array, Array]:
+        def grad_in(value: Array) -> tuple[Array, Array]:
             if self.kind == "mean":
                 each = value[..., None] / count**2
                 ones = np.ones((size, size))
@@ -197,44 +208,45 @@ class Pool(Leaf):
             first = np.eye(1, size)[0]
             return value[..., None] * first, np.zeros((*np.shape(value), size, size))
 
-        blocks = [sent(np.asarray(received.mean_diagonal()))]
+        blocks = [grad_in(np.asarray(grad_out.mean_diagonal()))]
         if len(classes.ends) > 1:
-            blocks.append(sent(np.asarray(received.mean_pairs())))
+            blocks.append(grad_in(np.asarray(grad_out.mean_off_diagonal())))
         return Pulled(Gradient(Kernel(*classes.joined(*blocks), classes), seq_len))
 
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
-        kernel, count = signal.second_moment(), signal.seq_len
-        variance = kernel.diagonal
-        if self.kind == "mean":
-            variance = (kernel.diagonal + (count - 1) * kernel.pairs) / count
+        kernel, count = signal.second_moment(), len(self._tokens(signal.seq_len))
+        variance = (kernel.diagonal + (count - 1) * kernel.off_diagonal) / count
         output = _gaussian(Kernel(variance, 0.0 * variance), signal)
-        return output, functools.partial(self._sent_alike, count)
+        return output, functools.partial(self._sent_alike, signal.seq_len, count)
 
-    def _sent_alike(self, count: int, gradient: Gradient) -> Pulled:
-        received = gradient.kernel.diagonal
-        sent = Kernel(received / count, 0.0 * received)
-        if self.kind == "mean":
-            sent = Kernel(received / count**2, received / count**2)
-        return Pulled(Gradient(sent, count))
+    def _sent_alike(self, length: int, count: int, gradient: Gradient) -> Pulled:
+        """Each of `count` tokens receives that part of it, averaged over all."""
+        each = gradient.kernel.diagonal / (count * length)
+        return Pulled(Gradient(Kernel(each, each * ((count - 1) / max(length - 1, 1))), length))
+
+    def _tokens(self, length: int) -> range:
+        """The tokens that are averaged."""
+        first = self.before if self.kind == "patches" else 0
+        return range(first, {"first": 1, "before": self.before}.get(self.kind, length))
 
     def response(self, record: Record, around: Around) -> Response:
         classes = record.input.kernel.classes
         if not record.input.resolved:
-            return _PooledClasses(self.kind, one_class(record.input.seq_len))
+            kind = "first" if self.kind == "first" else "mean"
+            return _PooledClasses(kind, one_class(record.input.seq_len))
         if classes is not None:
             return _PooledClasses(self.kind, classes.of_one)
-        return _Pooled(self.weights(record.input.kernel.pairs.shape[-1]))
+        return _Pooled(self.weights(record.input.kernel.off_diagonal.shape[-1]))
 
     def weights(self, count: int) -> np.ndarray:
         """(sequences, count) with which tokens enter their sequence's vector."""
         length = count // self.sequences
         rows = np.zeros((self.sequences, self.sequences, length))
         each = np.arange(self.sequences)
-        if self.kind == "first":
-            rows[each, each, 0] = 1.0
-        else:
-            real = np.ones((self.sequences, length)) if self.real is None else self.real
-            rows[each, each] = real / real.sum(-1, keepdims=True)
+        real = np.isin(np.arange(length), self._tokens(length)) * np.ones((self.sequences, 1))
+        if self.real is not None and self.kind != "first":
+            real = real * self.real
+        rows[each, each] = real / real.sum(-1, keepdims=True)
         return rows.reshape(self.sequences, count)
 
 
@@ -257,8 +269,8 @@ class _Pooled:
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
-        found = self.weights.T @ sensitivity @ self.weights
-        return SignalAdjoint(found.astype(SINGLE), none, none)
+        result = self.weights.T @ sensitivity @ self.weights
+        return SignalAdjoint(result.astype(SINGLE), none, none)
 
 
 @dataclass(frozen=True)
@@ -271,20 +283,22 @@ class _PooledClasses:
 
     def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
-        found = np.asarray(sensitivity.own[..., 0])
+        result = np.asarray(sensitivity.diagonal[..., 0])
         if self.kind == "mean":
-            found = np.asarray(sensitivity.total() / self.classes.length**2)
-        onward: Any = found[..., None, None]
+            result = np.asarray(sensitivity.total() / self.classes.length**2)
+        onward: Any = result[..., None, None]
         if isinstance(self.classes, OneClass):
-            onward = ClassMatrix(found[..., None], 0.0 * onward, one_class(1))
+            onward = ClassMatrix(result[..., None], 0.0 * onward, one_class(1))
         return GradientAdjoint(onward.astype(SINGLE), None, none, none + 1.0)
 
     def signal_adjoint(self, sensitivity: Any, exposure: Any) -> SignalAdjoint:
-        none, given = np.zeros(sensitivity.shape[:-2]), own_entries(sensitivity)[..., 0]
+        none, given = np.zeros(sensitivity.shape[:-2]), diagonal_of(sensitivity)[..., 0]
         size = len(self.classes.nodes)
         first = np.eye(1, size)[0] / self.classes.count[0]
-        own, pairs = given[..., None] * first, np.zeros((*given.shape, size, size))
+        diagonal, off_diagonal = given[..., None] * first, np.zeros((*given.shape, size, size))
         if self.kind == "mean":
-            pairs = pairs + given[..., None, None] / self.classes.length**2
-            own = pairs[..., 0]
-        return SignalAdjoint(ClassMatrix(own, pairs, self.classes).astype(SINGLE), none, none)
+            off_diagonal = off_diagonal + given[..., None, None] / self.classes.length**2
+            diagonal = off_diagonal[..., 0]
+        return SignalAdjoint(
+            ClassMatrix(diagonal, off_diagonal, self.classes).astype(SINGLE), none, none
+        )

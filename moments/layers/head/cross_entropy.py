@@ -87,7 +87,6 @@ def softmax_expectations(
     """Expectations of a softmax over independent Gaussian logits, all but one alike.
 
     Args:
-        vocab_size: number of logits.
         variance: of each, any shape.
         own_mean, own_variance: of the one that differs; they broadcast with `variance`; None: as
             the others.
@@ -103,8 +102,10 @@ def softmax_expectations(
     rows, where = np.unique(
         np.stack([a.ravel() for a in arrays], axis=-1).round(12), axis=0, return_inverse=True
     )
-    found = np.array([_single(vocab_size, v, mean, own, softcap) for v, mean, own in rows.tolist()])
-    table = found[where.ravel()].T
+    result = np.array(
+        [_single(vocab_size, v, mean, own, softcap) for v, mean, own in rows.tolist()]
+    )
+    table = result[where.ravel()].T
     log_sum, own, other = table[0], Logit(*table[1:10]), Logit(*table[10:])
     return Softmax(log_sum.reshape(shape)[()], own.reshaped(shape), other.reshaped(shape))
 
@@ -170,8 +171,8 @@ class _Nodes:
         else:
             slope, square = self.weights * self._slope, self.weights * self._slope**2
             pw, pww, ppww = once @ slope, once @ square, size @ square
-        found = {"p": p, "pw": pw, "pww": pww, "ppww": ppww, "pp": pp}
-        return {"below": below, "above": above, **found}
+        result = {"p": p, "pw": pw, "pww": pww, "ppww": ppww, "pp": pp}
+        return {"below": below, "above": above, **result}
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,8 @@ class _Wide:
         z = (y[:, None] - self.value - gumbel) / deviation
         density = np.exp(-(z**2) / 2) / (deviation * math.sqrt(2 * math.pi))
         once, twice = density @ law, density @ (law * np.exp(-gumbel))
-        found = {"p": once, "pw": once, "pww": once, "ppww": twice, "pp": twice}
-        return {"below": ndtr(z) @ law, "above": ndtr(-z) @ law, **found}
+        result = {"p": once, "pw": once, "pww": once, "ppww": twice, "pp": twice}
+        return {"below": ndtr(z) @ law, "above": ndtr(-z) @ law, **result}
 
 
 def _saturated(softcap: float) -> float:
@@ -304,21 +305,21 @@ def _single(
     compared = np.exp(-np.exp(np.minimum((place - grid) / scale, 700.0)))
     log_sum = place + np.euler_gamma * (scale - 1)
     log_sum += float((compared - without_own * owns["below"]) @ weights)
-    found = [log_sum]
+    result = [log_sum]
     for one, kinds, rest in ((own, owns, without_own), (other, others, without_other)):
         share = weights * rest
-        found += map(float, (one.value, one.square, one.slope, one.slope_square))
-        found += [float(kinds[name] @ share) for name in ("p", "pw", "pww", "ppww", "pp")]
-    return found
+        result += map(float, (one.value, one.square, one.slope, one.slope_square))
+        result += [float(kinds[name] @ share) for name in ("p", "pw", "pww", "ppww", "pp")]
+    return result
 
 
-def _grown(found: list[float], factor: float) -> list[float]:
+def _grown(result: list[float], factor: float) -> list[float]:
     """What `_single` finds if all logits are `factor` times as large, and softmaxes maxima.
 
     Two logits are as close as to share the probability once in `factor` times as many draws, so
     that E p (1 - p) falls like 1/factor; what E p itself changes is left out.
     """
-    log_sum, *logits = found
+    log_sum, *logits = result
     grown = [log_sum * factor]
     for value, square, slope, slope_square, p, pw, pww, ppww, pp in (logits[:9], logits[9:]):
         grown += [value * factor, square * factor**2, slope, slope_square, p, pw, pww]

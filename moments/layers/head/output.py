@@ -26,7 +26,6 @@ from .targets import (
     position_text,
     text_targets,
 )
-from .tied import cross_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +41,7 @@ class OutputMoments:
         logit_variance: mean square of a logit.
         record: of what stands before the matrix to the logits ("final.norm", "head.transform",
             ...); under "classification" sites after "head.pool" have one token per sequence.
-        logits: the last site.
         notes: what makes the numbers less certain.
-        model: the declaration.
         readout: the matrix and its loss.
     """
 
@@ -79,27 +76,27 @@ class OutputMoments:
         if head.loss is None:
             return {}
         walk = self.record.walk_back()
-        found = {name: norm for one in walk for name, norm in one.weights().items()}
+        result = {name: norm for one in walk for name, norm in one.weights().items()}
         last = _last_norm(head)
-        if f"{last}.gain" in found:
+        if f"{last}.gain" in result:
             # What the gain multiplies is what the readout multiplies, over the gain.
             square = head.norm_gain**2 if last == "final.norm" else 1.0
-            found[f"{last}.gain"] = found[f"{last}.gain"] + readout.gain_gradient() / square
-        if readout.normalised and f"{last}.bias" in found:
+            result[f"{last}.gain"] = result[f"{last}.gain"] + readout.gain_gradient() / square
+        if readout.normalised and f"{last}.bias" in result:
             # `gradient` is without what the norm takes away, whose bias is behind it.
-            found[f"{last}.bias"] += readout.width * readout.radial().total(readout.seq_len)
+            result[f"{last}.bias"] += readout.width * readout.radial().total(readout.seq_len)
         if not head.tied:
-            found["head"] = readout.matrix_gradient()
+            result["head"] = readout.matrix_gradient()
         if head.bias:
-            found["head.bias"] = readout.bias_gradient()
-        return found
+            result["head.bias"] = readout.bias_gradient()
+        return result
 
     def table(self) -> Array:
         """What a tied matrix adds to the token table's squared gradient norm: its own and twice the
         overlap with what the input reads; 0 where the head is not tied."""
         if not self.head.tied or self.head.loss is None:
             return 0.0
-        return self.readout.matrix_gradient() + cross_gradient(self.readout)
+        return self.readout.matrix_gradient() + self.readout.cross_gradient()
 
 
 def output_moments(
@@ -140,7 +137,7 @@ def output_moments(
         raise DomainError("the model has no head: declare model.head")
     sequences = 1
     if signal.resolved is True:
-        sequences = signal.kernel.pairs.shape[-1] // model.seq_len
+        sequences = signal.kernel.off_diagonal.shape[-1] // model.seq_len
     elif signal.kernel.classes is not None:
         sequences = len(signal.kernel.classes.ends)
     run = Run() if run is None else run
@@ -151,8 +148,8 @@ def output_moments(
     vocab_size, variance = _matrix(model, head)
     carried = _carried_to_logits(model, head, signal, read, stack)
     padding = getattr(model.embedding, "padding_id", None)
-    told = token_ids is not None and signal.resolved is True and np.any(carried)
-    if padding is not None and told:
+    by_text = token_ids is not None and signal.resolved is True and np.any(carried)
+    if padding is not None and by_text:
         # Its row is zero, so that nothing is there to be carried.
         carried = carried * (np.ravel(token_ids) != padding)
     readout = Readout(
@@ -185,8 +182,8 @@ def output_moments(
     if head.loss is None:
         square = readout.logit_square
         return OutputMoments(None, None, None, None, square, record, logits, (), model, readout)
-    received = Gradient(readout.overlap.scaled(1 / vocab_size), read.seq_len)
-    logits = logits._replace(gradient=received)
+    grad_out = Gradient(readout.overlap.scaled(1 / vocab_size), read.seq_len)
+    logits = logits._replace(gradient=grad_out)
     kernel = readout.gradient()
     radial = None
     if not readout.normalised:
@@ -195,7 +192,7 @@ def output_moments(
         radial = readout.radial()
     record = record.backward(Gradient(kernel, read.seq_len), run)
     loss = readout.loss, np.sqrt(readout.loss_variance())[()]
-    moments = *loss, record.gradient_sent, radial, readout.logit_square
+    moments = *loss, record.grad_in, radial, readout.logit_square
     notes = output_notes(head, readout, signal)
     return OutputMoments(*moments, record, logits, notes, model, readout)
 
@@ -240,14 +237,16 @@ def _normalised(model: Transformer, head: Head) -> bool:
         return False
     if head.transform is not None:
         return head.transform_norm
+    if head.pool_norm:
+        return True
     return bool(_last_norm(head)) and (head.norm or model.placements[-1] == "post")
 
 
 def _last_norm(head: Head) -> str:
     """The norm whose output the matrix multiplies; "": a mean or another matrix is between."""
-    if head.transform is not None:
+    if head.transform is not None or head.pool_norm:
         return "head.norm"
-    mean = head.loss == "classification" and head.pool == "mean"
+    mean = head.loss == "classification" and head.pool != "first"
     return "" if mean or head.factor_dim is not None else "final.norm"
 
 
@@ -290,21 +289,21 @@ def _targets(
             raise DomainError("targets are resolved by token: leave tokens=False out")
         classes = signal.kernel.classes
         if classes is not None:
-            found = (
+            result = (
                 position_targets(head, vocab_size, counted)
                 if token_ids is None
                 else position_text(head, vocab_size, counted, token_ids)
             )
             if len(counted.ends) > len(classes.ends):
-                found = found.of_one(counted)
-            return found.repeated(batch)
+                result = result.of_one(counted)
+            return result.repeated(batch)
         return alike_targets(head, vocab_size, model.seq_len, batch)
     every = np.ones(sequences * model.seq_len)
     if real is not None:
         every = np.broadcast_to(real, (sequences, model.seq_len)).reshape(-1)
     blank = getattr(model.embedding, "padding_id", None) if head.tied else None
-    found = text_targets(head, vocab_size, model.seq_len, token_ids, targets, every, blank)
-    return found.repeated(batch)
+    result = text_targets(head, vocab_size, model.seq_len, token_ids, targets, every, blank)
+    return result.repeated(batch)
 
 
 def _logits(readout: Readout) -> Signal:

@@ -32,7 +32,6 @@ def agreement_share(vocab_size: int, variance: float, correlation: Array) -> Arr
 
     Args:
         vocab_size: number of logits V.
-        variance: of each logit.
         correlation: of two tokens' logits, any shape.
     """
     if variance < _FLAT or vocab_size < 3:
@@ -53,11 +52,11 @@ def _slopes(vocab_size: int, variance: float) -> tuple[float, ...]:
     """Rise over correlation at the nodes and at 1."""
     apart = -2 * math.log(vocab_size)
     same = math.log(float(softmax_expectations(vocab_size, variance).other.probability_square))
-    found = [
+    result = [
         (_log_product(vocab_size, variance, rho) - apart) / (same - apart) / rho
         for rho in _NODES.tolist()
     ]
-    return (*found, 1.0)
+    return (*result, 1.0)
 
 
 def _log_product(vocab_size: int, variance: float, correlation: float) -> float:
@@ -95,6 +94,6 @@ def _antiderivative(values: np.ndarray, step: float, axis: int) -> np.ndarray:
     waves[0] = 1.0
     modes = np.fft.fft(values) / (1j * waves)
     modes[..., 0] = 0.0
-    found = np.fft.ifft(modes).real
-    found += values.mean(-1, keepdims=True) * step * np.arange(values.shape[-1])
-    return np.asarray(np.moveaxis(found - found[..., :1], -1, axis))
+    result = np.fft.ifft(modes).real
+    result += values.mean(-1, keepdims=True) * step * np.arange(values.shape[-1])
+    return np.asarray(np.moveaxis(result - result[..., :1], -1, axis))

@@ -77,7 +77,6 @@ def text_targets(
 
     Args:
         head: its `loss`; "causal" predicts the next token, "masked" what `targets` say.
-        vocab_size: number of logits.
         seq_len: tokens per sequence L.
         token_ids: integers (L,) or (B, L); None: unknown tokens, drawn by Zipf's law.
         targets: the same shape, -100 where there is none; None: as `loss` says, masked tokens
@@ -134,10 +133,10 @@ def text_targets(
 
 def _follows(number: Array, seq_len: int) -> Array:
     """(n,) whether the next token of the row is real and of the same document."""
-    found = np.zeros(len(number), dtype=bool)
-    found[:-1] = (number[1:] == number[:-1]) & (number[1:] > 0)
-    found[seq_len - 1 :: seq_len] = False
-    return found
+    result = np.zeros(len(number), dtype=bool)
+    result[:-1] = (number[1:] == number[:-1]) & (number[1:] > 0)
+    result[seq_len - 1 :: seq_len] = False
+    return result
 
 
 def _random_text(
@@ -194,25 +193,25 @@ def position_targets(head: Head, vocab_size: int, classes: PositionClasses) -> T
     """Targets of an unknown text on classes of positions, each token predicting the next one, or
     what is masked at random.
 
-    Next tokens are found among what is read as often as there are some (`following_pairs`). Where
-    words are told apart a word that two tokens share is a frequent one, p^2 for p, so that targets
-    meet it as often as three tokens of which two are alike.
+    Next tokens are among what is read as often as there are some (`following_pairs`). Of words, one
+    that two tokens share is a frequent one, p^2 for p, so that targets meet it as often as three
+    tokens of which two are alike.
     """
     if head.loss != "causal":
         return _chosen_at_random(head, vocab_size, classes)
     collision, triple, four = (zipf_collision(vocab_size, tokens) for tokens in (2, 3, 4))
     size, active = len(classes.nodes), classes.cell_means(_followed(classes))
     even, one_more = np.full((size, size), collision), triple / collision
-    read, met, both_met = even, even, np.full((size, size), triple)
+    read, same_word, both_same_word = even, even, np.full((size, size), triple)
     if isinstance(classes, TextClasses):
         apart = np.ones_like(classes.share) / (1.0 - collision)
         read = classes.one_word
-        met = classes.of_kinds((collision - triple) * apart, np.array(one_more))
-        both_met = classes.of_kinds((triple - four) * apart, np.array(four / collision))
+        same_word = classes.of_relations((collision - triple) * apart, np.array(one_more))
+        both_same_word = classes.of_relations((triple - four) * apart, np.array(four / collision))
     follows = classes.following_pairs
-    hit = follows + (1.0 - follows) * met
+    hit = follows + (1.0 - follows) * same_word
     either = follows + follows.T
-    both_hit = follows.T * met + follows * read * one_more + (1.0 - either) * both_met
+    both_hit = follows.T * same_word + follows * read * one_more + (1.0 - either) * both_same_word
     count, own = float(_followed(classes).sum()), np.full(size, collision)
     return Targets(count, active, np.outer(active, active), even, read, hit, own, both_hit)
 
@@ -229,9 +228,9 @@ def _chosen_at_random(head: Head, vocab_size: int, classes: PositionClasses) -> 
 def _followed(classes: PositionClasses) -> Array:
     """(L,) or (documents, longest): 1 for a token that another of its document follows."""
     there = classes.there + 0.0
-    found = np.zeros(there.shape)
-    found[..., :-1] = there[..., 1:]
-    return found
+    result = np.zeros(there.shape)
+    result[..., :-1] = there[..., 1:]
+    return result
 
 
 def position_text(
@@ -241,8 +240,6 @@ def position_text(
     random: means over cells.
 
     Args:
-        head, vocab_size: as of `position_targets`.
-        classes: of positions.
         ids: (L,), or (documents, longest) where they are of several.
     """
     read, active = ids.astype(np.int64), _followed(classes)

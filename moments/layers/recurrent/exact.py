@@ -61,11 +61,11 @@ class GatedConvolution:
         kurtosis = 3 * (3 + 24 / self.block.kernel)
         return (kurtosis - 1) / self.width * self.forward() ** 2
 
-    def backward(self, received: Array) -> Back:
-        block, inner = self.block, received * self.query
+    def backward(self, grad_out: Array, *_: Array) -> Back:
+        block, inner = self.block, grad_out * self.query
         at_product = sum(shift.T @ inner @ shift for shift in self.shifts) * block.tap_variance
         kernels = {
-            "query": received * self.mixed,
+            "query": grad_out * self.mixed,
             "key": self.value * at_product,
             "value": self.key * at_product,
         }
@@ -134,8 +134,8 @@ class LinearHeads:
     def _summed(self) -> Array:
         block, (query, _, mean) = self.block, self.of["query"]
         width = block.d_key
-        found = query * self.mixed + (width - 1) * np.outer(mean, mean) * self.together
-        return self.square * width * found
+        result = query * self.mixed + (width - 1) * np.outer(mean, mean) * self.together
+        return self.square * width * result
 
     @property
     def norms(self) -> Array:
@@ -147,23 +147,23 @@ class LinearHeads:
     def forward(self) -> Array:
         return self._summed() * (1.0 if self.gate is None else self.gate[0])
 
-    def backward(self, received: Array) -> Back:
+    def backward(self, grad_out: Array, *_: Array) -> Back:
         block = self.block
         (query, at_query, query_mean), (key, at_key, key_mean), (value, at_value, _) = (
             self.of[name] for name in ("query", "key", "value")
         )
         kernels = {}
         if self.gate is not None:
-            kernels["mixer_gate"] = received * self._summed() * self.gate[1]
-            received = received * self.gate[0]
+            kernels["mixer_gate"] = grad_out * self._summed() * self.gate[1]
+            grad_out = grad_out * self.gate[0]
         square = self.square
-        back = self._back(received * query)
-        together = self._back(received * np.outer(query_mean, query_mean))
+        back = self._back(grad_out * query)
+        together = self._back(grad_out * np.outer(query_mean, query_mean))
         values = key * back + (block.d_key - 1) * np.outer(key_mean, key_mean) * together
         kernels |= {
             "value": square * block.d_key * values * at_value,
             "key": square * block.d_value * value * back * at_key,
-            "query": square * block.d_value * received * self.mixed * at_query,
+            "query": square * block.d_value * grad_out * self.mixed * at_query,
         }
         return Back(kernels, {})
 
@@ -180,7 +180,7 @@ def moments_of(function: str, kernel: Array) -> tuple[Array, Array, Array]:
         for name in ("mean", "variance", "covariance", "grad_variance", "grad_covariance")
     }
     moment, slope = (
-        Kernel.joined(values[single], values[pair], True).pairs + 0.0 * kernel
+        Kernel.joined(values[single], values[pair], True).off_diagonal + 0.0 * kernel
         for single, pair in (("variance", "covariance"), ("grad_variance", "grad_covariance"))
     )
     mean = values["mean"] + np.zeros(len(kernel))

@@ -51,8 +51,11 @@ def _electra(read: Entries, seq_len: int | None) -> Transformer:
     """BERT, perhaps with narrower tables, which a matrix widens behind their norm and the head's
     hidden layer meets; the head's activation is written into the code."""
     width, model = read.count("embedding_size"), _bert(read, seq_len, "gelu")
-    if width == model.d_model:
-        return model
+    return model if width == model.d_model else _narrow(read, model, width)
+
+
+def _narrow(read: Entries, model: Transformer, width: int) -> Transformer:
+    """The same with tables of `width` features and a matrix that widens them."""
     embedding = model.embedding.replace(
         factor_dim=width, factor_variance=read.variance(), factor_bias=True
     )

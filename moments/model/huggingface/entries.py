@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -123,6 +124,13 @@ class Entries:
         self.read.add(name)
         return name in self._given and self._given[name] is None
 
+    def replaced(self, **values: Any) -> Entries:
+        """The same with other values of some entries, read and noted in one list with these."""
+        found = copy.copy(self)
+        found._given = {**self._given, **values}
+        self.read.update(values)
+        return found
+
     def number(self, name: str, default: Any = ...) -> float:
         """A real entry."""
         return float(_of_kind(name, self(name, default), 0.0))
@@ -177,13 +185,16 @@ class Entries:
             raise domain_error(name, given, f"one of {', '.join(ACTIVATIONS)}", remedy)
         return ACTIVATIONS[given]
 
-    def length(self, name: str, seq_len: int | None, *, table: bool = True) -> int:
+    def length(
+        self, name: str, seq_len: int | None, *, table: bool = True, default: Any = ...
+    ) -> int:
         """Tokens per sequence: the most that entry `name` allows, unless fewer are asked for.
 
         Args:
             table: whether that many positions have a row of a table, so that more do not exist.
+            default: as of an entry.
         """
-        most = self(name)
+        most = self(name, default)
         return self.at_most(check_count(name, most, least=2), seq_len, name, table)
 
     def at_most(self, most: int, seq_len: int | None, meaning: str, table: bool = True) -> int:

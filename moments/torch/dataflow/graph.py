@@ -345,8 +345,9 @@ class _Recorder(TorchDispatchMode):
             func, refs, inputs = _kept(made), ((), {}), ()
         elif name == "native_dropout":
             func = _undropped
-            made = func(*args, **kwargs)
-        else:
+        elif name == "native_batch_norm":
+            func = _unmoved
+        if keep is None:
             made = func(*args, **kwargs)
         self._record(name, func, refs, inputs, written, made, drop_prob)
         shift = self.uniform.get(inputs[0]) if len(inputs) == 1 else None
@@ -438,6 +439,12 @@ def _kept(mask: Tensor) -> Callable[[], Tensor]:
 
 def _undropped(x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
     return x.clone(), torch.ones_like(x, dtype=torch.bool)
+
+
+def _unmoved(*args: Any) -> Any:
+    """Batch norm that leaves what it has seen so far as it was, which its schema hides."""
+    seen = (None, None) if args[5] else args[3:5]
+    return torch.native_batch_norm(*args[:3], *seen, *args[5:])
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -21,7 +21,7 @@ from ...model.patches import PatchEmbedding
 from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
-from ..hook_points import ENCODER, HookPoint, ModuleBranch
+from ..hook_points import ENCODER, BlockSum, HookPoint, ModuleBranch, Sums
 from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
 from ..running import in_mode, kept_buffers, made_at_hand, padding_row, run
 from .around import SINUSOIDAL, After, Before, after, before
@@ -71,6 +71,9 @@ class ModuleReading:
         turned: layers whose values are turned by their position.
         shared: parameters that several layers use, each with these layers.
         unlayered: why its layers could not be distinguished, a phrase each.
+        sums: what every block's residual sum is.
+        ahead: whether any layer of a single stack sees later tokens; None where that is not known.
+        unused: parameters that nothing reads.
     """
 
     model: Transformer | None
@@ -87,6 +90,9 @@ class ModuleReading:
     turned: tuple[int, ...] = ()
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     unlayered: tuple[str, ...] = ()
+    sums: Sums = field(default_factory=dict)
+    ahead: bool | None = None
+    unused: tuple[str, ...] = ()
 
 
 @made_at_hand
@@ -409,6 +415,8 @@ class _Reading:
     dropped: list[tuple[int, str, float]] = field(default_factory=list)
 
     def reading(self) -> ModuleReading:
+        leaves = (v for v in self.graph.values if v.name is not None and v.params)
+        unused = tuple(str(v.name) for v in leaves if not v.consumers and v.tensor.numel())
         stream = self.stream = StreamReader(self.graph)
         if not stream.chains:
             raise MomentsError(
@@ -482,6 +490,8 @@ class _Reading:
                 n for n, units in rows if any(u.name == "attention" and what(u) for u in units)
             )
 
+        looking = [u.attention for u in main.chain.blocks if u.attention is not None]
+        alone = len(stacks) == 1 and not any(u.name == "cross" for u in main.chain.blocks)
         return ModuleReading(
             model,
             module_roles,
@@ -495,8 +505,23 @@ class _Reading:
             dropped=tuple(self.dropped),
             shared=self.shared,
             unlayered=tuple(dict.fromkeys(self.unlayered)),
+            ahead=not all(a.causal for a in looking) if alone and looking else None,
+            unused=unused,
+            sums={
+                (stack.prefix, n, unit.name): self._sum(stack.placements[n - 1], n, unit)
+                for stack in stacks
+                for n, units in enumerate(stack.layers, start=1)
+                for unit in units
+            },
             turned=layers_of(lambda u: u.attention is not None and u.attention.turned),
         )
+
+    def _sum(self, placement: str, layer: int, unit: BranchUnit) -> BlockSum:
+        norm = unit.before or unit.after
+        factor = unit.after_factor if unit.before is None else unit.factor
+        place = "none" if (layer, unit.name) in self.odd else placement
+        gain = None if norm is None else norm.gain * factor
+        return BlockSum(place, unit.skip, unit.branch, gain, unit.whole)
 
     def _share(self, roles: Roles) -> None:
         """Matrices that several layers use: each has their variance, and few may be."""

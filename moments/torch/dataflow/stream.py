@@ -61,7 +61,8 @@ class Feed:
 
 @dataclass
 class BranchUnit:
-    """One residual branch, recognised."""
+    """One residual branch, recognised; `late`: dropped behind its last norm, `whole`: its sum is
+    one of multiples."""
 
     name: str
     sum: StreamSum
@@ -76,6 +77,8 @@ class BranchUnit:
     scale_params: tuple[str, ...] = ()
     dropout: float = 0.0
     dropped: int | None = None
+    late: bool = False
+    whole: bool = True
     parallel: bool = False
     attention: AttentionUnit | None = None
     core: Core | None = None
@@ -246,13 +249,26 @@ class StreamReader:
         last, *others = chain.blocks[::-1]
         afters = [b.after is not None for b in others[:1] if not b.parallel]
         if norms and afters and all(afters) and last.before is None:
-            chain.blocks[-1].after = norms.pop(0)
-            chain.end = chain.blocks[-1].after.end
+            after = norms.pop(0)
+            chain.end = self._scaled(after.end)
+            factor = self.read.fit(after.end, chain.end)
+            last.after, last.after_factor = after, factor if isinstance(factor, float) else 1.0
         else:
             chain.end = previous
         if norms:
             chain.final = norms[-1]
             chain.end = chain.final.end
+
+    def _scaled(self, value: int) -> int:
+        """A value behind the factors that follow it inside of the submodule that gives it."""
+        given = {b.value for b in self.graph.boundaries if b.side == "output"}
+        end, users = value, [value]
+        while len(users) == 1:
+            (value,) = users
+            end = value if value in given else end
+            nodes = (self.graph.nodes[i] for i in self.graph.values[value].consumers)
+            users = [n.outputs[0] for n in nodes if self.read.below(n, scaled=True) == value]
+        return end
 
     def norm(self, start: int, end: int) -> tuple[Norm, float] | float | None:
         """A norm and the factor behind it, a factor alone, or what is neither (None)."""
@@ -332,6 +348,8 @@ class StreamReader:
                 slope = float(gains.square().mean().sqrt())
                 if not close(made, (gains * row).expand_as(made)):
                     self.doubts.append("a residual sum is not a sum of multiples of its terms")
+                    for b in blocks:
+                        b.whole = False
             if block is None:
                 for b in blocks:
                     b.skip = slope
@@ -344,6 +362,7 @@ class StreamReader:
             deep = {p for n in path if (p := self.read.skips_paths(n)) is not None}
             self.notes += [f"stochastic depth of probability {p:g} is left out" for p in deep]
             drops = self.read.dropouts(value, one.value)
+            block.late = bool(drops)
             drops += self.read.dropouts(block.raw, value) if block.raw != value else []
             if drops:
                 block.dropout = drops[-1][1]

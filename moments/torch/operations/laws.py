@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ...errors import optional
 from .variables import (
+    Blend,
     Combination,
     Curve,
     Entries,
@@ -176,7 +177,7 @@ class Laws:
                 return v.mean * known.sum(1)
             case Product(source=Variable() as source):
                 rows = (n * gathered(self.mean(source), at) for n, at in v.columns)
-                return v.mean * sum(rows, nothing)
+                return v.mean * v.wider * sum(rows, nothing)
             case Entries():
                 return torch.full((v.sites,), v.mean, dtype=F64)
             case Fixed():
@@ -187,6 +188,8 @@ class Laws:
                     c = _by_site(term.coefficient)
                     total = total + c * gathered(self.mean(term.variable), term.at)
                 return total
+            case Blend():
+                return v.mixing @ self.mean(v.inner)
             case Joined():
                 shares = (p.features / v.features * self.mean(p) for p, _ in v.pieces)
                 return sum(shares, nothing)
@@ -256,10 +259,14 @@ class Laws:
         late, early = (u, v) if u.number > v.number else (v, u)
         if isinstance(late, Combination):
             made = self._taken_apart(late, early, where)
+        elif isinstance(late, Blend):
+            made = late.mixing @ self.covariance(late.inner, early, where)
         elif isinstance(late, Times) and late is not early and self._one_sided(late, early):
             made = self._of_factor(late, early, where)
         elif isinstance(early, Combination):
             made = self._taken_apart(early, late, where).T
+        elif isinstance(early, Blend):
+            made = (early.mixing @ self.covariance(early.inner, late, where)).T
         else:
             return self._of_kinds(u, v, where)
         return made if late is u else made.T
@@ -360,7 +367,7 @@ class Laws:
         nothing = torch.zeros(u.sites, v.sites, dtype=F64)
         if u.key != v.key:
             return nothing
-        weight = where.weight(u.root, u.variance)
+        weight = where.weight(u.root, u.variance) * u.wider
         if u.known is not None and v.known is not None:
             return weight * (u.known @ v.known.T)
         x, y = u.source, v.source
@@ -369,7 +376,7 @@ class Laws:
         route = u.route if u.route is not None and u.route is v.route else None
         within = where if route is None else where.inside(route.number)
         moment, total, of_mean = self.moment(x, y, within), nothing, nothing
-        mean = u.mean * v.mean
+        mean = u.mean * v.mean * u.wider
         for (n, i), (_, j) in zip(u.columns, v.columns, strict=False):
             total = total + n * gathered(gathered(moment, i).T, j).T
             if mean:

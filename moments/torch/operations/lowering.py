@@ -7,7 +7,7 @@ what no rule takes is sampled, and what cannot even be sampled is named and left
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import optional
@@ -34,6 +34,7 @@ from .variables import (
     Times,
     Variable,
     Weights,
+    blend,
     combination,
     curve_of,
     holds_sampled,
@@ -91,7 +92,7 @@ _MERGES = frozenset(_MERGES_NAMES.split())
 
 _REDUCTIONS = ("mean", "sum", "var", "std", "linalg_vector_norm", "var_mean", "norm")
 _SUMS = ("add", "sub", "rsub", "mul", "div", "neg")
-_NORMS = ("native_layer_norm", "_fused_rms_norm")
+_NORMS = ("native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm")
 
 MOST_PLACES = 1500
 """Sites of a variable beyond which it is not followed: a covariance of two has as many squared."""
@@ -110,6 +111,7 @@ class Lowering:
     Args:
         graph: the pass.
         draws, seed: of the sampler.
+        wider: by parameter and axis, how many times more entries it stands for.
 
     Attributes:
         states: of every value.
@@ -118,8 +120,10 @@ class Lowering:
         sampled: names of operations that are sampled, with how often.
     """
 
-    def __init__(self, graph: Graph, draws: int, seed: int) -> None:
-        self.graph = graph
+    def __init__(
+        self, graph: Graph, draws: int, seed: int, wider: Mapping[str, tuple[float, ...]]
+    ) -> None:
+        self.graph, self.wider = graph, wider
         self.states: dict[int, State] = {}
         self.parts = Parts()
         self.sampler = Sampler(graph, self.states, draws, seed)
@@ -600,7 +604,9 @@ class Lowering:
             count *= x.site.shape[a]
         if not varies(x.feature, axes):
             pools = name in ("mean", "sum")
-            return [self._pooled(node, x, axes, name, count)] if pools else None
+            share = number(1.0 / count if name == "mean" else 1.0)
+            shape = self._shape(node.outputs[0])
+            return [self._pooled(x, axes, share, shape)] if pools else None
         mean = self.laws.mean(x.variable)[x.site]
         second = self.laws.square(x.variable)[x.site]
         over = mean.mean(axes, keepdim=True)
@@ -619,42 +625,80 @@ class Lowering:
     def _known(self, node: Node, output: int, tensor: Tensor) -> Known:
         return Known(tensor.reshape(self._shape(node.outputs[output])))
 
-    def _pooled(self, node: Node, x: Field, axes: list[int], name: str, count: int) -> Field:
-        """A sum over sites."""
+    def _pooled(self, x: Field, axes: list[int], share: Tensor, shape: Sequence[int]) -> Field:
+        """A sum over sites, times a number."""
         kept = [a for a in range(x.site.ndim) if a not in axes]
-        site = x.site.permute(kept + axes).reshape(*[x.site.shape[a] for a in kept], count)
+        site = x.site.permute(kept + axes).flatten(len(kept))
         feature = x.feature.permute(kept + axes).reshape(site.shape)[..., 0]
-        rows, new = torch.unique(site.reshape(-1, count), dim=0, return_inverse=True)
-        c = number(1.0 / count if name == "mean" else 1.0)
-        terms = [Term(x.variable, c, rows[:, k]) for k in range(count)]
-        shape = self._shape(node.outputs[0])
-        variable = combination(len(rows), x.variable.features, terms)
-        return self._settled(variable, new.reshape(shape), feature.reshape(shape))
+        rows, new = torch.unique(site.reshape(-1, site.shape[-1]), dim=0, return_inverse=True)
+        made = blend(x.variable, rows, share)
+        return self._settled(made, new.reshape(shape), feature.reshape(shape))
 
     def _normalized(self, node: Node, name: str) -> Sequence[State]:
         x, args = self._state(node.args[0]), node.args
         if not isinstance(x, Field):
             raise Unlowered("a norm of known numbers with gains of the batch")
-        shape, axes = x.site.shape, list(range(x.site.ndim - len(args[1]), x.site.ndim))
-        mean = self.laws.mean(x.variable)[x.site].mean(axes, keepdim=True)
-        square = self.laws.square(x.variable)[x.site].mean(axes, keepdim=True)
-        if name == "native_layer_norm":
-            weight, bias, epsilon = args[2], args[3], args[4]
-            square = square - mean**2
+        shape, weight, bias = x.site.shape, args[1], args[2]
+        if name == "native_batch_norm":
+            centred, scale = self._by_channel(x, args)
+        elif name == "native_group_norm":
+            rows = torch.Size((shape[0], args[6], shape[1:].numel() // args[6]))
+            centred, scale = self._over_features(x, rows, [2], args[7])
         else:
-            weight, bias = args[2], None
-            epsilon = args[3] if len(args) > 3 and args[3] else torch.finfo(torch.float32).eps
-        out: Field | None = x
-        if name == "native_layer_norm":
-            out = self._added(x, Known(-mean), (1.0, 1.0), shape)
-        out = out and self._multiplied(out, Known((square + epsilon).rsqrt()), shape)
+            axes = list(range(x.site.ndim - len(args[1]), x.site.ndim))
+            weight, bias, epsilon = args[2], None, args[3] if len(args) > 3 else None
+            if name == "native_layer_norm":
+                bias, epsilon = args[3:5]
+            epsilon = epsilon or torch.finfo(torch.float32).eps
+            centres = name == "native_layer_norm"
+            centred, scale = self._over_features(x, shape, axes, epsilon, centres)
+        out = centred and self._multiplied(centred, Known(scale), shape)
+        channels = (-1, *[1] * (x.site.ndim - 2)) if "group" in name or "batch" in name else (-1,)
+        if "layer" in name or "rms" in name:
+            channels = tuple(args[1])
         if weight is not None:
-            out = out and self._multiplied(out, self._state(weight), shape)
+            out = out and self._multiplied(out, _reshaped(self._state(weight), channels), shape)
         if bias is not None:
-            out = out and self._added(out, self._state(bias), (1.0, 1.0), shape)
+            gains = _reshaped(self._state(bias), channels)
+            out = out and self._added(out, gains, (1.0, 1.0), shape)
         if out is None:
             raise Unlowered("a norm whose gains follow no feature")
         return [out, *(Known(self.graph.tensor(v)) for v in node.outputs[1:])]
+
+    def _over_features(
+        self, x: Field, rows: torch.Size, axes: list[int], epsilon: float, centres: bool = True
+    ) -> tuple[Field | None, Tensor]:
+        """A field less its mean over axes of `rows`, a shape of it, and 1 over its deviation
+        there: known numbers, to leading order in 1/features."""
+
+        def over(numbers: Tensor) -> Tensor:
+            whole = numbers[x.site].reshape(rows)
+            return whole.mean(axes, keepdim=True).expand(rows).reshape(x.site.shape)
+
+        mean, square = over(self.laws.mean(x.variable)), over(self.laws.square(x.variable))
+        if not centres:
+            return x, (square + epsilon).rsqrt()
+        centred = self._added(x, Known(-mean), (1.0, 1.0), x.site.shape)
+        return centred, (square - mean**2 + epsilon).rsqrt()
+
+    def _by_channel(self, x: Field, args: Any) -> tuple[Field | None, Tensor]:
+        """A field less every channel's mean over its places, and 1 over the deviation there, whose
+        square is taken as its mean over channels: to leading order in 1/places."""
+        shape, view = x.site.shape, (1, -1, *[1] * (x.site.ndim - 2))
+        axes = [a for a in range(x.site.ndim) if a != 1]
+        if not args[5]:  # by what it has seen before
+            mean, variance = (self.graph.tensor(a.value).reshape(view) for a in args[3:5])
+            centred = self._added(x, Known(-mean), (1.0, 1.0), shape)
+            return centred, (variance.to(F64) + args[7]).rsqrt()
+        if varies(x.feature, axes):
+            raise Unlowered("channels that are no feature of what is normalised")
+        places = shape.numel() // shape[1]
+        mean_of = self._pooled(x, axes, number(1 / places), (1, shape[1], *[1] * len(axes[1:])))
+        centred = self._added(x, mean_of, (1.0, -1.0), shape)
+        if centred is None:
+            return None, torch.ones(())
+        square = self.laws.square(centred.variable)[centred.site].mean()
+        return centred, (square + args[7]).rsqrt()
 
     # --- several tensors in one -------------------------------------------------------------------
 
@@ -873,10 +917,7 @@ class Lowering:
         code = torch.cat((sites.reshape(-1, k).to(F64), factors.reshape(-1, k)), 1)
         values, new = torch.unique(code, dim=0, return_inverse=True)
         feature = y.feature.select(-2, 0).unsqueeze(-2).expand(full)
-        terms = [
-            Term(y.variable, values[:, k + n : k + n + 1], values[:, n].long()) for n in range(k)
-        ]
-        made = combination(len(values), y.variable.features, terms)
+        made = blend(y.variable, values[:, :k].long(), values[:, k:])
         return self._settled(made, new.reshape(full), feature)
 
     def _weighted(self, x: Field | Known, w: Weights, shape: Sequence[int]) -> Field | None:
@@ -917,7 +958,19 @@ class Lowering:
             feature = (labels if labels.ndim == 1 else labels.unsqueeze(-2)).expand(full)
             key = (w.root, used.numpy().tobytes())
         read = source, known, columns
-        return Field(_product(w, key, (sites, _count(feature)), *read, matrix), site, feature)
+        more = self._more(w)
+        fresh = _product(w, key, (sites, _count(feature)), *read, matrix, more)
+        return Field(fresh, site, feature)
+
+    def _more(self, w: Weights) -> float:
+        """How many times more features a matrix sums over than it has here."""
+        sizes = self.wider.get(w.root, ())
+        if not sizes or w.index.shape[-2] < 2:
+            return 1.0
+        rows = w.index[(0,) * (w.index.ndim - 2)]
+        step = abs(int(rows[1, 0] - rows[0, 0]))
+        shape = self.graph.leaf(w.root).shape
+        return next((n for a, n in enumerate(sizes) if step >= shape[a + 1 :].numel()), 1.0)
 
     def _pairs(self, node: Node, x: Field, y: Field) -> Field:
         """Two fields contracted."""
@@ -1036,14 +1089,13 @@ class Lowering:
             share = 1.0 if groups == channels else 1.0 / groups
             columns = [(n * share, places[:, c]) for c, n in enumerate(counts.tolist())]
         shape, key = self._shape(node.outputs[0]), (w.root, "convolution")
-        made = _product(w, key, (sites, shape[1]), source, known, columns)
+        more = self.wider.get(w.root, (1.0, 1.0))[1]
+        made = _product(w, key, (sites, shape[1]), source, known, columns, wider=more)
         site = site.reshape(shape[0], 1, *shape[2:]).expand(shape)
         feature = torch.arange(shape[1]).reshape(1, -1, *[1] * len(taps)).expand(shape)
         out: Field | None = Field(made, site, feature)
         if bias is not None:
-            view = (-1, *[1] * len(taps))
-            if isinstance(bias, Weights):
-                bias = Weights(bias.tensor.reshape(view), bias.root, bias.index.reshape(view))
+            bias = _reshaped(bias, (-1, *[1] * len(taps)))
             out = out and self._added(out, bias, (1.0, 1.0), shape)
         if out is None:
             raise Unlowered("a bias that follows no channel")
@@ -1136,6 +1188,13 @@ def _weights_expanded(w: Weights, shape: Sequence[int]) -> Weights:
     return Weights(w.tensor.expand(full), w.root, w.index.expand(full))
 
 
+def _reshaped(state: Any, shape: Sequence[int]) -> Any:
+    """A parameter, or numbers, in another shape."""
+    if isinstance(state, Weights):
+        return Weights(state.tensor.reshape(shape), state.root, state.index.reshape(shape))
+    return Known(state.tensor.reshape(shape)) if isinstance(state, Known) else state
+
+
 def _product(
     w: Weights,
     key: object,
@@ -1144,6 +1203,7 @@ def _product(
     known: Tensor | None,
     columns: list[tuple[float, Tensor]],
     matrix: Tensor | None = None,
+    wider: float = 1.0,
 ) -> Product:
     """(sites, features) of fresh weights times what they read."""
     mean, variance = statistics(w.tensor if w.pool is None else w.pool)
@@ -1159,6 +1219,7 @@ def _product(
         root=w.root,
         variance=variance,
         mean=mean,
+        wider=wider,
         matrix=matrix,
         route=None if w.route is None else w.route.variable,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,11 +35,15 @@ if TYPE_CHECKING:
 ROWS, TOKENS = 1, 16
 """Sequences and tokens of a batch that are followed: pairs of tokens have a law each."""
 
+NORMED_ROWS = 4
+"""Sequences or pictures where what one gives depends on the others, as by batch norm."""
+
 _WORDS = {
     "Product": "a matrix product",
     "Entries": "a parameter",
     "Fixed": "known numbers",
     "Combination": "a sum",
+    "Blend": "an average over places",
     "Joined": "joined features",
     "Part": "some features",
     "Curve": "an activation",
@@ -243,8 +247,12 @@ def lowered(
     grad_variance: float = 1.0,
     draws: int = 24,
     seed: int = 0,
+    wider: Mapping[str, tuple[float, ...]] | None = None,
 ) -> Lowered:
-    """Record a pass, make variables of it, and carry a gradient back; arguments as of `predict`."""
+    """Record a pass, make variables of it, and carry a gradient back; arguments as of `predict`.
+
+    `wider`: by parameter and axis, how many times more entries it stands for.
+    """
     if any(p.is_meta for p in module.parameters()):
         raise MomentsError(
             "the module is on the meta device and has no entries: module.to_empty(device=...), "
@@ -253,10 +261,13 @@ def lowered(
     if any(isinstance(x, Tensor) and not x.numel() for x in tree_flatten(batch)[0]):
         raise domain_error("batch", "a tensor without entries", "one sequence or more")
     with _spelled_out(module):
-        graph = recorded(module, batch, rows=ROWS, tokens=TOKENS)
+        batched = any(isinstance(p, nn.modules.batchnorm._BatchNorm) for p in module.modules())
+        rows = NORMED_ROWS if batched else ROWS
+        graph = recorded(module, batch, rows=rows, tokens=TOKENS)
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            return _carried_back(graph, loss, grad_variance, draws, seed)
+            lowering = Lowering(graph, draws, seed, wider or {})
+            return _carried_back(lowering, loss, grad_variance)
     except RuntimeError as error:  # shapes of another draw
         if routed := graph.routed():
             raise MomentsError(
@@ -267,11 +278,9 @@ def lowered(
         raise
 
 
-def _carried_back(
-    graph: Graph, loss: str | None, grad_variance: float, draws: int, seed: int
-) -> Lowered:
-    """Variables of a pass, and a gradient at its end carried back through their laws."""
-    lowering = Lowering(graph, draws, seed)
+def _carried_back(lowering: Lowering, loss: str | None, grad_variance: float) -> Lowered:
+    """A gradient at the end of a pass, carried back through the laws of its variables."""
+    graph = lowering.graph
     end, state = _output(graph, lowering)
     if bool(torch.isnan(graph.tensor(end)).any()):
         raise MomentsError(

@@ -14,6 +14,7 @@ from ...errors import optional
 from ..dataflow.graph import Graph, Node, filled
 from .laws import F64, Laws, Replicas
 from .variables import (
+    Blend,
     Combination,
     Entries,
     Field,
@@ -465,7 +466,7 @@ class Sampler:
             if v.source is None or len(v.columns) != 1:
                 return None
             count, at = v.columns[0]
-            amplitude = torch.full((v.sites,), v.variance**0.5, dtype=F64)
+            amplitude = torch.full((v.sites,), (v.variance * v.wider) ** 0.5, dtype=F64)
             return _Reading(v.source, at, amplitude, count, v.root, v.variance)
         if isinstance(v, Part):
             return self._reading(v.whole)
@@ -506,6 +507,9 @@ class Sampler:
                     inner = term.coefficient * gathered(inner, term.at)
                     total = inner if total is None else total + inner
             return total
+        if isinstance(v, Blend):
+            inner = self._expressed(v.inner, origin, fields)
+            return None if inner is None else v.mixing @ inner
         if isinstance(v, Times):
             (one, other), (i, j) = v.parents, v.at
             for inside, at, gain, gain_at in ((one, i, other, j), (other, j, one, i)):
@@ -520,7 +524,7 @@ def _origin(v: Variable) -> Product | None:
     """The matrix whose result a variable is, behind scalings, gains, parts and gathers."""
     if isinstance(v, Product):
         return v
-    if isinstance(v, Part | Combination | Times):
+    if isinstance(v, Part | Combination | Blend | Times):
         return next((o for o in map(_origin, v.parents) if o is not None), None)
     return None
 

@@ -9,7 +9,7 @@ needs a rule.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ...errors import optional
@@ -60,6 +60,7 @@ class Product(Variable):
             of it each site reads).
         key: of the columns of the weights that it uses; those of another key are independent.
         root, variance, mean: the parameter, and what its entries have.
+        wider: how many times more entries it stands for than are summed here.
         matrix: (sites,) which of several matrices each site uses; None: there is one.
         route: the choice of it that depends on the batch.
     """
@@ -71,6 +72,7 @@ class Product(Variable):
     root: str
     variance: float
     mean: float
+    wider: float = 1.0
     matrix: Tensor | None = None
     route: Variable | None = None
 
@@ -124,6 +126,18 @@ class Combination(Variable):
     def by_feature(self) -> bool:
         """Whether a coefficient depends on the feature."""
         return any(t.coefficient.ndim == 2 and t.coefficient.shape[1] > 1 for t in self.terms)
+
+
+@dataclass(eq=False, kw_only=True)
+class Blend(Variable):
+    """Sums over the sites of a variable: known numbers (sites, its sites) times it."""
+
+    inner: Variable
+    mixing: Tensor
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return (self.inner,)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -293,6 +307,21 @@ def combination(
     )
 
 
+def blend(inner: Variable, rows: Tensor, numbers: Tensor) -> Blend:
+    """Of every row (sites, summands) the sum of these sites of a variable, times `numbers`."""
+    mixing = torch.zeros(len(rows), inner.sites, dtype=torch.float64)
+    mixing.scatter_add_(1, rows, numbers.to(torch.float64).expand(rows.shape))
+    return Blend(
+        sites=len(rows),
+        features=inner.features,
+        gaussian=inner.gaussian,
+        alike=inner.alike,
+        roots=inner.roots,
+        inner=inner,
+        mixing=mixing,
+    )
+
+
 class Parts:
     """Parts of variables, each made once."""
 
@@ -321,6 +350,9 @@ class Parts:
             if sizes <= {1, whole.features}:
                 terms = [self._cut(term, chosen, whole.features) for term in whole.terms]
                 return combination(whole.sites, len(chosen), terms, whole.shift)
+        if isinstance(whole, Blend):
+            inner = self.of(whole.inner, chosen)
+            return replace(whole, inner=inner, features=len(chosen), number=next(_numbers))
         return Part(
             sites=whole.sites,
             features=len(chosen),
@@ -381,5 +413,5 @@ def holds_sampled(variable: Variable) -> bool:
     """Whether a sum or product of it holds a sampled variable."""
     if isinstance(variable, Sampled):
         return True
-    open_kinds = Combination | Times | Part | Joined
+    open_kinds = Combination | Blend | Times | Part | Joined
     return isinstance(variable, open_kinds) and any(map(holds_sampled, variable.parents))

@@ -1,6 +1,6 @@
 """Joint laws of pairs of rows over classes of keys: kinds of pairs, and the scaling of a law.
 
-In a text two keys may be of one word: each class of frequency of words has a kind of pairs beside
+In a text two keys may be of one word: each class of frequency of words has a kind of pairs besides
 that of two words (`Mixture`). A law is scaled to given means over either key, by factors of its
 keys (Sinkhorn), and so are its derivatives (`Sums`). See docs/theory/state.md, Classes of
 positions.
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import Matrix, diagonal
+from ....engine.classes import Matrix, diagonal_of
 from ....engine.texts import Frequencies
 from .joint_laws import EXPONENT_MAX, TANGENT_SWEEPS
 
 Array = NDArray[np.float64]
-Kinds = list[Matrix]
+ByRelation = list[Matrix]
 """A matrix over keys by kinds of pairs: what a key has with itself beyond, and pairs of each."""
 Diagonal = Callable[[Array], Array]
 """What a matrix of two ranges of keys has where they are one key."""
@@ -30,41 +30,41 @@ ONE_KIND = Frequencies(np.ones(1), np.ones(1), np.zeros(1))
 class Mixture(NamedTuple):
     """Pairs of keys of one kind, or of several: of two words, and of one as frequent as some are.
 
-    A matrix over keys that tells them apart multiplies as several that do not, its parts: its means
-    over cells, by the counts of those, and what pairs of one word have beyond those of two, by the
-    counts of that word's other tokens. Since these are few, a token's own part is counted by itself
-    there, and stands for all that it has with itself beyond two words.
+    A matrix over keys with entries by kind multiplies as several without, its parts: its means over
+    cells, by the counts of those, and what pairs of one word have beyond those of two, by the
+    counts of that word's other tokens. Since these are few, the diagonal is counted by itself
+    there, and stands for all that a token has with itself beyond two words.
 
     Of the first kind a token with itself is one whose word is read once. Of two documents no token
     is in both, and two at one place stand for it: of one word, as in texts that begin alike, or of
     two, which are of the first kind, and so is one word that each document reads once.
 
     Attributes:
-        share: (n, k) of pairs that are of one word; None: nothing tells pairs apart.
+        share: (n, k) of pairs that are of one word; None: nothing distinguishes pairs.
         frequencies: of words.
-        met: (o,) of pairs at one place of two documents that are of one word; None: of one.
+        coincidence: (o,) of pairs at one place of two documents that are of one word; None: of one.
     """
 
     share: Array | None
     frequencies: Frequencies
-    met: Array | None = None
+    coincidence: Array | None = None
 
     @property
-    def kinds(self) -> int:
+    def relations(self) -> int:
         return len(self.frequencies.level)
 
     @property
     def values(self) -> list[int]:
         """Of every kind, which of the values of a kernel it has: that of two words, or of one."""
-        return [min(kind, 1) for kind in range(self.kinds)]
+        return [min(kind, 1) for kind in range(self.relations)]
 
-    def weighed(self, kinds: Sequence[Array]) -> list[Array]:
+    def weighed(self, relations: Sequence[Array]) -> list[Array]:
         """(..., n, k) what sums over all pairs count of each kind."""
         if self.share is None:
-            return list(kinds)
+            return list(relations)
         shares = self.frequencies.of_pairs
-        others = [s * self.share * one for s, one in zip(shares[1:], kinds[1:], strict=True)]
-        return [(1.0 - self.share) * kinds[0], *others]
+        others = [s * self.share * one for s, one in zip(shares[1:], relations[1:], strict=True)]
+        return [(1.0 - self.share) * relations[0], *others]
 
     def mean(self, values: Sequence[Array], level: float = 1.0) -> Array:
         """(..., n, k) over all pairs of what two words have and one; or over those of a token whose
@@ -75,14 +75,14 @@ class Mixture(NamedTuple):
         share = self.share if level == 1.0 else np.minimum(level * self.share, 1.0)
         return np.asarray(others + share * (same - others))
 
-    def mean_of(self, kinds: Kinds, diagonal: Diagonal = diagonal) -> Matrix:
+    def mean_of(self, relations: ByRelation, diagonal_of: Diagonal = diagonal_of) -> Matrix:
         """Over all pairs, and over tokens."""
         if self.share is None:
-            return kinds[0]
-        first, *rest = self.weighed([one for _, one in kinds])
+            return relations[0]
+        first, *rest = self.weighed([one for _, one in relations])
         pairs = sum(rest, first)
-        alone: Any = sum(self.of_tokens([own + diagonal(one) for own, one in kinds]))
-        return alone - diagonal(pairs), pairs
+        alone: Any = sum(self.of_tokens([excess + diagonal_of(one) for excess, one in relations]))
+        return alone - diagonal_of(pairs), pairs
 
     def of_tokens(self, wholes: Sequence[Array]) -> list[Array]:
         """(..., o) what sums over tokens, or over pairs at one place, count of each kind."""
@@ -91,10 +91,10 @@ class Mixture(NamedTuple):
     @property
     def _portions(self) -> Sequence[Any]:
         portions, of_pairs = self.frequencies.portion, self.frequencies.of_pairs
-        if self.met is None:
+        if self.coincidence is None:
             return list(portions)
         several = [
-            np.minimum(self.met * share, most)
+            np.minimum(self.coincidence * share, most)
             for share, most in zip(of_pairs[1:], portions[1:], strict=True)
         ]
         return [1.0 - sum(several), *several]
@@ -103,85 +103,91 @@ class Mixture(NamedTuple):
     def often(self) -> list[Any]:
         """(o,) how often a token of a repeated word meets its word at its place, by frequency."""
         pairs = zip(self._portions[1:], self.frequencies.portion[1:], strict=True)
-        return [met / max(portion, 1e-300) for met, portion in pairs]
+        return [coincidence / max(portion, 1e-300) for coincidence, portion in pairs]
 
-    def wholes(self, owns: Sequence[Array]) -> list[Array]:
+    def wholes(self, diagonals: Sequence[Array]) -> list[Array]:
         """Of every kind what a kernel has of a token with itself, or of two at one place that are
         two words, and one."""
-        if self.met is None:
-            return [owns[0]] * self.kinds
+        if self.coincidence is None:
+            return [diagonals[0]] * self.relations
         first, *several = self._portions
-        once = np.maximum(self.met - sum(several), 0.0) / np.where(first > 0.0, first, 1.0)
-        return [owns[0] + once * (owns[1] - owns[0]), *[owns[1]] * (self.kinds - 1)]
+        once = np.maximum(self.coincidence - sum(several), 0.0) / np.where(first > 0.0, first, 1.0)
+        return [
+            diagonals[0] + once * (diagonals[1] - diagonals[0]),
+            *[diagonals[1]] * (self.relations - 1),
+        ]
 
-    def alike(self, kinds: Sequence[Array]) -> list[Array]:
+    def alike(self, relations: Sequence[Array]) -> list[Array]:
         """Of two words and of one, however frequent."""
         if self.share is None:
-            return list(kinds)
-        shares = zip(self.frequencies.of_pairs[1:], kinds[1:], strict=True)
-        return [kinds[0], np.asarray(sum(s * one for s, one in shares))]
+            return list(relations)
+        shares = zip(self.frequencies.of_pairs[1:], relations[1:], strict=True)
+        return [relations[0], np.asarray(sum(s * one for s, one in shares))]
 
     # --- parts that multiply by themselves ------------------------------------------------------
 
     def parts_of(
-        self, owns: Sequence[Array], values: Sequence[Array], diagonal: Diagonal
+        self, diagonals: Sequence[Array], values: Sequence[Array], diagonal_of: Diagonal
     ) -> list[Matrix]:
         """A kernel: `owns` as `wholes` takes them, and of two words and of one, however
         frequent."""
-        whole = owns[0]
+        whole = diagonals[0]
         if self.share is None:
-            return [(whole - diagonal(values[0]), values[0])]
+            return [(whole - diagonal_of(values[0]), values[0])]
         mean, more = self.mean(values), values[1] - values[0]
-        if self.met is None:
-            beyond = whole - diagonal(values[0]), more
-            return [(whole - diagonal(mean), mean), *[beyond] * (self.kinds - 1)]
-        together = owns[1] - whole
-        whole = whole + self.met * together
-        apart = together - diagonal(more)
-        return [(whole - diagonal(mean), mean), *((often * apart, more) for often in self.often)]
+        if self.coincidence is None:
+            beyond = whole - diagonal_of(values[0]), more
+            return [(whole - diagonal_of(mean), mean), *[beyond] * (self.relations - 1)]
+        together = diagonals[1] - whole
+        whole = whole + self.coincidence * together
+        excess = together - diagonal_of(more)
+        return [
+            (whole - diagonal_of(mean), mean),
+            *((often * excess, more) for often in self.often),
+        ]
 
-    def parts(self, kinds: Kinds, diagonal: Diagonal = diagonal) -> list[Matrix]:
+    def parts(self, relations: ByRelation, diagonal_of: Diagonal = diagonal_of) -> list[Matrix]:
         """A matrix of any kinds."""
         if self.share is None:
-            return kinds
-        found, others = [self.mean_of(kinds, diagonal)], kinds[0][1]
-        for own, pairs in kinds[1:]:
+            return relations
+        result, others = [self.mean_of(relations, diagonal_of)], relations[0][1]
+        for excess, pairs in relations[1:]:
             beyond = pairs - others
-            found.append((own + diagonal(beyond), beyond))
-        return found
+            result.append((excess + diagonal_of(beyond), beyond))
+        return result
 
-    def joined(self, parts: Sequence[Matrix], alone: Array, placed: Any = 0.0) -> Kinds:
-        """The matrix of such parts, own parts being those beyond pairs of one word; of a token
+    def joined(self, parts: Sequence[Matrix], alone: Array, placed: Any = 0.0) -> ByRelation:
+        """The matrix of such parts, diagonals being those beyond pairs of one word; of a token
         whose word is read once, `alone`; and of two words at one place, `placed`."""
         if self.share is None:
             return [parts[0]]
         others = parts[0][1]
         for share, (_, beyond) in zip(self.frequencies.of_pairs[1:], parts[1:], strict=True):
             others = others - (share * self.share) * beyond
-        owns = [own for own, _ in parts[1:]]
-        if self.met is not None:
-            owns = [
-                placed + own / np.where(often > 0.0, often, 1.0)
-                for own, often in zip(owns, self.often, strict=True)
+        excesses = [excess for excess, _ in parts[1:]]
+        if self.coincidence is not None:
+            excesses = [
+                placed + excess / np.where(often > 0.0, often, 1.0)
+                for excess, often in zip(excesses, self.often, strict=True)
             ]
-        several = zip(owns, parts[1:], strict=True)
-        return [(alone, others), *((own, others + beyond) for own, (_, beyond) in several)]
+        several = zip(excesses, parts[1:], strict=True)
+        return [(alone, others), *((excess, others + beyond) for excess, (_, beyond) in several)]
 
 
 ALIKE = Mixture(None, ONE_KIND)
 
 
-def bounded_exp(exponent: Kinds, diagonal: Diagonal, factor: Array | None) -> Kinds:
+def bounded_exp(exponent: ByRelation, diagonal_of: Diagonal, factor: Array | None) -> ByRelation:
     """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
     which then are written over."""
-    found = []
-    for own, inside in exponent:
-        whole = own + diagonal(inside)
+    result = []
+    for excess, inside in exponent:
+        whole = excess + diagonal_of(inside)
         if factor is not None:
             whole, inside = factor[..., 0] * whole, factor * inside
         np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
-        found.append((np.exp(np.minimum(whole, EXPONENT_MAX)) - diagonal(inside), inside))
-    return found
+        result.append((np.exp(np.minimum(whole, EXPONENT_MAX)) - diagonal_of(inside), inside))
+    return result
 
 
 class Meeting(NamedTuple):
@@ -196,36 +202,38 @@ class Meeting(NamedTuple):
         same: (n, k) by frequency, of the keys that a key meets in a cell those of its word.
         free: (n, k) of pairs of two cells, those whose frequencies do not depend on each other;
             None: all.
-        own_free: (c, o) the same of two keys of one cell.
+        free_common: (c, o) the same of two keys of one cell.
         of_others: (n, k) one over the part of pairs that are of two words.
     """
 
     same: list[Array]
     free: Array | None
-    own_free: Array
+    free_common: Array
     of_others: Array
 
     @classmethod
-    def of(cls, mixture: Mixture, own: tuple[slice, slice], counts: tuple[Array, Array]) -> Meeting:
+    def of(
+        cls, mixture: Mixture, common: tuple[slice, slice], counts: tuple[Array, Array]
+    ) -> Meeting:
         """Args:
         mixture: of kinds of pairs of keys.
-        own: keys of both among those of either.
-        counts: (c, o) tokens that either row sees of these.
+        common: keys of both among those of either.
+        counts: (c, o) tokens that either row attends to of these.
         """
         share, frequencies = mixture.share, mixture.frequencies
         assert share is not None
         same = [np.minimum(level * share, 1.0) for level in frequencies.level[1:].tolist()]
         first, *rest = (1.0 - frequencies.portion).tolist()
-        found = np.full(share.shape, 1.0 / max(first, 1e-300))
+        result = np.full(share.shape, 1.0 / max(first, 1e-300))
         for one, others in zip(same, rest, strict=True):
-            np.minimum(found, (1.0 - one) / max(others, 1e-300), out=found)
-        of_cell = on_diagonal(found[None, own[0], own[1]])
+            np.minimum(result, (1.0 - one) / max(others, 1e-300), out=result)
+        of_cell = on_diagonal(result[None, common[0], common[1]])
         others = 1.0 - 1.0 / np.maximum(np.minimum(*counts), 1.0)
-        own_free = np.minimum(of_cell * others, 1.0)
+        free_common = np.minimum(of_cell * others, 1.0)
         of_cell[...] = 1.0
-        free = None if found.min() >= 1.0 else np.minimum(found, 1.0)
+        free = None if result.min() >= 1.0 else np.minimum(result, 1.0)
         alike: Any = sum(p * one for p, one in zip(frequencies.portion[1:], same, strict=True))
-        return cls(same, free, own_free, 1.0 / np.maximum(1.0 - alike, LEAST_OTHERS))
+        return cls(same, free, free_common, 1.0 / np.maximum(1.0 - alike, LEAST_OTHERS))
 
 
 class Maps(NamedTuple):
@@ -251,7 +259,7 @@ class Sums(NamedTuple):
 
     Attributes:
         mixture: of kinds of pairs of keys.
-        own_first, own_second: keys of both among those of either.
+        common_first, common_second: keys of both among those of either.
         first, second: (c, n) and (c, k) weights of classes.
         one, two: (c, o) of one token, on keys of both.
         aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be, of
@@ -260,8 +268,8 @@ class Sums(NamedTuple):
     """
 
     mixture: Mixture
-    own_first: slice
-    own_second: slice
+    common_first: slice
+    common_second: slice
     first: Array
     second: Array
     one: Array
@@ -274,7 +282,7 @@ class Sums(NamedTuple):
     def of(
         cls,
         mixture: Mixture,
-        own: tuple[slice, slice],
+        common: tuple[slice, slice],
         weights: tuple[Array, Array],
         of_one: tuple[Array, Array],
         aims: tuple[Array, Array],
@@ -284,18 +292,18 @@ class Sums(NamedTuple):
         if mixture.share is not None:
             counts = [
                 np.where(one > 0.0, whole[:, keys] / np.where(one > 0.0, one, 1.0), np.inf)
-                for whole, keys, one in zip(weights, own, of_one, strict=True)
+                for whole, keys, one in zip(weights, common, of_one, strict=True)
             ]
-            meeting = Meeting.of(mixture, own, (counts[0], counts[1]))
-        return cls(mixture, *own, *weights, *of_one, *aims, meeting)
+            meeting = Meeting.of(mixture, common, (counts[0], counts[1]))
+        return cls(mixture, *common, *weights, *of_one, *aims, meeting)
 
-    def at_own(self, pairs: Array) -> Array:
+    def at_common(self, pairs: Array) -> Array:
         """(c, o) entries of keys of both, to be written to."""
-        return on_diagonal(pairs[:, self.own_first, self.own_second])
+        return on_diagonal(pairs[:, self.common_first, self.common_second])
 
     def over_first(
-        self, law: Kinds, sweeps: int, begin: Array | None = None
-    ) -> tuple[Kinds, Array]:
+        self, law: ByRelation, sweeps: int, begin: Array | None = None
+    ) -> tuple[ByRelation, Array]:
         """The law scaled so that its means over either key are `aims_first` and `aims_second`, over
         those of the first key, and the first key's factors.
 
@@ -309,8 +317,8 @@ class Sums(NamedTuple):
         return self._times(law, self._products((left / aims)[None], right[None])), left
 
     def balanced_with(
-        self, law: Kinds, sweeps: int, directions: Sequence[Kinds]
-    ) -> tuple[Kinds, list[Kinds]]:
+        self, law: ByRelation, sweeps: int, directions: Sequence[ByRelation]
+    ) -> tuple[ByRelation, list[ByRelation]]:
         """The law scaled so that its means over either key are `aims_first` and `aims_second` (see
         `joint_laws.balanced`); and of it law o (direction + u 1^T + 1 v^T) whose means over either
         key are 0 (see `joint_laws.tangent`).
@@ -330,13 +338,13 @@ class Sums(NamedTuple):
             one / np.where(aim > 0.0, aim, 1.0)
             for one, aim in zip((left, right), aims, strict=True)
         )
-        wholes = [own + self.at_own(pairs) for own, pairs in law]
+        wholes = [excess + self.at_common(pairs) for excess, pairs in law]
         rows, columns = (np.empty((len(directions), *one.shape)) for one in (left, right))
         for k, direction in enumerate(directions):
             for whole, (_, pairs), (beside, along) in zip(wholes, law, direction, strict=True):
                 along *= pairs
                 beside *= whole
-            moved = [(beside - self.at_own(along), along) for beside, along in direction]
+            moved = [(beside - self.at_common(along), along) for beside, along in direction]
             along_maps = self._maps_by_frequency(moved)
             sums = self._over_second(along_maps, right), self._over_first(along_maps, left)
             rows[k], columns[k] = -over_left * sums[0], -over_right * sums[1]
@@ -358,50 +366,50 @@ class Sums(NamedTuple):
                 along *= factors[1]
                 shift[1][...] *= pairs
                 along += shift[1]
-                tangent.append((beside - self.at_own(along), along))
+                tangent.append((beside - self.at_common(along), along))
             tangents.append(tangent)
         return self._times(law, products), tangents
 
     # --- by the frequency of a key's word -------------------------------------------------------
 
-    def _maps_by_frequency(self, law: Kinds) -> Maps:
+    def _maps_by_frequency(self, law: ByRelation) -> Maps:
         if self.meeting is None:
-            ((own, pairs),) = law
-            return Maps(pairs[None], (own * self.one)[None], (own * self.two)[None])
-        same, free, own_free, _ = self.meeting
-        often = [] if self.mixture.met is None else self.mixture.often
+            ((excess, pairs),) = law
+            return Maps(pairs[None], (excess * self.one)[None], (excess * self.two)[None])
+        same, free, free_common, _ = self.meeting
+        often = [] if self.mixture.coincidence is None else self.mixture.often
         agreeing, others = free is not None, law[0][1]
         pairs = np.empty((len(law) + agreeing, *others.shape))
-        own = np.empty((len(law), *law[0][0].shape))
-        pairs[0], own[0] = others, law[0][0]
+        excess = np.empty((len(law), *law[0][0].shape))
+        pairs[0], excess[0] = others, law[0][0]
         for kind, (alone, together) in enumerate(law[1:], start=1):
             more = np.subtract(together, others, out=pairs[kind + agreeing])
-            whole = alone + self.at_own(more)
+            whole = alone + self.at_common(more)
             if often:  # what stands at its place of another document, the more often of its word
                 whole = law[0][0] + often[kind - 1] * (whole - law[0][0])
             more *= same[kind - 1]
-            np.subtract(whole, self.at_own(more), out=own[kind])
+            np.subtract(whole, self.at_common(more), out=excess[kind])
         if free is not None:
             pairs[0] *= free
             np.subtract(others, pairs[0], out=pairs[1])
             pairs[2:] += pairs[1]
-        of_cell = self.at_own(pairs[0])
-        agreeing_own = of_cell * (1.0 - own_free)
-        of_cell -= agreeing_own
-        one = own * self.one + agreeing_own * self.first[:, self.own_first]
-        two = own * self.two + agreeing_own * self.second[:, self.own_second]
+        of_cell = self.at_common(pairs[0])
+        agreeing_common = of_cell * (1.0 - free_common)
+        of_cell -= agreeing_common
+        one = excess * self.one + agreeing_common * self.first[:, self.common_first]
+        two = excess * self.two + agreeing_common * self.second[:, self.common_second]
         return Maps(pairs, one, two)
 
     def _over_second(self, maps: Maps, values: Array) -> Array:
         """(..., T, c, n) of (..., T, c, k)."""
         total = self._summed(maps.pairs, self.second * values)
-        total[..., self.own_first] += maps.two * values[..., self.own_second]
+        total[..., self.common_first] += maps.two * values[..., self.common_second]
         return total
 
     def _over_first(self, maps: Maps, values: Array) -> Array:
         """(..., T, c, k) of (..., T, c, n)."""
         total = self._summed(np.swapaxes(maps.pairs, -1, -2), self.first * values)
-        total[..., self.own_second] += maps.one * values[..., self.own_first]
+        total[..., self.common_second] += maps.one * values[..., self.common_first]
         return total
 
     def _summed(self, pairs: Array, given: Array) -> Array:
@@ -442,38 +450,38 @@ class Sums(NamedTuple):
                 return np.asarray(one[0, :, :, None] * two[0, :, None, :])
             return np.asarray(one.transpose(1, 2, 0) @ two.transpose(1, 0, 2))
 
-        own = (left[..., self.own_first] * right[..., self.own_second]).sum(0)
+        shared = (left[..., self.common_first] * right[..., self.common_second]).sum(0)
         portion = frequencies.portion[:, None, None]
         means = (left * portion).sum(1), (right * portion).sum(1)
-        found = [(own[0], outer(*means))]
+        result = [(shared[0], outer(*means))]
         if self.meeting is None:
-            return found
-        same, free, own_free, of_others = self.meeting
+            return result
+        same, free, free_common, of_others = self.meeting
         first, *rest = frequencies.portion.tolist()
-        for kind in range(1, len(own)):
-            found.append((own[kind], outer(left[:, kind], right[:, kind])))
+        for kind in range(1, len(shared)):
+            result.append((shared[kind], outer(left[:, kind], right[:, kind])))
         # of two words: of any frequencies, and of those that agree, less those of one word
-        others = found[0][1]
+        others = result[0][1]
         if free is not None:
             agreed = first * outer(left[:, 0], right[:, 0])
-            for part, (_, both) in zip(rest, found[1:], strict=True):
+            for part, (_, both) in zip(rest, result[1:], strict=True):
                 agreed += part * both
             others += (1.0 - free) * (agreed - others)
-        of_cell = self.at_own(others)
-        of_cell += (1.0 - own_free) * (np.tensordot(frequencies.portion, own, 1) - of_cell)
-        for part, one, (_, both) in zip(rest, same, found[1:], strict=True):
+        of_cell = self.at_common(others)
+        of_cell += (1.0 - free_common) * (np.tensordot(frequencies.portion, shared, 1) - of_cell)
+        for part, one, (_, both) in zip(rest, same, result[1:], strict=True):
             others -= (part * one) * both
         others *= of_others
-        if self.mixture.met is not None:
-            return [(self.at_own(pairs).copy(), pairs) for _, pairs in found]
-        return found
+        if self.mixture.coincidence is not None:
+            return [(self.at_common(pairs).copy(), pairs) for _, pairs in result]
+        return result
 
-    def _times(self, law: Kinds, factors: list[tuple[Array, Array]]) -> Kinds:
-        found = []
-        for (own, pairs), (alone, both) in zip(law, factors, strict=True):
+    def _times(self, law: ByRelation, factors: list[tuple[Array, Array]]) -> ByRelation:
+        result = []
+        for (excess, pairs), (alone, both) in zip(law, factors, strict=True):
             both *= pairs
-            found.append(((own + self.at_own(pairs)) * alone - self.at_own(both), both))
-        return found
+            result.append(((excess + self.at_common(pairs)) * alone - self.at_common(both), both))
+        return result
 
 
 LEAST_OTHERS = 0.05

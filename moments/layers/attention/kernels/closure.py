@@ -42,7 +42,6 @@ class RowLayout(NamedTuple):
         statistics: of the patterns, then of the classes' own rows.
         pattern: (Lq,) the pattern of every row.
         group: (P,) the class of every pattern.
-        classes: all classes.
         weights: (Lq, Lk) mean attention.
         norm: (Lq,) norm of a row's query over its pattern's.
     """
@@ -119,7 +118,6 @@ class OverlapClosure:
     """Joint laws of all pairs of rows of one attention layer.
 
     Attributes:
-        logits: of the layer.
         rows, pattern, group, classes, weights: as in `RowLayout`, `rows` its statistics.
         calibration: what exact rows say about every class.
         pairs: what the joint laws are read at.
@@ -214,7 +212,7 @@ class OverlapClosure:
         """(Lq, Lk) E a_ij^2."""
         compact = np.zeros((len(self.group), len(self.logits.values)))
         for block in self._laws.blocks:
-            if block.own:
+            if block.with_itself:
                 sums = block.overlap
                 for index, (wide, _) in enumerate(block.pairs):
                     group = wide.source
@@ -274,7 +272,6 @@ def width_terms(
     1/d_model.
 
     Args:
-        closure, widths: of the layer.
         mean: (Lq, Lq) overlap W C W^T of mean outputs.
         excess: (Lq, Lq) what the joint laws add to it.
         slope: (Lq, Lq) its derivative in the correlation of two queries.
@@ -284,7 +281,7 @@ def width_terms(
     rows, pattern, variance = closure.rows, closure.pattern, np.diagonal(logits.values)
     shift = weights @ variance - np.diagonal(mean + excess)
     if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-        moved, looked = _apart(weights, logits.values), _apart(weights, logits.keys)
+        moved, looked = _unshared(weights, logits.values), _unshared(weights, logits.keys)
         shift = shift * toward_keys(moved, looked, weights @ variance)
     looking = logits.scale * _looking(weights, logits, shift)
     overlap_path = looking * pairs.query_shift
@@ -322,18 +319,17 @@ def of_shift(parts: Array, shift: Array) -> Array:
     return np.asarray(parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None])
 
 
-def unshared_part(effective_keys: Array, apart: Array, square: Array) -> Array:
+def unshared_part(effective_keys: Array, unshared_sum: Array, square: Array) -> Array:
     """(Lq,) own part of a row's keys, those that move together counting as one: n_e of them, of
     which a row holds 1/n_e in common with itself. Rows of one key have nothing to fluctuate.
 
     Args:
-        effective_keys: n_e.
-        apart: w.diag(C) - w^T C w.
+        unshared_sum: w.diag(C) - w^T C w.
         square: sum_j w_j^2.
     """
     keys = np.maximum(effective_keys, 1.0)
     several = keys > 1.0 + 1e-6
-    unshared = np.where(several, apart / np.where(several, keys - 1.0, 1.0), 0.0)
+    unshared = np.where(several, unshared_sum / np.where(several, keys - 1.0, 1.0), 0.0)
     return np.asarray(np.maximum(unshared, 0.0) / square)
 
 
@@ -353,12 +349,9 @@ def fixed_norms(
     """What tokens of fixed norm add to the output, for pairs of rows; see above.
 
     Args:
-        widths: of the layer.
         rows: both indices of every pair.
-        correlation, growth: as in `joint_laws.PairWeights`.
         stiffness, against, unshared_by_mean: (Lq,) of every row.
-        mean, excess, slope: as in `width_terms`.
-        held: what two rows hold in common of the same tokens' own parts.
+        shared: what two rows have in common of the same tokens' own parts.
     """
     one, two = rows
     half = 0.5 * stiffness
@@ -369,10 +362,10 @@ def fixed_norms(
     return np.asarray(output + shared[one] * shared[two] * growth * slope)
 
 
-def _apart(weights: Array, kernel: Array) -> Array:
+def _unshared(weights: Array, kernel: Array) -> Array:
     """(Lq,) w.diag(C) - w^T C w, at least 0: what the attended tokens do not share."""
-    apart = weights @ np.diagonal(kernel) - np.einsum("ij,ij->i", weights @ kernel, weights)
-    return np.asarray(np.maximum(apart, 0.0))
+    unshared = weights @ np.diagonal(kernel) - np.einsum("ij,ij->i", weights @ kernel, weights)
+    return np.asarray(np.maximum(unshared, 0.0))
 
 
 def _looking(weights: Array, logits: Logits, shift: Array) -> Array:
@@ -382,7 +375,6 @@ def _looking(weights: Array, logits: Logits, shift: Array) -> Array:
     if rotation is None:
         return np.outer(shift, shift)
     parts = weights * (np.diagonal(logits.values) - weights @ logits.values)
-    phases = np.multiply.outer(rotation.key_positions, 1j * rotation.frequencies)
-    turned = of_shift(parts, shift) @ np.exp(phases)
-    turned *= np.exp(-np.multiply.outer(rotation.query_positions, 1j * rotation.frequencies))
+    turned = of_shift(parts, shift) @ np.exp(1j * rotation.key_angles)
+    turned *= np.exp(-1j * rotation.query_angles)
     return np.asarray(np.real((turned * rotation.shares) @ turned.conj().T))

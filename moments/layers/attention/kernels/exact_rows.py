@@ -86,14 +86,14 @@ class AlikeRows:
         given = np.minimum(checked_theta(theta), THETA_PEAKED)
         flat = given.reshape(-1)
         inside = np.minimum(flat, THETA_MAX)
-        found = decode_row(inside, self._keys, self._near.rows(theta_coordinate(inside)))
+        result = decode_row(inside, self._keys, self._near.rows(theta_coordinate(inside)))
         beyond = flat > THETA_MAX
         if beyond.any():
             far, peaked = beyond & (flat <= THETA_FAR), flat > THETA_FAR
             functions = self._far.rows(far_coordinate(flat[far]))
-            _assign(found, far, decode_row(flat[far], self._keys, functions))
-            _assign(found, peaked, rows(flat[peaked], np.full(int(peaked.sum()), self._keys)))
-        return RowStatistics(*[np.reshape(field, given.shape) for field in found])
+            _assign(result, far, decode_row(flat[far], self._keys, functions))
+            _assign(result, peaked, rows(flat[peaked], np.full(int(peaked.sum()), self._keys)))
+        return RowStatistics(*[np.reshape(field, given.shape) for field in result])
 
     def pairs(self, theta: Any, keys: Any, rho: Any) -> PairStatistics:
         """Of two rows whose logits correlate by rho.
@@ -106,7 +106,7 @@ class AlikeRows:
         flat, flat_rho = size.reshape(-1), cosine.reshape(-1)
         inside = np.minimum(flat, THETA_MAX)
         functions = self._near.pairs(theta_coordinate(inside), flat_rho)
-        found = decode_square_pair(flat_rho * inside, self._keys, functions)
+        result = decode_square_pair(flat_rho * inside, self._keys, functions)
         beyond = flat > THETA_MAX
         if beyond.any():
             far = beyond & (flat <= THETA_FAR) & (flat_rho >= RHO_FAR)
@@ -114,15 +114,15 @@ class AlikeRows:
             of_far = far_coordinate(flat[far]), far_rho_coordinate(flat_rho[far])
             functions = self._far.pairs(*of_far)
             psi = flat_rho[far] * flat[far]
-            _assign(found, far, decode_square_pair(psi, self._keys, functions))
+            _assign(result, far, decode_square_pair(psi, self._keys, functions))
             count = np.full(int(peaked.sum()), self._keys)
             other = pairs(flat[peaked][:, None], count, flat_rho[peaked][:, None])
-            _assign(found, peaked, [np.ravel(field) for field in other])
-        return PairStatistics(*[np.reshape(field, size.shape) for field in found])
+            _assign(result, peaked, [np.ravel(field) for field in other])
+        return PairStatistics(*[np.reshape(field, size.shape) for field in result])
 
 
-def _assign(found: RowStatistics | PairStatistics, where: Any, values: Any) -> None:
-    for field, value in zip(found, values, strict=True):
+def _assign(result: RowStatistics | PairStatistics, where: Any, values: Any) -> None:
+    for field, value in zip(result, values, strict=True):
         np.asarray(field)[where] = value
 
 
@@ -172,10 +172,10 @@ def _beyond(theta: Array, keys: Array, rho: Array) -> PairStatistics:
     edge = RowStatistics(*[np.asarray(one)[:, None] for one in edge])
     moved, _ = at_edge(theta, rho, edge)
     inside = np.minimum(theta, THETA_MAX)
-    met = np.where(theta > THETA_MAX, np.clip(moved, -1.0, 1.0), rho)
-    functions = _functions(inside, keys, met, 4)
-    found = decode_square_pair(inside * met, keys[:, None], functions)
-    return pairs_beyond(theta, count, rho, edge, found)
+    correlation = np.where(theta > THETA_MAX, np.clip(moved, -1.0, 1.0), rho)
+    functions = _functions(inside, keys, correlation, 4)
+    result = decode_square_pair(inside * correlation, keys[:, None], functions)
+    return pairs_beyond(theta, count, rho, edge, result)
 
 
 def overlaps(theta: Array, keys: Array, rho: Array) -> Array:

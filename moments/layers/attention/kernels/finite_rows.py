@@ -27,7 +27,6 @@ class Widths(NamedTuple):
     """Widths of one layer.
 
     Attributes:
-        d_model, d_head: widths, inf allowed.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token: 0 after a normalisation, 2/d_model if Gaussian;
             (m,) where every row has its own.
     """
@@ -44,8 +43,8 @@ class Widths(NamedTuple):
     @property
     def deficit(self) -> Any:
         """delta: half of what the tokens' norms fluctuate less than Gaussian ones."""
-        found = 1.0 / self.d_model - 0.5 * self.norm_spread
-        return np.maximum(found, 0.0) if np.ndim(found) else max(found, 0.0)
+        result = 1.0 / self.d_model - 0.5 * self.norm_spread
+        return np.maximum(result, 0.0) if np.ndim(result) else max(result, 0.0)
 
     @property
     def deficit_share(self) -> Any:
@@ -123,8 +122,6 @@ def finite_rows(
         theta, keys: (m,) logit variance within the tables and number of keys.
         unshared: (m,) u.
         rho: (m, s) correlations of the queries; the first is 1.
-        widths: of the layer.
-        tables: of exact statistics.
     """
     narrow, wide, deficit = 1.0 / widths.d_head, 1.0 / widths.d_model, widths.deficit
     single = keys <= 1.0
@@ -141,7 +138,7 @@ def finite_rows(
     between = 0.5 * (1.0 + rho)
     straight = max(1.0 - 2.0 * wide - narrow, 0.0)
 
-    held = np.exp(-(stiff * curvature)[:, None] * between)
+    surviving = np.exp(-(stiff * curvature)[:, None] * between)
     drive = pair["jacobian_overlap_"] * (1.0 - wide) + pair["radial_overlap_"] * wide
     along = pair["jacobian_overlap"] * (1.0 - wide) + pair["radial_overlap"] * wide
     query = pair["jacobian_overlap"] * straight + pair["radial_overlap"] * (narrow + 3.0 * wide)
@@ -160,8 +157,8 @@ def finite_rows(
     return FiniteRows(
         pair["overlap"],
         pair["overlap_slope"],
-        drive * held,
-        along * held * theta[:, None],
+        drive * surviving,
+        along * surviving * theta[:, None],
         query,
         np.where(single[:, None], 1.0, joint_shift),
         np.where(single[:, None], 1.0, query_shift),
@@ -203,12 +200,12 @@ def averages(
     rule = _rules(widths.variance)
     shared = np.clip(1.0 - unshared, 0.0, 1.0)
     spreads = pair_spreads(np.maximum(rho, 0.0), shared[:, None], share)
-    apart = np.maximum(spreads.difference - spreads.along**2 * spreads.total, 0.0)
+    difference = np.maximum(spreads.difference - spreads.along**2 * spreads.total, 0.0)
     total = np.sqrt(spreads.total)[..., None] * (rule.first[..., None, :] - 1.0)
-    apart = np.sqrt(apart)[..., None] * (rule.second[..., None, :] - 1.0)
+    difference = np.sqrt(difference)[..., None] * (rule.second[..., None, :] - 1.0)
     plus = 0.5 * (1.0 + rho[..., None]) * np.maximum(1.0 + total, 0.0)
     along = np.asarray(spreads.along)[..., None] * total
-    minus = 0.5 * (1.0 - rho[..., None]) * np.maximum(1.0 + apart + along, 0.0)
+    minus = 0.5 * (1.0 - rho[..., None]) * np.maximum(1.0 + difference + along, 0.0)
     norm = np.maximum(plus + minus, 1e-12)
     size = exact_rows.tabulated(theta[:, None, None] * norm)
     psi = size * (plus - minus) / norm
@@ -249,8 +246,8 @@ def averages(
 def _weighed(values: dict[str, Array], weights: Array, factor: Array) -> dict[str, Array]:
     """Sums over the nodes, and of the values times a factor."""
     driven = weights * factor
-    found = {name: np.vecdot(one, weights) for name, one in values.items()}
-    return found | {f"{name}_": np.vecdot(one, driven) for name, one in values.items()}
+    result = {name: np.vecdot(one, weights) for name, one in values.items()}
+    return result | {f"{name}_": np.vecdot(one, driven) for name, one in values.items()}
 
 
 class _Rule(NamedTuple):
@@ -425,39 +422,37 @@ def calibrate(
         theta, keys: (classes,) reference rows.
         unshared, own: (classes,) fraction of a key that it does not share with the others, by the
             variance of the logits and by the mean overlap of the keys.
-        nodes: correlations.
-        widths: of the layer.
         between_nodes: whether joint laws are formed at any correlation, of log odds interpolated to
             it; False: at the nodes, and interpolated themselves.
     """
     single, column = (keys <= 1.0)[:, None], theta[:, None]
     rho = np.broadcast_to(nodes.rho, (len(theta), len(nodes.rho)))
-    found = finite_rows(theta, keys, unshared_keys, rho, widths)
-    odds = np.clip(found.overlap, 1e-12, 1.0 - 1e-12)
+    result = finite_rows(theta, keys, unshared_keys, rho, widths)
+    odds = np.clip(result.overlap, 1e-12, 1.0 - 1e-12)
     odds = np.log(np.maximum(keys - 1.0, 1e-12)[:, None] * odds / (1.0 - odds))
     derivative = nodes.slopes
-    closure = found.overlap @ derivative
+    closure = result.overlap @ derivative
     if between_nodes:
-        closure = found.overlap * (1.0 - found.overlap) * (odds @ derivative)
+        closure = result.overlap * (1.0 - result.overlap) * (odds @ derivative)
     still = single | (closure <= 0.0)
     closure = np.where(still, 1.0, closure)
     # First order in what one key's logit varies: by its own part, where the keys are not alike.
     lift = np.where(unshared > 0.0, unshared_keys / np.where(unshared > 0.0, unshared, 1.0), 1.0)
-    alone, noise = keys <= 1.0, found.jacobian
-    cross = 2.0 / widths.d_model * unshared * found.dropped_cross / (theta * noise)
+    alone, noise = keys <= 1.0, result.jacobian
+    cross = 2.0 / widths.d_model * unshared * result.dropped_cross / (theta * noise)
     return Calibration(
         np.where(single, 0.0, odds),
-        np.where(still, rho, found.key / closure),
-        np.where(still, 1.0, found.along / closure),
-        np.where(still, 1.0, column * found.query / closure),
-        np.where(still, 0.0, found.growth / closure),
-        found.joint_shift,
-        found.query_shift,
-        np.where(still[:, 0], 0.0, theta * found.common / closure[:, 0]),
-        lift * found.stiffness,
-        lift * found.against,
-        found.masks,
-        np.where(alone, 1.0, found.dropped_key / (theta * noise)),
-        np.where(alone, 1.0, found.dropped_query / noise),
+        np.where(still, rho, result.key / closure),
+        np.where(still, 1.0, result.along / closure),
+        np.where(still, 1.0, column * result.query / closure),
+        np.where(still, 0.0, result.growth / closure),
+        result.joint_shift,
+        result.query_shift,
+        np.where(still[:, 0], 0.0, theta * result.common / closure[:, 0]),
+        lift * result.stiffness,
+        lift * result.against,
+        result.masks,
+        np.where(alone, 1.0, result.dropped_key / (theta * noise)),
+        np.where(alone, 1.0, result.dropped_query / noise),
         cross,
     )

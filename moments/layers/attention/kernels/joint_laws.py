@@ -143,10 +143,10 @@ def joint_excess(
     others = np.broadcast_to(weights2, exponents[..., 0, :].shape)
     if not small.any():
         return balanced(np.exp(exponents), every, others, sweeps) - 1
-    found = np.empty_like(exponents)
+    result = np.empty_like(exponents)
     if not small.all():
         large = ~small
-        found[large] = balanced(np.exp(exponents[large]), every[large], others[large], sweeps) - 1
+        result[large] = balanced(np.exp(exponents[large]), every[large], others[large], sweeps) - 1
     x, weight, other = exponents[small], every[small], others[small]
     excess = x * (1.0 + x * (0.5 + x / 6.0))
     left = np.zeros_like(weight)
@@ -159,8 +159,8 @@ def joint_excess(
         mean = (excess @ (other + held)[..., None])[..., 0] + held.sum(-1, keepdims=True)
         left = -mean / (1.0 + mean)
     factor = left[..., :, None] * (1.0 + right[..., None, :]) + right[..., None, :]
-    found[small] = excess + factor + factor * excess
-    return found
+    result[small] = excess + factor + factor * excess
+    return result
 
 
 def tangent(
@@ -325,9 +325,9 @@ def _turn(rotation: Rotation, overlaps: Array, bare: Array, low: float) -> Array
     share = share / np.where(usable, overlaps[0], 1.0)
     turn = rotation.queries + np.where(usable, share, 0.0)
     turn = 0.5 * (turn + turn.T)
-    apart = np.abs(bare) > 1e-12
-    inside = np.clip(turn * bare, low, 1.0) / np.where(apart, bare, 1.0)
-    return np.where(apart, inside, np.clip(turn, -1.0, 1.0))
+    nonzero = np.abs(bare) > 1e-12
+    inside = np.clip(turn * bare, low, 1.0) / np.where(nonzero, bare, 1.0)
+    return np.where(nonzero, inside, np.clip(turn, -1.0, 1.0))
 
 
 def sharpening(
@@ -342,9 +342,9 @@ def sharpening(
         return 1.0
     inside = np.sqrt(stats.theta)
     beyond = np.sqrt(np.maximum(stats.logit_variance, stats.theta))
-    apart = 1.0 - correlation
-    inner = 1.0 / (inside[first] * inside[second]) + apart
-    return np.asarray(np.sqrt(inner / (1.0 / (beyond[first] * beyond[second]) + apart)))
+    unlike = 1.0 - correlation
+    inner = 1.0 / (inside[first] * inside[second]) + unlike
+    return np.asarray(np.sqrt(inner / (1.0 / (beyond[first] * beyond[second]) + unlike)))
 
 
 def row_scale(
@@ -526,7 +526,7 @@ class Block(NamedTuple):
 
     Attributes:
         pairs: the c pairs of classes.
-        own: whether every pair is a class with itself.
+        with_itself: whether every pair is a class with itself.
         overlap: F/(w w') - 1 at the r nodes of the queries' correlation.
         response: its derivative along the values' kernel, per unit of correlation; None where that
             is the derivative in the correlation.
@@ -537,7 +537,7 @@ class Block(NamedTuple):
     """
 
     pairs: list[Pair]
-    own: bool
+    with_itself: bool
     overlap: PairSum
     response: PairSum | None
     turned: PairSum | None
@@ -576,7 +576,7 @@ class Block(NamedTuple):
 
     def with_noise(self, mixed: Mixed) -> Block:
         """The same with `noise`, along a kernel of which this is (1 - A) C."""
-        if not self.own:
+        if not self.with_itself:
             return self
         sums, shares = self.overlap, stacked([one.leader_weights for one, _ in self.pairs])
         direction, shares = _projected(mixed, self.pairs), shares[:, None]
@@ -596,7 +596,7 @@ class Block(NamedTuple):
         change sign when it turns."""
         for (one, two), part in zip(self.pairs, parts, strict=True):
             total[window(one.keys, two.keys)] += part
-            if not self.own:
+            if not self.with_itself:
                 turned = part if parity is None else parity[:, None, None] * part
                 total[window(two.keys, one.keys)] += turned.swapaxes(-1, -2)
 
@@ -608,7 +608,7 @@ class Block(NamedTuple):
             rows, rows2 = one.source.patterns, two.source.patterns
             inside = part[..., one.leader_patterns, two.leader_patterns]
             total[..., rows, rows2] = inside
-            if not self.own:
+            if not self.with_itself:
                 total[..., rows2, rows] = sign * inside.swapaxes(-1, -2)
 
 
@@ -647,11 +647,9 @@ class JointLaws:
         """Form the laws.
 
         Args:
-            classes: of rows.
             pattern: (Lq,) the pattern of every row.
             exponents: (classes, r) beta at the nodes.
             derivative: (r, r) from values at the nodes to derivatives at the nodes.
-            logits: of the layer.
         """
         self._patterns = int(pattern.max()) + 1
         self._keys = len(logits.values)

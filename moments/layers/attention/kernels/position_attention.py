@@ -1,10 +1,9 @@
 """Causal softmax attention on classes of positions: the closure of `closure` in their algebra.
 
-Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (own, pairs); its
-products close, so that each step of the closure keeps its form. Masks and windows are the counts of
-a `Sight`, rotary positions are `RotaryMeans`. The laws of two rows are arrays over the keys of
-either; pairs of two tiles of rows are treated together, over the ranges of keys that these see.
-With every position a node it is `KernelAttention` with a class for every row. See
+Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (diagonal, pairs);
+products of two are one. Masks and windows are `KeyCounts`, rotary positions `RotaryMeans`. The laws
+of two rows are arrays over the keys of either; pairs of two tiles of rows are treated together,
+over the ranges of their keys. With every position a node it is `KernelAttention`. See
 docs/theory/state.md, Classes of positions.
 """
 
@@ -20,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import Matrix, Sight, diagonal
+from ....engine.classes import KeyCounts, Matrix, diagonal_of
 from ....engine.state import ratio_or_zero
 from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
 from . import exact_rows
 from .attention import Paths, amplification
-from .class_laws import ALIKE, Kinds, Mixture, Sums, bounded_exp, on_diagonal, times
+from .class_laws import ALIKE, ByRelation, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import fixed_norms, of_shift, toward_keys, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
 from .joint_laws import (
@@ -60,9 +59,8 @@ class Tile:
     Attributes:
         pairs: where they are among all.
         long, short: (c,) their rows; the last are every row with itself where both ranges are one.
-        left, right: keys of either.
-        own: keys of both, in all; `own_left` and `own_right` within those of either.
-        mask, mask_own: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
+        common: keys of both, in all; `common_left` and `common_right` within those of either.
+        mask, mask_common: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
         turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
             without rotary positions.
         still: (c, n, k) means of rho of two keys of the longer row; None likewise.
@@ -74,16 +72,16 @@ class Tile:
     short: Indices
     left: slice
     right: slice
-    own: slice
-    own_left: slice
-    own_right: slice
+    common: slice
+    common_left: slice
+    common_right: slice
     mask: Array
-    mask_own: Array
+    mask_common: Array
     turned: tuple[Array, Array] | None
     still: Array | None
     begun: Array | None
 
-    def diagonal(self, pairs: Array) -> Array:
+    def diagonal_of(self, pairs: Array) -> Array:
         """(..., o) entries of keys of both."""
         return pairs.diagonal(self.left.start - self.right.start, -2, -1)
 
@@ -93,80 +91,79 @@ class Tile:
         return slice(int(self.long[0]), int(self.long[-1]) + 1)
 
     def projected(self, maps: RowMaps, kernels: Sequence[tuple[Matrix, bool]]) -> list[Matrix]:
-        """X C X'^T of rows' maps and kernels C of their own and pairs' entries.
+        """X C X'^T of rows' maps and kernels C, diagonals and pairs.
 
         Args:
-            maps: of all rows.
             kernels: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or, where it is
                 said to be by pair, (c, o) and (c, n, k). What a key has beyond pairs, and pairs.
         """
-        own_keys, size = (self.own_left, self.own_right), self.left.stop - self.left.start
-        second = maps.own[self.short, self.own]
-        once = maps.once[self.short, self.own]
-        middles, owns = [], []
+        common_keys, size = (self.common_left, self.common_right), self.left.stop - self.left.start
+        second = maps.excess[self.short, self.common]
+        once = maps.once[self.short, self.common]
+        middles, excesses = [], []
         for kernel, by_pair in kernels:
             if self.begun is not None:
                 kernel, by_pair = self._of_pairs(kernel, by_pair), True
             first = self.long if by_pair else self.rows
-            apart = kernel[0] if self.begun is None else kernel[0] * self.begun
+            diagonal_excess = kernel[0] if self.begun is None else kernel[0] * self.begun
             middle = maps.whole[first, self.left, self.left] @ kernel[1]
-            beside = maps.pairs[first, self.left, self.own] * apart[..., None, :]
-            middle[:, :, self.own_right] += beside
-            own = maps.own[first, self.own] * apart
+            beside = maps.pairs[first, self.left, self.common] * diagonal_excess[..., None, :]
+            middle[:, :, self.common_right] += beside
+            excess = maps.excess[first, self.common] * diagonal_excess
             if not by_pair:
                 where = self.long - self.long[0]
-                middle, own = middle[where], own[where]
+                middle, excess = middle[where], excess[where]
             middles.append(middle)
-            owns.append(own)
-        found = np.concatenate(middles, axis=1) if len(middles) > 1 else middles[0]
+            excesses.append(excess)
+        result = np.concatenate(middles, axis=1) if len(middles) > 1 else middles[0]
         parts = [slice(k * size, (k + 1) * size) for k in range(len(kernels))]
-        # One token of its own meets what counts multiply below; what it is with itself is `own`.
-        for part, own in zip(parts, owns, strict=True):
-            diagonal = on_diagonal(found[:, part][:, own_keys[0], own_keys[1]])
-            diagonal += own * once
-        found = found @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
+        # One token of its own meets what counts multiply below; what it is with itself is `excess`.
+        for part, excess in zip(parts, excesses, strict=True):
+            diagonal = on_diagonal(result[:, part][:, common_keys[0], common_keys[1]])
+            diagonal += excess * once
+        result = result @ np.swapaxes(maps.whole[self.short, self.right, self.right], -1, -2)
         matrices = []
-        for part, own in zip(parts, owns, strict=True):
-            pairs, own = found[:, part], own * second
-            diagonal = on_diagonal(pairs[:, own_keys[0], own_keys[1]])
-            diagonal -= own * once
-            matrices.append((own, pairs))
+        for part, excess in zip(parts, excesses, strict=True):
+            pairs, excess = result[:, part], excess * second
+            diagonal = on_diagonal(pairs[:, common_keys[0], common_keys[1]])
+            diagonal -= excess * once
+            matrices.append((excess, pairs))
         return matrices
 
     def _of_pairs(self, kernel: Matrix, by_pair: bool) -> Matrix:
         """(c, n, k) of what is of all rows, or of the longer ones."""
         if by_pair:
             return kernel
-        own, pairs = kernel
+        diagonal, pairs = kernel
         where = self.long - self.long[0]
-        own = own[where] if own.ndim == 2 else own
+        diagonal = diagonal[where] if diagonal.ndim == 2 else diagonal
         if pairs.ndim == 3:
-            return own, pairs[where]
-        return own, np.broadcast_to(pairs, (len(self.long), *pairs.shape))
+            return diagonal, pairs[where]
+        return diagonal, np.broadcast_to(pairs, (len(self.long), *pairs.shape))
 
 
 class RowMaps(NamedTuple):
-    """A map of kernels over keys for every row, X = (own, pairs), and all of it by the counts of
+    """A map of kernels over keys for every row, X = (excess, pairs), and all of it by the counts of
     the second key.
 
     Attributes:
-        own, pairs: (P, P) and (P, P, P).
+        excess, pairs: (P, P) on the diagonal, beyond `pairs`, and (P, P, P).
         once: (P, P) one over the counts of a row's keys.
-        whole: (P, P, P) pairs times counts, and own on the diagonal.
+        whole: (P, P, P) pairs times counts, and the excess on the diagonal.
     """
 
-    own: Array
+    excess: Array
     pairs: Array
     once: Array
     whole: Array
 
     @classmethod
-    def of(cls, own: Array, pairs: Array, counts: Array) -> RowMaps:
+    def of(cls, excess: Array, pairs: Array, counts: Array) -> RowMaps:
         whole = pairs * counts[:, None, :]
-        its_own = on_diagonal(whole)
-        its_own += own
+        entries = on_diagonal(whole)
+        entries += excess
         there = counts > 0.0
-        return cls(own, pairs, np.where(there, 1.0 / np.where(there, counts, 1.0), 0.0), whole)
+        return cls(excess, pairs, np.where(there, 1.0 / np.where(there, counts, 1.0), 0.0), whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +171,6 @@ class RowPairs:
     """All pairs of rows of a layer.
 
     Attributes:
-        tiles: of pairs.
         rows: ranges of rows and of the keys that they see.
         long, short: (C,) the longer and the shorter row of every pair.
         alone: (C,) whether it is a row with itself; (p, p) otherwise is one with its neighbour.
@@ -191,31 +187,31 @@ class RowPairs:
     @functools.cached_property
     def together(self) -> list[tuple[slice, slice]]:
         """Ranges as `rows`, of up to `MOST_ROWS` rows: those of one row with itself are small."""
-        found = [self.rows[0]]
+        result = [self.rows[0]]
         for rows, keys in self.rows[1:]:
-            before, seen = found[-1]
+            before, seen = result[-1]
             if rows.stop - before.start <= MOST_ROWS:
                 both = slice(min(seen.start, keys.start), max(seen.stop, keys.stop))
-                found[-1] = slice(before.start, rows.stop), both
+                result[-1] = slice(before.start, rows.stop), both
             else:
-                found.append((rows, keys))
-        return found
+                result.append((rows, keys))
+        return result
 
     def split(self, of_pairs: Array) -> Matrix:
-        """(own (P,), pairs (P, P)) of a symmetric number for every pair."""
-        own, several = of_pairs[self.alone], ~self.alone
-        pairs = np.empty((len(own), len(own)))
+        """(diagonal (P,), pairs (P, P)) of a symmetric number for every pair."""
+        diagonal, several = of_pairs[self.alone], ~self.alone
+        pairs = np.empty((len(diagonal), len(diagonal)))
         pairs[self.long[several], self.short[several]] = of_pairs[several]
         pairs[self.short[several], self.long[several]] = of_pairs[several]
-        return own, pairs
+        return diagonal, pairs
 
-    def joined(self, own: Array, pairs: Array) -> Array:
+    def joined(self, diagonal: Array, pairs: Array) -> Array:
         """(C,) of the same."""
-        return np.where(self.alone, own[self.long], pairs[self.long, self.short])
+        return np.where(self.alone, diagonal[self.long], pairs[self.long, self.short])
 
 
 def _tile(
-    sight: Sight,
+    key_counts: KeyCounts,
     pairs: slice,
     long: Indices,
     short: Indices,
@@ -225,31 +221,31 @@ def _tile(
     rotary_means: RotaryMeans | None,
 ) -> Tile:
     start, stop = max(left.start, right.start), min(left.stop, right.stop)
-    own = slice(start, max(start, stop))
-    empty = own.stop == own.start
-    own_left, own_right = (
+    common = slice(start, max(start, stop))
+    empty = common.stop == common.start
+    common_left, common_right = (
         slice(0, 0) if empty else slice(start - one.start, stop - one.start)
         for one in (left, right)
     )
-    looks = sight.seen[long, left], sight.seen[short, right]
+    looks = key_counts.visible[long, left], key_counts.visible[short, right]
     mask = (looks[0][:, :, None] & looks[1][:, None, :]).astype(float)
-    mask_own = (looks[0][:, own_left] & looks[1][:, own_right]).astype(float)
-    begin = np.where(long > short, sight.begins[long], 0)
-    begun = np.arange(own.start, own.stop) >= begin[:, None]
+    mask_common = (looks[0][:, common_left] & looks[1][:, common_right]).astype(float)
+    begin = np.where(long > short, key_counts.begins[long], 0)
+    begun = np.arange(common.start, common.stop) >= begin[:, None]
     several = None if begun.all() else begun.astype(float)
-    where = left, right, own, own_left, own_right
+    where = left, right, common, common_left, common_right
     still = None if rotary_means is None else rotary_means.within[long, left, right]
-    return Tile(pairs, long, short, *where, mask, mask_own, turned, still, several)
+    return Tile(pairs, long, short, *where, mask, mask_common, turned, still, several)
 
 
 @functools.lru_cache(maxsize=16)
-def row_pairs(sight: Sight, rotary_means: RotaryMeans | None) -> RowPairs:
+def row_pairs(key_counts: KeyCounts, rotary_means: RotaryMeans | None) -> RowPairs:
     """Of every row with every other and with itself; the same for the same arguments."""
-    size = len(sight.keys)
+    size = len(key_counts.keys)
     ends = np.linspace(0, size, max(1, round(size / TILE)) + 1).round().astype(int)
     rows = []
     for low, high in itertools.pairwise(ends):
-        seen = np.flatnonzero(sight.seen[low:high].any(0))
+        seen = np.flatnonzero(key_counts.visible[low:high].any(0))
         rows.append((slice(int(low), int(high)), slice(int(seen[0]), int(seen[-1]) + 1)))
     tiles, longs, shorts, alones, phases, count = [], [], [], [], [], 0
     for index, (rows1, left) in enumerate(rows):
@@ -271,7 +267,7 @@ def row_pairs(sight: Sight, rotary_means: RotaryMeans | None) -> RowPairs:
                 turned = between, (together @ rotary_means.shares).real
                 phases.append(together)
             pairs = slice(count, count + len(long))
-            tiles.append(_tile(sight, pairs, long, short, left, right, turned, rotary_means))
+            tiles.append(_tile(key_counts, pairs, long, short, left, right, turned, rotary_means))
             longs.append(long)
             shorts.append(short)
             alones.append(alone)
@@ -300,11 +296,10 @@ class Words(NamedTuple):
     """`queries`, `keys` and `values` of `ClassLogits` for two tokens of one word.
 
     Attributes:
-        queries, keys, values: own parts are of a token with itself, or of two at one place.
+        queries, keys, values: diagonals are of a token with itself, or of two at one place.
         share: (P, P) of pairs that are.
-        frequencies: of words.
         others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
-        met: (P,) of pairs at one place of two documents that are; None: of one document.
+        coincidence: (P,) of pairs at one place of two documents that are; None: of one document.
     """
 
     queries: Matrix
@@ -313,14 +308,14 @@ class Words(NamedTuple):
     share: Array
     frequencies: Frequencies
     others: Array
-    met: Array | None = None
+    coincidence: Array | None = None
 
     def mixture(
-        self, left: slice = slice(None), right: slice = slice(None), own: slice = slice(None)
+        self, left: slice = slice(None), right: slice = slice(None), common: slice = slice(None)
     ) -> Mixture:
-        """Of kinds of pairs of keys; `own`: those of both."""
-        met = None if self.met is None else self.met[own]
-        return Mixture(self.share[left, right], self.frequencies, met)
+        """Of kinds of pairs of keys; `common`: those of both."""
+        coincidence = None if self.coincidence is None else self.coincidence[common]
+        return Mixture(self.share[left, right], self.frequencies, coincidence)
 
     def counts(self, keys: Array) -> list[Array]:
         """What sums over keys count of other tokens of a pair's word, of each kind."""
@@ -340,11 +335,10 @@ class ClassLogits(NamedTuple):
     """`logits.Logits` on classes.
 
     Attributes:
-        queries, keys, values: kernels (own (P,), pairs (P, P)); as there.
-        scale: tau.
-        sight: which keys rows see.
+        queries, keys, values: kernels (diagonal (P,), pairs (P, P)); as there.
+        key_counts: which keys rows see.
         rotary_means: rotary positions; None: none.
-        across: the same kernels of tokens of two documents, own parts being those of two tokens at
+        across: the same kernels of tokens of two documents, diagonals being those of two tokens at
             one place; None: there is one document.
         words: what two tokens of one word have, the rest being of two words; None: of any two.
     """
@@ -353,7 +347,7 @@ class ClassLogits(NamedTuple):
     keys: Matrix
     values: Matrix
     scale: float
-    sight: Sight
+    key_counts: KeyCounts
     rotary_means: RotaryMeans | None = None
     across: Across | None = None
     words: Words | None = None
@@ -361,7 +355,7 @@ class ClassLogits(NamedTuple):
     @property
     def prior(self) -> Array:
         """(P, P) weight of a key's token where logits vanish; a row's sum to 1."""
-        return np.asarray(self.sight.seen / self.sight.keys.sum(1, keepdims=True))
+        return np.asarray(self.key_counts.visible / self.key_counts.keys.sum(1, keepdims=True))
 
     @property
     def aligned(self) -> bool:
@@ -373,7 +367,7 @@ class ClassLogits(NamedTuple):
         return ALIKE if self.words is None else self.words.mixture(left, right)
 
     @property
-    def key_kinds(self) -> list[Array]:
+    def key_relations(self) -> list[Array]:
         """(P, P) kernels of two keys, of each kind of pair."""
         return [self.keys[1]] if self.words is None else [self.keys[1], self.words.keys[1]]
 
@@ -381,12 +375,12 @@ class ClassLogits(NamedTuple):
     def within(self) -> list[Array]:
         """(P, P), or (P, P, P) by row where positions turn: of two keys of one row."""
         if self.rotary_means is None:
-            return self.key_kinds
-        return [pairs * self.rotary_means.within for pairs in self.key_kinds]
+            return self.key_relations
+        return [pairs * self.rotary_means.within for pairs in self.key_relations]
 
     def among(self, rows: slice, keys: slice) -> list[Array]:
         """(n, k, k) of the same, for some rows and keys."""
-        several = [pairs[keys, keys] for pairs in self.key_kinds]
+        several = [pairs[keys, keys] for pairs in self.key_relations]
         if self.rotary_means is None:
             shape = rows.stop - rows.start, *several[0].shape
             return [np.broadcast_to(pairs, shape) for pairs in several]
@@ -403,7 +397,7 @@ class PositionAttention:
 
     Attributes:
         weights: (P, P) mean attention [row, key] to one token of a class.
-        counted: (P, P) to all tokens of a class that a row sees.
+        counted: (P, P) to all tokens of a class that a row attends to.
         logit_variance, entropy, sum_square: (P,) as in `attention.KernelAttention`.
         output: second moments per feature of sum_j a_ij x_j, attention dropout included.
         response: what the query path is per unit of G.
@@ -425,41 +419,36 @@ class PositionAttention:
         norm_spread: float = 0.0,
         value_bias: float = 0.0,
     ) -> None:
-        """Build the layer's joint law; O(P^4).
-
-        Args:
-            logits: of the layer.
-            drop_prob, d_model, d_head, norm_spread, value_bias: as in `attention.KernelAttention`.
-        """
+        """Build the layer's joint law; O(P^4)."""
         self.logits = logits
         self._kernels: Across | ClassLogits = logits
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
-        sight = logits.sight
+        key_counts = logits.key_counts
         self._rows = rows = rows_of_classes(logits)
         several = attention_by_frequency(logits, rows)
         self.weights = several @ logits.mixture().frequencies.portion
         self._by_frequency = ratio_or_zero(several, self.weights[:, :, None])
-        self.counted = logits.sight.keys * self.weights
-        self._pairs = row_pairs(sight, logits.rotary_means)
+        self.counted = logits.key_counts.keys * self.weights
+        self._pairs = row_pairs(key_counts, logits.rotary_means)
         self._rare = np.zeros_like(self.weights)
         self._response = self._self_response()
         self._project()
         self._nodes: Nodes | None = None
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
-        own, inside = logits.mixture().mean_of(self._alone)
-        self._squares = self.weights**2 * np.maximum(own + diagonal(inside), 0.0)
-        self.sum_square = (sight.keys * self._squares).sum(1)
+        diagonal, inside = logits.mixture().mean_of(self._alone)
+        self._squares = self.weights**2 * np.maximum(diagonal + diagonal_of(inside), 0.0)
+        self.sum_square = (key_counts.keys * self._squares).sum(1)
         if self._dropped > 0.0:
             self._respond_to_noise()
         self._forward()
-        met: list[Across | ClassLogits] = [logits]
+        coincidence: list[Across | ClassLogits] = [logits]
         if logits.across is not None:
-            met.append(logits.across)
+            coincidence.append(logits.across)
         if logits.words is not None:
-            met += [self._of_one_word(one) for one in met]
-        self.others = tuple(map(self._met, met[1:]))
+            coincidence += [self._of_one_word(one) for one in coincidence]
+        self.others = tuple(map(self._of_kernels, coincidence[1:]))
         self._give_back()
 
     def _give_back(self) -> None:
@@ -468,31 +457,34 @@ class PositionAttention:
         self._sent = [self._at_keys(tile, law) for tile, law in laws]
         del self._laws, self._projections, self._response, self._slope, self._sums, self._traces
 
-    def _of_one_word(self, met: Across | ClassLogits) -> Across | ClassLogits:
+    def _of_one_word(self, coincidence: Across | ClassLogits) -> Across | ClassLogits:
         """The same of rows that are of one word."""
-        assert met.words is not None
-        return met._replace(queries=met.words.queries)
+        assert coincidence.words is not None
+        return coincidence._replace(queries=coincidence.words.queries)
 
-    def _met(self, kernels: Across | ClassLogits) -> PositionAttention:
-        """These rows, met by others: by those of another document, which sees other tokens at the
+    def _of_kernels(self, kernels: Across | ClassLogits) -> PositionAttention:
+        """These rows with others: with those of another document, over other tokens at the
         same places, a row with itself is two at one place."""
-        found = copy.copy(self)
-        found._kernels, found._dropped, found.others = kernels, 0.0, ()
-        if kernels.words is not None and kernels.words.met is not None:
+        result = copy.copy(self)
+        result._kernels, result._dropped, result.others = kernels, 0.0, ()
+        if kernels.words is not None and kernels.words.coincidence is not None:
             mean, *several = self._response
-            counts = kernels.words.counts(self.logits.sight.keys)
+            counts = kernels.words.counts(self.logits.key_counts.keys)
             of_words = zip(several, counts, strict=True)
-            found._response = [mean, *(RowMaps.of(m.own, m.pairs, n) for m, n in of_words)]
+            result._response = [
+                mean,
+                *(RowMaps.of(m.excess, m.pairs, n) for m, n in of_words),
+            ]
         alike = all(
             getattr(kernels, name) is getattr(self._kernels, name)
             for name in ("keys", "values", "words")
         )
-        if not alike or found._response is not self._response:
-            found._project()
-        found._joint_laws()
-        found._forward()
-        found._give_back()
-        return found
+        if not alike or result._response is not self._response:
+            result._project()
+        result._joint_laws()
+        result._forward()
+        result._give_back()
+        return result
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
@@ -508,19 +500,19 @@ class PositionAttention:
 
     def _self_response(self) -> list[RowMaps]:
         """1 - A of every row, by the parts of `Mixture`; see `joint_laws.self_overlap`."""
-        counts = self._counts(self.logits.sight.keys)
-        found = np.zeros((len(counts), *self.weights.shape))
-        inside = np.zeros((*found.shape, found.shape[-1]))
+        counts = self._counts(self.logits.key_counts.keys)
+        result = np.zeros((len(counts), *self.weights.shape))
+        inside = np.zeros((*result.shape, result.shape[-1]))
         for rows, keys in self._pairs.together:
-            for part, (own, pairs) in enumerate(self._responses(rows, keys)):
-                found[part, rows, keys], inside[part, rows, keys, keys] = own, pairs
-        return [RowMaps.of(*one) for one in zip(found, inside, counts, strict=True)]
+            for part, (excess, pairs) in enumerate(self._responses(rows, keys)):
+                result[part, rows, keys], inside[part, rows, keys, keys] = excess, pairs
+        return [RowMaps.of(*one) for one in zip(result, inside, counts, strict=True)]
 
     def _responses(self, of: slice, among: slice) -> list[Matrix]:
         """1 - A of some rows, over the keys that they see."""
         logits, rows = self.logits, self._rows
-        keys, seen = logits.sight.keys[of, among], logits.sight.seen[of, among]
-        weights, own = self.weights[of, among], logits.keys[0][among]
+        keys, seen = logits.key_counts.keys[of, among], logits.key_counts.visible[of, among]
+        weights, diagonal = self.weights[of, among], logits.keys[0][among]
         mixture, counts = logits.mixture(among, among), self._counts(keys)
         held = seen.astype(float)
         both = held[:, :, None] * held[:, None, :]
@@ -528,59 +520,67 @@ class PositionAttention:
         several = rows.keys > 1.0  # one key is all of its row, whatever its logit
         pull = np.where(several, rows.odds * temperature * rows.held, 0.0)[of, None, None]
         within = logits.among(of, among)
-        top = max(own.max(), *(one.max() for one in within))
-        of_kinds = [np.exp(pull * (one - top)) for one in within]
-        of_pairs = mixture.mean(of_kinds)
-        alone = np.exp(pull[..., 0] * (own - top))
+        top = max(diagonal.max(), *(one.max() for one in within))
+        of_relations = [np.exp(pull * (one - top)) for one in within]
+        of_pairs = mixture.mean(of_relations)
+        alone = np.exp(pull[..., 0] * (diagonal - top))
         prior = logits.prior[of, among]
         total = np.einsum("pr,pqr->pq", keys * prior, of_pairs)
-        total += prior * (alone - diagonal(of_pairs))
+        total += prior * (alone - diagonal_of(of_pairs))
         spread = mixture.values
-        found = []
+        result = []
         for kind in spread:
-            beside = np.where(seen, prior * (alone - diagonal(of_kinds[kind])) / total, 0.0)
-            found.append((beside, both * (prior[:, None, :] * of_kinds[kind] / total[:, :, None])))
+            beside = np.where(seen, prior * (alone - diagonal_of(of_relations[kind])) / total, 0.0)
+            result.append(
+                (beside, both * (prior[:, None, :] * of_relations[kind] / total[:, :, None]))
+            )
         exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        parts = mixture.parts_of([own], within, diagonal)
+        parts = mixture.parts_of([diagonal], within, diagonal_of)
         counted = []
         for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
             counted.append(count[:, :, None] * pairs)
-            its_own = on_diagonal(counted[-1])
-            its_own += beside
+            entries = on_diagonal(counted[-1])
+            entries += beside
         steady = rows.step[of]
         step, last = steady, None
         balance = None
-        every, aims, sent = slice(0, len(own)), self._by_frequency[of, among], keys * weights
-        sums = Sums.of(mixture, (every, every), (sent, sent), (weights, weights), (aims, aims))
+        every, aims, grad_in = (
+            slice(0, len(diagonal)),
+            self._by_frequency[of, among],
+            keys * weights,
+        )
+        sums = Sums.of(
+            mixture, (every, every), (grad_in, grad_in), (weights, weights), (aims, aims)
+        )
         for _ in range(ITERATIONS):
             # (1 - A) C (1 - A)^T, of every part A = (found, inside): `product` twice, in place
             projected = []
-            for part, (beside, pairs) in enumerate(mixture.parts(found)):
-                response, apart = 1.0 - beside, parts[part][0]
+            for part, (beside, pairs) in enumerate(mixture.parts(result)):
+                response, diagonal_excess = 1.0 - beside, parts[part][0]
                 middle = response[:, :, None] * parts[part][1]
                 middle -= pairs @ counted[part]
-                middle_own = response * apart
+                middle_diagonal = response * diagonal_excess
                 moved = middle * counts[part][:, None, :]
-                its_own = on_diagonal(moved)
-                its_own += middle_own
+                entries = on_diagonal(moved)
+                entries += middle_diagonal
                 moved = moved @ np.swapaxes(pairs, -1, -2)
                 middle *= response[:, None, :]
                 single: Array | float = 0.0
                 if part > 0:
-                    single = response**2 * diagonal(parts[part][1])
-                    single = single - 2.0 * middle_own * diagonal(pairs)
-                whole = middle_own * response - single
+                    single = response**2 * diagonal_of(parts[part][1])
+                    single = single - 2.0 * middle_diagonal * diagonal_of(pairs)
+                whole = middle_diagonal * response - single
                 projected.append((whole, np.subtract(middle, moved, out=moved)))
-            responses = [1.0 - beside for beside, _ in found]
-            rare = responses[0] ** 2 * (own - diagonal(within[0]))
+            responses = [1.0 - beside for beside, _ in result]
+            rare = responses[0] ** 2 * (diagonal - diagonal_of(within[0]))
             joint = mixture.joined(projected, rare)
-            joint = bounded_exp(joint, diagonal, exponent)
+            joint = bounded_exp(joint, diagonal_of, exponent)
             for beside, pairs in joint:
                 beside *= held
                 pairs *= both
             joint, balance = sums.over_first(joint, WARM_SWEEPS, balance)
             changes = []
-            for (beside, pairs), before in zip(joint, found, strict=True):
+            for (beside, pairs), before in zip(joint, result, strict=True):
                 pairs *= weights[:, None, :]
                 pairs -= before[1]
                 beside *= weights
@@ -594,59 +594,63 @@ class PositionAttention:
                 step = np.minimum(np.maximum(moved, steady), 1.0)
             last = change
             largest = 0.0
-            for kind, (beside, pairs) in enumerate(found):
+            for kind, (beside, pairs) in enumerate(result):
                 largest = max(largest, np.abs(changes[kind]).max())
                 largest = max(largest, joint[kind][1].max(), -joint[kind][1].min())
                 joint[kind][1][...] *= step[:, None, None]
-                found[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
+                result[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
             if largest < TOLERANCE:
                 break
-        responses = [1.0 - beside for beside, _ in found]
+        responses = [1.0 - beside for beside, _ in result]
         self._rare[of, among] = held * responses[0]
-        return [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(found)]
+        return [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(result)]
 
     # --- pairs of rows -------------------------------------------------------------------------
 
     def _mixture(self, tile: Tile) -> Mixture:
         words = self._kernels.words
-        return ALIKE if words is None else words.mixture(tile.left, tile.right, tile.own)
+        return ALIKE if words is None else words.mixture(tile.left, tile.right, tile.common)
 
     def _projected(
         self, tile: Tile, kernels: Sequence[tuple[list[Array], list[Array], bool]]
-    ) -> list[Kinds]:
+    ) -> list[ByRelation]:
         """(1 - A) C (1 - A')^T of pairs of rows, of kernels of a key with itself, of two words and
         of one, as `Mixture.parts_of` takes them; `kernels` else as in `Tile.projected`."""
-        mixture, long, short, keys = self._mixture(tile), tile.long, tile.short, tile.own
-        divided = [mixture.parts_of(one, two, tile.diagonal) for one, two, _ in kernels]
+        mixture, long, short, keys = self._mixture(tile), tile.long, tile.short, tile.common
+        divided = [mixture.parts_of(one, two, tile.diagonal_of) for one, two, _ in kernels]
         parts = []
         for part, maps in enumerate(self._response):
             given = [(one[part], kernel[2]) for one, kernel in zip(divided, kernels, strict=True)]
             parts.append(tile.projected(maps, given))
-        found = []
-        for one, (owns, kinds, by_pair), several in zip(
+        result = []
+        for one, (diagonals, relations, by_pair), several in zip(
             divided, kernels, zip(*parts, strict=True), strict=True
         ):
             moved = []
-            for part, (own, pairs) in enumerate(several):
-                apart, within = one[part][0], tile.diagonal(one[part][1])
-                if not by_pair and apart.ndim > 1:
-                    apart, within = (of_row[long - long[0]] for of_row in (apart, within))
-                if part > 0 and mixture.met is None:
+            for part, (excess, pairs) in enumerate(several):
+                diagonal_excess, within = one[part][0], tile.diagonal_of(one[part][1])
+                if not by_pair and diagonal_excess.ndim > 1:
+                    diagonal_excess, within = (
+                        of_row[long - long[0]] for of_row in (diagonal_excess, within)
+                    )
+                if part > 0 and mixture.coincidence is None:
                     maps = self._response[part]
-                    first, second = maps.own[long, keys], maps.own[short, keys]
-                    beyond = diagonal(maps.pairs)
-                    own -= (beyond[long, keys] * second + first * beyond[short, keys]) * apart
-                    own -= first * within * second
-                moved.append((own, pairs))
+                    first, second = maps.excess[long, keys], maps.excess[short, keys]
+                    beyond = diagonal_of(maps.pairs)
+                    excess -= (
+                        beyond[long, keys] * second + first * beyond[short, keys]
+                    ) * diagonal_excess
+                    excess -= first * within * second
+                moved.append((excess, pairs))
             held = self._rare[long, keys] * self._rare[short, keys]
             singles = []
-            for whole in (mixture.wholes(owns)[0], owns[0]):
-                rare = whole - tile.diagonal(kinds[0])
+            for whole in (mixture.wholes(diagonals)[0], diagonals[0]):
+                rare = whole - tile.diagonal_of(relations[0])
                 if not by_pair and rare.ndim > 1:
                     rare = rare[long - long[0]]
                 singles.append(rare * held)
-            found.append(mixture.joined(moved, *singles))
-        return found
+            result.append(mixture.joined(moved, *singles))
+        return result
 
     def _project(self) -> None:
         """What joint laws are made of that knows no queries: rows that meet in several ways share
@@ -657,26 +661,26 @@ class PositionAttention:
         self._sums = [self._sums_of(tile) for tile in pairs.tiles]
         self._traces = [self._trace(*one) for one in zip(pairs.tiles, self._sums, strict=True)]
         for tile, trace in zip(pairs.tiles, self._traces, strict=True):
-            own, of_kinds = self._between_keys(tile)
-            kernels: list[tuple[list[Array], list[Array], bool]] = [(own, of_kinds, False)]
+            diagonal, of_relations = self._between_keys(tile)
+            kernels: list[tuple[list[Array], list[Array], bool]] = [(diagonal, of_relations, False)]
             if tile.turned is not None:
                 of_keys, of_rows = tile.turned
                 assert rotary_means is not None
                 within = rotary_means.within[tile.rows, tile.left, tile.right]
                 turned = (
-                    [one * of_rows[:, None] for one in own],
-                    [kernel * of_keys for kernel in of_kinds],
+                    [one * of_rows[:, None] for one in diagonal],
+                    [kernel * of_keys for kernel in of_relations],
                 )
-                still = own, [kernel * within for kernel in of_kinds]
+                still = diagonal, [kernel * within for kernel in of_relations]
                 kernels = [(*turned, True), (*still, False)]
             if not logits.aligned:
                 kernels.append((*self._between_values(tile), False))
-            found = self._projected(tile, kernels)
-            moved.append(found[0])
-            along_values.append(found[-1])
+            result = self._projected(tile, kernels)
+            moved.append(result[0])
+            along_values.append(result[-1])
             if tile.turned is not None:
-                unturned.append(found[1])
-                meeting = _gathered(trace, found[0]), _gathered(trace, found[1])
+                unturned.append(result[1])
+                meeting = _gathered(trace, result[0]), _gathered(trace, result[1])
                 turn[tile.pairs] = _ratio(*meeting, of_rows)
         self._projections = moved, unturned, along_values, turn
 
@@ -684,10 +688,14 @@ class PositionAttention:
         """The joint law F/(w w') of every pair of rows, the longer one's keys first, and what moves
         it."""
         logits, rows, pairs = self.logits, self._rows, self._pairs
-        rotary_means, met, temperature = logits.rotary_means, self._kernels, logits.queries[0]
-        own, between = met.queries
+        rotary_means, coincidence, temperature = (
+            logits.rotary_means,
+            self._kernels,
+            logits.queries[0],
+        )
+        diagonal, between = coincidence.queries
         bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
-        bare = pairs.joined(np.clip(own / temperature, -1.0, 1.0), bare)
+        bare = pairs.joined(np.clip(diagonal / temperature, -1.0, 1.0), bare)
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
         lowest = bare if rotary_means is None else np.minimum(bare * beside, 0.0)
         nodes = self._nodes
@@ -710,14 +718,16 @@ class PositionAttention:
         factor, slope = (np.vecdot(one.T, exponent) for one in (self._basis, slopes))
         self._slope = slope
         along = factor
-        exponents: list[Kinds] = moved
+        exponents: list[ByRelation] = moved
         factors: Array | None = factor
         if rotary_means is not None:
             # What comes of fluctuating products does not know how far apart the rows are; the rest
             # is per unit of what the kernel holds of the correlation.
             alone = exponent @ nodes.basis(np.zeros(1))[0][:, 0]
-            apart = np.abs(rho) > RHO_MIN
-            along = np.where(apart, (factor - alone) / np.where(apart, rho, 1.0), slope) * bare
+            distinct = np.abs(rho) > RHO_MIN
+            along = (
+                np.where(distinct, (factor - alone) / np.where(distinct, rho, 1.0), slope) * bare
+            )
             exponents, factors = [], None
             for tile, one, other in zip(pairs.tiles, moved, unturned, strict=True):
                 exponents.append(_mixed(along[tile.pairs], one, alone[tile.pairs], other))
@@ -760,8 +770,8 @@ class PositionAttention:
         self,
         tile: Tile,
         sums: Sums,
-        directions: Sequence[Kinds],
-        exponent: tuple[Kinds, Array | None],
+        directions: Sequence[ByRelation],
+        exponent: tuple[ByRelation, Array | None],
         factor: Array,
         slope: Array,
     ) -> _Laws:
@@ -776,13 +786,16 @@ class PositionAttention:
         """
         law, times = exponent
         times = None if times is None else times[:, None, None]
-        law = bounded_exp(law, tile.diagonal, times)
-        for own, pairs in law:
-            own *= tile.mask_own
+        law = bounded_exp(law, tile.diagonal_of, times)
+        for diagonal, pairs in law:
+            diagonal *= tile.mask_common
             pairs *= tile.mask
         sloped = [
             [
-                (slope[:, None] * (beside + tile.diagonal(between)), slope[:, None, None] * between)
+                (
+                    slope[:, None] * (beside + tile.diagonal_of(between)),
+                    slope[:, None, None] * between,
+                )
                 for beside, between in direction
             ]
             for direction in directions
@@ -791,63 +804,63 @@ class PositionAttention:
         return _Laws(joint, tangents[0], tangents[-1])
 
     def _sums_of(self, tile: Tile) -> Sums:
-        sight, weights = self.logits.sight, self.weights
+        key_counts, weights = self.logits.key_counts, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
         # keys that the other row does not see lack what that row's own terms add
         return Sums.of(
             self._mixture(tile),
-            (tile.own_left, tile.own_right),
+            (tile.common_left, tile.common_right),
             (
-                sight.split[short, long, left] * weights[long, left],
-                sight.split[long, short, right] * weights[short, right],
+                key_counts.split[short, long, left] * weights[long, left],
+                key_counts.split[long, short, right] * weights[short, right],
             ),
-            (weights[long, tile.own], weights[short, tile.own]),
+            (weights[long, tile.common], weights[short, tile.common]),
             (self._by_frequency[long, left], self._by_frequency[short, right]),
         )
 
     @property
-    def _alone(self) -> Kinds:
+    def _alone(self) -> ByRelation:
         """(P, P) and (P, P, P) joint law of every row with itself."""
         rows, size = self.weights.shape
-        found = [
+        result = [
             (np.zeros((rows, size)), np.zeros((rows, size, size)))
-            for _ in range(self.logits.mixture().kinds)
+            for _ in range(self.logits.mixture().relations)
         ]
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
             alone = self._pairs.alone[tile.pairs]
             rows = tile.long[alone]
             if len(rows):
-                for (own, inside), (beside, pairs) in zip(found, law.joint, strict=True):
-                    own[rows, tile.left] = beside[alone]
+                for (excess, inside), (beside, pairs) in zip(result, law.joint, strict=True):
+                    excess[rows, tile.left] = beside[alone]
                     inside[rows, tile.left, tile.right] = pairs[alone]
-        return found
+        return result
 
     def _over_pairs(self, values: Array) -> Array:
         """(C,) of (P, r) values of rows at the nodes of the correlation."""
         halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
         return np.asarray(np.vecdot(self._basis.T, halves))
 
-    def _trace(self, tile: Tile, sums: Sums) -> Kinds:
+    def _trace(self, tile: Tile, sums: Sums) -> ByRelation:
         """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
         values' kernel."""
-        sight, weights = self.logits.sight, self.weights
+        key_counts, weights = self.logits.key_counts, self.weights
         long, short, same = tile.long, tile.short, self._pairs.alone[tile.pairs]
         values, kernels = self._between_values(tile)
-        once = sight.shared[long, short, tile.own] * weights[long, tile.own]
-        once[same] = self.counted[long[same], tile.own]
-        once *= weights[short, tile.own]
+        once = key_counts.shared[long, short, tile.common] * weights[long, tile.common]
+        once[same] = self.counted[long[same], tile.common]
+        once *= weights[short, tile.common]
         both = sums.first[:, :, None] * sums.second[:, None, :]
         spread = sums.mixture.values
         counted = sums.mixture.weighed([kernels[kind] for kind in spread])
-        found = []
+        result = []
         # A token with itself is as its kind of pair and what it has beyond, and no pair of two.
         alone = sums.mixture.of_tokens(sums.mixture.wholes(values))
         for itself, kernel in zip(alone, counted, strict=True):
             pairs = both * kernel
-            met = sums.at_own(pairs)
-            met += (itself - tile.diagonal(kernel)) * once
-            found.append((itself * once, pairs))
-        return found
+            coincidence = sums.at_common(pairs)
+            coincidence += (itself - tile.diagonal_of(kernel)) * once
+            result.append((itself * once, pairs))
+        return result
 
     def _gather(self, of: int) -> Array:
         """(C,) of the joint laws or of their derivatives in the correlation."""
@@ -857,9 +870,14 @@ class PositionAttention:
     # --- forward -------------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        logits, weights, rows, sight = self.logits, self.weights, self._rows, self.logits.sight
-        met, itself = self._kernels, self._kernels is logits
-        own, pairs, calibration = logits.values[0], self._pairs, self._calibration
+        logits, weights, rows, key_counts = (
+            self.logits,
+            self.weights,
+            self._rows,
+            self.logits.key_counts,
+        )
+        coincidence, itself = self._kernels, self._kernels is logits
+        diagonal, pairs, calibration = logits.values[0], self._pairs, self._calibration
         long, short, alone = pairs.long, pairs.short, pairs.alone
         width = self._widths.d_model
         whole = self.mean_output()
@@ -868,17 +886,17 @@ class PositionAttention:
         if itself:
             self._shift = self._shifted(whole[0] + excess[alone])
         looking = logits.scale * self._looking
-        temperature, of_queries = logits.queries[0], pairs.joined(*met.queries)
+        temperature, of_queries = logits.queries[0], pairs.joined(*coincidence.queries)
         of_joint, of_query = (
             self._over_pairs(one) for one in (calibration.joint_shift, calibration.query_shift)
         )
         output = mean + excess + looking * of_joint * of_queries / width
         if self._widths.deficit > 0.0:
             held = np.zeros(len(long))  # of the same tokens, which two documents do not have
-            if met.values is logits.values:
-                apart = self.counted @ own - whole[0]
-                unshared = unshared_part(rows.keys, apart, (self.counted * weights).sum(1))
-                shared = np.einsum("psq,pq,sq->ps", sight.shared, weights, weights)
+            if coincidence.values is logits.values:
+                unshared_sum = self.counted @ diagonal - whole[0]
+                unshared = unshared_part(rows.keys, unshared_sum, (self.counted * weights).sum(1))
+                shared = np.einsum("psq,pq,sq->ps", key_counts.shared, weights, weights)
                 held = pairs.joined((self.counted * weights).sum(1), shared)
                 held = held * np.sqrt(unshared[long] * unshared[short])
             of_pairs = (long, short), self._correlation, self._growth
@@ -887,15 +905,15 @@ class PositionAttention:
         path = looking * of_query
         norm = np.sqrt(temperature)
 
-        def sent(slope: Array) -> Array:
-            found = self._query * slope / (norm[long] * norm[short])
+        def grad_in(slope: Array) -> Array:
+            result = self._query * slope / (norm[long] * norm[short])
             if itself:
-                found[alone] += calibration.common * slope[alone] / temperature
-            return np.asarray(found)
+                result[alone] += calibration.common * slope[alone] / temperature
+            return np.asarray(result)
 
-        moved, query = sent(slope), path / width
+        moved, query = grad_in(slope), path / width
         if self._dropped > 0.0:
-            masks = (1.0 + calibration.masks) * ((sight.keys * self._squares) @ own)
+            masks = (1.0 + calibration.masks) * ((key_counts.keys * self._squares) @ diagonal)
             output[alone] += self._dropped * masks
             within = logits.mixture().mean(logits.within)
             noise = calibration.noise_query * self._noise_overlap(logits.keys[0], within)
@@ -907,44 +925,44 @@ class PositionAttention:
         """What a row's direction adds to the tokens that it attends to, whose average has that
         variance: (P,), or (P, m) of keys that turn with their positions."""
         logits = self.logits
-        own = logits.values[0]
-        shift = self.counted @ own - output
+        diagonal = logits.values[0]
+        shift = self.counted @ diagonal - output
         if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-            moved, looked = (self._apart(self._mean_of(name)) for name in ("values", "keys"))
-            shift = shift * toward_keys(moved, looked, self.counted @ own)
+            moved, looked = (self._unshared(self._mean_of(name)) for name in ("values", "keys"))
+            shift = shift * toward_keys(moved, looked, self.counted @ diagonal)
         if logits.rotary_means is None:
             return np.asarray(shift)
         values = self._mean_of("values")
-        parts = self.counted * (values[0] - self._met_by(values))
+        parts = self.counted * (values[0] - self._rows_times(values))
         return np.asarray(np.einsum("pq,pqm->pm", of_shift(parts, shift), logits.rotary_means.keys))
 
     def _mean_of(self, name: str) -> Matrix:
         """Means over cells of a kernel of keys or values."""
-        (own, pairs), words = getattr(self._kernels, name), self._kernels.words
+        (diagonal, pairs), words = getattr(self._kernels, name), self._kernels.words
         if words is None:
-            return own, pairs
+            return diagonal, pairs
         (alike, same), mixture = getattr(words, name), words.mixture()
-        if mixture.met is not None:
-            own = own + mixture.met * (alike - own)
-        return own, mixture.mean([pairs, same])
+        if mixture.coincidence is not None:
+            diagonal = diagonal + mixture.coincidence * (alike - diagonal)
+        return diagonal, mixture.mean([pairs, same])
 
-    def _met_by(self, kernel: Matrix) -> Array:
+    def _rows_times(self, kernel: Matrix) -> Array:
         """(P, P) [row, key] of W C."""
-        apart = kernel[0] - diagonal(kernel[1])
-        return np.asarray(self.counted @ kernel[1] + self.weights * apart)
+        excess = kernel[0] - diagonal_of(kernel[1])
+        return np.asarray(self.counted @ kernel[1] + self.weights * excess)
 
-    def _apart(self, kernel: Matrix) -> Array:
+    def _unshared(self, kernel: Matrix) -> Array:
         """(P,) what the attended tokens of a row do not share."""
-        held = (self.counted * self._met_by(kernel)).sum(1)
+        held = (self.counted * self._rows_times(kernel)).sum(1)
         return np.asarray(np.maximum(self.counted @ kernel[0] - held, 0.0))
 
     @property
     def amplification(self) -> Matrix:
         """`attention.amplification` of a row with itself, and of two."""
-        rows, (own, pairs) = self._rows, self._kernels.queries
+        rows, (diagonal, pairs) = self._rows, self._kernels.queries
         size, every = np.sqrt(self.logits.queries[0]), np.arange(len(self.weights))
         unshared = ratio_or_zero(rows.unshared, np.mean(self.logits.keys[0]))
-        alone = amplification(rows, every, every, ratio_or_zero(own, size**2))
+        alone = amplification(rows, every, every, ratio_or_zero(diagonal, size**2))
         correlation = ratio_or_zero(pairs, np.multiply.outer(size, size))
         both = amplification(rows, every[:, None], every[None, :], correlation)
         return alone * (1.0 + dropped_by_own(self._dropped, unshared)), both
@@ -963,41 +981,44 @@ class PositionAttention:
 
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
-        own, pairs = self._mean_of("values")
-        shared, apart = self.logits.sight.shared, own - diagonal(pairs)
+        diagonal, pairs = self._mean_of("values")
+        shared, excess = self.logits.key_counts.shared, diagonal - diagonal_of(pairs)
         smooth = self.counted @ pairs @ self.counted.T
-        of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, apart)
-        alone = (self.counted * self.weights) @ apart
-        return diagonal(smooth) + alone, np.asarray(smooth + of_own)
+        of_own = np.einsum("psq,pq,sq,q->ps", shared, self.weights, self.weights, excess)
+        alone = (self.counted * self.weights) @ excess
+        return diagonal_of(smooth) + alone, np.asarray(smooth + of_own)
 
     # --- attention dropout (see `closure`) ------------------------------------------------------
 
     def _respond_to_noise(self) -> None:
-        """E[J D J] of every row over its weights: own and pairs, whose weighted means are 0."""
+        """E[J D J] of every row over its weights, (diagonal, pairs) of weighted mean 0."""
         weights, response = self.weights, self._response[0]
-        own = self.logits.values[0] + self._value_bias
-        moved = response.own**2 * own, (response.whole * own) @ np.swapaxes(response.pairs, -1, -2)
-        moved[1][...] += response.pairs * (own * response.own)[:, None, :]
-        law, every = self.logits.mixture().mean_of(self._alone), slice(0, len(own))
+        diagonal = self.logits.values[0] + self._value_bias
+        moved = (
+            response.excess**2 * diagonal,
+            (response.whole * diagonal) @ np.swapaxes(response.pairs, -1, -2),
+        )
+        moved[1][...] += response.pairs * (diagonal * response.excess)[:, None, :]
+        law, every = self.logits.mixture().mean_of(self._alone), slice(0, len(diagonal))
         counts, aims = (self.counted, self.counted), (weights > 0.0)[..., None].astype(float)
         sums = Sums.of(ALIKE, (every, every), counts, (weights, weights), (aims, aims))
-        direction = moved[0] + diagonal(moved[1]), moved[1]
+        direction = moved[0] + diagonal_of(moved[1]), moved[1]
         _, [[(beside, inside)]] = sums.balanced_with([law], 0, [[direction]])
         # sweeps end before these means are 0
         left = np.einsum("pq,pqr->pr", self.counted, inside) + weights * beside
         both = (self.counted * left).sum(1)
         inside = inside - left[:, None, :] - left[:, :, None] + both[:, None, None]
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
-        bare = (self.counted * weights * (beside + diagonal(inside))).sum(1)
+        bare = (self.counted * weights * (beside + diagonal_of(inside))).sum(1)
         usable = bare > 1e-300
-        scale = trace * (self.counted @ own) / np.where(usable, bare, 1.0)
+        scale = trace * (self.counted @ diagonal) / np.where(usable, bare, 1.0)
         scale = np.where(usable, scale, 0.0)[:, None]
         self._noise = scale * beside, scale[..., None] * inside
 
-    def _noise_overlap(self, own: Array, pairs: Array) -> Array:
+    def _noise_overlap(self, diagonal: Array, pairs: Array) -> Array:
         """(P,) tr(E[J D J] X) of every row, of one kernel X, or of one for every row."""
         counted, (beside, inside) = self.counted, self._noise
-        alone = (beside + diagonal(inside)) * own - diagonal(inside * pairs)
+        alone = (beside + diagonal_of(inside)) * diagonal - diagonal_of(inside * pairs)
         total = (times(inside * pairs, counted) * counted).sum(1)
         return np.asarray(total + (counted * self.weights * alone).sum(1))
 
@@ -1007,109 +1028,112 @@ class PositionAttention:
         """What every pair of rows sends to their keys per unit of its gradient, by the joint law
         and by its derivative along the values as its rows turn, and as they do not: (c, o) and
         (c, kinds n k) of each."""
-        sight, weights = self.logits.sight, self.weights
+        key_counts, weights = self.logits.key_counts, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
-        sent, beside = sight.rows.T * weights, (long == short) & ~self._pairs.alone[tile.pairs]
+        grad_in, beside = (
+            key_counts.rows.T * weights,
+            (long == short) & ~self._pairs.alone[tile.pairs],
+        )
         alone = self._pairs.alone[tile.pairs]
         twice = np.where(long == short, 1.0, 2.0)[:, None]
         # a key that one of the rows does not see lacks what that row's own terms add
         counts = (
-            np.moveaxis(sight.sending[left, right][:, :, long], -1, 0),
-            np.moveaxis(sight.sending[right, left][:, :, short], -1, 0).swapaxes(1, 2),
+            np.moveaxis(key_counts.sending[left, right][:, :, long], -1, 0),
+            np.moveaxis(key_counts.sending[right, left][:, :, short], -1, 0).swapaxes(1, 2),
         )
         both = (twice * weights[long, left])[:, :, None] * weights[short, right][:, None, :]
         both = both * counts[0] * counts[1]
-        alike = twice * sent[long, tile.own] * sent[short, tile.own]
+        alike = twice * grad_in[long, tile.common] * grad_in[short, tile.common]
         if alone.any():  # a row with itself instead of its neighbour
             rows = long[alone]
             once = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
-            once *= np.moveaxis(sight.later[left, right][:, :, rows], -1, 0)
-            twice_met = (sight.later_own[left][:, rows] * weights[rows, left].T ** 2).T
+            once *= np.moveaxis(key_counts.later[left, right][:, :, rows], -1, 0)
+            twice_met = (key_counts.later_diagonal[left][:, rows] * weights[rows, left].T ** 2).T
             both[alone], alike[alone] = once, twice_met
             both[beside] -= once
             alike[beside] -= twice_met
-        mixture, found = self._mixture(tile), []
+        mixture, result = self._mixture(tile), []
         for law in (laws.joint, laws.keyed):
-            of_tokens, mean = mixture.mean_of(law, tile.diagonal)
-            whole = (of_tokens + tile.diagonal(mean)) * alike
-            found.append((whole, mixture.alike([pairs for _, pairs in law])))
-        (own, joint), (beside, keyed) = found
+            of_tokens, mean = mixture.mean_of(law, tile.diagonal_of)
+            whole = (of_tokens + tile.diagonal_of(mean)) * alike
+            result.append((whole, mixture.alike([pairs for _, pairs in law])))
+        (excess, joint), (beside, keyed) = result
         if tile.turned is None:
-            return [_in_single(own, joint, both), _in_single(beside, keyed, both)]
+            return [_in_single(excess, joint, both), _in_single(beside, keyed, both)]
         rho, of_rows = tile.turned
         assert tile.still is not None
         turned, still = ([pairs * means for _, pairs in laws.keyed] for means in (rho, tile.still))
         return [
-            _in_single(own, joint, both),
+            _in_single(excess, joint, both),
             _in_single(beside * of_rows[:, None], mixture.alike(turned), both),
             _in_single(beside, mixture.alike(still), both),
         ]
 
-    def backward(self, own: Array, pairs: Any) -> Paths[Matrix]:
+    def backward(self, diagonal: Array, pairs: Any) -> Paths[Matrix]:
         """Second moments per feature of the gradient at the attention's input, by path: each
-        (own (P,), pairs (P, P)), or (2, P, P) of two words and of one.
+        (diagonal (P,), pairs (P, P)), or (2, P, P) of two words and of one.
 
         Args:
-            own, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
+            diagonal, pairs: of the gradient at sum_j a_ij x_j, behind the value weights.
         """
         size, tiles = self.weights.shape[1], self._pairs.tiles
-        scale, given = single(self._pairs.joined(own, pairs))
+        scale, given = single(self._pairs.joined(diagonal, pairs))
         driven = [(slice(0, 1), given[None])]
         driven += [(slice(1, 3), (given * one).astype(np.float32)) for one in self._driven]
-        kinds = len(self.logits.key_kinds)
-        total_own, total = np.zeros((3, size)), np.zeros((3, kinds, size, size))
-        for tile, sent in zip(tiles, self._sent, strict=True):
+        relations = len(self.logits.key_relations)
+        total_diagonal, total = np.zeros((3, size)), np.zeros((3, relations, size, size))
+        for tile, grad_in in zip(tiles, self._sent, strict=True):
             shape = tile.left.stop - tile.left.start, tile.right.stop - tile.right.start
-            for (path, of_law), law in zip(driven, sent, strict=True):
-                total_own[path, tile.own] += of_law[:, tile.pairs] @ law[0]
-                found = of_law[:, tile.pairs] @ law[1]
-                total[path, :, tile.left, tile.right] += found.reshape(-1, kinds, *shape)
-        total_own, total = scale * total_own, scale * total
+            for (path, of_law), law in zip(driven, grad_in, strict=True):
+                total_diagonal[path, tile.common] += of_law[:, tile.pairs] @ law[0]
+                result = of_law[:, tile.pairs] @ law[1]
+                total[path, :, tile.left, tile.right] += result.reshape(-1, relations, *shape)
+        total_diagonal, total = scale * total_diagonal, scale * total
         if self._dropped > 0.0:
-            self._send_noise(own, total_own, total)
+            self._send_noise(diagonal, total_diagonal, total)
         total = 0.5 * (total + np.swapaxes(total, -1, -2))
-        if kinds == 1:
+        if relations == 1:
             total = total[:, 0]
-        query = own * self.response[0], pairs * self.response[1]
-        by_path = [(total_own[path], total[path]) for path in range(3)]
+        query = diagonal * self.response[0], pairs * self.response[1]
+        by_path = [(total_diagonal[path], total[path]) for path in range(3)]
         return Paths(by_path[0], query, by_path[1], by_path[2])
 
-    def _send_noise(self, given: Array, total_own: Array, total: Array) -> None:
+    def _send_noise(self, given: Array, total_diagonal: Array, total: Array) -> None:
         """Add what dropped attention sends."""
-        logits, weights, later = self.logits, self.weights, self.logits.sight.later
-        squares = logits.sight.later_own  # (key, row)
-        total_own[0] += self._dropped * (squares * self._squares.T) @ given
+        logits, weights, later = self.logits, self.weights, self.logits.key_counts.later
+        squares = logits.key_counts.later_diagonal  # (key, row)
+        total_diagonal[0] += self._dropped * (squares * self._squares.T) @ given
         driven = self._dropped * logits.scale * given * logits.queries[0]
         beside, noise = self._noise
-        whole, once = beside + diagonal(noise), weights[:, :, None] * weights[:, None, :]
+        whole, once = beside + diagonal_of(noise), weights[:, :, None] * weights[:, None, :]
         once *= np.moveaxis(later, -1, 0)
         turned = noise if logits.rotary_means is None else noise * logits.rotary_means.within
         calibration = self._calibration
         paths = (calibration.noise_key, turned), (calibration.noise_cross, noise)
         for path, (factor, law) in enumerate(paths, start=1):
             total[path] += np.einsum("p,pqr->qr", factor * driven, law * once)  # of every kind
-            total_own[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
+            total_diagonal[path] += (squares * (weights**2 * whole).T) @ (factor * driven)
 
 
 def rows_of_classes(logits: ClassLogits) -> AttentionRows:
     """Of every node as a row."""
-    keys, temperature, own = logits.sight.keys, logits.queries[0], logits.keys[0]
+    keys, temperature, diagonal = logits.key_counts.keys, logits.queries[0], logits.keys[0]
     prior, within = logits.prior, logits.within
     seen, squares = keys * prior, keys * prior**2
-    top = float(max(own.max(), *(one.max() for one in within)))
+    top = float(max(diagonal.max(), *(one.max() for one in within)))
 
     def mean(function: Callable[[Array], Array]) -> Array:
         of_own, of_pairs = logits.averaged(lambda entries: function(entries - top))
-        apart = of_own - diagonal(of_pairs)
-        return np.asarray(_over_keys(seen, of_pairs) + (squares * apart).sum(1))
+        excess = of_own - diagonal_of(of_pairs)
+        return np.asarray(_over_keys(seen, of_pairs) + (squares * excess).sum(1))
 
     return attention_rows(
         mean,
         (float(min(one.min() for one in within)), top),
-        (temperature, float(logits.sight.classes.mean(temperature))),
+        (temperature, float(logits.key_counts.classes.mean(temperature))),
         logits.scale,
         1.0 / squares.sum(1),
-        seen @ own,
+        seen @ diagonal,
         -(seen * np.log(np.where(prior > 0.0, prior, 1.0))).sum(1),
     )
 
@@ -1123,23 +1147,28 @@ def _over_keys(keys: Array, pairs: Array) -> Array:
 
 def _crowd(logits: ClassLogits, rows: AttentionRows, level: float = 1.0) -> tuple[Array, Array]:
     """(P, P) of `log_weights`, by others and by a key itself, without the logarithm."""
-    own, prior = logits.keys[0], logits.prior
+    diagonal, prior = logits.keys[0], logits.prior
     pull = rows.own_response * logits.scale * logits.queries[0] * rows.softening
     within = logits.within
-    top = max(own.max(), *(one.max() for one in within))
+    top = max(diagonal.max(), *(one.max() for one in within))
     raised = pull[:, None, None]
-    kinds = [np.exp(raised * (one - top)) for one in within]
-    of_pairs = logits.mixture().mean(kinds, level)
-    of_own = np.exp(pull[:, None] * (own - top)) - diagonal(of_pairs)
-    return np.einsum("pr,pqr->pq", logits.sight.keys * prior, of_pairs), prior * of_own
+    relations = [np.exp(raised * (one - top)) for one in within]
+    of_pairs = logits.mixture().mean(relations, level)
+    of_own = np.exp(pull[:, None] * (diagonal - top)) - diagonal_of(of_pairs)
+    return np.einsum("pr,pqr->pq", logits.key_counts.keys * prior, of_pairs), prior * of_own
 
 
 def attention_by_frequency(logits: ClassLogits, rows: AttentionRows) -> Array:
     """(P, P, T) mean attention [row, key] to one token of a class, of words that are as frequent as
     some are; see `row_statistics`."""
-    keys, own, scale, prior = logits.sight.keys, logits.keys[0], logits.scale, logits.prior
-    seen, held = keys * prior, logits.sight.seen
-    relative, every = own - (seen @ own)[:, None], np.arange(len(keys))
+    keys, diagonal, scale, prior = (
+        logits.key_counts.keys,
+        logits.keys[0],
+        logits.scale,
+        logits.prior,
+    )
+    seen, held = keys * prior, logits.key_counts.visible
+    relative, every = diagonal - (seen @ diagonal)[:, None], np.arange(len(keys))
     frequencies, several = logits.mixture().frequencies, []
     for level in frequencies.level.tolist():
         crowd = np.log(np.maximum(np.add(*_crowd(logits, rows, level)), 1e-300))
@@ -1155,36 +1184,38 @@ def _among(
     tile: Tile, kernel: Matrix, words: Words | None, name: str
 ) -> tuple[list[Array], list[Array]]:
     """Of keys of both rows: (o,), and (n, k) of each kind of pair."""
-    kinds = [kernel] if words is None else [kernel, getattr(words, name)]
-    return [own[tile.own] for own, _ in kinds], [pairs[tile.left, tile.right] for _, pairs in kinds]
+    relations = [kernel] if words is None else [kernel, getattr(words, name)]
+    return [diagonal[tile.common] for diagonal, _ in relations], [
+        pairs[tile.left, tile.right] for _, pairs in relations
+    ]
 
 
-def _mixed(share: Array, one: Kinds, other_share: Array, other: Kinds) -> Kinds:
+def _mixed(share: Array, one: ByRelation, other_share: Array, other: ByRelation) -> ByRelation:
     """Of pairs of rows, each times a factor."""
-    found = []
-    for (own, pairs), (own2, pairs2) in zip(one, other, strict=True):
+    result = []
+    for (excess, pairs), (excess2, pairs2) in zip(one, other, strict=True):
         total = share[:, None, None] * pairs
         total += other_share[:, None, None] * pairs2
-        found.append((share[:, None] * own + other_share[:, None] * own2, total))
-    return found
+        result.append((share[:, None] * excess + other_share[:, None] * excess2, total))
+    return result
 
 
-def _gathered(trace: Kinds, law: Kinds) -> Array:
+def _gathered(trace: ByRelation, law: ByRelation) -> Array:
     """(c,) sums of a law of pairs of rows with what `PositionAttention._trace` says."""
-    found: Any = 0.0
-    for (own, pairs), (alone, counted) in zip(law, trace, strict=True):
-        count = len(own)
-        found = found + np.vecdot(pairs.reshape(count, -1), counted.reshape(count, -1))
-        found = found + np.vecdot(own, alone)
-    return np.asarray(found)
+    result: Any = 0.0
+    for (excess, pairs), (alone, counted) in zip(law, trace, strict=True):
+        count = len(excess)
+        result = result + np.vecdot(pairs.reshape(count, -1), counted.reshape(count, -1))
+        result = result + np.vecdot(excess, alone)
+    return np.asarray(result)
 
 
-def _in_single(own: Array, kinds: Sequence[Array], factor: Array) -> Matrix:
+def _in_single(excess: Array, relations: Sequence[Array], factor: Array) -> Matrix:
     """(c, o), and (c, kinds n k) of pairs times a factor, rounded to single precision."""
-    found = np.empty((len(own), len(kinds), *factor.shape[1:]), np.float32)
-    for kind, pairs in enumerate(kinds):
-        np.multiply(pairs, factor, out=found[:, kind], casting="same_kind")
-    return own.astype(np.float32), found.reshape(len(own), -1)
+    result = np.empty((len(excess), len(relations), *factor.shape[1:]), np.float32)
+    for kind, pairs in enumerate(relations):
+        np.multiply(pairs, factor, out=result[:, kind], casting="same_kind")
+    return excess.astype(np.float32), result.reshape(len(excess), -1)
 
 
 def _ratio(part: Array, whole: Array, otherwise: Array) -> Array:
@@ -1196,6 +1227,6 @@ class _Laws(NamedTuple):
     """Of pairs of rows: the joint law, its derivative in the correlation, and that along the
     values."""
 
-    joint: Kinds
-    slope: Kinds
-    keyed: Kinds
+    joint: ByRelation
+    slope: ByRelation
+    keyed: ByRelation

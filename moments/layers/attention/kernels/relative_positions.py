@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.classes import BothSides, Matrix, OneClass, PositionClasses, Sight, diagonal
+from ....engine.classes import BothSides, KeyCounts, Matrix, OneClass, PositionClasses, diagonal_of
 from ....model.positions import RelativeBias
 
 # --- rotary positions -----------------------------------------------------------------------------
@@ -45,22 +45,22 @@ class RotaryMeans:
     _speed: Array
 
     @classmethod
-    def of(cls, sight: Sight, frequencies: Array, shares: Array) -> RotaryMeans:
+    def of(cls, key_counts: KeyCounts, frequencies: Array, shares: Array) -> RotaryMeans:
         """The same for the same nodes and frequencies."""
-        return _rotary_means(sight, tuple(map(float, frequencies)), tuple(map(float, shares)))
+        return _rotary_means(key_counts, tuple(map(float, frequencies)), tuple(map(float, shares)))
 
     def of_rows(self, long: Indices, short: Indices) -> Phases:
         """(C, m) mean e^{i w (i - i')} of two different rows."""
         sums, mass, twice = self._rows
         same, pairs = twice[long, short], mass[long] * mass[short]
         usable = pairs - same > LEAST_PAIRS * pairs
-        found = sums[long] * sums[short].conj() - same[:, None]
-        found /= np.where(usable, pairs - same, 1.0)[:, None]
-        return np.asarray(np.where(usable[:, None], found, np.exp(1j * self._speed)))
+        result = sums[long] * sums[short].conj() - same[:, None]
+        result /= np.where(usable, pairs - same, 1.0)[:, None]
+        return np.asarray(np.where(usable[:, None], result, np.exp(1j * self._speed)))
 
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different positions of two cells: by what their means weigh,
-        which what turns between two rows of one cell is held as."""
+        which what turns between two rows of one cell is rounded to."""
         _, mass, twice = self._rows
         return np.asarray(np.outer(mass, mass) - twice)
 
@@ -71,8 +71,6 @@ class RotaryMeans:
 
         Args:
             long, short: rows, seeing keys i' behind those of the latter alone.
-            rows: as from `of_rows`.
-            left, right: keys of either.
         """
         first = self.keys[long, left].conj() * (rows * self.shares)[:, None, :]
         total = (first @ np.swapaxes(self.keys[short, right], -1, -2)).real
@@ -94,10 +92,10 @@ def turned_sums(weights: Array, first: int, speed: Array) -> Phases:
     """(k, m) sums over j of weights (k, n) times e^{i w (first + j)}."""
     several, count = weights.shape
     ahead, inside = _turns(count, speed)
-    held = np.zeros((several, len(ahead) * len(inside)))
-    held[:, :count] = weights
+    nodes_inside = np.zeros((several, len(ahead) * len(inside)))
+    nodes_inside[:, :count] = weights
     # real times complex, as real times pairs of real
-    blocks = held.reshape(-1, len(inside)) @ inside.view(float)
+    blocks = nodes_inside.reshape(-1, len(inside)) @ inside.view(float)
     sums = (blocks.view(complex).reshape(several, len(ahead), -1) * ahead).sum(1)
     return np.asarray(sums * np.exp(1j * first * speed))
 
@@ -112,32 +110,32 @@ LEAST_PAIRS = 1e-6
 """Share of two different tokens in two cells' pairs below which there are none."""
 
 
-def of_pairs(mean: Array, pairs: Array, itself: Array, of_itself: Any, beside: Any) -> Array:
+def of_pairs(mean: Array, pairs: Array, itself: Array, of_itself: Any, otherwise: Any) -> Array:
     """Mean over two different tokens, from one over all pairs of which `itself` are one token
-    twice; `of_itself` is what those have, `beside` what stands in where there are no others."""
+    twice; `of_itself` is what those have, `otherwise` what stands in where there are no others."""
     rest = pairs - itself
     usable = rest > LEAST_PAIRS * pairs
-    found = (mean * pairs - itself * of_itself) / np.where(usable, rest, 1.0)
-    return np.asarray(np.where(usable, found, beside))
+    result = (mean * pairs - itself * of_itself) / np.where(usable, rest, 1.0)
+    return np.asarray(np.where(usable, result, otherwise))
 
 
 @functools.lru_cache(maxsize=8)
 def _rotary_means(
-    sight: Sight, frequencies: tuple[float, ...], shares: tuple[float, ...]
+    key_counts: KeyCounts, frequencies: tuple[float, ...], shares: tuple[float, ...]
 ) -> RotaryMeans:
     speed, share = np.array(frequencies), np.array(shares)
-    size = len(sight.classes.nodes)
-    hats = basis_of(sight.classes, speed)
+    size = len(key_counts.classes.nodes)
+    basis = basis_of(key_counts.classes, speed)
     # A window begins inside a cell that its counts reach into: they are of what whole cells hold.
-    whole = isinstance(sight.classes, BothSides | OneClass)
-    ends = np.full(size, sight.classes.length) if whole else sight.ends
-    found = [hats.sums(0, int(end)) for end in ends]
-    sums, mass, same = (np.stack(part) for part in zip(*found, strict=True))
+    whole = isinstance(key_counts.classes, BothSides | OneClass)
+    ends = np.full(size, key_counts.classes.length) if whole else key_counts.ends
+    result = [basis.sums(0, int(end)) for end in ends]
+    sums, mass, same = (np.stack(part) for part in zip(*result, strict=True))
     keys = np.divide(sums, mass[:, :, None], out=np.zeros_like(sums), where=mass[:, :, None] > 0.0)
     total = np.asarray(((keys * share) @ np.swapaxes(keys.conj(), -1, -2)).real)
     near = float(np.cos(speed) @ share)
     within = of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
-    rows = hats.sums(0, sight.classes.length)
+    rows = basis.sums(0, key_counts.classes.length)
     return RotaryMeans(within, keys, share, mass, same, rows, speed)
 
 
@@ -149,14 +147,14 @@ class LinearBasis:
         self._parts: dict[tuple[int, int, int], tuple[Phases, Array, Array]] = {}
 
     def _part(self, cell: int, low: int, high: int) -> tuple[Phases, Array, Array]:
-        """Of low < j < high in the cell behind a node: phases and masses of both hats, and their
-        squares and product."""
+        """Of low < j < high in the cell behind a node: phases and masses of both basis functions,
+        and their squares and product."""
         if (cell, low, high) not in self._parts:
             ends = np.log(self._nodes[cell : cell + 2])
             rising = (np.log(np.arange(low + 1.0, high)) - ends[0]) / (ends[1] - ends[0])
-            hats = np.stack([1.0 - rising, rising])
-            phases = turned_sums(hats, low + 1, self._speed)
-            self._parts[cell, low, high] = phases, hats.sum(1), hats @ hats.T
+            basis = np.stack([1.0 - rising, rising])
+            phases = turned_sums(basis, low + 1, self._speed)
+            self._parts[cell, low, high] = phases, basis.sum(1), basis @ basis.T
         return self._parts[cell, low, high]
 
     def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
@@ -164,10 +162,12 @@ class LinearBasis:
         nodes, size = self._nodes, len(self._nodes)
         phases = np.zeros((size, len(self._speed)), complex)
         mass, twice = np.zeros(size), np.zeros((size, size))
-        held = np.flatnonzero((nodes > start) & (nodes <= end))
-        phases[held] += np.exp(1j * np.multiply.outer(nodes[held].astype(float), self._speed))
-        mass[held] += 1.0
-        twice[held, held] += 1.0
+        nodes_inside = np.flatnonzero((nodes > start) & (nodes <= end))
+        phases[nodes_inside] += np.exp(
+            1j * np.multiply.outer(nodes[nodes_inside].astype(float), self._speed)
+        )
+        mass[nodes_inside] += 1.0
+        twice[nodes_inside, nodes_inside] += 1.0
         for cell in range(size - 1):
             low, high = max(start, int(nodes[cell])), min(end + 1, int(nodes[cell + 1]))
             if high - low > 1:
@@ -223,27 +223,27 @@ def shifted_together(weights: Array, bucket: Indices, kernel: Array) -> Array:
     return result
 
 
-def shifted_classes(sight: Sight, table: RelativeBias, weights: Array, kernel: Matrix) -> Matrix:
+def shifted_classes(
+    key_counts: KeyCounts, table: RelativeBias, weights: Array, kernel: Matrix
+) -> Matrix:
     """The same on classes: what different keys share by counts of buckets in classes, and what a
     key has of its own by rows that see their keys alike.
 
     Args:
-        sight, table: of the layer.
         weights: (P, P) mean attention [row, key] to one token of a class.
-        kernel: C.
     """
-    own, pairs = kernel
-    apart = (sight.keys * weights) @ (own - diagonal(pairs))
-    alone, both = _of_own_keys(sight, table)
-    result = alone * apart, both * 0.5 * (apart[:, None] + apart)
-    if isinstance(sight.classes, OneClass):  # different keys share the same, and U sums to 0
+    diagonal, pairs = kernel
+    excess = (key_counts.keys * weights) @ (diagonal - diagonal_of(pairs))
+    alone, both = _of_own_keys(key_counts, table)
+    result = alone * excess, both * 0.5 * (excess[:, None] + excess)
+    if isinstance(key_counts.classes, OneClass):  # different keys share the same, and U sums to 0
         return result
-    keys = _keys_of_buckets(sight, table)
+    keys = _keys_of_buckets(key_counts, table)
     portion = np.einsum("pbq,pq->pb", keys, weights)
     portion /= portion.sum(1, keepdims=True)
     moved = weights[:, None, :] * (keys - portion[:, :, None] * keys.sum(1, keepdims=True))
     together = np.einsum("pbq,qr,sbr->ps", moved, pairs, moved, optimize=True)
-    return result[0] + diagonal(together), result[1] + together
+    return result[0] + diagonal_of(together), result[1] + together
 
 
 def _runs(table: RelativeBias, causal: bool, length: int) -> tuple[Indices, Indices]:
@@ -263,7 +263,7 @@ def _grid(length: int) -> Indices:
 
 
 def _hats(classes: PositionClasses, place: Indices) -> Array:
-    """(P, n) of positions, as `PositionClasses.hats`."""
+    """(P, n) of positions, as `PositionClasses.basis`."""
     size, every = len(classes.nodes), np.arange(len(place))
     if size == 1:
         return np.ones((1, len(place)))
@@ -273,15 +273,15 @@ def _hats(classes: PositionClasses, place: Indices) -> Array:
 
 
 @functools.lru_cache(maxsize=8)
-def _keys_of_buckets(sight: Sight, table: RelativeBias) -> Array:
+def _keys_of_buckets(key_counts: KeyCounts, table: RelativeBias) -> Array:
     """(P, b, P) keys of a row's buckets in a class."""
-    classes, size = sight.classes, len(sight.classes.nodes)
+    classes, size = key_counts.classes, len(key_counts.classes.nodes)
     begins, _ = _runs(table, True, classes.length)
     result = np.zeros((size, len(begins), size))
     for number, row in enumerate(classes.nodes.tolist()):
         grid = _grid(row)
         edges = np.concatenate([grid, row - grid, 1 - begins[1:]])
-        edges = np.unique(np.clip(edges, 0, min(row, sight.window)))
+        edges = np.unique(np.clip(edges, 0, min(row, key_counts.window)))
         kind = np.searchsorted(begins, -edges[:-1], "right") - 1
         middle = row - (edges[:-1] + edges[1:] - 1) // 2
         np.add.at(result[number], kind, (_hats(classes, middle) * np.diff(edges)).T)
@@ -289,16 +289,16 @@ def _keys_of_buckets(sight: Sight, table: RelativeBias) -> Array:
 
 
 @functools.lru_cache(maxsize=8)
-def _of_own_keys(sight: Sight, table: RelativeBias) -> Matrix:
+def _of_own_keys(key_counts: KeyCounts, table: RelativeBias) -> Matrix:
     """sum_b U^b.U^b of rows that see their keys alike: means over the rows of a cell, and over
     pairs of different rows of two."""
-    classes, grid = sight.classes, _grid(sight.classes.length)
+    classes, grid = key_counts.classes, _grid(key_counts.classes.length)
     places, counts = (grid[:-1] + grid[1:] + 1) // 2, np.diff(grid)
-    rows, apart = (one.ravel() for one in np.meshgrid(places, np.append(0, places), indexing="ij"))
+    rows, offset = (one.ravel() for one in np.meshgrid(places, np.append(0, places), indexing="ij"))
     shares = np.outer(counts, np.append(1, counts)).ravel()
-    there = apart < rows
-    rows, others, shares = rows[there], (rows - apart)[there], shares[there]
-    common, itself = _of_two_rows(sight, table, rows, others), rows == others
+    there = offset < rows
+    rows, others, shares = rows[there], (rows - offset)[there], shares[there]
+    common, itself = _of_two_rows(key_counts, table, rows, others), rows == others
     first, second = _hats(classes, rows), _hats(classes, others)
 
     def mean(sums: Callable[[Array], Array]) -> Array:
@@ -312,9 +312,11 @@ def _of_own_keys(sight: Sight, table: RelativeBias) -> Matrix:
     return mean(lambda weights: first @ np.where(itself, weights, 0.0)), mean(of_pairs)
 
 
-def _of_two_rows(sight: Sight, table: RelativeBias, rows: Indices, others: Indices) -> Array:
+def _of_two_rows(
+    key_counts: KeyCounts, table: RelativeBias, rows: Indices, others: Indices
+) -> Array:
     """(n,) the same of two rows each: buckets are ranges of positions."""
-    length, causal = sight.classes.length, not isinstance(sight.classes, OneClass)
+    length, causal = key_counts.classes.length, not isinstance(key_counts.classes, OneClass)
     begins, ends = _runs(table, causal, length)
 
     def size(*ranges: tuple[Indices, Indices]) -> Array:
@@ -322,12 +324,14 @@ def _of_two_rows(sight: Sight, table: RelativeBias, rows: Indices, others: Indic
         last, first = functools.reduce(np.minimum, stops), functools.reduce(np.maximum, starts)
         return np.asarray(np.maximum(last - first + 1.0, 0.0))
 
-    kinds, seen = [], []
+    ranges, seen = [], []
     for row in (rows[:, None], others[:, None]):
-        kinds.append((row + begins, row + ends))
+        ranges.append((row + begins, row + ends))
         start, end = np.ones_like(row), np.full_like(row, length)
-        seen.append((np.maximum(row - sight.window + 1, start), row) if causal else (start, end))
-    one, other = (size(k, s) / size(s) for k, s in zip(kinds, seen, strict=True))
-    common = size(*kinds, *seen) - size(kinds[0], *seen) * other - size(kinds[1], *seen) * one
+        seen.append(
+            (np.maximum(row - key_counts.window + 1, start), row) if causal else (start, end)
+        )
+    one, other = (size(k, s) / size(s) for k, s in zip(ranges, seen, strict=True))
+    common = size(*ranges, *seen) - size(ranges[0], *seen) * other - size(ranges[1], *seen) * one
     common += size(*seen) * one * other
     return np.asarray(common.sum(1) / (size(seen[0]) * size(seen[1]))[:, 0])

@@ -68,8 +68,8 @@ def chi_square_rule(nu: float, points: int | None = None) -> ChiSquareRule:
         return ChiSquareRule(_frozen(np.ones(1)), _frozen(np.ones(1)))
     i = np.arange(points)
     half = 0.5 * nu
-    beside = np.sqrt(i[1:] * (i[1:] + half - 1.0))
-    jacobi = np.diag(2.0 * i + half) + np.diag(beside, 1) + np.diag(beside, -1)
+    off_diagonal = np.sqrt(i[1:] * (i[1:] + half - 1.0))
+    jacobi = np.diag(2.0 * i + half) + np.diag(off_diagonal, 1) + np.diag(off_diagonal, -1)
     nodes, vectors = np.linalg.eigh(jacobi)
     return ChiSquareRule(_frozen(nodes / half), _frozen(vectors[0] ** 2))
 
@@ -111,10 +111,10 @@ def pair_spreads(rho: Any, shared: Any, share: Any) -> PairSpreads:
         rho, shared: rho and k, in [0, 1].
         share: delta over the relative variance of |w|^2 without it.
     """
-    plus, minus, square, met = 1 + rho, 1 - rho, shared * shared, 4 * shared * rho
-    total = 1 + share * (minus**2 + 2 * square - met * minus / plus)
-    difference = 1 + share * (plus**2 + 2 * square + met)
-    along = share * (-plus * minus + 2 * square + met * rho / plus) / total
+    plus, minus, square, cross = 1 + rho, 1 - rho, shared * shared, 4 * shared * rho
+    total = 1 + share * (minus**2 + 2 * square - cross * minus / plus)
+    difference = 1 + share * (plus**2 + 2 * square + cross)
+    along = share * (-plus * minus + 2 * square + cross * rho / plus) / total
     return PairSpreads(total, difference, along)
 
 
@@ -147,10 +147,10 @@ class KeyCorrections(NamedTuple):
         Rows that all but pick a key see no annealed sum: its relative shift stays what it is at
         `CORRECTED_MAX`.
         """
-        held = np.minimum(1.0, CORRECTED_MAX / np.maximum(theta, CORRECTED_MAX))
-        theta, psi = held * theta, held * psi
+        inside = np.minimum(1.0, CORRECTED_MAX / np.maximum(theta, CORRECTED_MAX))
+        theta, psi = inside * theta, inside * psi
         joint = sphere(2 * (theta + psi), self.dimension) - 2 * sphere(theta, self.dimension)
-        return (psi + self.share * (joint - psi)) / held
+        return (psi + self.share * (joint - psi)) / inside
 
 
 @functools.cache
@@ -165,7 +165,6 @@ def key_corrections(theta: Any, keys: Any, dimension: Any) -> KeyCorrections:
 
     Args:
         theta, keys: (m,) logit variance, and number of keys.
-        dimension: of the sphere.
     """
     variance = np.minimum(np.maximum(theta, 0.0), CORRECTED_MAX)
     length = np.clip(keys, 1.0, LENGTH_MAX)

@@ -39,19 +39,19 @@ def _powers(row: RowStatistics) -> tuple[Any, Any, Any]:
 
 
 def _falling(theta: Array, gap: Array, edge: Array) -> Array:
-    """dP2/dlog theta of what `_apart` gives, by a difference: its law is smooth."""
+    """dP2/dlog theta of what `_deficit` gives, by a difference: its law is smooth."""
     step = 1e-4
-    return np.asarray((_apart(theta, gap, edge) - _apart(theta * (1 + step), gap, edge)) / step)
+    return np.asarray((_deficit(theta, gap, edge) - _deficit(theta * (1 + step), gap, edge)) / step)
 
 
 def _of_keys(keys: Array) -> tuple[Array, Array]:
     distinct, where = np.unique(keys, return_inverse=True)
-    found = np.array([extremes(max(n, 1.0 + 1e-6)) for n in distinct.tolist()])[where.ravel()]
-    found = found.reshape(*np.shape(keys), 2)
-    return found[..., 0], found[..., 1]
+    result = np.array([extremes(max(n, 1.0 + 1e-6)) for n in distinct.tolist()])[where.ravel()]
+    result = result.reshape(*np.shape(keys), 2)
+    return result[..., 0], result[..., 1]
 
 
-def _apart(theta: Array, gap: Array, edge: Array) -> Array:
+def _deficit(theta: Array, gap: Array, edge: Array) -> Array:
     """1 - P2, given its value at the edge of the tables."""
     sigma, first = np.sqrt(theta), math.sqrt(THETA_MAX)
     at_edge = edge * first
@@ -83,28 +83,27 @@ def _radial(theta: Array, edge: RowStatistics) -> Array:
     return np.asarray((TIES + (before - TIES) * THETA_MAX / theta) / theta)
 
 
-def _curvature(theta: Array, apart: Array, edge: RowStatistics) -> Array:
-    """E tr J^2 where 1 - P2 is `apart`."""
+def _curvature(theta: Array, deficit: Array, edge: RowStatistics) -> Array:
+    """E tr J^2 where 1 - P2 is `deficit`."""
     square = np.asarray(edge.sum_square)
     ratio = np.asarray(edge.jacobian_square) / np.maximum(_partitions(square)[0], 1e-300)
-    return np.asarray(_partitions(1 - apart)[0] * (1 + (ratio - 1) * THETA_MAX / theta))
+    return np.asarray(_partitions(1 - deficit)[0] * (1 + (ratio - 1) * THETA_MAX / theta))
 
 
 def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics:
     """Single rows where theta > THETA_MAX, and `edge` elsewhere.
 
     Args:
-        theta, keys: of one shape.
         edge: at the lesser of theta and THETA_MAX.
     """
     gap, top = _of_keys(keys)
     far = np.maximum(theta, THETA_MAX)
     rest = np.maximum(1.0 - np.asarray(edge.sum_square), 1e-300)
-    apart = _apart(far, gap, rest)
-    share = apart / rest
-    jacobian = _curvature(far, apart, edge)
+    deficit = _deficit(far, gap, rest)
+    share = deficit / rest
+    jacobian = _curvature(far, deficit, edge)
     _, *before = _partitions(np.asarray(edge.sum_square))
-    _, *laws = _partitions(1 - apart)
+    _, *laws = _partitions(1 - deficit)
     cube, fourth, vacancy = (
         law * (1 + (np.asarray(one) / np.maximum(was, 1e-300) - 1) * THETA_MAX / far)
         for one, was, law in zip(_powers(edge), before, laws, strict=True)
@@ -113,11 +112,11 @@ def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics
     def towards(value: Any, limit: Any) -> Array:
         return np.asarray(limit + (np.asarray(value) - limit) * share)
 
-    found = RowStatistics(
-        sum_square=1.0 - apart,
-        sum_cube=np.minimum(cube, 1 - apart),
-        sum_fourth=np.minimum(fourth, 1 - apart),
-        trace_square=np.minimum(vacancy, apart),
+    result = RowStatistics(
+        sum_square=1.0 - deficit,
+        sum_cube=np.minimum(cube, 1 - deficit),
+        sum_fourth=np.minimum(fourth, 1 - deficit),
+        trace_square=np.minimum(vacancy, deficit),
         jacobian_square=jacobian,
         radial_square=_radial(far, edge) * jacobian,
         sum_square_slope=_falling(far, gap, rest),
@@ -126,7 +125,7 @@ def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics
         entropy=towards(edge.entropy, 0.0),
     )
     beyond = (theta > THETA_MAX) & (keys > 1.0 + 1e-6)
-    return RowStatistics(*[np.where(beyond, a, b) for a, b in zip(found, edge, strict=True)])
+    return RowStatistics(*[np.where(beyond, a, b) for a, b in zip(result, edge, strict=True)])
 
 
 def at_edge(theta: Array, rho: Array, edge: RowStatistics) -> tuple[Array, Array]:
@@ -144,31 +143,31 @@ def at_edge(theta: Array, rho: Array, edge: RowStatistics) -> tuple[Array, Array
 
 
 def pairs_beyond(
-    theta: Array, keys: Array, rho: Array, edge: RowStatistics, found: PairStatistics
+    theta: Array, keys: Array, rho: Array, edge: RowStatistics, result: PairStatistics
 ) -> PairStatistics:
-    """Two alike rows where theta > THETA_MAX, and `found` elsewhere; all of one shape.
+    """Two alike rows where theta > THETA_MAX, and `result` elsewhere; all of one shape.
 
     Args:
         theta, keys, rho: logit variance, number of keys and correlation of the logits.
         edge: single rows at THETA_MAX.
-        found: pairs at the lesser of theta and THETA_MAX, and at `at_edge`'s correlation, no
+        result: pairs at the lesser of theta and THETA_MAX, and at `at_edge`'s correlation, no
             more than 1.
     """
     gap, _ = _of_keys(keys)
     far = np.maximum(theta, THETA_MAX)
     moved, stretch = at_edge(far, rho, edge)
     rest = np.maximum(1.0 - np.asarray(edge.sum_square), 1e-300)
-    overlap = np.asarray(found.overlap)
-    slope = THETA_MAX * np.asarray(found.jacobian_overlap) * stretch  # dC2/drho
+    overlap = np.asarray(result.overlap)
+    slope = THETA_MAX * np.asarray(result.jacobian_overlap) * stretch  # dC2/drho
     # Hermite's cubic of (1 - C2)^2 between the line of equal rows at the edge and equal rows
     low, low_slope = 1 / stretch, THETA_MAX * np.asarray(edge.jacobian_square) * stretch
-    apart = _apart(far, gap, rest)
-    top_slope = far * _curvature(far, apart, edge)
+    deficit = _deficit(far, gap, rest)
+    top_slope = far * _curvature(far, deficit, edge)
     width = np.maximum(1.0 - low, 1e-12)
-    at_low, at_top = rest**2, apart**2
+    at_low, at_top = rest**2, deficit**2
     chord = (at_top - at_low) / width
     first = np.maximum(-2 * rest * low_slope, 3 * chord)
-    last = np.maximum(-2 * apart * top_slope, 3 * chord)
+    last = np.maximum(-2 * deficit * top_slope, 3 * chord)
     t = np.clip((rho - low) / width, 0.0, 1.0)
     square = at_low * (1 + 2 * t) * (1 - t) ** 2 + at_top * t * t * (3 - 2 * t)
     square = square + width * (first * t * (1 - t) ** 2 - last * t * t * (1 - t))
@@ -178,11 +177,11 @@ def pairs_beyond(
     overlap = np.where(within, 1.0 - near, overlap)
     slope = np.where(within, np.maximum(-change, 0.0) / (2 * near), slope)
     jacobian = slope / far
-    before = np.maximum(np.asarray(found.jacobian_overlap), 1e-300)
+    before = np.maximum(np.asarray(result.jacobian_overlap), 1e-300)
     own = np.asarray(edge.radial_square) / np.maximum(np.asarray(edge.jacobian_square), 1e-300)
     radial_ratio = _radial(far, edge) / np.maximum(own, 1e-300)
-    radial = np.asarray(found.radial_overlap) * jacobian / before * radial_ratio
-    growth = np.asarray(found.overlap_slope) * jacobian / before
+    radial = np.asarray(result.radial_overlap) * jacobian / before * radial_ratio
+    growth = np.asarray(result.overlap_slope) * jacobian / before
     beyond = (theta > THETA_MAX) & (keys > 1.0 + 1e-6)
-    fields = zip((overlap, jacobian, radial, growth), found, strict=True)
+    fields = zip((overlap, jacobian, radial, growth), result, strict=True)
     return PairStatistics(*[np.where(beyond, a, b) for a, b in fields])

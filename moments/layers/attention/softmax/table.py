@@ -263,8 +263,8 @@ class SquareTable(NamedTuple):
         shape = np.broadcast_shapes(variance.shape, length.shape)
         functions = self.row_functions(variance, length, self.row.shape[2])
         variance, length = _flat(variance, shape), _flat(length, shape)
-        found = decode_row(np.minimum(variance, THETA_MAX), length, functions)
-        return RowStatistics(*[np.reshape(field, shape) for field in found])
+        result = decode_row(np.minimum(variance, THETA_MAX), length, functions)
+        return RowStatistics(*[np.reshape(field, shape) for field in result])
 
     def row_functions(self, theta: Array, n: Array, count: int) -> Array:
         """(count, points) of the first functions of `decode_row`, likewise."""

@@ -1,0 +1,215 @@
+"""Encoders that fill in masked tokens, read as BERT or Llama with a few changes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ...errors import domain_error
+from ..head import Head
+from ..positions import RelativeBias, Rotary
+from ..transformer import Transformer
+from ..weights import Weights
+from .bert import _bert, _narrow, _roberta
+from .entries import Entries
+from .family import Family, declared
+from .llama import _BOTH, _FULL, _SLIDING, _decoder
+from .relatives import _by_type, _of_kinds, _turned
+
+_ATTENTION = ("query", "key", "value", "output")
+
+
+def cut_normal(variance: float, cut: float) -> float:
+    """Variance of a normal variable that is drawn again until it is within `cut` deviations.
+
+    1 - 2 a phi(a) / (2 Phi(a) - 1) of it (Johnson, Kotz and Balakrishnan 1994, section 13.10.1).
+    """
+    inside = math.erf(cut / math.sqrt(2))
+    return variance * (1 - cut * math.sqrt(2 / math.pi) * math.exp(-(cut**2) / 2) / inside)
+
+
+def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
+    """Pre-LN behind a normalised embedding, gated, every third layer without a window.
+
+    Its first layer has no norm of its own before attention: the embedding's output is normalised
+    already, so that this norm's gain is the one row of the prediction that no parameter has.
+    """
+    layers, every = read.layers("num_hidden_layers"), read.count("global_attn_every_n_layers", 3)
+    kinds = read("layer_types", [_SLIDING if n % every else _FULL for n in range(layers)])
+    length = read.length("max_position_embeddings", seq_len, table=False)
+    reach = read.count("local_attention") // 2 + 1
+    windows = [reach if kind == _SLIDING and reach < length else None for kind in kinds]
+    epsilon, cut = read.number("norm_eps"), read.positive("initializer_cutoff_factor")
+    read.refuse("position_embedding_type", "absolute", "another kind of positions")
+    drawn = cut_normal(read.variance(), cut)
+    weights = Weights.normal(drawn, output_divisor=2 * layers)
+    biased = _ATTENTION if read.flag("attention_bias") else ()
+    biased += ("ffn_in", "ffn_out", "gate") if read.flag("mlp_bias") else ()
+    tied, dropout = read.flag("tie_word_embeddings"), read.number("attention_dropout")
+    head = Head(
+        tied=tied,
+        weight_variance=None if tied else drawn / (2 * layers),
+        transform=read.activation("classifier_activation"),
+        transform_variance=drawn / (2 * layers),
+        transform_bias_variance=0.0 if read.flag("classifier_bias") else None,
+        bias=read.flag("decoder_bias"),
+        loss="masked",
+    )
+    return declared(
+        read,
+        epsilon,
+        variance=drawn,
+        seq_len=length,
+        d_ff=read("intermediate_size"),
+        gated=True,
+        activation=read.activation("hidden_activation"),
+        dropout=dropout,
+        ffn_dropout=0.0,
+        activation_dropout=read.number("mlp_dropout"),
+        norm_bias=read.flag("norm_bias"),
+        weights=weights.replace(distribution="truncated") if cut == 2 else weights,
+        biases=read.biases(biased),
+        window=windows if any(windows) else None,
+        embedding={
+            "norm": True,
+            "norm_epsilon": epsilon,
+            "dropout": read.number("embedding_dropout"),
+            "padding_id": read.padding(),
+        },
+        head=head,
+        **_of_kinds(
+            _by_type(read, 160000.0, 10000.0, "local_rope_theta", "global_rope_theta"), kinds
+        ),
+    )
+
+
+def _eurobert(read: Entries, seq_len: int | None) -> Transformer:
+    """Llama without a causal mask; its logits have a bias where the feed-forward blocks have."""
+    tied = read.flag("tie_word_embeddings")
+    head = Head(
+        tied=tied,
+        weight_variance=None if tied else read.variance(),
+        bias=read.flag("mlp_bias"),
+        loss="masked",
+    )
+    model = _decoder(read, seq_len, biased=_BOTH, head=head, **_turned(read))
+    return model.replace(causal=False)
+
+
+def _mpnet(read: Entries, seq_len: int | None) -> Transformer:
+    """BERT with T5's biases by relative position, one table for all layers, and no segments.
+
+    Their 32 buckets, the distance of the last one and the padding token, from which positions are
+    counted, are written into the code.
+    """
+    read.expect("relative_attention_num_buckets", 32, "its module counts 32 buckets")
+    read.expect("pad_token_id", 1, "its module takes token 1 for padding")
+    length = read.at_most(
+        read.count("max_position_embeddings") - 2, seq_len, "max_position_embeddings - 2"
+    )
+    model = _bert(read, seq_len, "gelu", length)
+    return model.replace(
+        relative_bias=RelativeBias(read.variance()),
+        embedding=model.embedding.replace(padding_id=1),
+    )
+
+
+def _rotated(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
+    """BERT with rotary positions in place of its table."""
+    length = read.length("max_position_embeddings", seq_len, table=False)
+    model = _bert(read, seq_len, length=length)
+    embedding = model.embedding.replace(position_variance=0.0)
+    return model.replace(**({"embedding": embedding, "rotary": read.rotary()} | changes))
+
+
+def _nomic(read: Entries, seq_len: int | None) -> Transformer:
+    """Gated units and no biases in the layers."""
+    heads, d_model = read.count("num_attention_heads"), read.count("hidden_size")
+    width = read.count("head_dim", d_model // heads)
+    return _rotated(read, seq_len, gated=True, biases=None, d_head=width)
+
+
+def _gte(read: Entries, seq_len: int | None) -> Transformer:
+    """Gated units without biases but for what they give, whose features are dropped too."""
+    biases, dropout = read.biases((*_ATTENTION, "ffn_out")), read.number("hidden_dropout_prob")
+    return _rotated(read, seq_len, gated=True, biases=biases, activation_dropout=dropout)
+
+
+def _roformer(read: Entries, seq_len: int | None) -> Transformer:
+    """Perhaps with narrower tables, as ELECTRA."""
+    read.refuse("rotary_value", False, "rotated values")
+    width = read.count("embedding_size", read.count("hidden_size"))
+    length = read.length("max_position_embeddings", seq_len)  # positions have a table of sines
+    model = _rotated(read, length, rotary=Rotary())
+    return model if width == model.d_model else _narrow(read, model, width)
+
+
+def _albert(read: Entries, seq_len: int | None) -> Transformer:
+    """One layer's weights in all layers, narrower tables; what feed-forward blocks give is not
+    dropped."""
+    read.refuse("num_hidden_groups", 1, "layers that share their weights in groups")
+    read.refuse("inner_group_num", 1, "layers that share their weights in groups")
+    model = _narrow(read, _bert(read, seq_len), read.count("embedding_size"))
+    return model.replace(shared_layers=True, ffn_dropout=0.0)
+
+
+def _rembert(read: Entries, seq_len: int | None) -> Transformer:
+    """Narrower tables, and a head with a width and a table of its own."""
+    if read.flag("tie_word_embeddings"):
+        raise domain_error(
+            "tie_word_embeddings", True, "False: tables of input and output differ in width"
+        )
+    model = _narrow(read, _bert(read, seq_len), read.count("input_embedding_size"))
+    head = model.head.replace(factor_dim=read.count("output_embedding_size"))
+    return model.replace(head=head)
+
+
+def _pre(model: Transformer, **embedding: Any) -> Transformer:
+    """The same with norms before the blocks, and one before the head."""
+    return model.replace(
+        norm="pre",
+        embedding=model.embedding.replace(**embedding),
+        head=model.head.replace(norm=True),
+    )
+
+
+def _megatron(read: Entries, seq_len: int | None) -> Transformer:
+    return _pre(_bert(read, seq_len), norm=False, norm_epsilon=0.0)
+
+
+def _prelayernorm(read: Entries, seq_len: int | None) -> Transformer:
+    return _pre(_roberta(read, seq_len))
+
+
+def _xlm_roberta_xl(read: Entries, seq_len: int | None) -> Transformer:
+    """What feed-forward blocks give is not dropped."""
+    model = _pre(_roberta(read, seq_len), norm=False, norm_epsilon=0.0)
+    return model.replace(ffn_dropout=0.0)
+
+
+_MODERNBERT = {"reference_compile": ..., "repad_logits_with_grad": ..., "layer_norm_eps": ...}
+_MODERNBERT |= {"sparse_prediction": ..., "sparse_pred_ignore_index": ...}
+_MODERNBERT |= {"classifier_pooling": ..., "deterministic_flash_attn": ...}
+_ALBERT = {"net_structure_type": 0, "gap_size": 0, "num_memory_blocks": 0}
+_ALBERT |= {"down_scale_factor": 1, "layers_to_keep": ...}
+_NOMIC = {"pad_vocab_size_multiple": ..., "rotary_scaling_factor": None}
+FAMILIES = {
+    "albert": Family(_albert, "AlbertForMaskedLM", "masked", _ALBERT),
+    "data2vec-text": Family(_roberta, "Data2VecTextForMaskedLM", "masked"),
+    "eurobert": Family(
+        _eurobert,
+        "EuroBertForMaskedLM",
+        "masked",
+        {"classifier_pooling": ..., "hidden_dropout": 0.0},
+    ),
+    "gte": Family(_gte, "GteForMaskedLM", "masked"),
+    "jina_embeddings_v3": Family(_rotated, "JinaEmbeddingsV3ForMaskedLM", "masked"),
+    "megatron-bert": Family(_megatron, "MegatronBertForMaskedLM", "masked"),
+    "modernbert": Family(_modernbert, "ModernBertForMaskedLM", "masked", _MODERNBERT),
+    "mpnet": Family(_mpnet, "MPNetForMaskedLM", "masked"),
+    "nomic_bert": Family(_nomic, "NomicBertForMaskedLM", "masked", _NOMIC),
+    "rembert": Family(_rembert, "RemBertForMaskedLM", "masked"),
+    "roberta-prelayernorm": Family(_prelayernorm, "RobertaPreLayerNormForMaskedLM", "masked"),
+    "roformer": Family(_roformer, "RoFormerForMaskedLM", "masked"),
+    "xlm-roberta-xl": Family(_xlm_roberta_xl, "XLMRobertaXLForMaskedLM", "masked"),
+}

@@ -1,0 +1,248 @@
+"""A config that no Transformer says: a narrow module of its depth, followed operation by operation.
+
+Every width is divided by one number, and the variance of every matrix stands for as many more
+features as it sums over in the module of the config (`Lowering.wider`): to leading order in 1/width
+the signal is that of the whole module, and a gradient is up to one factor for all.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import DomainError, MomentsError, Undeclared, optional, refused
+from ..show.findings import Report
+from .from_config import (
+    LARGEST,
+    VOCABULARY,
+    module_class,
+    named_parameters,
+    quietly,
+    rescale,
+    settings,
+    squares_drawn,
+)
+from .open_check import report_of
+from .operations.predict import ModulePrediction, lowered, summary
+from .unread import NotRead
+
+with optional("hf", "torch", "transformers"):
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig
+
+WIDTH = 256
+"""Features of a narrow module's stream, at most."""
+
+AGREED = 0.25
+"""Relative difference of a variance at two widths from which it is named: a root of the width in
+the code changes it by 0.41 or more."""
+
+DRAWS, FEW = 24, 8
+"""Of what has no law, and in the copy that only shows what follows the width."""
+
+_WIDTHS = re.compile(
+    r".*(hidden_sizes?|d_model|n_embd|n_embed|d_embed|embed_dim\w*|embedding_size|d_ff|n_inner|width"
+    r"|intermediate\w*|ffn\w*|feed_?forward\w*|inner_dim\w*|mlp\w*dim\w*|hidden_dim|lora_rank"
+    r"|dt_rank|time_step_rank|d_ssm|(?<!head_)(?<!rotary_)(?<!head)dim|projection_dim)"
+)
+_HEADS = re.compile(r".*(heads|n_head|num_kv|query_groups\w*|n_groups|num_heads\w*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrow:
+    """A module in the place of a config's.
+
+    Attributes:
+        module: of the config's depth.
+        wider: by parameter and axis, how many times more entries the config's module has.
+        width, true: features of its stream and of the config's.
+    """
+
+    module: nn.Module
+    wider: dict[str, tuple[float, ...]]
+    width: int
+    true: int
+
+    def followed(self, draws: int = DRAWS) -> ModulePrediction:
+        """Its operations, as those of the config's module.
+
+        Raises:
+            MomentsError: it cannot be run.
+        """
+        return summary(lowered(self.module, None, draws=draws, wider=self.wider), draws)
+
+
+def predicted(entries: Mapping[str, Any]) -> ModulePrediction:
+    """A config's module by its operations, in the place of a declaration.
+
+    Raises:
+        DomainError: transformers builds no module of it, or none that is narrow.
+        MomentsError: the module cannot be run on random input.
+    """
+    near, far = _pair(entries)
+    result = near.followed()
+    return dataclasses.replace(result, notes=(*_notes(near, far, result), *result.notes))
+
+
+def checked(entries: Mapping[str, Any], refusal: Undeclared) -> Report:
+    """`moments.check` of a config, by the operations of its module.
+
+    Raises:
+        DomainError: the refusal, and why its operations could not be followed either.
+    """
+    try:
+        near, far = _pair(entries)
+        with quietly():
+            report = report_of(near.module, None, NotRead(str(refusal)), near.wider)
+    except MomentsError as error:
+        said = str(error).splitlines()[0]
+        raise DomainError(f"{refusal}; nor are its operations followed: {said}") from error
+    place = "" if far is None else f", in a module of width {near.width} for one of {near.true}"
+    notes = (*_notes(near, far, None), *report.notes)
+    return dataclasses.replace(report, notes=notes, read=report.read + place)
+
+
+def _pair(entries: Mapping[str, Any]) -> tuple[Narrow, Narrow | None]:
+    """A narrow module, and one of half its width where it is narrower than the config's."""
+    return _built(json.dumps(dict(entries), sort_keys=True))
+
+
+@functools.lru_cache(maxsize=4)
+def _built(text: str) -> tuple[Narrow, Narrow | None]:
+    entries = json.loads(text)
+    with quietly():
+        config, _ = settings(entries)
+        made = module_class(entries, config, pairs=True)
+        what = f"config of type {entries['model_type']!r}"
+        with refused(what), torch.device("meta"):
+            whole = made(config)
+        shapes = {name: tuple(p.shape) for name, p in named_parameters(whole)}
+        true, factor = _width(config), 1
+        while true // factor > WIDTH:
+            factor *= 2
+        near = _narrowed(made, config, factor, shapes)
+        far = None if factor == 1 else _narrowed(made, config, 2 * factor, shapes)
+        try:
+            squares = squares_drawn(whole)
+        except DomainError:  # a rule that needs whole tensors
+            squares = {} if far is None else _grown(near.module, far.module, factor)
+        for one in (near, far):
+            if one is not None:
+                rescale(one.module, squares)
+                _even_rows(one.module)
+    return near, far
+
+
+def _even_rows(module: nn.Module) -> None:
+    """Give the rows of tables one mean square, from which few narrow entries part."""
+    with torch.no_grad():
+        for part in module.modules():
+            if isinstance(part, nn.Embedding):
+                squares = part.weight.square().mean(1, keepdim=True)
+                drawn = squares > 0
+                whole = squares[drawn].mean()
+                part.weight.mul_(torch.where(drawn, (whole / squares).sqrt(), 0.0))
+
+
+def _grown(near: nn.Module, far: nn.Module, factor: int) -> dict[str, float]:
+    """Mean squares of the config's own entries, by the powers of the width that they follow in two
+    narrow modules; halves of whole powers."""
+    result = {}
+    others = dict(named_parameters(far))
+    for name, parameter in named_parameters(near):
+        one, other = (float(p.detach().double().square().mean()) for p in (parameter, others[name]))
+        if one > 0 and other > 0:
+            result[name] = one * factor ** (round(2 * math.log2(one / other)) / 2)
+    return result
+
+
+def _width(config: Any) -> int:
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for one in (inner, config):
+        for name in ("hidden_size", "d_model", "n_embd", "embed_dim", "dim"):
+            value = getattr(one, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return 1
+
+
+def _narrowed(made: Any, config: Any, factor: int, shapes: Mapping[str, tuple[int, ...]]) -> Narrow:
+    narrow = _divided(config, factor)
+    what = f"a narrow copy of {made.__name__}"
+    with refused(what):
+        with torch.device("meta"):
+            size = sum(p.numel() for p in made(narrow).parameters())
+        if size > LARGEST:
+            raise DomainError(f"{what} has {size:.2g} parameters: its width has other entries")
+        module = made(narrow)
+    wider = {}
+    for name, parameter in named_parameters(module):
+        if len(shapes.get(name, ())) != parameter.ndim:
+            raise DomainError(f"{what} has another {name} than the true one")
+        pairs = zip(shapes[name], parameter.shape, strict=True)
+        wider[name] = tuple(big / small for big, small in pairs)
+    return Narrow(module, wider, _width(narrow), _width(config))
+
+
+def _divided(config: Any, factor: int) -> Any:
+    """A config, and those in it, with every width and number of heads over one number."""
+    narrow = copy.deepcopy(config)
+    narrow.use_cache = False
+    entries = {**vars(narrow)}
+    for name, value in entries.items():
+        if isinstance(value, PretrainedConfig):
+            setattr(narrow, name, _divided(value, factor))
+        elif _HEADS.fullmatch(name) or _WIDTHS.fullmatch(name):
+            if isinstance(value, list) and all(type(v) is int for v in value):
+                setattr(narrow, name, [max(1, v // factor) for v in value])
+            elif type(value) is int:
+                setattr(narrow, name, max(1, value // factor))
+        elif name == "vocab_size" and type(value) is int:
+            setattr(narrow, name, min(VOCABULARY, value))
+    rows = getattr(narrow, "vocab_size", None)
+    for name in entries if isinstance(rows, int) else ():
+        token = getattr(narrow, name)
+        if name.endswith("token_id") and type(token) is int:
+            setattr(narrow, name, min(token, rows - 1))
+    return narrow
+
+
+def _notes(near: Narrow, far: Narrow | None, result: ModulePrediction | None) -> list[str]:
+    """What stands for what, and what a second width has otherwise."""
+    notes = [
+        "followed operation by operation on 16 tokens at most, where no Transformer says what the "
+        "module of this config does"
+    ]
+    if far is None:
+        return notes
+    notes.append(
+        f"a module of width {near.width} with the config's depth stands for width {near.true}, its "
+        "matrices for as many features as those have: gradients are up to one factor for all"
+    )
+    try:
+        other, result = far.followed(FEW), result or near.followed(FEW)
+    except MomentsError:
+        return notes
+    pairs = list(zip(result.outputs, other.outputs, strict=False))
+    apart = [
+        (one.module, two.variance / one.variance)
+        for one, two in pairs
+        if one.module == two.module
+        and one.variance > 0
+        and abs(two.variance / one.variance - 1) > AGREED
+    ]
+    if apart:
+        name, ratio = apart[0]
+        more = f" and {len(apart) - 1} more" if apart[1:] else ""
+        notes.append(
+            f"{name}{more}: the variance follows the width, {ratio:.3g} times at half of it; that "
+            "of the config's width is not known"
+        )
+    return notes
