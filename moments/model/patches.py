@@ -86,9 +86,8 @@ class PatchEmbedding(Stored):
         if self.patch_size > min(self.sides):
             raise domain_error("patch_size", self.patch_size, f"at most {min(self.sides)}")
         settle(self, ["patch_variance"], check_number, POSITIVE)
-        names = ("position_variance", "class_variance", "register_variance")
-        settle(self, names, check_number, NONNEGATIVE)
-        names = ("norm_epsilon", "bias_variance")
+        variances = ("position", "class", "register", "bias")
+        names = (*(f"{name}_variance" for name in variances), "norm_epsilon")
         settle(self, names, check_number, NONNEGATIVE)
         settle(self, ("class_token", "norm"), check_flag)
         settle(self, ["dropout"], check_number, PROBABILITY)

@@ -385,10 +385,7 @@ class Transformer:
             if name == "rotary" and isinstance(part, list | tuple):
                 fields[name] = [None if one is None else Rotary.from_dict(one) for one in part]
             elif part is not None:
-                given = set(part) if isinstance(part, Mapping) else set()
-                known = (given & {f.name for f in dataclasses.fields(kind)} for kind in kinds)
-                _, of = max(zip(map(len, known), kinds, strict=True), key=lambda pair: pair[0])
-                fields[name] = of.from_dict(part)
+                fields[name] = _kind_of(part, kinds).from_dict(part)
         return cls(**fields)
 
     def __str__(self) -> str:
@@ -423,3 +420,9 @@ def _continued(name: str, given: tuple[Any, ...], layers: Any) -> tuple[Any, ...
     return tuple(
         given[n] if n < count else given[first + (n - first) % group] for n in range(layers)
     )
+
+
+def _kind_of(part: Any, kinds: Sequence[Any]) -> Any:
+    """The declaration that has most of the fields that are given."""
+    given = set(part) if isinstance(part, Mapping) else set()
+    return max(kinds, key=lambda kind: len(given & {f.name for f in dataclasses.fields(kind)}))

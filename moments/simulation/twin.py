@@ -314,9 +314,9 @@ def draw_embedding(
     drawn: dict[str, Tensor] = {}
     if isinstance(embedding, SoundEmbedding):
         for number, kernel in enumerate(embedding.kernels, 1):
-            shape = (d_model, d_model if number > 1 else embedding.bins, kernel)
+            taps = (d_model, d_model if number > 1 else embedding.bins, kernel)
             name = f"convolution_{number}"
-            drawn[name] = draw(shape, embedding.variance, generator, dtype)
+            drawn[name] = draw(taps, embedding.variance, generator, dtype)
             if embedding.bias_variance is not None:
                 bias = draw((d_model,), embedding.bias_variance, generator, dtype)
                 drawn[f"{name}.bias"] = bias
@@ -328,7 +328,7 @@ def draw_embedding(
             drawn["patch.bias"] = draw((d_model,), embedding.bias_variance, generator, dtype)
         if embedding.class_token:
             drawn["class"] = draw((d_model,), embedding.class_variance, generator, dtype)
-        tables = {}
+        tables: dict[str, tuple[int, float]] = {}
         if embedding.placed == "learned":
             tables["position"] = model.seq_len, embedding.position_variance
         if embedding.registers:

@@ -70,8 +70,9 @@ def _pixels(embedding: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     found = None
     if isinstance(embedding, PatchEmbedding):
         found = batch.get("pixel_values")
-        if found is None and np.ndim(batch.get("input_values")) == 3:
-            found = np.swapaxes(batch["input_values"], 1, 2)[:, None]
+        heard = batch.get("input_values")
+        if found is None and heard is not None and np.ndim(heard) == 3:
+            found = np.swapaxes(heard, 1, 2)[:, None]
     elif isinstance(embedding, SoundEmbedding) and "input_features" in batch:
         found = np.asarray(batch["input_features"])[:, None]
     return {} if found is None else {"pixels": np.asarray(found, dtype=float)}

@@ -231,12 +231,12 @@ class Checking:
                 return own.replace(weights=own.weights.replace(**values))
         self.notes += dict.fromkeys(str(w.message) for w in caught)
         model = self.architecture if found.model is None else found.model
-        own, said = model.encoder, getattr(self.promised, "encoder", None)
-        heard = getattr(said, "embedding", None)
-        if own is None or own.embedding is not None or not isinstance(heard, SoundEmbedding):
+        other = model.encoder
+        sound = getattr(getattr(self.promised, "encoder", None), "embedding", None)
+        if other is None or other.embedding is not None or not isinstance(sound, SoundEmbedding):
             return model
         # No operation says that convolutions embed sound; its config does.
-        return model.replace(encoder=own.replace(embedding=heard, seq_len=heard.seq_len))
+        return model.replace(encoder=other.replace(embedding=sound, seq_len=sound.seq_len))
 
     def _unused(self) -> Iterator[str]:
         """Submodules whose parameters nothing reads, and which get no gradient."""

@@ -58,7 +58,8 @@ def family(kind: Any) -> Family:
             )
         reason = _why_not(kind) if isinstance(kind, str) else ""
         if kind in REFUSED:
-            raise Undeclared(f"model_type = {brief(kind)}: {reason}")
+            refusal = DomainError if kind in PARTS else Undeclared
+            raise refusal(f"model_type = {brief(kind)}: {reason}")
         raise domain_error("model_type", kind, f"one of {', '.join(sorted(READERS))}", reason)
     return READERS[kind]
 

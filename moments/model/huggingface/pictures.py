@@ -91,7 +91,7 @@ def _dinov2(read: Entries, seq_len: int | None) -> Transformer:
         read, variance, position_variance=variance, class_variance=variance, dropout=dropout
     )
     hidden, gated = int(read.count("hidden_size") * read("mlp_ratio")), read.flag("use_swiglu_ffn")
-    biased = ("query", "key", "value") if read.flag("qkv_bias") else ()
+    biased: tuple[str, ...] = ("query", "key", "value") if read.flag("qkv_bias") else ()
     biased += ("output", "ffn_in", "ffn_out") + (("gate",) if gated else ())
     return encoder(
         read,
@@ -125,10 +125,10 @@ def _dinov3(read: Entries, seq_len: int | None) -> Transformer:
         registers=registers,
         register_variance=variance if registers else 0.0,
     )
-    biases = {"query_bias": ("query",), "key_bias": ("key",), "value_bias": ("value",)}
-    biases |= {"proj_bias": ("output",)}
-    biases["mlp_bias"] = ("ffn_in", "ffn_out") + (("gate",) if gated else ())
-    there = (matrix for name, of in biases.items() if read.flag(name) for matrix in of)
+    biases = {"query": "query_bias", "key": "key_bias", "value": "value_bias"}
+    biases |= {"output": "proj_bias"}
+    biases |= dict.fromkeys(("ffn_in", "ffn_out", *(("gate",) if gated else ())), "mlp_bias")
+    there = (matrix for matrix, name in biases.items() if read.flag(name))
     return encoder(
         read,
         seq_len,
