@@ -379,7 +379,8 @@ class Lowering:
         """Rows of one tensor added to, or put in the place of, rows of another one."""
         shape = whole = self._shape(node.outputs[0])
         adds = name == "index_add"
-        into, source = (self._state(node.args[n]) for n in (0, 3 if adds else 2))
+        into: State = self._state(node.args[0])
+        source = self._state(node.args[3 if adds else 2])
         if adds:
             dim, at = node.args[1], _tensor(self._state(node.args[2])).long()
         else:
@@ -414,7 +415,8 @@ class Lowering:
                 raise Unlowered("rows added to a sampled variable")
             total = summed
         assert total is not None
-        return _reshaped(total, whole)
+        made: Field = _reshaped(total, whole)
+        return made
 
     def _rows(self, x: Field, shape: Sequence[int], dim: int, rows: Tensor, at: Tensor) -> Field:
         """Some rows of a field at places of a tensor that is zero elsewhere."""
